@@ -1,0 +1,41 @@
+"""Which library owns a buffer: asked of the buffer itself, never of a module global."""
+
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hpcdist.arrays import device
+
+Array: TypeAlias = np.ndarray  # or cupy.ndarray: the part of the interface that both have
+
+
+def is_device(array: Any) -> bool:
+    """Whether ``array`` lives on a GPU."""
+    return not isinstance(array, np.ndarray) and device.is_device_array(array)
+
+
+def namespace(array: Any) -> ModuleType:
+    """Return the module (numpy or cupy) whose functions take ``array`` without a copy."""
+    return device.cupy() if is_device(array) else np
+
+
+def synchronise(array: Any) -> None:
+    """Wait until the kernels that write ``array`` are done; nothing to do for host memory."""
+    if is_device(array):
+        device.synchronise()
+
+
+def to_host(array: Any) -> np.ndarray:
+    """Return ``array`` as numpy: itself on the host, an explicit copy from a GPU."""
+    return device.cupy().asnumpy(array) if is_device(array) else array
+
+
+def empty(shape: int | tuple[int, ...], dtype: np.dtype, on: str = "cpu") -> Array:
+    """Return uninitialised memory on ``"cpu"`` or ``"gpu"``."""
+    return device.cupy().empty(shape, dtype) if on == "gpu" else np.empty(shape, dtype)
+
+
+def zeros(shape: int | tuple[int, ...], dtype: np.dtype, on: str = "cpu") -> Array:
+    """Return zeroed memory on ``"cpu"`` or ``"gpu"``."""
+    return device.cupy().zeros(shape, dtype) if on == "gpu" else np.zeros(shape, dtype)

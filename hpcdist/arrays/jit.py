@@ -1,0 +1,87 @@
+"""The one door to numba: scalar loops, compiled at their first call and cached on disk.
+
+Nothing is imported or compiled when a module that uses `jit` is imported. The machine code is kept in a private
+directory of the user (the cache is code, so its owner and mode are checked), or where NUMBA_CACHE_DIR says.
+"""
+
+import functools
+import os
+import stat
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hpcdist.errors import MissingCapabilityError
+
+_lock = threading.Lock()
+_kernels: list["Kernel"] = []
+
+
+def cache_directory() -> Path:
+    """Return the directory of compiled kernels: node-local and per user unless NUMBA_CACHE_DIR names another."""
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    return Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"hpcdist-numba-{os.getuid()}"
+
+
+def _prepare_cache() -> None:
+    """Create the cache directory, or refuse one that another user could have filled with code."""
+    directory = cache_directory()
+    if "NUMBA_CACHE_DIR" not in os.environ:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise MissingCapabilityError(
+                f"{directory} is not a private directory of this user, and it holds code; "
+                "remove it, or set NUMBA_CACHE_DIR to a directory that only you can write"
+            )
+        os.environ["NUMBA_CACHE_DIR"] = str(directory)
+
+
+class Kernel:
+    """A function that is compiled for the types of its arguments when it is first called with them."""
+
+    def __init__(self, function: Callable[..., Any], fastmath: bool) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.fastmath = fastmath
+        self._compiled: Callable[..., Any] | None = None
+        self._samples: list[Callable[[], tuple[Any, ...]]] = []
+        _kernels.append(self)
+
+    @property
+    def compiled(self) -> Callable[..., Any]:
+        """The numba dispatcher, made at the first use; other kernels call it from inside theirs."""
+        if self._compiled is None:
+            with _lock:
+                if self._compiled is None:
+                    _prepare_cache()
+                    import numba  # 0.4 s: paid by the first kernel, not by `hpcdist --help`
+
+                    self._compiled = numba.njit(self.function, nogil=True, cache=True, fastmath=self.fastmath)
+        return self._compiled
+
+    def __call__(self, *args: Any) -> Any:
+        return (self._compiled or self.compiled)(*args)
+
+    def sample(self, arguments: Callable[[], tuple[Any, ...]]) -> None:
+        """Register arguments with which `warm` calls the kernel, once for each set of types."""
+        self._samples.append(arguments)
+
+
+def jit(function: Callable[..., Any] | None = None, *, fastmath: bool = False) -> Any:
+    """Decorate a scalar-loop function: ``@jit`` or ``@jit(fastmath=True)``. The GIL is released while it runs."""
+    if function is None:
+        return lambda inner: Kernel(inner, fastmath)
+    return Kernel(function, fastmath)
+
+
+def warm() -> list[str]:
+    """Compile every registered kernel for every registered sample into the cache; return their names."""
+    names = []
+    for kernel in _kernels:
+        for arguments in kernel._samples:
+            kernel(*arguments())
+        names.append(kernel.__name__)
+    return names

@@ -1,0 +1,120 @@
+"""The address space of a model: named tensors at aligned offsets of one flat space.
+
+A `Layout` is pure: no bytes, no rank, no number of parts. It is the same on every rank and for every world size, so a
+range of it means the same thing everywhere.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from hpcdist.arrays.ranges import Range, align_up
+
+# 32 elements are one 64-byte line at 2 bytes an element, two at 4: one layout serves the master and the working dtype.
+ALIGN_ELEMENTS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A parameter tensor as its model declares it.
+
+    ``layer`` is the global layer id (the same on every rank, whatever the cut into stages). ``adapted`` says whether
+    weight decay and layer-wise rates apply: matrices yes, biases and norm scales no.
+    """
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    adapted: bool = True
+
+    @property
+    def key(self) -> str:
+        """``layer.name``: the name of the tensor in errors, checkpoints and reports."""
+        return f"{self.layer}.{self.name}"
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A tensor at its place: ``range`` excludes the padding behind it."""
+
+    spec: TensorSpec
+    range: Range
+
+    @property
+    def key(self) -> str:
+        """Name of the tensor."""
+        return self.spec.key
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Segments in order of their offsets; ``size`` counts elements, padding included."""
+
+    segments: tuple[Segment, ...]
+    size: int
+
+    @classmethod
+    def of(cls, specs: Iterable[TensorSpec]) -> "Layout":
+        """Place ``specs`` one behind the other. Raises ValueError when two have the same key."""
+        segments: list[Segment] = []
+        seen: set[str] = set()
+        offset = 0
+        for spec in specs:
+            if spec.key in seen:
+                raise ValueError(f"two tensors are called {spec.key}; a layout needs one name for each")
+            seen.add(spec.key)
+            segments.append(Segment(spec, Range(offset, offset + spec.size)))
+            offset += align_up(spec.size, ALIGN_ELEMENTS)
+        return cls(tuple(segments), offset)
+
+    @cached_property
+    def by_key(self) -> dict[str, Segment]:
+        """Segments by the name of their tensor."""
+        return {segment.key: segment for segment in self.segments}
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of elements without padding."""
+        return sum(segment.range.size for segment in self.segments)
+
+    @cached_property
+    def units(self) -> dict[int, Range]:
+        """The range of each layer, padding included: what is gathered and freed as one."""
+        units: dict[int, Range] = {}
+        for segment in self.segments:
+            stop = segment.range.start + align_up(segment.range.size, ALIGN_ELEMENTS)
+            before = units.get(segment.spec.layer)
+            if before is None:
+                units[segment.spec.layer] = Range(segment.range.start, stop)
+            else:
+                assert before.stop == segment.range.start, f"layer {segment.spec.layer} is not contiguous"
+                units[segment.spec.layer] = Range(before.start, stop)
+        return units
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [segment.range.start for segment in self.segments]
+
+    def at(self, index: int) -> Segment:
+        """Return the segment whose tensor or padding holds element ``index``."""
+        assert 0 <= index < self.size
+        return self.segments[bisect_right(self._starts, index) - 1]
+
+    def within(self, part: Range) -> list[tuple[Segment, Range]]:
+        """Return, for each tensor that ``part`` touches, the segment and the touched range of the flat space."""
+        first = max(0, bisect_right(self._starts, part.start) - 1)
+        touched = []
+        for segment in self.segments[first:]:
+            if segment.range.start >= part.stop:
+                break
+            common = segment.range.intersect(part)
+            if common:
+                touched.append((segment, common))
+        return touched

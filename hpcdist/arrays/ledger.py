@@ -1,0 +1,43 @@
+"""Bytes by category, now and at their peak: what a training step really holds."""
+
+import threading
+import weakref
+from collections import defaultdict
+
+from hpcdist.arrays.backend import Array
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication")
+
+
+class Ledger:
+    """Counts the arrays that are alive, by category, from their creation to their collection.
+
+    Only owners of memory are tracked, never views. The prefetching thread may drop arrays, hence the lock.
+    """
+
+    def __init__(self) -> None:
+        self._current: defaultdict[str, int] = defaultdict(int)
+        self._peak: defaultdict[str, int] = defaultdict(int)
+        self._lock = threading.RLock()  # a finalizer may run inside `_add` of the same thread
+
+    def track(self, array: Array, category: str) -> Array:
+        """Count ``array`` under ``category`` until it is collected, and return it."""
+        assert category in CATEGORIES, f"category {category!r} is none of {CATEGORIES}"
+        self._add(category, array.nbytes)
+        weakref.finalize(array, self._add, category, -array.nbytes).atexit = False
+        return array
+
+    def _add(self, category: str, nbytes: int) -> None:
+        with self._lock:
+            self._current[category] += nbytes
+            self._peak[category] = max(self._peak[category], self._current[category])
+
+    @property
+    def current(self) -> dict[str, int]:
+        """Bytes alive by category."""
+        return {category: self._current[category] for category in CATEGORIES}
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """The most bytes that were alive at once, each category for itself."""
+        return {category: self._peak[category] for category in CATEGORIES}

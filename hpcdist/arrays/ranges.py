@@ -1,0 +1,84 @@
+"""Integer arithmetic of half-open ranges of one flat address space.
+
+Ranges are the vocabulary of everything: bucket, shard, chunk of a ring, key of a parameter server, piece of a checkpoint.
+All of it is here, in pure functions, so that the awkward cases (fewer elements than ranks, empty parts, a ragged tail)
+are decided and tested once.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+ALIGN_BYTES = 64  # a cache line, and the widest vector register: no two owners share either
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Range:
+    """Elements ``start <= i < stop``; empty when ``start == stop``."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.start <= self.stop, f"not a range: [{self.start}, {self.stop})"
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    @property
+    def slice(self) -> slice:
+        """The same range as a ``slice``."""
+        return slice(self.start, self.stop)
+
+    def __bool__(self) -> bool:
+        return self.stop > self.start
+
+    def __contains__(self, index: int) -> bool:
+        return self.start <= index < self.stop
+
+    def shift(self, by: int) -> "Range":
+        """Return the range moved by ``by`` elements."""
+        return Range(self.start + by, self.stop + by)
+
+    def intersect(self, other: "Range") -> "Range":
+        """Return the common part; where there is none, an empty range at the later start."""
+        start = max(self.start, other.start)
+        return Range(start, max(start, min(self.stop, other.stop)))
+
+
+def split(size: int, parts: int, itemsize: int, align_bytes: int = ALIGN_BYTES) -> list[Range]:
+    """Cut ``size`` elements of ``itemsize`` bytes into ``parts`` ranges, balanced in aligned blocks.
+
+    Every boundary but the last lies on a multiple of ``align_bytes``, so parts differ by at most one block. The first
+    parts are the longer ones; with fewer blocks than parts the last parts are empty.
+    """
+    assert size >= 0 and parts >= 1 and itemsize >= 1 and align_bytes >= 1
+    block = max(1, align_bytes // itemsize)
+    blocks = -(-size // block)
+    each, longer = divmod(blocks, parts)
+    bounds = [min(size, block * (part * each + min(part, longer))) for part in range(parts + 1)]
+    return [Range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+def cut(whole: Range, longest: int) -> Iterator[Range]:
+    """Yield consecutive ranges of at most ``longest`` elements that cover ``whole``."""
+    assert longest >= 1
+    for start in range(whole.start, whole.stop, longest):
+        yield Range(start, min(whole.stop, start + longest))
+
+
+def align_up(size: int, multiple: int) -> int:
+    """Return the least multiple of ``multiple`` that is not below ``size``."""
+    return -(-size // multiple) * multiple
+
+
+def merge(ranges: Iterable[Range]) -> list[Range]:
+    """Return the union as sorted ranges that neither touch nor overlap; empty ranges vanish."""
+    merged: list[Range] = []
+    for item in sorted(r for r in ranges if r):
+        if merged and item.start <= merged[-1].stop:
+            merged[-1] = Range(merged[-1].start, max(merged[-1].stop, item.stop))
+        else:
+            merged.append(item)
+    return merged

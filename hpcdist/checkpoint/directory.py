@@ -1,0 +1,107 @@
+"""The directory of checkpoints: names, the commit, and what is thrown away.
+
+``step-N.tmp`` is being written, ``step-N`` is complete, ``step-N.replaced`` is the older of two while one takes the
+other's place, ``step-N.abandoned`` lies beyond a step from which the run was continued anew.
+"""
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Final
+
+from hpcdist.checkpoint import manifest
+
+LATEST: Final = "latest"
+_NAME: Final = re.compile(r"step-(\d+)(\.tmp|\.replaced)?")
+
+
+def candidates(directory: Path) -> list[tuple[int, Path]]:
+    """Return ``(step, path)`` of everything that is or was to become a checkpoint, the most recent first."""
+    if not directory.is_dir():
+        return []
+    preference = ["", ".replaced", ".tmp"]
+    found = []
+    for path in directory.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            found.append((-int(match[1]), preference.index(match[2] or ""), path))
+    return [(-step, path) for step, _, path in sorted(found)]
+
+
+def begin(directory: Path, step: int) -> Path:
+    """Make the empty ``step-N.tmp`` and return it; what crashed saves left is removed. Raises OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for _, path in candidates(directory):
+        if path.suffix == ".tmp":
+            shutil.rmtree(path)
+    temporary = directory / f"step-{step}.tmp"
+    temporary.mkdir()
+    return temporary
+
+
+def commit(directory: Path, step: int, text: str, keep: int) -> Path:
+    """Write the manifest ``text``, give ``step-N.tmp`` its name and prune. Raises OSError.
+
+    Until the rename, the previous checkpoint is the newest; from then on, this one is.
+    """
+    temporary, final = directory / f"step-{step}.tmp", directory / f"step-{step}"
+    _write(temporary / manifest.FILE_NAME, text)
+    _sync(temporary)
+    replaced = directory / f"step-{step}.replaced"
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    temporary.rename(final)
+    _sync(directory)
+    _write(directory / f"{LATEST}.tmp", final.name + "\n")
+    (directory / f"{LATEST}.tmp").replace(directory / LATEST)
+    _sync(directory)
+    _prune(directory, step, keep)
+    return final
+
+
+def _prune(directory: Path, step: int, keep: int) -> None:
+    """Leave the ``keep`` newest up to ``step``; what lies beyond is set aside. Failures are told, not raised."""
+    kept = 0
+    for number, path in candidates(directory):
+        try:
+            if number > step:
+                _set_aside(path)
+                continue
+            kept += path.suffix == ""
+            if path.suffix or kept > keep:
+                _remove(path)
+        except OSError as error:
+            print(f"hpcdist: {path} could not be removed: {error.strerror}", file=sys.stderr)
+
+
+def _set_aside(path: Path) -> None:
+    # The run was continued from an earlier step, so this one must not be taken for its newest; but it may be wanted.
+    aside = path.with_name(f"{path.name.split('.')[0]}.abandoned")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    print(f"hpcdist: {path} is from before the run was continued at an earlier step; now {aside.name}", file=sys.stderr)
+
+
+def _remove(path: Path) -> None:
+    # Under its final name a directory is always complete, so it loses that name first.
+    doomed = path if path.suffix == ".tmp" else path.with_name(f"{path.name.split('.')[0]}.tmp")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

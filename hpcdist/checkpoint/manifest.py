@@ -1,0 +1,145 @@
+"""The manifest of a checkpoint: which bytes of which file are which elements of which tensor, with their digests.
+
+It is all that a restore needs. Shards are ordinary HDF5 files for people and tools, but a restore reads verified byte
+ranges of them and never opens them through libhdf5, which can crash on damaged files.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import xxhash
+
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.piece import Box, Runs, first_gap, runs
+from hpcdist.arrays.ranges import Range
+from hpcdist.errors import StorageError, UsageError
+
+SCHEMA: Final = "hpcdist.checkpoint"
+VERSION: Final = 1
+FILE_NAME: Final = "manifest.json"
+BLOCK_BYTES: Final = 16 << 20  # a multiple of every item size: no element straddles two blocks
+_SHARD: Final = re.compile(r"shard-\d{5,}\.h5")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored piece: ``offset`` is the byte where it begins in ``file``, ``digests`` xxh3-128 of each block."""
+
+    kind: str
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    flat: tuple[int, int]
+    file: str
+    dataset: str
+    offset: int
+    digests: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Name for errors."""
+        return f"{self.kind}/{self.tensor}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the piece in the file."""
+        return (self.flat[1] - self.flat[0]) * dtype_of(self.dtype).itemsize
+
+    def runs(self) -> Runs:
+        """Return the runs of the piece in its tensor."""
+        return runs(self.shape, self.box, Range(*self.flat))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``manifest.json`` says. ``files`` gives the size of each shard in bytes."""
+
+    schema: str
+    version: int
+    step: int
+    world: int
+    byte_order: str
+    block_bytes: int
+    scalars: dict[str, Any]
+    files: dict[str, int]
+    pieces: tuple[Entry, ...]
+
+
+def block_digests(data: np.ndarray) -> tuple[str, ...]:
+    """Return the digests of the blocks of a contiguous 1-D array."""
+    if not data.size:
+        return ()
+    view = memoryview(data.view(np.uint8))
+    starts = range(0, len(view), BLOCK_BYTES)
+    return tuple(xxhash.xxh3_128_hexdigest(view[start : start + BLOCK_BYTES]) for start in starts)
+
+
+def build(step: int, world: int, scalars: dict[str, Any], files: dict[str, int], pieces: Iterable[Entry]) -> Manifest:
+    """Return the manifest of a checkpoint. Raises StorageError when the pieces leave a part of a tensor out."""
+    entries = tuple(sorted(pieces, key=lambda e: (e.kind, e.tensor, e.box, e.flat)))
+    by_tensor: dict[tuple[str, str, tuple[int, ...], str], list[Entry]] = {}
+    for entry in entries:
+        by_tensor.setdefault((entry.kind, entry.tensor, entry.shape, entry.dtype), []).append(entry)
+    for (kind, tensor, shape, _), parts in by_tensor.items():
+        stretches = ((found.start, found.size) for found in (part.runs() for part in parts))
+        gap = first_gap(stretches, math.prod(shape))
+        if gap is not None:
+            raise StorageError(
+                f"{kind}/{tensor}: no rank saved element {gap} of its {math.prod(shape)}; the checkpoint is refused"
+            )
+    return Manifest(SCHEMA, VERSION, step, world, sys.byteorder, BLOCK_BYTES, scalars, files, entries)
+
+
+def encode(manifest: Manifest) -> str:
+    """Return the text of ``manifest.json``. Raises UsageError when a scalar is not a JSON value."""
+    body = dataclasses.asdict(manifest)
+    try:
+        return json.dumps(body | {"digest": _digest(body)}) + "\n"
+    except TypeError as error:
+        raise UsageError(f"the scalars of a checkpoint must be JSON values: {error}") from error
+
+
+def _digest(body: dict[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(canonical.encode())
+
+
+def load(directory: Path) -> Manifest:
+    """Read and check the manifest in ``directory``; no shard is looked at. Raises StorageError."""
+    path = directory / FILE_NAME
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StorageError(f"{path} is missing: the checkpoint was not finished") from None
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{path} cannot be read: {error}") from error
+    if not isinstance(body, dict) or body.get("schema") != SCHEMA:
+        raise StorageError(f"{path} is not a manifest of {SCHEMA}")
+    if body.get("version") != VERSION:
+        raise StorageError(f"{path} has version {body.get('version')}, known here is {VERSION}; update hpcdist")
+    digest = body.pop("digest", None)
+    if digest != _digest(body):
+        raise StorageError(f"{path} is damaged: its digest does not match")
+    try:
+        manifest = msgspec.convert(body, Manifest)
+    except msgspec.ValidationError as error:
+        raise StorageError(f"{path} is not valid: {error}") from error
+    if manifest.byte_order != sys.byteorder:
+        raise StorageError(f"{path} was written on a {manifest.byte_order}-endian machine, this one is {sys.byteorder}")
+    if manifest.block_bytes != BLOCK_BYTES:
+        raise StorageError(f"{path} has blocks of {manifest.block_bytes} bytes, known here are {BLOCK_BYTES}")
+    strange = [name for name in manifest.files if not _SHARD.fullmatch(name)]
+    strange += [entry.file for entry in manifest.pieces if entry.file not in manifest.files]
+    if strange:
+        raise StorageError(f"{path} names {strange[0]!r}, which is not a shard of it")
+    return manifest

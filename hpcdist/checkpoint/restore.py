@@ -1,0 +1,124 @@
+"""Restoring on any number of ranks: what is wanted is intersected with what is stored, and only that is read."""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcdist.arrays import backend
+from hpcdist.arrays.dtypes import dtype_of, name_of
+from hpcdist.arrays.piece import Piece, common, first_gap, runs
+from hpcdist.checkpoint import blocks, manifest
+from hpcdist.checkpoint import directory as names
+from hpcdist.checkpoint.blocks import BlockReader
+from hpcdist.checkpoint.manifest import BLOCK_BYTES, Entry
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
+from hpcdist.errors import StorageError
+
+
+def newest(run_dir: str | Path, comm: Communicator | None = None) -> Path | None:
+    """Return the newest valid checkpoint under ``run_dir/checkpoints``; None when there is none.
+
+    Every block of it has been verified. What was skipped is told on stderr with the reason. Collective over ``comm``,
+    whose ranks divide the reading; without one, this process reads all of it.
+    """
+    comm = comm or solo()
+    found = comm.broadcast_object(names.candidates(Path(run_dir) / "checkpoints") if comm.rank == 0 else None)
+    for _, path in found:
+        reason = _why_not(path, comm)
+        if not reason:
+            return Path(path)
+        if comm.rank == 0:
+            print(f"hpcdist: checkpoint {path} is skipped: {reason}", file=sys.stderr, flush=True)
+    return None
+
+
+def _why_not(path: Path, comm: Communicator) -> str:
+    """Return why the checkpoint at ``path`` cannot be used, "" when it can; the same on all ranks."""
+    if path.suffix == ".tmp":
+        return "it was not finished"
+    loaded: manifest.Manifest | str = ""
+    if comm.rank == 0:
+        try:
+            loaded = manifest.load(path)
+        except StorageError as error:
+            loaded = str(error)
+    loaded = comm.broadcast_object(loaded)
+    if isinstance(loaded, str):
+        return loaded
+    reasons: list[str] = comm.allgather_object(blocks.problem(path, loaded, comm.rank, comm.size))
+    return next((reason for reason in reasons if reason), "")
+
+
+def restore(directory: str | Path, wanted: Iterable[Piece]) -> dict[str, Any]:
+    """Fill the arrays of ``wanted`` from the checkpoint ``directory`` (``.../step-N``) and return its scalars (local).
+
+    The pieces may be cut in any way, whatever wrote them. Raises StorageError, naming file and tensor, when bytes are
+    damaged or missing or a tensor has another shape or dtype; the arrays are then undefined.
+    """
+    directory = Path(directory)
+    stored = manifest.load(directory)
+    by_tensor: dict[tuple[str, str], list[Entry]] = {}
+    for entry in stored.pieces:
+        by_tensor.setdefault((entry.kind, entry.tensor), []).append(entry)
+    with BlockReader(directory) as reader:
+        for piece in wanted:
+            entries = by_tensor.get((piece.kind, piece.tensor), [])
+            _check(directory, piece, entries)
+            _fill(directory, piece, entries, reader)
+    return stored.scalars
+
+
+def _check(directory: Path, piece: Piece, entries: list[Entry]) -> None:
+    """Raise StorageError when what is stored is not what is wanted."""
+    if not entries:
+        raise StorageError(f"{directory} has no {piece.name}; was it saved by another model or optimizer?")
+    expected = (tuple(piece.global_shape), name_of(piece.array.dtype))
+    for entry in entries:
+        if (entry.shape, entry.dtype) != expected:
+            raise StorageError(
+                f"{directory}: {piece.name} is {entry.dtype}{list(entry.shape)}, expected "
+                f"{expected[1]}{list(expected[0])}; restore with the recipe that saved it"
+            )
+
+
+def _fill(directory: Path, piece: Piece, entries: list[Entry], reader: BlockReader) -> None:
+    on_device = backend.is_device(piece.array)
+    out = np.empty(piece.flat.size, piece.array.dtype) if on_device else piece.array
+    mine = runs(piece.global_shape, piece.box, piece.flat)
+    filled = []
+    for entry in entries:
+        to, at, size = common(mine, entry.runs())
+        _copy(reader, entry, out, (to, at, size))
+        filled.append((to, size))
+    gap = first_gap(filled, piece.flat.size)
+    if gap is not None:
+        raise StorageError(f"{directory} has only a part of {piece.name}: element {gap} of the wanted piece is missing")
+    if on_device:
+        piece.array[...] = backend.namespace(piece.array).asarray(out)
+
+
+def _copy(
+    reader: BlockReader, entry: Entry, out: np.ndarray, stretches: tuple[np.ndarray, np.ndarray, np.ndarray]
+) -> None:
+    """Copy ``size`` elements from ``at`` in the entry to ``to`` in ``out``, reading each block that holds some once."""
+    to, at, size = stretches
+    per_block = BLOCK_BYTES // dtype_of(entry.dtype).itemsize
+    index = 0
+    while index < at.size:
+        block = int(at[index]) // per_block
+        # A stretch may reach over several blocks, so this also advances within one.
+        last = int(np.searchsorted(at + size, (block + 1) * per_block, side="right"))
+        final = max(block, int((at[index] + size[index] - 1) // per_block)) if last <= index else block
+        for number in range(block, final + 1):
+            data = reader.read(entry, number)
+            low, high = number * per_block, number * per_block + data.size
+            for k in range(index, int(np.searchsorted(at, high, side="left"))):
+                start, stop = max(int(at[k]), low), min(int(at[k] + size[k]), high)
+                if stop > start:
+                    place = int(to[k]) + start - int(at[k])
+                    out[place : place + stop - start] = data[start - low : stop - low]
+        index = max(last, index + (final > block))

@@ -1,0 +1,1 @@
+"""Messages: communicators over MPI, threads or nothing, and what looks on."""

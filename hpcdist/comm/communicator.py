@@ -1,0 +1,165 @@
+"""The seam between algorithms and messages: what every communicator can do.
+
+Buffers are 1-D, C-contiguous numpy or cupy arrays. A call is collective over the communicator unless its docstring
+says "local" or names a peer: then every member must make it, in the same order. Implementations: `mpi`, `solo` and
+`threads` (N ranks in one process).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ranges import Range
+from hpcdist.comm.events import EventSink
+
+ANY: Final = -1  # any source or any tag, in `probe`
+REDUCTIONS: Final = ("sum", "max", "min")
+
+
+class Request(Protocol):
+    """A message under way. Its buffer must not be touched before `wait` returned or `test` was true."""
+
+    def wait(self) -> None:
+        """Return when the message is complete (local)."""
+        ...
+
+    def test(self) -> bool:
+        """Whether the message is complete (local)."""
+        ...
+
+
+class Message(Protocol):
+    """A message that `probe` found and took out of the matching: nobody else can receive it."""
+
+    source: int
+    tag: int
+    nbytes: int
+
+    def recv(self, buffer: Array) -> None:
+        """Receive it into ``buffer``, which must have ``nbytes`` bytes (local)."""
+        ...
+
+
+class SharedBlock(Protocol):
+    """Memory that all members of a communicator can read and write."""
+
+    views: list[np.ndarray]
+
+    def close(self) -> None:
+        """Give the memory back; the views must not be used again. Collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """A communicator cut by node.
+
+    ``intra`` joins the ranks of this node, ``peers`` the ranks of equal index in their nodes, ``leaders`` the first
+    rank of each node (None on the others). ``uniform``: every node has the same number of ranks; only then do the
+    ``peers`` communicators reach every node. This is node ``index`` of ``count``.
+    """
+
+    intra: "Communicator"
+    peers: "Communicator"
+    leaders: "Communicator | None"
+    uniform: bool
+    index: int
+    count: int
+
+
+class Communicator(Protocol):
+    """A group of ranks that exchange messages and nobody else's."""
+
+    name: str
+    rank: int
+    size: int
+    events: EventSink
+
+    def send(self, buffer: Array, peer: int, tag: int = 0) -> None:
+        """Send ``buffer`` to ``peer``; it may be changed when the call returns."""
+        ...
+
+    def recv(self, buffer: Array, peer: int, tag: int = 0) -> None:
+        """Receive from ``peer`` into ``buffer``, whose size must be that of the message."""
+        ...
+
+    def sendrecv(self, send: Array, to: int, receive: Array, source: int, tag: int = 0) -> None:
+        """Send to one rank and receive from another at the same time."""
+        ...
+
+    def isend(self, buffer: Array, peer: int, tag: int = 0) -> Request:
+        """Begin to send to ``peer``."""
+        ...
+
+    def irecv(self, buffer: Array, peer: int, tag: int = 0) -> Request:
+        """Begin to receive from ``peer``."""
+        ...
+
+    def wait_any(self, requests: Sequence[Request]) -> int:
+        """Return the index of a request that is complete, waiting for the first (local)."""
+        ...
+
+    def probe(self, peer: int = ANY, tag: int = ANY) -> Message:
+        """Wait for a message and take it out of the matching, not yet receiving it (local)."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every member has called."""
+        ...
+
+    def broadcast(self, buffer: Array, root: int = 0) -> None:
+        """Overwrite ``buffer`` with the root's."""
+        ...
+
+    def allreduce(self, buffer: Array, op: str = "sum") -> None:
+        """Reduce over the members by the native algorithm, in place. Not for 16-bit floats."""
+        ...
+
+    def reduce_scatter(self, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
+        """Reduce natively; afterwards only ``buffer[ranges[rank]]`` is defined. ``ranges`` tile the buffer in rank order."""
+        ...
+
+    def all_gather(self, buffer: Array, ranges: Sequence[Range]) -> None:
+        """Give ``buffer[ranges[rank]]`` to all and fill the other ranges, in place."""
+        ...
+
+    def all_to_all(
+        self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
+    ) -> None:
+        """Send ``send[send_ranges[q]]`` to each rank q and receive its part into ``receive[receive_ranges[q]]``."""
+        ...
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Return the small picklable values of all members in rank order. For set-up, never in a step."""
+        ...
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the root's small picklable value. For set-up, never in a step."""
+        ...
+
+    def split(self, color: int | None, key: int = 0, label: str = "split") -> "Communicator | None":
+        """Return the communicator of the members of equal ``color``, ordered by ``(key, rank)``; None for None."""
+        ...
+
+    def dup(self, label: str = "dup") -> "Communicator":
+        """Return a communicator of the same members whose messages never meet those of this one."""
+        ...
+
+    def nodes(self) -> Nodes:
+        """Return this communicator cut by node; made at the first call and kept."""
+        ...
+
+    def shared(self, nbytes: int) -> SharedBlock:
+        """Return ``nbytes`` of zeroed memory of each member, readable by all. All members must be on one node."""
+        ...
+
+    def supports(self, feature: str) -> bool:
+        """Whether ``feature`` ("device_pointers", "thread_multiple") is there (local)."""
+        ...
+
+    def free(self) -> None:
+        """Give the communicator back; no operation may be under way."""
+        ...

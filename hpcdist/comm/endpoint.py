@@ -1,0 +1,312 @@
+"""What all communicators share: hand-over of buffers, one event per operation, the cut by node.
+
+An implementation adds the bare transport (methods with a leading underscore), which sees only buffers that may be
+read or written as they are.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import is_16bit_float, name_of
+from hpcdist.arrays.ranges import Range
+from hpcdist.comm.communicator import ANY, REDUCTIONS, Communicator, Message, Nodes, Request, SharedBlock
+from hpcdist.comm.events import NULL_SINK, UNKNOWN_BYTES, EventSink
+from hpcdist.comm.handover import Handover
+from hpcdist.errors import BufferHandoverError, CommunicationError, UsageError
+
+
+class Pending:
+    """A request together with its event and the copy that may still have to be made."""
+
+    def __init__(self, events: EventSink, token: int, transport: Request, finish: Callable[[], None] | None) -> None:
+        self._events, self._token, self._transport, self._finish = events, token, transport, finish
+        self.done = False
+
+    def _complete(self) -> None:
+        if self._finish is not None:
+            self._finish()
+        self._events.end(self._token)
+        self.done = True
+
+    def wait(self) -> None:
+        """Return when the message is complete."""
+        if not self.done:
+            self._transport.wait()
+            self._complete()
+
+    def test(self) -> bool:
+        """Whether the message is complete."""
+        if not self.done and self._transport.test():
+            self._complete()
+        return self.done
+
+
+class Endpoint(ABC):
+    """Base of the communicators; see `communicator.Communicator` for what each method promises."""
+
+    def __init__(self, name: str, rank: int, size: int, handover: Handover, ranks_per_node: int | None) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        self._looking_on: list[EventSink] = [NULL_SINK]  # one cell for all communicators made from this one
+        self.handover = handover
+        self.ranks_per_node = ranks_per_node  # declares nodes where the machine has one (tests); None asks the machine
+        self._children = 0
+        self._nodes: Nodes | None = None
+
+    @property
+    def events(self) -> EventSink:
+        """Where operations of this communicator, and of all that were made from it, are reported."""
+        return self._looking_on[0]
+
+    @events.setter
+    def events(self, sink: EventSink) -> None:
+        self._looking_on[0] = sink
+
+    def _begin(self, op: str, buffer: Array, sent_bytes: int, peer: int = -1, tag: int = 0) -> int:
+        return self.events.begin(self.name, op, name_of(buffer.dtype), buffer.size, sent_bytes, peer, tag)
+
+    def send(self, buffer: Array, peer: int, tag: int = 0) -> None:
+        """Send to ``peer``."""
+        message = self.handover.outgoing(buffer)
+        token = self._begin("send", buffer, buffer.nbytes, peer, tag)
+        self._send(message, peer, tag)
+        self.events.end(token)
+
+    def recv(self, buffer: Array, peer: int, tag: int = 0) -> None:
+        """Receive from ``peer``."""
+        message, finish = self.handover.incoming(buffer)
+        token = self._begin("recv", buffer, 0, peer, tag)
+        self._recv(message, peer, tag)
+        if finish is not None:
+            finish()
+        self.events.end(token)
+
+    def sendrecv(self, send: Array, to: int, receive: Array, source: int, tag: int = 0) -> None:
+        """Send to ``to`` while receiving from ``source``; the event counts the elements sent."""
+        outgoing = self.handover.outgoing(send)
+        incoming, finish = self.handover.incoming(receive)
+        token = self._begin("sendrecv", send, send.nbytes, to, tag)
+        self._sendrecv(outgoing, to, incoming, source, tag)
+        if finish is not None:
+            finish()
+        self.events.end(token)
+
+    def isend(self, buffer: Array, peer: int, tag: int = 0) -> Request:
+        """Begin to send."""
+        message = self.handover.outgoing(buffer)
+        token = self._begin("isend", buffer, buffer.nbytes, peer, tag)
+        return Pending(self.events, token, self._isend(message, peer, tag), None)
+
+    def irecv(self, buffer: Array, peer: int, tag: int = 0) -> Request:
+        """Begin to receive."""
+        message, finish = self.handover.incoming(buffer)
+        token = self._begin("irecv", buffer, 0, peer, tag)
+        return Pending(self.events, token, self._irecv(message, peer, tag), finish)
+
+    def wait_any(self, requests: Sequence[Request]) -> int:
+        """Wait for one of ``requests``."""
+        if not requests:
+            raise UsageError("wait_any needs at least one request")
+        while True:
+            for index, request in enumerate(requests):
+                if request.test():
+                    return index
+            self._idle()
+
+    def probe(self, peer: int = ANY, tag: int = ANY) -> Message:
+        """Wait for a message and take it."""
+        token = self.events.begin(self.name, "probe", "uint8", 0, 0, peer, tag)
+        message = self._probe(peer, tag)
+        self.events.end(token)
+        return message
+
+    def barrier(self) -> None:
+        """Wait for every member."""
+        token = self.events.begin(self.name, "barrier", "uint8", 0, 0, -1, 0)
+        self._barrier()
+        self.events.end(token)
+
+    def broadcast(self, buffer: Array, root: int = 0) -> None:
+        """Broadcast in place."""
+        message, finish = self.handover.both(buffer)
+        token = self._begin("broadcast", buffer, UNKNOWN_BYTES, root)
+        self._broadcast(message, root)
+        if finish is not None:
+            finish()
+        self.events.end(token)
+
+    def allreduce(self, buffer: Array, op: str = "sum") -> None:
+        """Reduce natively in place."""
+        _check_reduction(buffer, op)
+        message, finish = self.handover.both(buffer)
+        token = self._begin("allreduce", buffer, UNKNOWN_BYTES)
+        self._allreduce(message, op)
+        if finish is not None:
+            finish()
+        self.events.end(token)
+
+    def reduce_scatter(self, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
+        """Reduce natively; the own range is defined afterwards."""
+        _check_reduction(buffer, op)
+        self._check_tiling(buffer, ranges)
+        message, finish = self.handover.both(buffer)
+        token = self._begin("reduce_scatter", buffer, UNKNOWN_BYTES)
+        self._reduce_scatter(message, ranges, op)
+        if finish is not None:
+            finish()
+        self.events.end(token)
+
+    def all_gather(self, buffer: Array, ranges: Sequence[Range]) -> None:
+        """Gather natively in place."""
+        self._check_tiling(buffer, ranges)
+        message, finish = self.handover.both(buffer)
+        token = self._begin("all_gather", buffer, UNKNOWN_BYTES)
+        self._all_gather(message, ranges)
+        if finish is not None:
+            finish()
+        self.events.end(token)
+
+    def all_to_all(
+        self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
+    ) -> None:
+        """Exchange a part with every member; the event counts what goes to the others."""
+        outgoing = self.handover.outgoing(send)
+        incoming, finish = self.handover.incoming(receive)
+        sent = sum(part.size for peer, part in enumerate(send_ranges) if peer != self.rank) * send.itemsize
+        token = self._begin("all_to_all", send, sent)
+        self._all_to_all(outgoing, incoming, send_ranges, receive_ranges)
+        if finish is not None:
+            finish()
+        self.events.end(token)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Gather small objects."""
+        token = self.events.begin(self.name, "allgather_object", "uint8", 0, UNKNOWN_BYTES, -1, 0)
+        values = self._allgather_object(value)
+        self.events.end(token)
+        return values
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Broadcast a small object."""
+        token = self.events.begin(self.name, "broadcast_object", "uint8", 0, UNKNOWN_BYTES, root, 0)
+        result = self._broadcast_object(value, root)
+        self.events.end(token)
+        return result
+
+    def split(self, color: int | None, key: int = 0, label: str = "split") -> Communicator | None:
+        """Cut by color."""
+        token = self.events.begin(self.name, "split", "uint8", 0, UNKNOWN_BYTES, -1, 0)
+        self._children += 1
+        suffix = "" if color is None else f"/{label}{self._children}.{color}"
+        child = self._split(color, key, self.name + suffix)
+        self.events.end(token)
+        if child is not None:
+            child._looking_on = self._looking_on
+        return child
+
+    def dup(self, label: str = "dup") -> Communicator:
+        """Duplicate."""
+        child = self.split(0, self.rank, label)
+        assert child is not None
+        return child
+
+    def nodes(self) -> Nodes:
+        """Cut by node, once."""
+        if self._nodes is None:
+            node, count, locals_ = self._place()
+            mine = locals_[node]
+            local = mine.index(self.rank)
+            intra = self.split(node, self.rank, "node")
+            peers = self.split(local, self.rank, "peers")
+            leaders = self.split(0 if local == 0 else None, self.rank, "leaders")
+            assert intra is not None and peers is not None
+            uniform = all(len(ranks) == len(mine) for ranks in locals_)
+            self._nodes = Nodes(intra, peers, leaders, uniform, node, count)
+        return self._nodes
+
+    def _place(self) -> tuple[int, int, list[list[int]]]:
+        """Return this rank's node, the number of nodes, and the ranks of each, nodes ordered by their first rank."""
+        if self.ranks_per_node is not None:
+            first_of = [rank // self.ranks_per_node * self.ranks_per_node for rank in range(self.size)]
+        else:
+            first_of = self.allgather_object(self._first_of_node())
+        firsts = sorted(set(first_of))
+        ranks = [[rank for rank in range(self.size) if first_of[rank] == first] for first in firsts]
+        return firsts.index(first_of[self.rank]), len(firsts), ranks
+
+    def shared(self, nbytes: int) -> SharedBlock:
+        """Allocate memory of the node."""
+        token = self.events.begin(self.name, "shared", "uint8", nbytes, UNKNOWN_BYTES, -1, 0)
+        block = self._shared(nbytes)
+        self.events.end(token)
+        return block
+
+    def _check_tiling(self, buffer: Array, ranges: Sequence[Range]) -> None:
+        ends = [0, *(part.stop for part in ranges)]
+        starts = [*(part.start for part in ranges), buffer.size]
+        if len(ranges) != self.size or ends != starts:
+            raise CommunicationError(
+                f"the ranges must tile the buffer of {buffer.size} elements in the order of the {self.size} ranks, "
+                f"got {[(part.start, part.stop) for part in ranges]}"
+            )
+
+    @abstractmethod
+    def _send(self, message: Array, peer: int, tag: int) -> None: ...
+    @abstractmethod
+    def _recv(self, message: Array, peer: int, tag: int) -> None: ...
+    @abstractmethod
+    def _sendrecv(self, send: Array, to: int, receive: Array, source: int, tag: int) -> None: ...
+    @abstractmethod
+    def _isend(self, message: Array, peer: int, tag: int) -> Request: ...
+    @abstractmethod
+    def _irecv(self, message: Array, peer: int, tag: int) -> Request: ...
+    @abstractmethod
+    def _probe(self, peer: int, tag: int) -> Message: ...
+    @abstractmethod
+    def _idle(self) -> None: ...
+    @abstractmethod
+    def _barrier(self) -> None: ...
+    @abstractmethod
+    def _broadcast(self, message: Array, root: int) -> None: ...
+    @abstractmethod
+    def _allreduce(self, message: Array, op: str) -> None: ...
+    @abstractmethod
+    def _reduce_scatter(self, message: Array, ranges: Sequence[Range], op: str) -> None: ...
+    @abstractmethod
+    def _all_gather(self, message: Array, ranges: Sequence[Range]) -> None: ...
+    @abstractmethod
+    def _all_to_all(
+        self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
+    ) -> None: ...
+    @abstractmethod
+    def _allgather_object(self, value: Any) -> list[Any]: ...
+    @abstractmethod
+    def _broadcast_object(self, value: Any, root: int) -> Any: ...
+    @abstractmethod
+    def _split(self, color: int | None, key: int, name: str) -> "Endpoint | None": ...
+    @abstractmethod
+    def _first_of_node(self) -> int:
+        """Return the lowest rank on this rank's node."""
+
+    @abstractmethod
+    def _shared(self, nbytes: int) -> SharedBlock: ...
+    @abstractmethod
+    def supports(self, feature: str) -> bool:
+        """Whether the transport has ``feature``."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Give the communicator back."""
+
+
+def _check_reduction(buffer: Array, op: str) -> None:
+    if op not in REDUCTIONS:
+        raise UsageError(f"reduction {op!r} is not one of {', '.join(REDUCTIONS)}")
+    if is_16bit_float(np.dtype(buffer.dtype)):
+        raise BufferHandoverError(
+            f"{name_of(buffer.dtype)} is not reduced by the MPI library (it would round at every partial sum); "
+            "use hpcdist.collectives.allreduce, which sums in float32 and rounds once"
+        )

@@ -1,0 +1,134 @@
+"""Starting and leaving: MPI with the thread level asked for, one world or a clear refusal, and nobody left waiting.
+
+Entry points call `start` once; everything below takes the communicator it returns. Importing this module starts nothing.
+"""
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcdist.comm import failfast, launcher, placement
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.handover import Handover
+from hpcdist.comm.mpi import MpiCommunicator
+from hpcdist.comm.recorder import Recorder
+from hpcdist.comm.solo import solo
+from hpcdist.comm.watchdog import Watchdog
+from hpcdist.errors import ConfigurationError
+
+
+@dataclass
+class Session:
+    """A started job: its world, this rank's place, and what looks on."""
+
+    comm: Communicator
+    place: placement.Placement
+    library: str  # the MPI library's own version string; "none" for a process on its own
+    abort: Callable[[int], None]
+    recorder: Recorder | None = None
+    watchdog: Watchdog | None = None
+    _finalise: Callable[[], None] = field(default=lambda: None)
+
+    def record(self, directory: Path, deadline_s: float) -> None:
+        """Keep the last operations in ``directory``/recorder and hold each to ``deadline_s`` seconds. Collective."""
+        folder = directory / "recorder"
+        if self.comm.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.comm.barrier()
+        self.recorder = Recorder(folder / f"rank-{self.comm.rank:05d}.rec", self.comm.rank, self.comm.size)
+        self.comm.events = self.recorder
+        self.watchdog = Watchdog(self.recorder, deadline_s)
+        self.watchdog.start()
+        failfast.attach(self.recorder)
+
+    def leave(self, code: int) -> None:
+        """End together with exit code ``code``, all ranks having agreed on it. Collective.
+
+        The first process that leaves with a non-zero code makes the launcher kill the others, so every rank flushes
+        and finalises first.
+        """
+        self.comm.barrier()
+        if self.watchdog is not None:
+            self.watchdog.stop()
+        if self.recorder is not None:
+            self.recorder.note("finished", f"exit code {code}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._finalise()
+        failfast.agreed_exit(code)
+
+
+def start(device: str = "cpu", ranks_per_node: int | None = None) -> Session:
+    """Start MPI where a launcher announced a world, else a world of this process alone. Collective.
+
+    From here on an uncaught exception of any thread, or a non-zero SystemExit, ends the whole job with its exit code.
+    Raises ConfigurationError when MPI's world is not the announced one.
+    """
+    said = launcher.announced()
+    _announce_pid(said)
+    if device == "gpu":
+        placement.choose_gpu(said)
+    if said is None:
+        failfast.install(_exit_process, None, 0)
+        comm = solo()
+        return Session(comm, placement.locate(comm, None), "none", _exit_process)
+    mpi = _import_mpi()
+    world = mpi.COMM_WORLD
+    failfast.install(world.Abort, None, world.Get_rank())
+    library = mpi.Get_library_version().split("\n")[0].strip("\x00 ")
+    check_world(said, world.Get_size(), library)
+    own = world.Dup()  # messages of ours never meet those of the user's code on COMM_WORLD
+    own.Set_name("world")
+    handover = Handover(device_pointers=os.environ.get("HPCDIST_CUDA_AWARE", "auto") == "yes")
+    comm = MpiCommunicator(mpi, own, "world", handover, ranks_per_node)
+    return Session(comm, placement.locate(comm, said), library, world.Abort, _finalise=mpi.Finalize)
+
+
+def check_world(said: launcher.Announced, size: int, library: str) -> None:
+    """Raise ConfigurationError when ``size``, which MPI found, is not what the launcher announced (local)."""
+    if size != said.size:
+        raise ConfigurationError(
+            f"{said.launcher} announced {said.size} ranks, but MPI ({library}) sees a world of {size}: the launcher "
+            "belongs to another MPI than the library that mpi4py loaded. Start the job with the mpirun of the same MPI "
+            "(`hpcdist doctor` shows both paths), or under Slurm with the --mpi= plugin that it supports "
+            "(`srun --mpi=list`)"
+        )
+
+
+def _announce_pid(said: launcher.Announced | None) -> None:
+    """Tell `hpcdist run` the process id of this rank: a launcher need not forward signals."""
+    folder = os.environ.get("HPCDIST_LAUNCH_DIR")
+    if folder and said is not None and said.rank is not None:
+        path = Path(folder) / f"pid-{said.rank}"
+        path.with_suffix(".tmp").write_text(str(os.getpid()))
+        path.with_suffix(".tmp").replace(path)
+
+
+def _import_mpi() -> Any:
+    """Import mpi4py, which starts MPI: THREAD_MULTIPLE is asked for, and a lower level is accepted."""
+    try:
+        import mpi4py
+    except ImportError as error:
+        raise ConfigurationError(
+            f"mpi4py cannot be imported ({error}); install hpcdist[workstation], or build mpi4py against the site's MPI"
+        ) from error
+    mpi4py.rc.thread_level = "multiple"
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"mpi4py {importlib.metadata.version('mpi4py')} finds no MPI library ({error}); load the site's MPI module, "
+            "or install hpcdist[workstation]"
+        ) from error
+    return MPI
+
+
+def _exit_process(code: int) -> None:
+    """Leave at once: what `Abort` is to a world of one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,176 @@
+"""HDF5 files: opened for reading, edited in one go, or written as contiguous datasets.
+
+Every file of ours has the root attributes ``schema`` and ``schema_version``. Files open with old tools
+(``libver=("earliest", "v110")``), and no file is held open for writing: open, change, close.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import h5py
+import numpy as np
+
+from hpcdist.arrays.dtypes import BFLOAT16, name_of
+from hpcdist.errors import StorageError
+from hpcdist.hdf5.overlay import Overlay
+
+LIBVER: Final = ("earliest", "v110")  # "latest" leaves an unreadable file behind when its writer is killed
+WRITE_BYTES: Final = 16 << 20
+ALIGNED_BYTES: Final = 4096  # datasets of a page and more begin at a page
+RETRY_S: Final = 2.0
+FAILURES: Final = (OSError, RuntimeError, ValueError, KeyError, TypeError)  # what h5py raises for broken files
+
+
+def open_read(path: str | os.PathLike[str], schema: str | None = None, version: int | None = None) -> h5py.File:
+    """Open ``path`` for reading, to be closed by the caller (or as a context manager).
+
+    With ``schema`` the file must be one of ours of that schema and of no later ``version``. A file that another
+    process is changing is tried again for two seconds. Raises StorageError.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise StorageError(f"{path}: there is no such file")
+    limit = time.monotonic() + RETRY_S
+    while True:
+        try:
+            file = h5py.File(path, "r", locking="best-effort")
+            break
+        except OSError as error:
+            # Bytes of HDF5 that do not open may be under change; other bytes will not turn into HDF5.
+            if time.monotonic() > limit or not _has_signature(path):
+                raise StorageError(f"{path}: cannot be read as HDF5: {error}") from error
+            time.sleep(0.05)
+    try:
+        _check_schema(path, file, schema, version)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _has_signature(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(8) == b"\x89HDF\r\n\x1a\n"
+
+
+def _check_schema(path: Path, file: h5py.File, schema: str | None, version: int | None) -> None:
+    if schema is None:
+        return
+    found = file.attrs.get("schema")
+    if found != schema:
+        raise StorageError(f"{path}: a file of schema {found!r}, expected {schema!r}; is this the right directory?")
+    number = int(file.attrs.get("schema_version", 0))
+    if version is not None and number > version:
+        raise StorageError(f"{path}: {schema} version {number} is newer than version {version} known here; update hpcdist")
+
+
+@contextmanager
+def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5py.File]:
+    """Change the file at ``path`` (made when missing): all of the changes reach the disk at the end, or none.
+
+    Raises StorageError when the disk is full or the file is not of ``schema``; the file is then as it was before.
+    """
+    path = Path(path)
+    created = not path.exists()
+    # A new file gets its name when it is complete: a writer killed before that leaves nothing that looks like one.
+    written = path.with_name(path.name + ".new") if created else path
+    try:
+        if created:
+            written.unlink(missing_ok=True)
+        overlay = Overlay(written, create=created)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
+    try:
+        with overlay:
+            with _edited(path, overlay, created) as file:
+                if created:
+                    file.attrs.update({"schema": schema, "schema_version": version})
+                else:
+                    _check_schema(path, file, schema, version)
+                yield file
+            try:
+                overlay.commit()
+                if created:
+                    written.replace(path)
+            except OSError as error:
+                raise StorageError(f"{path}: cannot be written: {error.strerror}; what was there is kept") from error
+    except BaseException:
+        if created:
+            written.unlink(missing_ok=True)
+        raise
+
+
+def _edited(path: Path, overlay: Overlay, created: bool) -> h5py.File:
+    try:
+        return h5py.File(overlay, "w" if created else "r+", libver=LIBVER)
+    except FAILURES as error:
+        raise StorageError(f"{path}: cannot be read as HDF5: {error}") from error
+
+
+def storable(array: np.ndarray) -> np.ndarray:
+    """Return ``array`` in a dtype that HDF5 has: bfloat16 as its bits in uint16; no copy if contiguous."""
+    array = np.ascontiguousarray(array)
+    return array.view(np.uint16) if array.dtype == BFLOAT16 else array
+
+
+def write_contiguous(
+    path: str | os.PathLike[str],
+    datasets: Mapping[str, np.ndarray],
+    attributes: Mapping[str, Any],
+    dataset_attributes: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    schema: str,
+    version: int,
+) -> dict[str, int]:
+    """Write a new file of contiguous datasets to the disk (fsync included) and return the byte offset of each.
+
+    Each dataset gets an attribute ``dtype``, which differs from HDF5's for bfloat16. Raises StorageError; no file is
+    left then.
+    """
+    path = Path(path)
+    try:
+        with Overlay(path, create=True) as overlay:
+            aligned = {"alignment_threshold": ALIGNED_BYTES, "alignment_interval": ALIGNED_BYTES}
+            with h5py.File(overlay, "w", libver=LIBVER, **aligned) as file:
+                file.attrs.update({"schema": schema, "schema_version": version, **attributes})
+                offsets = {
+                    name: _allocate(file, name, array, (dataset_attributes or {}).get(name, {}))
+                    for name, array in datasets.items()
+                }
+            overlay.commit()
+            for name, array in datasets.items():
+                _write_bytes(overlay, storable(array), offsets[name])
+            overlay.fsync()
+    except FileExistsError as error:
+        raise StorageError(f"{path}: exists already") from error
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise StorageError(f"{path}: cannot be written: {error.strerror or error}") from error
+    return offsets
+
+
+def _allocate(file: h5py.File, name: str, array: np.ndarray, attributes: Mapping[str, Any]) -> int:
+    """Make a dataset whose bytes have a place in the file but are not written; return that place."""
+    plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plan.set_layout(h5py.h5d.CONTIGUOUS)
+    plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    group, _, leaf = name.rpartition("/")
+    parent = file.require_group(group) if group else file
+    stored = h5py.h5t.py_create(storable(array[:0] if array.ndim else array).dtype)
+    space = h5py.h5s.create_simple(array.shape) if array.shape else h5py.h5s.create(h5py.h5s.SCALAR)
+    dataset = h5py.Dataset(h5py.h5d.create(parent.id, leaf.encode(), stored, space, plan))
+    dataset.attrs.update({"dtype": name_of(array.dtype), **attributes})
+    return int(dataset.id.get_offset() or 0)  # an empty dataset has no place
+
+
+def _write_bytes(overlay: Overlay, array: np.ndarray, offset: int) -> None:
+    if not array.size:
+        return
+    view = memoryview(array.reshape(-1).view(np.uint8))
+    for start in range(0, len(view), WRITE_BYTES):
+        overlay.pwrite(view[start : start + WRITE_BYTES], offset + start)

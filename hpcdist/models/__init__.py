@@ -1,0 +1,24 @@
+"""Models: lists of stages with explicit forward and backward, pure maths on arrays (no rank, no message)."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpcdist.models.config import ModelConfig
+    from hpcdist.models.model import Model
+
+
+def build(
+    config: "ModelConfig", dtype: str = "float32", *, context: int = 0, features: int = 0, classes: int = 0
+) -> "Model":
+    """Return the model that ``config`` describes, for the inputs that the data has.
+
+    A gpt needs ``context`` (tokens a sample), an mlp ``features`` and ``classes``. ``dtype`` is "float32" or "float64".
+    Raises ConfigurationError when one of them is missing or not supported.
+    """
+    # Imported here, so that `models.config` stays as light as `hpcdist --help` needs it.
+    from hpcdist.models import gpt, mlp
+    from hpcdist.models.model import Model
+
+    if config.kind == "gpt":
+        return Model(gpt.stages(config, context), dtype, tokens_per_sample=context)
+    return Model(mlp.stages(config, features, classes), dtype, tokens_per_sample=1)

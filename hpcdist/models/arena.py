@@ -1,0 +1,113 @@
+"""Memory of activations: taken at the first step, used again in every later one."""
+
+from bisect import bisect_left, insort
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
+
+WASTE = 2  # a free block serves requests down to 1/WASTE of its size: uneven last batches need no memory of their own
+
+
+class Arena:
+    """Hands out memory to the stages of one rank and takes it back. Not for several threads at once."""
+
+    def __init__(self, ledger: Ledger | None = None, on: str = "cpu") -> None:
+        self._ledger = ledger
+        self._on = on
+        self._free: list[tuple[int, int]] = []  # (size, index of the block), ascending
+        self._blocks: list[Array] = []
+        self._scratch: dict[str, Array] = {}
+        self._live: dict[tuple[int, int], ArenaSaved] = {}
+
+    def saved(self, layer: int, microbatch: int = 0) -> "ArenaSaved":
+        """Return the `Saved` of a stage and micro-batch: a new one, or the one that was not released yet."""
+        key = (layer, microbatch)
+        if key not in self._live:
+            self._live[key] = ArenaSaved(self, key)
+        return self._live[key]
+
+    def take(self, nbytes: int) -> int:
+        """Return the index of a block of at least ``nbytes``: the smallest free one that fits, or a new one."""
+        place = bisect_left(self._free, (nbytes, -1))
+        if place < len(self._free) and self._free[place][0] <= max(WASTE * nbytes, ALIGN_BYTES):
+            return self._free.pop(place)[1]
+        self._blocks.append(self._allocate(nbytes))
+        return len(self._blocks) - 1
+
+    def give(self, index: int) -> None:
+        """Take a block back."""
+        insort(self._free, (self._blocks[index].nbytes, index))
+
+    def view(self, index: int, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return the beginning of a block as an array."""
+        return _shaped(self._blocks[index], shape, dtype)
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return the temporary called ``name``; it grows to the largest shape that was asked for."""
+        nbytes = prod(shape) * np.dtype(dtype).itemsize
+        block = self._scratch.get(name)
+        if block is None or block.nbytes < nbytes:
+            block = self._scratch[name] = self._allocate(nbytes)
+        return _shaped(block, shape, dtype)
+
+    def forget(self, key: tuple[int, int]) -> None:
+        """Drop the record of a released `Saved`."""
+        self._live.pop(key, None)
+
+    def _allocate(self, nbytes: int) -> Array:
+        # numpy aligns to 16 bytes only; blocks that start on a cache line keep vector loads from crossing two.
+        size = align_up(max(nbytes, 1), ALIGN_BYTES)
+        owner = backend.empty(size + ALIGN_BYTES, np.dtype(np.uint8), self._on)
+        if self._ledger is not None:
+            self._ledger.track(owner, "activations")
+        pointer = owner.data.ptr if backend.is_device(owner) else owner.ctypes.data
+        start = -pointer % ALIGN_BYTES
+        return owner[start : start + size]
+
+
+class ArenaSaved:
+    """`hpcdist.models.stage.Saved` over the blocks of an arena."""
+
+    def __init__(self, arena: Arena, key: tuple[int, int]) -> None:
+        self._arena = arena
+        self._key = key
+        self._values: dict[str, Any] = {}
+        self._taken: list[int] = []
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return uninitialised memory that is kept under ``name`` until `release`."""
+        index = self._arena.take(prod(shape) * np.dtype(dtype).itemsize)
+        self._taken.append(index)
+        array = self._arena.view(index, shape, dtype)
+        self.keep(name, array)
+        return array
+
+    def keep(self, name: str, value: Any) -> None:
+        """Keep ``value``, an array that somebody else owns or a plain object."""
+        assert name not in self._values, f"{name} of (layer, micro-batch) {self._key} is saved twice: release it first"
+        self._values[name] = value
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return uninitialised memory that any stage overwrites when it asks for the same ``name``."""
+        return self._arena.scratch(name, shape, dtype)
+
+    def release(self) -> None:
+        """Give the memory back; the arrays handed out must not be used afterwards."""
+        for index in reversed(self._taken):
+            self._arena.give(index)
+        self._taken.clear()
+        self._values.clear()
+        self._arena.forget(self._key)
+
+
+def _shaped(block: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    return block[: prod(shape) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)

@@ -1,0 +1,48 @@
+"""Softmax cross entropy: loss in float64, gradient in place of the logits."""
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.errors import DataError
+from hpcdist.models.softmax import normalise, shift
+from hpcdist.models.stage import Saved
+
+
+class LocalCrossEntropy:
+    """Negative log likelihood of the target classes in nats."""
+
+    def forward(self, logits: Array, targets: Array, saved: Saved, name: str = "cross_entropy") -> float:
+        """Return the sum over tokens, as float64. Contiguous logits (tokens, classes) become probabilities.
+
+        ``targets`` are integers (tokens,). Raises DataError on one that is no class.
+        """
+        xp = namespace(logits)
+        tokens, classes = logits.shape
+        targets = check_tokens(targets.reshape(-1), classes, "target")
+        cube = logits.reshape(1, tokens, classes)
+        sums = saved.empty(f"{name}.sums", (1, tokens), logits.dtype)
+        shift(cube, 0, tokens, classes, classes, 1.0)
+        chosen = logits[xp.arange(tokens), targets]
+        xp.exp(logits, out=logits)
+        normalise(cube, 0, tokens, classes, sums)
+        saved.keep(f"{name}.p", logits)
+        saved.keep(f"{name}.targets", targets)
+        return float(xp.log(sums.astype(np.float64)).sum() - chosen.sum(dtype=np.float64))
+
+    def backward(self, scale: float, saved: Saved, name: str = "cross_entropy") -> Array:
+        """Return dlogits (tokens, classes) = (softmax - onehot) scale, in the memory of the logits."""
+        p, targets = saved[f"{name}.p"], saved[f"{name}.targets"]
+        p *= scale
+        p[namespace(p).arange(p.shape[0]), targets] -= scale
+        return p
+
+
+def check_tokens(tokens: Array, count: int, what: str) -> Array:
+    """Return ``tokens`` as int64. Raises DataError unless all lie in [0, count); a GPU is not asked, it would wait."""
+    if not is_device(tokens) and tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < count:
+        wrong = int(tokens.max()) if int(tokens.max()) >= count else int(tokens.min())
+        raise DataError(
+            f"{what} {wrong} is outside [0, {count}); the data does not fit the model: set model.vocabulary above its "
+            "largest token, or give other data"
+        )
+    return tokens.astype(np.int64)

@@ -1,0 +1,49 @@
+"""Embedding: rows of a table by token, and the sums back into them."""
+
+from typing import Any
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.jit import jit
+from hpcdist.models.cross_entropy import check_tokens
+from hpcdist.models.kernels import SAMPLE_DTYPES
+from hpcdist.models.stage import Gradients, Parameters, Saved
+
+
+class LocalEmbedding:
+    """A table ``PREFIX.weight`` (vocabulary, hidden)."""
+
+    def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
+        """Return (..., hidden) for integer tokens (...). Raises DataError on a token outside the table."""
+        table = parameters[f"{prefix}.weight"]
+        y = saved.empty(f"{prefix}.y", (*tokens.shape, table.shape[1]), table.dtype)
+        indices = check_tokens(tokens.reshape(-1), table.shape[0], "token")
+        # The indices are checked: "clip" only keeps numpy from buffering `out`.
+        namespace(table).take(table, indices, axis=0, out=y.reshape(-1, table.shape[1]), mode="clip")
+        saved.keep(f"{prefix}.indices", indices)
+        return y
+
+    def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
+        """Add the rows of contiguous dy (..., hidden) to the gradient of the table."""
+        into, add = gradients.into(f"{prefix}.weight")
+        if not add:
+            into[...] = 0
+        rows = dy.reshape(-1, dy.shape[-1])
+        if is_device(dy):
+            namespace(dy).add.at(into, saved[f"{prefix}.indices"], rows)
+        else:
+            _add_rows(rows, saved[f"{prefix}.indices"], into)
+
+
+@jit
+def _add_rows(rows: Any, indices: Any, table: Any) -> None:
+    for i in range(rows.shape[0]):
+        target = table[indices[i]]
+        for j in range(rows.shape[1]):
+            target[j] += rows[i, j]
+
+
+for _dtype in SAMPLE_DTYPES:
+    _block = np.ones((1, 2), _dtype)
+    _add_rows.sample(lambda x=_block: (x, np.zeros(1, np.int64), x.copy()))

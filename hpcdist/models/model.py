@@ -1,0 +1,156 @@
+"""A model: its stages, its address space, and where its tensors lie in a store."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays import rng
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.store import FlatStore
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.arena import Arena
+from hpcdist.models.operations import LOCAL, Operations
+from hpcdist.models.stage import Parameters, Saved, Stage
+
+DTYPES: Final = ("float32", "float64")
+
+
+class Model:
+    """Stages in order of their layers. It holds no parameters: those lie in stores that the caller binds."""
+
+    def __init__(
+        self, stages: Sequence[Stage], dtype: str, *, tokens_per_sample: int, operations: Operations = LOCAL
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ConfigurationError(f"models compute in one of {', '.join(DTYPES)}, not in {dtype!r}")
+        self.stages = tuple(stages)
+        self.dtype: np.dtype[Any] = dtype_of(dtype)
+        self.tokens_per_sample = tokens_per_sample  # predictions a sample: what the mean of the loss divides by
+        self.operations = operations
+        self.loss = Loss()
+
+    @cached_property
+    def layout(self) -> Layout:
+        """All tensors, one contiguous unit a stage."""
+        return Layout.of(spec for stage in self.stages for spec in stage.tensors())
+
+    def bind(self, store: FlatStore) -> list[Parameters]:
+        """Return the views of each stage into ``store``, tied names included."""
+        return [_views(stage, store) for stage in self.stages]
+
+    def bind_gradients(self, store: FlatStore) -> list["BoundGradients"]:
+        """Return where each stage writes its gradients in ``store``. They share what is written in a step."""
+        written: set[str] = set()
+        return [BoundGradients(stage, _views(stage, store), written) for stage in self.stages]
+
+    def initialise(self, store: FlatStore, seed: int) -> None:
+        """Write the initial values. A tensor draws from the stream (seed, layer, its index in the layer)."""
+        for stage, views in zip(self.stages, self.bind(store), strict=True):
+            index = {spec.key: number for number, spec in enumerate(stage.tensors())}
+
+            def rng_of(spec: TensorSpec, index: dict[str, int] = index) -> np.random.Generator:
+                return rng.stream(seed, spec.layer, index[spec.key])
+
+            stage.initialise(views, rng_of)
+
+    def forward(self, parameters: Sequence[Parameters], x: Array, arena: Arena, microbatch: int = 0) -> Array:
+        """Run all stages and keep what backward needs; return the logits (batch..., classes)."""
+        for stage, views in zip(self.stages, parameters, strict=True):
+            x = stage.forward(views, x, self.operations, arena.saved(stage.layer, microbatch))
+        return x
+
+    def backward(
+        self,
+        parameters: Sequence[Parameters],
+        gradients: Sequence["BoundGradients"],
+        scale: float,
+        arena: Arena,
+        microbatch: int = 0,
+    ) -> None:
+        """Run all stages backwards after `forward` and ``loss.forward``; release what they kept.
+
+        Gradients are those of ``scale`` times the summed loss. `BoundGradients.begin_step` comes before the first
+        micro-batch of a step, `finish` after the last.
+        """
+        last = arena.saved(self.stages[-1].layer, microbatch)
+        d: Array | None = self.loss.backward(scale, self.operations, last)
+        for stage, views, into in zip(self.stages[::-1], parameters[::-1], gradients[::-1], strict=True):
+            assert d is not None
+            saved = arena.saved(stage.layer, microbatch)
+            d = stage.backward(views, into, d, self.operations, saved)
+            saved.release()
+
+    def logits(self, parameters: Sequence[Parameters], x: Array, arena: Arena) -> Array:
+        """Run all stages without a backward to come: for sampling. Returns logits that the caller owns.
+
+        The memory of a stage is given back as soon as the next one is done.
+        """
+        before: Saved | None = None
+        for stage, views in zip(self.stages, parameters, strict=True):
+            saved = arena.saved(stage.layer, microbatch=-1)
+            x = stage.forward(views, x, self.operations, saved)
+            if before is not None:
+                before.release()
+            before = saved
+        result = x.copy()
+        assert before is not None
+        before.release()
+        return result
+
+    def evaluate(self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena) -> float:
+        """Return the summed loss in nats of a batch, without a backward to come."""
+        logits = self.logits(parameters, x, arena)
+        saved = arena.saved(self.stages[-1].layer, microbatch=-1)
+        total = self.loss.forward(logits, targets, self.operations, saved)
+        saved.release()
+        return total
+
+
+class Loss:
+    """Cross entropy of the logits of the last stage, summed over samples and tokens."""
+
+    def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> float:
+        """Return the sum in nats (float64). ``logits`` (batch..., classes) are overwritten; targets are (batch...)."""
+        saved.keep("loss.shape", logits.shape)
+        return operations.cross_entropy.forward(logits.reshape(-1, logits.shape[-1]), targets, saved)
+
+    def backward(self, scale: float, operations: Operations, saved: Saved) -> Array:
+        """Return the gradient of ``scale`` times the sum, in the shape and the memory of the logits."""
+        return operations.cross_entropy.backward(scale, saved).reshape(saved["loss.shape"])
+
+
+class BoundGradients:
+    """`hpcdist.models.stage.Gradients` over the views of a store; tied names lead to the tensor of its owner."""
+
+    def __init__(self, stage: Stage, views: Parameters, written: set[str]) -> None:
+        self._views = views
+        self._own = {spec.name: spec.key for spec in stage.tensors()}
+        self._keys = self._own | stage.tied
+        self._written = written
+
+    def into(self, name: str) -> tuple[Array, bool]:
+        """Return the view of tensor ``name`` and whether to add to it (False: this is the first write, overwrite)."""
+        key = self._keys[name]
+        again = key in self._written
+        self._written.add(key)
+        return self._views[name], again
+
+    def begin_step(self) -> None:
+        """Declare every tensor of the stage unwritten; call it on all stages before the first backward of a step."""
+        self._written.difference_update(self._own.values())
+
+    def finish(self) -> None:
+        """Zero the tensors that no backward of this step wrote."""
+        for name, key in self._own.items():
+            if key not in self._written:
+                self._views[name][...] = 0
+                self._written.add(key)
+
+
+def _views(stage: Stage, store: FlatStore) -> dict[str, Array]:
+    keys = {spec.name: spec.key for spec in stage.tensors()} | stage.tied
+    return {name: store.view(key) for name, key in keys.items()}

@@ -1,0 +1,128 @@
+"""Layer normalisation (Ba, Kiros, Hinton 2016), one pass over memory in each direction."""
+
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.jit import jit
+from hpcdist.models.kernels import REORDER, SAMPLE_DTYPES
+from hpcdist.models.stage import Gradients, Parameters, Saved
+
+EPSILON: Final = 1e-5
+
+
+class LocalNorm:
+    """``y = (x - mean) / sqrt(variance + EPSILON) * scale + bias`` over the last dim."""
+
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+        """Return y of the shape of contiguous x, which must stay unchanged until backward."""
+        scale, bias = parameters[f"{prefix}.scale"], parameters[f"{prefix}.bias"]
+        y = saved.empty(f"{prefix}.y", x.shape, x.dtype)
+        saved.keep(f"{prefix}.x", x)
+        tokens = x.size // x.shape[-1]
+        statistics = saved.empty(f"{prefix}.statistics", (tokens, 2), x.dtype)
+        run = _forward_device if is_device(x) else _forward
+        run(_rows(x), scale, bias, x.dtype.type(EPSILON), _rows(y), statistics)
+        return y
+
+    def backward(
+        self,
+        parameters: Parameters,
+        gradients: Gradients,
+        prefix: str,
+        dy: Array,
+        saved: Saved,
+        residual: Array | None = None,
+    ) -> Array:
+        """Write or add the gradients of scale and bias; return dx, or ``residual`` after adding dx to it."""
+        x, scale = saved[f"{prefix}.x"], parameters[f"{prefix}.scale"]
+        dscale, add_scale = gradients.into(f"{prefix}.scale")
+        dbias, add_bias = gradients.into(f"{prefix}.bias")
+        if not add_scale:
+            dscale[...] = 0
+        if not add_bias:
+            dbias[...] = 0
+        dx = saved.scratch("norm.dx", x.shape, x.dtype) if residual is None else residual
+        if residual is None:
+            dx[...] = 0
+        run = _backward_device if is_device(x) else _backward
+        run(_rows(dy), _rows(x), scale, saved[f"{prefix}.statistics"], _rows(dx), dscale, dbias)
+        return dx
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(-1, x.shape[-1])
+
+
+@jit(fastmath=REORDER)
+def _forward(x: Any, scale: Any, bias: Any, epsilon: Any, y: Any, statistics: Any) -> None:
+    # x, y (tokens, hidden); statistics (tokens, 2): mean and 1 / standard deviation. Constants are built from
+    # `epsilon`, since a Python float would turn float32 arithmetic into float64.
+    hidden = x.shape[1]
+    zero = epsilon - epsilon
+    share = x.dtype.type(1.0 / hidden)
+    for token in range(x.shape[0]):
+        total = zero
+        for j in range(hidden):
+            total += x[token, j]
+        mean = total * share
+        total = zero
+        for j in range(hidden):
+            total += (x[token, j] - mean) * (x[token, j] - mean)
+        inverse = x.dtype.type(1.0 / np.sqrt(total * share + epsilon))
+        for j in range(hidden):
+            y[token, j] = (x[token, j] - mean) * inverse * scale[j] + bias[j]
+        statistics[token, 0] = mean
+        statistics[token, 1] = inverse
+
+
+@jit(fastmath=REORDER)
+def _backward(dy: Any, x: Any, scale: Any, statistics: Any, dx: Any, dscale: Any, dbias: Any) -> None:
+    # Adds to dx (tokens, hidden), dscale (hidden,) and dbias (hidden,).
+    hidden = x.shape[1]
+    share = x.dtype.type(1.0 / hidden)
+    for token in range(x.shape[0]):
+        mean, inverse = statistics[token, 0], statistics[token, 1]
+        sum_g = x.dtype.type(0.0)
+        sum_gx = x.dtype.type(0.0)
+        for j in range(hidden):
+            g = dy[token, j] * scale[j]
+            sum_g += g
+            sum_gx += g * (x[token, j] - mean)
+        offset = sum_g * share
+        slope = sum_gx * share * inverse * inverse
+        for j in range(hidden):
+            centred = x[token, j] - mean
+            dx[token, j] += (dy[token, j] * scale[j] - offset - centred * slope) * inverse
+            dscale[j] += dy[token, j] * centred * inverse
+            dbias[j] += dy[token, j]
+
+
+def _forward_device(x: Array, scale: Array, bias: Array, epsilon: Any, y: Array, statistics: Array) -> None:
+    xp = namespace(x)
+    statistics[:, 0] = x.mean(axis=1)
+    centred = x - statistics[:, :1]
+    statistics[:, 1] = 1 / xp.sqrt((centred * centred).mean(axis=1) + epsilon)
+    y[...] = centred * statistics[:, 1:] * scale + bias
+
+
+def _backward_device(
+    dy: Array, x: Array, scale: Array, statistics: Array, dx: Array, dscale: Array, dbias: Array
+) -> None:
+    normal = (x - statistics[:, :1]) * statistics[:, 1:]
+    g = dy * scale
+    dx += (g - g.mean(axis=1, keepdims=True) - normal * (g * normal).mean(axis=1, keepdims=True)) * statistics[:, 1:]
+    dscale += (dy * normal).sum(axis=0)
+    dbias += dy.sum(axis=0)
+
+
+def _sample(dtype: str) -> tuple[Any, ...]:
+    row, block = np.ones(2, dtype), np.ones((1, 2), dtype)
+    return row, block
+
+
+for _dtype in SAMPLE_DTYPES:
+    _row, _block = _sample(_dtype)
+    _forward.sample(lambda r=_row, b=_block: (b, r, r, r.dtype.type(1), b.copy(), b.copy()))
+    _backward.sample(lambda r=_row, b=_block: (b, b, r, b, b.copy(), r.copy(), r.copy()))

@@ -1,0 +1,118 @@
+"""The table of operations that the stages call. `LOCAL` computes everything on this rank; strategies replace entries.
+
+Every operation has an explicit ``forward`` and ``backward``. Operations with tensors take the whole mapping and the
+prefix of their names, so that a replacement may own other shapes. What a backward needs is kept in ``saved`` under
+that prefix. An operation leaves ``dy`` alone; see `hpcdist.models.stage` for who may overwrite what.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from hpcdist.arrays.backend import Array
+from hpcdist.models.activation import LocalActivation
+from hpcdist.models.attention import LocalAttention
+from hpcdist.models.cross_entropy import LocalCrossEntropy
+from hpcdist.models.embedding import LocalEmbedding
+from hpcdist.models.linear import LocalLinear
+from hpcdist.models.norm import LocalNorm
+from hpcdist.models.stage import Gradients, Parameters, Saved
+
+
+class Linear(Protocol):
+    """``y = x weight^T + bias`` over the last dim; a tensor ``PREFIX.bias`` that does not exist is left out."""
+
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+        """Return y (..., outputs) for x (..., inputs)."""
+
+    def backward(
+        self,
+        parameters: Parameters,
+        gradients: Gradients,
+        prefix: str,
+        dy: Array,
+        saved: Saved,
+        input_gradient: bool = True,
+    ) -> Array | None:
+        """Return dx, a scratch array that the next linear backward overwrites; None without ``input_gradient``."""
+
+
+class Embedding(Protocol):
+    """Rows of a table by token."""
+
+    def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
+        """Return y (..., hidden) for integer tokens (...). Raises DataError on a token outside the table."""
+
+    def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
+        """Add the rows of dy to the gradient of the table."""
+
+
+class Norm(Protocol):
+    """Layer normalisation over the last dim, with scale and bias."""
+
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+        """Return y of the shape of x; x itself is kept and must stay unchanged until backward."""
+
+    def backward(
+        self,
+        parameters: Parameters,
+        gradients: Gradients,
+        prefix: str,
+        dy: Array,
+        saved: Saved,
+        residual: Array | None = None,
+    ) -> Array:
+        """Return dx, a scratch array; with ``residual`` dx is added to that instead, and that is returned."""
+
+
+class Attention(Protocol):
+    """Causal attention of all heads that ``qkv`` holds."""
+
+    def forward(self, qkv: Array, head_size: int, saved: Saved, name: str = "attention") -> Array:
+        """Return (batch, context, width) for qkv (batch, context, 3 width), ordered query, key, value."""
+
+    def backward(self, dy: Array, saved: Saved, name: str = "attention") -> Array:
+        """Return dqkv, a scratch array."""
+
+
+class Activation(Protocol):
+    """An elementwise function."""
+
+    def forward(self, x: Array, kind: str, saved: Saved, name: str = "activation") -> Array:
+        """Return "gelu" (tanh form) or "relu" of x; x is kept and must stay unchanged until backward."""
+
+    def backward(self, dy: Array, saved: Saved, name: str = "activation") -> Array:
+        """Return dx, written over the x that was kept."""
+
+
+class CrossEntropy(Protocol):
+    """Softmax and negative log likelihood."""
+
+    def forward(self, logits: Array, targets: Array, saved: Saved, name: str = "cross_entropy") -> float:
+        """Return the sum of the losses over all tokens in nats; logits (tokens, classes) are overwritten."""
+
+    def backward(self, scale: float, saved: Saved, name: str = "cross_entropy") -> Array:
+        """Return dlogits = (softmax - onehot) scale, written over the logits of the forward."""
+
+
+@dataclass(frozen=True)
+class Operations:
+    """One implementation of each operation. Column and row name how a tensor-parallel one would cut the weight."""
+
+    linear_column: Linear
+    linear_row: Linear
+    embed: Embedding
+    norm: Norm
+    attention: Attention
+    activation: Activation
+    cross_entropy: CrossEntropy
+
+
+LOCAL: Final = Operations(
+    linear_column=LocalLinear(),
+    linear_row=LocalLinear(),
+    embed=LocalEmbedding(),
+    norm=LocalNorm(),
+    attention=LocalAttention(),
+    activation=LocalActivation(),
+    cross_entropy=LocalCrossEntropy(),
+)

@@ -1,0 +1,74 @@
+"""What a model is made of: stages, and the places where their numbers live.
+
+Rules that every stage and operation keeps, so that no buffer is copied:
+- forward returns an array that `Saved` owns; it stays valid until that `Saved` is released;
+- an operation's backward leaves ``dy`` alone, and may overwrite what its forward saved;
+- a stage's backward may overwrite ``dy`` and may return it as ``dx``.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.layout import TensorSpec
+
+if TYPE_CHECKING:
+    from hpcdist.models.operations import Operations
+
+Parameters: TypeAlias = Mapping[str, Array]  # local tensor name -> view, tied names included
+StreamOf: TypeAlias = Callable[[TensorSpec], np.random.Generator]
+
+
+class Gradients(Protocol):
+    """Where the gradients of one stage go."""
+
+    def into(self, name: str) -> tuple[Array, bool]:
+        """Return the view of tensor ``name`` and whether to add to it (False: this is the first write, overwrite)."""
+
+    def begin_step(self) -> None:
+        """Declare every tensor of the stage unwritten; call it on all stages before the first backward of a step."""
+
+    def finish(self) -> None:
+        """Zero the tensors that no backward of this step wrote."""
+
+
+class Saved(Protocol):
+    """What the forward of one stage on one micro-batch keeps for its backward."""
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return uninitialised memory that is kept under ``name`` until `release`."""
+
+    def keep(self, name: str, value: Any) -> None:
+        """Keep ``value``, an array that somebody else owns or a plain object."""
+
+    def __getitem__(self, name: str) -> Any:
+        """Return what was kept under ``name``."""
+
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return uninitialised memory that any stage overwrites when it asks for the same ``name``."""
+
+    def release(self) -> None:
+        """Give the memory back: after the backward, or once the output of the forward is no longer needed."""
+
+
+class Stage(Protocol):
+    """A unit of a model that can be cut off, gathered and freed."""
+
+    layer: int
+    tied: dict[str, str]  # local name -> key of a tensor that another layer owns
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the tensors that this stage owns, in the order of the layout."""
+
+    def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
+        """Write the initial values of the own tensors: float64 draws, rounded once."""
+
+    def forward(self, parameters: Parameters, x: Array, operations: "Operations", saved: Saved) -> Array:
+        """Return the output of the stage."""
+
+    def backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: "Operations", saved: Saved
+    ) -> Array | None:
+        """Write or add the gradients; return that of the input, None where the input is data."""

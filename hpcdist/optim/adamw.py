@@ -1,0 +1,34 @@
+"""Adam with decoupled weight decay."""
+
+from typing import ClassVar
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ranges import Range
+from hpcdist.optim import kernels
+from hpcdist.optim.segmentwise import SegmentWise
+
+
+class AdamW(SegmentWise):
+    """AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101), Algorithm 2, over Kingma & Ba 2015, Algorithm 1.
+
+    u = m^ / (sqrt(v^) + epsilon) + weight_decay w;  w -= rate u. Both moments are corrected for their start at 0, by
+    the number of applied updates (a skipped one does not count). The decay is multiplied by the current rate, warm-up
+    and decay of it included (the paper's schedule multiplier times its alpha; PyTorch's convention), and concerns
+    adapted tensors only. u is taken of the weights before the update.
+    """
+
+    slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
+
+    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+        kernels.adam_direction(
+            weights,
+            gradient,
+            self.slots["m"].range(where),
+            self.slots["v"].range(where),
+            scale=scale,
+            beta1=self.config.beta1,
+            beta2=self.config.beta2,
+            epsilon=self.config.epsilon,
+            decay=decay,
+            count=self.count,
+        )

@@ -1,0 +1,57 @@
+"""Clipping by the global norm: Pascanu, Mikolov & Bengio 2013 (arXiv:1211.5063), Algorithm 1.
+
+The sum of squares of each rank's own part is additive, so the norm of a sharded gradient is one reduced scalar.
+"""
+
+import math
+
+from hpcdist.arrays.backend import namespace
+from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float
+from hpcdist.arrays.ranges import Range, cut
+from hpcdist.arrays.store import FlatStore
+from hpcdist.errors import NonFiniteError
+from hpcdist.optim import kernels
+
+_WIDEN = 1 << 16  # 16-bit elements that are widened at a time: 256 KiB of float32 stay in the cache
+
+
+def sum_of_squares(store: FlatStore, part: Range) -> float:
+    """Return the sum of squares of the tensors in ``part``, padding left out, accumulated in float64.
+
+    float16, bfloat16 and float32 cannot overflow in it. A float64 element above 1e154 gives infinity, and a NaN or
+    infinite element a result that `clip_scale` refuses.
+    """
+    total = 0.0
+    for _, where in store.layout.within(part):
+        values = store.range(where)
+        if is_16bit_float(store.dtype):
+            wide = accumulation_dtype(store.dtype)
+            for block in cut(Range(0, where.size), _WIDEN):
+                total = total + kernels.sum_of_squares(values[block.slice].astype(wide))
+        else:
+            total = total + kernels.sum_of_squares(values)
+    return float(total)  # the one place that waits for a GPU
+
+
+def clip_scale(norm_squared: float, limit: float) -> float:
+    """Return the factor that brings a gradient of this squared norm down to ``limit``: 1 below it or when it is 0.
+
+    The factor is exactly limit / norm. All ranks must pass the same reduced ``norm_squared``; they then agree on the
+    factor, or raise together. Raises NonFiniteError when the norm is NaN or infinite (`first_nonfinite` finds why).
+    """
+    if not math.isfinite(norm_squared):
+        raise NonFiniteError(
+            f"the squared norm of the gradient is {norm_squared}; it must be finite: "
+            "lower optimizer.learning_rate or lengthen optimizer.warmup_steps"
+        )
+    norm = math.sqrt(norm_squared)
+    return limit / norm if 0.0 < limit < norm else 1.0
+
+
+def first_nonfinite(store: FlatStore, part: Range) -> str | None:
+    """Return the key of the first tensor in ``part`` that holds a NaN or an infinity, None where all are finite."""
+    for segment, where in store.layout.within(part):
+        values = store.range(where)
+        if not bool(namespace(values).isfinite(values).all()):
+            return segment.key
+    return None

@@ -1,0 +1,228 @@
+"""The loops over elements, each once for the CPU (numba, fused) and once as ufuncs for a GPU (cupy), side by side.
+
+The buffers of one call are 1-D contiguous views of equal length (n,) and, unless said, of one dtype, float32 or
+float64. Scalars are cast to that dtype before a loop: a Python float would pull float32 data through float64. The ufunc
+versions ask the buffer for its library, so they run on numpy too.
+"""
+
+import math
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.dtypes import BFLOAT16
+from hpcdist.arrays.jit import jit
+
+_BLOCK = 1 << 20  # elements that the ufunc version of a sum widens to float64 at a time
+
+
+def adam_direction(
+    weights: Array,
+    gradient: Array,
+    m: Array,
+    v: Array,
+    *,
+    scale: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    decay: float,
+    count: int,
+) -> None:
+    """Update the moments with ``scale * gradient`` and turn the gradient into the step of Adam, plus decay.
+
+    m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  u = m^ / (sqrt(v^) + epsilon) + decay w,
+    where m^ and v^ are corrected for their start at 0 by ``count`` applied updates. ``gradient`` holds u afterwards.
+    """
+    real = weights.dtype.type
+    scalars = [scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1.0 / (1.0 - beta1**count), 1.0 / (1.0 - beta2**count)]
+    run = _adam_ufuncs if is_device(weights) else _adam_loop
+    run(weights, gradient, m, v, *map(real, (*scalars, epsilon, decay)))
+
+
+@jit
+def _adam_loop(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, correct1, correct2, epsilon, decay):  # type: ignore[no-untyped-def]
+    for i in range(weights.size):
+        g = gradient[i] * scale
+        mean = m[i] * beta1 + g * rest1
+        square = v[i] * beta2 + g * g * rest2
+        m[i] = mean
+        v[i] = square
+        # np.divide, since the check of `/` for a zero divisor keeps the loop from being vectorised (8 times slower)
+        gradient[i] = np.divide(mean * correct1, math.sqrt(square * correct2) + epsilon) + decay * weights[i]
+
+
+def _adam_ufuncs(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, correct1, correct2, epsilon, decay):  # type: ignore[no-untyped-def]
+    xp = namespace(weights)
+    gradient *= scale
+    m *= beta1
+    m += rest1 * gradient
+    v *= beta2
+    xp.square(gradient, out=gradient)
+    gradient *= rest2
+    v += gradient
+    xp.multiply(v, correct2, out=gradient)
+    xp.sqrt(gradient, out=gradient)
+    gradient += epsilon
+    xp.divide(m * correct1, gradient, out=gradient)
+    gradient += decay * weights
+
+
+def momentum_direction(
+    weights: Array, gradient: Array, velocity: Array, *, scale: float, momentum: float, nesterov: bool, decay: float
+) -> None:
+    """Update ``velocity`` = momentum velocity + g, with g = ``scale * gradient`` + decay w.
+
+    ``gradient`` holds the step afterwards: the velocity, or g + momentum velocity with ``nesterov``.
+    """
+    real = weights.dtype.type
+    # step = own g + ahead velocity: (0, 1) is the heavy ball, (1, momentum) Nesterov's
+    own, ahead = (1.0, momentum) if nesterov else (0.0, 1.0)
+    run = _momentum_ufuncs if is_device(weights) else _momentum_loop
+    run(weights, gradient, velocity, *map(real, (scale, momentum, own, ahead, decay)))
+
+
+@jit
+def _momentum_loop(weights, gradient, velocity, scale, momentum, own, ahead, decay):  # type: ignore[no-untyped-def]
+    for i in range(weights.size):
+        g = gradient[i] * scale + decay * weights[i]
+        fast = momentum * velocity[i] + g
+        velocity[i] = fast
+        gradient[i] = own * g + ahead * fast
+
+
+def _momentum_ufuncs(weights, gradient, velocity, scale, momentum, own, ahead, decay):  # type: ignore[no-untyped-def]
+    gradient *= scale
+    gradient += decay * weights
+    velocity *= momentum
+    velocity += gradient
+    gradient *= own
+    gradient += ahead * velocity
+
+
+def scale_in_place(gradient: Array, scale: float) -> None:
+    """Multiply ``gradient`` by ``scale``."""
+    if scale != 1.0:
+        gradient *= gradient.dtype.type(scale)
+
+
+def add_decay(weights: Array, gradient: Array, decay: float) -> None:
+    """Add ``decay * weights`` to ``gradient``."""
+    if decay:
+        gradient += weights.dtype.type(decay) * weights
+
+
+def descend(weights: Array, step: Array, rate: float) -> None:
+    """Subtract ``rate * step`` from ``weights``; ``step`` is kept."""
+    run = _descend_ufuncs if is_device(weights) else _descend_loop
+    run(weights, step, weights.dtype.type(rate))
+
+
+@jit
+def _descend_loop(weights, step, rate):  # type: ignore[no-untyped-def]
+    for i in range(weights.size):
+        weights[i] -= rate * step[i]
+
+
+def _descend_ufuncs(weights, step, rate):  # type: ignore[no-untyped-def]
+    weights -= rate * step
+
+
+def descend_with_velocity(
+    weights: Array, gradient: Array, velocity: Array, *, rate: float, momentum: float, decay: float
+) -> None:
+    """Update ``velocity`` = momentum velocity + rate (gradient + decay w), and subtract it from ``weights``."""
+    run = _velocity_ufuncs if is_device(weights) else _velocity_loop
+    run(weights, gradient, velocity, *map(weights.dtype.type, (rate, momentum, decay)))
+
+
+@jit
+def _velocity_loop(weights, gradient, velocity, rate, momentum, decay):  # type: ignore[no-untyped-def]
+    for i in range(weights.size):
+        fast = momentum * velocity[i] + rate * (gradient[i] + decay * weights[i])
+        velocity[i] = fast
+        weights[i] -= fast
+
+
+def _velocity_ufuncs(weights, gradient, velocity, rate, momentum, decay):  # type: ignore[no-untyped-def]
+    velocity *= momentum
+    velocity += rate * (gradient + decay * weights)
+    weights -= velocity
+
+
+def sum_of_squares(values: Array) -> float | Array:
+    """Return the sum of squares in float64: a float, or an array () on the GPU, which the caller need not wait for."""
+    return _squares_ufuncs(values) if is_device(values) else _squares_loop(values)
+
+
+@jit
+def _squares_loop(values):  # type: ignore[no-untyped-def]
+    # Four sums by hand fill a vector register; fastmath would too, but in an order that differs between CPUs, and
+    # replicas on different CPUs would then clip by different factors.
+    a = b = c = d = 0.0
+    whole = values.size - values.size % 4
+    for i in range(0, whole, 4):
+        p, q = np.float64(values[i]), np.float64(values[i + 1])
+        r, s = np.float64(values[i + 2]), np.float64(values[i + 3])
+        a += p * p
+        b += q * q
+        c += r * r
+        d += s * s
+    for i in range(whole, values.size):
+        p = np.float64(values[i])
+        a += p * p
+    return (a + b) + (c + d)
+
+
+def _squares_ufuncs(values):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for start in range(0, values.size, _BLOCK):
+        wide = values[start : start + _BLOCK].astype(np.float64)
+        total = total + (wide * wide).sum()
+    return total
+
+
+def round_into(master: Array, working: Array) -> None:
+    """Write ``master`` into ``working``, rounded once to nearest even; the dtypes may differ."""
+    if working.dtype == BFLOAT16 and master.dtype == np.float32:
+        run = _bfloat16_ufuncs if is_device(master) else _bfloat16_loop
+        run(master.view(np.uint32), working.view(np.uint16))
+    else:
+        working[...] = master
+
+
+@jit
+def _bfloat16_loop(bits, rounded):  # type: ignore[no-untyped-def]
+    for i in range(bits.size):
+        b = np.int64(bits[i])
+        even = (b + 0x7FFF + ((b >> 16) & 1)) >> 16  # overflows into infinity, as it must
+        quiet = (b >> 16) | 0x40  # a NaN whose payload is all in the lost half must not become infinity
+        rounded[i] = quiet if (b & 0x7FFFFFFF) > 0x7F800000 else even
+
+
+def _bfloat16_ufuncs(bits, rounded):  # type: ignore[no-untyped-def]
+    xp = namespace(bits)
+    # A NaN may wrap around in `even`; `where` takes the other value for it
+    even = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    rounded[...] = xp.where((bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), quiet, even).astype(np.uint16)
+
+
+def _samples(buffers: int, scalars: int) -> list[tuple[object, ...]]:
+    """Return arguments of the two sets of types that training uses: float32 and float64."""
+    return [
+        (*(np.ones(8, dtype) for _ in range(buffers)), *(dtype(0.5) for _ in range(scalars)))
+        for dtype in (np.float32, np.float64)
+    ]
+
+
+for _kernel, _buffers, _scalars in (
+    (_adam_loop, 4, 9),
+    (_momentum_loop, 3, 5),
+    (_descend_loop, 2, 1),
+    (_velocity_loop, 3, 3),
+    (_squares_loop, 1, 0),
+):
+    for _arguments in _samples(_buffers, _scalars):
+        _kernel.sample(lambda _arguments=_arguments: _arguments)
+_bfloat16_loop.sample(lambda: (np.ones(8, np.uint32), np.ones(8, np.uint16)))

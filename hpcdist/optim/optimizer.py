@@ -1,0 +1,98 @@
+"""The two-phase interface of every optimizer, and the table from name to class.
+
+A layer-wise optimizer needs norms of whole tensors, but a rank may own any part of the flat space. So an update is
+
+    begin_step  ->  direction(piece)...  ->  partial_norms  -> (the caller sums them) ->  apply(piece)...
+
+and equals the undivided update for every partition, up to the order of summation of the norms.
+"""
+
+from typing import Final, Protocol
+
+import numpy as np
+
+from hpcdist.arrays.layout import Layout
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.optim.adamw import AdamW
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.optim.lamb import Lamb
+from hpcdist.optim.lars import Lars
+from hpcdist.optim.segmentwise import SegmentWise
+from hpcdist.optim.sgd import Sgd
+
+OPTIMIZERS: Final[dict[str, type[SegmentWise]]] = {"adamw": AdamW, "lamb": Lamb, "lars": Lars, "sgd": Sgd}
+
+
+class Optimizer(Protocol):
+    """One optimizer on one part of the flat space. Nothing here communicates."""
+
+    @property
+    def slots(self) -> dict[str, FlatStore]:
+        """Stores of the state, by name, on the owned part, in the master dtype; a checkpoint saves them as pieces."""
+
+    @property
+    def count(self) -> int:
+        """Number of applied updates, the begun one included."""
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether `apply` needs the reduced `partial_norms`."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the update that is under way."""
+
+    def begin_step(self) -> None:
+        """Begin an update. Call it once it is certain that this one is not skipped."""
+
+    def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
+        """Turn the mean gradient on ``piece`` into the direction u; the buffer of ``gradient`` holds u afterwards.
+
+        ``gradient`` is in the master dtype and is multiplied by ``scale`` first (see `hpcdist.optim.clip`). Each
+        element of the owned part is given once in an update; pieces may cut tensors anywhere. Padding is not touched.
+        """
+
+    def partial_norms(self) -> np.ndarray:  # (segments, 2)
+        """Return, for each tensor of the layout, sum(w^2) and sum(u^2) over the given pieces, in float64.
+
+        On the host. The caller sums them over the ranks that share the tensors; rows of tensors that need none are 0.
+        """
+
+    def apply(
+        self,
+        piece: Range,
+        master: FlatStore,
+        direction: FlatStore,
+        working: FlatStore | None = None,
+        norms: np.ndarray | None = None,
+    ) -> None:
+        """Write the new ``master`` weights on ``piece`` and, when given, their rounded ``working`` copy.
+
+        ``norms`` are the summed `partial_norms`; they may be None when `needs_norms` is false.
+        """
+
+    def state(self) -> dict[str, int]:
+        """Return the scalars that a checkpoint needs beside the slots."""
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Take back what `state` returned."""
+
+
+def build(
+    config: OptimizerConfig,
+    layout: Layout,
+    part: Range,
+    dtype: np.dtype,
+    *,
+    total_steps: int,
+    ledger: Ledger | None = None,
+    on: str = "cpu",
+) -> Optimizer:
+    """Return the optimizer that ``config`` names for ``part`` of the flat space, with zeroed state.
+
+    ``dtype`` is that of the master weights, float32 or float64 (UsageError otherwise). ``total_steps`` is the length of
+    the learning-rate schedule; ``on`` is where the state lives, ``"cpu"`` or ``"gpu"``.
+    """
+    return OPTIMIZERS[config.name](config, layout, part, dtype, ledger=ledger, total_steps=total_steps, on=on)

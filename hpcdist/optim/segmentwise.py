@@ -1,0 +1,123 @@
+"""What the optimizers share: their state on the owned part, the walk over tensors, and the two phases around it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array, to_host, zeros
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.errors import UsageError
+from hpcdist.optim import kernels, rates
+from hpcdist.optim.config import OptimizerConfig
+
+
+class SegmentWise(ABC):
+    """State and walk of an optimizer; a subclass gives the maths of one stretch of one tensor.
+
+    See `hpcdist.optim.optimizer.Optimizer` for the members and for who calls them when.
+    """
+
+    slot_names: ClassVar[tuple[str, ...]] = ()
+    needs_norms: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        layout: Layout,
+        part: Range,
+        dtype: np.dtype,
+        *,
+        ledger: Ledger | None,
+        total_steps: int,
+        on: str,
+    ) -> None:
+        if dtype not in (np.float32, np.float64):
+            raise UsageError(f"master weights in {dtype}: updates would be rounded away; use float32 or float64")
+        self.config = config
+        self.layout = layout
+        self.part = part
+        self.dtype = np.dtype(dtype)
+        self.count = 0
+        self.slots = {
+            name: FlatStore(layout, self.dtype, part, on=on, category="optimizer", ledger=ledger)
+            for name in self._slots_of(config)
+        }
+        self._total_steps = total_steps
+        self._index = {segment.range.start: index for index, segment in enumerate(layout.segments)}
+        self._sums = zeros((len(layout.segments), 2), np.dtype(np.float64), on)
+
+    def _slots_of(self, config: OptimizerConfig) -> tuple[str, ...]:
+        return self.slot_names
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the update that `begin_step` began; of the coming one before the first."""
+        return rates.learning_rate(self.config, max(1, self.count), self._total_steps)
+
+    def begin_step(self) -> None:
+        """Count one update more, which fixes its rate, and forget the partial norms of the one before."""
+        self.count += 1
+        self._sums[...] = 0.0
+
+    def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
+        """Turn ``scale * gradient`` on ``piece`` into the direction u, in place, and advance the slots."""
+        assert master.dtype == self.dtype == gradient.dtype, "widen 16-bit gradients to the master dtype first"
+        for index, spec, where in self._tensors(piece):
+            weights, step = master.range(where), gradient.range(where)
+            self._direction(where, weights, step, scale, self._decay(spec))
+            if self.needs_norms and spec.adapted:
+                self._sums[index, 0] += kernels.sum_of_squares(weights)
+                self._sums[index, 1] += kernels.sum_of_squares(step)
+
+    def partial_norms(self) -> np.ndarray:  # (segments, 2)
+        """Return sums of squares of w and of the direction over the pieces seen; 0 for tensors that need none."""
+        return to_host(self._sums).copy()
+
+    def apply(
+        self,
+        piece: Range,
+        master: FlatStore,
+        direction: FlatStore,
+        working: FlatStore | None = None,
+        norms: np.ndarray | None = None,
+    ) -> None:
+        """Move ``master`` along ``direction`` on ``piece``, and round it into ``working`` when given."""
+        assert norms is not None or not self.needs_norms, "the reduced partial norms are missing"
+        for index, spec, where in self._tensors(piece):
+            weights, step = master.range(where), direction.range(where)
+            ratio = self._ratio(*(norms[index] ** 0.5).tolist()) if norms is not None and spec.adapted else 1.0
+            self._update(where, weights, step, ratio, self._decay(spec))
+            if working is not None:
+                kernels.round_into(weights, working.range(where))
+
+    def state(self) -> dict[str, int]:
+        """Return what a checkpoint needs beside the slots: the number of applied updates."""
+        return {"count": self.count}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Continue after the update that `state` describes; the slots are filled by the caller."""
+        self.count = int(state["count"])
+
+    def _tensors(self, piece: Range) -> Iterator[tuple[int, TensorSpec, Range]]:
+        for segment, where in self.layout.within(piece):
+            yield self._index[segment.range.start], segment.spec, where
+
+    def _decay(self, spec: TensorSpec) -> float:
+        return self.config.weight_decay if spec.adapted else 0.0
+
+    def _ratio(self, weight_norm: float, step_norm: float) -> float:
+        """Return the layer-wise factor of an adapted tensor with these norms."""
+        return 1.0
+
+    @abstractmethod
+    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+        """Turn the gradient of one stretch of a tensor into the direction, in place."""
+
+    def _update(self, where: Range, weights: Array, step: Array, ratio: float, decay: float) -> None:
+        """Move the weights of one stretch."""
+        kernels.descend(weights, step, self.learning_rate * ratio)

@@ -1,0 +1,1 @@
+"""Architectures of distributed training: the only place where maths meets messages."""

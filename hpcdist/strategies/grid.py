@@ -1,0 +1,79 @@
+"""How ranks are laid out along the axes of parallelism.
+
+A `Grid` is a handful of integers, passed and never global. Ranks count with the tensor axis fastest (its messages are
+the most frequent, so its members should share a node), then context, then data, and the pipeline axis slowest.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import ConfigurationError
+
+ORDER = ("pipeline", "data", "context", "tensor")  # slowest to fastest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Degrees of parallelism; their product is the size of the world."""
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    context: int = 1
+
+    @classmethod
+    def of(cls, world: int, *, data: int = 0, pipeline: int = 1, tensor: int = 1, context: int = 1) -> "Grid":
+        """Return the grid of ``world`` ranks; ``data = 0`` takes what the other degrees leave.
+
+        Raises ConfigurationError, with the whole equation, when the product is not the world.
+        """
+        others = pipeline * tensor * context
+        grid = cls(data=data or max(1, world // others), pipeline=pipeline, tensor=tensor, context=context)
+        if grid.size != world:
+            divisors = [d for d in range(1, world + 1) if world % d == 0]
+            raise ConfigurationError(
+                f"parallel.data {grid.data} x parallel.pipeline {pipeline} x parallel.tensor {tensor} x "
+                f"parallel.context {context} = {grid.size}, but the world has {world} ranks; "
+                f"each degree must be a divisor of {world}: {divisors}"
+            )
+        return grid
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.data * self.pipeline * self.tensor * self.context
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the index of ``rank`` along each axis."""
+        assert 0 <= rank < self.size
+        place: dict[str, int] = {}
+        for axis in reversed(ORDER):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return place
+
+
+class Axes:
+    """The communicators along the axes of a grid, split when they are first asked for.
+
+    Every rank must ask for the same axis at the same point: the split is collective over ``comm``.
+    """
+
+    def __init__(self, grid: Grid, comm: Communicator) -> None:
+        assert grid.size == comm.size
+        self.grid, self.world = grid, comm
+        self.place = grid.coordinates(comm.rank)
+
+    def _along(self, axis: str) -> Communicator:
+        color = 0
+        for other in ORDER:
+            if other != axis:
+                color = color * getattr(self.grid, other) + self.place[other]
+        comm = self.world.split(color, self.place[axis], axis)
+        assert comm is not None
+        return comm
+
+    @cached_property
+    def data(self) -> Communicator:
+        """Ranks that hold the same parameters and see different samples."""
+        return self._along("data")

@@ -1,0 +1,44 @@
+"""The replica sentinel: are parameters that must be identical still so?
+
+A silent difference (a skipped reduction, a race, a bad memory cell) ruins a run long before its loss shows it. The
+check costs one pass over the parameters and one small message.
+"""
+
+import numpy as np
+import xxhash
+
+from hpcdist import collectives
+from hpcdist.arrays import backend
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import DivergenceError
+
+
+def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
+    """Raise DivergenceError on every rank, naming the first tensor that differs and the ranks. Collective over ``comm``.
+
+    ``store`` must hold the same range everywhere. A hash is equal on all ranks exactly when its maximum is the
+    complement of the maximum of its complement, so one reduction of two numbers decides.
+    """
+    data = backend.to_host(store.array)
+    digest = xxhash.xxh3_64_intdigest(data.view(np.uint8)) >> 1  # 63 bits fit an int64
+    votes = np.array([digest, ~digest], np.int64)
+    collectives.allreduce(comm, votes, algorithm, op="max")
+    if votes[0] == ~votes[1]:
+        return
+    mine = [
+        xxhash.xxh3_64_intdigest(data[touched.start - store.part.start : touched.stop - store.part.start].view(np.uint8))
+        for _, touched in store.layout.within(store.part)
+    ]
+    everyone = comm.allgather_object(mine)
+    for index, (segment, _) in enumerate(store.layout.within(store.part)):
+        hashes = [digests[index] for digests in everyone]
+        if len(set(hashes)) > 1:
+            common = max(set(hashes), key=hashes.count)
+            odd = [rank for rank, value in enumerate(hashes) if value != common]
+            raise DivergenceError(
+                f"step {step}: replicas differ, first in tensor {segment.key} {segment.spec.shape}: "
+                f"rank(s) {odd} hold other bits than the rest of {comm.size}; the run is not data parallel any more. "
+                "Restart from the last checkpoint, and look for a skipped reduction or a faulty node"
+            )
+    raise DivergenceError(f"step {step}: replicas differ in the padding between tensors, which nothing should write")

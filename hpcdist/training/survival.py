@@ -1,0 +1,55 @@
+"""The wish to stop: signals and a stop file set flags; the decision is taken by all ranks at a step boundary."""
+
+import signal
+from enum import IntEnum
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+
+from hpcdist import errors
+
+STOP_FILE = "stop"
+
+
+class Wish(IntEnum):
+    """Why a rank wants to stop; the index of its count in the numbers that a step agrees on."""
+
+    REQUEUE = 0  # SIGTERM, SIGUSR1 or the stop file: save and let the scheduler start the job again
+    INTERRUPT = 1  # Ctrl-C: save and leave
+
+
+EXIT_CODES = {Wish.REQUEUE: errors.REQUEUE, Wish.INTERRUPT: errors.INTERRUPTED}
+
+
+class StopWishes:
+    """Listens on this rank. Signals only set a flag: a handler must neither communicate nor write files."""
+
+    def __init__(self, stop_file: Path | None) -> None:
+        self._stop_file = stop_file  # looked at by one rank only
+        self._wanted = np.zeros(len(Wish))
+
+    def listen(self) -> None:
+        """Install the handlers (main thread only)."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGUSR1, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        wish = Wish.INTERRUPT if number == signal.SIGINT else Wish.REQUEUE
+        if wish is Wish.INTERRUPT and self._wanted[wish]:
+            raise KeyboardInterrupt  # asked twice: do not wait for the end of the step
+        self._wanted[wish] = 1.0
+
+    def current(self) -> np.ndarray:
+        """Return this rank's wishes as numbers to be summed over the ranks."""
+        if self._stop_file is not None and self._stop_file.exists():
+            self._wanted[Wish.REQUEUE] = 1.0
+        return self._wanted
+
+
+def agreed(counts: np.ndarray) -> Wish | None:
+    """Return what the job does, given the wishes of all ranks: an interrupt wins over a requeue."""
+    if counts[Wish.INTERRUPT] > 0:
+        return Wish.INTERRUPT
+    return Wish.REQUEUE if counts[Wish.REQUEUE] > 0 else None

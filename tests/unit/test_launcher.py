@@ -1,0 +1,42 @@
+"""What the environment says of a process, and the refusal of a world that fell apart."""
+
+import pytest
+
+from hpcdist.comm.launcher import Announced, announced
+from hpcdist.comm.start import check_world
+from hpcdist.errors import ConfigurationError
+
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+SRUN = {
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "8",
+}
+BATCH = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        (OPEN_MPI, Announced("Open MPI mpirun", 4, 3, 1)),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}, Announced("MPICH mpirun", 2, 1, 1)),
+        (SRUN, Announced("Slurm srun", 8, 5, 1)),
+        (BATCH, None),
+        (BATCH | {"SLURM_STEP_ID": "4294967291"}, None),
+        (BATCH | OPEN_MPI, Announced("Open MPI mpirun", 4, 3, 1)),
+    ],
+    ids=["by hand", "Open MPI", "MPICH", "srun", "batch script", "batch step", "mpirun in sbatch"],
+)
+def test_announced(environment: dict[str, str], expected: Announced | None) -> None:
+    assert announced(environment) == expected
+
+
+def test_singletons_are_refused_with_the_cure() -> None:
+    said = announced(SRUN)
+    assert said is not None
+    check_world(said, 8, "Open MPI v5")
+    with pytest.raises(ConfigurationError, match=r"announced 8 ranks, but MPI \(Open MPI v5\) sees a world of 1.*--mpi="):
+        check_world(said, 1, "Open MPI v5")

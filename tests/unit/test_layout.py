@@ -1,0 +1,91 @@
+"""The address space: offsets, units, look-up, and stores over parts of it."""
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.layout import ALIGN_ELEMENTS, Layout, TensorSpec
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.store import FlatStore
+
+
+def example() -> Layout:
+    return Layout.of(
+        [
+            TensorSpec(0, "tokens", (5, 7)),
+            TensorSpec(0, "positions", (3, 7)),
+            TensorSpec(1, "empty", (0, 4)),
+            TensorSpec(1, "weight", (33,)),
+            TensorSpec(2, "scale", (), adapted=False),
+        ]
+    )
+
+
+def test_segments_are_aligned_disjoint_and_ordered() -> None:
+    layout = example()
+    assert all(segment.range.start % ALIGN_ELEMENTS == 0 for segment in layout.segments)
+    assert layout.parameters == 35 + 21 + 0 + 33 + 1
+    assert layout.size == 64 + 32 + 0 + 64 + 32
+    taken = [i for segment in layout.segments for i in range(segment.range.start, segment.range.stop)]
+    assert len(set(taken)) == len(taken) == layout.parameters
+
+
+def test_units_tile_the_space() -> None:
+    units = example().units
+    assert list(units) == [0, 1, 2]
+    assert [(u.start, u.stop) for u in units.values()] == [(0, 96), (96, 160), (160, 192)]
+
+
+def test_within_finds_what_a_range_touches_for_every_range() -> None:
+    layout = example()
+    for start in range(0, layout.size, 5):
+        for stop in range(start, layout.size + 1, 7):
+            expected = {
+                segment.key: (max(start, segment.range.start), min(stop, segment.range.stop))
+                for segment in layout.segments
+                if max(start, segment.range.start) < min(stop, segment.range.stop)
+            }
+            found = {s.key: (t.start, t.stop) for s, t in layout.within(Range(start, stop))}
+            assert found == expected
+
+
+def test_at_finds_tensor_and_padding() -> None:
+    layout = example()
+    assert layout.at(34).key == "0.tokens" and layout.at(40).key == "0.tokens"
+    assert layout.at(64).key == "0.positions"
+    assert layout.at(96).key == "1.weight", "the empty tensor owns no element"
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="two tensors are called 1.w"):
+        Layout.of([TensorSpec(1, "w", (2,)), TensorSpec(1, "w", (3,))])
+
+
+def test_shards_of_a_store_are_the_whole(rng: np.random.Generator) -> None:
+    layout = example()
+    full = FlatStore(layout, np.float32)
+    full.array[...] = rng.standard_normal(layout.size)
+    for parts in (1, 2, 3, 5):
+        shards = [FlatStore(layout, np.float32, part) for part in split(layout.size, parts, 4)]
+        for shard in shards:
+            shard.array[...] = full.range(shard.part)
+        assert np.array_equal(np.concatenate([shard.array for shard in shards]), full.array)
+
+
+def test_views_share_memory_and_start_zero() -> None:
+    store = FlatStore(example(), np.float64)
+    assert not store.array.any()
+    store.view("0.positions")[...] = 3.0
+    assert store.array.sum() == 63.0 and store.view("0.positions").shape == (3, 7)
+    store.zero()
+    assert not store.array.any()
+
+
+def test_ledger_counts_until_the_array_is_gone() -> None:
+    ledger = Ledger()
+    store = FlatStore(example(), np.float32, category="gradients", ledger=ledger)
+    other = ledger.track(np.zeros(10, np.float64), "activations")
+    assert ledger.current["gradients"] == 192 * 4 and ledger.current["activations"] == 80
+    del store, other
+    assert ledger.current["gradients"] == 0 and ledger.current["activations"] == 0
+    assert ledger.peak["gradients"] == 192 * 4

@@ -1,0 +1,379 @@
+"""Every optimizer against plain float64 formulas and against optax, for any partition of the flat space."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.dtypes import BFLOAT16
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.ranges import Range, cut, split
+from hpcdist.arrays.store import FlatStore
+from hpcdist.errors import UsageError
+from hpcdist.optim import kernels, optimizer
+from hpcdist.optim.config import OptimizerConfig
+
+STEPS = 100
+SPECS = [
+    TensorSpec(0, "embedding", (7, 5)),
+    TensorSpec(1, "scale", (5,), adapted=False),
+    TensorSpec(1, "dense", (40, 3)),
+    TensorSpec(1, "bias", (3,), adapted=False),
+    TensorSpec(1, "zero", (3, 3)),  # starts at 0 and has the gradient 0 in the first half: both norms vanish
+    TensorSpec(2, "head", (11, 13)),
+]
+LAYOUT = Layout.of(SPECS)
+CONFIGS = {
+    "sgd": dict(name="sgd", learning_rate=0.05, momentum=0.9, weight_decay=0.01),
+    "sgd-nesterov": dict(name="sgd", learning_rate=0.05, momentum=0.8, nesterov=True, weight_decay=0.01),
+    "sgd-plain": dict(name="sgd", learning_rate=0.05, momentum=0.0, weight_decay=0.01),
+    "adamw": dict(name="adamw", learning_rate=0.01, weight_decay=0.1, beta1=0.9, beta2=0.95),
+    "lars": dict(name="lars", learning_rate=2.0, momentum=0.9, weight_decay=0.01, trust_coefficient=0.02),
+    "lamb": dict(name="lamb", learning_rate=0.02, weight_decay=0.1, beta1=0.9, beta2=0.99, epsilon=1e-6),
+}
+
+
+def config_of(name, **changes):
+    return OptimizerConfig(**{"warmup_steps": 10, "decay": "cosine", **CONFIGS[name], **changes})
+
+
+def start(rng):
+    weights = {spec.key: rng.standard_normal(spec.shape) for spec in SPECS}
+    weights["1.zero"][...] = 0.0
+    return weights
+
+
+def gradients(rng, weights, steps=STEPS):
+    drawn = [{key: rng.standard_normal(w.shape) for key, w in weights.items()} for _ in range(steps)]
+    for step in drawn[: steps // 2]:
+        step["1.zero"][...] = 0.0
+    return drawn
+
+
+def rate_at(config, t):
+    """Warm-up and cosine, written down once more."""
+    if t <= config.warmup_steps:
+        return config.learning_rate * t / config.warmup_steps
+    x = (t - config.warmup_steps) / (STEPS - config.warmup_steps)
+    low = config.final_fraction * config.learning_rate
+    return low + (config.learning_rate - low) * (1 + math.cos(math.pi * x)) / 2
+
+
+def reference(config, weights, drawn, scale=1.0):
+    """Plain per-tensor updates in float64."""
+    w = {key: value.copy() for key, value in weights.items()}
+    a = {key: np.zeros_like(value) for key, value in w.items()}
+    b = {key: np.zeros_like(value) for key, value in w.items()}
+    for t, step in enumerate(drawn, 1):
+        rate = rate_at(config, t)
+        for spec in SPECS:
+            key = spec.key
+            g = scale * step[key]
+            decay = config.weight_decay if spec.adapted else 0.0
+            w_norm = np.sqrt(np.sum(w[key] ** 2))
+            if config.name == "sgd":
+                g = g + decay * w[key]
+                a[key] = config.momentum * a[key] + g
+                w[key] = w[key] - rate * (g + config.momentum * a[key] if config.nesterov else a[key])
+            elif config.name == "lars":
+                g_norm = np.sqrt(np.sum(g**2))
+                local = 1.0
+                if spec.adapted and w_norm > 0 and g_norm > 0:
+                    local = config.trust_coefficient * w_norm / (g_norm + decay * w_norm + config.epsilon)
+                a[key] = config.momentum * a[key] + rate * local * (g + decay * w[key])
+                w[key] = w[key] - a[key]
+            else:
+                a[key] = config.beta1 * a[key] + (1 - config.beta1) * g
+                b[key] = config.beta2 * b[key] + (1 - config.beta2) * g**2
+                corrected = a[key] / (1 - config.beta1**t), b[key] / (1 - config.beta2**t)
+                u = corrected[0] / (np.sqrt(corrected[1]) + config.epsilon) + decay * w[key]
+                u_norm = np.sqrt(np.sum(u**2))
+                layerwise = config.name == "lamb" and spec.adapted and w_norm > 0 and u_norm > 0
+                w[key] = w[key] - rate * (w_norm / u_norm if layerwise else 1.0) * u
+    return w
+
+
+class Replica:
+    """One owner of a part, which holds all weights and gradients as the allreduce strategy does."""
+
+    def __init__(self, config, weights, part, dtype, working=None, whole=True):
+        held = None if whole else part
+        self.part = part
+        self.optimizer = optimizer.build(config, LAYOUT, part, dtype, total_steps=STEPS)
+        self.master = FlatStore(LAYOUT, dtype, held)
+        self.gradient = FlatStore(LAYOUT, dtype, held)
+        self.working = None if working is None else FlatStore(LAYOUT, working, held)
+        self.load(self.master, weights)
+
+    def load(self, store, values):
+        for segment, where in LAYOUT.within(store.part):
+            flat = values[segment.key].ravel()
+            store.range(where)[...] = flat[where.start - segment.range.start : where.stop - segment.range.start]
+
+
+def train(config, weights, drawn, parts, dtype=np.dtype("float64"), scale=1.0, longest=10**9, **options):
+    """Update a partitioned model over all steps; return its tensors and the replicas."""
+    replicas = [Replica(config, weights, part, dtype, **options) for part in parts]
+    for step in drawn:
+        for r in replicas:
+            r.load(r.gradient, step)
+            r.optimizer.begin_step()
+            for piece in cut(r.part, longest):
+                r.optimizer.direction(piece, r.master, r.gradient, scale)
+        norms = sum(r.optimizer.partial_norms() for r in replicas)
+        for r in replicas:
+            given = norms if r.optimizer.needs_norms else None
+            for piece in cut(r.part, longest):
+                r.optimizer.apply(piece, r.master, r.gradient, r.working, given)
+    whole = FlatStore(LAYOUT, dtype)
+    for r in replicas:
+        whole.range(r.part)[...] = r.master.range(r.part)
+    return {spec.key: whole.view(spec.key) for spec in SPECS}, replicas
+
+
+def distance(got, expected):
+    """Norm of the difference over the norm of the whole."""
+    flat = [np.concatenate([np.ravel(x[key]) for key in expected]).astype(np.float64) for x in (got, expected)]
+    return np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1])
+
+
+def whole():
+    return [Range(0, LAYOUT.size)]
+
+
+@pytest.fixture(params=["numba", "ufuncs"])
+def path(request, monkeypatch):
+    """Both sides of the dispatch: the ufunc formulas ask the buffer for its library, so numpy shows what cupy does."""
+    if request.param == "ufuncs":
+        monkeypatch.setattr(kernels, "is_device", lambda array: True)
+    return request.param
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_the_plain_formula_over_100_steps(rng, name, path):
+    config, weights = config_of(name), start(rng)
+    drawn = gradients(rng, weights)
+    got, _ = train(config, weights, drawn, whole(), scale=0.75)
+    expected = reference(config, weights, drawn, scale=0.75)
+    assert distance(got, expected) < 1e-12
+    for key in expected:
+        np.testing.assert_allclose(got[key], expected[key], rtol=1e-11, atol=1e-12, err_msg=key)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_any_partition_gives_the_same(rng, name, parts):
+    config, weights = config_of(name), start(rng)
+    drawn = gradients(rng, weights)
+    expected = reference(config, weights, drawn)
+    aligned = split(LAYOUT.size, parts, 8)
+    bounds = [0, *sorted(rng.integers(0, LAYOUT.size + 1, parts - 1).tolist()), LAYOUT.size]  # also empty parts
+    ragged = [Range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    for cuts, full in ((aligned, True), (ragged, False)):
+        got, replicas = train(config, weights, drawn, cuts, longest=37, whole=full)
+        assert distance(got, expected) < 1e-12
+        assert all(slot.part == r.part for r in replicas for slot in r.optimizer.slots.values())
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "sgd-plain", "adamw"])
+def test_elementwise_optimizers_are_bit_equal_under_any_partition(rng, name):
+    config, weights = config_of(name), start(rng)
+    drawn = gradients(rng, weights, 20)
+    one, _ = train(config, weights, drawn, whole(), np.dtype("float32"))
+    three, _ = train(config, weights, drawn, split(LAYOUT.size, 3, 4), np.dtype("float32"), longest=11)
+    assert all(np.array_equal(one[key], three[key]) for key in one)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float32_master_stays_close_and_keeps_its_dtype(rng, name, path):
+    config, weights = config_of(name), start(rng)
+    drawn = gradients(rng, weights)
+    got, replicas = train(config, weights, drawn, whole(), np.dtype("float32"))
+    assert distance(got, reference(config, weights, drawn)) < 1e-5
+    assert all(slot.dtype == np.float32 for slot in replicas[0].optimizer.slots.values())
+
+
+@pytest.mark.parametrize("working", [BFLOAT16, np.dtype("float16"), np.dtype("float32")], ids=str)
+def test_working_copy_is_the_master_rounded_once(rng, working, path):
+    config, weights = config_of("adamw"), start(rng)
+    drawn = gradients(rng, weights, 20)
+    with_copy, replicas = train(config, weights, drawn, whole(), np.dtype("float32"), working=working)
+    without, _ = train(config, weights, drawn, whole(), np.dtype("float32"))
+    for key, value in with_copy.items():
+        assert np.array_equal(value, without[key])
+        assert np.array_equal(replicas[0].working.view(key), value.astype(working))
+
+
+def test_small_updates_reach_the_master_that_a_bfloat16_weight_would_lose():
+    config = OptimizerConfig(name="sgd", momentum=0.0, learning_rate=1e-3, warmup_steps=0, decay="constant")
+    layout = Layout.of([TensorSpec(0, "w", (4,), adapted=False)])
+    master, gradient = FlatStore(layout, np.dtype("float32")), FlatStore(layout, np.dtype("float32"))
+    working = FlatStore(layout, BFLOAT16)
+    piece = Range(0, layout.size)
+    sgd = optimizer.build(config, layout, piece, np.dtype("float32"), total_steps=10)
+    master.view("0.w")[...] = 1.0
+    for _ in range(10):
+        gradient.view("0.w")[...] = 1.0
+        sgd.begin_step()
+        sgd.direction(piece, master, gradient)
+        sgd.apply(piece, master, gradient, working)
+    np.testing.assert_allclose(master.view("0.w"), 0.99, rtol=1e-6)
+    assert np.all(working.view("0.w").astype(np.float32) < 1.0)
+    assert np.all((np.ones(4, BFLOAT16) - np.full(4, 1e-3, BFLOAT16)) == 1.0)  # the update alone would have vanished
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_padding_is_neither_read_nor_written(rng, name):
+    config, weights = config_of(name), start(rng)
+    replica = Replica(config, weights, whole()[0], np.dtype("float64"))
+    inside = np.zeros(LAYOUT.size, bool)
+    for segment in LAYOUT.segments:
+        inside[segment.range.slice] = True
+    replica.master.array[~inside] = replica.gradient.array[~inside] = np.nan
+    replica.load(replica.gradient, gradients(rng, weights, 1)[0])
+    replica.optimizer.begin_step()
+    replica.optimizer.direction(replica.part, replica.master, replica.gradient)
+    norms = replica.optimizer.partial_norms()
+    replica.optimizer.apply(replica.part, replica.master, replica.gradient, None, norms)
+    assert np.isfinite(norms).all() and np.isfinite(replica.master.array[inside]).all()
+    assert np.isnan(replica.master.array[~inside]).all()
+    assert all(not slot.array[~inside].any() for slot in replica.optimizer.slots.values())
+
+
+def test_partial_norms_are_those_of_the_definition_and_start_anew(rng):
+    weights = start(rng)
+    drawn = gradients(rng, weights, 2)
+    for name in ("lars", "lamb"):
+        replica = Replica(config_of(name), weights, whole()[0], np.dtype("float64"))
+        for step in drawn:  # no apply: the weights stay
+            replica.load(replica.gradient, step)
+            replica.optimizer.begin_step()
+            replica.optimizer.direction(replica.part, replica.master, replica.gradient, 0.5)
+            norms = replica.optimizer.partial_norms()
+            assert norms.shape == (len(SPECS), 2) and norms.dtype == np.float64
+            for spec, row in zip(SPECS, norms, strict=True):
+                after = replica.gradient.view(spec.key)
+                if name == "lars":
+                    np.testing.assert_allclose(after, 0.5 * step[spec.key])
+                expected = (np.sum(weights[spec.key] ** 2), np.sum(after**2)) if spec.adapted else (0.0, 0.0)
+                np.testing.assert_allclose(row, expected, rtol=1e-13)
+    assert not optimizer.build(config_of("adamw"), LAYOUT, whole()[0], np.dtype("float64"), total_steps=1).needs_norms
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_restored_optimizer_continues_bit_for_bit(rng, name):
+    config, weights = config_of(name), start(rng)
+    drawn = gradients(rng, weights, 12)
+    expected, _ = train(config, weights, drawn, whole())
+    middle, (before,) = train(config, weights, drawn[:7], whole())
+    after = Replica(config, middle, whole()[0], np.dtype("float64"))
+    after.optimizer.restore(before.optimizer.state())
+    assert after.optimizer.count == 7
+    for slot, store in before.optimizer.slots.items():
+        after.optimizer.slots[slot].array[...] = store.array
+    for step in drawn[7:]:
+        after.load(after.gradient, step)
+        after.optimizer.begin_step()
+        after.optimizer.direction(after.part, after.master, after.gradient)
+        norms = after.optimizer.partial_norms()
+        after.optimizer.apply(after.part, after.master, after.gradient, None, norms)
+    assert all(np.array_equal(after.master.view(key), expected[key]) for key in expected)
+
+
+def test_state_is_counted_on_the_owned_part_alone():
+    ledger = Ledger()
+    part = Range(32, 96)
+    built = optimizer.build(config_of("adamw"), LAYOUT, part, np.dtype("float32"), total_steps=1, ledger=ledger)
+    assert set(built.slots) == {"m", "v"}
+    assert ledger.current["optimizer"] == 2 * 4 * part.size
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("float16")], ids=str)
+def test_a_16_bit_master_is_refused(dtype):
+    with pytest.raises(UsageError, match="float32 or float64"):
+        optimizer.build(config_of("sgd"), LAYOUT, whole()[0], dtype, total_steps=1)
+
+
+def _optax_transform(optax, name, config, mask):
+    rate = config.learning_rate
+    if name == "adamw":
+        return optax.adamw(
+            rate, config.beta1, config.beta2, config.epsilon, weight_decay=config.weight_decay, mask=mask
+        )
+    if name == "lars":  # optax takes the norm of g + decay w, the paper that of g: they agree without decay
+        return optax.lars(
+            rate,
+            0.0,
+            trust_coefficient=config.trust_coefficient,
+            eps=config.epsilon,
+            momentum=config.momentum,
+            trust_ratio_mask=mask,
+        )
+    if name == "lamb":  # as optax.lamb, which has no mask for the ratio
+        return optax.chain(
+            optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+            optax.add_decayed_weights(config.weight_decay, mask),
+            optax.masked(optax.scale_by_trust_ratio(), mask),
+            optax.scale_by_learning_rate(rate),
+        )
+    return optax.chain(
+        optax.add_decayed_weights(config.weight_decay, mask),
+        optax.sgd(rate, config.momentum or None, config.nesterov),
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_optax(rng, name):
+    optax = pytest.importorskip("optax", reason="optax comes with the extra `reference`")
+    jax = pytest.importorskip("jax")
+    changes = {"warmup_steps": 0, "decay": "constant"} | ({"weight_decay": 0.0} if name == "lars" else {})
+    config, weights = config_of(name, **changes), start(rng)
+    drawn = gradients(rng, weights, 10)
+    got, _ = train(config, weights, drawn, split(LAYOUT.size, 3, 8))
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    try:
+        transform = _optax_transform(optax, name, config, {spec.key: spec.adapted for spec in SPECS})
+        params = {key: jax.numpy.asarray(value) for key, value in weights.items()}
+        state = transform.init(params)
+        update = jax.jit(transform.update)
+        for step in drawn:
+            updates, state = update(step, state, params)
+            params = optax.apply_updates(params, updates)
+        assert params["0.embedding"].dtype == np.float64
+        assert distance(got, params) < 1e-12
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "sgd-plain", "adamw"])
+def test_equals_torch(rng, name):
+    torch = pytest.importorskip("torch", reason="PyTorch comes with the extra `reference`")
+    config, weights = config_of(name, warmup_steps=0, decay="constant"), start(rng)
+    drawn = gradients(rng, weights, 20)
+    got, _ = train(config, weights, drawn, whole())
+    theirs = {key: torch.tensor(value) for key, value in weights.items()}
+    groups = [
+        {"params": [theirs[s.key] for s in SPECS if s.adapted == adapted], "weight_decay": decay}
+        for adapted, decay in ((True, config.weight_decay), (False, 0.0))
+    ]
+    if name == "adamw":
+        make = torch.optim.AdamW(groups, config.learning_rate, (config.beta1, config.beta2), config.epsilon)
+    else:
+        make = torch.optim.SGD(groups, config.learning_rate, config.momentum, nesterov=config.nesterov)
+    for step in drawn:
+        for key, tensor in theirs.items():
+            tensor.grad = torch.tensor(step[key])
+        make.step()
+    assert distance(got, {key: tensor.numpy() for key, tensor in theirs.items()}) < 1e-12
+
+
+def test_ratio_of_tensors_without_a_norm_is_one():
+    config = SimpleNamespace(trust_coefficient=0.001, weight_decay=0.1, epsilon=0.0)
+    for cls in (optimizer.OPTIMIZERS["lars"], optimizer.OPTIMIZERS["lamb"]):
+        bare = cls.__new__(cls)
+        bare.config = config
+        assert [bare._ratio(*norms) for norms in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0))] == [1.0, 1.0, 1.0]
+        assert bare._ratio(2.0, 4.0) != 1.0

@@ -1,0 +1,178 @@
+"""Ranks as threads: messages, matching, collectives, sub-communicators, release after a failure."""
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.comm.communicator import ANY, Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import BufferHandoverError, CommunicationError, DeadlineError
+
+SIZES = [1, 2, 3, 4, 7]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ring_of_messages(size: int) -> None:
+    def body(comm: Communicator) -> None:
+        received = np.zeros(5)
+        comm.sendrecv(np.full(5, float(comm.rank)), (comm.rank + 1) % size, received, (comm.rank - 1) % size)
+        assert (received == (comm.rank - 1) % size).all()
+
+    run_threads(size, body)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_native_collectives(size: int) -> None:
+    def body(comm: Communicator) -> None:
+        ranges = split(50, size, 8)
+        data = np.arange(50.0) + comm.rank
+        total = np.arange(50.0) * size + size * (size - 1) / 2
+        summed = data.copy()
+        comm.allreduce(summed)
+        assert np.array_equal(summed, total)
+        comm.reduce_scatter(data, ranges)
+        own = ranges[comm.rank].slice
+        assert np.array_equal(data[own], total[own])
+        comm.all_gather(data, ranges)
+        assert np.array_equal(data, total)
+        sent, got = np.full(size, float(comm.rank)), np.zeros(size)
+        each = [Range(q, q + 1) for q in range(size)]
+        comm.all_to_all(sent, got, each, each)
+        assert np.array_equal(got, np.arange(float(size)))
+        comm.broadcast(got, root=size - 1)
+        assert comm.allgather_object(comm.rank) == list(range(size))
+        assert comm.broadcast_object(comm.rank, root=size - 1) == size - 1
+
+    run_threads(size, body)
+
+
+def test_tags_and_matched_probe_keep_messages_apart() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.send(np.array([1, 2], np.int32), 1, tag=7)
+            comm.send(np.array([3], np.int32), 1, tag=8)
+        else:
+            late = np.zeros(1, np.int32)
+            comm.recv(late, 0, tag=8)
+            message = comm.probe(ANY, ANY)
+            assert (message.source, message.tag, message.nbytes) == (0, 7, 8)
+            early = np.zeros(2, np.int32)
+            message.recv(early)
+            assert late.tolist() == [3] and early.tolist() == [1, 2]
+
+    run_threads(2, body)
+
+
+def test_requests_complete_in_any_order() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            buffers = [np.zeros(1), np.zeros(1)]
+            requests = [comm.irecv(buffers[0], 1, tag=1), comm.irecv(buffers[1], 2, tag=2)]
+            first = comm.wait_any(requests)
+            requests[1 - first].wait()
+            assert [b[0] for b in buffers] == [1.0, 2.0]
+        else:
+            comm.isend(np.array([float(comm.rank)]), 0, tag=comm.rank).wait()
+
+    run_threads(3, body)
+
+
+def test_split_dup_and_declared_nodes() -> None:
+    def body(comm: Communicator) -> None:
+        parity = comm.split(comm.rank % 2, key=-comm.rank)
+        assert parity is not None and parity.allgather_object(comm.rank) == sorted(
+            [r for r in range(5) if r % 2 == comm.rank % 2], reverse=True
+        )
+        assert (comm.split(0 if comm.rank == 3 else None) is None) == (comm.rank != 3)
+        nodes = comm.nodes()
+        assert (nodes.count, nodes.uniform, nodes.index) == (3, False, comm.rank // 2)
+        assert nodes.intra.rank == comm.rank % 2
+        assert (nodes.leaders is None) == (comm.rank % 2 == 1)
+
+    run_threads(5, body, ranks_per_node=2)
+
+
+def test_shared_memory_is_seen_by_all() -> None:
+    def body(comm: Communicator) -> None:
+        block = comm.shared(16)
+        block.views[comm.rank][...] = comm.rank + 1
+        comm.barrier()
+        assert [int(view.sum()) for view in block.views] == [16 * (r + 1) for r in range(comm.size)]
+        comm.barrier()
+        block.close()
+
+    run_threads(3, body)
+
+
+def test_the_first_failure_is_raised_and_the_others_are_released() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            raise ZeroDivisionError("mine")
+        if comm.rank == 0:
+            comm.recv(np.zeros(1), 1)
+        comm.barrier()
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        run_threads(3, body)
+
+
+def test_a_message_that_never_comes_passes_its_deadline() -> None:
+    with pytest.raises(DeadlineError, match="receive from rank 1"):
+        run_threads(2, lambda comm: comm.recv(np.zeros(1), 1) if comm.rank == 0 else None, deadline_s=0.2)
+
+
+def test_a_message_of_another_size_is_an_error() -> None:
+    def body(comm: Communicator) -> None:
+        comm.sendrecv(np.zeros(3), 1 - comm.rank, np.zeros(2 + comm.rank), 1 - comm.rank)
+
+    with pytest.raises(CommunicationError, match="met a buffer"):
+        run_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [np.zeros((2, 2)), np.zeros(4)[::2], np.zeros(2, ">f4"), np.zeros(2, complex), np.array(1.0)],
+    ids=["2-D", "strided", "foreign byte order", "complex", "0-D"],
+)
+def test_buffers_that_cannot_travel_are_refused(buffer: np.ndarray) -> None:
+    with pytest.raises(BufferHandoverError):
+        solo().send(buffer, 0)
+
+
+def test_read_only_buffers_are_refused_for_receiving() -> None:
+    buffer = np.zeros(3)
+    buffer.flags.writeable = False
+    solo().send(buffer, 0)
+    with pytest.raises(BufferHandoverError, match="read-only"):
+        solo().recv(buffer, 0)
+
+
+def test_native_sums_of_16_bit_floats_are_refused() -> None:
+    with pytest.raises(BufferHandoverError, match="sums in float32"):
+        solo().allreduce(np.zeros(3, np.float16))
+
+
+def test_solo_is_a_world_of_one() -> None:
+    comm = solo()
+    data = np.arange(3.0)
+    comm.allreduce(data)
+    comm.send(data, 0)
+    copy = np.zeros(3)
+    comm.recv(copy, 0)
+    assert comm.size == 1 and np.array_equal(copy, np.arange(3.0)) and comm.nodes().count == 1
+
+
+def test_recording_counts_messages_of_children_too() -> None:
+    def body(comm: Communicator) -> None:
+        nodes = comm.nodes()
+        with recording(comm) as traffic:
+            comm.sendrecv(np.zeros(10, np.float32), 1 - comm.rank, np.zeros(10, np.float32), 1 - comm.rank)
+            nodes.intra.send(np.zeros(3), 1 - comm.rank)
+            nodes.intra.recv(np.zeros(3), 1 - comm.rank)
+            comm.allreduce(np.zeros(4))
+        assert traffic.sent_bytes == 40 + 24 and traffic.unknown == {"allreduce": 1}
+        assert traffic.calls == {"sendrecv": 1, "send": 1, "recv": 1, "allreduce": 1}
+
+    run_threads(2, body)
