@@ -59,7 +59,13 @@ class Kernel:
                     _prepare_cache()
                     import numba  # 0.4 s: paid by the first kernel, not by `hpcdist --help`
 
-                    self._compiled = numba.njit(self.function, nogil=True, cache=True, fastmath=self.fastmath)
+                    self._compiled = numba.njit(
+                        self.function,
+                        nogil=True,
+                        cache=True,
+                        fastmath=self.fastmath,
+                        error_model="numpy",  # a check for zero before every division keeps loops scalar
+                    )
         return self._compiled
 
     def __call__(self, *args: Any) -> Any:

@@ -62,15 +62,20 @@ def commit(directory: Path, step: int, text: str, keep: int) -> Path:
     return final
 
 
+def discard(temporary: Path) -> None:
+    """Remove an unfinished checkpoint, so that a full disk has its space back; failure is no matter."""
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
 def _prune(directory: Path, step: int, keep: int) -> None:
     """Leave the ``keep`` newest up to ``step``; what lies beyond is set aside. Failures are told, not raised."""
     kept = 0
     for number, path in candidates(directory):
         try:
-            if number > step:
+            if not path.suffix and number > step:
                 _set_aside(path)
                 continue
-            kept += path.suffix == ""
+            kept += not path.suffix
             if path.suffix or kept > keep:
                 _remove(path)
         except OSError as error:

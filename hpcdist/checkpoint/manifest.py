@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.dtypes import FLOATS, INTEGERS, dtype_of
 from hpcdist.arrays.piece import Box, Runs, first_gap, runs
 from hpcdist.arrays.ranges import Range
 from hpcdist.errors import StorageError, UsageError
@@ -140,6 +140,7 @@ def load(directory: Path) -> Manifest:
         raise StorageError(f"{path} has blocks of {manifest.block_bytes} bytes, known here are {BLOCK_BYTES}")
     strange = [name for name in manifest.files if not _SHARD.fullmatch(name)]
     strange += [entry.file for entry in manifest.pieces if entry.file not in manifest.files]
+    strange += [entry.dtype for entry in manifest.pieces if entry.dtype not in FLOATS | INTEGERS]
     if strange:
-        raise StorageError(f"{path} names {strange[0]!r}, which is not a shard of it")
+        raise StorageError(f"{path} names {strange[0]!r}, which is no shard or dtype of a checkpoint")
     return manifest

@@ -66,6 +66,8 @@ def restore(directory: str | Path, wanted: Iterable[Piece]) -> dict[str, Any]:
         by_tensor.setdefault((entry.kind, entry.tensor), []).append(entry)
     with BlockReader(directory) as reader:
         for piece in wanted:
+            if not piece.flat:
+                continue  # nobody saved what has no elements
             entries = by_tensor.get((piece.kind, piece.tensor), [])
             _check(directory, piece, entries)
             _fill(directory, piece, entries, reader)
@@ -107,18 +109,13 @@ def _copy(
     """Copy ``size`` elements from ``at`` in the entry to ``to`` in ``out``, reading each block that holds some once."""
     to, at, size = stretches
     per_block = BLOCK_BYTES // dtype_of(entry.dtype).itemsize
-    index = 0
-    while index < at.size:
-        block = int(at[index]) // per_block
-        # A stretch may reach over several blocks, so this also advances within one.
-        last = int(np.searchsorted(at + size, (block + 1) * per_block, side="right"))
-        final = max(block, int((at[index] + size[index] - 1) // per_block)) if last <= index else block
-        for number in range(block, final + 1):
-            data = reader.read(entry, number)
-            low, high = number * per_block, number * per_block + data.size
-            for k in range(index, int(np.searchsorted(at, high, side="left"))):
-                start, stop = max(int(at[k]), low), min(int(at[k] + size[k]), high)
-                if stop > start:
-                    place = int(to[k]) + start - int(at[k])
-                    out[place : place + stop - start] = data[start - low : stop - low]
-        index = max(last, index + (final > block))
+    spans = zip(at // per_block, (at + size - 1) // per_block, strict=True)
+    needed = sorted({number for first, last in spans for number in range(int(first), int(last) + 1)})
+    for number in needed:
+        data = reader.read(entry, number)
+        low = number * per_block
+        high = low + data.size
+        for k in range(np.searchsorted(at + size, low, side="right"), np.searchsorted(at, high, side="left")):
+            start, stop = max(int(at[k]), low), min(int(at[k] + size[k]), high)
+            place = int(to[k]) + start - int(at[k])
+            out[place : place + stop - start] = data[start - low : stop - low]

@@ -53,7 +53,7 @@ def save(
     if comm.rank == 0:
         error = next((f"rank {rank}: {outcome[0]}" for rank, outcome in enumerate(outcomes) if outcome[0]), "")
         error = error or _commit(directory, step, scalars, keep, outcomes)
-        if error and temporary.exists():
+        if error:
             names.discard(temporary)
     _agree(comm, error if comm.rank == 0 else "")
     return directory / f"step-{step}"

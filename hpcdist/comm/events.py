@@ -33,27 +33,3 @@ class _NullSink:
 
 NULL_SINK: Final[EventSink] = _NullSink()
 
-
-class Tee:
-    """Passes every event to two sinks."""
-
-    def __init__(self, first: EventSink, second: EventSink) -> None:
-        self.first, self.second = first, second
-        self._tokens: dict[int, tuple[int, int]] = {}
-        self._next = 0
-
-    def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
-        """Begin in both sinks."""
-        token = self._next
-        self._next += 1
-        self._tokens[token] = (
-            self.first.begin(comm, op, dtype, count, sent_bytes, peer, tag),
-            self.second.begin(comm, op, dtype, count, sent_bytes, peer, tag),
-        )
-        return token
-
-    def end(self, token: int) -> None:
-        """End in both sinks."""
-        first, second = self._tokens.pop(token)
-        self.first.end(first)
-        self.second.end(second)

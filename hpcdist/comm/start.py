@@ -73,9 +73,7 @@ def start(device: str = "cpu", ranks_per_node: int | None = None) -> Session:
     if device == "gpu":
         placement.choose_gpu(said)
     if said is None:
-        failfast.install(_exit_process, None, 0)
-        comm = solo()
-        return Session(comm, placement.locate(comm, None), "none", _exit_process)
+        return start_alone()
     mpi = _import_mpi()
     world = mpi.COMM_WORLD
     failfast.install(world.Abort, None, world.Get_rank())
@@ -86,6 +84,13 @@ def start(device: str = "cpu", ranks_per_node: int | None = None) -> Session:
     handover = Handover(device_pointers=os.environ.get("HPCDIST_CUDA_AWARE", "auto") == "yes")
     comm = MpiCommunicator(mpi, own, "world", handover, ranks_per_node)
     return Session(comm, placement.locate(comm, said), library, world.Abort, _finalise=mpi.Finalize)
+
+
+def start_alone() -> Session:
+    """Start a world of this process alone, whatever launched it: no MPI."""
+    failfast.install(_exit_process, None, 0)
+    comm = solo()
+    return Session(comm, placement.locate(comm, None), "none", _exit_process)
 
 
 def check_world(said: launcher.Announced, size: int, library: str) -> None:

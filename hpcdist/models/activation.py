@@ -32,7 +32,7 @@ class LocalActivation:
 
     def backward(self, dy: Array, saved: Saved, name: str = "activation") -> Array:
         """Return dx, written over the x that was kept."""
-        x = saved[f"{name}.x"]
+        x: Array = saved[f"{name}.x"]
         if saved[f"{name}.kind"] == "relu":
             namespace(x).multiply(dy, x > 0, out=x)
         elif is_device(x):

@@ -63,12 +63,13 @@ class Arena:
     def _allocate(self, nbytes: int) -> Array:
         # numpy aligns to 16 bytes only; blocks that start on a cache line keep vector loads from crossing two.
         size = align_up(max(nbytes, 1), ALIGN_BYTES)
-        owner = backend.empty(size + ALIGN_BYTES, np.dtype(np.uint8), self._on)
+        owner: Any = backend.empty(size + ALIGN_BYTES, np.dtype(np.uint8), self._on)
         if self._ledger is not None:
             self._ledger.track(owner, "activations")
         pointer = owner.data.ptr if backend.is_device(owner) else owner.ctypes.data
         start = -pointer % ALIGN_BYTES
-        return owner[start : start + size]
+        block: Array = owner[start : start + size]
+        return block
 
 
 class ArenaSaved:
@@ -110,4 +111,5 @@ class ArenaSaved:
 
 
 def _shaped(block: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    return block[: prod(shape) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+    array: Array = block[: prod(shape) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+    return array

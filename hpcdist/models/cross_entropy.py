@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, namespace
-from hpcdist.errors import DataError
+from hpcdist.arrays.backend import Array, namespace
 from hpcdist.models.softmax import normalise, shift
 from hpcdist.models.stage import Saved
+from hpcdist.models.tokens import check_tokens
 
 
 class LocalCrossEntropy:
@@ -31,18 +31,8 @@ class LocalCrossEntropy:
 
     def backward(self, scale: float, saved: Saved, name: str = "cross_entropy") -> Array:
         """Return dlogits (tokens, classes) = (softmax - onehot) scale, in the memory of the logits."""
-        p, targets = saved[f"{name}.p"], saved[f"{name}.targets"]
+        targets = saved[f"{name}.targets"]
+        p: Array = saved[f"{name}.p"]
         p *= scale
         p[namespace(p).arange(p.shape[0]), targets] -= scale
         return p
-
-
-def check_tokens(tokens: Array, count: int, what: str) -> Array:
-    """Return ``tokens`` as int64. Raises DataError unless all lie in [0, count); a GPU is not asked, it would wait."""
-    if not is_device(tokens) and tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < count:
-        wrong = int(tokens.max()) if int(tokens.max()) >= count else int(tokens.min())
-        raise DataError(
-            f"{what} {wrong} is outside [0, {count}); the data does not fit the model: set model.vocabulary above its "
-            "largest token, or give other data"
-        )
-    return tokens.astype(np.int64)

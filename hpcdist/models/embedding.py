@@ -6,9 +6,9 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.jit import jit
-from hpcdist.models.cross_entropy import check_tokens
 from hpcdist.models.kernels import SAMPLE_DTYPES
 from hpcdist.models.stage import Gradients, Parameters, Saved
+from hpcdist.models.tokens import check_tokens
 
 
 class LocalEmbedding:
@@ -17,10 +17,13 @@ class LocalEmbedding:
     def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
         """Return (..., hidden) for integer tokens (...). Raises DataError on a token outside the table."""
         table = parameters[f"{prefix}.weight"]
-        y = saved.empty(f"{prefix}.y", (*tokens.shape, table.shape[1]), table.dtype)
         indices = check_tokens(tokens.reshape(-1), table.shape[0], "token")
-        # The indices are checked: "clip" only keeps numpy from buffering `out`.
-        namespace(table).take(table, indices, axis=0, out=y.reshape(-1, table.shape[1]), mode="clip")
+        y = saved.empty(f"{prefix}.y", (*tokens.shape, table.shape[1]), table.dtype)
+        rows = y.reshape(-1, table.shape[1])
+        if is_device(table):
+            namespace(table).take(table, indices, axis=0, out=rows)
+        else:  # the indices are checked: "clip" only keeps numpy from buffering `out`
+            np.take(table, indices, axis=0, out=rows, mode="clip")
         saved.keep(f"{prefix}.indices", indices)
         return y
 

@@ -13,8 +13,8 @@ class AdamW(SegmentWise):
 
     u = m^ / (sqrt(v^) + epsilon) + weight_decay w;  w -= rate u. Both moments are corrected for their start at 0, by
     the number of applied updates (a skipped one does not count). The decay is multiplied by the current rate, warm-up
-    and decay of it included (the paper's schedule multiplier times its alpha; PyTorch's convention), and concerns
-    adapted tensors only. u is taken of the weights before the update.
+    included: PyTorch's convention (the paper multiplies it by its schedule alone, without alpha). It concerns adapted
+    tensors only. u is taken of the weights before the update.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ("m", "v")

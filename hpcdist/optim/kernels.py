@@ -6,6 +6,7 @@ versions ask the buffer for its library, so they run on numpy too.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -150,9 +151,10 @@ def _velocity_ufuncs(weights, gradient, velocity, rate, momentum, decay):  # typ
     weights -= velocity
 
 
-def sum_of_squares(values: Array) -> float | Array:
+def sum_of_squares(values: Array) -> Any:
     """Return the sum of squares in float64: a float, or an array () on the GPU, which the caller need not wait for."""
-    return _squares_ufuncs(values) if is_device(values) else _squares_loop(values)
+    run = _squares_ufuncs if is_device(values) else _squares_loop
+    return run(values)
 
 
 @jit

@@ -59,7 +59,7 @@ class AllreduceExchange:
         self._norm_squared = float("nan")
         self._norms = np.zeros((0, 2))
         # A few numbers do not deserve a ring: log2(p) messages, whose bytes are counted unless nothing is.
-        self._agree_algorithm = "native" if algorithm == "native" else "recursive_doubling"
+        self.agree_algorithm = "native" if algorithm == "native" else "recursive_doubling"
 
     def plan(self) -> list[Operation]:
         """Return REDUCE per bucket, AGREE, then DIRECTION and APPLY of everything."""
@@ -77,7 +77,7 @@ class AllreduceExchange:
 
     def agree(self, values: np.ndarray) -> np.ndarray:
         """Sum ``values`` over the ranks; the norm needs no message, since all hold the same gradient."""
-        collectives.allreduce(self.comm, values, self._agree_algorithm)
+        collectives.allreduce(self.comm, values, self.agree_algorithm)
         self._norm_squared = clip.sum_of_squares(self.gradients, self.gradients.part)
         return values
 

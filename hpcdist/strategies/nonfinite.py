@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hpcdist.arrays import backend
-from hpcdist.arrays.backend import Array
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import NonFiniteError
+from hpcdist.optim import clip
 from hpcdist.strategies.schedule.executor import Executor, MicroBatch
 
 
@@ -37,7 +36,7 @@ def explain(
 def _first(
     executor: Executor, parameters: FlatStore, gradients: FlatStore, batches: Sequence[MicroBatch]
 ) -> str | None:
-    tensor = _first_tensor(parameters)
+    tensor = clip.first_nonfinite(parameters, parameters.part)
     if tensor:
         return f"parameter {tensor}"
     for microbatch, (inputs, targets) in enumerate(batches):
@@ -49,16 +48,6 @@ def _first(
         if not np.isfinite(executor.evaluate(inputs, targets)):
             return f"loss of micro-batch {microbatch}"
     executor.local_gradients(batches)
-    tensor = _first_tensor(gradients)
+    tensor = clip.first_nonfinite(gradients, gradients.part)
     return f"gradient of {tensor}" if tensor else None
 
-
-def _first_tensor(store: FlatStore) -> str | None:
-    for segment, touched in store.layout.within(store.part):
-        if not _finite(store.range(touched)):
-            return segment.key
-    return None
-
-
-def _finite(array: Array) -> bool:
-    return bool(backend.namespace(array).isfinite(array).all())

@@ -1,0 +1,53 @@
+"""Cost of the flight recorder: microseconds per begin and end, call site included, through frames as deep as a run's.
+
+    python benchmarks/recorder.py [events] [directory]
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from hpcdist.comm.events import NULL_SINK, EventSink
+from hpcdist.comm.recorder import Recorder
+from hpcdist.comm.solo import solo
+
+REPETITIONS = 7
+
+
+def bare(sink: EventSink, events: int) -> float:
+    """Return us per event of the sink alone."""
+    start = time.perf_counter()
+    for _ in range(events):
+        sink.end(sink.begin("world", "allreduce", "float32", 1024, -1, -1, 0))
+    return (time.perf_counter() - start) / events * 1e6
+
+
+def barriers(sink: EventSink, events: int) -> float:
+    """Return us per event of a barrier in a world of one, which walks over the frames of comm/ for its call site."""
+    comm = solo()
+    comm.events = sink
+    start = time.perf_counter()
+    for _ in range(events):
+        comm.barrier()
+    return (time.perf_counter() - start) / events * 1e6
+
+
+def main() -> None:
+    """Print the medians."""
+    events = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
+    with tempfile.TemporaryDirectory(dir=sys.argv[2] if len(sys.argv) > 2 else None) as directory:
+        recorder = Recorder(Path(directory) / "rank-00000.rec", 0, 1)
+        for name, measure in (("begin + end", bare), ("barrier in a world of one", barriers)):
+            on = [measure(recorder, events) for _ in range(REPETITIONS)]
+            off = [measure(NULL_SINK, events) for _ in range(REPETITIONS)]
+            print(
+                f"{name}: {statistics.median(on):.2f} us an event (fastest {min(on):.2f}, slowest {max(on):.2f}), "
+                f"null sink {statistics.median(off):.2f} us"
+            )
+        recorder.close()
+
+
+if __name__ == "__main__":
+    main()

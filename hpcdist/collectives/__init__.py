@@ -1,0 +1,1 @@
+"""Collective algorithms: functions of a communicator and a buffer."""

@@ -1,0 +1,189 @@
+"""A rank that fails takes the job with it: its traceback in front, its exit code, and nobody left waiting.
+
+`start` installs this. Python alone would end the failing process while the others wait in a collective for ever, and
+MPI's own default prints its error over the traceback.
+"""
+
+import atexit
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NoReturn
+
+from hpcdist.comm.recorder import Recorder
+from hpcdist.errors import FAILURE, INTERRUPTED, CommunicationError, HpcdistError
+
+FAILURE_DIR: Final = "HPCDIST_FAILURE_DIR"  # set by `hpcdist run`, which shows the first failure last
+PRECEDENCE_S: Final = 1.0  # head start of the rank that failed first over those that failed because of it
+ABORT_S: Final = 3.0  # after this the process leaves by itself, whatever the MPI library is doing
+STDERR: Final = 2  # the descriptor: sys.stderr may be somebody's object without one
+
+
+class AgreedExit(SystemExit):
+    """All ranks leave with this code and have finalised MPI: nobody needs to be pulled along."""
+
+
+@dataclass
+class _Installed:
+    abort: Callable[[int], None]
+    recorder: Recorder | None
+    rank: int
+    hooks: tuple[Any, Any]
+    failing: threading.Lock
+
+
+_installed: _Installed | None = None  # sys.excepthook is one per process, and so is this
+
+
+def install(abort: Callable[[int], None], recorder: Recorder | None, rank: int) -> None:
+    """End the job through ``abort(code)`` when an exception of any thread of this process is not caught (local)."""
+    global _installed
+    hooks = (sys.excepthook, threading.excepthook) if _installed is None else _installed.hooks
+    _installed = _Installed(abort, recorder, rank, hooks, threading.Lock())
+    sys.excepthook = _on_exception
+    threading.excepthook = _on_thread_exception
+    if not faulthandler.is_enabled():
+        faulthandler.enable(STDERR, all_threads=True)
+    # C level: also answered while the main thread is inside the MPI library, where a Python handler would wait.
+    faulthandler.register(signal.SIGUSR2, STDERR, all_threads=True)
+
+
+def uninstall() -> None:
+    """Put back what `install` replaced (local)."""
+    global _installed
+    if _installed is not None:
+        sys.excepthook, threading.excepthook = _installed.hooks
+        faulthandler.unregister(signal.SIGUSR2)
+        atexit.unregister(_note_end)
+        _installed = None
+
+
+def attach(recorder: Recorder) -> None:
+    """Leave in ``recorder`` how this process ends, as its note "raised" or "finished" (local)."""
+    assert _installed is not None, "install comes first"
+    _installed.recorder = recorder
+    atexit.register(_note_end)  # before MPI_Finalize, which may wait for the others
+
+
+def _note_end() -> None:
+    if _installed is not None and _installed.recorder is not None:
+        _installed.recorder.note("finished", "end of the program")
+
+
+def guarded(main: Callable[[], int | None]) -> int:
+    """Return the exit code of ``main()``; a non-zero code, or any exception, ends the whole job here (local).
+
+    A SystemExit reaches no excepthook, so the outermost caller of a job goes through this. Codes that all ranks agreed
+    on pass: see `agreed_exit`. Without `install` nothing is special: exceptions pass to the caller.
+    """
+    try:
+        code = main() or 0
+        if code and _installed is not None:
+            raise SystemExit(code)
+        return code
+    except AgreedExit:
+        raise
+    except SystemExit as leaving:
+        if _installed is None or exit_code(leaving) == 0:
+            raise
+        fail(leaving)
+    except BaseException as error:
+        if _installed is None:
+            raise
+        fail(error)
+
+
+def agreed_exit(code: int) -> NoReturn:
+    """Leave with ``code``, past the abort: every rank does the same, and MPI is finalised (see `Session.leave`)."""
+    raise AgreedExit(code)
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the code that a process leaves with because of ``error``; 0 for a SystemExit that is no failure."""
+    if isinstance(error, SystemExit):
+        code = error.code
+        return 0 if code is None else code & 0xFF if isinstance(code, int) else FAILURE
+    if isinstance(error, HpcdistError):
+        return error.exit_code
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILURE
+
+
+def fail(error: BaseException, thread: str | None = None) -> NoReturn:
+    """Show ``error`` as this rank's and end the job with its exit code. The first failing thread wins; never returns."""
+    assert _installed is not None, "install comes first"
+    state = _installed
+    state.failing.acquire()  # never released: the process ends here
+    code = exit_code(error) or FAILURE
+    # Neither a failure in here nor an abort that waits for a lock of the failed thread may keep the process alive.
+    timer = threading.Timer(PRECEDENCE_S + ABORT_S, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+    try:
+        _report(state, error, code, thread)
+        state.abort(code)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+
+def _report(state: _Installed, error: BaseException, code: int, thread: str | None) -> None:
+    if isinstance(error, CommunicationError) or type(error).__module__.startswith("mpi4py"):
+        time.sleep(PRECEDENCE_S)  # most often the echo of another rank's failure, which shall speak first
+    where = f"rank {state.rank}" + (f", thread {thread}" if thread else "")
+    if state.recorder is not None:
+        state.recorder.note("raised", _summary(error, thread))
+    publish(state.rank, f"{where} failed: exit code {code}", "".join(_lines(error)))
+
+
+def publish(rank: int, headline: str, text: str) -> None:
+    """Write ``text`` once, in one piece and tagged with the rank, to stderr and for the launcher to show last."""
+    rule = "=" * 100
+    tagged = "".join(f"[rank {rank}] {line}\n" for line in [rule, headline, *text.rstrip("\n").split("\n"), rule])
+    folder = os.environ.get(FAILURE_DIR)
+    if folder:
+        try:
+            path = Path(folder) / f"rank-{rank}.txt"
+            path.with_suffix(".tmp").write_text(tagged)
+            path.with_suffix(".tmp").replace(path)
+        except OSError as error:
+            tagged += f"[rank {rank}] (no copy for the launcher: {error})\n"
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stderr.write(tagged)
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        pass  # stderr is closed or its reader is gone: the file has it, and the job must still end
+
+
+def _lines(error: BaseException) -> list[str]:
+    if isinstance(error, SystemExit) and isinstance(error.code, str):
+        return [error.code, "\n", *traceback.format_exception(error)]
+    return traceback.format_exception(error)
+
+
+def _summary(error: BaseException, thread: str | None) -> str:
+    """Return the exception and its innermost line in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
+    what = traceback.format_exception_only(error)[-1].strip()
+    return what + where + (f" in thread {thread}" if thread else "")
+
+
+def _on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    fail(error.with_traceback(trace))
+
+
+def _on_thread_exception(arguments: threading.ExceptHookArgs) -> None:
+    error = arguments.exc_value if arguments.exc_value is not None else arguments.exc_type()
+    if isinstance(error, SystemExit) and exit_code(error) == 0:
+        return  # the usual way to end a thread early
+    fail(error, arguments.thread.name if arguments.thread is not None else "(gone)")

@@ -1,0 +1,191 @@
+"""The flight recorder: the last operations of a rank in a memory-mapped file that survives SIGKILL.
+
+The file is a header, one slot per kind of note, a table of texts (call sites; communicator, operation and dtype), and a
+ring of fixed records. Nothing is flushed: the pages belong to the kernel from the moment they are written, so that they
+reach the file whatever becomes of the process. `recordfile.read` reads it, also while the run goes on.
+"""
+
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import count as counter
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Final
+
+from hpcdist.comm import recordfile as layout
+from hpcdist.comm.recordfile import POINT_TO_POINT
+from hpcdist.errors import StorageError
+
+_HERE: Final = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE: Final = os.path.dirname(_HERE)
+_RECORD_WORDS: Final = layout.RECORD.size // 8
+
+
+def _sources(folder: str) -> frozenset[str]:
+    return frozenset(
+        os.path.join(folder, name) for name in (os.listdir(folder) if os.path.isdir(folder) else ()) if name.endswith(".py")
+    )
+
+
+class Recorder:
+    """Event sink that keeps the last ``capacity`` operations of this rank in the file ``path``.
+
+    Any thread may report. An operation that never ends keeps its record: the ring goes round it. Raises StorageError
+    when the file cannot be made; its whole size is allocated at once, because a write into a hole of a mapping on a
+    full disk would be a SIGBUS.
+    """
+
+    def __init__(self, path: Path, rank: int, world: int, capacity: int = 8192) -> None:
+        assert capacity >= 2
+        self.path, self.rank, self.world, self.capacity = path, rank, world, capacity
+        self._map = self._create(path, layout.size_bytes(capacity))
+        self._words = memoryview(self._map).cast("q")
+        self._ring = layout.RING
+        self._first_end = (layout.RING + layout.END_OFFSET) // 8
+        self._open: dict[int, int] = {}  # record number -> start in ns
+        self._advance = counter(1).__next__
+        self._clocks: dict[tuple[str, bool], Callable[[], int]] = {}
+        self._labels: dict[tuple[str, str, str], tuple[int, Callable[[], int]]] = {}
+        self._sites: dict[tuple[int, ...], int] = {}
+        self._codes: list[CodeType] = []  # held, so that their ids, the keys of _sites, are not given to other code
+        self._ids = {layout.SITE: 0, layout.LABEL: 0}
+        self._text_used = 0
+        self._lock = threading.Lock()
+        self._inside = _sources(_HERE)
+        self._algorithms = _sources(os.path.join(_PACKAGE, "collectives"))
+        self._put = layout.RECORD.pack_into  # bound once: a look-up less per event
+        self.wall_ns, self.monotonic_ns = time.time_ns(), time.monotonic_ns()
+        layout.HEADER.pack_into(
+            self._map, 0, layout.MAGIC, layout.VERSION, rank, world, os.getpid(), capacity, layout.start_ticks(os.getpid()),
+            self.wall_ns, self.monotonic_ns, os.uname().nodename.encode()[:64],
+        )  # fmt: skip
+        self.beat(0)
+
+    @staticmethod
+    def _create(path: Path, size: int) -> mmap.mmap:
+        try:
+            path.unlink(missing_ok=True)  # truncating would be a SIGBUS for whoever still maps the old file
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+                return mmap.mmap(descriptor, size)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StorageError(
+                f"the flight recorder needs {size} bytes at {path}: {error}; free space, or choose another --out directory"
+            ) from error
+
+    def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
+        """Record the start of an operation; the token is the number of its record."""
+        label = self._labels.get((comm, op, dtype))
+        if label is None:
+            label = self._new_label(comm, op, dtype)
+        inside = self._inside
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename in inside:
+            frame = frame.f_back
+        # The offset of the instruction stands for the line, which is only worked out for a site not seen before.
+        site = 0 if frame is None else self._sites.get((id(frame.f_code), frame.f_lasti), -1)
+        if site < 0:
+            assert frame is not None
+            site = self._site(frame)
+        index = self._advance()
+        slot = index % self.capacity
+        while slot in self._open:
+            index, slot = self._next_free()
+        now = time.monotonic_ns()
+        self._open[slot] = now
+        self._put(
+            self._map, self._ring + slot * 64, index, now, 0, label[1](), count, sent_bytes, site, label[0], peer, tag
+        )
+        return slot
+
+    def end(self, token: int) -> None:
+        """Record the end of the operation."""
+        self._words[self._first_end + token * _RECORD_WORDS] = time.monotonic_ns()
+        self._open.pop(token, None)  # only now may the record be used again
+
+    def _next_free(self) -> tuple[int, int]:
+        if len(self._open) >= self.capacity // 2:  # requests that nobody waits for: forget the oldest
+            with self._lock:
+                self._open.pop(min(self._open, key=self._open.__getitem__), None)
+        index = self._advance()
+        return index, index % self.capacity
+
+    def _new_label(self, comm: str, op: str, dtype: str) -> tuple[int, Callable[[], int]]:
+        with self._lock:
+            # Collectives and messages are counted apart: only the former are the same on every member.
+            clock = self._clocks.setdefault((comm, op in POINT_TO_POINT), counter(1).__next__)
+            if (comm, op, dtype) not in self._labels:
+                self._labels[comm, op, dtype] = self._add_text(layout.LABEL, f"{comm}\t{op}\t{dtype}"), clock
+            return self._labels[comm, op, dtype]
+
+    def _site(self, frame: FrameType) -> int:
+        """Return the id of the call site; inside collectives/ it is the caller's, and how it came here."""
+        outer: FrameType | None = frame
+        while outer is not None and outer.f_code.co_filename in self._algorithms:
+            outer = outer.f_back
+        frames = [frame] if outer is None or outer is frame else [outer, frame]
+        key = tuple(number for each in frames for number in (id(each.f_code), each.f_lasti))
+        with self._lock:
+            site = self._sites.get(key)
+            if site is None:
+                self._codes += [each.f_code for each in frames]
+                site = self._sites[key] = self._add_text(layout.SITE, " via ".join(map(_describe, frames)))
+            return site
+
+    def _add_text(self, kind: int, text: str) -> int:
+        data = text.encode()[:1000]
+        start = layout.TEXTS + self._text_used
+        if start + layout.TEXT.size + len(data) > layout.RING:
+            return 0  # the table is full: the event is kept, its text is unknown
+        layout.TEXT.pack_into(self._map, start, kind, len(data))
+        self._map[start + layout.TEXT.size : start + layout.TEXT.size + len(data)] = data
+        self._text_used += layout.TEXT.size + len(data)
+        self._words[layout.TEXT_USED] = self._text_used  # last, so that a reader never sees half an entry
+        self._ids[kind] += 1
+        return self._ids[kind]
+
+    def note(self, kind: str, text: str) -> None:
+        """Keep ``text``, at most 1 KiB of it, as this rank's state; kinds are `recordfile.KINDS`.
+
+        "stage" is replaced by the next; of the others the first stays, because what comes later follows from it.
+        """
+        data = text.encode()[: layout.NOTE_BYTES - layout.NOTE.size]
+        start = layout.NOTES + layout.KINDS.index(kind) * layout.NOTE_BYTES
+        with self._lock:
+            if kind != "stage" and layout.NOTE.unpack_from(self._map, start)[0]:
+                return
+            self._map[start + layout.NOTE.size : start + layout.NOTE.size + len(data)] = data
+            layout.NOTE.pack_into(self._map, start, time.monotonic_ns(), len(data))
+
+    def beat(self, next_ns: int) -> None:
+        """Give a sign of life, and say within how many nanoseconds the next will come (0: none will)."""
+        self._words[layout.BEAT] = time.monotonic_ns()
+        self._words[layout.NEXT_BEAT] = next_ns
+
+    def running(self) -> list[tuple[int, int]]:
+        """Return (start in monotonic ns, token) of the operations under way, the oldest first."""
+        return sorted((start, token) for token, start in list(self._open.items()))
+
+    def describe(self, token: int) -> str:
+        """Return one line about the operation behind ``token``."""
+        event = layout.parse(bytes(self._map), self.path).event(token)
+        return "an operation that has just ended" if event is None else str(event)
+
+    def close(self) -> None:
+        """Unmap the file; nothing may be reported afterwards. The end of the process does the same."""
+        self._words.release()
+        self._map.close()
+
+
+def _describe(frame: FrameType) -> str:
+    code = frame.f_code
+    path = code.co_filename
+    root = os.path.dirname(_PACKAGE) + os.sep
+    return f"{path.removeprefix(root)}:{frame.f_lineno} ({code.co_name})"

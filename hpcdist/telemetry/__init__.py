@@ -1,0 +1,1 @@
+"""Telemetry: what a run did, kept in its directory: metrics, provenance, reports, and what hung."""

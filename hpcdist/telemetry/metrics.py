@@ -1,0 +1,230 @@
+"""Metrics of a run: one row per step, with the times and bytes of every rank, in ``metrics.h5``."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.errors import StorageError
+from hpcdist.hdf5 import files, tables
+from hpcdist.hdf5.tables import Column
+
+SCHEMA: Final = "hpcdist.metrics"
+VERSION: Final = 1
+FLUSH_S: Final = 5.0
+FLUSH_ROWS: Final = 512
+READ_ATTEMPTS: Final = 5
+STEPS: Final = (
+    Column("step", "i8", "1", "completed optimizer steps"),
+    Column("session", "i8", "1", "which start of the run made this step, from 0"),
+    Column("world", "i8", "1", "number of ranks"),
+    Column("loss", "f8", "1", "mean training loss of the step in nats"),
+    Column("learning_rate", "f8", "1", "learning rate of the step"),
+    Column("tokens", "i8", "1", "tokens (samples, for a classifier) of the global batch"),
+    Column("compute_s", "f8", "s", "time in forward and backward", wide=True),
+    Column("communication_s", "f8", "s", "time in communication that nothing hid", wide=True),
+    Column("update_s", "f8", "s", "time in the optimizer", wide=True),
+    Column("sent_bytes", "f8", "By", "bytes sent in messages; NaN where the library does not tell", wide=True),
+)
+EVALUATIONS: Final = (
+    Column("step", "i8", "1", "completed optimizer steps"),
+    Column("val_loss", "f8", "1", "mean validation loss in nats"),
+)
+PER_RANK: Final = tuple(column.name for column in STEPS if column.wide)
+
+
+class MetricsWriter:
+    """Writes ``path`` from one rank (rank 0). A context manager; leaving it flushes.
+
+    The file is opened only for a moment, at most every `FLUSH_S`: it is readable at any time, and a killed run loses a
+    few seconds. ``world`` is the number of ranks. ``resume_step`` None begins a file (a directory with another run's
+    metrics is refused); a number continues one and drops the rows of later steps. ``attributes`` (numbers and strings)
+    become root attributes, as provenance and the entropies of the data (``unigram_nats``, ...).
+
+    Methods raise StorageError when the disk is full or the file is not ours; what was flushed before stays readable.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        world: int,
+        resume_step: int | None = None,
+        *,
+        attributes: Mapping[str, Any] | None = None,
+        flush_s: float = FLUSH_S,
+    ) -> None:
+        self.path, self.world, self._flush_s = Path(path), world, flush_s
+        self._steps: list[dict[str, Any]] = []
+        self._evaluations: list[dict[str, Any]] = []
+        self._flushed = time.monotonic()
+        if resume_step is None and self.path.exists():
+            raise StorageError(f"{path} exists: it holds another run; choose another directory or resume it")
+        with files.edit(self.path, SCHEMA, VERSION) as file:
+            if "steps" not in file:
+                self._create(file)
+            elif resume_step is not None:
+                _drop_after(file, resume_step)
+            self._session = int(file.attrs.get("sessions", 0))
+            file.attrs["sessions"] = self._session + 1
+            file.attrs.update(attributes or {})
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _create(self, file: Any) -> None:
+        plot = {"NX_class": "NXdata", "signal": "loss", "axes": ["step"]}
+        tables.create(file, "steps", STEPS, second="rank", width=self.world, attributes=plot)
+        tables.create(file, "evaluations", EVALUATIONS, attributes=plot | {"signal": "val_loss"})
+        file.attrs.update({"NX_class": "NXroot", "default": "steps"})
+
+    def append(
+        self,
+        *,
+        step: int,
+        loss: float,
+        learning_rate: float,
+        tokens: int,
+        compute_s: np.ndarray,  # (world,) as the following
+        communication_s: np.ndarray,
+        update_s: np.ndarray,
+        sent_bytes: np.ndarray,
+    ) -> None:
+        """Take the row of a step; NaN is what was not measured. Written now and then, see `flush`."""
+        row = {"step": step, "session": self._session, "world": self.world, "loss": loss}
+        row |= {"learning_rate": learning_rate, "tokens": tokens}
+        wide = zip(PER_RANK, (compute_s, communication_s, update_s, sent_bytes), strict=True)
+        row |= {name: np.broadcast_to(np.asarray(values, np.float64), self.world).copy() for name, values in wide}
+        self._steps.append(row)
+        self._flush_when_due()
+
+    def evaluation(self, step: int, val_loss: float) -> None:
+        """Take the validation loss after ``step``."""
+        self._evaluations.append({"step": step, "val_loss": val_loss})
+        self._flush_when_due()
+
+    def _flush_when_due(self) -> None:
+        if len(self._steps) >= FLUSH_ROWS or time.monotonic() - self._flushed >= self._flush_s:
+            self.flush()
+
+    def flush(self) -> None:
+        """Bring all rows to the disk. After a failure the rows not yet written are gone and the file is as before."""
+        steps, self._steps = self._steps, []
+        evaluations, self._evaluations = self._evaluations, []
+        self._flushed = time.monotonic()
+        if steps or evaluations:
+            with files.edit(self.path, SCHEMA, VERSION) as file:
+                for name, columns, rows in (("steps", STEPS, steps), ("evaluations", EVALUATIONS, evaluations)):
+                    if rows:
+                        data = {c.name: np.array([row[c.name] for row in rows], c.dtype) for c in columns}
+                        tables.extend(file, name, data)
+
+    def describe(self, **attributes: Any) -> None:
+        """Set root attributes, as the closing ``val_loss``."""
+        with files.edit(self.path, SCHEMA, VERSION) as file:
+            file.attrs.update(attributes)
+
+    def close(self) -> None:
+        """Flush; the file is never held open."""
+        self.flush()
+
+
+def _drop_after(file: Any, step: int) -> None:
+    """Drop the rows of steps after ``step``: they will be made again."""
+    for name in ("steps", "evaluations"):
+        steps = file[name]["step"][...]
+        later = np.flatnonzero(steps > step)
+        tables.shorten(file, name, int(later[0]) if later.size else len(steps))
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """A metrics file in memory: columns of ``steps`` (per rank: (steps, ranks)) and of ``evaluations``."""
+
+    steps: dict[str, np.ndarray]
+    evaluations: dict[str, np.ndarray]
+    attributes: dict[str, Any]
+
+
+def read(path: str | Path) -> Metrics:
+    """Read a metrics file; its run may be under way. Raises StorageError."""
+    for attempt in range(READ_ATTEMPTS):
+        with files.open_read(path, SCHEMA, VERSION) as file:
+            try:
+                attributes = {name: _plain(value) for name, value in file.attrs.items()}
+                return Metrics(tables.read(file, "steps"), tables.read(file, "evaluations"), attributes)
+            except files.FAILURES as error:
+                # Read in the moment in which it was changed? Then it is whole a moment later.
+                if attempt == READ_ATTEMPTS - 1:
+                    raise StorageError(f"{path}: is damaged: {error}") from error
+        time.sleep(0.05)
+    raise AssertionError("unreachable")
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
+def summarise(metrics: Metrics, last: int = 20) -> dict[str, Any]:
+    """Return the figures of a run: JSON values, None for what was not measured.
+
+    ``train_loss`` is the mean over the ``last`` steps. Times leave out the first step of each session, which compiles
+    and allocates; a step takes as long as its slowest rank. ``bytes_sent_per_step`` is the median step's maximum over
+    the ranks. ``slowest_rank`` computes longest in the median, ``imbalance`` is its time over the median rank's.
+    """
+    steps = metrics.steps
+    count = len(steps["step"])
+    loss = steps["loss"][-last:]
+    result: dict[str, Any] = {"steps": int(steps["step"][-1]) if count else 0}
+    result["world"] = int(steps["world"][-1]) if count else 0
+    result["train_loss"] = _number(np.mean(loss)) if count else None
+    result["val_loss"] = _number(metrics.evaluations["val_loss"][-1]) if len(metrics.evaluations["step"]) else None
+    # The first step of a session is the one whose predecessor is of another.
+    warm = np.flatnonzero(np.diff(steps["session"], prepend=-1) == 0)
+    times = {name: steps[f"{name}_s"][warm] for name in ("compute", "communication", "update")}
+    of_rank = times["compute"] + times["communication"] + times["update"]  # (steps, ranks)
+    step_s = _over_ranks(of_rank)
+    result["step_s_median"] = _median(step_s)
+    result["step_s_p95"] = _number(np.nanpercentile(step_s, 95)) if np.isfinite(step_s).any() else None
+    known = np.isfinite(step_s)
+    spent_s = float(step_s[known].sum())
+    result["tokens_per_s"] = float(steps["tokens"][warm][known].sum()) / spent_s if spent_s else None
+    total_s = _sum(of_rank)
+    for name, values in times.items():
+        short = "comm" if name == "communication" else name
+        result[f"{short}_fraction"] = _sum(values) / total_s if total_s else None
+    result["bytes_sent_per_step"] = _median(_over_ranks(steps["sent_bytes"]))
+    return result | _stragglers(times["compute"])
+
+
+def _stragglers(compute_s: np.ndarray) -> dict[str, Any]:
+    medians = {rank: _median(compute_s[:, rank]) for rank in range(compute_s.shape[1])}
+    known = {rank: value for rank, value in medians.items() if value}
+    if not known:
+        return {"slowest_rank": None, "imbalance": None}
+    slowest = max(known, key=lambda rank: known[rank])
+    return {"slowest_rank": slowest, "imbalance": known[slowest] / float(np.median(list(known.values())))}
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _over_ranks(values: np.ndarray) -> np.ndarray:
+    """Return the maximum over the ranks that know (steps, ranks) -> (steps,); NaN where none does."""
+    filled = np.where(np.isnan(values), -np.inf, values).max(axis=1, initial=-np.inf)
+    return np.where(np.isneginf(filled), np.nan, filled)
+
+
+def _median(values: np.ndarray) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if known.size else None
+
+
+def _sum(values: np.ndarray) -> float:
+    return float(values[np.isfinite(values)].sum())

@@ -1,0 +1,160 @@
+"""The report of a run directory: its figures as text or JSON, and its curves as a picture."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
+from hpcdist.telemetry import metrics
+from hpcdist.telemetry.metrics import Metrics
+
+FILE_NAME: Final = "metrics.h5"
+ENTROPIES: Final = ("unigram_nats", "bigram_nats", "trigram_nats")
+CURVE_ROWS: Final = 12
+SMOOTHED: Final = 0.02  # of the steps that are shown
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run in memory: ``figures`` as of `metrics.summarise` with the entropies and provenance of the run."""
+
+    run_dir: Path
+    metrics: Metrics
+    figures: dict[str, Any]
+
+
+def report(run_dir: str | Path) -> Report:
+    """Read a run directory; the run may be under way. Raises StorageError when it holds no readable metrics."""
+    run_dir = Path(run_dir)
+    path = run_dir / FILE_NAME
+    if not path.is_file():
+        raise StorageError(f"{run_dir} holds no {FILE_NAME}; give the directory that a training wrote (its --out)")
+    found = metrics.read(path)
+    hidden = {"schema", "schema_version", "NX_class", "default"}
+    attributes = {name: value for name, value in found.attributes.items() if name not in hidden}
+    return Report(run_dir, found, {"run_dir": str(run_dir)} | attributes | metrics.summarise(found))
+
+
+def text(found: Report) -> str:
+    """Return the report as lines for people."""
+    figures = found.figures
+    steps = found.metrics.steps
+    if not len(steps["step"]):
+        return f"{found.run_dir}: no step was completed"
+    lines = [f"run        {found.run_dir}"]
+    lines += [f"{label:10} {figures[key]}" for label, key in _HEAD if figures.get(key)]
+    sessions = f" in {figures['sessions']} sessions" if figures.get("sessions", 1) > 1 else ""
+    lines.append(f"steps      {figures['steps']} on {figures['world']} ranks{sessions}")
+    lines.append(f"loss       train {_nats(figures['train_loss'])}, validation {_nats(figures['val_loss'])}")
+    entropies = [f"{key.removesuffix('_nats')} {_nats(figures[key])}" for key in ENTROPIES if figures.get(key)]
+    if entropies:
+        lines.append(f"entropies  {', '.join(entropies)} (of the training data)")
+    lines.append(f"step       median {_seconds(figures['step_s_median'])}, 95 % {_seconds(figures['step_s_p95'])}")
+    lines.append(f"speed      {_or_unknown(figures['tokens_per_s'], '{:,.0f} tokens/s')}")
+    shares = [f"{name} {_or_unknown(figures[f'{key}_fraction'], '{:.1%}')}" for name, key in _SHARES]
+    lines.append(f"time       {', '.join(shares)}")
+    lines.append(f"sent       {_or_unknown(figures['bytes_sent_per_step'], '{:,.0f} bytes a step')}")
+    if figures["world"] > 1 and figures["imbalance"] is not None:
+        lines.append(f"slowest    rank {figures['slowest_rank']}, {figures['imbalance']:.2f} times the median rank")
+    return "\n".join([*lines, "", *_curve(found.metrics)])
+
+
+_HEAD: Final = (("started", "created_utc"), ("strategy", "strategy"), ("commit", "git_commit"), ("MPI", "mpi_library"))
+_SHARES: Final = (("compute", "compute"), ("communication", "comm"), ("update", "update"))
+
+
+def _curve(found: Metrics) -> list[str]:
+    """Return a table of the loss at steps spread evenly over the run, each a mean since the line before."""
+    steps, loss = found.steps["step"], found.steps["loss"]
+    ends = np.unique(np.linspace(0, len(steps), min(CURVE_ROWS, len(steps)) + 1).astype(int))
+    lines = ["    step     loss  learning rate"]
+    for start, stop in zip(ends, ends[1:], strict=False):
+        rate = found.steps["learning_rate"][stop - 1]
+        lines.append(f"{steps[stop - 1]:8d} {loss[start:stop].mean():8.4f} {rate:14.3g}")
+    return lines
+
+
+def _or_unknown(value: float | None, form: str) -> str:
+    return "not measured" if value is None else form.format(value)
+
+
+def _nats(value: float | None) -> str:
+    return _or_unknown(value, "{:.4f}")
+
+
+def _seconds(value: float | None) -> str:
+    return _or_unknown(value and value * 1e3, "{:.2f} ms")
+
+
+def jsonable(found: Report) -> dict[str, Any]:
+    """Return the figures as JSON values; a number that is none becomes None."""
+
+    def clean(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {key: clean(value) for key, value in found.figures.items()}
+
+
+def plot(found: Report, file: str | Path) -> None:
+    """Draw loss (with the entropies of the data) and times per step into ``file``, whose ending names the format.
+
+    Raises MissingCapabilityError without matplotlib, StorageError when the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingCapabilityError(f"plots need matplotlib: pip install 'hpcdist[analysis]' ({error})") from error
+    if not len(found.metrics.steps["step"]):
+        raise UsageError(f"{found.run_dir}: no step was completed, so there is nothing to plot")
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    _plot_loss(above, found)
+    _plot_times(below, found.metrics)
+    try:
+        figure.savefig(file, dpi=120)
+    except ValueError as error:  # an ending that matplotlib does not know
+        raise UsageError(f"{file}: {error}") from error
+    except OSError as error:
+        raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
+
+
+def _plot_loss(axes: Any, found: Report) -> None:
+    steps, loss = found.metrics.steps["step"], found.metrics.steps["loss"]
+    window = max(1, int(len(steps) * SMOOTHED))
+    axes.plot(steps, loss, color="C0", alpha=0.3, linewidth=0.8)
+    smooth = np.convolve(loss, np.full(window, 1 / window), mode="valid")
+    axes.plot(steps[window - 1 :], smooth, color="C0", label=f"training (mean of {window})")
+    evaluations = found.metrics.evaluations
+    if len(evaluations["step"]):
+        axes.plot(evaluations["step"], evaluations["val_loss"], "o-", color="C1", markersize=3, label="validation")
+    for key, style in zip(ENTROPIES, (":", "-.", "--"), strict=True):
+        value = found.figures.get(key)
+        if value is not None:
+            label = f"{key.removesuffix('_nats')} entropy {value:.2f}"
+            axes.axhline(value, color="0.4", linestyle=style, linewidth=1, label=label)
+    axes.set_ylabel("loss (nats)")
+    axes.set_title(f"{found.run_dir.name}, {found.figures['world']} ranks", fontsize=10)
+    axes.legend(fontsize=8)
+
+
+def _plot_times(axes: Any, found: Metrics) -> None:
+    """Stack the mean over the ranks of each time."""
+    steps = found.steps
+    parts, labels = [], []
+    for name, _ in _SHARES:
+        values = steps[f"{name}_s"]
+        known = np.isfinite(values)
+        count = known.sum(axis=1)
+        if count.any():
+            parts.append(1e3 * np.where(known, values, 0).sum(axis=1) / np.maximum(count, 1))
+            labels.append(name)
+    if parts:
+        axes.stackplot(steps["step"], *parts, labels=labels, alpha=0.8)
+        highest = np.percentile(sum(parts), 98)  # the first step compiles: it would flatten all others
+        axes.set_ylim(0, 1.2 * highest if highest > 0 else None)
+        axes.legend(fontsize=8)
+    axes.set_ylabel("time (ms a step)")
+    axes.set_xlabel("step")

@@ -1,0 +1,1 @@
+"""Training: the recipe, the data, the loop, and how a run survives."""

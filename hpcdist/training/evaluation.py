@@ -1,0 +1,19 @@
+"""How good the model is on data it has not seen."""
+
+import numpy as np
+
+from hpcdist import collectives
+from hpcdist.training.trainer import Trainer
+
+
+def mean_validation_loss(trainer: Trainer) -> float:
+    """Return the mean loss in nats over the validation windows; NaN where there are none. Collective.
+
+    The windows are fixed by the data and the recipe and shared among the ranks, so the figure does not depend on the
+    number of ranks.
+    """
+    sums = np.zeros(2)
+    for inputs, targets in trainer.source.validation_batches(trainer.recipe, trainer.data_axis):
+        sums += (trainer.executor.evaluate(inputs, targets), targets.size)
+    collectives.allreduce(trainer.data_axis, sums, trainer.exchange.agree_algorithm)
+    return float(sums[0] / sums[1]) if sums[1] else float("nan")

@@ -1,0 +1,61 @@
+"""Rows of metrics from every rank, gathered now and then and written by rank 0."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
+
+EVERY_S: Final = 5.0  # a killed run loses the rows of so many seconds
+
+
+class Metrics:
+    """One rank's rows since the last flush. Construction and `flush` are collective; the file belongs to rank 0."""
+
+    def __init__(
+        self, comm: Communicator, path: Path, resume_step: int | None, attributes: Mapping[str, float | str]
+    ) -> None:
+        self._comm = comm
+        self._writer = MetricsWriter(path, comm.size, resume_step, attributes=attributes) if comm.rank == 0 else None
+        self._common: list[tuple[int, float, float, int]] = []
+        self._own: list[list[float]] = []
+        self._flushed = time.monotonic()
+
+    def add(
+        self, step: int, loss: float, learning_rate: float, tokens: int, seconds: Mapping[str, float], sent_bytes: float
+    ) -> None:
+        """Take the row of a step; ``seconds`` by phase and ``sent_bytes`` are this rank's (local)."""
+        self._common.append((step, loss, learning_rate, tokens))
+        figures = {**seconds, "sent_bytes": sent_bytes}
+        self._own.append([figures[name] for name in PER_RANK])
+
+    def due(self) -> bool:
+        """Whether rank 0 wants a flush; the other ranks never do (local)."""
+        return self._writer is not None and time.monotonic() - self._flushed >= EVERY_S
+
+    def flush(self) -> None:
+        """Gather the rows of all ranks and write them. Raises StorageError on rank 0 when the disk is full."""
+        ranks = np.array(self._comm.allgather_object(self._own)).reshape(self._comm.size, -1, len(PER_RANK))
+        if self._writer is not None:
+            for row, (step, loss, learning_rate, tokens) in enumerate(self._common):
+                self._writer.append(
+                    step=step,
+                    loss=loss,
+                    learning_rate=learning_rate,
+                    tokens=tokens,
+                    **{name: ranks[:, row, column] for column, name in enumerate(PER_RANK)},
+                )
+            self._writer.flush()
+        self._common, self._own = [], []
+        self._flushed = time.monotonic()
+
+    def finish(self, steps: int, val_loss: float) -> None:
+        """Write the validation loss at the end of the run (rank 0 does, the others have nothing to do)."""
+        if self._writer is not None:
+            self._writer.evaluation(steps, val_loss)
+            self._writer.describe(val_loss=val_loss)
+            self._writer.flush()

@@ -1,0 +1,86 @@
+"""Checkpoints over real ranks: each writes its shard, any other cut of the ranks reads them."""
+
+import os
+import tempfile
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint.restore import newest, restore
+from hpcdist.checkpoint.save import save
+from hpcdist.errors import StorageError
+
+LAYOUT = Layout.of([TensorSpec(0, "table", (301, 17)), TensorSpec(1, "weight", (64, 33)), TensorSpec(1, "bias", (5,))])
+
+
+@pytest.fixture
+def shared_dir(comm):
+    """A directory that all ranks see; rank 0 makes it and removes it when all are done."""
+    made = tempfile.TemporaryDirectory() if comm.rank == 0 else None
+    yield comm.broadcast_object(made.name if made else None)
+    comm.barrier()
+    if made:
+        made.cleanup()
+
+
+def state(comm, rng):
+    """The same values on all ranks."""
+    store = FlatStore(LAYOUT, np.dtype("float32"))
+    values = comm.broadcast_object(rng.standard_normal(LAYOUT.size).astype(np.float32) if comm.rank == 0 else None)
+    for segment in LAYOUT.segments:
+        store.range(segment.range)[...] = values[segment.range.slice]
+    return store
+
+
+def pieces_of(store, part):
+    return [Piece.of("parameters", seg, touched, store.range(touched)) for seg, touched in LAYOUT.within(part)]
+
+
+def test_save_and_restore(comm, rng, shared_dir):
+    store = state(comm, rng)
+    parts = split(LAYOUT.size, comm.size, 4)
+    for step in (1, 2, 3):
+        path = save(f"{shared_dir}/checkpoints", step, pieces_of(store, parts[comm.rank]), {"step": step}, comm)
+    assert newest(shared_dir, comm) == path and path.name == "step-3"
+    assert sorted(os.listdir(path)) == ["manifest.json", *(f"shard-{rank:05d}.h5" for rank in range(comm.size))]
+    for part in (Range(0, LAYOUT.size), parts[(comm.rank + 1) % comm.size], split(LAYOUT.size, 7, 4)[comm.rank]):
+        into = FlatStore(LAYOUT, np.dtype("float32"), part)
+        assert restore(path, pieces_of(into, part)) == {"step": 3}
+        assert into.array.tobytes() == store.array[part.slice].tobytes()
+    comm.barrier()
+
+
+def test_a_damaged_shard_is_found_by_all(comm, rng, shared_dir):
+    store = state(comm, rng)
+    mine = pieces_of(store, split(LAYOUT.size, comm.size, 4)[comm.rank])
+    good = save(f"{shared_dir}/checkpoints", 1, mine, {}, comm)
+    bad = save(f"{shared_dir}/checkpoints", 2, mine, {}, comm)
+    if comm.rank == comm.size - 1:
+        shard = bad / f"shard-{comm.rank:05d}.h5"
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+    comm.barrier()
+    assert newest(shared_dir, comm) == good
+
+
+def test_one_rank_that_cannot_write_stops_all(comm, rng, shared_dir, monkeypatch):
+    store = state(comm, rng)
+    mine = pieces_of(store, split(LAYOUT.size, comm.size, 4)[comm.rank])
+    good = save(f"{shared_dir}/checkpoints", 1, mine, {}, comm)
+    if comm.rank == comm.size - 1:
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StorageError, match=f"rank {comm.size - 1}: .*No space left"):
+        save(f"{shared_dir}/checkpoints", 2, mine, {}, comm)
+    monkeypatch.undo()
+    assert newest(shared_dir, comm) == good
+    comm.barrier()
+    assert sorted(os.listdir(f"{shared_dir}/checkpoints")) == ["latest", "step-1"]

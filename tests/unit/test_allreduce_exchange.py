@@ -1,0 +1,138 @@
+"""Data parallel training equals one process: every algorithm, uneven samples, accumulation, clipping."""
+
+import numpy as np
+import pytest
+
+from hpcdist import collectives, models
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import NonFiniteError
+from hpcdist.models.arena import Arena
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim import optimizer as optimizers
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.allreduce import AllreduceExchange, buckets
+from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.schedule.executor import Executor
+from hpcdist.strategies.schedule.generators import interleave, sequential
+
+SAMPLES, STEPS = 7, 6  # 7 samples over 1..4 ranks are uneven nearly everywhere
+MODEL = ModelConfig(layers=1, hidden=16, heads=2)
+
+
+class Run:
+    """A data parallel run of a tiny gpt on one rank."""
+
+    def __init__(self, comm: Communicator, dtype: str, algorithm: str, microbatches: int, optimizer: str = "adamw"):
+        self.comm, self.microbatches = comm, microbatches
+        self.model = models.build(MODEL, dtype, context=8)
+        layout = self.model.layout
+        self.parameters, self.gradients = FlatStore(layout, dtype), FlatStore(layout, dtype)
+        self.model.initialise(self.parameters, seed=3)
+        config = OptimizerConfig(name=optimizer, learning_rate=1e-2, warmup_steps=2)
+        rule = optimizers.build(config, layout, Range(0, layout.size), np.dtype(dtype), total_steps=STEPS)
+        self.exchange = AllreduceExchange(
+            comm, self.parameters, self.gradients, rule, algorithm=algorithm, bucket_bytes=4096, clip_norm=0.5
+        )
+        self.executor = Executor(self.model, self.parameters, self.gradients, self.exchange, Arena())
+        compute = sequential(len(self.model.stages), microbatches)
+        self.operations = interleave(compute, self.exchange.plan(), self.executor.units)
+
+    def batches(self, step: int, data: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        mine = np.array_split(data[step], self.comm.size)[self.comm.rank]
+        return [(part[:, :-1], part[:, 1:]) for part in np.array_split(mine, self.microbatches)]
+
+    def losses(self, data: np.ndarray) -> list[float]:
+        return [
+            self.executor.run(self.operations, self.batches(step, data), SAMPLES, step, np.zeros(2)).loss
+            for step in range(STEPS)
+        ]
+
+
+def text(rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(0, 256, (STEPS, SAMPLES, 9)).astype(np.uint8)
+
+
+@pytest.mark.parametrize("algorithm", sorted(collectives.ALLREDUCE))
+def test_every_algorithm_and_size_trains_as_one_process(algorithm: str, rng: np.random.Generator) -> None:
+    data = text(rng)
+    alone = run_threads(1, lambda comm: Run(comm, "float64", "native", 1).losses(data))[0]
+    for size in (2, 3, 4):
+        for losses in run_threads(size, lambda comm: Run(comm, "float64", algorithm, 1).losses(data), ranks_per_node=2):
+            np.testing.assert_allclose(losses, alone, rtol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lars", "lamb"])
+def test_accumulation_and_every_optimizer_train_as_one_batch(optimizer: str, rng: np.random.Generator) -> None:
+    data = text(rng)
+    alone = run_threads(1, lambda comm: Run(comm, "float64", "native", 1, optimizer).losses(data))[0]
+    split = run_threads(3, lambda comm: Run(comm, "float64", "ring", 4, optimizer).losses(data))[0]
+    np.testing.assert_allclose(split, alone, rtol=1e-11)
+
+
+def test_float32_agrees_to_a_part_in_a_hundred_thousand(rng: np.random.Generator) -> None:
+    data = text(rng)
+    alone = run_threads(1, lambda comm: Run(comm, "float32", "native", 1).losses(data))[0]
+    np.testing.assert_allclose(
+        run_threads(3, lambda comm: Run(comm, "float32", "ring", 2).losses(data))[1], alone, rtol=1e-5
+    )
+
+
+def test_training_lowers_the_loss_of_a_repeated_batch(rng: np.random.Generator) -> None:
+    data = np.repeat(text(rng)[:1], STEPS, axis=0)
+    losses = run_threads(2, lambda comm: Run(comm, "float32", "ring", 1).losses(data))[0]
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_a_rank_without_samples_contributes_nothing(rng: np.random.Generator) -> None:
+    data = text(rng)
+    alone = run_threads(1, lambda comm: Run(comm, "float64", "native", 1).losses(data))[0]
+    crowd = run_threads(4, lambda comm: Run(comm, "float64", "ring", 3).losses(data))[3]  # 1-2 samples, 3 parts
+    np.testing.assert_allclose(crowd, alone, rtol=1e-12)
+
+
+def test_nan_names_step_rank_and_tensor_and_updates_nothing(rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator) -> tuple[str, bool]:
+        run = Run(comm, "float32", "ring", 1)
+        if comm.rank == 1:
+            run.parameters.view(run.model.layout.segments[4].key)[...] = np.nan
+        before = run.parameters.array.copy()
+        batches = run.batches(0, data)
+        try:
+            run.executor.run(run.operations, batches, SAMPLES, 17, np.zeros(2))
+        except NonFiniteError as error:
+            said = explain(comm, run.executor, run.parameters, run.gradients, batches, error)
+            return str(said), bool(np.array_equal(before, run.parameters.array, equal_nan=True))
+        return "no error", False
+
+    results = run_threads(3, body)
+    key = models.build(MODEL, "float32", context=8).layout.segments[4].key
+    for text_of, untouched in results:
+        assert "step 17" in text_of and f"rank 1: parameter {key}" in text_of and untouched
+        assert "rank 0:" not in text_of and "rank 2:" not in text_of
+
+
+def test_wishes_are_summed_over_the_ranks(rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator) -> list[float]:
+        run = Run(comm, "float32", "ring", 1)
+        wishes = np.array([0.0, float(comm.rank == 2)])
+        return run.executor.run(run.operations, run.batches(0, data), SAMPLES, 0, wishes).wishes.tolist()
+
+    assert run_threads(3, body) == [[0.0, 1.0]] * 3
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 256, 1000, 10**9])
+def test_buckets_tile_the_space_from_the_end(bucket_bytes: int) -> None:
+    layout = Layout.of([TensorSpec(layer, "w", (size,)) for layer, size in enumerate((100, 1, 300, 32))])
+    found = buckets(layout, 4, bucket_bytes)
+    ordered = sorted(found)
+    assert ordered[0].start == 0 and ordered[-1].stop == layout.size
+    assert all(a.stop == b.start for a, b in zip(ordered, ordered[1:], strict=False))
+    assert found[0].stop == layout.size, "the last layers come first"

@@ -1,0 +1,90 @@
+"""The memory of activations: reuse, alignment, accounting."""
+
+import gc
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.models.arena import Arena
+
+
+def _step(arena: Arena, batch: int) -> list[np.ndarray]:
+    arrays = []
+    for layer in range(3):
+        for microbatch in range(2):
+            saved = arena.saved(layer, microbatch)
+            arrays += [saved.empty("a", (batch, 7), np.float32), saved.empty("b", (batch, 3, 5), np.float64)]
+    for layer in range(3):
+        for microbatch in range(2):
+            arena.saved(layer, microbatch).release()
+    return arrays
+
+
+def test_later_steps_take_no_new_memory() -> None:
+    ledger = Ledger()
+    arena = Arena(ledger)
+    _step(arena, 16)
+    first = ledger.current["activations"]
+    for batch in (16, 13, 16, 16, 9, 16):
+        _step(arena, batch)
+    assert ledger.current["activations"] == first == ledger.peak["activations"]
+    assert first >= 6 * 16 * (7 * 4 + 15 * 8)
+
+
+def test_arrays_alive_at_once_do_not_overlap() -> None:
+    arena = Arena()
+    for _ in range(2):
+        saved = [arena.saved(layer) for layer in range(4)]
+        arrays = [one.empty(str(i), (size,), np.uint8) for one in saved for i, size in enumerate((1, 64, 65, 1000))]
+        for i, array in enumerate(arrays):
+            array[:] = i
+        for i, array in enumerate(arrays):
+            assert (array == i).all()
+        for one in saved:
+            one.release()
+
+
+def test_shape_dtype_and_alignment() -> None:
+    saved = Arena().saved(0)
+    array = saved.empty("x", (3, 5), np.float64)
+    assert array.shape == (3, 5) and array.dtype == np.float64 and array.flags.c_contiguous
+    assert array.ctypes.data % 64 == 0
+    assert saved["x"] is array
+    assert saved.empty("nothing", (0, 4), np.float32).shape == (0, 4)
+
+
+def test_values_live_until_release() -> None:
+    arena = Arena()
+    arena.saved(2, 1).keep("kind", "gelu")
+    assert arena.saved(2, 1)["kind"] == "gelu"
+    arena.saved(2, 1).release()
+    with pytest.raises(KeyError):
+        arena.saved(2, 1)["kind"]
+
+
+def test_saving_a_name_twice_is_a_bug_of_the_caller() -> None:
+    saved = Arena().saved(0)
+    saved.keep("x", 1)
+    with pytest.raises(AssertionError, match="release it first"):
+        saved.keep("x", 2)
+
+
+def test_scratch_is_shared_and_grows() -> None:
+    arena = Arena()
+    small = arena.saved(0).scratch("t", (4,), np.float32)
+    assert np.may_share_memory(small, arena.saved(1).scratch("t", (2, 2), np.float32))
+    large = arena.saved(0).scratch("t", (400,), np.float32)
+    assert large.shape == (400,)
+    assert np.may_share_memory(large, arena.saved(1).scratch("t", (4,), np.float32))
+    assert not np.may_share_memory(large, arena.saved(1).scratch("u", (4,), np.float32))
+
+
+def test_ledger_sees_the_arena_go() -> None:
+    ledger = Ledger()
+    arena = Arena(ledger)
+    arena.saved(0).empty("x", (1000,), np.float64)
+    assert ledger.current["activations"] >= 8000
+    del arena
+    gc.collect()
+    assert ledger.current["activations"] == 0

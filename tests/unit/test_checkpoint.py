@@ -1,0 +1,326 @@
+"""Checkpoints: saved on P ranks, restored on any other number, and never lost by a crash."""
+
+import errno
+import itertools
+import json
+import os
+import sys
+
+import h5py
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.piece import Piece, common, first_gap, runs, whole_box
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.restore import newest, restore
+from hpcdist.checkpoint.save import save
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import StorageError
+
+LAYOUT = Layout.of(
+    [
+        TensorSpec(0, "table", (11, 7)),
+        TensorSpec(1, "weight", (33, 19)),
+        TensorSpec(1, "bias", (5,)),
+        TensorSpec(2, "scale", ()),
+        TensorSpec(2, "empty", (0, 3)),
+    ]
+)
+WHOLE = Range(0, LAYOUT.size)
+
+
+def pieces_of(store, kind, part):
+    return [Piece.of(kind, seg, touched, store.range(touched)) for seg, touched in LAYOUT.within(part)]
+
+
+def filled(rng, dtype="float32"):
+    store = FlatStore(LAYOUT, dtype_of(dtype))
+    for segment in LAYOUT.segments:
+        store.range(segment.range)[...] = rng.standard_normal(segment.range.size).astype(store.dtype)
+    return store
+
+
+def save_on(ranks, directory, step, stores, **options):
+    def body(comm):
+        part = split(LAYOUT.size, comm.size, 4)[comm.rank]
+        pieces = [piece for kind, store in stores.items() for piece in pieces_of(store, kind, part)]
+        return save(directory / "checkpoints", step, pieces, {"step": step, "seed": 2**70}, comm, **options)
+
+    return run_threads(ranks, body)[0]
+
+
+def test_runs_and_their_intersection_against_index_arrays(rng):
+    for _ in range(300):
+        shape = tuple(int(n) for n in rng.integers(0, 5, rng.integers(0, 4)))
+        whole = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+
+        def draw(shape=shape, whole=whole):
+            box = tuple(tuple(sorted(int(v) for v in rng.integers(0, n + 1, 2))) for n in shape)
+            inside = whole[tuple(slice(*b) for b in box)].reshape(-1)
+            flat = Range(*sorted(int(v) for v in rng.integers(0, inside.size + 1, 2)))
+            found = runs(shape, box, flat)
+            elements = inside[flat.slice]
+            spelled = [s + i for s, n in zip(found.start, found.size, strict=True) for i in range(n)]
+            assert spelled == elements.tolist(), (shape, box, flat)
+            return found, elements
+
+        (one, a), (other, b) = draw(), draw()
+        to, at, size = common(one, other)
+        pairs = [(t + i, u + i) for t, u, n in zip(to, at, size, strict=True) for i in range(n)]
+        assert pairs == [(i, j) for i, v in enumerate(a) for j, w in enumerate(b) if v == w]
+
+
+def test_first_gap():
+    stretch = lambda *pairs: [(np.array([a]), np.array([n])) for a, n in pairs]  # noqa: E731
+    assert first_gap([], 0) is None
+    assert first_gap([], 3) == 0
+    assert first_gap(stretch((2, 3), (0, 2)), 5) is None
+    assert first_gap(stretch((0, 4), (1, 1), (5, 1)), 6) == 4
+    assert first_gap(stretch((0, 4)), 6) == 4
+
+
+@pytest.mark.parametrize(("saved", "restored"), list(itertools.product((1, 2, 3, 4), repeat=2)))
+def test_any_number_of_ranks_bit_equal(tmp_path, rng, saved, restored):
+    stores = {"parameters": filled(rng), "optimizer.m": filled(rng, "float64"), "half": filled(rng, "bfloat16")}
+    path = save_on(saved, tmp_path, 7, stores)
+    assert path.name == "step-7"
+
+    def body(comm):
+        part = split(LAYOUT.size, comm.size, 4)[comm.rank]
+        into = {kind: FlatStore(LAYOUT, store.dtype, part) for kind, store in stores.items()}
+        wanted = [piece for kind, store in into.items() for piece in pieces_of(store, kind, part)]
+        assert newest(tmp_path, comm) == path
+        assert restore(path, wanted) == {"step": 7, "seed": 2**70}
+        for kind, store in into.items():
+            assert store.array.tobytes() == stores[kind].array[part.slice].tobytes()
+
+    run_threads(restored, body)
+
+
+def test_cut_by_columns_to_cut_by_rows_over_several_blocks(tmp_path, rng, monkeypatch):
+    for module in ("manifest", "blocks", "restore"):
+        monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 1024)
+    whole = rng.standard_normal((60, 45))
+
+    def body(comm):
+        cuts = split(45, comm.size, 8, align_bytes=8)
+        own = cuts[comm.rank]
+        array = np.ascontiguousarray(whole[:, own.slice]).reshape(-1)
+        box = ((0, 60), (own.start, own.stop))
+        save(tmp_path / "checkpoints", 1, [Piece("w", "0.w", (60, 45), box, Range(0, array.size), array)], {}, comm)
+
+    run_threads(3, body)
+    loaded = manifest.load(tmp_path / "checkpoints/step-1")
+    assert len(loaded.pieces) == 3 and all(len(entry.digests) > 4 for entry in loaded.pieces)
+    for box in (whole_box((60, 45)), ((7, 31), (0, 45)), ((7, 31), (14, 17)), ((3, 3), (0, 45))):
+        expected = whole[tuple(slice(*b) for b in box)].reshape(-1)
+        flat = Range(expected.size // 5, expected.size - expected.size // 7)
+        out = np.zeros(flat.size)
+        restore(tmp_path / "checkpoints/step-1", [Piece("w", "0.w", (60, 45), box, flat, out)])
+        assert (out == expected[flat.slice]).all()
+
+
+def test_shards_open_with_plain_h5py(tmp_path, rng):
+    stores = {"parameters": filled(rng), "half": filled(rng, "bfloat16")}
+    path = save_on(1, tmp_path, 3, stores)
+    with h5py.File(path / "shard-00000.h5") as file:
+        assert file.attrs["schema"] == "hpcdist.shard" and file.attrs["step"] == 3
+        for segment in LAYOUT.segments:
+            if not segment.range:
+                continue  # nothing to save
+            dataset = file[f"parameters/{segment.key}"]
+            assert dataset.chunks is None
+            assert (dataset[...] == stores["parameters"].view(segment.key)).all()
+            half = file[f"half/{segment.key}"]
+            assert half.dtype == np.uint16 and half.attrs["dtype"] == "bfloat16"
+            assert (half[...].view(ml_dtypes.bfloat16) == stores["half"].view(segment.key)).all()
+
+
+def test_restore_does_not_use_libhdf5(tmp_path, rng, monkeypatch):
+    store = filled(rng)
+    path = save_on(2, tmp_path, 3, {"parameters": store})
+    monkeypatch.setattr(h5py, "File", None)
+    into = FlatStore(LAYOUT, store.dtype)
+    assert newest(tmp_path) == path
+    restore(path, pieces_of(into, "parameters", WHOLE))
+    assert (into.array == store.array).all()
+
+
+def flip(path, position):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x10
+    path.write_bytes(data)
+
+
+def damage_data(path):
+    entry = next(e for e in manifest.load(path).pieces if e.file == "shard-00001.h5")
+    flip(path / entry.file, entry.offset + entry.nbytes - 1)
+
+
+DAMAGE = {
+    "digest does not match": damage_data,
+    "the manifest says": lambda path: os.truncate(path / "shard-00001.h5", 3000),
+    "No such file": lambda path: (path / "shard-00000.h5").unlink(),
+    "manifest.json is missing": lambda path: (path / "manifest.json").unlink(),
+    "manifest.json is damaged": lambda path: (path / "manifest.json").write_text(
+        (path / "manifest.json").read_text().replace('"step": 20', '"step": 21')
+    ),
+    "cannot be read": lambda path: os.truncate(path / "manifest.json", 100),
+    "not finished": lambda path: path.rename(path.with_name("step-20.tmp")),
+}
+
+
+@pytest.mark.parametrize("reason", DAMAGE)
+@pytest.mark.parametrize("ranks", (1, 3))
+def test_damage_falls_back_and_says_why(tmp_path, rng, capfd, reason, ranks):
+    old, new = filled(rng), filled(rng)
+    save_on(2, tmp_path, 10, {"parameters": old})
+    path = save_on(2, tmp_path, 20, {"parameters": new})
+    DAMAGE[reason](path)
+    found = set(run_threads(ranks, lambda comm: newest(tmp_path, comm)))
+    assert found == {tmp_path / "checkpoints/step-10"}
+    told = capfd.readouterr().err
+    assert reason in told and "step-20" in told and told.count("skipped") == 1
+
+
+def test_every_flipped_byte_of_the_data_is_noticed(tmp_path, rng):
+    path = save_on(1, tmp_path, 1, {"parameters": filled(rng)})
+    into = FlatStore(LAYOUT, np.dtype("float32"))
+    for entry in manifest.load(path).pieces:
+        position = entry.offset + int(rng.integers(entry.nbytes))
+        flip(path / entry.file, position)
+        with pytest.raises(StorageError, match=rf"shard-00000.h5.*{entry.tensor}.*damaged"):
+            restore(path, pieces_of(into, "parameters", WHOLE))
+        flip(path / entry.file, position)
+    restore(path, pieces_of(into, "parameters", WHOLE))
+
+
+def test_newest_of_nothing(tmp_path):
+    assert newest(tmp_path) is None
+    (tmp_path / "checkpoints").mkdir()
+    assert newest(tmp_path) is None
+
+
+def test_wrong_shape_dtype_tensor_and_uncovered_tensor(tmp_path, rng):
+    path = save_on(1, tmp_path, 1, {"parameters": filled(rng)})
+    for piece, said in (
+        (Piece.whole("parameters", "1.weight", np.zeros((33, 19))), "float32.*expected float64"),
+        (Piece.whole("parameters", "1.weight", np.zeros((19, 33), "f4")), r"\[33, 19\], expected float32\[19, 33\]"),
+        (Piece.whole("parameters", "1.wait", np.zeros(3)), "has no parameters/1.wait"),
+    ):
+        with pytest.raises(StorageError, match=said):
+            restore(path, [piece])
+    half = Piece("w", "0.w", (10,), ((0, 10),), Range(0, 5), np.zeros(5))
+    with pytest.raises(StorageError, match="no rank saved element 5"):
+        save(tmp_path / "checkpoints", 2, [half], {}, solo())
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-1"]
+
+
+def test_keep_latest_and_abandoned(tmp_path, rng, capfd):
+    store = {"parameters": filled(rng)}
+    for step in (1, 2, 3, 4):
+        save_on(1, tmp_path, step, store, keep=2)
+    root = tmp_path / "checkpoints"
+    assert sorted(os.listdir(root)) == ["latest", "step-3", "step-4"]
+    assert (root / "latest").read_text() == "step-4\n"
+    (root / "step-9.tmp").mkdir()
+    save_on(1, tmp_path, 2, store, keep=1)  # continued from an earlier step
+    assert sorted(os.listdir(root)) == ["latest", "step-2", "step-3.abandoned", "step-4.abandoned"]
+    assert newest(tmp_path).name == "step-2"
+    save_on(1, tmp_path, 2, {"parameters": filled(rng)}, keep=1)  # the same step again
+    assert sorted(os.listdir(root)) == ["latest", "step-2", "step-3.abandoned", "step-4.abandoned"]
+
+
+CALLS = ("mkdir", "open", "pwrite", "fsync", "ftruncate", "rename", "replace", "unlink", "rmdir", "write")
+
+
+def crash_at(count, directory, step, store, keep):
+    """Save in a child that is gone at the ``count``-th file operation; return whether it was."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    try:
+        seen = itertools.count(1)
+
+        def dying(call):
+            def wrapped(*args, **kwargs):
+                if next(seen) == count:
+                    os._exit(9)
+                return call(*args, **kwargs)
+
+            return wrapped
+
+        for name in CALLS:
+            setattr(os, name, dying(getattr(os, name)))
+        save(directory / "checkpoints", step, pieces_of(store, "parameters", WHOLE), {"step": step}, solo(), keep)
+        os._exit(0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+
+
+@pytest.mark.parametrize("step", (20, 10))
+def test_a_crash_at_any_operation_loses_nothing(tmp_path, rng, step):
+    old, new = filled(rng), filled(rng)
+    outcomes = []
+    for count in itertools.count(1):
+        run = tmp_path / str(count)
+        save(run / "checkpoints", 10, pieces_of(old, "parameters", WHOLE), {"step": 10}, solo(), 1)
+        crashed = crash_at(count, run, step, new, 1)
+        found = newest(run)
+        into = FlatStore(LAYOUT, old.dtype)
+        assert found is not None, count
+        restore(found, pieces_of(into, "parameters", WHOLE))
+        is_new = bool((into.array == new.array).all())
+        assert is_new or (into.array == old.array).all()
+        outcomes.append(is_new)
+        # The next save clears up what the crash left.
+        save(run / "checkpoints", 30, pieces_of(new, "parameters", WHOLE), {"step": 30}, solo(), 1)
+        assert sorted(os.listdir(run / "checkpoints")) == ["latest", "step-30"]
+        if not crashed:
+            break
+    assert outcomes == sorted(outcomes), "once the new checkpoint is there, it stays"
+    assert outcomes.count(False) > 10 and outcomes.count(True) > 4, outcomes
+
+
+@pytest.mark.parametrize("failing", range(1, 12))
+def test_full_disk_is_told_on_all_ranks_and_harms_nothing(tmp_path, rng, monkeypatch, failing):
+    store = filled(rng)
+    before = save_on(2, tmp_path, 1, {"parameters": store})
+    true, seen = os.pwrite, itertools.count(1)
+
+    def full(fd, data, offset):
+        if next(seen) == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return true(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+
+    def body(comm):
+        part = split(LAYOUT.size, comm.size, 4)[comm.rank]
+        with pytest.raises(StorageError, match=r"rank \d: .*No space left") as caught:
+            save(tmp_path / "checkpoints", 2, pieces_of(store, "parameters", part), {}, comm)
+        return caught.value.exit_code
+
+    assert run_threads(2, body) == [74, 74]
+    assert newest(tmp_path) == before
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-1"]
+
+
+def test_a_directory_that_cannot_be_made(tmp_path, rng):
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(StorageError, match="cannot be written"):
+        save_on(2, tmp_path, 1, {"parameters": filled(rng)})
+
+
+def test_scalars_round_trip(tmp_path):
+    scalars = {"count": 3, "state": [2**127, 5], "best": float("inf"), "rate": 0.1, "algorithm": "ring", "none": None}
+    path = save(tmp_path / "checkpoints", 1, [], scalars, solo())
+    assert restore(path, []) == scalars
+    assert json.loads((path / "manifest.json").read_text())["world"] == 1

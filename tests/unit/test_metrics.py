@@ -1,0 +1,207 @@
+"""Metrics: rows of steps and ranks that survive resumption, a killed writer and a full disk."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import h5py
+import numpy as np
+import pytest
+
+from hpcdist.errors import StorageError
+from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter, read, summarise
+
+
+def row(rng, step, world):
+    wide = {name: rng.random(world) for name in PER_RANK}
+    return {"step": step, "loss": float(rng.random()), "learning_rate": 0.1, "tokens": 100} | wide
+
+
+def write(path, rng, steps, world, resume_step=None, **options):
+    rows = [row(rng, step, world) for step in steps]
+    with MetricsWriter(path, world, resume_step, **options) as writer:
+        for one in rows:
+            writer.append(**one)
+    return rows
+
+
+def test_rows_come_back(tmp_path, rng):
+    path = tmp_path / "metrics.h5"
+    rows = write(path, rng, range(1, 400), 3, attributes={"bigram_nats": 2.48, "commit": "abc"}, flush_s=0.002)
+    metrics = read(path)
+    assert metrics.attributes["bigram_nats"] == 2.48 and metrics.attributes["commit"] == "abc"
+    for name in rows[0]:
+        assert (metrics.steps[name] == np.array([one[name] for one in rows])).all(), name
+    assert path.stat().st_size < 250_000
+
+
+def test_plain_h5py_sees_scales_and_units(tmp_path, rng):
+    path = tmp_path / "metrics.h5"
+    write(path, rng, range(1, 4), 2)
+    with h5py.File(path) as file:
+        compute = file["steps/compute_s"]
+        assert compute.shape == (3, 2) and compute.attrs["units"] == "s"
+        assert [list(dim.keys()) for dim in compute.dims] == [["step"], ["rank"]]
+        assert file["steps/rank"][...].tolist() == [0, 1]
+        assert file[file.attrs["default"]].attrs["signal"] == "loss"
+
+
+def test_resume_drops_later_rows_and_takes_another_world(tmp_path, rng):
+    path = tmp_path / "metrics.h5"
+    first = write(path, rng, range(1, 11), 2)
+    with MetricsWriter(path, 4, 6) as writer:
+        second = [row(rng, step, 4) for step in (7, 8)]
+        for one in second:
+            writer.append(**one)
+        writer.evaluation(8, 1.5)
+    third = write(path, rng, (9,), 1, 8)
+    metrics = read(path)
+    assert metrics.steps["step"].tolist() == list(range(1, 10))
+    assert metrics.steps["session"].tolist() == [0] * 6 + [1, 1, 2]
+    assert metrics.steps["world"].tolist() == [2] * 6 + [4, 4, 1]
+    compute = metrics.steps["compute_s"]
+    assert compute.shape == (9, 4)
+    assert np.isnan(compute[:6, 2:]).all() and np.isnan(compute[8, 1:]).all()
+    expected = [one["compute_s"] for one in first[:6] + second + third]
+    for found, one in zip(compute, expected, strict=True):
+        assert (found[: one.size] == one).all()
+    write(path, rng, (), 1, 7)
+    assert read(path).evaluations["step"].size == 0
+
+
+def test_another_run_and_foreign_files_are_refused(tmp_path, rng):
+    path = tmp_path / "metrics.h5"
+    write(path, rng, (1,), 1)
+    with pytest.raises(StorageError, match="another run"):
+        MetricsWriter(path, 1)
+    path.write_bytes(b"something else")
+    for call in (lambda: MetricsWriter(path, 1, 1), lambda: read(path)):
+        with pytest.raises(StorageError, match="cannot be read as HDF5"):
+            call()
+    assert path.read_bytes() == b"something else"
+
+
+def test_resume_without_a_file_begins_one(tmp_path, rng):
+    write(tmp_path / "metrics.h5", rng, (6,), 1, 5)
+    assert read(tmp_path / "metrics.h5").steps["step"].tolist() == [6]
+
+
+def fill(writer, rng):
+    """Append until the disk is full; return the last step that was flushed before."""
+    for step in range(1, 100_000):
+        writer.append(**row(rng, step, 64))
+        writer.flush()
+    raise AssertionError("the disk never filled up")
+
+
+def full_disk(path, rng):
+    writer = MetricsWriter(path, 64)
+    with pytest.raises(StorageError, match="cannot be written") as caught:
+        fill(writer, rng)
+    assert caught.value.exit_code == 74
+    metrics = read(path)
+    written = len(metrics.steps["step"])
+    assert written > 3 and metrics.steps["step"].tolist() == list(range(1, written + 1))
+    assert np.isfinite(metrics.steps["compute_s"]).all()
+    writer.close()  # nothing left to lose, nothing raised
+    return written
+
+
+def test_full_disk_keeps_the_rows(tmp_path, rng):
+    path = tmp_path / "metrics.h5"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, limits[1]))
+    try:
+        written = full_disk(path, rng)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    write(path, rng, (written + 1,), 64, written)  # space again: the run goes on
+    assert len(read(path).steps["step"]) == written + 1
+
+
+def test_full_file_system_keeps_the_rows(tmp_path, rng):
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=False).returncode:
+        pytest.skip("only root, where mounting is allowed, can make a small file system")
+    try:
+        full_disk(tmp_path / "metrics.h5", rng)
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+WRITER = """
+import sys, numpy as np
+from hpcdist.telemetry.metrics import MetricsWriter
+with MetricsWriter(sys.argv[1], 8) as writer:
+    for step in range(1, 10**6):
+        one = np.full(8, float(step))
+        writer.append(step=step, loss=step, learning_rate=0, tokens=1, compute_s=one, communication_s=one,
+                      update_s=one, sent_bytes=one)
+        writer.flush()
+        print(step, flush=True)
+"""
+
+
+def test_killed_writer_and_reader_beside_it(tmp_path, rng):
+    for number in range(3):
+        path = tmp_path / f"{number}.h5"
+        with subprocess.Popen([sys.executable, "-c", WRITER, path], stdout=subprocess.PIPE, text=True) as process:
+            process.stdout.readline()
+            until = time.monotonic() + 0.2 + 0.2 * rng.random()
+            while time.monotonic() < until:
+                read(path)
+            process.send_signal(signal.SIGKILL)
+            flushed = 1 + len(process.stdout.readlines())
+        steps = read(path).steps
+        assert flushed - 1 <= len(steps["step"]) <= flushed + 1
+        assert (steps["step"] == np.arange(1, len(steps["step"]) + 1)).all()
+        write(path, rng, (len(steps["step"]) + 1,), 8, len(steps["step"]))
+
+
+def test_summary(tmp_path):
+    path = tmp_path / "metrics.h5"
+    with MetricsWriter(path, 2) as writer:
+        for step, slow in enumerate([50.0, 1.0, 2.0, 3.0], start=1):
+            writer.append(
+                step=step,
+                loss=10.0 - step,
+                learning_rate=0.1,
+                tokens=60,
+                compute_s=np.array([slow, 2 * slow]),
+                communication_s=np.array([slow, 0.0]),
+                update_s=np.zeros(2),
+                sent_bytes=np.array([np.nan, 8.0 * step]),
+            )
+        writer.evaluation(4, 1.25)
+    result = summarise(read(path), last=2)
+    assert result["steps"] == 4 and result["world"] == 2
+    assert result["train_loss"] == 6.5 and result["val_loss"] == 1.25
+    assert result["step_s_median"] == 4.0  # 2, 4, 6: the first step is left out
+    assert result["tokens_per_s"] == 180 / 12
+    assert result["comm_fraction"] == 0.25 and result["compute_fraction"] == 0.75
+    assert result["bytes_sent_per_step"] == 20.0
+    assert result["slowest_rank"] == 1 and result["imbalance"] == pytest.approx(4 / 3)
+
+
+def test_summary_of_nothing_measured(tmp_path):
+    with MetricsWriter(tmp_path / "metrics.h5", 2):
+        pass
+    empty = summarise(read(tmp_path / "metrics.h5"))
+    assert empty.pop("steps") == 0 and empty.pop("world") == 0 and set(empty.values()) == {None}
+    nothing = np.full(2, np.nan)
+    with MetricsWriter(tmp_path / "metrics.h5", 2, 0) as writer:
+        for step in (1, 2):
+            writer.append(
+                step=step,
+                loss=float("nan"),
+                learning_rate=0.0,
+                tokens=1,
+                compute_s=nothing,
+                communication_s=nothing,
+                update_s=nothing,
+                sent_bytes=nothing,
+            )
+    unknown = summarise(read(tmp_path / "metrics.h5"))
+    assert unknown.pop("steps") == 2 and unknown.pop("world") == 2 and set(unknown.values()) == {None}

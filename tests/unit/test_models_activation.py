@@ -1,0 +1,54 @@
+"""GELU and ReLU against their plain float64 formulas."""
+
+import numpy as np
+import pytest
+
+from hpcdist.models import activation
+from hpcdist.models.activation import BLOCK, LocalActivation
+from hpcdist.models.arena import Arena
+
+TOLERANCE = {"float32": 1e-6, "float64": 1e-14}
+
+
+def _gelu(x):
+    inner = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+    t = np.tanh(inner)
+    slope = 0.5 * (1 + t) + 0.5 * x * (1 - t**2) * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
+    return 0.5 * x * (1 + t), slope
+
+
+def _relu(x):
+    return np.maximum(x, 0), (x > 0).astype(float)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("kind", ["gelu", "relu"])
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 7), (BLOCK + 1,), (3, BLOCK)])
+@pytest.mark.parametrize("spread", [1.0, 30.0])
+def test_against_the_formula(kind, shape, dtype, spread, rng):
+    x, dy = (spread * rng.standard_normal(shape)).astype(dtype), rng.standard_normal(shape).astype(dtype)
+    y, slope = (_gelu if kind == "gelu" else _relu)(x.astype(np.float64))
+    saved, before = Arena().saved(0), dy.copy()
+    operation = LocalActivation()
+    got = operation.forward(x, kind, saved)
+    assert np.abs(got - y).max() <= TOLERANCE[dtype] * (1 + np.abs(y).max())
+    dx = operation.backward(dy, saved)
+    assert np.abs(dx - dy * slope).max() <= 4 * TOLERANCE[dtype] * (1 + np.abs(dy).max())
+    assert (dy == before).all()
+
+
+def test_array_expressions_of_the_gpu_path(rng):
+    x, dy = rng.standard_normal((2, 4, 9))
+    y, slope = _gelu(x)
+    got = np.empty_like(x)
+    activation._gelu_device(x, got)
+    np.testing.assert_allclose(got, y, atol=1e-14)
+    activation._gelu_backward_device(x, dy)
+    np.testing.assert_allclose(x, dy * slope, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "relu"])
+def test_nan_stays_visible(kind, rng):
+    x = rng.standard_normal(100).astype(np.float32)
+    x[31] = np.nan
+    assert (np.isnan(LocalActivation().forward(x, kind, Arena().saved(0))) == np.isnan(x)).all()

@@ -1,0 +1,181 @@
+"""Whole models: gradients against finite differences, micro-batches, ties, initial values."""
+
+import numpy as np
+import pytest
+
+from hpcdist import models
+from hpcdist.arrays.store import FlatStore
+from hpcdist.errors import UsageError
+from hpcdist.models.arena import Arena
+from hpcdist.models.config import ModelConfig
+
+GPT = {"layers": 2, "hidden": 6, "heads": 2, "vocabulary": 7}
+CASES = {
+    "gpt": (ModelConfig(**GPT), {"context": 5}),
+    "gpt tied": (ModelConfig(**GPT, tied=True), {"context": 5}),
+    "gpt context 1, one head": (ModelConfig(layers=1, hidden=3, heads=1, vocabulary=4), {"context": 1}),
+    "mlp gelu": (ModelConfig(kind="mlp", layers=2, hidden=7), {"features": 5, "classes": 4}),
+    "mlp relu": (ModelConfig(kind="mlp", layers=1, hidden=9, activation="relu"), {"features": 3, "classes": 2}),
+}
+
+
+class Run:
+    """A model with its stores, and the gradient of the summed loss by the model's own backward."""
+
+    def __init__(self, model, rng):
+        self.model = model
+        self.store, self.gradient = (FlatStore(model.layout, model.dtype) for _ in range(2))
+        for segment in model.layout.segments:  # larger than initial values, so that every path matters
+            self.store.view(segment.key)[...] = rng.standard_normal(segment.spec.shape) * 0.5
+        self.parameters, self.into = model.bind(self.store), model.bind_gradients(self.gradient)
+        self.arena = Arena()
+
+    def backward(self, batches, scale=1.0):
+        """Return the loss of several micro-batches; the gradient is left in its store."""
+        for stage in self.into:
+            stage.begin_step()
+        total = 0.0
+        for number, (x, targets) in enumerate(batches):
+            logits = self.model.forward(self.parameters, x, self.arena, number)
+            saved = self.arena.saved(self.model.stages[-1].layer, number)
+            total += self.model.loss.forward(logits, targets, self.model.operations, saved)
+            self.model.backward(self.parameters, self.into, scale, self.arena, number)
+        for stage in self.into:
+            stage.finish()
+        return total
+
+
+def _batch(config, inputs, batch, rng):
+    if config.kind == "gpt":
+        tokens = rng.integers(0, config.vocabulary, (batch, inputs["context"] + 1)).astype(np.uint8)
+        return tokens[:, :-1], tokens[:, 1:]
+    return rng.standard_normal((batch, inputs["features"])), rng.integers(0, inputs["classes"], batch)
+
+
+@pytest.fixture(params=CASES)
+def case(request, rng):
+    config, inputs = CASES[request.param]
+    return Run(models.build(config, "float64", **inputs), rng), _batch(config, inputs, 3, rng)
+
+
+def test_every_gradient_against_finite_differences(case):
+    run, batch = case
+    run.gradient.array[...] = np.nan  # the first write of a step overwrites
+    for segment in run.model.layout.segments:
+        run.gradient.view(segment.key)[...] = np.nan
+    run.backward([batch], scale=0.25)
+    step = 1e-6
+    for segment in run.model.layout.segments:
+        flat, got = run.store.range(segment.range), run.gradient.range(segment.range)
+        want = np.empty_like(flat)
+        for i, value in enumerate(flat.copy()):
+            losses = []
+            for sign in (1, -1):
+                flat[i] = value + sign * step
+                losses.append(run.model.evaluate(run.parameters, *batch, run.arena))
+            flat[i] = value
+            want[i] = 0.25 * (losses[0] - losses[1]) / (2 * step)
+        assert np.linalg.norm(got - want) <= 1e-7 * (1 + np.linalg.norm(want)), segment.key
+
+
+def test_micro_batches_add_up_to_the_batch(case):
+    run, (x, targets) = case
+    whole = run.backward([(x, targets)])
+    want = run.gradient.array.copy()
+    parts = run.backward([(x[:1], targets[:1]), (x[1:], targets[1:])])
+    assert parts == pytest.approx(whole, rel=1e-13)
+    assert np.linalg.norm(run.gradient.array - want) <= 1e-13 * np.linalg.norm(want)
+
+
+def test_a_second_step_repeats_the_first_to_the_bit(case):
+    run, batch = case
+    loss = run.backward([batch])
+    want = run.gradient.array.copy()
+    assert run.backward([batch]) == loss and (run.gradient.array == want).all()
+
+
+def test_forward_of_all_micro_batches_before_the_backward_of_any(rng):
+    config, inputs = CASES["gpt tied"]
+    run = Run(models.build(config, "float64", **inputs), rng)
+    batches = [_batch(config, inputs, size, rng) for size in (2, 1)]
+    run.backward(batches)
+    want = run.gradient.array.copy()
+    for stage in run.into:
+        stage.begin_step()
+    for number, (x, targets) in enumerate(batches):
+        logits = run.model.forward(run.parameters, x, run.arena, number)
+        saved = run.arena.saved(run.model.stages[-1].layer, number)
+        run.model.loss.forward(logits, targets, run.model.operations, saved)
+    for number in range(len(batches)):
+        run.model.backward(run.parameters, run.into, 1.0, run.arena, number)
+    assert (run.gradient.array == want).all()
+
+
+def test_tensors_that_no_backward_wrote_are_zeroed(rng):
+    config, inputs = CASES["gpt"]
+    run = Run(models.build(config, "float64", **inputs), rng)
+    run.gradient.array[...] = 5
+    for stage in run.into:
+        stage.begin_step()
+    for stage in run.into:
+        stage.finish()
+    assert all((run.gradient.view(segment.key) == 0).all() for segment in run.model.layout.segments)
+
+
+def test_integer_features_become_fractions(rng):
+    run = Run(models.build(ModelConfig(kind="mlp", layers=1), "float64", features=6, classes=3), rng)
+    x = rng.integers(0, 256, (4, 6)).astype(np.uint8)
+    fractions = run.model.logits(run.parameters, x / 255, run.arena)
+    np.testing.assert_allclose(run.model.logits(run.parameters, x, run.arena), fractions, rtol=1e-12)
+
+
+def test_tied_head_owns_no_tensor():
+    tied, untied = (models.build(ModelConfig(**GPT, tied=tied), context=5) for tied in (True, False))
+    assert set(untied.layout.by_key) - set(tied.layout.by_key) == {"3.head.weight"}
+    store = FlatStore(tied.layout, tied.dtype)
+    bound = tied.bind(store)
+    assert bound[-1]["head.weight"].ctypes.data == bound[0]["tokens.weight"].ctypes.data
+
+
+def test_logits_for_any_context_and_causal(rng):
+    config, inputs = CASES["gpt"]
+    run = Run(models.build(config, "float64", **inputs), rng)
+    tokens = rng.integers(0, config.vocabulary, (2, 5)).astype(np.uint16)
+    whole = run.model.logits(run.parameters, tokens, run.arena)
+    assert whole.shape == (2, 5, config.vocabulary)
+    for context in range(1, 5):
+        part = run.model.logits(run.parameters, tokens[:, :context], run.arena)
+        np.testing.assert_allclose(part, whole[:, :context], rtol=1e-10)
+    with pytest.raises(UsageError, match="got 6 tokens of context, the model has 5"):
+        run.model.logits(run.parameters, np.zeros((1, 6), np.uint8), run.arena)
+
+
+def test_initial_values():
+    config = ModelConfig(layers=8, hidden=64, heads=2)
+    model = models.build(config, "float32", context=32)
+    store, other = FlatStore(model.layout, model.dtype), FlatStore(model.layout, model.dtype)
+    model.initialise(store, 3)
+    model.initialise(other, 3)
+    assert (store.array == other.array).all()
+    model.initialise(other, 4)
+    deviations = {"tokens.weight": 0.02, "qkv.weight": 0.02, "up.weight": 0.02, "head.weight": 0.02}
+    deviations |= {"projection.weight": 0.005, "down.weight": 0.005}
+    for segment in model.layout.segments:
+        values = store.view(segment.key)
+        if segment.spec.name.endswith(".scale"):
+            assert (values == 1).all()
+        elif segment.spec.name.endswith(".bias"):
+            assert (values == 0).all()
+        else:
+            assert segment.spec.adapted and not (values == other.view(segment.key)).any()
+            assert values.std() == pytest.approx(deviations.get(segment.spec.name, 0.02), rel=0.1)
+    assert not (store.view("1.qkv.weight") == store.view("2.qkv.weight")).any()
+
+
+def test_initial_loss_is_that_of_guessing(rng):
+    model = models.build(ModelConfig(), "float32", context=16)
+    store = FlatStore(model.layout, model.dtype)
+    model.initialise(store, 0)
+    tokens = rng.integers(0, 256, (8, 17)).astype(np.uint8)
+    loss = model.evaluate(model.bind(store), tokens[:, :-1], tokens[:, 1:], Arena()) / (8 * 16)
+    assert loss == pytest.approx(np.log(256), abs=0.1)

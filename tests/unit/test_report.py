@@ -1,0 +1,115 @@
+"""Reports: text, JSON and a picture of a run directory."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from hpcdist.cli.report import report as command
+from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
+from hpcdist.telemetry import report
+from hpcdist.telemetry.metrics import MetricsWriter
+from hpcdist.telemetry.provenance import git_commit, provenance
+
+
+@pytest.fixture
+def run_dir(tmp_path, rng):
+    attributes = {"unigram_nats": 3.1, "bigram_nats": 2.48, "trigram_nats": 1.92, "strategy": "allreduce"}
+    with MetricsWriter(tmp_path / "metrics.h5", 2, attributes=attributes) as writer:
+        for step in range(1, 61):
+            times = rng.random((3, 2)) + 0.1
+            writer.append(
+                step=step,
+                loss=5.0 / step**0.5,
+                learning_rate=0.01,
+                tokens=512,
+                compute_s=times[0],
+                communication_s=times[1],
+                update_s=times[2],
+                sent_bytes=np.full(2, 4096.0 if step > 1 else np.nan),
+            )
+        writer.evaluation(30, 2.5)
+        writer.evaluation(60, 1.5)
+    return tmp_path
+
+
+def test_text(run_dir):
+    said = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
+    for expected in ("60 on 2 ranks", "validation 1.5000", "trigram 1.9200", "4,096 bytes a step", "communication"):
+        assert expected in said
+    rows = said.splitlines()[said.splitlines().index("    step     loss  learning rate") + 1 :]
+    assert len(rows) == report.CURVE_ROWS and rows[-1].split()[0] == "60"
+    mean = np.mean([5.0 / step**0.5 for step in range(56, 61)])
+    assert float(rows[-1].split()[1]) == pytest.approx(mean, abs=1e-4)
+
+
+def test_json(run_dir):
+    said = CliRunner().invoke(command, [str(run_dir), "--json"], catch_exceptions=False).output
+    figures = json.loads(said)
+    assert figures["steps"] == 60 and figures["val_loss"] == 1.5 and figures["strategy"] == "allreduce"
+    assert figures["bytes_sent_per_step"] == 4096 and figures["run_dir"] == str(run_dir)
+
+
+@pytest.mark.parametrize("ending", ("png", "pdf", "svg"))
+def test_plot(run_dir, ending):
+    pytest.importorskip("matplotlib")
+    picture = run_dir / f"loss.{ending}"
+    CliRunner().invoke(command, [str(run_dir), "--plot", str(picture)], catch_exceptions=False)
+    assert picture.stat().st_size > 5000
+    if ending == "svg":
+        assert "trigram entropy 1.92" in picture.read_text()
+
+
+def test_plot_fails_clearly(run_dir, monkeypatch):
+    found = report.report(run_dir)
+    with pytest.raises(UsageError, match="not supported"):
+        report.plot(found, run_dir / "loss.nonsense")
+    with pytest.raises(StorageError, match="cannot be written"):
+        report.plot(found, run_dir / "missing/loss.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingCapabilityError, match="analysis"):
+        report.plot(found, run_dir / "loss.png")
+
+
+def test_no_metrics_and_no_steps(tmp_path):
+    with pytest.raises(StorageError, match="holds no metrics.h5"):
+        report.report(tmp_path)
+    with MetricsWriter(tmp_path / "metrics.h5", 2):
+        pass
+    found = report.report(tmp_path)
+    assert "no step was completed" in report.text(found)
+    assert json.dumps(report.jsonable(found), allow_nan=False)
+    with pytest.raises(UsageError, match="nothing to plot"):
+        report.plot(found, tmp_path / "loss.png")
+
+
+def test_help_loads_nothing_heavy():
+    code = "import sys, hpcdist.cli.report; assert not {'h5py', 'numpy', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_provenance(tmp_path):
+    found = provenance(mpi_library="Open MPI 5", hosts=["a", "b"], environment={"SLURM_JOB_ID": "7"})
+    assert found["hosts"] == "a,b" and found["slurm_job_id"] == "7" and found["mpi_library"] == "Open MPI 5"
+    assert all(isinstance(value, str) and value for value in found.values())
+    assert "hosts" not in provenance(hosts=["a"], anonymous=True)
+
+
+def test_commit_of_clone_and_of_a_package_in_another_repository(tmp_path):
+    package = tmp_path / "hpcdist"
+    package.mkdir()
+    assert git_commit(package).startswith("unknown")
+    (package / "file").write_text("a")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "m"]):
+        subprocess.run(git + arguments, check=True)
+    commit = git_commit(package)
+    assert len(commit) == 40
+    (package / "file").write_text("b")
+    assert git_commit(package) == commit + "+changes"
+    inner = package / "site-packages/hpcdist"
+    inner.mkdir(parents=True)
+    assert git_commit(inner) == "unknown: installed, not a clone"

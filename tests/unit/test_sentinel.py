@@ -1,0 +1,48 @@
+"""The sentinel finds what silently differs, and says where."""
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import DivergenceError
+from hpcdist.strategies.sentinel import check_replicas
+
+LAYOUT = Layout.of([TensorSpec(0, "tokens", (10, 4)), TensorSpec(1, "weight", (50,)), TensorSpec(2, "bias", (3,))])
+
+
+@pytest.mark.parametrize("algorithm", ["native", "recursive_doubling"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_equal_replicas_pass(size: int, algorithm: str) -> None:
+    def body(comm: Communicator) -> None:
+        store = FlatStore(LAYOUT, np.float32)
+        store.array[...] = np.arange(LAYOUT.size)
+        check_replicas(comm, store, 5, algorithm)
+
+    run_threads(size, body)
+
+
+def test_one_flipped_bit_names_tensor_and_rank_everywhere() -> None:
+    def body(comm: Communicator) -> str:
+        store = FlatStore(LAYOUT, np.float32)
+        if comm.rank == 2:
+            store.view("1.weight").view(np.uint32)[7] ^= 1  # a denormal instead of 0
+            store.view("2.bias")[0] = 1.0
+        with pytest.raises(DivergenceError) as caught:
+            check_replicas(comm, store, 40)
+        return str(caught.value)
+
+    for text in run_threads(4, body):
+        assert "step 40" in text and "1.weight" in text and "rank(s) [2]" in text and "2.bias" not in text
+
+
+def test_a_difference_in_the_padding_is_found_too() -> None:
+    def body(comm: Communicator) -> None:
+        store = FlatStore(LAYOUT, np.float64)
+        store.array[41] = comm.rank
+        with pytest.raises(DivergenceError, match="padding"):
+            check_replicas(comm, store, 1)
+
+    run_threads(2, body)
