@@ -1,6 +1,6 @@
-"""Cost of the flight recorder: microseconds per begin and end, call site included, through frames as deep as a run's.
+"""Cost of the flight recorder: microseconds per begin and end, call site included, bare and below an operation.
 
-    python benchmarks/recorder.py [events] [directory]
+Run as ``python benchmarks/recorder.py [events] [directory]``; nothing else should run on the core.
 """
 
 import statistics

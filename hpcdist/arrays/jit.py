@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from hpcdist.errors import MissingCapabilityError
 
@@ -42,7 +42,7 @@ def _prepare_cache() -> None:
 class Kernel:
     """A function that is compiled for the types of its arguments when it is first called with them."""
 
-    def __init__(self, function: Callable[..., Any], fastmath: bool) -> None:
+    def __init__(self, function: Callable[..., Any], fastmath: bool | set[str]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self.fastmath = fastmath
@@ -76,8 +76,18 @@ class Kernel:
         self._samples.append(arguments)
 
 
-def jit(function: Callable[..., Any] | None = None, *, fastmath: bool = False) -> Any:
-    """Decorate a scalar-loop function: ``@jit`` or ``@jit(fastmath=True)``. The GIL is released while it runs."""
+FastMath = bool | set[str]  # all of LLVM's liberties, or those named
+
+
+@overload
+def jit(function: Callable[..., Any]) -> Kernel: ...
+@overload
+def jit(*, fastmath: FastMath = False) -> Callable[[Callable[..., Any]], Kernel]: ...
+def jit(function: Callable[..., Any] | None = None, *, fastmath: FastMath = False) -> Any:
+    """Decorate a scalar-loop function: ``@jit`` or ``@jit(fastmath=True)``. The GIL is released while it runs.
+
+    Full ``fastmath`` lets the compiler assume that there is no NaN; name the flags where one must stay visible.
+    """
     if function is None:
         return lambda inner: Kernel(inner, fastmath)
     return Kernel(function, fastmath)

@@ -79,7 +79,7 @@ def block_digests(data: np.ndarray) -> tuple[str, ...]:
     """Return the digests of the blocks of a contiguous 1-D array."""
     if not data.size:
         return ()
-    view = memoryview(data.view(np.uint8))
+    view = data.view(np.uint8).data
     starts = range(0, len(view), BLOCK_BYTES)
     return tuple(xxhash.xxh3_128_hexdigest(view[start : start + BLOCK_BYTES]) for start in starts)
 

@@ -80,9 +80,7 @@ def _commit(directory: Path, step: int, scalars: dict[str, Any], keep: int, outc
     return ""
 
 
-def _write_shard(
-    temporary: Path, step: int, pieces: Sequence[Piece], rank: int
-) -> tuple[dict[str, int], list[Entry]]:
+def _write_shard(temporary: Path, step: int, pieces: Sequence[Piece], rank: int) -> tuple[dict[str, int], list[Entry]]:
     """Write this rank's shard; return its size by name, and its entries."""
     name = f"shard-{rank:05d}.h5"
     datasets: dict[str, np.ndarray] = {}

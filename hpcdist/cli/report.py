@@ -8,7 +8,9 @@ import click
 
 @click.command("report")
 @click.argument("run_dir", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the curves into FILE (.png, .pdf, ...).")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the curves into this file (.png, .pdf)."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
 def report(run_dir: Path, plot: Path | None, as_json: bool) -> None:
     """Show loss, times and bytes of the training in RUN_DIR, which may be under way."""

@@ -23,6 +23,7 @@ from hpcdist.errors import FAILURE, INTERRUPTED, CommunicationError, HpcdistErro
 
 FAILURE_DIR: Final = "HPCDIST_FAILURE_DIR"  # set by `hpcdist run`, which shows the first failure last
 PRECEDENCE_S: Final = 1.0  # head start of the rank that failed first over those that failed because of it
+DRAIN_S: Final = 0.2  # launchers forward stderr through pipes, and drop what is in them when told to abort
 ABORT_S: Final = 3.0  # after this the process leaves by itself, whatever the MPI library is doing
 STDERR: Final = 2  # the descriptor: sys.stderr may be somebody's object without one
 
@@ -117,19 +118,20 @@ def exit_code(error: BaseException) -> int:
 
 
 def fail(error: BaseException, thread: str | None = None) -> NoReturn:
-    """Show ``error`` as this rank's and end the job with its exit code. The first failing thread wins; never returns."""
+    """Show ``error`` as this rank's and end the job with its exit code; the first failing thread wins (local)."""
     assert _installed is not None, "install comes first"
     state = _installed
     state.failing.acquire()  # never released: the process ends here
     code = exit_code(error) or FAILURE
     # Neither a failure in here nor an abort that waits for a lock of the failed thread may keep the process alive.
-    timer = threading.Timer(PRECEDENCE_S + ABORT_S, os._exit, (code,))
+    timer = threading.Timer(PRECEDENCE_S + DRAIN_S + ABORT_S, os._exit, (code,))
     timer.daemon = True
     timer.start()
     try:
         _report(state, error, code, thread)
+        time.sleep(DRAIN_S)
         state.abort(code)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever it was, the job must end, with the code of the first error
         traceback.print_exc()
     os._exit(code)
 

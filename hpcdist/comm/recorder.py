@@ -26,9 +26,7 @@ _RECORD_WORDS: Final = layout.RECORD.size // 8
 
 
 def _sources(folder: str) -> frozenset[str]:
-    return frozenset(
-        os.path.join(folder, name) for name in (os.listdir(folder) if os.path.isdir(folder) else ()) if name.endswith(".py")
-    )
+    return frozenset(os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".py"))
 
 
 class Recorder:
@@ -60,8 +58,8 @@ class Recorder:
         self._put = layout.RECORD.pack_into  # bound once: a look-up less per event
         self.wall_ns, self.monotonic_ns = time.time_ns(), time.monotonic_ns()
         layout.HEADER.pack_into(
-            self._map, 0, layout.MAGIC, layout.VERSION, rank, world, os.getpid(), capacity, layout.start_ticks(os.getpid()),
-            self.wall_ns, self.monotonic_ns, os.uname().nodename.encode()[:64],
+            self._map, 0, layout.MAGIC, layout.VERSION, rank, world, os.getpid(), capacity,
+            layout.start_ticks(os.getpid()), self.wall_ns, self.monotonic_ns, os.uname().nodename.encode()[:64],
         )  # fmt: skip
         self.beat(0)
 
@@ -77,7 +75,7 @@ class Recorder:
                 os.close(descriptor)
         except OSError as error:
             raise StorageError(
-                f"the flight recorder needs {size} bytes at {path}: {error}; free space, or choose another --out directory"
+                f"the flight recorder needs {size} bytes at {path}: {error}; free space or choose another --out"
             ) from error
 
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
@@ -154,12 +152,13 @@ class Recorder:
     def note(self, kind: str, text: str) -> None:
         """Keep ``text``, at most 1 KiB of it, as this rank's state; kinds are `recordfile.KINDS`.
 
-        "stage" is replaced by the next; of the others the first stays, because what comes later follows from it.
+        Of the kinds that end a rank the first note stays, because what comes later follows from it; "frozen" and
+        "stage" are replaced by the next.
         """
         data = text.encode()[: layout.NOTE_BYTES - layout.NOTE.size]
         start = layout.NOTES + layout.KINDS.index(kind) * layout.NOTE_BYTES
         with self._lock:
-            if kind != "stage" and layout.NOTE.unpack_from(self._map, start)[0]:
+            if kind in layout.FINAL and layout.NOTE.unpack_from(self._map, start)[0]:
                 return
             self._map[start + layout.NOTE.size : start + layout.NOTE.size + len(data)] = data
             layout.NOTE.pack_into(self._map, start, time.monotonic_ns(), len(data))

@@ -37,7 +37,7 @@ class Watchdog:
         leave: Callable[[int], object] = os._exit,
     ) -> None:
         if not deadline_s > 0:
-            raise ConfigurationError(f"communication.deadline_s is {deadline_s}; it must be a positive number of seconds")
+            raise ConfigurationError(f"communication.deadline_s is {deadline_s}; it must be a positive time")
         self.recorder, self.deadline_s, self.first_step_factor = recorder, deadline_s, first_step_factor
         self.stacks = recorder.path.with_suffix(".stacks")
         self._leave = leave
@@ -53,6 +53,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to watch (local)."""
+        self._beat()  # a rank that is stopped before the thread first runs has promised to come again
         self._thread.start()
 
     def stop(self) -> None:
@@ -75,9 +76,10 @@ class Watchdog:
         next_look = last
         while not self._stopping.wait(self._interval_s):
             now = time.monotonic_ns()
-            self.recorder.beat(int(self._interval_s * NS))
             if now - last > (5 * self._interval_s + 1) * NS:
                 resumed = now  # the whole process was stopped (suspended job, debugger): the clocks start anew
+                self.recorder.note("frozen", f"was stopped for {(now - last) / NS:.1f} s")
+            self._beat()
             last = now
             overdue = [(start, token) for start, token in self.recorder.running() if self._late(now, start, resumed)]
             if overdue:
@@ -86,6 +88,9 @@ class Watchdog:
             if now >= next_look:
                 next_look = now + int(self._marker_interval_s * NS)
                 self._follow()
+
+    def _beat(self) -> None:
+        self.recorder.beat(int(self._interval_s * NS))
 
     def _late(self, now: int, start: int, resumed: int) -> bool:
         return now - max(start, resumed) > self.deadline_s * self._factor * NS
@@ -142,7 +147,8 @@ class Watchdog:
     def _dump(self, reason: str) -> None:
         """Append all stacks of this process to its file; what cannot be written goes to stderr."""
         try:
-            _dump_to(self.stacks, f"{datetime.now(UTC).isoformat(timespec='seconds')} rank {self.recorder.rank}: {reason}")
+            time_utc = datetime.now(UTC).isoformat(timespec="seconds")
+            _dump_to(self.stacks, f"{time_utc} rank {self.recorder.rank}: {reason}")
         except OSError as error:
             failfast.publish(self.recorder.rank, f"cannot write {self.stacks}: {error}", reason)
             faulthandler.dump_traceback(failfast.STDERR, all_threads=True)

@@ -65,7 +65,7 @@ def _check_schema(path: Path, file: h5py.File, schema: str | None, version: int 
         raise StorageError(f"{path}: a file of schema {found!r}, expected {schema!r}; is this the right directory?")
     number = int(file.attrs.get("schema_version", 0))
     if version is not None and number > version:
-        raise StorageError(f"{path}: {schema} version {number} is newer than version {version} known here; update hpcdist")
+        raise StorageError(f"{path}: {schema} version {number} is newer than the {version} known here; update hpcdist")
 
 
 @contextmanager
@@ -171,6 +171,6 @@ def _allocate(file: h5py.File, name: str, array: np.ndarray, attributes: Mapping
 def _write_bytes(overlay: Overlay, array: np.ndarray, offset: int) -> None:
     if not array.size:
         return
-    view = memoryview(array.reshape(-1).view(np.uint8))
+    view = array.reshape(-1).view(np.uint8).data
     for start in range(0, len(view), WRITE_BYTES):
         overlay.pwrite(view[start : start + WRITE_BYTES], offset + start)

@@ -40,6 +40,7 @@ class Overlay(io.RawIOBase):
         super().__init__()
         self._fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
         self._original = self._size = os.fstat(self._fd).st_size
+        self._valid = self._original  # bytes of the disk that still count: a truncation forgets what lay behind
         self._position = 0
         self._pages: dict[int, bytearray] = {}
 
@@ -75,9 +76,8 @@ class Overlay(io.RawIOBase):
         return page
 
     def _stored(self, number: int) -> bytes:
-        # Bytes beyond the original end are zero, even where a truncation was followed by an extension.
         start = number * PAGE_BYTES
-        return pread_all(self._fd, max(0, min(PAGE_BYTES, self._original - start)), start)
+        return pread_all(self._fd, max(0, min(PAGE_BYTES, self._valid - start)), start)
 
     def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]
         """Fill ``buffer`` from the position on."""
@@ -109,11 +109,19 @@ class Overlay(io.RawIOBase):
     def truncate(self, size: int | None = None) -> int:
         """Set the size of the file."""
         self._size = self._position if size is None else size
+        self._valid = min(self._valid, self._size)
+        number, inside = divmod(self._size, PAGE_BYTES)
+        for later in [page for page in self._pages if page > number]:
+            del self._pages[later]
+        if number in self._pages:
+            self._pages[number][inside:] = bytes(PAGE_BYTES - inside)
         return self._size
 
     def commit(self) -> None:
         """Bring the changes to the disk. Raises OSError; the file is then as it was before."""
         before = -(-self._original // PAGE_BYTES)  # pages from here on need new space
+        for number in range(self._valid // PAGE_BYTES, -(-min(self._original, self._size) // PAGE_BYTES)):
+            self._page(number)  # cut off and grown again: zero, whatever the disk holds
         try:
             if self._size > self._original:
                 os.ftruncate(self._fd, self._size)
@@ -130,7 +138,7 @@ class Overlay(io.RawIOBase):
         if self._size < self._original:
             os.ftruncate(self._fd, self._size)
         os.fsync(self._fd)
-        self._original = self._size
+        self._original = self._valid = self._size
         self._pages.clear()
 
     def _put(self, number: int) -> None:

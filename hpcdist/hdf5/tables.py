@@ -87,7 +87,7 @@ def _widen(scale: h5py.Dataset, width: int) -> None:
 
 
 def shorten(file: h5py.File, name: str, rows: int) -> None:
-    """Keep the first ``rows`` rows, or those that all columns have: a writer killed while it extended may leave fewer."""
+    """Keep the first ``rows`` rows, or those that all columns have: a killed writer may leave fewer of some."""
     columns = [file[name][column] for column in file[name].attrs["columns"]]
     for column in columns:
         column.resize(min(rows, *(other.shape[0] for other in columns)), axis=0)

@@ -15,7 +15,7 @@ BLOCK: Final = 16384  # elements: three blocks of float64 stay in a second-level
 
 
 class LocalActivation:
-    """ "gelu" or "relu" of contiguous arrays."""
+    """GELU or ReLU of contiguous arrays, by the kind "gelu" or "relu"."""
 
     def forward(self, x: Array, kind: str, saved: Saved, name: str = "activation") -> Array:
         """Return the function ``kind`` of x; x is kept and must stay unchanged until backward."""
@@ -44,7 +44,7 @@ class LocalActivation:
 
 
 def gelu(x: Array, y: Array) -> None:
-    """Write gelu(x) to y, both 1-D and contiguous."""
+    """Write the GELU of x to y, both 1-D and contiguous."""
     # numpy's own tanh is vector code (0.2 ns an element in float32), the one inside a numba loop a scalar call (28 ns):
     # so the loop is cut around it, in blocks that stay in cache.
     root, cubic = x.dtype.type(ROOT), x.dtype.type(CUBIC)

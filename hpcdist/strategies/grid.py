@@ -5,7 +5,6 @@ the most frequent, so its members should share a node), then context, then data,
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
@@ -63,8 +62,15 @@ class Axes:
         assert grid.size == comm.size
         self.grid, self.world = grid, comm
         self.place = grid.coordinates(comm.rank)
+        self._split: dict[str, Communicator] = {}
 
     def _along(self, axis: str) -> Communicator:
+        # No functools.cached_property: until Python 3.12 it holds a lock that all ranks of one process would share.
+        if axis not in self._split:
+            self._split[axis] = self._make(axis)
+        return self._split[axis]
+
+    def _make(self, axis: str) -> Communicator:
         color = 0
         for other in ORDER:
             if other != axis:
@@ -73,7 +79,7 @@ class Axes:
         assert comm is not None
         return comm
 
-    @cached_property
+    @property
     def data(self) -> Communicator:
         """Ranks that hold the same parameters and see different samples."""
         return self._along("data")

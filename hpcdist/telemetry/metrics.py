@@ -96,7 +96,7 @@ class MetricsWriter:
         sent_bytes: np.ndarray,
     ) -> None:
         """Take the row of a step; NaN is what was not measured. Written now and then, see `flush`."""
-        row = {"step": step, "session": self._session, "world": self.world, "loss": loss}
+        row: dict[str, Any] = {"step": step, "session": self._session, "world": self.world, "loss": loss}
         row |= {"learning_rate": learning_rate, "tokens": tokens}
         wide = zip(PER_RANK, (compute_s, communication_s, update_s, sent_bytes), strict=True)
         row |= {name: np.broadcast_to(np.asarray(values, np.float64), self.world).copy() for name, values in wide}
@@ -125,7 +125,7 @@ class MetricsWriter:
                         tables.extend(file, name, data)
 
     def describe(self, **attributes: Any) -> None:
-        """Set root attributes, as the closing ``val_loss``."""
+        """Set further root attributes: what was not yet known when the run began."""
         with files.edit(self.path, SCHEMA, VERSION) as file:
             file.attrs.update(attributes)
 

@@ -1,5 +1,6 @@
 """The report of a run directory: its figures as text or JSON, and its curves as a picture."""
 
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ def _curve(found: Metrics) -> list[str]:
     steps, loss = found.steps["step"], found.steps["loss"]
     ends = np.unique(np.linspace(0, len(steps), min(CURVE_ROWS, len(steps)) + 1).astype(int))
     lines = ["    step     loss  learning rate"]
-    for start, stop in zip(ends, ends[1:], strict=False):
+    for start, stop in itertools.pairwise(ends):
         rate = found.steps["learning_rate"][stop - 1]
         lines.append(f"{steps[stop - 1]:8d} {loss[start:stop].mean():8.4f} {rate:14.3g}")
     return lines

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hpcdist import checkpoint
+from hpcdist.checkpoint.restore import newest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
 from hpcdist.training import recipe as recipes
@@ -56,7 +56,7 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str) -> RunDirectory:
             )
         if resume == "never":
             raise UsageError(f"{path} holds this run already; add --resume auto to go on with it, or choose another --out")
-        return RunDirectory(path, checkpoint.newest(path / "checkpoints"))
+        return RunDirectory(path, newest(path))
     if path.exists() and not path.is_dir():
         raise StorageError(f"{path} is a file; --out must name a directory")
     if path.is_dir() and any(path.iterdir()):

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist import checkpoint
+from hpcdist.checkpoint.restore import newest
 from hpcdist.comm.start import Session, start, start_alone
 from hpcdist.errors import OK, StorageError, UsageError
+from hpcdist.telemetry.provenance import provenance
 from hpcdist.training import directory, entropy
 from hpcdist.training import recipe as recipes
 from hpcdist.training.evaluation import mean_validation_loss
@@ -52,7 +53,7 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool) -> None:
 def _attributes(session: Session, entropies: dict[str, float | None]) -> dict[str, float | str]:
     """Return what the metrics file says of its run beside the rows."""
     known = {f"{name}_nats": nats for name, nats in entropies.items() if nats is not None}
-    return {"mpi": session.library, **known}
+    return {**provenance(mpi_library=session.library), **known}
 
 
 def _introduce(
@@ -80,12 +81,12 @@ def reopen(path: Path, alone: bool = False) -> tuple[Session, Trainer]:
     """
     resolved = recipes.load_stored(path / directory.RECIPE_FILE)
     session = start_alone() if alone else start(resolved.run.device)
-    newest = checkpoint.newest(path / "checkpoints", session.comm)
-    if newest is None:
+    found = newest(path, session.comm)
+    if found is None:
         raise StorageError(f"{path} holds no valid checkpoint; train it first (a run saves one at its end)")
     # Any number of ranks may look at a run: the degrees of its grid do not bind them.
     free = dataclasses.replace(resolved, parallel=dataclasses.replace(resolved.parallel, data=0))
-    return session, assemble(session, free, newest)
+    return session, assemble(session, free, found)
 
 
 def evaluate(trainer: Trainer) -> dict[str, Any]:

@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist import checkpoint, models
+from hpcdist import models
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.restore import restore
+from hpcdist.checkpoint.save import save
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.start import Session
 from hpcdist.models.arena import Arena
@@ -71,13 +74,13 @@ class Trainer:
 
     def save(self, directory: Path, steps: int) -> Path:
         """Write the checkpoint after ``steps`` steps. Collective."""
-        return checkpoint.save(
+        return save(
             directory, steps, self.exchange.pieces(), self.scalars(steps), self.comm, self.recipe.checkpoint.keep
         )
 
     def restore(self, path: Path) -> None:
         """Take back the state in ``path``, written by any number of ranks (local)."""
-        self.resumed = checkpoint.restore(path, self.exchange.pieces_of(self.whole))
+        self.resumed = restore(path, self.exchange.pieces_of(self.whole))
         self.optimizer.restore(self.resumed["optimizer"])
         self.first_step = int(self.resumed["steps"])
 
@@ -102,7 +105,7 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
     )
     algorithm = recipe.communication.algorithm
     if algorithm == "auto":
-        algorithm = checkpoint.scalars(resume_from)["algorithm"] if resume_from else AUTO
+        algorithm = manifest.load(resume_from).scalars["algorithm"] if resume_from else AUTO
     exchange = AllreduceExchange(
         axis,
         parameters,

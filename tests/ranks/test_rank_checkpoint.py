@@ -10,6 +10,7 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.restore import newest, restore
 from hpcdist.checkpoint.save import save
 from hpcdist.errors import StorageError
@@ -60,10 +61,10 @@ def test_a_damaged_shard_is_found_by_all(comm, rng, shared_dir):
     good = save(f"{shared_dir}/checkpoints", 1, mine, {}, comm)
     bad = save(f"{shared_dir}/checkpoints", 2, mine, {}, comm)
     if comm.rank == comm.size - 1:
-        shard = bad / f"shard-{comm.rank:05d}.h5"
-        data = bytearray(shard.read_bytes())
-        data[-1] ^= 1
-        shard.write_bytes(data)
+        entry = next(e for e in manifest.load(bad).pieces if e.file == f"shard-{comm.rank:05d}.h5")
+        data = bytearray((bad / entry.file).read_bytes())
+        data[entry.offset + entry.nbytes - 1] ^= 1
+        (bad / entry.file).write_bytes(data)
     comm.barrier()
     assert newest(shared_dir, comm) == good
 

@@ -201,6 +201,19 @@ def test_every_flipped_byte_of_the_data_is_noticed(tmp_path, rng):
     restore(path, pieces_of(into, "parameters", WHOLE))
 
 
+def test_a_damaged_manifest_is_told_never_believed(tmp_path, rng):
+    path = save_on(2, tmp_path, 1, {"parameters": filled(rng)})
+    good, text = manifest.load(path), (path / "manifest.json").read_bytes()
+    for _ in range(200):
+        damaged = bytearray(text)
+        damaged[rng.integers(len(text))] ^= 1 << int(rng.integers(8))
+        (path / "manifest.json").write_bytes(damaged)
+        try:
+            assert manifest.load(path) == good
+        except StorageError:
+            assert newest(tmp_path) is None
+
+
 def test_newest_of_nothing(tmp_path):
     assert newest(tmp_path) is None
     (tmp_path / "checkpoints").mkdir()
@@ -260,7 +273,7 @@ def crash_at(count, directory, step, store, keep):
             setattr(os, name, dying(getattr(os, name)))
         save(directory / "checkpoints", step, pieces_of(store, "parameters", WHOLE), {"step": step}, solo(), keep)
         os._exit(0)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the child must not return into pytest
         sys.excepthook(*sys.exc_info())
         os._exit(1)
 

@@ -53,6 +53,7 @@ def test_resume_drops_later_rows_and_takes_another_world(tmp_path, rng):
     path = tmp_path / "metrics.h5"
     first = write(path, rng, range(1, 11), 2)
     with MetricsWriter(path, 4, 6) as writer:
+        writer.describe(strategy="allreduce")
         second = [row(rng, step, 4) for step in (7, 8)]
         for one in second:
             writer.append(**one)
@@ -61,6 +62,7 @@ def test_resume_drops_later_rows_and_takes_another_world(tmp_path, rng):
     metrics = read(path)
     assert metrics.steps["step"].tolist() == list(range(1, 10))
     assert metrics.steps["session"].tolist() == [0] * 6 + [1, 1, 2]
+    assert metrics.attributes["strategy"] == "allreduce" and metrics.attributes["sessions"] == 3
     assert metrics.steps["world"].tolist() == [2] * 6 + [4, 4, 1]
     compute = metrics.steps["compute_s"]
     assert compute.shape == (9, 4)
@@ -123,7 +125,8 @@ def test_full_disk_keeps_the_rows(tmp_path, rng):
 
 
 def test_full_file_system_keeps_the_rows(tmp_path, rng):
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], check=False).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(mount, check=False).returncode:
         pytest.skip("only root, where mounting is allowed, can make a small file system")
     try:
         full_disk(tmp_path / "metrics.h5", rng)

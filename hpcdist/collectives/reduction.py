@@ -1,0 +1,69 @@
+"""The elementwise step of every reduction: a ufunc of the library that owns the buffer, numpy or cupy.
+
+All algorithms hand it the operands in an order that does not depend on who computes, so that ranks which compute the
+same element get the same bits, signed zeros and NaN included.
+"""
+
+from collections.abc import Callable
+from typing import Final, Protocol, TypeAlias
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array, namespace
+from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_16bit_float, is_supported, name_of
+from hpcdist.comm.communicator import REDUCTIONS, Communicator
+from hpcdist.errors import BufferHandoverError, UsageError
+
+Combine: TypeAlias = Callable[[Array, Array, Array], object]  # (left, right, out), all of one shape; out may be either
+
+_UFUNCS: Final = {"sum": "add", "max": "maximum", "min": "minimum"}
+assert tuple(_UFUNCS) == REDUCTIONS
+
+
+class AllreduceFunction(Protocol):
+    """An algorithm: reduces ``buffer`` in place to the same bits on every rank. Collective over ``comm``."""
+
+    def __call__(self, comm: Communicator, buffer: Array, op: str = "sum") -> None:
+        """Reduce ``buffer`` by ``op``."""
+        ...
+
+
+def combiner(buffer: Array, op: str) -> Combine:
+    """Return the ufunc of ``op`` for ``buffer``, which must be one that can be reduced as it is.
+
+    Raises UsageError for an unknown op, BufferHandoverError for a buffer that cannot be sent or would round at every
+    partial sum (16-bit floats).
+    """
+    check_buffer(buffer)
+    if is_16bit_float(buffer.dtype):
+        raise BufferHandoverError(
+            f"{name_of(buffer.dtype)} would be rounded at every partial sum; "
+            "call hpcdist.collectives.allreduce, which sums in float32 and rounds once"
+        )
+    return ufunc(buffer, op)
+
+
+def ufunc(buffer: Array, op: str) -> Combine:
+    """Return the ufunc called ``op`` of the library of ``buffer``. Raises UsageError."""
+    if op not in _UFUNCS:
+        raise UsageError(f"reduction {op!r} is unknown; choose one of {', '.join(_UFUNCS)}")
+    found: Combine = getattr(namespace(buffer), _UFUNCS[op])
+    return found
+
+
+def check_buffer(buffer: Array) -> None:
+    """Raise BufferHandoverError unless ``buffer`` is 1-D, contiguous, writable and of a supported dtype (local).
+
+    The hand-over of a message checks the same; here it is checked whole and on any number of ranks, one included.
+    """
+    if buffer.ndim != 1 or not buffer.flags.c_contiguous:
+        raise BufferHandoverError(
+            f"a collective needs a 1-D contiguous buffer, got shape {buffer.shape} with strides {buffer.strides}; "
+            "pass np.ascontiguousarray(x).reshape(-1) and copy the result back"
+        )
+    if not is_supported(buffer.dtype):
+        raise BufferHandoverError(
+            f"dtype {buffer.dtype} cannot be reduced; choose one of {', '.join(FLOATS | INTEGERS)} in native byte order"
+        )
+    if isinstance(buffer, np.ndarray) and not buffer.flags.writeable:
+        raise BufferHandoverError("the buffer is read-only, and a collective works in place; pass a writable array")

@@ -1,0 +1,53 @@
+"""Scratch memory of the algorithms, kept from call to call.
+
+A fresh array in every step would be page-faulted in again and again, and caches of registered memory in the message
+layer are keyed by address. Each thread has its own, so that a collective may run beside another one.
+"""
+
+import threading
+
+import numpy as np
+
+from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ledger import Ledger
+
+
+class _Workspace(threading.local):
+    def __init__(self) -> None:
+        self.arrays: dict[tuple[str, str], Array] = {}  # (name, "cpu" or "gpu") -> bytes
+        self.ledger: Ledger | None = None
+
+
+_here = _Workspace()
+
+
+def scratch(name: str, size: int, dtype: np.dtype, like: Array) -> Array:
+    """Return ``size`` uninitialised elements where ``like`` lives; the next call of this name overwrites them (local).
+
+    Callers that may be active at once use different names.
+    """
+    nbytes = size * dtype.itemsize
+    key = (name, "gpu" if backend.is_device(like) else "cpu")
+    if key not in _here.arrays or _here.arrays[key].nbytes < nbytes:
+        _here.arrays.pop(key, None)  # not both at once
+        _here.arrays[key] = count(backend.empty(nbytes, np.dtype(np.uint8), key[1]))
+    return _here.arrays[key][:nbytes].view(dtype)
+
+
+def count(array: Array) -> Array:
+    """Enter ``array`` in this thread's ledger, if it has one, and return it (local)."""
+    return array if _here.ledger is None else _here.ledger.track(array, "communication")
+
+
+def account(ledger: Ledger | None) -> None:
+    """Count the scratch of this thread, held now or later, as "communication" of ``ledger``; None stops (local)."""
+    if ledger is not None and ledger is not _here.ledger:
+        for array in _here.arrays.values():
+            ledger.track(array, "communication")
+    _here.ledger = ledger
+
+
+def release() -> None:
+    """Drop the scratch of this thread (local)."""
+    _here.arrays.clear()

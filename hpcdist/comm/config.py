@@ -1,0 +1,54 @@
+"""The ``[communication]`` section of a recipe. Light: imports nothing but the errors."""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from hpcdist.errors import ConfigurationError
+
+ALGORITHMS: Final = (
+    "auto",
+    "native",
+    "ring",
+    "recursive_doubling",
+    "rabenseifner",
+    "node_shared",
+    "hierarchical",
+    "all_to_all",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicationConfig:
+    """How ranks exchange gradients.
+
+    ``algorithm`` is an allreduce by name, or ``auto``, which is resolved at the start of a run and kept in its
+    checkpoints. A bucket of gradients is sent once ``bucket_bytes`` of it are complete. A communication that takes
+    longer than ``deadline_s`` ends the job. ``ranks_per_node`` treats that many consecutive ranks as a node, to try
+    code for several nodes on one; 0 takes the nodes as they are found.
+    """
+
+    algorithm: str = "auto"
+    compression: str = "none"
+    bucket_bytes: int = 4 << 20
+    deadline_s: float = 300.0
+    ranks_per_node: int = 0
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ConfigurationError(
+                f"communication.algorithm = {self.algorithm!r}; choose one of {', '.join(ALGORITHMS)}"
+            )
+        if self.compression != "none":
+            raise ConfigurationError(
+                f"communication.compression = {self.compression!r}: compression of gradients is not built in this "
+                "version; set it to 'none'"
+            )
+        if self.bucket_bytes < 1:
+            raise ConfigurationError(f"communication.bucket_bytes = {self.bucket_bytes}; it must be at least 1")
+        if not (math.isfinite(self.deadline_s) and self.deadline_s > 0):
+            raise ConfigurationError(f"communication.deadline_s = {self.deadline_s}; it must be finite and above 0")
+        if self.ranks_per_node < 0:
+            raise ConfigurationError(
+                f"communication.ranks_per_node = {self.ranks_per_node}; give a number of ranks, or 0 for nodes as found"
+            )

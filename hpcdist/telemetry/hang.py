@@ -1,0 +1,256 @@
+"""After a hang or a death: which rank left the common path first, at which operation and line.
+
+Works on the files of the flight recorder alone, while the run still hangs or long after. Collectives are made by every
+member of a communicator in the same order: members that differ under the same number took different paths (see
+`alignment`), and a member whose count is behind that of a waiting one is the one waited for.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from hpcdist.comm.recordfile import FINAL, Event, RankRecord, read
+from hpcdist.errors import UsageError
+from hpcdist.telemetry.alignment import Finding, mismatches
+
+NS: Final = 1_000_000_000
+SYMPTOMS: Final = ("CommunicationError", "DeadlineError", "mpi4py")  # raised because of another rank, most often
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank: running, finished, raised, deadline, stopped, silent, killed, or ended by the failure of another."""
+
+    rank: int
+    state: str
+    last: Event | None  # the outermost operation under way, else the last one
+    waiting_s: float | None  # how long that operation had been under way at the last sign of life
+    note: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `analyse` found; the first finding is the cause, as far as it can be told. No findings: nothing is wrong."""
+
+    world: int
+    findings: tuple[Finding, ...]
+    ranks: tuple[RankState, ...]
+
+
+def load(directory: Path) -> list[RankRecord]:
+    """Read all records of a run directory. Raises UsageError when there are none, StorageError for a foreign file."""
+    folder = directory / "recorder" if (directory / "recorder").is_dir() else directory
+    records = [read(path) for path in sorted(folder.glob("rank-*.rec"))]
+    if not records:
+        raise UsageError(f"{directory} holds no records (recorder/rank-*.rec); give the directory of a run")
+    world = max(records, key=lambda record: record.started_ns).world
+    return [record for record in records if record.rank < world]  # a larger, earlier run may have left the others
+
+
+def analyse(records: Sequence[RankRecord], patience_s: float = 10.0, now_ns: int | None = None) -> Report:
+    """Find what is wrong. In a run that goes on, an operation is waited in when it takes ``patience_s`` or longer."""
+    now = time.time_ns() if now_ns is None else now_ns
+    world = records[0].world
+    records = _until_first_deadline(records)
+    states = _states(records, now)
+    missing = tuple(sorted(set(range(world)) - states.keys()))
+    ranks = tuple(
+        _rank_state(record, states[record.rank], now) for record in sorted(records, key=lambda record: record.rank)
+    )
+    suspects = Suspects(records, states, patience_s, now)
+    findings = [*mismatches(records), *_raised(records, states), *_dead(records, states, suspects)]
+    if missing:
+        text = "no record: this rank never came as far as its first operation, or wrote to another directory"
+        findings.append(Finding("missing", missing, text))
+    findings += suspects.absent()
+    findings += suspects.deadlock()
+    symptoms = [finding for finding in findings if _is_symptom(finding)]
+    causes = [finding for finding in findings if finding not in symptoms]
+    return Report(world, (*causes, *symptoms), ranks)
+
+
+# --- the state of each rank -----------------------------------------------------------------------------------------
+
+
+def _until_first_deadline(records: Sequence[RankRecord]) -> list[RankRecord]:
+    """Take away what ranks did after the first deadline: the job was being ended, which wakes those that were stopped."""
+    cut = min((record.notes["deadline"].time_ns for record in records if "deadline" in record.notes), default=None)
+    if cut is None:
+        return list(records)
+    kept = []
+    for record in records:
+        events = tuple(
+            event if event.ended_ns is None or event.ended_ns <= cut else replace(event, ended_ns=None)
+            for event in record.events
+            if event.started_ns <= cut
+        )
+        notes = {k: note for k, note in record.notes.items() if k in ("deadline", "frozen") or note.time_ns <= cut}
+        kept.append(replace(record, events=events, notes=notes))
+    return kept
+
+
+def _states(records: Sequence[RankRecord], now: int) -> dict[int, str]:
+    processes = {record.rank: record.process_state() for record in records}
+    # While others go on, a process that is gone was killed; afterwards, who fell silent long before was stopped.
+    end = now if any(processes.values()) else max(record.last_sign_ns for record in records)
+    notes = [
+        record.notes[kind].time_ns for kind in ("raised", "deadline") for record in records if kind in record.notes
+    ]
+    return {
+        record.rank: _state(record, processes[record.rank], any(processes.values()), end, min(notes, default=None))
+        for record in records
+    }
+
+
+def _state(record: RankRecord, process: str | None, others_live: bool, end: int, first_note: int | None) -> str:
+    for kind in FINAL:
+        if kind in record.notes:
+            return kind
+    late = 3 * record.next_beat_ns + 2 * NS  # a sign of life that has not come by then will not come
+    if process:
+        return "stopped" if process in "Tt" else "running"
+    if others_live and process == "":
+        return "killed"
+    if "frozen" in record.notes and first_note is not None and record.notes["frozen"].time_ns > first_note:
+        return "silent"  # it woke up only when the job was ended
+    if record.next_beat_ns and end - record.last_sign_ns > late:
+        return "silent"
+    if others_live:
+        return "running"  # on another host, and heard of just now
+    if first_note is not None and record.last_sign_ns > first_note - record.next_beat_ns - NS:
+        return "ended"
+    return "killed"
+
+
+def _last(record: RankRecord) -> Event | None:
+    return next(iter(record.open_events), record.events[-1] if record.events else None)
+
+
+def _rank_state(record: RankRecord, state: str, now: int) -> RankState:
+    last = _last(record)
+    until = now if state in ("running", "stopped") else record.last_sign_ns
+    waiting = None if last is None or last.ended_ns is not None else (until - last.started_ns) / NS
+    note = next((record.notes[kind].text for kind in (*FINAL, "frozen") if kind in record.notes), "")
+    return RankState(record.rank, state, last, waiting, note)
+
+
+def _raised(records: Sequence[RankRecord], states: dict[int, str]) -> list[Finding]:
+    raised = [(record.notes["raised"], record) for record in records if states[record.rank] == "raised"]
+    raised.sort(key=lambda pair: pair[0].time_ns)
+    return [Finding("raised", (record.rank,), f"raised {note.text}", _last(record)) for note, record in raised]
+
+
+def _is_symptom(finding: Finding) -> bool:
+    return finding.kind == "raised" and finding.text.removeprefix("raised ").startswith(SYMPTOMS)
+
+
+def _dead(records: Sequence[RankRecord], states: dict[int, str], suspects: "Suspects") -> list[Finding]:
+    """Return the ranks that were stopped or killed, each with the operation that it did not come to or was in."""
+    texts = {
+        "stopped": "is stopped (SIGSTOP, a debugger or a suspended job): SIGCONT lets it go on",
+        "silent": "gave no sign of life for long before the job ended: stopped (SIGSTOP), or its node froze or swapped",
+        "killed": "ended without a word: killed from outside (SIGKILL, out of memory, a lost node, the end of the job)",
+    }
+    dead = [record for record in records if states[record.rank] in texts]
+    # When the launcher has killed all of them after the first, that one is the one waited for, if any is.
+    behind = [record for record in dead if states[record.rank] != "killed" or record.rank in suspects.culprits]
+    findings: dict[tuple[str, Event | None], list[int]] = defaultdict(list)
+    for record in behind or dead:
+        event = suspects.culprits.get(record.rank) or _last(record)
+        findings[texts[states[record.rank]], event].append(record.rank)
+    kinds = {texts[state]: "killed" if state == "killed" else "stopped" for state in texts}
+    return [Finding(kinds[text], tuple(ranks), text, event) for (text, event), ranks in findings.items()]
+
+
+# --- who waits for whom ---------------------------------------------------------------------------------------------
+
+
+class Suspects:
+    """Follows who waits for whom.
+
+    ``waits``: rank -> the ranks that it waits for, and in which operation; ``culprits``: rank that others wait for and
+    that itself waits for nobody -> the first operation that it did not come to.
+    """
+
+    def __init__(self, records: Sequence[RankRecord], states: dict[int, str], patience_s: float, now: int) -> None:
+        self.records = {record.rank: record for record in records}
+        self.states = states
+        self._members: dict[str, set[int]] = defaultdict(set)
+        self._members["world"] = set(range(records[0].world))
+        for record in records:
+            for event in record.events:
+                self._members[event.comm].add(record.rank)
+        self.waits: dict[int, dict[int, Event]] = {}
+        for record in records:
+            if states[record.rank] in ("finished", "raised"):
+                continue  # the place of a failure stays open
+            live = states[record.rank] in ("running", "stopped")
+            for event in record.open_events:
+                if not live or now - event.started_ns >= patience_s * NS:
+                    for rank in self._awaited(record, event):
+                        self.waits.setdefault(record.rank, {}).setdefault(rank, event)
+        self.culprits: dict[int, Event] = {}
+        for waits in self.waits.values():
+            for rank, event in waits.items():
+                known = self.culprits.get(rank)
+                if rank not in self.waits and (known is None or event.sequence < known.sequence):
+                    self.culprits[rank] = event
+
+    def _awaited(self, record: RankRecord, event: Event) -> Iterable[int]:
+        members = sorted(self._members[event.comm])
+        if event.collective:
+            return [rank for rank in members if rank != record.rank and self._behind(rank, event)]
+        # Members are numbered in the order of the world, as nodes and grids number them.
+        return [members[event.peer]] if 0 <= event.peer < len(members) and members[event.peer] != record.rank else []
+
+    def _behind(self, rank: int, event: Event) -> bool:
+        """Whether ``rank`` has not come to ``event``; what its ring has lost is taken as done."""
+        record = self.records.get(rank)
+        if record is None:
+            return True
+        mine = [other.sequence for other in record.events if other.collective and other.comm == event.comm]
+        if not mine and len(record.events) >= record.capacity:
+            return False
+        return max(mine, default=0) < event.sequence
+
+    def absent(self) -> list[Finding]:
+        """Return the ranks that are alive, or ended as they should, and did not come to what others wait in."""
+        findings: dict[Event, list[int]] = defaultdict(list)
+        for rank, event in self.culprits.items():
+            if self.states.get(rank) in ("running", "finished", "ended", "deadline"):
+                findings[event].append(rank)
+        return [
+            Finding("skipped" if self.states[ranks[0]] == "finished" else "absent", tuple(sorted(ranks)), text, event)
+            for event, ranks in findings.items()
+            if (text := self._absence(ranks[0], event))
+        ]
+
+    def _absence(self, rank: int, event: Event) -> str:
+        record = self.records[rank]
+        text = "never came to what the others wait in"
+        if self.states[rank] == "finished":
+            return f"{text}: it finished without it ({record.notes['finished'].text})"
+        if not record.events:
+            return f"{text}, nor to any operation before"
+        last = record.events[-1]
+        busy = "computes, waits for something that is no message, or took another branch"
+        return f"{text}: after {last} it {busy}; its stacks, if it could write them, are in {record.path.stem}.stacks"
+
+    def deadlock(self) -> list[Finding]:
+        """Return a circle of ranks that wait for each other, when nobody else is to blame."""
+        if self.culprits:
+            return []
+        for first in sorted(self.waits):
+            path = [first]
+            while path[-1] in self.waits:
+                following = min(self.waits[path[-1]])
+                if following in path:
+                    circle = path[path.index(following) :]
+                    steps = [self.waits[rank][circle[(i + 1) % len(circle)]] for i, rank in enumerate(circle)]
+                    text = "; ".join(f"rank {rank} waits in {step}" for rank, step in zip(circle, steps, strict=True))
+                    return [Finding("deadlock", tuple(circle), f"wait for each other: {text}", steps[0])]
+                path.append(following)
+        return []

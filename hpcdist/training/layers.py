@@ -1,0 +1,157 @@
+"""The places that values of a recipe come from: files, environment variables, overrides.
+
+Each becomes a `Layer` of checked values: its keys exist and its values have the right type.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from hpcdist.errors import ConfigurationError, UsageError
+
+PREFIX: Final = "HPCDIST_SET__"
+PATHS: Final = ("data.path",)  # keys that hold the path of a file or directory
+UNBUILT_SECTIONS: Final = ("parameter_server",)
+TYPES: Final = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+@dataclass
+class Layer:
+    """Values by key, and the place of each."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+
+
+def site(environment: Mapping[str, str], known: Mapping[str, Any]) -> Layer | None:
+    """Return the profile of the site: the file that HPCDIST_SITE names, which must then exist."""
+    named = environment.get("HPCDIST_SITE")
+    return file(Path(named), "site profile", known) if named else None
+
+
+def user(environment: Mapping[str, str], known: Mapping[str, Any]) -> Layer | None:
+    """Return the user's own file, if there is one."""
+    home = environment.get("XDG_CONFIG_HOME") or os.path.join(environment.get("HOME", "~"), ".config")
+    path = Path(home).expanduser() / "hpcdist" / "config.toml"
+    return file(path, "user file", known) if path.exists() else None
+
+
+def file(path: Path, what: str, known: Mapping[str, Any]) -> Layer:
+    """Return the layer of a TOML file; errors call it ``what``."""
+    try:
+        with path.open("rb") as stream:
+            tree = tomllib.load(stream)
+    except FileNotFoundError:
+        raise ConfigurationError(f"{what} {path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{what} {path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{what} {path} is not valid TOML: {error}") from error
+    layer, place = Layer(), f"{what} {path}"
+    for key, value in _leaves(tree, known):
+        _put(layer, key, value, place, known, path.parent)
+    return layer
+
+
+def variables(environment: Mapping[str, str], known: Mapping[str, Any]) -> Layer:
+    """Return the layer of variables like HPCDIST_SET__OPTIMIZER__LEARNING_RATE."""
+    layer = Layer()
+    for name in sorted(environment):
+        if name.startswith(PREFIX):
+            key = name.removeprefix(PREFIX).lower().replace("__", ".")
+            _put(layer, key, _parse(key, environment[name], known), f"environment variable {name}", known, Path())
+    return layer
+
+
+def overrides(texts: Iterable[str], known: Mapping[str, Any]) -> Layer:
+    """Return the layer of overrides ``section.name=value``; the last of one key counts."""
+    layer = Layer()
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--set {text}: expected KEY=VALUE, for example --set run.steps=50")
+        key = key.strip()
+        _put(layer, key, _parse(key, value.strip(), known), "--set", known, Path())
+    return layer
+
+
+def _leaves(tree: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of all that is not a table; a table where a value belongs, or an unknown empty one, as well."""
+    for name, value in tree.items():
+        key = prefix + name
+        section = any(other.startswith(key + ".") for other in known)
+        if isinstance(value, dict) and key not in known and (value or section):
+            yield from _leaves(value, known, key + ".")
+        else:
+            yield key, value
+
+
+def _put(layer: Layer, key: str, value: Any, place: str, known: Mapping[str, Any], base: Path) -> None:
+    _check_known(key, value, place, known)
+    kind = type(known[key])
+    try:
+        value = msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        raise ConfigurationError(
+            f"{key} = {value!r} in {place} has the wrong type: expected {TYPES[kind]}, such as {known[key]!r}"
+        ) from None
+    if key in PATHS and value:
+        value = os.path.abspath(base / Path(value).expanduser())
+    layer.values[key] = value
+    layer.origin[key] = place
+
+
+def _parse(key: str, text: str, known: Mapping[str, Any]) -> Any:
+    """Return ``text`` as a value of the type of ``key``; unchanged where it is none, so that the error can quote it."""
+    kind = type(known.get(key))
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}.get(text.lower(), text)
+        if kind in (int, float):
+            return kind(text)
+        # Quotes are not needed around a text, but whoever copies a line of TOML has them.
+        return tomllib.loads(f"text = {text}")["text"] if text[:1] in ("'", '"') else text
+    except (ValueError, KeyError):
+        return text
+
+
+def _check_known(key: str, value: Any, place: str, known: Mapping[str, Any]) -> None:
+    if key in known:
+        return
+    section = key.partition(".")[0]
+    sections = list(dict.fromkeys(other.partition(".")[0] for other in known))
+    if section in UNBUILT_SECTIONS:
+        raise ConfigurationError(f"{key} in {place}: [{section}] is known, but not built in this version; remove it")
+    if key in sections:
+        raise ConfigurationError(f"{key} = {value!r} in {place}: [{key}] is a section with keys of its own, not a value")
+    nearest = _nearest(key, known, sections)
+    if nearest:
+        cure = f"the nearest known is {nearest!r}"
+    elif section in sections:
+        names = ", ".join(other.partition(".")[2] for other in known if other.startswith(section + "."))
+        cure = f"keys of [{section}] are: {names}"
+    else:
+        cure = f"sections are: {', '.join(sections)}"
+    raise ConfigurationError(f"unknown key {key!r} in {place}; {cure}")
+
+
+def _nearest(key: str, known: Mapping[str, Any], sections: list[str]) -> str | None:
+    """Return the known key, or section, most like ``key``; the right name in the wrong section is the likeliest."""
+    name = key.rpartition(".")[2]
+    names = {other.rpartition(".")[2]: other for other in reversed(known)}
+    if name in names:
+        return names[name]
+    if "." not in key:
+        close = difflib.get_close_matches(key, [*sections, *names], 1)
+        return names.get(close[0], close[0]) if close else None
+    close = difflib.get_close_matches(key, known, 1, 0.75)
+    if close:
+        return close[0]
+    close = difflib.get_close_matches(name, names, 1)
+    return names[close[0]] if close else None

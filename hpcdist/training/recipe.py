@@ -1,0 +1,146 @@
+"""A recipe: all sections of a run, and where each of its values came from.
+
+A key is looked up in the overrides (``--set``), the environment (``HPCDIST_SET__RUN__STEPS``), the recipe file, the
+user's file (``$XDG_CONFIG_HOME/hpcdist/config.toml``), the site profile (the file that ``$HPCDIST_SITE`` names), and
+last in the defaults of the dataclasses that stand beside the code they configure. No key is ever ignored.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from hpcdist.checkpoint.config import CheckpointConfig
+from hpcdist.comm.config import CommunicationConfig
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.training import layers
+from hpcdist.training.config import DataConfig, PrecisionConfig, RunConfig
+
+DEFAULT: Final = "default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A run, completely described: the same resolved recipe is the same run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        self.check_world(self.parallel.data)
+
+    def check_world(self, data_ranks: int) -> None:
+        """Raise ConfigurationError when a step has fewer samples than there are ranks along the data axis."""
+        if self.run.global_batch < data_ranks:
+            raise ConfigurationError(
+                f"run.global_batch = {self.run.global_batch} is fewer samples than the {data_ranks} data ranks "
+                f"(parallel.data); each needs at least one: use at least {data_ranks} samples, or fewer ranks"
+            )
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe and, for every key, the place that its value came from."""
+
+    recipe: Recipe
+    origin: Mapping[str, str]
+
+
+@cache
+def defaults() -> Mapping[str, Any]:
+    """Return every key that a recipe may have, as ``section.name``, with its default."""
+    return flat(Recipe())
+
+
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """Return the values of ``recipe`` by key."""
+    return {f"{section}.{name}": value for section, keys in asdict(recipe).items() for name, value in keys.items()}
+
+
+def load(
+    path: str | os.PathLike[str] | None = None,
+    overrides: Iterable[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Resolved:
+    """Return the recipe of the file ``path`` (None: no file) under ``overrides``, each ``section.name=value``.
+
+    A relative ``data.path`` counts from the directory of the file that has it, or else from the current directory.
+    Raises ConfigurationError for a file that cannot be read, an unknown key, a wrong type or a value that cannot be
+    run, and UsageError for an override without a value.
+    """
+    environment = os.environ if environment is None else environment
+    known = defaults()
+    sources = [
+        layers.site(environment, known),
+        layers.user(environment, known),
+        layers.file(Path(path), "recipe", known) if path is not None else None,
+        layers.variables(environment, known),
+        layers.overrides(overrides, known),
+    ]
+    return _resolve(sources)
+
+
+def load_stored(path: str | os.PathLike[str]) -> Recipe:
+    """Return the recipe that a run keeps in the file ``path``: nothing but the file counts. Raises ConfigurationError."""
+    return _resolve([layers.file(Path(path), "recipe", defaults())]).recipe
+
+
+def _resolve(sources: Iterable[layers.Layer | None]) -> Resolved:
+    values = dict(defaults())
+    origin = dict.fromkeys(values, DEFAULT)
+    for source in sources:
+        if source is not None:
+            values.update(source.values)
+            origin.update(source.origin)
+    try:
+        sections = {item.name: item.default_factory for item in fields(Recipe)}
+        recipe = Recipe(**{name: kind(**_section(values, name)) for name, kind in sections.items()})  # type: ignore[operator]
+    except ConfigurationError as error:
+        # A value of another file or the environment is easily forgotten: say where it stands.
+        named = [f"{key} is from {place}" for key, place in origin.items() if key in str(error) and place != DEFAULT]
+        raise ConfigurationError(f"{error} ({', '.join(named)})" if named else str(error)) from error
+    return Resolved(recipe, origin)
+
+
+def _section(values: Mapping[str, Any], section: str) -> dict[str, Any]:
+    return {key.partition(".")[2]: value for key, value in values.items() if key.startswith(section + ".")}
+
+
+def dump(recipe: Recipe) -> str:
+    """Return ``recipe`` as TOML, with every key: `load_stored` gives an equal recipe."""
+    tables = []
+    for section, keys in asdict(recipe).items():
+        tables.append("\n".join([f"[{section}]", *(f"{name} = {toml(value)}" for name, value in keys.items())]))
+    return "\n\n".join(tables) + "\n"
+
+
+def toml(value: bool | int | float | str) -> str:
+    """Return ``value`` as it is written in TOML. Raises ConfigurationError for text that is not Unicode."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)  # inf, nan and exponents are written alike in both languages
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"{value!r} is not valid Unicode; rename the file or directory") from None
+    # A TOML basic string is a JSON string in which DEL must be escaped too.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def digest(recipe: Recipe) -> str:
+    """Return a short name for the run that ``recipe`` describes: equal for equal recipes."""
+    return hashlib.blake2b(dump(recipe).encode(), digest_size=16).hexdigest()

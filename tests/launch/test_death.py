@@ -1,0 +1,257 @@
+"""Ranks that die, stop, or take another path: the job ends, says why, and the records name the culprit."""
+
+import os
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcdist.comm.recordfile import read
+from hpcdist.telemetry.alignment import Finding
+from hpcdist.telemetry.hang import analyse, load
+
+PROGRAM = """
+import os, signal, sys, threading, time
+from pathlib import Path
+
+import numpy as np
+
+from hpcdist.comm import failfast
+from hpcdist.comm.start import start
+from hpcdist.errors import ConfigurationError
+
+
+def main():
+    session = start()
+    comm = session.comm
+    session.record(Path(sys.argv[1]), float(sys.argv[2]))
+    comm.allreduce(np.ones(8, np.float32))
+    body(comm, session)
+    session.leave(0)
+
+
+def body(comm, session):
+{body}
+
+failfast.guarded(main)
+"""
+
+Die = Callable[..., object]
+
+
+@pytest.fixture
+def die(launch: Callable[..., object], tmp_path: Path) -> Die:
+    """Run ranks through ``body``; returns how the job ended. The run directory is tmp_path/run."""
+
+    def run(n: int, body: str, deadline_s: float = 60, **extra: str) -> object:
+        source = PROGRAM.format(body=textwrap.indent(textwrap.dedent(body).strip("\n"), "    "))
+        return launch(n, source, str(tmp_path / "run"), str(deadline_s), **extra)
+
+    return run
+
+
+def line_of(tmp_path: Path, text: str) -> str:
+    """Return "program.py:<line>" of the line of the program that contains ``text``."""
+    lines = (tmp_path / "program.py").read_text().splitlines()
+    return f"program.py:{next(number for number, line in enumerate(lines, 1) if text in line)} "
+
+
+def cause(tmp_path: Path) -> Finding:
+    report = analyse(load(tmp_path / "run"))
+    assert report.findings, report
+    print(report)
+    return report.findings[0]
+
+
+def test_agreed_end_is_no_death(die: Die, tmp_path: Path) -> None:
+    ended = die(2, "comm.barrier()")
+    assert ended.code == 0, ended.output
+    report = analyse(load(tmp_path / "run"))
+    assert report.findings == ()
+    assert [rank.state for rank in report.ranks] == ["finished", "finished"]
+
+
+def test_agreed_exit_code_passes_without_abort(die: Die, tmp_path: Path) -> None:
+    ended = die(2, "session.leave(75)")
+    assert ended.code == 75, ended.output
+    assert "MPI_ABORT" not in ended.stderr and "Traceback" not in ended.stderr
+    assert analyse(load(tmp_path / "run")).findings == ()
+
+
+def test_exception_on_one_rank_ends_the_job(die: Die, tmp_path: Path) -> None:
+    failures = tmp_path / "failures"
+    failures.mkdir()
+    ended = die(
+        3,
+        """
+        if comm.rank == 1:
+            raise ConfigurationError("no such thing")
+        comm.barrier()
+        """,
+        HPCDIST_FAILURE_DIR=str(failures),
+    )
+    assert ended.code == 78, ended.output
+    assert "[rank 1] Traceback (most recent call last):" in ended.stderr, ended.output
+    assert "ConfigurationError: no such thing" in ended.stderr
+    assert ended.stderr.count("Traceback") == 1
+    copy = (failures / "rank-1.txt").read_text()
+    assert "ConfigurationError: no such thing" in copy and [p.name for p in failures.iterdir()] == ["rank-1.txt"]
+    found = cause(tmp_path)
+    assert (found.kind, found.ranks) == ("raised", (1,))
+    assert line_of(tmp_path, "raise ConfigurationError").strip() in found.text
+
+
+def test_exception_in_a_thread_ends_the_job(die: Die, tmp_path: Path) -> None:
+    ended = die(
+        2,
+        """
+        def work():
+            raise ZeroDivisionError("in the writer")
+
+        if comm.rank == 1:
+            threading.Thread(target=work, name="writer").start()
+        comm.barrier()
+        comm.recv(np.empty(1), 1 - comm.rank)
+        """,
+    )
+    assert ended.code == 1, ended.output
+    assert "rank 1, thread writer failed" in ended.stderr and "ZeroDivisionError: in the writer" in ended.stderr
+    assert (cause(tmp_path).kind, cause(tmp_path).ranks) == ("raised", (1,))
+
+
+def test_system_exit_on_one_rank_ends_the_job(die: Die, tmp_path: Path) -> None:
+    ended = die(
+        2,
+        """
+        if comm.rank == 0:
+            sys.exit(3)
+        comm.barrier()
+        """,
+    )
+    assert ended.code == 3, ended.output
+    assert "rank 0 failed: exit code 3" in ended.stderr
+    assert (cause(tmp_path).kind, cause(tmp_path).ranks) == ("raised", (0,))
+
+
+def test_killed_rank(die: Die, tmp_path: Path) -> None:
+    ended = die(
+        3,
+        """
+        comm.barrier()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.allreduce(np.ones(16, np.float32))
+        """,
+    )
+    assert ended.code != 0, ended.output
+    found = cause(tmp_path)
+    assert (found.kind, found.ranks) == ("killed", (1,))
+    assert found.event is not None and found.event.op == "allreduce" and found.event.count == 16
+    assert line_of(tmp_path, "np.ones(16") in found.event.site
+
+
+def test_skipped_collective_then_another_one(die: Die, tmp_path: Path) -> None:
+    ended = die(
+        3,
+        """
+        if comm.rank != 1:
+            comm.allreduce(np.ones(1 << 20, np.float32))
+        comm.barrier()
+        """,
+        deadline_s=3,
+    )
+    assert ended.code != 0, ended.output
+    found = cause(tmp_path)
+    assert (found.kind, found.ranks) == ("skipped", (1,))
+    assert found.event is not None and found.event.op == "allreduce"
+    assert line_of(tmp_path, "1 << 20") in found.event.site
+    assert line_of(tmp_path, "    comm.barrier()").strip() in found.text
+
+
+def test_absent_rank_meets_the_deadline(die: Die, tmp_path: Path) -> None:
+    ended = die(
+        2,
+        """
+        if comm.rank == 1:
+            time.sleep(600)  # busy elsewhere
+        comm.barrier()
+        """,
+        deadline_s=3,
+    )
+    assert ended.code == 1, ended.output
+    assert "rank 0 waited past its deadline" in ended.stderr
+    assert "hpcdist hang" in ended.stderr
+    recorder = tmp_path / "run" / "recorder"
+    assert line_of(tmp_path, "    comm.barrier()").strip() in ended.stderr
+    # The rank that did not come has no overdue operation, but its stacks are there: it is where the sleep is.
+    line = line_of(tmp_path, "busy elsewhere").strip().split(":")[1]
+    assert f'program.py", line {line} in body' in (recorder / "rank-00001.stacks").read_text()
+    assert 'program.py", line' in (recorder / "rank-00000.stacks").read_text()
+    assert "deadline" in read(recorder / "rank-00000.rec").notes
+    found = cause(tmp_path)
+    assert (found.kind, found.ranks) == ("absent", (1,))
+    assert found.event is not None and found.event.op == "barrier"
+
+
+def test_rank_that_finished_without_the_others(die: Die, tmp_path: Path) -> None:
+    ended = die(
+        2,
+        """
+        if comm.rank == 1:
+            sys.exit(0)
+        comm.barrier()
+        """,
+        deadline_s=3,
+    )
+    assert ended.code == 1, ended.output
+    assert (cause(tmp_path).kind, cause(tmp_path).ranks) == ("skipped", (1,))
+    assert line_of(tmp_path, "    comm.barrier()") in cause(tmp_path).event.site
+
+
+def test_stopped_rank(die: Die, tmp_path: Path) -> None:
+    ended = die(
+        2,
+        """
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        comm.barrier()
+        """,
+        deadline_s=5,
+    )
+    assert ended.code == 1, ended.output
+    found = cause(tmp_path)
+    assert (found.kind, found.ranks) == ("stopped", (1,))
+    assert line_of(tmp_path, "    comm.barrier()") in found.event.site
+    pid = read(tmp_path / "run" / "recorder" / "rank-00001.rec").pid
+    with pytest.raises(ProcessLookupError):  # nobody is left behind, not even asleep
+        os.kill(pid, 0)
+
+
+def test_mismatched_size(die: Die, tmp_path: Path) -> None:
+    ended = die(
+        3,
+        """
+        comm.allreduce(np.ones((1 << 20) + (comm.rank == 2), np.float32))
+        comm.barrier()
+        """,
+        deadline_s=5,
+    )
+    print(ended.output)  # the MPI library may notice, hang, or take it as it is: the records show it in any case
+    found = cause(tmp_path)
+    assert (found.kind, found.ranks) == ("mismatch", (2,))
+    assert found.event is not None and found.event.count == (1 << 20) + 1
+    assert line_of(tmp_path, "comm.rank == 2") in found.event.site
+
+
+def test_sigusr2_dumps_all_stacks_and_goes_on(die: Die) -> None:
+    ended = die(
+        2,
+        """
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        comm.barrier()
+        """,
+    )
+    assert ended.code == 0, ended.output
+    assert ended.stderr.count("Current thread") == 2 and "line" in ended.stderr

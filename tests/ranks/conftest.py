@@ -1,0 +1,160 @@
+"""Ranks that run one suite together: they agree on each verdict, so that no rank is left waiting for another.
+
+Every rank runs every test. After each phase of a test (setup, call, teardown) the ranks exchange their verdicts; if
+one failed, all fail, with the names and the messages of those ranks. Only rank 0 reports. Where the others do not
+come to exchange verdicts because they wait in the test for a rank that failed, that rank prints why and ends the job.
+Outside mpiexec the suite runs on the communicator of one process.
+"""
+
+import faulthandler
+import os
+import pickle
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hpcdist.comm import launcher, solo, start
+from hpcdist.comm.communicator import Communicator
+
+PATIENCE_S = float(os.environ.get("HPCDIST_TEST_PATIENCE_S", "30"))  # a failed rank waits so long for the others
+LIMIT_S = float(os.environ.get("HPCDIST_TEST_LIMIT_S", "240"))  # of one test; then all stacks are dumped
+VERDICT_BYTES = 16384
+
+
+@dataclass
+class Verdict:
+    """How one phase of a test ended on one rank."""
+
+    test: str
+    phase: str
+    outcome: str
+    text: str
+
+    def packed(self) -> np.ndarray:
+        """Return the verdict as ``VERDICT_BYTES`` bytes, its text cut at the front where it is too long."""
+        raw = pickle.dumps((self.test, self.phase, self.outcome, self.text[-VERDICT_BYTES // 4 :]))
+        return np.frombuffer(raw.ljust(VERDICT_BYTES, b"\0"), np.uint8).copy()
+
+
+class Agreement:
+    """The exchange of verdicts, over a communicator of its own."""
+
+    def __init__(self, world: Communicator, abort: Any) -> None:
+        self.world = world
+        self._comm = world.dup("verdicts")
+        self._abort = abort
+
+    def exchange(self, own: Verdict) -> list[Verdict]:
+        """Return the verdicts of all ranks, in rank order. Collective; ends the job where a failed rank waits in vain."""
+        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
+        sent, received = own.packed(), {rank: np.zeros(VERDICT_BYTES, np.uint8) for rank in others}
+        requests = [self._comm.irecv(received[rank], rank) for rank in others]
+        requests += [self._comm.isend(sent, rank) for rank in others]
+        self._wait(requests, own)
+        verdicts = {rank: Verdict(*pickle.loads(buffer.tobytes())) for rank, buffer in received.items()}
+        return [verdicts.get(rank, own) for rank in range(self._comm.size)]
+
+    def _wait(self, requests: list[Any], own: Verdict) -> None:
+        began, pause = time.monotonic(), 1e-5
+        while not all([request.test() for request in requests]):
+            if own.outcome == "failed" and time.monotonic() - began > PATIENCE_S:
+                self._give_up(own)
+            time.sleep(pause)  # the ranks share the cores with those that are still computing
+            pause = min(2 * pause, 2e-3)
+
+    def _give_up(self, own: Verdict) -> None:
+        os.write(
+            _stderr,
+            f"\n[rank {self.world.rank}] {own.test} failed in {own.phase}, and after {PATIENCE_S:g} s the other ranks "
+            f"have not come to agree (they wait in the test?):\n{own.text}\n".encode(),
+        )
+        self._abort(1)
+
+
+_agreement: Agreement | None = None
+_stderr = 2
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _agreement, _stderr
+    if _agreement is not None:
+        return
+    _stderr = os.dup(2)  # capturing redirects descriptor 2 itself
+    if launcher.announced() is None:
+        _agreement = Agreement(solo.solo(), os._exit)
+        return
+    session = start.start()
+    _agreement = Agreement(session.comm, session.abort)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if _world().rank > 0:  # its failures reach rank 0 in the verdicts
+        reporter = session.config.pluginmanager.getplugin("terminalreporter")
+        reporter._tw._file = open(os.devnull, "w")
+
+
+def _world() -> Communicator:
+    assert _agreement is not None
+    return _agreement.world
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"ranks: {_world().size}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    if _world().size > 1:
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=_stderr)
+    try:
+        return (yield)
+    finally:
+        if _world().size > 1:
+            faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator[None, Any, Any]:
+    report: pytest.TestReport = yield
+    assert _agreement is not None
+    own = Verdict(item.nodeid, report.when or "", report.outcome, report.longreprtext)
+    verdicts = _agreement.exchange(own)
+    complaint = disagreement(verdicts)
+    if complaint is not None:
+        report.outcome = "failed"
+        report.longrepr = complaint
+    return report
+
+
+def disagreement(verdicts: list[Verdict]) -> str | None:
+    """Return why the phase failed, on any rank; None when all ranks agree that it did not."""
+    at = {(verdict.test, verdict.phase) for verdict in verdicts}
+    if len(at) > 1:
+        return f"the ranks are not in the same test: {[(verdict.test, verdict.phase) for verdict in verdicts]}"
+    failed = [rank for rank, verdict in enumerate(verdicts) if verdict.outcome == "failed"]
+    if failed:
+        texts = [f"---- rank {rank} ----\n{verdicts[rank].text}" for rank in failed]
+        return f"failed on rank {', '.join(map(str, failed))} of {len(verdicts)}\n" + "\n".join(texts)
+    outcomes = [verdict.outcome for verdict in verdicts]
+    return f"the ranks disagree: {outcomes}" if len(set(outcomes)) > 1 else None
+
+
+@pytest.fixture
+def comm(request: pytest.FixtureRequest) -> Iterator[Communicator]:
+    """The world, as a communicator of this test alone: a message that a failed test left meets no other test."""
+    own = _world().dup(request.node.name)
+    yield own
+    if not request.session.testsfailed:
+        own.free()
+
+
+@pytest.fixture
+def shared_tmp_path(tmp_path_factory: pytest.TempPathFactory, comm: Communicator) -> Any:
+    """A directory that all ranks see, made by rank 0."""
+    return comm.broadcast_object(tmp_path_factory.mktemp("ranks") if comm.rank == 0 else None)
+
+

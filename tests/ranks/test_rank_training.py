@@ -1,0 +1,115 @@
+"""The same recipe on any number of ranks is the same run: losses, weights, and resumption from a checkpoint."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist import collectives
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.solo import solo
+from hpcdist.comm.start import Session
+from hpcdist.training import recipe as recipes
+from hpcdist.training.data import Prefetcher, microbatches
+from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.trainer import Trainer, assemble
+
+STEPS = 50
+TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+
+
+def _abort(code: int) -> None:
+    raise SystemExit(code)
+
+
+def _trainer(comm: Communicator, folder: Path, resume: Path | None = None, **keys: object) -> Trainer:
+    settings = {
+        "model.layers": 1,
+        "model.hidden": 32,
+        "model.heads": 2,
+        "data.path": folder / "text.txt",
+        "data.context": 16,
+        "run.steps": STEPS,
+        "run.global_batch": 7,
+        "optimizer.warmup_steps": 5,
+        **{key.replace("__", "."): value for key, value in keys.items()},
+    }
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()]).recipe
+    return assemble(Session(comm, locate(comm, None), "test", _abort), recipe, resume)
+
+
+def _losses(trainer: Trainer, last: int = STEPS) -> list[float]:
+    losses = []
+    with Prefetcher(trainer.source, trainer.recipe, trainer.data_axis, trainer.first_step, last) as batches:
+        for step, batch in enumerate(batches, start=trainer.first_step + 1):
+            parts = microbatches(batch, trainer.recipe.parallel.microbatches)
+            found = trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, step, np.zeros(2))
+            losses.append(found.loss)
+    return losses
+
+
+@pytest.fixture
+def folder(comm: Communicator, tmp_path: Path, rng: np.random.Generator) -> Path:
+    """A directory that all ranks see, with a text of words drawn at random (the same for all: rank 0's)."""
+    shared = Path(comm.broadcast_object(str(tmp_path)))
+    if comm.rank == 0:
+        words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
+        (shared / "text.txt").write_text(" ".join(rng.choice(words, 3000)))
+    comm.barrier()
+    return shared
+
+
+@pytest.mark.parametrize("mode", ["float32", "float64"])
+@pytest.mark.parametrize("algorithm", sorted(collectives.ALLREDUCE))
+def test_rank_losses_equal_one_process(comm: Communicator, folder: Path, algorithm: str, mode: str) -> None:
+    alone = _losses(_trainer(solo(), folder, precision__mode=mode))
+    together = _losses(_trainer(comm, folder, precision__mode=mode, communication__algorithm=algorithm))
+    assert alone[-1] < alone[0] - 0.5, "the model learns"
+    np.testing.assert_allclose(together, alone, rtol=TOLERANCE[mode])
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
+def test_rank_accumulation_and_optimizers_equal_one_process(comm: Communicator, folder: Path, name: str) -> None:
+    keys = {"precision__mode": "float64", "optimizer__name": name, "model__tied": "true"}
+    alone = _trainer(solo(), folder, **keys)
+    together = _trainer(comm, folder, parallel__microbatches=3, communication__algorithm="ring", **keys)
+    np.testing.assert_allclose(_losses(together), _losses(alone), rtol=1e-11)
+    difference = np.linalg.norm(together.parameters.array - alone.parameters.array)
+    assert difference <= 1e-9 * np.linalg.norm(alone.parameters.array)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
+def test_rank_resume_is_bit_equal(comm: Communicator, folder: Path, name: str) -> None:
+    keys = {"optimizer__name": name, "communication__algorithm": "ring"}
+    whole = _trainer(comm, folder, **keys)
+    losses = _losses(whole)
+    half = _trainer(comm, folder, **keys)
+    first = _losses(half, STEPS // 2)
+    saved = half.save(folder / "checkpoints", STEPS // 2)
+    resumed = _trainer(comm, folder, resume=saved, **keys)
+    assert resumed.first_step == STEPS // 2
+    assert first + _losses(resumed) == losses
+    assert resumed.parameters.array.tobytes() == whole.parameters.array.tobytes()
+    assert all(
+        store.array.tobytes() == whole.optimizer.slots[slot].array.tobytes()
+        for slot, store in resumed.optimizer.slots.items()
+    )
+
+
+def test_rank_checkpoint_goes_to_another_number_of_ranks(comm: Communicator, folder: Path) -> None:
+    together = _trainer(comm, folder, precision__mode="float64")
+    first = _losses(together, STEPS // 2)
+    saved = together.save(folder / "checkpoints", STEPS // 2)
+    comm.barrier()
+    alone = _trainer(solo(), folder, resume=saved, precision__mode="float64")
+    assert alone.parameters.array.tobytes() == together.parameters.array.tobytes()
+    reference = _losses(_trainer(solo(), folder, precision__mode="float64"))
+    np.testing.assert_allclose(first + _losses(alone), reference, rtol=1e-12)
+
+
+def test_rank_validation_loss_does_not_depend_on_the_ranks(comm: Communicator, folder: Path) -> None:
+    alone = mean_validation_loss(_trainer(solo(), folder, precision__mode="float64"))
+    together = mean_validation_loss(_trainer(comm, folder, precision__mode="float64"))
+    assert np.isfinite(alone)
+    np.testing.assert_allclose(together, alone, rtol=1e-12)
