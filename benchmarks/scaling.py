@@ -30,7 +30,12 @@ def tokens_per_second(ranks: int, steps: int, per_rank: int, algorithm: str) -> 
         command += ["--out", f"{folder}/run", "--set", f"run.steps={steps}"]
         command += ["--set", f"run.global_batch={per_rank * ranks}", "--set", f"communication.algorithm={algorithm}"]
         done = subprocess.run(
-            command, check=True, stdout=subprocess.PIPE, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            command,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=600,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
     return float(json.loads(done.stdout.splitlines()[-1])["tokens_per_s"])
 
@@ -49,10 +54,18 @@ def main() -> None:
     for number in range(options.rounds):
         order = (1, options.ranks) if number % 2 == 0 else (options.ranks, 1)
         for ranks in order:
-            rates[number, int(ranks != 1)] = tokens_per_second(ranks, options.steps, options.per_rank, options.algorithm)
-        print(f"round {number + 1}: 1 rank {rates[number, 0]:,.0f}  {options.ranks} ranks {rates[number, 1]:,.0f} tokens/s")
+            rates[number, int(ranks != 1)] = tokens_per_second(
+                ranks, options.steps, options.per_rank, options.algorithm
+            )
+        print(
+            f"round {number + 1}: 1 rank {rates[number, 0]:,.0f}, "
+            f"{options.ranks} ranks {rates[number, 1]:,.0f} tokens/s"
+        )
     ratios = rates[:, 1] / rates[:, 0]
-    print(f"{options.ranks} ranks / 1 rank: median {statistics.median(ratios):.3f}, {ratios.min():.3f} to {ratios.max():.3f}")
+    print(
+        f"{options.ranks} ranks / 1 rank: median {statistics.median(ratios):.3f}, "
+        f"{ratios.min():.3f} to {ratios.max():.3f}"
+    )
     if options.output:
         attributes = provenance(anonymous=True) | {
             "ranks": options.ranks,

@@ -42,12 +42,14 @@ def _prepare_cache() -> None:
 class Kernel:
     """A function that is compiled for the types of its arguments when it is first called with them."""
 
+    __name__: str
+
     def __init__(self, function: Callable[..., Any], fastmath: bool | set[str]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self.fastmath = fastmath
         self._compiled: Callable[..., Any] | None = None
-        self._samples: list[Callable[[], tuple[Any, ...]]] = []
+        self._samples: list[Callable[..., tuple[Any, ...]]] = []
         _kernels.append(self)
 
     @property
@@ -69,9 +71,10 @@ class Kernel:
         return self._compiled
 
     def __call__(self, *args: Any) -> Any:
+        """Run the compiled function."""
         return (self._compiled or self.compiled)(*args)
 
-    def sample(self, arguments: Callable[[], tuple[Any, ...]]) -> None:
+    def sample(self, arguments: Callable[..., tuple[Any, ...]]) -> None:
         """Register arguments with which `warm` calls the kernel, once for each set of types."""
         self._samples.append(arguments)
 

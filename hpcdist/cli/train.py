@@ -7,7 +7,9 @@ import click
 
 @click.command()
 @click.argument("recipe", type=click.Path(dir_okay=False, path_type=Path), required=False)
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a recipe key, e.g. run.steps=50.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a recipe key, e.g. run.steps=50."
+)
 @click.option("--out", type=click.Path(path_type=Path), help="Run directory.  [default: runs/<UTC>-<strategy>]")
 @click.option(
     "--resume",
@@ -15,12 +17,15 @@ import click
     default="never",
     help="auto: go on from the newest valid checkpoint in --out, or start where there is none.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object on the last line of stdout.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the summary as one JSON object on the last line of stdout."
+)
 def command(recipe: Path | None, overrides: tuple[str, ...], out: Path | None, resume: str, as_json: bool) -> None:
     """Train the model of RECIPE (TOML), or of the default recipe, on every rank that the launcher started.
 
     Without a launcher it trains in this process alone.
     """
-    from hpcdist.training import job, recipe as recipes
+    from hpcdist.training import job
+    from hpcdist.training import recipe as recipes
 
     job.train(recipes.load(recipe, overrides).recipe, out, resume, as_json)

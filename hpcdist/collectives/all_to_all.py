@@ -4,7 +4,7 @@
 
 The bytes of the ring, but whole addends travel instead of partial sums. So 16-bit floats stay 16 bits on the wire and
 are still summed in float32 and rounded once: half the bytes of every other algorithm for them. The price is n bytes of
-scratch, and p-1 messages at once in the network. The order of the sum is that of the ranks: it does not depend on sizes.
+scratch, and p-1 messages at once in the network. The sum is in rank order, whatever the size of the buffer.
 """
 
 from hpcdist.arrays.backend import Array

@@ -9,8 +9,8 @@ With m ranks on each of k nodes, rank i of every node owns chunk i:
 
 Between nodes a rank sends 1/m of what a flat ring would, and all ranks of a node use the network at once. Where nodes
 have unequal numbers of ranks, chunks of one node are not those of another, and one leader per node speaks for it: n
-instead of n/m bytes through the leader. The first form is the 2D torus of H. Mikami et al., arXiv:1811.05233 (2018), the
-second that of X. Jia et al., arXiv:1807.11205 (2018).
+instead of n/m bytes through the leader. The first form is the 2D torus of H. Mikami et al., arXiv:1811.05233 (2018),
+the second that of X. Jia et al., arXiv:1807.11205 (2018).
 
 All ranks end with the same bits: a ring's result is the same on its members, and is handed on unchanged.
 """

@@ -1,7 +1,7 @@
 """16-bit floats through algorithms that send partial sums: widened to float32 once, rounded once.
 
-A ring in 16 bits would round p-1 times: with 4 ranks more than a fifth of its elements differ from the rounded true sum.
-The bytes sent are those of float32; `all_to_all` is the algorithm that keeps 16 bits on the wire.
+A ring in 16 bits would round p-1 times: with 4 ranks more than a fifth of its elements differ from the true sum,
+rounded. The bytes sent are those of float32; `all_to_all` is the algorithm that keeps 16 bits on the wire.
 """
 
 import numpy as np

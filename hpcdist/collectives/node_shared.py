@@ -7,8 +7,9 @@ result out. With memory bandwidth 1/μ (bytes a second of one rank) and barriers
 
 Each element is summed in rank order by one rank, and its bits are copied: all ranks end with the same bits.
 
-A buffer goes through in pieces, so that the shared memory is small and fixed. Two halves of it take turns: before a half
-is written again, all ranks have passed the first barrier of the other half's piece, and so have copied this half out.
+A buffer goes through in pieces, so that the shared memory is small and fixed. Two halves of it take turns: before a
+half is written again, all ranks have passed the first barrier of the other half's piece, so they have copied this half
+out.
 """
 
 import weakref
@@ -84,8 +85,8 @@ def _shared_of(comm: Communicator) -> _Shared:
         nodes = comm.nodes()
         if nodes.count > 1:
             raise UsageError(
-                f"node_shared needs all ranks on one node, and the {comm.size} ranks of {comm.name} are on {nodes.count}; "
-                "choose hierarchical, or another algorithm that sends messages"
+                f"node_shared needs all ranks on one node, and the {comm.size} ranks of {comm.name} are on "
+                f"{nodes.count}; choose hierarchical, or another algorithm that sends messages"
             )
         found = _shared[comm] = _Shared(comm.shared(2 * PIECE_BYTES))
         workspace.count(found.block.views[comm.rank])

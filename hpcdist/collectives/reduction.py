@@ -14,7 +14,7 @@ from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_16bit_float, is_supported
 from hpcdist.comm.communicator import REDUCTIONS, Communicator
 from hpcdist.errors import BufferHandoverError, UsageError
 
-Combine: TypeAlias = Callable[[Array, Array, Array], object]  # (left, right, out), all of one shape; out may be either
+Combine: TypeAlias = Callable[[Array, Array, Array], None]  # (left, right, out), all of one shape; out may be either
 
 _UFUNCS: Final = {"sum": "add", "max": "maximum", "min": "minimum"}
 assert tuple(_UFUNCS) == REDUCTIONS
@@ -44,11 +44,17 @@ def combiner(buffer: Array, op: str) -> Combine:
 
 
 def ufunc(buffer: Array, op: str) -> Combine:
-    """Return the ufunc called ``op`` of the library of ``buffer``. Raises UsageError."""
+    """Return the ufunc of ``op`` for ``buffer``, whatever its dtype. Raises UsageError."""
     if op not in _UFUNCS:
         raise UsageError(f"reduction {op!r} is unknown; choose one of {', '.join(_UFUNCS)}")
-    found: Combine = getattr(namespace(buffer), _UFUNCS[op])
-    return found
+    function = getattr(namespace(buffer), _UFUNCS[op])
+
+    def combine(left: Array, right: Array, out: Array) -> None:
+        # Infinity and NaN are for the caller to find: no MPI library warns of them either.
+        with np.errstate(all="ignore"):
+            function(left, right, out=out)
+
+    return combine
 
 
 def check_buffer(buffer: Array) -> None:

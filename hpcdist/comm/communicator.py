@@ -119,7 +119,10 @@ class Communicator(Protocol):
         ...
 
     def reduce_scatter(self, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
-        """Reduce natively; afterwards only ``buffer[ranges[rank]]`` is defined. ``ranges`` tile the buffer in rank order."""
+        """Reduce natively; afterwards only ``buffer[ranges[rank]]`` is defined.
+
+        ``ranges`` tile the buffer in rank order.
+        """
         ...
 
     def all_gather(self, buffer: Array, ranges: Sequence[Range]) -> None:

@@ -14,7 +14,8 @@ class EventSink(Protocol):
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
         """Note an operation on ``count`` elements and return a token for `end`.
 
-        ``sent_bytes`` is what this rank puts on the wire as messages, or `UNKNOWN_BYTES`; ``peer`` is -1 for collectives.
+        ``sent_bytes`` is what this rank puts on the wire as messages, or `UNKNOWN_BYTES`; ``peer`` is -1 where
+        there is none.
         """
         ...
 
@@ -32,4 +33,3 @@ class _NullSink:
 
 
 NULL_SINK: Final[EventSink] = _NullSink()
-

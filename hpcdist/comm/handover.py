@@ -61,8 +61,10 @@ def _check(buffer: Array) -> None:
             "pass np.ascontiguousarray(x).reshape(-1) and copy the result back"
         )
     if not is_supported(buffer.dtype):
-        raise BufferHandoverError(f"dtype {buffer.dtype} cannot travel; use a float, integer or bfloat16 dtype "
-                                  f"in native byte order, not {name_of(buffer.dtype)}")
+        raise BufferHandoverError(
+            f"dtype {buffer.dtype} cannot travel; use a float, integer or bfloat16 dtype "
+            f"in native byte order, not {name_of(buffer.dtype)}"
+        )
 
 
 def _bits(buffer: Array) -> Array:

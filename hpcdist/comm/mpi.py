@@ -36,7 +36,8 @@ class _MpiMessage:
     def recv(self, buffer: Array) -> None:
         if buffer.nbytes != self.nbytes:
             raise CommunicationError(
-                f"a message of {self.nbytes} bytes from rank {self.source} (tag {self.tag}) met a buffer of {buffer.nbytes}"
+                f"a message of {self.nbytes} bytes from rank {self.source} (tag {self.tag}) met a buffer of "
+                f"{buffer.nbytes} bytes"
             )
         target, finish = self._handover.incoming(buffer)
         self._message.Recv(target)

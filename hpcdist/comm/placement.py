@@ -29,8 +29,8 @@ def choose_gpu(said: Announced | None) -> int:
     """
     if said is not None and said.local_rank is None and said.size > 1:
         raise ConfigurationError(
-            f"{said.launcher} announces {said.size} ranks but no local rank, so no GPU can be chosen before MPI starts; "
-            "export MPI_LOCALRANKID for each rank"
+            f"{said.launcher} announces {said.size} ranks but no local rank, so no GPU can be chosen before MPI "
+            "starts; export MPI_LOCALRANKID for each rank"
         )
     return device.choose(0 if said is None or said.local_rank is None else said.local_rank)
 

@@ -49,7 +49,10 @@ class WindowBlock:
 
 
 def allocate(mpi: Any, comm: Any, nbytes: int) -> MappedBlock | WindowBlock:
-    """Return zeroed shared memory, ``nbytes`` for each rank of ``comm`` (an mpi4py communicator of one node). Collective."""
+    """Return zeroed shared memory, ``nbytes`` for each rank of ``comm``. Collective.
+
+    ``comm`` is an mpi4py communicator of one node.
+    """
     sizes = comm.allgather(nbytes)
     stride = align_up(max(sizes), max(_PAGE, ALIGN_BYTES))
     mapping = _map(comm, stride * comm.size)

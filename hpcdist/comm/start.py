@@ -1,6 +1,7 @@
-"""Starting and leaving: MPI with the thread level asked for, one world or a clear refusal, and nobody left waiting.
+"""Starting and leaving: MPI at the thread level asked for, one world or a clear refusal, nobody left waiting.
 
-Entry points call `start` once; everything below takes the communicator it returns. Importing this module starts nothing.
+Entry points call `start` once; everything below takes the communicator it returns. Importing this module starts
+nothing.
 """
 
 import importlib.metadata
@@ -126,8 +127,8 @@ def _import_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise ConfigurationError(
-            f"mpi4py {importlib.metadata.version('mpi4py')} finds no MPI library ({error}); load the site's MPI module, "
-            "or install hpcdist[workstation]"
+            f"mpi4py {importlib.metadata.version('mpi4py')} finds no MPI library ({error}); load the site's MPI "
+            "module, or install hpcdist[workstation]"
         ) from error
     return MPI
 

@@ -192,7 +192,7 @@ class ThreadCommunicator(Endpoint):
         parts = self._everyone(message.copy())
         if any(part.shape != message.shape or part.dtype != message.dtype for part in parts):
             raise CommunicationError(f"the ranks brought buffers of {[(p.size, str(p.dtype)) for p in parts]}")
-        total = parts[0].copy()
+        total: Array = parts[0].copy()
         for part in parts[1:]:
             _UFUNC[op](total, part, out=total)
         return total
@@ -245,7 +245,7 @@ class ThreadCommunicator(Endpoint):
 
     def free(self) -> None:
         """Nothing to give back: the group ends with its last rank."""
-        return None
+        return
 
 
 def run_threads(
@@ -264,7 +264,7 @@ def run_threads(
     def body(rank: int) -> None:
         try:
             results[rank] = function(ThreadCommunicator(group, "world", rank, ranks_per_node))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (raised again by the caller's thread)
             with group.changed:
                 group.failed.append(error)
             group.abort()

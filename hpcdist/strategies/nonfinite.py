@@ -50,4 +50,3 @@ def _first(
     executor.local_gradients(batches)
     tensor = clip.first_nonfinite(gradients, gradients.part)
     return f"gradient of {tensor}" if tensor else None
-

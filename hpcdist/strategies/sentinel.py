@@ -15,19 +15,21 @@ from hpcdist.errors import DivergenceError
 
 
 def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
-    """Raise DivergenceError on every rank, naming the first tensor that differs and the ranks. Collective over ``comm``.
+    """Raise DivergenceError on every rank, naming the first tensor that differs and the ranks.
+
+    Collective over ``comm``.
 
     ``store`` must hold the same range everywhere. A hash is equal on all ranks exactly when its maximum is the
     complement of the maximum of its complement, so one reduction of two numbers decides.
     """
     data = backend.to_host(store.array)
-    digest = xxhash.xxh3_64_intdigest(data.view(np.uint8)) >> 1  # 63 bits fit an int64
+    digest = _digest(data) >> 1  # 63 bits fit an int64
     votes = np.array([digest, ~digest], np.int64)
     collectives.allreduce(comm, votes, algorithm, op="max")
     if votes[0] == ~votes[1]:
         return
     mine = [
-        xxhash.xxh3_64_intdigest(data[touched.start - store.part.start : touched.stop - store.part.start].view(np.uint8))
+        _digest(data[touched.start - store.part.start : touched.stop - store.part.start])
         for _, touched in store.layout.within(store.part)
     ]
     everyone = comm.allgather_object(mine)
@@ -42,3 +44,7 @@ def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: s
                 "Restart from the last checkpoint, and look for a skipped reduction or a faulty node"
             )
     raise DivergenceError(f"step {step}: replicas differ in the padding between tensors, which nothing should write")
+
+
+def _digest(data: np.ndarray) -> int:
+    return xxhash.xxh3_64_intdigest(data.view(np.uint8).data)

@@ -27,8 +27,8 @@ def prepare(comm: Communicator, recipe: Recipe, out: Path | None, resume: str) -
     """Create or reopen the run directory. Collective; rank 0 looks and decides, and all raise the same error.
 
     ``resume`` is "auto" (go on from the newest valid checkpoint, or start where there is none) or "never". Raises
-    ConfigurationError when the directory holds another run, UsageError when it holds this one and ``resume`` is "never",
-    StorageError when it cannot be created.
+    ConfigurationError when the directory holds another run, UsageError when it holds this one and ``resume`` is
+    "never", StorageError when it cannot be created.
     """
     verdict: RunDirectory | HpcdistError | None = None
     if comm.rank == 0:
@@ -55,7 +55,9 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str) -> RunDirectory:
                 f"{path} holds another run: {difference}; choose another --out, or run it with its own {RECIPE_FILE}"
             )
         if resume == "never":
-            raise UsageError(f"{path} holds this run already; add --resume auto to go on with it, or choose another --out")
+            raise UsageError(
+                f"{path} holds this run already; add --resume auto to go on with it, or choose another --out"
+            )
         return RunDirectory(path, newest(path))
     if path.exists() and not path.is_dir():
         raise StorageError(f"{path} is a file; --out must name a directory")

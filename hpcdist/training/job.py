@@ -57,7 +57,11 @@ def _attributes(session: Session, entropies: dict[str, float | None]) -> dict[st
 
 
 def _introduce(
-    progress: Progress, session: Session, trainer: Trainer, run: directory.RunDirectory, entropies: dict[str, float | None]
+    progress: Progress,
+    session: Session,
+    trainer: Trainer,
+    run: directory.RunDirectory,
+    entropies: dict[str, float | None],
 ) -> None:
     grid, model = trainer.grid, trainer.model
     progress.say(
@@ -94,9 +98,7 @@ def evaluate(trainer: Trainer) -> dict[str, Any]:
     return {"steps": trainer.first_step, "val_loss": mean_validation_loss(trainer)}
 
 
-def sample(
-    path: Path, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int
-) -> Iterator[str]:
+def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int) -> Iterator[str]:
     """Yield the text with which the model in ``path`` continues ``prompt``, as it is drawn (local).
 
     Raises UsageError for a model that does not read bytes, or an empty prompt.

@@ -20,7 +20,7 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.training import layers
+from hpcdist.training import settings
 from hpcdist.training.config import DataConfig, PrecisionConfig, RunConfig
 
 DEFAULT: Final = "default"
@@ -84,21 +84,21 @@ def load(
     environment = os.environ if environment is None else environment
     known = defaults()
     sources = [
-        layers.site(environment, known),
-        layers.user(environment, known),
-        layers.file(Path(path), "recipe", known) if path is not None else None,
-        layers.variables(environment, known),
-        layers.overrides(overrides, known),
+        settings.site(environment, known),
+        settings.user(environment, known),
+        settings.file(Path(path), "recipe", known) if path is not None else None,
+        settings.variables(environment, known),
+        settings.overrides(overrides, known),
     ]
     return _resolve(sources)
 
 
 def load_stored(path: str | os.PathLike[str]) -> Recipe:
     """Return the recipe that a run keeps in the file ``path``: nothing but the file counts. Raises ConfigurationError."""
-    return _resolve([layers.file(Path(path), "recipe", defaults())]).recipe
+    return _resolve([settings.file(Path(path), "recipe", defaults())]).recipe
 
 
-def _resolve(sources: Iterable[layers.Layer | None]) -> Resolved:
+def _resolve(sources: Iterable[settings.Settings | None]) -> Resolved:
     values = dict(defaults())
     origin = dict.fromkeys(values, DEFAULT)
     for source in sources:

@@ -62,11 +62,11 @@ def describe(summary: dict[str, Any]) -> str:
     """Return the summary as the lines that a person reads."""
     peak = sum(summary["peak_bytes"].values()) / 2**20
     lines = [
-        f"{summary['steps']} steps on {summary['world']} ranks ({summary['strategy']}, {summary['algorithm']}), "
-        f"{summary['parameters']:,} parameters",
+        f"{summary['steps']} steps on {summary['world']} ranks, {summary['parameters']:,} parameters",
         f"train_loss {_shown(summary['train_loss'])}  val_loss {_shown(summary['val_loss'])} nats",
-        f"{_shown(summary['tokens_per_s'], ',.0f')} tokens/s  step {_shown(summary['step_s_median'], '.4f')} s  "
-        f"communication {_shown(summary['comm_fraction'], '.1%')}  peak {peak:.1f} MiB a rank",
+        f"{_shown(summary['tokens_per_s'], ',.0f')} tokens/s  step {_shown(summary['step_s_median'])} s",
+        f"communication {_shown(summary['comm_fraction'], '.1%')} ({summary['strategy']}, {summary['algorithm']})",
+        f"peak {peak:.1f} MiB a rank",
         f"run directory {summary['run_dir']}",
     ]
     if summary["bytes_sent_per_step"] is not None:

@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hpcdist import models
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ledger import Ledger
@@ -119,7 +117,19 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
     compute = SCHEDULES[parallel.schedule](len(model.stages), parallel.microbatches)
     operations = interleave(compute, exchange.plan(), executor.units)
     trainer = Trainer(
-        comm, recipe, grid, axis, source, model, parameters, gradients, optimizer, exchange, executor, operations, ledger
+        comm,
+        recipe,
+        grid,
+        axis,
+        source,
+        model,
+        parameters,
+        gradients,
+        optimizer,
+        exchange,
+        executor,
+        operations,
+        ledger,
     )
     if resume_from is None:
         model.initialise(parameters, recipe.run.seed)

@@ -150,11 +150,3 @@ def comm(request: pytest.FixtureRequest) -> Iterator[Communicator]:
     yield own
     if not request.session.testsfailed:
         own.free()
-
-
-@pytest.fixture
-def shared_tmp_path(tmp_path_factory: pytest.TempPathFactory, comm: Communicator) -> Any:
-    """A directory that all ranks see, made by rank 0."""
-    return comm.broadcast_object(tmp_path_factory.mktemp("ranks") if comm.rank == 0 else None)
-
-

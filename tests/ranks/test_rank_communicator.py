@@ -42,7 +42,9 @@ def test_rank_native_collectives(comm: Communicator, count: int) -> None:
     comm.all_gather(data, ranges)
     assert np.array_equal(data, total)
     sent, received = np.full(count, comm.rank, np.int32), np.zeros(count, np.int32)
-    comm.all_to_all(sent, np.zeros(ranges[comm.rank].size * size, np.int32), ranges, _blocks(ranges[comm.rank].size, size))
+    comm.all_to_all(
+        sent, np.zeros(ranges[comm.rank].size * size, np.int32), ranges, _blocks(ranges[comm.rank].size, size)
+    )
     comm.broadcast(sent, root=size - 1)
     assert (sent == size - 1).all() and not received.any()
 
@@ -98,7 +100,9 @@ def test_rank_bad_buffers_are_refused_before_anything_is_sent(comm: Communicator
 def test_rank_split_and_dup(comm: Communicator) -> None:
     half = comm.split(comm.rank % 2, key=-comm.rank)
     assert half is not None
-    assert half.allgather_object(comm.rank) == sorted((r for r in range(comm.size) if r % 2 == comm.rank % 2), reverse=True)
+    assert half.allgather_object(comm.rank) == sorted(
+        (r for r in range(comm.size) if r % 2 == comm.rank % 2), reverse=True
+    )
     own = comm.dup()
     assert (own.rank, own.size) == (comm.rank, comm.size)
     half.free()

@@ -38,5 +38,7 @@ def test_singletons_are_refused_with_the_cure() -> None:
     said = announced(SRUN)
     assert said is not None
     check_world(said, 8, "Open MPI v5")
-    with pytest.raises(ConfigurationError, match=r"announced 8 ranks, but MPI \(Open MPI v5\) sees a world of 1.*--mpi="):
+    with pytest.raises(
+        ConfigurationError, match=r"announced 8 ranks, but MPI \(Open MPI v5\) sees a world of 1.*--mpi="
+    ):
         check_world(said, 1, "Open MPI v5")

@@ -9,7 +9,7 @@ from hpcdist.arrays.ranges import Range, align_up, cut, merge, split
 def test_split_tiles_in_aligned_balanced_parts_for_all_small_cases() -> None:
     for itemsize in (1, 2, 4, 8):
         block = 64 // itemsize
-        for size in [*range(0, 70), 1000, 1023]:
+        for size in [*range(70), 1000, 1023]:
             for parts in range(1, 9):
                 ranges = split(size, parts, itemsize)
                 assert len(ranges) == parts

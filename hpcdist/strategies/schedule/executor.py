@@ -60,7 +60,12 @@ class Executor:
         }
 
     def run(
-        self, operations: Sequence[Operation], batches: Sequence[MicroBatch], samples: int, step: int, wishes: np.ndarray
+        self,
+        operations: Sequence[Operation],
+        batches: Sequence[MicroBatch],
+        samples: int,
+        step: int,
+        wishes: np.ndarray,
     ) -> Step:
         """Run one step. Collective: every rank runs the list of its own place.
 
@@ -119,6 +124,7 @@ class Executor:
         if not len(inputs):
             return  # a rank may have no sample in the last, uneven micro-batch
         x = inputs if op.unit == 0 else self._carried[op.microbatch]
+        assert x is not None
         stage = self.model.stages[op.unit]
         saved = self.arena.saved(stage.layer, op.microbatch)
         y = stage.forward(self._parameters[op.unit], x, self.model.operations, saved)
@@ -134,6 +140,7 @@ class Executor:
         dy = self._carried[op.microbatch]
         if op.unit == self._last:
             dy = self.model.loss.backward(self._scale, self.model.operations, saved)
+        assert dy is not None
         self._carried[op.microbatch] = stage.backward(
             self._parameters[op.unit], self._gradients[op.unit], dy, self.model.operations, saved
         )
@@ -154,8 +161,9 @@ class Executor:
         self._outcome.wishes = values[1:]
         self._outcome.gradient_norm = self.exchange.gradient_norm
         if not np.isfinite(self._outcome.loss) or not np.isfinite(self._outcome.gradient_norm):
-            raise NonFiniteError(f"step {self._number}: loss {self._outcome.loss}, gradient norm "
-                                 f"{self._outcome.gradient_norm}")
+            raise NonFiniteError(
+                f"step {self._number}: loss {self._outcome.loss}, gradient norm {self._outcome.gradient_norm}"
+            )
 
     def _direction(self, op: Operation) -> None:
         assert op.range is not None

@@ -1,6 +1,6 @@
 """The places that values of a recipe come from: files, environment variables, overrides.
 
-Each becomes a `Layer` of checked values: its keys exist and its values have the right type.
+Each becomes `Settings` that are checked: the keys exist and the values have the right type.
 """
 
 import difflib
@@ -22,28 +22,28 @@ TYPES: Final = {bool: "true or false", int: "a whole number", float: "a number",
 
 
 @dataclass
-class Layer:
+class Settings:
     """Values by key, and the place of each."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
 
 
-def site(environment: Mapping[str, str], known: Mapping[str, Any]) -> Layer | None:
+def site(environment: Mapping[str, str], known: Mapping[str, Any]) -> Settings | None:
     """Return the profile of the site: the file that HPCDIST_SITE names, which must then exist."""
     named = environment.get("HPCDIST_SITE")
     return file(Path(named), "site profile", known) if named else None
 
 
-def user(environment: Mapping[str, str], known: Mapping[str, Any]) -> Layer | None:
+def user(environment: Mapping[str, str], known: Mapping[str, Any]) -> Settings | None:
     """Return the user's own file, if there is one."""
     home = environment.get("XDG_CONFIG_HOME") or os.path.join(environment.get("HOME", "~"), ".config")
     path = Path(home).expanduser() / "hpcdist" / "config.toml"
     return file(path, "user file", known) if path.exists() else None
 
 
-def file(path: Path, what: str, known: Mapping[str, Any]) -> Layer:
-    """Return the layer of a TOML file; errors call it ``what``."""
+def file(path: Path, what: str, known: Mapping[str, Any]) -> Settings:
+    """Return the settings in a TOML file; errors call it ``what``."""
     try:
         with path.open("rb") as stream:
             tree = tomllib.load(stream)
@@ -53,32 +53,32 @@ def file(path: Path, what: str, known: Mapping[str, Any]) -> Layer:
         raise ConfigurationError(f"{what} {path} cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{what} {path} is not valid TOML: {error}") from error
-    layer, place = Layer(), f"{what} {path}"
+    settings, place = Settings(), f"{what} {path}"
     for key, value in _leaves(tree, known):
-        _put(layer, key, value, place, known, path.parent)
-    return layer
+        _put(settings, key, value, place, known, path.parent)
+    return settings
 
 
-def variables(environment: Mapping[str, str], known: Mapping[str, Any]) -> Layer:
-    """Return the layer of variables like HPCDIST_SET__OPTIMIZER__LEARNING_RATE."""
-    layer = Layer()
+def variables(environment: Mapping[str, str], known: Mapping[str, Any]) -> Settings:
+    """Return the settings in variables like HPCDIST_SET__OPTIMIZER__LEARNING_RATE."""
+    settings = Settings()
     for name in sorted(environment):
         if name.startswith(PREFIX):
             key = name.removeprefix(PREFIX).lower().replace("__", ".")
-            _put(layer, key, _parse(key, environment[name], known), f"environment variable {name}", known, Path())
-    return layer
+            _put(settings, key, _parse(key, environment[name], known), f"environment variable {name}", known, Path())
+    return settings
 
 
-def overrides(texts: Iterable[str], known: Mapping[str, Any]) -> Layer:
-    """Return the layer of overrides ``section.name=value``; the last of one key counts."""
-    layer = Layer()
+def overrides(texts: Iterable[str], known: Mapping[str, Any]) -> Settings:
+    """Return the settings in overrides ``section.name=value``; the last of one key counts."""
+    settings = Settings()
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals:
             raise UsageError(f"--set {text}: expected KEY=VALUE, for example --set run.steps=50")
         key = key.strip()
-        _put(layer, key, _parse(key, value.strip(), known), "--set", known, Path())
-    return layer
+        _put(settings, key, _parse(key, value.strip(), known), "--set", known, Path())
+    return settings
 
 
 def _leaves(tree: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -92,7 +92,7 @@ def _leaves(tree: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "")
             yield key, value
 
 
-def _put(layer: Layer, key: str, value: Any, place: str, known: Mapping[str, Any], base: Path) -> None:
+def _put(settings: Settings, key: str, value: Any, place: str, known: Mapping[str, Any], base: Path) -> None:
     _check_known(key, value, place, known)
     kind = type(known[key])
     try:
@@ -103,8 +103,8 @@ def _put(layer: Layer, key: str, value: Any, place: str, known: Mapping[str, Any
         ) from None
     if key in PATHS and value:
         value = os.path.abspath(base / Path(value).expanduser())
-    layer.values[key] = value
-    layer.origin[key] = place
+    settings.values[key] = value
+    settings.origin[key] = place
 
 
 def _parse(key: str, text: str, known: Mapping[str, Any]) -> Any:
@@ -143,15 +143,19 @@ def _check_known(key: str, value: Any, place: str, known: Mapping[str, Any]) -> 
 
 def _nearest(key: str, known: Mapping[str, Any], sections: list[str]) -> str | None:
     """Return the known key, or section, most like ``key``; the right name in the wrong section is the likeliest."""
-    name = key.rpartition(".")[2]
+    section, _, name = key.rpartition(".")
     names = {other.rpartition(".")[2]: other for other in reversed(known)}
     if name in names:
         return names[name]
-    if "." not in key:
+    if not section:
         close = difflib.get_close_matches(key, [*sections, *names], 1)
         return names.get(close[0], close[0]) if close else None
-    close = difflib.get_close_matches(key, known, 1, 0.75)
+    beside = [other.partition(".")[2] for other in known if other.startswith(section + ".")]
+    close = difflib.get_close_matches(name, beside, 1)
     if close:
-        return close[0]
-    close = difflib.get_close_matches(name, names, 1)
-    return names[close[0]] if close else None
+        return f"{section}.{close[0]}"
+    initials = ["".join(word[0] for word in other.split("_")) for other in beside]
+    if name in initials:  # lr, wd
+        return f"{section}.{beside[initials.index(name)]}"
+    close = difflib.get_close_matches(name, names, 1) or difflib.get_close_matches(key, known, 1, 0.8)
+    return names.get(close[0], close[0]) if close else None

@@ -1,0 +1,200 @@
+"""Whole jobs as a user starts them: train, look, be interrupted, resume, and be refused with a clear word."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+LIMIT_S = 240
+SMALL = ["--set", "model.layers=1", "--set", "model.hidden=32", "--set", "model.heads=2", "--set", "data.context=16"]
+
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Path:
+    """A text of words drawn at random."""
+    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(rng.choice(words, 4000)))
+    return path
+
+
+def hpcdist(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hpcdist", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL, env=os.environ | environment
+    )
+
+
+def train(ranks: int, text: Path, *arguments: object, steps: int = 12) -> subprocess.CompletedProcess[str]:
+    launcher = ["run", "-n", ranks] if ranks else []
+    settings = ["--set", f"data.path={text}", "--set", f"run.steps={steps}", "--set", "run.global_batch=6"]
+    return hpcdist(*launcher, "train", *SMALL, *settings, "--json", *arguments)
+
+
+def summary(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_train_evaluate_sample_report(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    found = summary(train(2, text, "--out", out, "--set", "communication.algorithm=ring", steps=30))
+    for key in ("train_loss", "val_loss", "tokens_per_s", "step_s_median", "comm_fraction", "peak_bytes", "run_dir"):
+        assert found[key] is not None
+    assert (found["steps"], found["world"], found["strategy"]) == (30, 2, "allreduce")
+    psi = found["peak_bytes"]["gradients"]
+    assert psi * 0.99 <= found["bytes_sent_per_step"] <= psi * 1.01 + 200, "2 Psi (p - 1) / p with p = 2, and the norm"
+    assert found["train_loss"] < np.log(256) and found["entropy"]["bigram"] > found["entropy"]["trigram"]
+    evaluated = hpcdist("evaluate", out, "--json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert json.loads(evaluated.stdout.splitlines()[-1])["val_loss"] == pytest.approx(found["val_loss"], rel=1e-5)
+    texts = [hpcdist("sample", out, "--prompt", "ab", "--tokens", "30", "--seed", "1") for _ in range(2)]
+    assert texts[0].returncode == 0, texts[0].stderr
+    assert texts[0].stdout == texts[1].stdout and texts[0].stdout.startswith("ab") and len(texts[0].stdout) > 20
+    plotted = hpcdist("report", out, "--plot", tmp_path / "loss.png")
+    assert plotted.returncode == 0, plotted.stderr
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert hpcdist("hang", out).returncode == 0
+
+
+def test_native_collectives_have_no_known_bytes(text: Path, tmp_path: Path) -> None:
+    found = summary(train(2, text, "--out", tmp_path / "run", "--set", "communication.algorithm=native"))
+    assert found["bytes_sent_per_step"] is None and "not visible" in found["bytes_sent_reason"]
+
+
+def test_without_a_launcher_it_trains_alone_and_agrees(text: Path, tmp_path: Path) -> None:
+    alone = summary(train(0, text, "--out", tmp_path / "alone"))
+    together = summary(train(3, text, "--out", tmp_path / "together"))
+    assert (alone["world"], together["world"]) == (1, 3)
+    assert together["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-5)
+    assert together["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-5)
+
+
+def _wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
+    limit = time.monotonic() + LIMIT_S
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < limit, "nothing happened in time"
+        time.sleep(0.02)
+
+
+def _start(text: Path, out: Path, *arguments: str, every: int = 10) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "hpcdist", "run", "-n", "2", "train", *SMALL, "--out", str(out), "--json"]
+    for setting in (f"data.path={text}", "run.steps=2000", "run.global_batch=6", f"checkpoint.every_steps={every}"):
+        command += ["--set", setting]
+    return subprocess.Popen(
+        [*command, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_killed_runs_resume_to_the_same_bits(text: Path, tmp_path: Path) -> None:
+    settings = ["--set", "run.steps=2000", "--set", "checkpoint.every_steps=10"]
+    whole = summary(train(2, text, "--out", tmp_path / "whole", *settings))
+    process = _start(text, tmp_path / "killed")
+    _wait_for((tmp_path / "killed" / "checkpoints" / "step-20").exists, process)
+    os.killpg(process.pid, signal.SIGKILL)  # the launcher dies at once; its ranks must not outlive it for long
+    process.communicate(timeout=LIMIT_S)
+    _wait_until_ranks_are_gone(tmp_path / "killed")
+    resumed = summary(train(2, text, "--out", tmp_path / "killed", "--resume", "auto", *settings))
+    assert (resumed["train_loss"], resumed["val_loss"]) == (whole["train_loss"], whole["val_loss"])
+
+
+def _wait_until_ranks_are_gone(run_dir: Path) -> None:
+    limit = time.monotonic() + LIMIT_S
+    while any(str(run_dir) in _command_line(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        assert time.monotonic() < limit, "a rank outlived its launcher"
+        time.sleep(0.1)
+
+
+def _command_line(entry: Path) -> str:
+    try:
+        return (entry / "cmdline").read_text()
+    except OSError:
+        return ""  # it has just ended
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
+def test_asked_to_stop_a_run_saves_and_resumes(text: Path, tmp_path: Path, number: int, code: int) -> None:
+    out = tmp_path / "run"
+    process = _start(text, out, every=0)
+    _wait_for((out / "metrics.h5").exists, process)
+    time.sleep(1.0)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == code, errors
+    steps = [int(path.name.removeprefix("step-")) for path in (out / "checkpoints").glob("step-*")]
+    assert len(steps) == 1 and 0 < steps[0] < 2000
+    _wait_until_ranks_are_gone(out)
+    found = hpcdist("evaluate", out, "--json")
+    assert found.returncode == 0 and json.loads(found.stdout.splitlines()[-1])["steps"] == steps[0], found.stderr
+
+
+def test_a_stop_file_asks_for_a_requeue(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = _start(text, out, every=0)
+    _wait_for((out / "metrics.h5").exists, process)
+    (out / "stop").touch()
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 75
+
+
+def test_a_directory_belongs_to_one_run(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    summary(train(0, text, "--out", out, steps=2))
+    again = train(0, text, "--out", out, steps=2)
+    assert again.returncode == 2 and "--resume auto" in again.stderr
+    other = train(0, text, "--out", out, "--resume", "auto", "--set", "run.seed=5", steps=2)
+    assert other.returncode == 78 and "holds another run: run.seed = 0 there, 5 now" in other.stderr
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("mine")
+    foreign = train(0, text, "--out", tmp_path / "full", steps=2)
+    assert foreign.returncode == 78 and (tmp_path / "full" / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--set", "model.layer=3"], 78, ["model.layer", "model.layers"]),
+        (["--set", "run.steps=many"], 78, ["run.steps", "many"]),
+        (["--set", "parallel.strategy=zero1"], 78, ["zero1", "not built"]),
+        (["--set", "precision.mode=bfloat16"], 78, ["bfloat16", "not built"]),
+        (["--set", "parallel.data=9"], 78, ["run.global_batch = 6"]),
+        (["--set", "data.path=/does/not/exist"], 78, ["/does/not/exist"]),
+        (["--set", "run.device=gpu"], 69, ["cupy"]),
+        (["missing.toml"], 78, ["missing.toml"]),
+    ],
+)
+def test_bad_input_is_refused_with_a_word_and_a_code(
+    text: Path, tmp_path: Path, arguments: list[str], code: int, words: list[str]
+) -> None:
+    done = train(0, text, "--out", tmp_path / "run", *arguments)
+    assert done.returncode == code, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_more_ranks_than_samples(text: Path, tmp_path: Path) -> None:
+    done = train(3, text, "--out", tmp_path / "run", "--set", "run.global_batch=2")
+    assert done.returncode == 78 and "fewer samples than the 3 data ranks" in done.stderr
+
+
+def test_a_loss_that_is_nan_names_step_rank_and_tensor(text: Path, tmp_path: Path) -> None:
+    settings = ["--set", "optimizer.learning_rate=1e30", "--set", "optimizer.warmup_steps=0"]
+    done = train(2, text, "--out", tmp_path / "run", *settings)
+    assert done.returncode == 1
+    assert "step 2: loss" in done.stderr or "step 3: loss" in done.stderr, done.stderr
+    assert ("rank 0: " in done.stderr and "layer" in done.stderr) or "parameter" in done.stderr

@@ -1,0 +1,145 @@
+"""Every algorithm over real messages: right sums, the same bits on all ranks, the volumes that were promised."""
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from hpcdist import collectives
+from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_16bit_float
+from hpcdist.arrays.ranges import split
+from hpcdist.collectives import ALLREDUCE
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.errors import BufferHandoverError, UsageError
+
+COUNTS = (0, 1, 3, 1000, 100_003)
+NUMPY = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+def agree(comm: Communicator, buffer: np.ndarray) -> None:
+    """Fail unless all ranks hold the same bits."""
+    digests = comm.allgather_object(hashlib.sha256(buffer.tobytes()).hexdigest())
+    assert len(set(digests)) == 1, f"ranks hold different bits: {digests}"
+
+
+@pytest.mark.parametrize("algorithm", ALLREDUCE)
+@pytest.mark.parametrize("dtype", [*FLOATS.values(), *INTEGERS.values()], ids=[*FLOATS, *INTEGERS])
+def test_rank_allreduce_is_exact_on_small_integers(
+    comm: Communicator, algorithm: str, dtype: np.dtype, rng: np.random.Generator
+) -> None:
+    for count in COUNTS[:-1]:
+        for op in NUMPY:
+            inputs = rng.integers(0, 16, (comm.size, count)).astype(dtype)
+            buffer = inputs[comm.rank].copy()
+            collectives.allreduce(comm, buffer, algorithm, op)
+            expected = NUMPY[op].reduce(inputs.astype(np.int64), axis=0)
+            assert np.array_equal(buffer.astype(np.int64), expected), f"{count} elements, {op}"
+
+
+@pytest.mark.parametrize("algorithm", ALLREDUCE)
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+def test_rank_allreduce_gives_all_ranks_the_same_bits(
+    comm: Communicator, algorithm: str, dtype: np.dtype, rng: np.random.Generator
+) -> None:
+    for count in COUNTS:
+        inputs = rng.standard_normal((comm.size, count)).astype(dtype)
+        buffer, again = inputs[comm.rank].copy(), inputs[comm.rank].copy()
+        collectives.allreduce(comm, buffer, algorithm)
+        agree(comm, buffer)
+        collectives.allreduce(comm, again, algorithm)
+        assert np.array_equal(buffer, again)
+        exact = inputs.astype(np.float64).sum(axis=0)
+        if is_16bit_float(dtype):
+            assert np.mean(buffer != exact.astype(dtype)) < 1e-2  # rounded once
+        else:
+            magnitude = np.abs(inputs.astype(np.float64)).sum(axis=0)
+            assert (np.abs(buffer - exact) <= comm.size * np.finfo(dtype).eps * magnitude).all()
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_rank_ring_and_its_halves(comm: Communicator, bidirectional: bool, rng: np.random.Generator) -> None:
+    inputs = rng.integers(0, 100, (comm.size, 64 * comm.size)).astype(np.float32)
+    total = inputs.sum(axis=0)
+    whole, halves = inputs[comm.rank].copy(), inputs[comm.rank].copy()
+    with recording(comm) as traffic:
+        collectives.ring_allreduce(comm, whole, bidirectional=bidirectional)
+    assert np.array_equal(whole, total)
+    assert traffic.sent_bytes == 2 * (comm.size - 1) * whole.nbytes // comm.size
+    ranges = split(halves.size, comm.size, 4)
+    own = ranges[comm.rank].slice
+    collectives.reduce_scatter(comm, halves, ranges, bidirectional=bidirectional)
+    assert np.array_equal(halves[own], total[own])
+    collectives.all_gather(comm, halves, ranges, bidirectional=bidirectional)
+    assert np.array_equal(halves, total)
+
+
+def test_rank_ring_all_gather_of_16_bits(comm: Communicator) -> None:
+    for dtype in (FLOATS["float16"], FLOATS["bfloat16"]):
+        ranges = split(100 * comm.size + 1, comm.size, 2)
+        buffer = np.zeros(ranges[-1].stop, dtype)
+        buffer[ranges[comm.rank].slice] = comm.rank + 1
+        collectives.all_gather(comm, buffer, ranges)
+        assert all((buffer[part.slice] == rank + 1).all() for rank, part in enumerate(ranges))
+
+
+def test_rank_node_shared_in_many_pieces(comm: Communicator, rng: np.random.Generator) -> None:
+    """Several pieces and calls on end: a half that is overwritten too early would show here."""
+    piece = collectives.node_shared.PIECE_BYTES // 8
+    for count in (piece - 1, piece + 1, 5 * piece + 7, 1, 3 * piece):
+        inputs = rng.integers(0, 1000, (comm.size, count)).astype(np.float64)
+        buffer = inputs[comm.rank].copy()
+        with recording(comm) as traffic:
+            collectives.node_shared_allreduce(comm, buffer)
+        assert np.array_equal(buffer, inputs.sum(axis=0))
+        assert traffic.sent_bytes == 0
+    collectives.release(comm)
+    buffer = np.ones(10)
+    collectives.node_shared_allreduce(comm, buffer)
+    assert (buffer == comm.size).all()
+
+
+def test_rank_hierarchical_over_pretended_nodes(comm: Communicator, rng: np.random.Generator) -> None:
+    """Nodes of one rank and of two; with an odd number of ranks the last node is smaller."""
+    for ranks_per_node in (1, 2):
+        intra = comm.split(comm.rank // ranks_per_node)
+        inter = comm.split(comm.rank % ranks_per_node)
+        leaders = comm.split(0 if comm.rank % ranks_per_node == 0 else None)
+        assert intra is not None and inter is not None
+        for count in COUNTS:
+            inputs = rng.standard_normal((comm.size, count))
+            exact = inputs.sum(axis=0)
+            buffer, other = inputs[comm.rank].copy(), inputs[comm.rank].copy()
+            if comm.size % ranks_per_node == 0:
+                collectives.hierarchical(intra, inter, buffer)
+                agree(comm, buffer)
+                assert np.allclose(buffer, exact, rtol=0, atol=1e-13)
+            collectives.leader_allreduce(intra, leaders, other)
+            agree(comm, other)
+            assert np.allclose(other, exact, rtol=0, atol=1e-13)
+        for part in (intra, inter, leaders):
+            if part is not None:
+                part.free()
+
+
+def test_rank_all_to_all_keeps_16_bits_on_the_wire(comm: Communicator) -> None:
+    sent = {}
+    for algorithm in ("ring", "all_to_all"):
+        buffer = np.ones(64 * comm.size, np.float16)
+        with recording(comm) as traffic:
+            collectives.allreduce(comm, buffer, algorithm)
+        sent[algorithm] = traffic.sent_bytes
+    assert sent["ring"] == 2 * sent["all_to_all"] == 2 * (comm.size - 1) * 64 * 4
+
+
+def test_rank_bad_calls_are_refused_on_every_rank_before_anything_is_sent(comm: Communicator) -> None:
+    with pytest.raises(UsageError, match="choose one of native, ring"):
+        collectives.allreduce(comm, np.zeros(4), "butterfly")
+    for algorithm in ALLREDUCE:
+        with pytest.raises(UsageError, match="choose one of sum, max, min"):
+            collectives.allreduce(comm, np.zeros(4), algorithm, "mean")
+        with pytest.raises(BufferHandoverError, match="float32"):
+            collectives.allreduce(comm, np.zeros(4, complex), algorithm)
+        with recording(comm) as traffic:
+            collectives.allreduce(comm, np.ones(0, np.float32), algorithm)
+        assert traffic.sent_bytes == 0

@@ -1,0 +1,53 @@
+"""Rabenseifner: the bytes of the ring in 2 log2(p) messages."""
+
+import numpy as np
+import pytest
+
+from hpcdist.collectives import rabenseifner_allreduce
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_rabenseifner_sends_as_much_as_a_ring_in_fewer_messages(size: int) -> None:
+    def body(comm: Communicator) -> None:
+        buffer = np.full(16 * size, 2.0**comm.rank)
+        with recording(comm) as traffic:
+            rabenseifner_allreduce(comm, buffer)
+        assert (buffer == 2**size - 1).all()
+        assert traffic.sent_bytes == 2 * (size - 1) * buffer.nbytes // size
+        assert sum(traffic.calls.values()) == traffic.calls["sendrecv"] == 2 * (size.bit_length() - 1)
+
+    run_threads(size, body)
+
+
+@pytest.mark.parametrize("size", [3, 5, 6, 7])
+def test_rabenseifner_pays_for_the_ranks_above_a_power_of_two(size: int) -> None:
+    cube = 1 << (size.bit_length() - 1)
+    pairs = size - cube
+
+    def body(comm: Communicator) -> None:
+        buffer = np.full(16 * cube, 2.0**comm.rank)
+        with recording(comm) as traffic:
+            rabenseifner_allreduce(comm, buffer)
+        assert (buffer == 2**size - 1).all()
+        inside = 2 * (cube - 1) * buffer.nbytes // cube
+        if comm.rank >= 2 * pairs:
+            assert traffic.sent_bytes == inside
+        else:
+            assert traffic.sent_bytes == (inside if comm.rank % 2 else 0) + buffer.nbytes
+
+    run_threads(size, body)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 9, 63, 64, 65, 129])
+def test_rabenseifner_with_chunks_that_are_empty_or_uneven(count: int, rng: np.random.Generator) -> None:
+    inputs = rng.integers(0, 100, (8, count)).astype(np.float64)
+
+    def body(comm: Communicator) -> None:
+        buffer = inputs[comm.rank].copy()
+        rabenseifner_allreduce(comm, buffer)
+        assert np.array_equal(buffer, inputs.sum(axis=0))
+
+    run_threads(8, body)

@@ -1,0 +1,45 @@
+"""Recursive doubling: log2(p) messages of the whole buffer, and the pairs that make p a power of two."""
+
+import numpy as np
+import pytest
+
+from hpcdist.collectives import recursive_doubling_allreduce
+from hpcdist.collectives.power_of_two import Hypercube
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+
+SIZES = range(1, 9)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_recursive_doubling_sends_the_buffer_once_a_step(size: int) -> None:
+    cube_size = {1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 4, 8: 8}[size]
+    steps = cube_size.bit_length() - 1
+    pairs = size - cube_size
+
+    def body(comm: Communicator) -> None:
+        buffer = np.full(10, 2.0**comm.rank)
+        with recording(comm) as traffic:
+            recursive_doubling_allreduce(comm, buffer)
+        assert (buffer == 2**size - 1).all()
+        if comm.rank < 2 * pairs:
+            expected = steps + 1 if comm.rank % 2 else 1  # the odd one of a pair acts for both
+        else:
+            expected = steps
+        assert traffic.sent_bytes == expected * buffer.nbytes
+
+    run_threads(size, body)
+
+
+@pytest.mark.parametrize("size", [*SIZES, 12, 31])
+def test_a_hypercube_has_every_member_once(size: int) -> None:
+    class Place:
+        def __init__(self, rank: int) -> None:
+            self.rank, self.size = rank, size
+
+    cubes = [Hypercube.of(Place(rank)) for rank in range(size)]
+    members = {cube.rank: rank for rank, cube in enumerate(cubes) if cube.rank is not None}
+    assert sorted(members) == list(range(cubes[0].size))
+    assert cubes[0].size <= size < 2 * cubes[0].size
+    assert all(cubes[0].outer(member) == rank for member, rank in members.items())

@@ -1,0 +1,109 @@
+"""The ring: its two halves on their own, the volume it promises, both directions."""
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.collectives import all_gather, reduce_scatter, ring_allreduce
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import UsageError
+
+SIZES = range(1, 9)
+
+
+def uneven(size: int) -> list[Range]:
+    """Chunks of 0, 1, 2, ... elements: the first is empty."""
+    bounds = [rank * (rank - 1) // 2 for rank in range(size + 1)]
+    return [Range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_ring_sends_two_p_minus_one_over_p_of_the_buffer(size: int, bidirectional: bool) -> None:
+    count = 64 * size  # chunks, and their halves, of equal size
+
+    def body(comm: Communicator) -> None:
+        buffer = np.full(count, float(comm.rank), np.float32)
+        with recording(comm) as traffic:
+            ring_allreduce(comm, buffer, bidirectional=bidirectional)
+        assert traffic.sent_bytes == 2 * (size - 1) * buffer.nbytes // size
+        messages = "isend" if bidirectional else "sendrecv"
+        assert traffic.calls[messages] == 2 * (size - 1) * (2 if bidirectional else 1)
+        assert not traffic.unknown
+        assert (buffer == size * (size - 1) / 2).all()
+
+    run_threads(size, body)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_ring_reduce_scatter_leaves_each_rank_its_range(
+    size: int, bidirectional: bool, rng: np.random.Generator
+) -> None:
+    for ranges in (uneven(size), split(40 * size, size, 8), [*[Range(0, 0)] * (size - 1), Range(0, 9)]):
+        inputs = rng.integers(0, 100, (size, ranges[-1].stop)).astype(np.float64)
+
+        def body(comm: Communicator, ranges: list[Range] = ranges, inputs: np.ndarray = inputs) -> None:
+            buffer = inputs[comm.rank].copy()
+            with recording(comm) as traffic:
+                reduce_scatter(comm, buffer, ranges, bidirectional=bidirectional)
+            own = ranges[comm.rank].slice
+            assert np.array_equal(buffer[own], inputs.sum(axis=0)[own])
+            assert traffic.sent_bytes == buffer.nbytes - 8 * ranges[comm.rank].size
+
+        run_threads(size, body)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float64])
+@pytest.mark.parametrize("size", SIZES)
+def test_ring_all_gather_fills_the_other_ranges(size: int, dtype: type, bidirectional: bool) -> None:
+    ranges = uneven(size)
+
+    def body(comm: Communicator) -> None:
+        buffer = np.full(ranges[-1].stop + 3, 99, dtype)
+        buffer[ranges[comm.rank].slice] = comm.rank
+        all_gather(comm, buffer, ranges, bidirectional=bidirectional)
+        expected = np.concatenate([np.full(part.size, rank) for rank, part in enumerate(ranges)])
+        assert np.array_equal(buffer[:-3], expected.astype(dtype))
+        assert (buffer[-3:] == 99).all()  # outside the ranges nothing changes
+
+    run_threads(size, body)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ring_is_its_two_halves_one_after_the_other(size: int, rng: np.random.Generator) -> None:
+    inputs = rng.standard_normal((size, 333)).astype(np.float32)
+
+    def body(comm: Communicator) -> None:
+        whole, halves = inputs[comm.rank].copy(), inputs[comm.rank].copy()
+        ring_allreduce(comm, whole)
+        chunks = split(333, size, 4)
+        reduce_scatter(comm, halves, chunks)
+        all_gather(comm, halves, chunks)
+        assert np.array_equal(whole, halves)
+
+    run_threads(size, body)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 1000])
+@pytest.mark.parametrize("size", SIZES)
+def test_ring_in_both_directions(size: int, count: int, rng: np.random.Generator) -> None:
+    inputs = rng.integers(0, 100, (size, count))
+
+    def body(comm: Communicator) -> None:
+        for op, expected in (("sum", inputs.sum(axis=0)), ("max", inputs.max(axis=0))):
+            buffer = inputs[comm.rank].copy()
+            ring_allreduce(comm, buffer, op, bidirectional=True)
+            assert np.array_equal(buffer, expected)
+
+    run_threads(size, body)
+
+
+@pytest.mark.parametrize("ranges", [[], [Range(0, 4)], [Range(0, 2), Range(2, 5)]])
+def test_ring_refuses_ranges_that_are_not_one_for_each_rank_inside_the_buffer(ranges: list[Range]) -> None:
+    for half in (reduce_scatter, all_gather):
+        with pytest.raises(UsageError, match="one range inside them for each rank"):
+            run_threads(2, lambda comm, half=half: half(comm, np.zeros(4), ranges))

@@ -1,0 +1,171 @@
+"""Failing fast, each case in a process of its own: what is written, and with what code the process ends."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpcdist
+from hpcdist.comm import failfast, recordfile
+from hpcdist.errors import CommunicationError, ConfigurationError, StorageError
+
+PREAMBLE = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from hpcdist.comm import failfast
+from hpcdist.comm.recorder import Recorder
+from hpcdist.errors import ConfigurationError, CommunicationError
+
+def abort(code):
+    print("abort", code, flush=True)
+    os._exit(code)
+
+failfast.install(abort, None, 2)
+"""
+
+
+def run(source: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HPCDIST_")}
+    return subprocess.run(
+        [sys.executable, "-c", PREAMBLE + source, *arguments],
+        env={**kept, "PYTHONPATH": str(Path(hpcdist.__file__).parents[1]), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "text"),
+    [
+        ("1 / 0", 1, "ZeroDivisionError"),
+        ("raise ConfigurationError('bad')", 78, "ConfigurationError: bad"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+        ("failfast.guarded(lambda: 1 / 0)", 1, "ZeroDivisionError"),
+        ("failfast.guarded(lambda: sys.exit(3))", 3, "SystemExit: 3"),
+        ("failfast.guarded(lambda: sys.exit(-1))", 255, "SystemExit: -1"),
+        ("failfast.guarded(lambda: sys.exit('give up'))", 1, "give up"),
+        ("failfast.guarded(lambda: 5)", 5, "SystemExit: 5"),
+        (
+            "threading.Thread(target=lambda: 1 / 0, name='writer').start(); time.sleep(60)",
+            1,
+            "rank 2, thread writer failed",
+        ),
+        ("threading.Thread(target=sys.exit, args=(9,)).start(); time.sleep(60)", 9, "SystemExit: 9"),
+        ("raise CommunicationError('echo')", 1, "CommunicationError: echo"),
+    ],
+)
+def test_failures_abort_with_their_code(source: str, code: int, text: str) -> None:
+    ended = run(source)
+    assert (ended.returncode, ended.stdout) == (code, f"abort {code}\n"), ended
+    assert text in ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if line]
+    assert all(line.startswith("[rank 2]") for line in lines), ended.stderr
+    assert sum("Traceback (most recent call last)" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        ("failfast.guarded(lambda: None)", 0),
+        ("failfast.guarded(lambda: sys.exit(0))", 0),
+        ("failfast.guarded(lambda: sys.exit(None))", 0),
+        ("failfast.guarded(lambda: failfast.agreed_exit(75))", 75),
+        ("thread = threading.Thread(target=sys.exit); thread.start(); thread.join()", 0),
+        ("failfast.uninstall()\nfailfast.guarded(lambda: sys.exit(4))", 4),
+        ("failfast.uninstall()\nsys.exit(failfast.guarded(lambda: 6))", 6),
+    ],
+)
+def test_what_is_no_failure_passes(source: str, code: int) -> None:
+    ended = run(source)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "")
+
+
+def test_without_install_exceptions_are_pythons_own() -> None:
+    ended = run("failfast.uninstall()\nfailfast.guarded(lambda: 1 / 0)")
+    assert ended.returncode == 1 and ended.stderr.startswith("Traceback") and "[rank" not in ended.stderr
+
+
+@pytest.mark.parametrize("how", ["raise OSError('no')", "return", "time.sleep(600)"])
+def test_an_abort_that_does_not_end_the_process_is_helped(how: str) -> None:
+    ended = run(f"def broken(code):\n    {how}\nfailfast.install(broken, None, 2)\nraise ConfigurationError('bad')")
+    assert ended.returncode == 78 and "ConfigurationError: bad" in ended.stderr
+
+
+def test_only_the_first_thread_speaks() -> None:
+    source = """
+start = threading.Barrier(8)
+def work(n):
+    start.wait()
+    raise ValueError(n)
+for n in range(8):
+    threading.Thread(target=work, args=(n,)).start()
+time.sleep(60)
+"""
+    ended = run(source)
+    assert ended.returncode == 1 and ended.stderr.count("ValueError") == 2  # the source line is not shown for -c
+
+
+def test_copy_for_the_launcher_and_note_for_the_recorder(tmp_path: Path) -> None:
+    source = """
+recorder = Recorder(Path(sys.argv[1]), 2, 4)
+failfast.attach(recorder)
+raise ConfigurationError("bad\\nsecond line")
+"""
+    path = tmp_path / "rank-00002.rec"
+    ended = run(source, str(path), HPCDIST_FAILURE_DIR=str(tmp_path))
+    assert (tmp_path / "rank-2.txt").read_text() == ended.stderr
+    assert recordfile.read(path).notes["raised"].text.startswith("ConfigurationError: bad")
+    assert "<string>" in recordfile.read(path).notes["raised"].text
+
+
+def test_a_failure_dir_that_is_gone_does_not_hide_the_failure(tmp_path: Path) -> None:
+    ended = run("1 / 0", HPCDIST_FAILURE_DIR=str(tmp_path / "gone"))
+    assert ended.returncode == 1 and "ZeroDivisionError" in ended.stderr and "no copy for the launcher" in ended.stderr
+
+
+def test_closed_stderr_does_not_keep_the_process() -> None:
+    ended = run("sys.stderr.close()\n1 / 0")
+    assert (ended.returncode, ended.stdout) == (1, "abort 1\n")
+
+
+def test_normal_end_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00002.rec"
+    assert run("failfast.attach(Recorder(Path(sys.argv[1]), 2, 4))", str(path)).returncode == 0
+    assert recordfile.read(path).notes["finished"].text == "end of the program"
+
+
+def test_sigusr2_shows_all_stacks_and_goes_on() -> None:
+    source = """
+def here_it_sleeps():
+    time.sleep(600)
+threading.Thread(target=here_it_sleeps, daemon=True).start()
+time.sleep(0.2)
+os.kill(os.getpid(), signal.SIGUSR2)
+print("on it goes")
+"""
+    ended = run(source)
+    assert ended.returncode == 0 and ended.stdout == "on it goes\n"
+    assert "here_it_sleeps" in ended.stderr and "Current thread" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError(), 1),
+        (StorageError(), 74),
+        (ConfigurationError(), 78),
+        (CommunicationError(), 1),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(), 0),
+        (SystemExit(7), 7),
+        (SystemExit(True), 1),
+        (SystemExit("text"), 1),
+        (SystemExit(259), 3),
+    ],
+)
+def test_exit_code(error: BaseException, code: int) -> None:
+    assert failfast.exit_code(error) == code

@@ -1,0 +1,227 @@
+"""The flight recorder: what is written is read back, whatever happens to the process."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hpcdist
+from hpcdist.comm import recordfile
+from hpcdist.comm.recorder import Recorder
+from hpcdist.comm.solo import solo
+from hpcdist.errors import StorageError
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Iterator[Recorder]:
+    made = Recorder(tmp_path / "rank-00003.rec", 3, 8, capacity=16)
+    yield made
+    made.close()
+
+
+def begin(recorder: Recorder, op: str = "allreduce", count: int = 7, comm: str = "world", peer: int = -1) -> int:
+    return recorder.begin(comm, op, "float32", count, 28, peer, 5)
+
+
+def test_round_trip(recorder: Recorder) -> None:
+    recorder.end(begin(recorder))
+    begin(recorder, "recv", peer=2)
+    record = recordfile.read(recorder.path)
+    assert (record.rank, record.world, record.pid, record.capacity) == (3, 8, os.getpid(), 16)
+    first, second = record.events
+    assert (first.comm, first.op, first.dtype, first.count) == ("world", "allreduce", "float32", 7)
+    assert (first.sent_bytes, first.peer, first.tag, first.sequence) == (28, -1, 5, 1)
+    assert first.ended_ns is not None and first.started_ns <= first.ended_ns <= second.started_ns
+    assert second.ended_ns is None and record.open_events == (second,)
+    # The recorder sees the first frame outside comm/: here the helper that called it.
+    assert first.site.split(" ")[0].split(":")[0] == __file__ and first.site.endswith("(begin)")
+    assert "allreduce #1 on world, 7 x float32, at " in str(first)
+    assert "recv #1 on world, 7 x float32, peer 2, at " in str(second)
+
+
+def test_call_sites_are_those_outside_comm(recorder: Recorder) -> None:
+    comm = solo()
+    comm.events = recorder
+    line = sys._getframe().f_lineno + 1
+    comm.barrier()
+    comm.allreduce(np.ones(4))
+    for _ in range(3):
+        comm.barrier()
+    sites = [event.site for event in recordfile.read(recorder.path).events]
+    here = "(test_call_sites_are_those_outside_comm)"
+    assert sites == [f"{__file__}:{line + step} {here}" for step in (0, 1, 3, 3, 3)]
+
+
+def test_sites_inside_collectives_name_the_caller_and_the_algorithm(recorder: Recorder, tmp_path: Path) -> None:
+    path = str(Path(hpcdist.__file__).parent / "collectives" / "made_up.py")
+    recorder._algorithms = frozenset({path})
+    module: dict[str, object] = {"begin": begin}
+    exec(
+        compile("def algorithm(recorder):\n    return recorder.begin('world','send','f',1,4,0,0)", path, "exec"), module
+    )
+    algorithm = module["algorithm"]
+    assert callable(algorithm)
+    for _ in range(2):
+        recorder.end(algorithm(recorder))
+    recorder.end(algorithm(recorder))
+    sites = [event.site for event in recordfile.read(recorder.path).events]
+    assert all(site.endswith("via hpcdist/collectives/made_up.py:2 (algorithm)") for site in sites)
+    assert all(site.startswith(f"{__file__}:") for site in sites)
+    assert sites[0] == sites[1] != sites[2]
+
+
+def test_collectives_and_messages_are_counted_apart_and_per_communicator(recorder: Recorder) -> None:
+    for op, comm in [
+        ("allreduce", "world"),
+        ("send", "world"),
+        ("barrier", "world"),
+        ("barrier", "a"),
+        ("send", "world"),
+    ]:
+        recorder.end(begin(recorder, op, comm=comm))
+    events = recordfile.read(recorder.path).events
+    assert [(event.op, event.comm, event.sequence) for event in events] == [
+        ("allreduce", "world", 1),
+        ("send", "world", 1),
+        ("barrier", "world", 2),
+        ("barrier", "a", 1),
+        ("send", "world", 2),
+    ]
+    assert [event.collective for event in events] == [True, False, True, True, False]
+
+
+def test_ring_keeps_the_last_and_goes_round_what_is_open(recorder: Recorder) -> None:
+    slow = begin(recorder, "irecv", peer=1)
+    for _ in range(100):
+        recorder.end(begin(recorder))
+    record = recordfile.read(recorder.path)
+    assert len(record.events) == 16
+    assert record.events[0].op == "irecv" and record.events[0].ended_ns is None
+    assert [event.sequence for event in record.events[1:]] == list(range(86, 101))
+    recorder.end(slow)
+    assert recordfile.read(recorder.path).open_events == ()
+
+
+def test_requests_that_nobody_waits_for_do_not_stop_the_recorder(recorder: Recorder) -> None:
+    for _ in range(40):
+        begin(recorder, "isend", peer=1)
+    assert len(recordfile.read(recorder.path).events) == 16
+    assert len(recorder.running()) <= 16
+
+
+def test_threads_share_a_recorder(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "rank-00000.rec", 0, 1, capacity=4096)
+
+    def work(name: str) -> None:
+        for number in range(500):
+            recorder.end(begin(recorder, "send", count=number, comm=name, peer=0))
+
+    threads = [threading.Thread(target=work, args=(f"c{n}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    events = recordfile.read(recorder.path).events
+    assert len(events) == 2000 and recorder.running() == []
+    for name in ("c0", "c1", "c2", "c3"):
+        mine = [event for event in events if event.comm == name]
+        assert [event.count for event in mine] == list(range(500))
+        assert [event.sequence for event in mine] == list(range(1, 501))
+    recorder.close()
+
+
+def test_notes(recorder: Recorder) -> None:
+    recorder.note("stage", "step 1")
+    recorder.note("stage", "step 2")
+    recorder.note("raised", "ValueError: first ü" + "x" * 3000)
+    recorder.note("raised", "second")
+    notes = recordfile.read(recorder.path).notes
+    assert notes["stage"].text == "step 2"
+    assert notes["raised"].text.startswith("ValueError: first ü") and len(notes["raised"].text.encode()) <= 1024
+    assert notes.keys() == {"stage", "raised"}
+    with pytest.raises(ValueError, match="tuple"):
+        recorder.note("unknown", "")
+
+
+def test_table_of_texts_may_fill_up(recorder: Recorder) -> None:
+    for number in range(600):
+        recorder.end(begin(recorder, comm=f"{number}" + "x" * 900))
+    events = recordfile.read(recorder.path).events
+    assert len(events) == 16 and {event.comm for event in events} == {"?"}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from hpcdist.comm.recorder import Recorder
+
+recorder = Recorder(Path(sys.argv[1]), 1, 2)
+for number in range(1000):
+    recorder.end(recorder.begin("world", "allreduce", "float64", number, -1, -1, 0))
+recorder.note("stage", "about to die")
+recorder.begin("world", "barrier", "uint8", 0, 0, -1, 0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_survives_sigkill(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00001.rec"
+    environment = {**os.environ, "PYTHONPATH": str(Path(hpcdist.__file__).parents[1])}
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(path)], env=environment, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    record = recordfile.read(path)
+    assert len(record.events) == 1001 and record.notes["stage"].text == "about to die"
+    assert [event.op for event in record.open_events] == ["barrier"]
+    assert [event.count for event in record.events[:1000]] == list(range(1000))
+    assert record.process_state() == ""
+
+
+def test_process_state(recorder: Recorder) -> None:
+    assert recordfile.read(recorder.path).process_state() in ("R", "S", "D")
+
+
+def test_a_new_recorder_leaves_the_old_mapping_alone(recorder: Recorder) -> None:
+    begin(recorder)
+    again = Recorder(recorder.path, 3, 8, capacity=16)
+    begin(recorder)  # would be a SIGBUS had the file been truncated
+    assert recordfile.read(recorder.path).events == ()
+    again.close()
+
+
+@pytest.mark.parametrize("data", [b"", b"HPCDREC\0", b"x" * 1_000_000])
+def test_foreign_files_are_refused(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "rank-00000.rec"
+    path.write_bytes(data)
+    with pytest.raises(StorageError, match="not a file of the flight recorder"):
+        recordfile.read(path)
+    with pytest.raises(StorageError, match="cannot read"):
+        recordfile.read(tmp_path / "absent.rec")
+
+
+def test_no_room_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"flight recorder needs \d+ bytes"):
+        Recorder(tmp_path / "no such directory" / "rank-00000.rec", 0, 1)
+
+
+def test_full_disk_is_an_error_and_no_sigbus_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StorageError, match="No space left"):
+        Recorder(tmp_path / "rank-00000.rec", 0, 1)
+
+
+def test_half_written_records_are_left_out(recorder: Recorder) -> None:
+    recorder.end(begin(recorder))
+    recorder.end(begin(recorder))
+    data = bytearray(recorder.path.read_bytes())
+    recordfile.RECORD.pack_into(data, recordfile.RING + 2 * 64, 77, 1, 0, 1, 1, 1, 9999, 1, 0, 0)
+    events = recordfile.parse(bytes(data), recorder.path).events
+    assert [event.index for event in events] == [1]

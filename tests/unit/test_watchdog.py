@@ -1,0 +1,153 @@
+"""Deadlines: expired, relaxed, forgiven after a stop; and the stacks of the ranks that others wait for."""
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcdist.comm import recordfile
+from hpcdist.comm.recorder import Recorder
+from hpcdist.comm.watchdog import MARKER, Watchdog
+from hpcdist.errors import ConfigurationError
+
+LIMIT_S = 60
+
+
+class Rank:
+    """A recorder and its watchdog, which sets an event instead of leaving."""
+
+    def __init__(self, folder: Path, rank: int, deadline_s: float, factor: float = 4.0) -> None:
+        self.recorder = Recorder(folder / f"rank-{rank:05d}.rec", rank, 2)
+        self.left = threading.Event()
+        self.codes: list[int] = []
+        self.watchdog = Watchdog(self.recorder, deadline_s, factor, self._leave)
+
+    def _leave(self, code: int) -> None:
+        self.codes.append(code)
+        self.left.set()
+
+    def begin(self) -> int:
+        return self.recorder.begin("world", "allreduce", "float32", 3, -1, -1, 0)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Rank]]:
+    ranks: list[Rank] = []
+
+    def one(rank: int, deadline_s: float, factor: float = 4.0) -> Rank:
+        ranks.append(Rank(tmp_path, rank, deadline_s, factor))
+        return ranks[-1]
+
+    yield one
+    for rank in ranks:
+        rank.watchdog.stop()
+        rank.recorder.close()
+
+
+def test_expired_operation_ends_the_process(
+    make: Callable[..., Rank], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rank = make(0, 0.3)
+    rank.begin()
+    rank.watchdog.start()
+    assert rank.left.wait(LIMIT_S) and rank.codes == [1]
+    note = recordfile.read(rank.recorder.path).notes["deadline"].text
+    assert "allreduce #1 on world, 3 x float32, at " in note and "the deadline is 0.3 s" in note
+    stacks = (tmp_path / "rank-00000.stacks").read_text()
+    assert "test_expired_operation_ends_the_process" in stacks and note in stacks
+    stderr = capfd.readouterr().err
+    assert "rank 0 waited past its deadline" in stderr and note in stderr
+    assert f"hpcdist hang {tmp_path.parent}" in stderr and "Current thread" in stderr
+
+
+def test_the_other_ranks_write_their_stacks(make: Callable[..., Rank], tmp_path: Path) -> None:
+    absent, waiting = make(1, 0.5), make(0, 0.5)
+    absent.watchdog.start()
+    waiting.begin()
+    waiting.watchdog.start()
+    assert waiting.left.wait(LIMIT_S)
+    stacks = (tmp_path / "rank-00001.stacks").read_text()
+    assert "the deadline of another rank has passed: rank 0: allreduce #1" in stacks
+    assert "Current thread" in stacks and not absent.left.is_set()
+    assert stacks.count("the deadline of another rank") == 1
+
+
+def test_two_expired_ranks_speak_once(make: Callable[..., Rank], capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = [make(0, 0.3), make(1, 0.3)]
+    for rank in ranks:
+        rank.begin()
+        rank.watchdog.start()
+    assert all(rank.left.wait(LIMIT_S) for rank in ranks)
+    assert capfd.readouterr().err.count("waited past its deadline") == 1
+    assert all("deadline" in recordfile.read(rank.recorder.path).notes for rank in ranks)
+
+
+def test_a_marker_of_an_earlier_run_means_nothing(make: Callable[..., Rank], tmp_path: Path) -> None:
+    (tmp_path / MARKER).write_text("long ago")
+    rank = make(0, 0.3)
+    rank.watchdog.start()
+    time.sleep(0.5)
+    assert not (tmp_path / "rank-00000.stacks").exists()
+    rank.begin()
+    assert rank.left.wait(LIMIT_S)
+    assert (tmp_path / MARKER).read_text().startswith("rank 0: allreduce")
+
+
+def test_ended_operations_have_no_deadline(make: Callable[..., Rank]) -> None:
+    rank = make(0, 0.2)
+    rank.watchdog.start()
+    for _ in range(40):
+        rank.recorder.end(rank.begin())
+        time.sleep(0.02)
+    assert not rank.left.is_set()
+
+
+def test_relaxed_until_tightened(make: Callable[..., Rank]) -> None:
+    rank = make(0, 0.2, 1e6)
+    rank.watchdog.relax()
+    rank.watchdog.start()
+    rank.begin()
+    time.sleep(1)
+    assert not rank.left.is_set()
+    rank.watchdog.tighten()
+    assert rank.left.wait(LIMIT_S)
+
+
+def test_a_stopped_process_is_forgiven(make: Callable[..., Rank]) -> None:
+    # What a continued process sees: its clock has jumped over the deadline between two looks.
+    rank = make(0, 10)
+    hour = 3600 * 1_000_000_000
+    now = time.monotonic_ns()
+    assert rank.watchdog._late(now + hour, now, 0)
+    assert not rank.watchdog._late(now + hour, now, now + hour)
+
+
+def test_signs_of_life(make: Callable[..., Rank]) -> None:
+    rank = make(0, 0.5)
+    rank.watchdog.start()
+    first = recordfile.read(rank.recorder.path)
+    assert first.next_beat_ns == 50_000_000
+    deadline = time.monotonic() + LIMIT_S
+    while recordfile.read(rank.recorder.path).beat_ns <= first.beat_ns:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    rank.watchdog.stop()
+    assert recordfile.read(rank.recorder.path).next_beat_ns == 0
+
+
+@pytest.mark.parametrize("deadline_s", [0, -1.0, math.nan])
+def test_deadline_must_be_positive(make: Callable[..., Rank], deadline_s: float) -> None:
+    with pytest.raises(ConfigurationError, match="deadline_s"):
+        make(0, deadline_s)
+
+
+def test_no_deadline(make: Callable[..., Rank]) -> None:
+    rank = make(0, math.inf)
+    rank.begin()
+    rank.watchdog.start()
+    assert not rank.left.wait(0.2)
+    assert os.getpid() == recordfile.read(rank.recorder.path).pid
