@@ -176,8 +176,8 @@ def _summary(error: BaseException, thread: str | None) -> str:
     """Return the exception and its innermost line in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
-    what = traceback.format_exception_only(error)[-1].strip()
-    return what + where + (f" in thread {thread}" if thread else "")
+    what = " ".join("".join(traceback.format_exception_only(error)).split())
+    return what.removeprefix("hpcdist.errors.") + where + (f" in thread {thread}" if thread else "")
 
 
 def _on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

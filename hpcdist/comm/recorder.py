@@ -186,5 +186,6 @@ class Recorder:
 def _describe(frame: FrameType) -> str:
     code = frame.f_code
     path = code.co_filename
-    root = os.path.dirname(_PACKAGE) + os.sep
-    return f"{path.removeprefix(root)}:{frame.f_lineno} ({code.co_name})"
+    if path.startswith(_PACKAGE + os.sep):
+        path = os.path.relpath(path, os.path.dirname(_PACKAGE))  # wherever hpcdist is installed
+    return f"{path}:{frame.f_lineno} ({code.co_name})"

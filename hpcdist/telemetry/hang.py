@@ -17,6 +17,7 @@ from hpcdist.errors import UsageError
 from hpcdist.telemetry.alignment import Finding, mismatches
 
 NS: Final = 1_000_000_000
+FAILURES: Final = ("raised", "deadline")  # notes of a rank that ends the job
 SYMPTOMS: Final = ("CommunicationError", "DeadlineError", "mpi4py")  # raised because of another rank, most often
 
 
@@ -76,7 +77,7 @@ def analyse(records: Sequence[RankRecord], patience_s: float = 10.0, now_ns: int
 
 
 def _until_first_deadline(records: Sequence[RankRecord]) -> list[RankRecord]:
-    """Take away what ranks did after the first deadline: the job was being ended, which wakes those that were stopped."""
+    """Take away what came after the first deadline: the end of the job wakes ranks that were stopped."""
     cut = min((record.notes["deadline"].time_ns for record in records if "deadline" in record.notes), default=None)
     if cut is None:
         return list(records)
@@ -93,33 +94,41 @@ def _until_first_deadline(records: Sequence[RankRecord]) -> list[RankRecord]:
 
 
 def _states(records: Sequence[RankRecord], now: int) -> dict[int, str]:
-    processes = {record.rank: record.process_state() for record in records}
+    processes = {record.rank: _process(record, now) for record in records}
     # While others go on, a process that is gone was killed; afterwards, who fell silent long before was stopped.
-    end = now if any(processes.values()) else max(record.last_sign_ns for record in records)
-    notes = [
-        record.notes[kind].time_ns for kind in ("raised", "deadline") for record in records if kind in record.notes
-    ]
-    return {
-        record.rank: _state(record, processes[record.rank], any(processes.values()), end, min(notes, default=None))
-        for record in records
-    }
+    goes_on = any(processes.values())
+    end = now if goes_on else max(record.last_sign_ns for record in records)
+    notes = [record.notes[kind].time_ns for record in records for kind in FAILURES if kind in record.notes]
+    states = {}
+    for record in records:
+        final = next((kind for kind in FINAL if kind in record.notes), None)
+        if final is None and processes[record.rank]:
+            final = "stopped" if processes[record.rank] in "Tt" else "running"
+        elif final is None and goes_on and record.process_state() == "":
+            final = "killed"
+        states[record.rank] = final or _end(record, end, min(notes, default=None))
+    return states
 
 
-def _state(record: RankRecord, process: str | None, others_live: bool, end: int, first_note: int | None) -> str:
-    for kind in FINAL:
-        if kind in record.notes:
-            return kind
-    late = 3 * record.next_beat_ns + 2 * NS  # a sign of life that has not come by then will not come
-    if process:
-        return "stopped" if process in "Tt" else "running"
-    if others_live and process == "":
-        return "killed"
-    if "frozen" in record.notes and first_note is not None and record.notes["frozen"].time_ns > first_note:
+def _process(record: RankRecord, now: int) -> str:
+    """Return the kernel's letter for the process; where it cannot be asked, "?" for one that was heard of just now."""
+    state = record.process_state()
+    if state is None:
+        return "?" if record.next_beat_ns and now - record.last_sign_ns <= _late_ns(record) else ""
+    return state
+
+
+def _late_ns(record: RankRecord) -> int:
+    return 3 * record.next_beat_ns + 2 * NS  # a sign of life that has not come by then will not come
+
+
+def _end(record: RankRecord, end: int, first_note: int | None) -> str:
+    """Return how a rank ended that left no note: before the first failure of another, or because of it."""
+    frozen = record.notes.get("frozen")
+    if frozen is not None and first_note is not None and frozen.time_ns > first_note:
         return "silent"  # it woke up only when the job was ended
-    if record.next_beat_ns and end - record.last_sign_ns > late:
+    if record.next_beat_ns and end - record.last_sign_ns > _late_ns(record):
         return "silent"
-    if others_live:
-        return "running"  # on another host, and heard of just now
     if first_note is not None and record.last_sign_ns > first_note - record.next_beat_ns - NS:
         return "ended"
     return "killed"
@@ -195,9 +204,9 @@ class Suspects:
         self.culprits: dict[int, Event] = {}
         for waits in self.waits.values():
             for rank, event in waits.items():
-                known = self.culprits.get(rank)
-                if rank not in self.waits and (known is None or event.sequence < known.sequence):
-                    self.culprits[rank] = event
+                known = self.culprits.get(rank, event)
+                if rank not in self.waits:  # a message says more than a collective, for which many are waited
+                    self.culprits[rank] = min(known, event, key=lambda e: (e.collective, e.sequence))
 
     def _awaited(self, record: RankRecord, event: Event) -> Iterable[int]:
         members = sorted(self._members[event.comm])

@@ -13,6 +13,7 @@ import pytest
 
 import hpcdist
 
+TRACES = ("OMPI_", "PMIX_", "PMI_", "HPCDIST_")
 LIMIT_S = 120  # generous: a loaded machine must not fail a test
 
 
@@ -43,9 +44,7 @@ def command_line(n: int, arguments: list[str]) -> list[str]:
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without a launcher's traces, in which the hpcdist under test can be imported."""
     # A launcher's variables of the session that runs the tests would make the ranks join that one's world.
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PMI_", "HPCDIST_"))
-    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(TRACES)}
     path = os.pathsep.join(filter(None, [str(Path(hpcdist.__file__).parents[1]), kept.get("PYTHONPATH", "")]))
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return {**kept, **root, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **extra}

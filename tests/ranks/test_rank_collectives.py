@@ -51,7 +51,7 @@ def test_rank_allreduce_gives_all_ranks_the_same_bits(
         assert np.array_equal(buffer, again)
         exact = inputs.astype(np.float64).sum(axis=0)
         if is_16bit_float(dtype):
-            assert np.mean(buffer != exact.astype(dtype)) < 1e-2  # rounded once
+            assert np.count_nonzero(buffer != exact.astype(dtype)) <= count / 100  # rounded once
         else:
             magnitude = np.abs(inputs.astype(np.float64)).sum(axis=0)
             assert (np.abs(buffer - exact) <= comm.size * np.finfo(dtype).eps * magnitude).all()

@@ -50,9 +50,9 @@ def run(source: str, *arguments: str, **environment: str) -> subprocess.Complete
         ("failfast.guarded(lambda: sys.exit('give up'))", 1, "give up"),
         ("failfast.guarded(lambda: 5)", 5, "SystemExit: 5"),
         (
-            "threading.Thread(target=lambda: 1 / 0, name='writer').start(); time.sleep(60)",
+            "threading.Thread(target=lambda: 1 / 0, name='w').start(); time.sleep(60)",
             1,
-            "rank 2, thread writer failed",
+            "rank 2, thread w failed",
         ),
         ("threading.Thread(target=sys.exit, args=(9,)).start(); time.sleep(60)", 9, "SystemExit: 9"),
         ("raise CommunicationError('echo')", 1, "CommunicationError: echo"),
@@ -106,7 +106,7 @@ for n in range(8):
 time.sleep(60)
 """
     ended = run(source)
-    assert ended.returncode == 1 and ended.stderr.count("ValueError") == 2  # the source line is not shown for -c
+    assert ended.returncode == 1 and ended.stderr.count("ValueError: ") == 1
 
 
 def test_copy_for_the_launcher_and_note_for_the_recorder(tmp_path: Path) -> None:
@@ -118,8 +118,7 @@ raise ConfigurationError("bad\\nsecond line")
     path = tmp_path / "rank-00002.rec"
     ended = run(source, str(path), HPCDIST_FAILURE_DIR=str(tmp_path))
     assert (tmp_path / "rank-2.txt").read_text() == ended.stderr
-    assert recordfile.read(path).notes["raised"].text.startswith("ConfigurationError: bad")
-    assert "<string>" in recordfile.read(path).notes["raised"].text
+    assert recordfile.read(path).notes["raised"].text == "ConfigurationError: bad second line at <string>:16 (<module>)"
 
 
 def test_a_failure_dir_that_is_gone_does_not_hide_the_failure(tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""Reading ahead: a thread prepares the next batches while this one is computed."""
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.training.data.sampler import Sampler, share
+from hpcdist.training.data.samples import Batch
+from hpcdist.training.data.source import Source
+
+if TYPE_CHECKING:
+    from hpcdist.training.recipe import Recipe
+
+T = TypeVar("T")
+DEPTH = 2  # one batch ready and one in the making hide the reading; more would only take memory
+POLL_S = 0.1
+
+
+class _End:
+    """Comes behind the last item, with the exception that ended the iteration, if any."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+class ReadAhead(Generic[T]):
+    """Iterates over ``items`` in a thread, at most ``depth`` ahead. An exception there is raised here, at its place.
+
+    A context manager: leaving it ends the thread.
+    """
+
+    def __init__(self, items: Iterable[T], depth: int = DEPTH) -> None:
+        self._queue: queue.Queue[T | _End] = queue.Queue(depth)
+        self._closed = threading.Event()
+        self._end: _End | None = None
+        self._thread = threading.Thread(target=self._read, args=(items,), name="read-ahead", daemon=True)
+        self._thread.start()
+
+    def _read(self, items: Iterable[T]) -> None:
+        end = _End(None)
+        try:
+            for item in items:
+                if not self._put(item):
+                    return
+        except BaseException as error:  # handed to the thread that takes the batches, whatever it is
+            end = _End(error)
+        self._put(end)
+
+    def _put(self, item: T | _End) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._queue.put(item, timeout=POLL_S)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._end is None:
+            item = self._queue.get()
+            if not isinstance(item, _End):
+                return item
+            self._end = item
+            if item.error is not None:
+                raise item.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the thread; what it has read is dropped."""
+        self._closed.set()
+        self._end = self._end or _End(None)
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Prefetcher(ReadAhead[Batch]):
+    """This rank's shares of the global batches of steps ``first_step`` to ``steps - 1``, counted from 0, in order.
+
+    No message is sent: which samples a batch holds follows from the recipe, and which are this rank's from its place
+    on the data axis.
+    """
+
+    def __init__(self, source: Source, recipe: "Recipe", data_axis: Communicator, first_step: int, steps: int) -> None:
+        size = recipe.run.global_batch
+        own = share(size, data_axis.size, data_axis.rank)
+        sampler = Sampler(source.training, recipe.run.seed)
+        super().__init__(sampler.batch(step * size + own.start, own.size) for step in range(first_step, steps))

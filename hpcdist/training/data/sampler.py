@@ -1,0 +1,63 @@
+"""Which samples a batch holds: decided by the global sample index and the seed, never by the number of ranks."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hpcdist.arrays import rng
+from hpcdist.arrays.ranges import Range, cut, split
+from hpcdist.training.data.permutation import ROUNDS, permute
+from hpcdist.training.data.samples import Batch, Samples
+
+ORDER_STREAM = 0x6F72646572  # names the random stream of the order, apart from those of the parameters
+
+
+def share(samples: int, parts: int, part: int) -> Range:
+    """Return the samples of ``part``: consecutive, and balanced to one sample; the first parts get one more."""
+    return split(samples, parts, itemsize=1, align_bytes=1)[part]
+
+
+def microbatches(batch: Batch, count: int) -> list[Batch]:
+    """Cut a batch into ``count`` views of it; with fewer samples than that, the last are empty."""
+    x, y = batch
+    return [(x[part.slice], y[part.slice]) for part in split(len(x), count, itemsize=1, align_bytes=1)]
+
+
+class Sampler:
+    """Endless training samples: each epoch takes every sample once, in an order of its own and at a shift of its own."""
+
+    def __init__(self, samples: Samples, seed: int) -> None:
+        self._samples, self._seed = samples, seed
+
+    def batch(self, first: int, count: int) -> Batch:
+        """Return the samples with global indices ``first`` to ``first + count - 1``, counted from the start of the run."""
+        parts = []
+        while count > 0:
+            epoch, start = divmod(first, self._samples.count)
+            taken = min(count, self._samples.count - start)
+            parts.append(self._samples.take(*self.places(epoch, start, taken)))
+            first, count = first + taken, count - taken
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            return self._samples.take(np.empty(0, np.int64), 0)
+        return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
+
+    def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
+        """Return the samples (count,) at ``start`` and behind in the order of ``epoch``, and the shift of that epoch."""
+        # Raw words of the generator, which no version of numpy changes.
+        raw = rng.stream(self._seed, ORDER_STREAM, epoch).bit_generator.random_raw(ROUNDS + 1)  # type: ignore[attr-defined]
+        order = permute(np.arange(start, start + count), self._samples.count, raw[:ROUNDS])
+        return order, int(raw[ROUNDS]) % self._samples.shifts
+
+
+def in_order(samples: Samples, limit: int, parts: int, part: int, longest: int) -> Iterator[Batch]:
+    """Yield the batches of ``part`` of the samples at shift 0, each of at most ``longest`` samples.
+
+    At most ``limit`` samples are taken by all parts together (0: all), spread evenly. All parts together yield the same
+    samples whatever their number.
+    """
+    total = min(limit or samples.count, samples.count)
+    for chunk in cut(share(total, parts, part), longest):
+        indices = np.arange(chunk.start, chunk.stop)
+        yield samples.take(indices if total == samples.count else indices * samples.count // total, 0)

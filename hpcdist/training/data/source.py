@@ -1,0 +1,165 @@
+"""Where samples come from: the `[data]` section made into training and validation samples that all ranks agree on."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import DataError, HpcdistError
+from hpcdist.models.config import ModelConfig
+from hpcdist.training.config import DataConfig
+from hpcdist.training.data import arrays, text
+from hpcdist.training.data.sampler import in_order
+from hpcdist.training.data.samples import Batch, NextToken, Rows, Samples, Sliceable, Windows, part
+
+if TYPE_CHECKING:
+    from hpcdist.training.recipe import Recipe
+
+PROBES, PROBE_ELEMENTS = 64, 1024  # what is read to tell data apart
+HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Samples to train on and to validate with.
+
+    ``tokens`` is the training split as one text (None for a table), ``validation`` None where nothing is kept back.
+    ``inputs`` is what the data says about the model. ``fingerprint`` is equal for equal data.
+    """
+
+    description: str
+    training: Samples
+    validation: Samples | None
+    tokens: Sliceable | None
+    inputs: dict[str, int]
+    fingerprint: str
+
+    def model_inputs(self) -> dict[str, int]:
+        """Return the arguments of `models.build` that the data decides."""
+        return dict(self.inputs)
+
+    def validation_batches(self, recipe: "Recipe", data_axis: Communicator) -> Iterator[Batch]:
+        """Yield this rank's share of the validation samples (local): the ranks' shares together are always the same."""
+        if self.validation is None:
+            return
+        longest = -(-recipe.run.global_batch // data_axis.size)
+        yield from in_order(self.validation, recipe.run.validation_samples, data_axis.size, data_axis.rank, longest)
+
+
+def open_source(config: DataConfig, model: ModelConfig, comm: Communicator) -> Source:
+    """Open the data for ``model``. Collective: every rank raises when one cannot, or when they see different data.
+
+    Raises DataError when the data is missing, empty, too short, unreadable or not for this model.
+    """
+    verdict: str | HpcdistError
+    try:
+        source = _open(config, model)
+        verdict = source.fingerprint
+    except HpcdistError as error:
+        verdict = error
+    verdicts = comm.allgather_object(verdict)
+    for other in verdicts:
+        if isinstance(other, HpcdistError):
+            raise other
+    different = [rank for rank, other in enumerate(verdicts) if other != verdicts[0]]
+    if different:
+        where = f"data.path = {config.path}" if config.path else "the Python standard library"
+        raise DataError(
+            f"rank {different[0]} and {len(different) - 1} others see other data than rank 0 under {where}; "
+            "set data.path to a file that is the same on all nodes"
+        )
+    return source
+
+
+def _open(config: DataConfig, model: ModelConfig) -> Source:
+    path = Path(config.path)
+    if config.path and not os.path.exists(path):
+        raise DataError(f"data.path = {config.path}: there is no such file or directory")
+    kind = _kind(path) if config.path else "library"
+    if kind == "hdf5" and model.kind == "mlp":
+        return _table(path, config.validation_fraction)
+    tokens: Sliceable
+    if kind in ("hdf5", "npy"):
+        tokens = arrays.hdf5_tokens(path) if kind == "hdf5" else arrays.npy_tokens(path)
+        description = f"{path}"
+    elif kind == "library":
+        tokens, description = text.of_standard_library()
+    else:
+        tokens, description = text.of_directory(path) if kind == "directory" else text.of_file(path)
+    return _tokens(tokens, f"{description}, {len(tokens):,} {_unit(tokens)}", config, model)
+
+
+def _kind(path: Path) -> str:
+    """Return what is at ``path``. What a file begins with decides, and its name where that says nothing."""
+    if path.is_dir():
+        return "directory"
+    if not path.is_file():
+        raise DataError(f"data.path = {path} is neither a file nor a directory")
+    try:
+        with path.open("rb") as file:
+            head = file.read(8)
+    except OSError as error:
+        raise DataError(f"data.path = {path} cannot be read: {error.strerror}") from error
+    if not head:
+        raise DataError(f"data.path = {path}: the file is empty")
+    if head == b"\x89HDF\r\n\x1a\n" or path.suffix.lower() in HDF5_SUFFIXES:
+        return "hdf5"
+    return "npy" if head.startswith(b"\x93NUMPY") or path.suffix.lower() == ".npy" else "text"
+
+
+def _unit(tokens: Sliceable) -> str:
+    return "bytes" if tokens.dtype == np.uint8 else f"tokens ({tokens.dtype})"
+
+
+def _tokens(tokens: Sliceable, description: str, config: DataConfig, model: ModelConfig) -> Source:
+    context = config.context
+    needs = f"data.context = {context} needs {context + 1} tokens a sample; give more data, or set a smaller data.context"
+    stop = _training_part(len(tokens), config.validation_fraction, context + 1, description, needs)
+    training = part(tokens, 0, stop)
+    rest = part(tokens, stop, len(tokens)) if stop < len(tokens) else None
+    fingerprint = _fingerprint(tokens)
+    if model.kind == "gpt":
+        validation = Windows(rest, context, shifting=False) if rest is not None else None
+        windows = Windows(training, context, shifting=True)
+        return Source(description, windows, validation, training, {"context": context}, fingerprint)
+    if tokens.dtype != np.uint8:
+        raise DataError(f"{description}: an mlp takes bytes, or an HDF5 file with datasets x and y; or train a gpt on it")
+    places = NextToken(rest, context) if rest is not None else None
+    inputs = {"features": context, "classes": 256}
+    return Source(description, NextToken(training, context), places, training, inputs, fingerprint)
+
+
+def _table(path: Path, fraction: float) -> Source:
+    x, y, classes = arrays.hdf5_table(path)
+    features = int(np.prod(x.shape[1:]))
+    description = f"{path}, {len(x):,} rows of {features} features in {classes} classes"
+    stop = _training_part(len(x), fraction, 1, description, "a sample is a row; give more data")
+    validation = Rows(x, y, stop, len(x)) if stop < len(x) else None
+    inputs = {"features": features, "classes": classes}
+    return Source(description, Rows(x, y, 0, stop), validation, None, inputs, _fingerprint(x, y))
+
+
+def _training_part(total: int, fraction: float, least: int, what: str, cure: str) -> int:
+    """Return where the validation part begins: both parts hold at least ``least`` elements, or DataError is raised."""
+    validation = max(least, round(total * fraction)) if fraction > 0 else 0
+    if total - validation < least:
+        purpose = "one sample to train and one to validate" if validation else "one sample"
+        raise DataError(f"{what}: too short for {purpose}: {cure}")
+    return total - validation
+
+
+def _fingerprint(*columns: Sliceable) -> str:
+    """Return a name for the data, made of its shape, its type and probes at even distances."""
+    state = hashlib.blake2b(digest_size=16)
+    for column in columns:
+        state.update(f"{column.dtype} {column.shape}".encode())
+        rows = max(1, PROBE_ELEMENTS // max(1, int(np.prod(column.shape[1:]))))
+        for probe in range(PROBES):
+            start = probe * max(0, len(column) - rows) // (PROBES - 1)
+            state.update(np.ascontiguousarray(column[start : start + rows]).tobytes())
+    return state.hexdigest()
