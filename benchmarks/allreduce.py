@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import dtype_of, is_16bit_float
 from hpcdist.comm import start

@@ -24,6 +24,6 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """A generator of its own for each test, the same on every rank: draw all ranks' inputs and take your own."""
+    """A generator of its own for each test."""
     print(f"repeat with {SEED_VARIABLE}={SEED}")  # shown with a failure
     return np.random.Generator(np.random.Philox(key=[SEED, zlib.crc32(request.node.nodeid.encode())]))

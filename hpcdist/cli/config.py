@@ -13,7 +13,9 @@ def command() -> None:
 
 @command.command()
 @click.argument("recipe", type=click.Path(dir_okay=False, path_type=Path), required=False)
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a recipe key, e.g. run.steps=50.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a recipe key, e.g. run.steps=50."
+)
 @click.option("--origin", is_flag=True, help="Say where each value comes from.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: the values by key, and their origins.")
 def show(recipe: Path | None, overrides: tuple[str, ...], origin: bool, as_json: bool) -> None:

@@ -21,12 +21,14 @@ from hpcdist.collectives.rabenseifner import rabenseifner_allreduce
 from hpcdist.collectives.recursive_doubling import recursive_doubling_allreduce
 from hpcdist.collectives.reduction import AllreduceFunction, check_buffer
 from hpcdist.collectives.ring import all_gather, reduce_scatter, ring_allreduce
+from hpcdist.collectives.workspace import account
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import UsageError
 
 __all__ = [
     "ALLREDUCE",
     "AllreduceFunction",
+    "account",
     "all_gather",
     "all_to_all_allreduce",
     "allreduce",

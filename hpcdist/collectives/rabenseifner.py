@@ -47,10 +47,7 @@ def _reduce_scatter(
         kept, given = buffer[_window(chunks, rank, width)], buffer[_window(chunks, partner, width)]
         received = arrival[: kept.size]
         comm.sendrecv(given, cube.outer(partner), received, cube.outer(partner))
-        if partner < rank:
-            combine(received, kept, kept)
-        else:
-            combine(kept, received, kept)
+        combine(received, kept, kept)
         width //= 2
 
 

@@ -1,7 +1,7 @@
 """The elementwise step of every reduction: a ufunc of the library that owns the buffer, numpy or cupy.
 
-All algorithms hand it the operands in an order that does not depend on who computes, so that ranks which compute the
-same element get the same bits, signed zeros and NaN included.
+An algorithm that has several ranks compute the same element must hand it the operands in the same order on each: the
+sign of a zero and the payload of a NaN depend on it.
 """
 
 from collections.abc import Callable

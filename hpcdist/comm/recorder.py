@@ -128,14 +128,18 @@ class Recorder:
         outer: FrameType | None = frame
         while outer is not None and outer.f_code.co_filename in self._algorithms:
             outer = outer.f_back
-        frames = [frame] if outer is None or outer is frame else [outer, frame]
-        key = tuple(number for each in frames for number in (id(each.f_code), each.f_lasti))
+        if outer is None or outer is frame:
+            return self._new_site((id(frame.f_code), frame.f_lasti), [frame])
+        key = (id(frame.f_code), frame.f_lasti, id(outer.f_code), outer.f_lasti)
+        site = self._sites.get(key)
+        return self._new_site(key, [outer, frame]) if site is None else site
+
+    def _new_site(self, key: tuple[int, ...], frames: list[FrameType]) -> int:
         with self._lock:
-            site = self._sites.get(key)
-            if site is None:
+            if key not in self._sites:
                 self._codes += [each.f_code for each in frames]
-                site = self._sites[key] = self._add_text(layout.SITE, " via ".join(map(_describe, frames)))
-            return site
+                self._sites[key] = self._add_text(layout.SITE, " via ".join(map(_describe, frames)))
+            return self._sites[key]
 
     def _add_text(self, kind: int, text: str) -> int:
         data = text.encode()[:1000]

@@ -101,7 +101,7 @@ def _states(records: Sequence[RankRecord], now: int) -> dict[int, str]:
     notes = [record.notes[kind].time_ns for record in records for kind in FAILURES if kind in record.notes]
     states = {}
     for record in records:
-        final = next((kind for kind in FINAL if kind in record.notes), None)
+        final: str | None = next((kind for kind in FINAL if kind in record.notes), None)
         if final is None and processes[record.rank]:
             final = "stopped" if processes[record.rank] in "Tt" else "running"
         elif final is None and goes_on and record.process_state() == "":
@@ -188,10 +188,13 @@ class Suspects:
         self.records = {record.rank: record for record in records}
         self.states = states
         self._members: dict[str, set[int]] = defaultdict(set)
+        self._reached: dict[tuple[int, str], int] = {}
         self._members["world"] = set(range(records[0].world))
         for record in records:
             for event in record.events:
                 self._members[event.comm].add(record.rank)
+                if event.collective:  # in the order of their numbers: the last one stays
+                    self._reached[record.rank, event.comm] = event.sequence
         self.waits: dict[int, dict[int, Event]] = {}
         for record in records:
             if states[record.rank] in ("finished", "raised"):
@@ -220,10 +223,10 @@ class Suspects:
         record = self.records.get(rank)
         if record is None:
             return True
-        mine = [other.sequence for other in record.events if other.collective and other.comm == event.comm]
-        if not mine and len(record.events) >= record.capacity:
+        reached = self._reached.get((rank, event.comm))
+        if reached is None and len(record.events) >= record.capacity:
             return False
-        return max(mine, default=0) < event.sequence
+        return (reached or 0) < event.sequence
 
     def absent(self) -> list[Finding]:
         """Return the ranks that are alive, or ended as they should, and did not come to what others wait in."""

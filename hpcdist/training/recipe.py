@@ -94,7 +94,7 @@ def load(
 
 
 def load_stored(path: str | os.PathLike[str]) -> Recipe:
-    """Return the recipe that a run keeps in the file ``path``: nothing but the file counts. Raises ConfigurationError."""
+    """Return the recipe that a run keeps in ``path``: nothing but the file counts. Raises ConfigurationError."""
     return _resolve([settings.file(Path(path), "recipe", defaults())]).recipe
 
 

@@ -82,7 +82,7 @@ def overrides(texts: Iterable[str], known: Mapping[str, Any]) -> Settings:
 
 
 def _leaves(tree: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of all that is not a table; a table where a value belongs, or an unknown empty one, as well."""
+    """Yield (key, value) of all that is no table; also a table where a value belongs, or an unknown empty one."""
     for name, value in tree.items():
         key = prefix + name
         section = any(other.startswith(key + ".") for other in known)
@@ -109,11 +109,11 @@ def _put(settings: Settings, key: str, value: Any, place: str, known: Mapping[st
 
 def _parse(key: str, text: str, known: Mapping[str, Any]) -> Any:
     """Return ``text`` as a value of the type of ``key``; unchanged where it is none, so that the error can quote it."""
-    kind = type(known.get(key))
+    kind = type(known.get(key, text))  # an unknown key is refused with its text
     try:
         if kind is bool:
             return {"true": True, "false": False}.get(text.lower(), text)
-        if kind in (int, float):
+        if kind is int or kind is float:
             return kind(text)
         # Quotes are not needed around a text, but whoever copies a line of TOML has them.
         return tomllib.loads(f"text = {text}")["text"] if text[:1] in ("'", '"') else text
@@ -129,7 +129,9 @@ def _check_known(key: str, value: Any, place: str, known: Mapping[str, Any]) -> 
     if section in UNBUILT_SECTIONS:
         raise ConfigurationError(f"{key} in {place}: [{section}] is known, but not built in this version; remove it")
     if key in sections:
-        raise ConfigurationError(f"{key} = {value!r} in {place}: [{key}] is a section with keys of its own, not a value")
+        raise ConfigurationError(
+            f"{key} = {value!r} in {place}: [{key}] is a section with keys of its own, not a value"
+        )
     nearest = _nearest(key, known, sections)
     if nearest:
         cure = f"the nearest known is {nearest!r}"
@@ -144,11 +146,11 @@ def _check_known(key: str, value: Any, place: str, known: Mapping[str, Any]) -> 
 def _nearest(key: str, known: Mapping[str, Any], sections: list[str]) -> str | None:
     """Return the known key, or section, most like ``key``; the right name in the wrong section is the likeliest."""
     section, _, name = key.rpartition(".")
-    names = {other.rpartition(".")[2]: other for other in reversed(known)}
+    names = {other.rpartition(".")[2]: other for other in reversed(list(known))}
     if name in names:
         return names[name]
     if not section:
-        close = difflib.get_close_matches(key, [*sections, *names], 1)
+        close = difflib.get_close_matches(key, sections, 1) or difflib.get_close_matches(key, names, 1)
         return names.get(close[0], close[0]) if close else None
     beside = [other.partition(".")[2] for other in known if other.startswith(section + ".")]
     close = difflib.get_close_matches(name, beside, 1)

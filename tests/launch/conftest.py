@@ -1,86 +1,78 @@
-"""What launch tests share: a job of real ranks under the mpirun of this environment, always with a time limit."""
+"""For tests that start mpirun themselves: every start has a time limit, and nothing survives it."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from hpcdist.comm import launcher, mpirun
+from hpcdist.errors import MissingCapabilityError
 
-import hpcdist
+Start = Callable[..., "subprocess.CompletedProcess[str]"]
 
-TRACES = ("OMPI_", "PMIX_", "PMI_", "HPCDIST_")
-LIMIT_S = 120  # generous: a loaded machine must not fail a test
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a job ended."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def output(self) -> str:
-        return f"exit code {self.code}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+# Variables that a launcher gave to this process would make its children believe to be its ranks.
+_RANK_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL")
 
 
-def command_line(n: int, arguments: list[str]) -> list[str]:
-    """Return the command that starts ``n`` ranks of ``arguments`` with the MPI that belongs to this Python."""
-    beside = Path(sys.executable).parent / "mpirun"
-    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
-    if mpirun is None:
-        pytest.skip("no mpirun in this environment")
-    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=LIMIT_S, check=False).stdout
-    flags = ["--oversubscribe", "--bind-to", "none", "--mca", "osc", "^ucx"] if "Open MPI" in version else []
-    return [mpirun, *flags, "-n", str(n), *arguments]
+def clean_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(_RANK_PREFIXES)}
 
 
-def environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without a launcher's traces, in which the hpcdist under test can be imported."""
-    # A launcher's variables of the session that runs the tests would make the ranks join that one's world.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(TRACES)}
-    path = os.pathsep.join(filter(None, [str(Path(hpcdist.__file__).parents[1]), kept.get("PYTHONPATH", "")]))
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return {**kept, **root, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **extra}
-
-
-def run_job(n: int, arguments: list[str], extra: Mapping[str, str] | None = None, limit_s: float = LIMIT_S) -> Ended:
-    """Run ``n`` ranks of ``python arguments`` to their end; a job past ``limit_s`` is ended and fails the test."""
-    job = subprocess.Popen(
-        command_line(n, [sys.executable, *arguments]),
-        env=environment(extra or {}),
+def run_limited(
+    line: Sequence[str], timeout: float, environment: Mapping[str, str], cwd: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """Run ``line`` in a session of its own, output in one stream; kill all of it after ``timeout`` seconds and fail."""
+    process = subprocess.Popen(
+        line,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
+        env=dict(environment),
+        cwd=cwd,
         start_new_session=True,
     )
     try:
-        stdout, stderr = job.communicate(timeout=limit_s)
+        output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        job.send_signal(signal.SIGTERM)  # the launcher ends its ranks; killed at once, it would leave them behind
+        process.send_signal(signal.SIGTERM)  # a launcher ends its ranks, which may be in sessions of their own
         try:
-            stdout, stderr = job.communicate(timeout=20)
+            output, _ = process.communicate(timeout=10)
         except subprocess.TimeoutExpired:
-            job.kill()
-            stdout, stderr = job.communicate(timeout=20)
-        pytest.fail(f"the job did not end within {limit_s} s\n{stdout}\n{stderr}")
-    return Ended(job.returncode, stdout, stderr)
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        pytest.fail(f"no end after {timeout:g} s: {' '.join(line)}\n{output}")
+    return subprocess.CompletedProcess(line, process.returncode, output)
+
+
+@pytest.fixture(scope="session")
+def mpi() -> mpirun.Launcher:
+    """The mpirun of this environment."""
+    if launcher.announced() is not None:
+        pytest.skip("launch tests start mpirun themselves, and this process is a rank already")
+    try:
+        return mpirun.find()
+    except MissingCapabilityError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Callable[..., Ended]:
-    """Write a program into a file and run it: ``launch(n, source, *arguments, **environment)``."""
+def mpiexec(mpi: mpirun.Launcher) -> Start:
+    """``mpiexec(ranks, [arguments of python], timeout=60, env={...}, cwd=None)`` -> the completed process."""
 
-    def start(n: int, source: str, *arguments: str, **extra: str) -> Ended:
-        program = tmp_path / "program.py"
-        program.write_text(source)
-        return run_job(n, [str(program), *arguments], extra)
+    def start(
+        ranks: int,
+        arguments: Sequence[str],
+        timeout: float = 60.0,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> "subprocess.CompletedProcess[str]":
+        environment = clean_environment()
+        added = mpirun.settings(mpi, environment) | dict(env or {})
+        line = mpirun.command(mpi, ranks, [sys.executable, *arguments], added, environment=environment)
+        return run_limited(line, timeout, environment | added, cwd)
 
     return start

@@ -169,6 +169,24 @@ def test_skipped_collective_then_another_one(die: Die, tmp_path: Path) -> None:
     assert line_of(tmp_path, "    comm.barrier()").strip() in found.text
 
 
+def test_skipped_ring_names_both_lines(die: Die, tmp_path: Path) -> None:
+    ended = die(
+        2,
+        """
+        from hpcdist.collectives import ring_allreduce
+        if comm.rank != 1:
+            ring_allreduce(comm, np.ones(1 << 18, np.float32))
+        comm.barrier()
+        """,
+        deadline_s=3,
+    )
+    assert ended.code == 1, ended.output
+    found = cause(tmp_path)
+    assert (found.kind, found.ranks) == ("deadlock", (0, 1))
+    assert line_of(tmp_path, "1 << 18") in found.text and "via hpcdist/collectives/ring.py:" in found.text
+    assert line_of(tmp_path, "    comm.barrier()") in found.text
+
+
 def test_absent_rank_meets_the_deadline(die: Die, tmp_path: Path) -> None:
     ended = die(
         2,

@@ -10,10 +10,12 @@ import faulthandler
 import os
 import pickle
 import time
+import zlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 from hpcdist.comm import launcher, solo, start
@@ -22,6 +24,9 @@ from hpcdist.comm.communicator import Communicator
 PATIENCE_S = float(os.environ.get("HPCDIST_TEST_PATIENCE_S", "30"))  # a failed rank waits so long for the others
 LIMIT_S = float(os.environ.get("HPCDIST_TEST_LIMIT_S", "240"))  # of one test; then all stacks are dumped
 VERDICT_BYTES = 16384
+
+# Examples drawn by each rank on its own would differ.
+hypothesis.settings.register_profile("ranks", deadline=None, derandomize=True, database=None)
 
 
 @dataclass
@@ -75,19 +80,20 @@ class Agreement:
 
 
 _agreement: Agreement | None = None
-_stderr = 2
+_seed = 0
+_stderr = 2  # where pytest does not capture
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    global _agreement, _stderr
-    if _agreement is not None:
-        return
-    _stderr = os.dup(2)  # capturing redirects descriptor 2 itself
+    global _agreement, _seed, _stderr
+    _stderr = os.dup(2)
     if launcher.announced() is None:
         _agreement = Agreement(solo.solo(), os._exit)
-        return
-    session = start.start()
-    _agreement = Agreement(session.comm, session.abort)
+    else:
+        hypothesis.settings.load_profile("ranks")
+        session = start.start()
+        _agreement = Agreement(session.comm, session.abort)
+    _seed = _world().broadcast_object(int(os.environ["HPCDIST_TEST_SEED"]))  # tests/conftest.py has set it
 
 
 @pytest.hookimpl(trylast=True)
@@ -103,7 +109,7 @@ def _world() -> Communicator:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"ranks: {_world().size}"
+    return f"ranks: {_world().size}, HPCDIST_TEST_SEED={_seed}"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -141,6 +147,13 @@ def disagreement(verdicts: list[Verdict]) -> str | None:
         return f"failed on rank {', '.join(map(str, failed))} of {len(verdicts)}\n" + "\n".join(texts)
     outcomes = [verdict.outcome for verdict in verdicts]
     return f"the ranks disagree: {outcomes}" if len(set(outcomes)) > 1 else None
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """A generator of its own for each test, the same on every rank: draw all ranks' inputs and take your own."""
+    print(f"repeat with HPCDIST_TEST_SEED={_seed}")
+    return np.random.Generator(np.random.Philox(key=[_seed, zlib.crc32(request.node.nodeid.encode())]))
 
 
 @pytest.fixture

@@ -18,10 +18,11 @@ def test_rank_messages_of_every_dtype(comm: Communicator, dtype: np.dtype, count
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     comm.sendrecv(sent, right, received, left)
     assert np.array_equal(received, (np.arange(count) % 100 + left).astype(dtype))
-    request = comm.irecv(received, left, tag=5)
-    comm.isend(received.copy(), right, tag=5).wait()
-    request.wait()
-    assert np.array_equal(received, (np.arange(count) % 100 + (comm.rank - 2) % comm.size).astype(dtype))
+    passed_on = np.zeros(count, dtype)
+    requests = [comm.irecv(passed_on, left, tag=5), comm.isend(received, right, tag=5)]
+    for request in requests:
+        request.wait()
+    assert np.array_equal(passed_on, (np.arange(count) % 100 + (comm.rank - 2) % comm.size).astype(dtype))
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 1000])

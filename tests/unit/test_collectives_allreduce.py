@@ -7,6 +7,7 @@ from hpcdist import collectives
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS
 from hpcdist.collectives import ALLREDUCE
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.config import ALGORITHMS
 from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import BufferHandoverError, HpcdistError, UsageError
@@ -90,6 +91,10 @@ def test_allreduce_is_reproducible_and_independent_of_calls_before(algorithm: st
 
     first, _, again = run_threads(5, body)[0]
     assert first == again == reduced_on(5, algorithm, inputs)[3].tobytes()
+
+
+def test_every_algorithm_that_a_recipe_may_name_is_here() -> None:
+    assert set(ALGORITHMS) == {"auto", *ALLREDUCE}  # "auto" is resolved where the run is set up
 
 
 @pytest.mark.parametrize("size", [1, 2])

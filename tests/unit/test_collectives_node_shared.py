@@ -5,7 +5,7 @@ import pytest
 
 from hpcdist import collectives
 from hpcdist.arrays.ledger import Ledger
-from hpcdist.collectives import node_shared, node_shared_allreduce, workspace
+from hpcdist.collectives import node_shared, node_shared_allreduce
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
 from hpcdist.comm.threads import run_threads
@@ -62,7 +62,7 @@ def test_node_shared_refuses_several_nodes() -> None:
 def test_what_is_kept_between_calls_is_counted_and_can_be_given_back() -> None:
     def body(comm: Communicator) -> None:
         ledger = Ledger()
-        workspace.account(ledger)
+        collectives.account(ledger)
         for _ in range(2):
             collectives.allreduce(comm, np.zeros(1000), "node_shared")
             collectives.allreduce(comm, np.zeros(1000, np.float16), "recursive_doubling")
@@ -72,6 +72,6 @@ def test_what_is_kept_between_calls_is_counted_and_can_be_given_back() -> None:
         comm.allgather_object(None)  # threads see the arrays of each other until all have let go
         assert ledger.current["communication"] == 0
         collectives.allreduce(comm, np.ones(10), "node_shared")
-        workspace.account(None)
+        collectives.account(None)
 
     run_threads(2, body)

@@ -50,7 +50,9 @@ def hdf5_table(path: Path) -> tuple[Sliceable, Sliceable, int]:
     if not (np.issubdtype(x.dtype, np.number) and not np.issubdtype(x.dtype, np.complexfloating) and len(x.shape) >= 2):
         raise DataError(f"data.path = {path}: x is {x.dtype}{x.shape}; expected real numbers (rows, features)")
     if not (np.issubdtype(y.dtype, np.integer) and len(y.shape) == 1):
-        raise DataError(f"data.path = {path}: y is {y.dtype}{y.shape}; expected the class of each row as an integer (rows,)")
+        raise DataError(
+            f"data.path = {path}: y is {y.dtype}{y.shape}; expected the class of each row as an integer (rows,)"
+        )
     if len(x) != len(y):
         raise DataError(f"data.path = {path}: x has {len(x)} rows and y has {len(y)}; they must be as many")
     if not len(x) or 0 in x.shape:

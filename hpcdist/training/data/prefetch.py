@@ -45,7 +45,7 @@ class ReadAhead(Generic[T]):
             for item in items:
                 if not self._put(item):
                     return
-        except BaseException as error:  # handed to the thread that takes the batches, whatever it is
+        except BaseException as error:  # noqa: BLE001 - raised again where the items are taken
             end = _End(error)
         self._put(end)
 

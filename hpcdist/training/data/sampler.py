@@ -24,13 +24,13 @@ def microbatches(batch: Batch, count: int) -> list[Batch]:
 
 
 class Sampler:
-    """Endless training samples: each epoch takes every sample once, in an order of its own and at a shift of its own."""
+    """Endless training samples: each epoch takes every sample once, in its own order and at its own shift."""
 
     def __init__(self, samples: Samples, seed: int) -> None:
         self._samples, self._seed = samples, seed
 
     def batch(self, first: int, count: int) -> Batch:
-        """Return the samples with global indices ``first`` to ``first + count - 1``, counted from the start of the run."""
+        """Return ``count`` samples from the global index ``first`` on, counted from the start of the run."""
         parts = []
         while count > 0:
             epoch, start = divmod(first, self._samples.count)
@@ -44,9 +44,9 @@ class Sampler:
         return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
-        """Return the samples (count,) at ``start`` and behind in the order of ``epoch``, and the shift of that epoch."""
+        """Return the samples (count,) from ``start`` on in the order of ``epoch``, and the shift of that epoch."""
         # Raw words of the generator, which no version of numpy changes.
-        raw = rng.stream(self._seed, ORDER_STREAM, epoch).bit_generator.random_raw(ROUNDS + 1)  # type: ignore[attr-defined]
+        raw = rng.stream(self._seed, ORDER_STREAM, epoch).bit_generator.random_raw(ROUNDS + 1)
         order = permute(np.arange(start, start + count), self._samples.count, raw[:ROUNDS])
         return order, int(raw[ROUNDS]) % self._samples.shifts
 

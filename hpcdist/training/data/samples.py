@@ -10,8 +10,13 @@ Batch: TypeAlias = tuple[np.ndarray, np.ndarray]  # inputs (samples, ...), targe
 class Sliceable(Protocol):
     """What an array and an HDF5 dataset have in common: elements are read when a slice is asked for."""
 
-    dtype: np.dtype
-    shape: tuple[int, ...]
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of an element."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length in every dimension."""
 
     def __len__(self) -> int: ...
 

@@ -118,7 +118,9 @@ def _unit(tokens: Sliceable) -> str:
 
 def _tokens(tokens: Sliceable, description: str, config: DataConfig, model: ModelConfig) -> Source:
     context = config.context
-    needs = f"data.context = {context} needs {context + 1} tokens a sample; give more data, or set a smaller data.context"
+    needs = (
+        f"data.context = {context} needs {context + 1} tokens a sample; give more data, or set a smaller data.context"
+    )
     stop = _training_part(len(tokens), config.validation_fraction, context + 1, description, needs)
     training = part(tokens, 0, stop)
     rest = part(tokens, stop, len(tokens)) if stop < len(tokens) else None
@@ -128,7 +130,9 @@ def _tokens(tokens: Sliceable, description: str, config: DataConfig, model: Mode
         windows = Windows(training, context, shifting=True)
         return Source(description, windows, validation, training, {"context": context}, fingerprint)
     if tokens.dtype != np.uint8:
-        raise DataError(f"{description}: an mlp takes bytes, or an HDF5 file with datasets x and y; or train a gpt on it")
+        raise DataError(
+            f"{description}: an mlp takes bytes, or an HDF5 file with datasets x and y; or train a gpt on it"
+        )
     places = NextToken(rest, context) if rest is not None else None
     inputs = {"features": context, "classes": 256}
     return Source(description, NextToken(training, context), places, training, inputs, fingerprint)

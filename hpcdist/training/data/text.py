@@ -143,5 +143,7 @@ def cache_directory() -> Path:
         raise StorageError(f"{folder} cannot be created: {error.strerror}; set HPCDIST_CACHE to another") from error
     private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
     if not chosen and not private:
-        raise StorageError(f"{folder} is not a directory that only this user can write; remove it, or set HPCDIST_CACHE")
+        raise StorageError(
+            f"{folder} is not a directory that only this user can write; remove it, or set HPCDIST_CACHE"
+        )
     return folder

@@ -1,0 +1,98 @@
+"""The rank suite under mpirun: one start for each size, and proof that a failing rank is seen."""
+
+import shutil
+import textwrap
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+PYTEST = ["-P", "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-o", "timeout=0"]
+
+
+@pytest.mark.timeout(960)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])  # 3: not a power of two
+def test_rank_suite(mpiexec, size):
+    done = mpiexec(size, [*PYTEST, str(TESTS / "ranks")], timeout=900)
+    print(done.stdout)
+    assert done.returncode == 0, f"the rank suite failed at {size} ranks:\n{done.stdout[-20000:]}"
+    assert f"ranks: {size}" in done.stdout
+    assert " passed" in done.stdout
+
+
+def suite(folder: Path, body: str) -> list[str]:
+    """Make a rank suite of one module in ``folder``; return the arguments that run it."""
+    ranks = folder / "ranks"
+    ranks.mkdir()
+    shutil.copy(TESTS / "conftest.py", folder)
+    shutil.copy(TESTS / "ranks" / "conftest.py", ranks)
+    (ranks / "test_sample.py").write_text("import os, time\nimport pytest\n" + textwrap.dedent(body))
+    return [*PYTEST, "--import-mode=importlib", "--rootdir", str(folder), str(ranks)]
+
+
+@pytest.mark.timeout(120)
+def test_one_failing_rank_fails_the_suite_and_is_named(mpiexec, tmp_path):
+    arguments = suite(
+        tmp_path,
+        """
+        def test_one_rank(comm):
+            assert comm.rank != 1, "only rank one"
+
+        def test_setup_of_one_rank(failing):
+            raise AssertionError("never called, on no rank")
+
+        @pytest.fixture
+        def failing(comm):
+            assert comm.rank != 2, "only the setup of rank two"
+
+        def test_skip_on_one_rank(comm):
+            if comm.rank == 0:
+                pytest.skip("here only")
+
+        def test_goes_on(comm):
+            comm.barrier()
+        """,
+    )
+    done = mpiexec(3, arguments, timeout=60)
+    assert done.returncode == 1, done.stdout
+    assert "failed on rank 1 of 3" in done.stdout and "only rank one" in done.stdout
+    assert "failed on rank 2 of 3" in done.stdout and "only the setup of rank two" in done.stdout
+    assert "never called" not in done.stdout.replace('raise AssertionError("never called', "")
+    assert "the ranks disagree: ['skipped', 'passed', 'passed']" in done.stdout
+    assert "2 failed, 1 passed, 1 error" in done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_fails_while_the_others_wait_ends_the_job(mpiexec, tmp_path):
+    arguments = suite(
+        tmp_path,
+        """
+        def test_others_wait(comm):
+            assert comm.rank != 1, "only rank one"
+            comm.barrier()
+        """,
+    )
+    done = mpiexec(2, arguments, timeout=60, env={"HPCDIST_TEST_PATIENCE_S": "1"})
+    assert done.returncode != 0
+    assert "[rank 1]" in done.stdout and "only rank one" in done.stdout and "have not come to agree" in done.stdout
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        ("time.sleep(100) if comm.rank == 0 else comm.barrier()", "test_end"),
+        ("os._exit(5) if comm.rank == 0 else comm.barrier()", ""),
+    ],
+    ids=["hangs", "dies"],
+)
+def test_a_rank_that_never_returns_ends_the_job(mpiexec, tmp_path, body, shown):
+    arguments = suite(tmp_path, f"def test_end(comm):\n    {body}\n")
+    done = mpiexec(2, arguments, timeout=60, env={"HPCDIST_TEST_LIMIT_S": "3"})
+    assert done.returncode != 0
+    assert shown in done.stdout
+
+
+def test_a_start_that_outlives_its_limit_fails(mpiexec):
+    with pytest.raises(pytest.fail.Exception, match="no end after 3 s"):
+        mpiexec(2, ["-c", "import time; time.sleep(60)"], timeout=3)

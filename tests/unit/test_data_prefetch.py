@@ -1,0 +1,76 @@
+"""Reading ahead: the same items in the same order, errors at their place, and no thread left behind."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.training.config import DataConfig, RunConfig
+from hpcdist.training.data import Prefetcher, open_source
+from hpcdist.training.data.prefetch import ReadAhead
+from hpcdist.training.recipe import Recipe
+
+
+def test_items_come_in_order_and_the_end_stays_the_end() -> None:
+    with ReadAhead(iter(range(100)), depth=3) as items:
+        assert list(items) == list(range(100))
+        assert list(items) == []
+
+
+def test_no_more_than_its_depth_is_read_ahead() -> None:
+    read = []
+
+    def numbers() -> Iterator[int]:
+        for number in range(100):
+            read.append(number)
+            yield number
+
+    with ReadAhead(numbers(), depth=2) as items:
+        assert next(items) == 0
+        time.sleep(0.2)
+        assert len(read) <= 4  # one taken, two ready, one waiting for its place
+
+
+def test_an_error_is_raised_at_its_place() -> None:
+    def numbers() -> Iterator[int]:
+        yield 1
+        raise OSError("the disk is gone")
+
+    with ReadAhead(numbers()) as items:
+        assert next(items) == 1
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(items)
+        with pytest.raises(StopIteration):
+            next(items)
+
+
+def test_leaving_early_ends_the_thread() -> None:
+    before = threading.active_count()
+    with ReadAhead(iter(range(10**9))) as items:
+        assert next(items) == 0
+    assert threading.active_count() == before
+    with pytest.raises(StopIteration):
+        next(items)
+
+
+def test_the_shares_of_any_ranks_are_the_global_batches(tmp_path: Path, rng: np.random.Generator) -> None:
+    (tmp_path / "a.txt").write_bytes(rng.integers(0, 256, 3000).astype(np.uint8).tobytes())
+    config = DataConfig(path=str(tmp_path / "a.txt"), context=8)
+    recipe = Recipe(data=config, run=RunConfig(global_batch=7, seed=int(rng.integers(1000))))
+
+    def batches(comm, first: int = 0) -> list[np.ndarray]:
+        with Prefetcher(open_source(config, recipe.model, comm), recipe, comm, first, 60) as ahead:
+            return [x for x, _ in ahead]
+
+    alone = batches(solo())
+    assert [len(x) for x in alone] == [7] * 60  # more than one epoch of 355 windows
+    for size in (2, 3):
+        parts = run_threads(size, batches)
+        assert all(np.array_equal(np.concatenate(step), whole) for *step, whole in zip(*parts, alone, strict=True))
+    resumed = batches(solo(), first=25)
+    assert all(np.array_equal(a, b) for a, b in zip(resumed, alone[25:], strict=True))

@@ -1,0 +1,64 @@
+"""Samples: windows side by side, places in a text, rows of a table."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcdist.training.data.samples import NextToken, Part, Rows, Windows, part
+
+
+@given(length=st.integers(2, 200), context=st.integers(1, 50))
+def test_every_window_at_every_shift_is_inside(length: int, context: int) -> None:
+    if length <= context:
+        return
+    tokens = np.arange(length, dtype=np.uint32)
+    for shifting in (False, True):
+        windows = Windows(tokens, context, shifting)
+        assert windows.count >= 1
+        assert windows.shifts >= 1
+        for shift in range(windows.shifts):
+            x, y = windows.take(np.arange(windows.count), shift)
+            assert x.shape == y.shape == (windows.count, context)
+            assert np.array_equal(x.ravel(), shift + np.arange(windows.count * context))
+            assert np.array_equal(y, x + 1)
+    whole = Windows(tokens, context, shifting=False)
+    assert length - 1 - whole.count * context < context  # less than a window is left out
+
+
+def test_windows_keep_the_type_and_are_contiguous(rng: np.random.Generator) -> None:
+    for dtype in (np.uint8, np.uint16, np.uint32):
+        tokens = rng.integers(0, 200, 100).astype(dtype)
+        x, y = Windows(tokens, 8, shifting=True).take(np.array([3, 0]), 2)
+        assert x.dtype == y.dtype == dtype
+        assert x.flags.c_contiguous
+        assert y.flags.c_contiguous
+        assert np.array_equal(x, [tokens[26:34], tokens[2:10]])
+        assert np.array_equal(y, [tokens[27:35], tokens[3:11]])
+
+
+def test_next_token_of_every_place(rng: np.random.Generator) -> None:
+    tokens = rng.integers(0, 256, 50).astype(np.uint8)
+    places = NextToken(tokens, 7)
+    assert places.count == 43
+    x, y = places.take(np.array([0, 42]), 0)
+    assert np.array_equal(x, [tokens[:7], tokens[42:49]])
+    assert np.array_equal(y, [tokens[7], tokens[49]])
+
+
+def test_rows_are_flattened(rng: np.random.Generator) -> None:
+    x, y = rng.random((10, 2, 3), np.float32), np.arange(10)
+    inputs, targets = Rows(x, y, 4, 9).take(np.array([4, 0]), 0)
+    assert np.array_equal(inputs, x[[8, 4]].reshape(2, 6))
+    assert targets.tolist() == [8, 4]
+    nothing = Rows(x, y, 4, 9).take(np.empty(0, np.int64), 0)
+    assert nothing[0].shape == (0, 6)
+
+
+@pytest.mark.parametrize("index", [slice(None), slice(2, 5), slice(-3, None), slice(0, 100), slice(1, 6, 2)])
+def test_a_part_slices_like_an_array(index: slice) -> None:
+    whole = np.arange(20)
+    lazy = Part(whole, 5, 13)
+    assert len(lazy) == 8
+    assert np.array_equal(lazy[index], whole[5:13][index])
+    assert np.array_equal(part(whole, 5, 13)[index], lazy[index])

@@ -1,0 +1,167 @@
+"""Sources: every kind of data opened for every kind of model, agreed on by all ranks; and data that cannot be used."""
+
+import socket
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from hpcdist import errors
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import DataError
+from hpcdist.models.config import ModelConfig
+from hpcdist.training.config import DataConfig, RunConfig
+from hpcdist.training.data import open_source
+from hpcdist.training.recipe import Recipe
+
+GPT, MLP = ModelConfig(), ModelConfig(kind="mlp")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCDIST_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def tokens(rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(1, 256, 2000).astype(np.uint8)
+
+
+def _store(folder: Path, kind: str, tokens: np.ndarray) -> str:
+    path = (
+        folder
+        / {"text": "a.txt", "npy": "a.npy", "hdf5": "a.h5", "chunked": "a.h5", "nameless": "a", "folder": "f"}[kind]
+    )
+    if kind in ("text", "nameless"):
+        path.write_bytes(tokens.tobytes())
+    elif kind == "npy":
+        np.save(path, tokens)
+    elif kind == "folder":
+        path.mkdir()
+        (path / "a.txt").write_bytes(tokens.tobytes())
+    else:
+        with h5py.File(path, "w") as file:
+            file.create_dataset("tokens", data=tokens, chunks=(256,) if kind == "chunked" else None)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["text", "npy", "hdf5", "chunked", "nameless", "folder"])
+def test_the_same_tokens_from_any_file_are_the_same_samples(tmp_path: Path, tokens: np.ndarray, kind: str) -> None:
+    config = DataConfig(path=_store(tmp_path, kind, tokens), context=16, validation_fraction=0.1)
+    source = open_source(config, GPT, solo())
+    assert source.model_inputs() == {"context": 16}
+    assert np.array_equal(source.tokens[:], tokens[:1800])
+    x, y = source.training.take(np.array([3]), 5)
+    assert np.array_equal(x[0], tokens[53:69])
+    assert np.array_equal(y[0], tokens[54:70])
+    (x, y), *_ = source.validation_batches(Recipe(data=config), solo())
+    assert np.array_equal(x[0], tokens[1800:1816])
+    assert source.description.endswith("2,000 bytes")
+
+
+def test_an_mlp_reads_the_next_byte(tmp_path: Path, tokens: np.ndarray) -> None:
+    source = open_source(DataConfig(path=_store(tmp_path, "text", tokens), context=16), MLP, solo())
+    assert source.model_inputs() == {"features": 16, "classes": 256}
+    assert source.training.count == 1900 - 16
+    x, y = source.training.take(np.array([7]), 0)
+    assert np.array_equal(x[0], tokens[7:23])
+    assert y.tolist() == [tokens[23]]
+
+
+def test_an_mlp_reads_a_table(tmp_path: Path, rng: np.random.Generator) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"], file["y"] = rng.random((40, 2, 5), np.float32), np.arange(40) % 3
+    source = open_source(DataConfig(path=str(tmp_path / "a.h5")), MLP, solo())
+    assert source.model_inputs() == {"features": 10, "classes": 3}
+    assert source.training.count == 38
+    assert source.validation is not None
+    assert source.validation.count == 2
+    assert source.tokens is None
+
+
+def test_without_validation(tmp_path: Path, tokens: np.ndarray) -> None:
+    config = DataConfig(path=_store(tmp_path, "text", tokens), context=1999, validation_fraction=0.0)
+    source = open_source(config, GPT, solo())
+    assert source.training.count == source.training.shifts == 1
+    assert list(source.validation_batches(Recipe(data=config), solo())) == []
+
+
+def test_validation_is_shared_exactly(tmp_path: Path, tokens: np.ndarray) -> None:
+    config = DataConfig(path=_store(tmp_path, "text", tokens), context=4, validation_fraction=0.5)
+    recipe = Recipe(data=config, run=RunConfig(validation_samples=101, global_batch=7))
+
+    def shares(comm) -> list[np.ndarray]:
+        return [x for x, _ in open_source(config, GPT, comm).validation_batches(recipe, comm)]
+
+    alone = np.concatenate(shares(solo()))
+    assert alone.shape == (101, 4)
+    for size in (2, 3):
+        parts = run_threads(size, shares)
+        assert max(len(x) for part in parts for x in part) <= -(-7 // size)
+        assert np.array_equal(np.concatenate([x for part in parts for x in part]), alone)
+
+
+@pytest.mark.parametrize("length", [0, 1, 16, 33])
+@pytest.mark.parametrize("kind", ["text", "npy", "hdf5", "folder"])
+@pytest.mark.parametrize("model", [GPT, MLP], ids=["gpt", "mlp"])
+def test_data_that_is_empty_or_too_short(tmp_path: Path, tokens: np.ndarray, kind: str, length: int, model) -> None:
+    config = DataConfig(path=_store(tmp_path, kind, tokens[:length]), context=16)
+    expected = "too short for one sample to train and one to validate" if length else "is empty|hold no text|x and y"
+    if kind == "hdf5" and model is MLP:
+        expected = "no dataset x and y; the file holds tokens"
+    with pytest.raises(DataError, match=expected) as refused:
+        open_source(config, model, solo())
+    assert refused.value.exit_code == errors.CONFIGURATION
+
+
+def test_the_least_that_can_be_trained_on(tmp_path: Path, tokens: np.ndarray) -> None:
+    source = open_source(DataConfig(path=_store(tmp_path, "text", tokens[:34]), context=16), GPT, solo())
+    assert source.training.count == 1
+    assert source.validation is not None
+    assert source.validation.count == 1
+
+
+def test_data_that_is_not_there_or_not_data(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.path = /no/such: there is no such file or directory"):
+        open_source(DataConfig(path="/no/such"), GPT, solo())
+    (tmp_path / "a.h5").write_text("not HDF5, whatever its name says")
+    for model in (GPT, MLP):
+        with pytest.raises(DataError, match="cannot be read as HDF5"):
+            open_source(DataConfig(path=str(tmp_path / "a.h5")), model, solo())
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+        with pytest.raises(DataError, match="neither a file nor a directory"):
+            open_source(DataConfig(path=str(tmp_path / "s")), GPT, solo())
+
+
+def test_wide_tokens_are_not_for_an_mlp(tmp_path: Path, tokens: np.ndarray) -> None:
+    path = _store(tmp_path, "npy", tokens.astype(np.uint16))
+    with pytest.raises(DataError, match="an mlp takes bytes"):
+        open_source(DataConfig(path=path, context=16), MLP, solo())
+
+
+def test_ranks_fail_together(tmp_path: Path, tokens: np.ndarray) -> None:
+    good = _store(tmp_path, "text", tokens)
+    (tmp_path / "other.txt").write_bytes(tokens[::-1].tobytes())
+
+    def error(paths: list[str]):
+        def attempt(comm) -> str:
+            with pytest.raises(DataError) as refused:
+                open_source(DataConfig(path=paths[comm.rank], context=16), GPT, comm)
+            return str(refused.value)
+
+        return run_threads(3, attempt)
+
+    assert all("/no/such" in message for message in error([good, good, "/no/such"]))
+    assert all(
+        "rank 1 and 0 others see other data" in message for message in error([good, str(tmp_path / "other.txt"), good])
+    )
+
+
+def test_the_default_is_the_standard_library() -> None:
+    source = open_source(DataConfig(), GPT, solo())
+    assert "standard library" in source.description
+    assert source.training.count > 10_000
+    assert source.fingerprint == open_source(DataConfig(), MLP, solo()).fingerprint

@@ -1,0 +1,127 @@
+"""Text: files, directories and the standard library as bytes."""
+
+import hashlib
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.errors import DataError, StorageError
+from hpcdist.training.data import text
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("HPCDIST_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, rng: np.random.Generator) -> Path:
+    root = tmp_path / "text"
+    for name in ("a.txt", "b/c.txt", "b/d/e.md", ".hidden", "b/.git/f.txt"):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(rng.integers(32, 127, rng.integers(1, 20_000)).astype(np.uint8).tobytes())
+    (root / "picture.bin").write_bytes(b"P\0" + bytes(100))
+    (root / "gone").symlink_to("nowhere")
+    return root
+
+
+def test_a_file_is_mapped_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xc3\xa9\0\xff")
+    tokens, description = text.of_file(tmp_path / "a.txt")
+    assert bytes(tokens) == b"caf\xc3\xa9\0\xff"
+    assert not tokens.flags.writeable
+    assert "a.txt" in description
+
+
+def test_a_directory_is_its_text_files_by_the_hash_of_their_names(folder: Path) -> None:
+    tokens, _ = text.of_directory(folder)
+    names = sorted(["a.txt", "b/c.txt", "b/d/e.md"], key=lambda name: hashlib.blake2b(name.encode()).digest())
+    assert bytes(tokens) == b"".join((folder / name).read_bytes() for name in names)
+
+
+def test_a_directory_is_put_together_once_and_again_when_it_changes(folder: Path, cache: Path) -> None:
+    first, _ = text.of_directory(folder)
+    files = {path: path.stat().st_mtime_ns for path in cache.glob("*.bytes")}
+    assert len(files) == 1
+    text.of_directory(folder)
+    assert {path: path.stat().st_mtime_ns for path in cache.glob("*.bytes")} == files
+    (folder / "a.txt").write_text("changed")
+    os.utime(folder / "a.txt", ns=(1, 1))
+    second, _ = text.of_directory(folder)
+    assert b"changed" in bytes(second)
+    assert bytes(first) != bytes(second)
+    assert not list(cache.glob("*.unfinished"))
+
+
+def test_processes_of_a_node_put_a_directory_together_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, write = [], text._write
+
+    def counted(target: Path, files) -> None:
+        written.append(target)
+        write(target, files)
+
+    monkeypatch.setattr(text, "_write", counted)
+    found: list[bytes] = []
+    threads = [threading.Thread(target=lambda: found.append(bytes(text.of_directory(folder)[0]))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    assert len(written) == 1
+
+
+def test_the_standard_library_is_source_text_without_tests() -> None:
+    tokens, description = text.of_standard_library()
+    assert len(tokens) > 1_000_000
+    assert b"class OrderedDict" in bytes(tokens)
+    assert "standard library" in description
+    again, _ = text.of_standard_library()
+    assert np.array_equal(tokens, again)
+
+
+def test_directories_without_text(tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="holds no files"):
+        text.of_directory(tmp_path / "none")
+    (tmp_path / "none" / "binary").write_bytes(b"\0\1")
+    with pytest.raises(DataError, match="hold no text"):
+        text.of_directory(tmp_path / "none")
+
+
+def test_empty_files(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(DataError, match=r"empty\.txt: the file is empty"):
+        text.of_file(tmp_path / "empty.txt")
+
+
+def test_a_cache_that_cannot_be_written(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HPCDIST_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(StorageError, match="set HPCDIST_CACHE"):
+        text.of_directory(folder)
+
+    def full(target: Path, files) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("HPCDIST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(text, "_write", full)
+    with pytest.raises(StorageError, match="No space left on device; set HPCDIST_CACHE"):
+        text.of_directory(folder)
+
+
+def test_the_own_cache_must_be_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HPCDIST_CACHE")
+    monkeypatch.setattr(text.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = text.cache_directory()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(StorageError, match="only this user can write"):
+        text.cache_directory()

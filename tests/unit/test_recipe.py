@@ -1,0 +1,295 @@
+"""The recipe: values by precedence, with their origins; TOML that reads back; refusals that say what to do."""
+
+import math
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcdist import errors
+from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.training import recipe as recipes
+from hpcdist.training.config import DataConfig, RunConfig
+from hpcdist.training.recipe import Recipe
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    """An environment without any file of the user or the site."""
+    return {"HOME": str(tmp_path / "home")}
+
+
+def test_without_anything_the_recipe_is_the_default(home: dict[str, str]) -> None:
+    resolved = recipes.load(environment=home)
+    assert resolved.recipe == Recipe()
+    assert set(resolved.origin.values()) == {"default"}
+    assert list(resolved.origin) == list(recipes.flat(Recipe()))
+
+
+def test_precedence_and_origins(home: dict[str, str], tmp_path: Path) -> None:
+    site, recipe = tmp_path / "site.toml", tmp_path / "recipe.toml"
+    user = Path(home["HOME"]) / ".config" / "hpcdist" / "config.toml"
+    user.parent.mkdir(parents=True)
+    texts = [(site, 5), (user, 4), (recipe, 3)]
+    names = ["steps", "seed", "global_batch", "validation_samples", "sentinel_every_steps"]
+    for path, count in texts:
+        path.write_text("[run]\n" + "".join(f"{name} = {100 + count}\n" for name in names[:count]))
+    environment = home | {"HPCDIST_SITE": str(site), "HPCDIST_SET__RUN__SEED": "102", "HPCDIST_SET__RUN__STEPS": "102"}
+    resolved = recipes.load(recipe, ["run.steps=7", "run.steps = 101"], environment)
+    run = resolved.recipe.run
+    assert [getattr(run, name) for name in names] == [101, 102, 103, 104, 105]
+    assert [resolved.origin[f"run.{name}"] for name in names] == [
+        "--set",
+        "environment variable HPCDIST_SET__RUN__SEED",
+        f"recipe {recipe}",
+        f"user file {user}",
+        f"site profile {site}",
+    ]
+    assert resolved.origin["run.device"] == "default"
+
+
+def test_xdg_config_home_names_the_user_file(tmp_path: Path) -> None:
+    (tmp_path / "hpcdist").mkdir()
+    (tmp_path / "hpcdist" / "config.toml").write_text("run.seed = 9")
+    assert recipes.load(environment={"XDG_CONFIG_HOME": str(tmp_path)}).recipe.run.seed == 9
+
+
+def test_a_stored_recipe_is_all_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCDIST_SET__RUN__SEED", "5")
+    recipe = recipes.load(None, ["data.path=text.txt", "run.steps=3"]).recipe
+    assert recipe.run.seed == 5
+    (tmp_path / "recipe.toml").write_text(recipes.dump(recipe))
+    monkeypatch.setenv("HPCDIST_SET__RUN__SEED", "6")
+    monkeypatch.chdir(tmp_path)
+    assert recipes.load_stored("recipe.toml") == recipe
+
+
+def test_a_relative_data_path_counts_from_the_file_that_has_it(
+    home: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipe.toml").write_text('data.path = "text.txt"')
+    monkeypatch.chdir("/")
+    assert recipes.load(tmp_path / "recipe.toml", environment=home).recipe.data.path == str(tmp_path / "text.txt")
+    assert recipes.load(None, ["data.path=etc/../text.txt"], home).recipe.data.path == "/text.txt"
+    assert recipes.load(None, ["data.path="], home).recipe.data.path == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("optimizer.name=lamb", "optimizer.name", "lamb"),
+        ('optimizer.name="lamb"', "optimizer.name", "lamb"),
+        ("optimizer.learning_rate=.01", "optimizer.learning_rate", 0.01),
+        ("optimizer.learning_rate=1e-2", "optimizer.learning_rate", 0.01),
+        ("communication.deadline_s=60", "communication.deadline_s", 60.0),
+        ("run.steps=1_000_000", "run.steps", 1_000_000),
+        ("model.tied=true", "model.tied", True),
+        ("data.path=/a=b c", "data.path", "/a=b c"),
+    ],
+)
+def test_overrides_are_read_by_the_type_of_their_key(home: dict[str, str], text: str, key: str, value: object) -> None:
+    got = recipes.flat(recipes.load(None, [text], home).recipe)[key]
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_a_whole_number_in_toml_is_a_number(home: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text("[optimizer]\nlearning_rate = 1\n")
+    rate = recipes.load(tmp_path / "recipe.toml", environment=home).recipe.optimizer.learning_rate
+    assert rate == 1.0
+    assert isinstance(rate, float)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "nearest"),
+    [
+        ("[run]\nstepz = 3", "run.stepz", "'run.steps'"),
+        ("stepz = 3", "stepz", "'run.steps'"),
+        ("[optimizer]\nlr = 3", "optimizer.lr", "'optimizer.learning_rate'"),
+        ("[optim]\nlearning_rate = 3", "optim.learning_rate", "'optimizer.learning_rate'"),
+        ("[modle]\nlayers = 3", "modle.layers", "'model.layers'"),
+        ("[modle]", "modle", "'model'"),
+        ("[model.attention]\nheads = 3", "model.attention.heads", "'model.heads'"),
+        ("[run]\nxyzzy = 3", "run.xyzzy", "keys of [run] are: steps,"),
+        ("[xyzzy]\nfoo = 3", "xyzzy.foo", "sections are: model, data,"),
+    ],
+)
+def test_unknown_keys_are_refused_with_path_and_nearest(
+    home: dict[str, str], tmp_path: Path, text: str, key: str, nearest: str
+) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError) as refused:
+        recipes.load(path, environment=home)
+    assert f"unknown key {key!r} in recipe {path}" in str(refused.value)
+    assert nearest in str(refused.value)
+
+
+def test_unknown_keys_of_the_environment_name_their_variable(home: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match=r"'run\.stepz' in environment variable HPCDIST_SET__RUN__STEPZ"):
+        recipes.load(environment=home | {"HPCDIST_SET__RUN__STEPZ": "3"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[run]\nsteps = "many"', r"run\.steps = 'many' .*expected a whole number, such as 1000"),
+        ("[run]\nsteps = 1.5", r"run\.steps = 1\.5 .*whole number"),
+        ("[run]\nsteps = true", r"run\.steps = True .*whole number"),
+        ("[run.steps]\nvalue = 3", r"run\.steps = \{'value': 3\} .*whole number"),
+        ("[model]\ntied = 1", r"model\.tied = 1 .*true or false"),
+        ("[data]\npath = 3", r"data\.path = 3 .*a text"),
+        ("[data]\npath = ['a']", r"data\.path = \['a'\] .*a text"),
+        ("[optimizer]\nlearning_rate = 'fast'", r"optimizer\.learning_rate = 'fast' .*a number"),
+        ("run = 3", r"run = 3 in .*\[run\] is a section"),
+        ("[[run]]\nsteps = 3", r"\[run\] is a section"),
+        ("[run\nsteps = 3", r"recipe\.toml is not valid TOML: .*line 1"),
+    ],
+)
+def test_wrong_types_name_the_key(home: dict[str, str], tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "recipe.toml").write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        recipes.load(tmp_path / "recipe.toml", environment=home)
+
+
+@pytest.mark.parametrize(
+    "text", ["run.steps=1.5", "run.steps=", "run.steps=0x", "model.tied=1", "data.context=2\nrun.steps=3"]
+)
+def test_wrong_types_of_overrides(home: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigurationError, match="in --set has the wrong type"):
+        recipes.load(None, [text], home)
+
+
+def test_an_override_without_a_value_is_a_wrong_call(home: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"--set run\.steps: expected KEY=VALUE"):
+        recipes.load(None, ["run.steps"], home)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "parallel.pipeline=2",
+        "parallel.tensor=2",
+        "parallel.context=2",
+        *(
+            f"parallel.strategy={name}"
+            for name in ("zero1", "zero2", "zero3", "parameter_server", "gossip", "local_sgd")
+        ),
+        *(f"parallel.schedule={name}" for name in ("gpipe", "1f1b", "interleaved", "zb-h1")),
+        "precision.mode=float16",
+        "precision.mode=bfloat16",
+        "communication.compression=topk",
+        "model.dropout=0.1",
+        "run.logical_shards=4",
+        "parameter_server.servers=1",
+    ],
+)
+def test_what_is_not_built_is_refused(home: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigurationError, match="not built in this version") as refused:
+        recipes.load(None, [text], home)
+    assert refused.value.exit_code == errors.CONFIGURATION == 78
+    assert text.partition("=")[0] in str(refused.value)
+    assert "--set" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model.heads=3",
+        "model.layers=0",
+        "data.context=0",
+        "data.validation_fraction=0.6",
+        "data.validation_fraction=nan",
+        "run.steps=0",
+        "run.global_batch=0",
+        "run.seed=-1",
+        "run.device=tpu",
+        "run.log_every_s=-1",
+        "precision.mode=float8",
+        "parallel.data=-1",
+        "parallel.microbatches=0",
+        "parallel.strategy=magic",
+        "communication.algorithm=magic",
+        "communication.bucket_bytes=0",
+        "communication.deadline_s=0",
+        "communication.deadline_s=inf",
+        "communication.ranks_per_node=-1",
+        "checkpoint.every_steps=-1",
+        "checkpoint.keep=0",
+        "optimizer.learning_rate=-1",
+    ],
+)
+def test_values_that_cannot_be_run_name_key_and_origin(home: dict[str, str], text: str) -> None:
+    key = text.partition("=")[0]
+    with pytest.raises(ConfigurationError, match=key.replace(".", r"\.")) as refused:
+        recipes.load(None, [text], home)
+    assert f"{key} is from --set" in str(refused.value)
+
+
+def test_fewer_samples_than_data_ranks(home: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match=r"run\.global_batch = 3 is fewer samples than the 4 data ranks"):
+        recipes.load(None, ["run.global_batch=3", "parallel.data=4"], home)
+    recipe = Recipe(run=RunConfig(global_batch=3))
+    recipe.check_world(3)
+    with pytest.raises(ConfigurationError, match="4 data ranks"):
+        recipe.check_world(4)
+    with pytest.raises(ConfigurationError, match="4 data ranks"):
+        Recipe(run=RunConfig(global_batch=3), parallel=ParallelConfig(data=4))
+
+
+def test_files_that_cannot_be_read(home: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="there is no such file"):
+        recipes.load(tmp_path / "none.toml", environment=home)
+    with pytest.raises(ConfigurationError, match="site profile .*there is no such file"):
+        recipes.load(environment=home | {"HPCDIST_SITE": str(tmp_path / "none.toml")})
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        recipes.load(tmp_path, environment=home)
+    (tmp_path / "latin.toml").write_bytes(b'data.path = "\xe9"')
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        recipes.load(tmp_path / "latin.toml", environment=home)
+
+
+@given(
+    path=st.text(st.characters(exclude_categories=["Cs"])),
+    seed=st.integers(0, 2**63 - 1),
+    fraction=st.floats(0, 0.5),
+    every=st.floats(0, allow_infinity=False),
+)
+def test_a_dump_reads_back_as_it_was(path: str, seed: int, fraction: float, every: float) -> None:
+    run = RunConfig(seed=seed, log_every_s=every)
+    recipe = Recipe(data=DataConfig(path=path, validation_fraction=fraction), run=run)
+    tree = tomllib.loads(recipes.dump(recipe))
+    assert {
+        f"{section}.{name}": value for section, keys in tree.items() for name, value in keys.items()
+    } == recipes.flat(recipe)
+    assert recipes.digest(recipe) == recipes.digest(Recipe(data=recipe.data, run=run))
+
+
+@given(st.one_of(st.booleans(), st.integers(), st.floats(), st.text(st.characters(exclude_categories=["Cs"]))))
+def test_toml_of_any_value(value: bool | int | float | str) -> None:
+    got = tomllib.loads(f"value = {recipes.toml(value)}")["value"]
+    assert type(got) is type(value)
+    assert got == value or (math.isnan(got) and math.isnan(value))
+
+
+def test_text_that_is_no_unicode_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="not valid Unicode"):
+        recipes.dump(Recipe(data=DataConfig(path="/\udce9")))
+
+
+def test_every_value_is_part_of_the_digest() -> None:
+    assert recipes.digest(Recipe()) != recipes.digest(Recipe(run=RunConfig(seed=1)))
+
+
+def test_reading_a_recipe_imports_nothing_heavy() -> None:
+    program = (
+        "import sys; from hpcdist.training import recipe; recipe.load();"
+        "print([name for name in ('numpy', 'mpi4py', 'numba', 'h5py', 'cupy', 'matplotlib') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,49 @@
+"""`hpcdist config show`: the resolved recipe, and where each value comes from."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hpcdist.cli.config import command
+from hpcdist.training import recipe as recipes
+from hpcdist.training.recipe import Recipe
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+    monkeypatch.delenv("HPCDIST_SITE", raising=False)
+
+    def run(*arguments: str) -> str:
+        done = CliRunner().invoke(command, ["show", *arguments], catch_exceptions=False)
+        assert done.exit_code == 0
+        return done.output
+
+    return run
+
+
+def test_show_prints_the_recipe(invoke) -> None:
+    assert invoke() == recipes.dump(Recipe())
+
+
+def test_show_with_origins_is_still_toml(invoke, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text('[run]\nsteps = 5\n[data]\npath = "a = b"\n')
+    shown = invoke(str(path), "--set", "run.seed=4", "--origin")
+    resolved = recipes.load(path, ["run.seed=4"])
+    assert tomllib.loads(shown) == tomllib.loads(recipes.dump(resolved.recipe))
+    places = {line.split(" = ")[0]: line.rpartition("  # ")[2] for line in shown.splitlines() if " = " in line}
+    assert places["steps"] == f"recipe {path}"
+    assert places["seed"] == "--set"
+    assert places["device"] == "default"
+    assert places["path"] == f"recipe {path}"
+
+
+def test_show_as_json(invoke) -> None:
+    shown = json.loads(invoke("--json", "--set", "run.seed=4"))
+    assert shown["recipe"]["run.seed"] == 4
+    assert shown["origin"]["run.seed"] == "--set"
+    assert shown["recipe"].keys() == shown["origin"].keys() == recipes.defaults().keys()
