@@ -19,12 +19,25 @@ from types import TracebackType
 from typing import Any, Final, NoReturn
 
 from hpcdist.comm.recorder import Recorder
-from hpcdist.errors import FAILURE, INTERRUPTED, CommunicationError, HpcdistError
+from hpcdist.errors import (
+    FAILURE,
+    INTERRUPTED,
+    CommunicationError,
+    ConfigurationError,
+    DataError,
+    HpcdistError,
+    MissingCapabilityError,
+    NonFiniteError,
+    StorageError,
+    UsageError,
+)
 
 FAILURE_DIR: Final = "HPCDIST_FAILURE_DIR"  # set by `hpcdist run`, which shows the first failure last
 PRECEDENCE_S: Final = 1.0  # head start of the rank that failed first over those that failed because of it
 DRAIN_S: Final = 0.2  # launchers forward stderr through pipes, and drop what is in them when told to abort
 ABORT_S: Final = 3.0  # after this the process leaves by itself, whatever the MPI library is doing
+# The message says it all: where in our code it was raised would only hide it.
+FOR_THE_USER: Final = (ConfigurationError, DataError, MissingCapabilityError, StorageError, UsageError, NonFiniteError)
 STDERR: Final = 2  # the descriptor: sys.stderr may be somebody's object without one
 
 
@@ -167,6 +180,8 @@ def publish(rank: int, headline: str, text: str) -> None:
 
 
 def _lines(error: BaseException) -> list[str]:
+    if isinstance(error, FOR_THE_USER):
+        return [f"{type(error).__name__}: {error}"]
     if isinstance(error, SystemExit) and isinstance(error.code, str):
         return [error.code, "\n", *traceback.format_exception(error)]
     return traceback.format_exception(error)

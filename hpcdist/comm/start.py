@@ -43,6 +43,7 @@ class Session:
         self.recorder = Recorder(folder / f"rank-{self.comm.rank:05d}.rec", self.comm.rank, self.comm.size)
         self.comm.events = self.recorder
         self.watchdog = Watchdog(self.recorder, deadline_s)
+        self.watchdog.relax()  # the first step compiles kernels and opens connections
         self.watchdog.start()
         failfast.attach(self.recorder)
 

@@ -1,5 +1,6 @@
 """Entropies of the n-grams of a text: what a model knows that looks at no, one or two tokens of context."""
 
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -8,7 +9,7 @@ from hpcdist.training.data import Source
 from hpcdist.training.data.samples import Sliceable
 
 NAMES: Final = ("unigram", "bigram", "trigram")
-SAMPLE_TOKENS: Final = 1 << 24
+SAMPLE_TOKENS: Final = 1 << 25
 BLOCK_TOKENS: Final = 1 << 20
 CHUNK_TOKENS: Final = 1 << 21
 # Counting more kinds of n-grams than this takes too much memory, and a text too short to show them all says too little.
@@ -27,10 +28,26 @@ def conditional_entropies(tokens: Sliceable) -> dict[str, float | None]:
     which there are too many kinds to be counted.
     """
     blocks = _sample(tokens)
-    codes, kinds = _ranked(blocks)
-    found: dict[str, float | None] = {}
-    for order, name in enumerate(NAMES, start=1):
-        found[name] = _conditional(codes, kinds, order) if kinds**order <= MOST_KINDS else None
+    chunks = (block[start : start + CHUNK_TOKENS] for block in blocks for start in range(0, len(block), CHUNK_TOKENS))
+    used = np.unique(np.concatenate([_kinds_in(chunk) for chunk in chunks]))
+    kinds = used.size
+    order = max((n for n in range(1, len(NAMES) + 1) if kinds**n <= MOST_KINDS), default=0)
+    found: dict[str, float | None] = dict.fromkeys(NAMES)
+    if order == 0:
+        return found
+    # The longest n-grams are counted; dropping their last tokens gives the counts of the shorter ones.
+    counts = np.zeros(kinds**order, np.int64)
+    for code in _codes(blocks, used, order):
+        counts += np.bincount(code, minlength=counts.size)
+    while order:
+        contexts = counts.reshape(-1, kinds).sum(axis=1)
+        found[NAMES[order - 1]] = _conditional(counts, contexts)
+        order -= 1
+        if order:
+            for block in blocks:  # the last n-gram of a block begins no longer one
+                for code in _codes([block[-order:]], used, order):
+                    contexts[code] += 1
+        counts = contexts
     return found
 
 
@@ -42,36 +59,29 @@ def _sample(tokens: Sliceable) -> list[np.ndarray]:
     return [np.asarray(tokens[start : start + BLOCK_TOKENS]) for start in starts]
 
 
-def _ranked(blocks: list[np.ndarray]) -> tuple[list[np.ndarray], int]:
-    """Return the blocks with tokens numbered 0, 1, ... without gaps, and how many kinds of tokens there are."""
-    used = np.unique(np.concatenate([_kinds_in(block) for block in blocks]))
-    if used[-1] < 1 << 16:
-        table = np.zeros(int(used[-1]) + 1, np.int32)
-        table[used] = np.arange(used.size, dtype=np.int32)
-        return [table[block] for block in blocks], used.size
-    return [np.searchsorted(used, block).astype(np.int32) for block in blocks], used.size
+def _kinds_in(chunk: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(np.bincount(chunk)) if chunk.dtype.itemsize <= 2 else np.unique(chunk)
 
 
-def _kinds_in(block: np.ndarray) -> np.ndarray:
-    return np.flatnonzero(np.bincount(block)) if block.dtype.itemsize <= 2 else np.unique(block)
-
-
-def _conditional(blocks: list[np.ndarray], kinds: int, order: int) -> float:
-    """Return H(last token | the ``order - 1`` before it) over all n-grams that lie within a block."""
-    counts = np.zeros(kinds**order, np.int64)
+def _codes(blocks: list[np.ndarray], used: np.ndarray, order: int) -> Iterator[np.ndarray]:
+    """Yield the n-grams that lie within a block as numbers below ``len(used) ** order``, a chunk at a time."""
+    # Tokens numbered without gaps make the table of counts as small as it can be.
+    table = np.searchsorted(used, np.arange(1 << 16)).astype(np.int32) if used[-1] < 1 << 16 else None
     for block in blocks:
         for start in range(0, len(block) - order + 1, CHUNK_TOKENS):
             chunk = block[start : start + CHUNK_TOKENS + order - 1]
-            code = chunk[: len(chunk) - order + 1]
+            ranks = table[chunk] if table is not None else np.searchsorted(used, chunk).astype(np.int32)
+            size = len(ranks) - order + 1
+            code = ranks[:size]
             for place in range(1, order):
-                code = code * np.int32(kinds) + chunk[place : len(chunk) - order + 1 + place]
-            counts += np.bincount(code, minlength=counts.size)
+                code = code * np.int32(used.size) + ranks[place : size + place]
+            yield code
+
+
+def _conditional(counts: np.ndarray, contexts: np.ndarray) -> float:
+    """Return the sum over n-grams of -p ln(p / p(context)), with the counts left undivided to the end."""
     total = int(counts.sum())
-    if total == 0:
-        return 0.0
-    contexts = counts.reshape(-1, kinds).sum(axis=1)
-    # The sum over n-grams of -p ln(p / p(context)), with the counts left undivided to the end.
-    return max(0.0, (_n_log_n(contexts) - _n_log_n(counts)) / total)
+    return max(0.0, (_n_log_n(contexts) - _n_log_n(counts)) / total) if total else 0.0
 
 
 def _n_log_n(counts: np.ndarray) -> float:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcdist import models
+from hpcdist import collectives, models
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.ranges import Range
@@ -93,6 +93,7 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
     axis = Axes(grid, comm).data
     source = data.open_source(recipe.data, recipe.model, comm)
     ledger, on = Ledger(), recipe.run.device
+    collectives.account(ledger)
     dtype = dtype_of(recipe.precision.mode)
     model = models.build(recipe.model, recipe.precision.mode, **source.model_inputs())
     parameters = FlatStore(model.layout, dtype, on=on, category="parameters", ledger=ledger)

@@ -78,7 +78,7 @@ def test_processes_of_a_node_put_a_directory_together_once(folder: Path, monkeyp
     assert len(written) == 1
 
 
-def test_the_standard_library_is_source_text_without_tests() -> None:
+def test_the_standard_library_is_the_same_source_text_each_time() -> None:
     tokens, description = text.of_standard_library()
     assert len(tokens) > 1_000_000
     assert b"class OrderedDict" in bytes(tokens)

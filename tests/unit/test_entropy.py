@@ -43,6 +43,14 @@ def test_chunks_do_not_change_the_counts(rng: np.random.Generator, monkeypatch: 
         assert entropy.conditional_entropies(tokens) == pytest.approx(whole, abs=1e-12)
 
 
+def test_every_length_from_one_token_on(rng: np.random.Generator) -> None:
+    for length in range(1, 12):
+        tokens = rng.integers(5, 8, length).astype(np.uint8)
+        got = entropy.conditional_entropies(tokens)
+        for order, name in enumerate(entropy.NAMES, start=1):
+            assert got[name] == pytest.approx(_plain(tokens.tolist(), order) if length >= order else 0.0, abs=1e-12)
+
+
 def test_too_many_kinds_are_left_out(rng: np.random.Generator) -> None:
     tokens = rng.permutation(np.arange(6000)).astype(np.uint16)
     got = entropy.conditional_entropies(tokens)
