@@ -5,7 +5,7 @@ read or written as they are.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,33 +16,8 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import ANY, REDUCTIONS, Communicator, Message, Nodes, Request, SharedBlock
 from hpcdist.comm.events import NULL_SINK, UNKNOWN_BYTES, EventSink
 from hpcdist.comm.handover import Handover
+from hpcdist.comm.pending import Pending
 from hpcdist.errors import BufferHandoverError, CommunicationError, UsageError
-
-
-class Pending:
-    """A request together with its event and the copy that may still have to be made."""
-
-    def __init__(self, events: EventSink, token: int, transport: Request, finish: Callable[[], None] | None) -> None:
-        self._events, self._token, self._transport, self._finish = events, token, transport, finish
-        self.done = False
-
-    def _complete(self) -> None:
-        if self._finish is not None:
-            self._finish()
-        self._events.end(self._token)
-        self.done = True
-
-    def wait(self) -> None:
-        """Return when the message is complete."""
-        if not self.done:
-            self._transport.wait()
-            self._complete()
-
-    def test(self) -> bool:
-        """Whether the message is complete."""
-        if not self.done and self._transport.test():
-            self._complete()
-        return self.done
 
 
 class Endpoint(ABC):

@@ -1,0 +1,97 @@
+"""The ``hpcdist`` command: its sub-commands are imported when they are called, so that ``--help`` is instant."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Final, NoReturn
+
+import click
+
+from hpcdist import __version__
+from hpcdist.errors import INTERRUPTED, HpcdistError
+
+# name -> (where its click command is, what the overview says of it)
+COMMANDS: Final = {
+    "run": ("hpcdist.cli.run:run", "Start a command on N ranks with this environment's mpirun."),
+    "train": ("hpcdist.cli.train:command", "Train the model of a recipe."),
+    "evaluate": ("hpcdist.cli.evaluate:command", "Print the validation loss of a trained model."),
+    "sample": ("hpcdist.cli.sample:command", "Print text from a trained model."),
+    "report": ("hpcdist.cli.report:report", "Print, or plot, what a run measured."),
+    "hang": ("hpcdist.cli.hang:command", "Name the rank and the line at which a run came apart."),
+    "config": ("hpcdist.cli.config:command", "Show a recipe as it will run, and where each value comes from."),
+    "doctor": ("hpcdist.cli.doctor:doctor", "Check MPI, launcher, GPU, HDF5 and this machine."),
+    "warmup": ("hpcdist.cli.warmup:warmup", "Compile the kernels into a cache."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that knows the names and one-liners of its commands, and imports only the one that is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names, in the order of a user's day."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return a command; None for an unknown name."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the overview without importing a command."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
+    epilog="Exit codes: 0 ok, 1 failure, 2 usage, 69 missing capability, 74 storage, 75 saved and wants a requeue, "
+    "78 bad configuration, 130 interrupted.",
+)
+@click.version_option(__version__, "-V", "--version", prog_name="hpcdist")
+def group() -> None:
+    """MPI-native distributed training."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and leave with its exit code (see `hpcdist.errors`).
+
+    Before a job has started, an error of ours is one message. Afterwards it takes the job with it (`comm.failfast`).
+    """
+    try:
+        code = _invoke(arguments)
+    except (HpcdistError, KeyboardInterrupt) as error:
+        _end_job(error)
+        if isinstance(error, HpcdistError):
+            click.echo(f"Error: {error}", err=True)
+        code = error.exit_code if isinstance(error, HpcdistError) else INTERRUPTED
+    except BaseException as error:
+        _end_job(error)
+        raise
+    sys.exit(code)
+
+
+def _invoke(arguments: Sequence[str] | None) -> int:
+    """Return the exit code of the command; usage errors are shown here."""
+    try:
+        value = group.main(args=arguments, prog_name="hpcdist", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort as error:  # how click reports a Ctrl-C
+        raise KeyboardInterrupt from error
+    return value if isinstance(value, int) else 0
+
+
+def _end_job(error: BaseException) -> None:
+    """Hand ``error`` to the job that this process is a rank of, and end it; return where there is none."""
+    failfast = sys.modules.get("hpcdist.comm.failfast")  # loaded by whatever started the job
+    if failfast is not None:
+        failfast.guarded(lambda: _reraise(error))
+
+
+def _reraise(error: BaseException) -> NoReturn:
+    raise error
