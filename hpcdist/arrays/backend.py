@@ -31,6 +31,13 @@ def to_host(array: Any) -> np.ndarray:
     return device.cupy().asnumpy(array) if is_device(array) else array
 
 
+def place(array: Any, on: str) -> Array:
+    """Return ``array`` on ``"cpu"`` or ``"gpu"``: itself where it is there already, else an explicit copy."""
+    if on == "gpu":
+        return array if is_device(array) else device.cupy().asarray(array)
+    return to_host(array)
+
+
 def empty(shape: int | tuple[int, ...], dtype: np.dtype, on: str = "cpu") -> Array:
     """Return uninitialised memory on ``"cpu"`` or ``"gpu"``."""
     return device.cupy().empty(shape, dtype) if on == "gpu" else np.empty(shape, dtype)

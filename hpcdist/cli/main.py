@@ -8,19 +8,20 @@ from typing import Final, NoReturn
 import click
 
 from hpcdist import __version__
+from hpcdist.comm import failfast
 from hpcdist.errors import INTERRUPTED, HpcdistError
 
 # name -> (where its click command is, what the overview says of it)
 COMMANDS: Final = {
-    "run": ("hpcdist.cli.run:run", "Start a command on N ranks with this environment's mpirun."),
+    "run": ("hpcdist.cli.run:command", "Start a command on N ranks with this environment's mpirun."),
     "train": ("hpcdist.cli.train:command", "Train the model of a recipe."),
     "evaluate": ("hpcdist.cli.evaluate:command", "Print the validation loss of a trained model."),
     "sample": ("hpcdist.cli.sample:command", "Print text from a trained model."),
     "report": ("hpcdist.cli.report:report", "Print, or plot, what a run measured."),
     "hang": ("hpcdist.cli.hang:command", "Name the rank and the line at which a run came apart."),
     "config": ("hpcdist.cli.config:command", "Show a recipe as it will run, and where each value comes from."),
-    "doctor": ("hpcdist.cli.doctor:doctor", "Check MPI, launcher, GPU, HDF5 and this machine."),
-    "warmup": ("hpcdist.cli.warmup:warmup", "Compile the kernels into a cache."),
+    "doctor": ("hpcdist.cli.doctor:command", "Check MPI, launcher, GPU, HDF5 and this machine."),
+    "warmup": ("hpcdist.cli.warmup:command", "Compile the kernels into a cache."),
 }
 
 
@@ -62,15 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Before a job has started, an error of ours is one message. Afterwards it takes the job with it (`comm.failfast`).
     """
     try:
-        code = _invoke(arguments)
-    except (HpcdistError, KeyboardInterrupt) as error:
-        _end_job(error)
-        if isinstance(error, HpcdistError):
-            click.echo(f"Error: {error}", err=True)
-        code = error.exit_code if isinstance(error, HpcdistError) else INTERRUPTED
-    except BaseException as error:
-        _end_job(error)
-        raise
+        code = failfast.guarded(lambda: _invoke(arguments))
+    except HpcdistError as error:
+        click.echo(f"Error: {error}", err=True)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     sys.exit(code)
 
 
@@ -84,14 +82,3 @@ def _invoke(arguments: Sequence[str] | None) -> int:
     except click.Abort as error:  # how click reports a Ctrl-C
         raise KeyboardInterrupt from error
     return value if isinstance(value, int) else 0
-
-
-def _end_job(error: BaseException) -> None:
-    """Hand ``error`` to the job that this process is a rank of, and end it; return where there is none."""
-    failfast = sys.modules.get("hpcdist.comm.failfast")  # loaded by whatever started the job
-    if failfast is not None:
-        failfast.guarded(lambda: _reraise(error))
-
-
-def _reraise(error: BaseException) -> NoReturn:
-    raise error

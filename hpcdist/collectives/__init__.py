@@ -10,7 +10,7 @@ s/byte, γ the time to reduce in s/byte.
 from typing import Final
 
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.dtypes import is_16bit_float
+from hpcdist.arrays.dtypes import is_16bit_float, name_of
 from hpcdist.collectives import node_shared, workspace
 from hpcdist.collectives.all_to_all import all_to_all_allreduce
 from hpcdist.collectives.hierarchical import hierarchical, hierarchical_allreduce, leader_allreduce
@@ -68,10 +68,13 @@ def allreduce(comm: Communicator, buffer: Array, algorithm: str = "native", op: 
     if function is None:
         raise UsageError(f"allreduce algorithm {algorithm!r} is unknown; choose one of {', '.join(ALLREDUCE)}")
     check_buffer(buffer)
+    # One event over the messages within: a rank that skips the call is then named, whatever the algorithm.
+    token = comm.events.begin(comm.name, f"{algorithm}_allreduce", name_of(buffer.dtype), buffer.size, 0, -1, 0)
     if is_16bit_float(buffer.dtype) and algorithm not in _KEEPS_16_BITS:
         widened_allreduce(function, comm, buffer, op)
     else:
         function(comm, buffer, op)
+    comm.events.end(token)
 
 
 def release(comm: Communicator) -> None:

@@ -13,7 +13,8 @@ def mean_validation_loss(trainer: Trainer) -> float:
     number of ranks.
     """
     sums = np.zeros(2)
-    for inputs, targets in trainer.source.validation_batches(trainer.recipe, trainer.data_axis):
+    for batch in trainer.source.validation_batches(trainer.recipe, trainer.data_axis):
+        inputs, targets = trainer.place(batch)
         sums += (trainer.executor.evaluate(inputs, targets), targets.size)
     collectives.allreduce(trainer.data_axis, sums, trainer.exchange.agree_algorithm)
     return float(sums[0] / sums[1]) if sums[1] else float("nan")

@@ -114,7 +114,7 @@ def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: i
         raise UsageError("the prompt is empty; give at least one character with --prompt")
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     drawn = generate(
-        trainer.executor, start_of, tokens, recipe.data.context, temperature=temperature, top_k=top_k, seed=seed
+        trainer.logits, start_of, tokens, recipe.data.context, temperature=temperature, top_k=top_k, seed=seed
     )
     for token in drawn:
         yield decoder.decode(bytes([token]))

@@ -60,7 +60,7 @@ class Loop:
         self.wishes.listen()
         with Prefetcher(trainer.source, trainer.recipe, trainer.data_axis, trainer.first_step, steps) as batches:
             for step, batch in enumerate(batches, start=trainer.first_step + 1):
-                self._step(step, microbatches(batch, trainer.recipe.parallel.microbatches))
+                self._step(step, microbatches(trainer.place(batch), trainer.recipe.parallel.microbatches))
                 if step == trainer.first_step + 1 and self.session.watchdog is not None:
                     self.session.watchdog.tighten()  # kernels are compiled and connections open: no grace any more
                 if outcome.wish is not None:

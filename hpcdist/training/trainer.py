@@ -4,7 +4,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hpcdist import collectives, models
+from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.ranges import Range
@@ -20,7 +23,7 @@ from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim.optimizer import Optimizer
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.grid import Axes, Grid
-from hpcdist.strategies.schedule.executor import Executor
+from hpcdist.strategies.schedule.executor import Executor, MicroBatch
 from hpcdist.strategies.schedule.generators import SCHEDULES, interleave
 from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.training import data
@@ -49,6 +52,15 @@ class Trainer:
     ledger: Ledger
     first_step: int = 0
     resumed: dict[str, Any] = field(default_factory=dict)
+
+    def place(self, batch: MicroBatch) -> MicroBatch:
+        """Return a batch where the model computes (local)."""
+        on = self.recipe.run.device
+        return backend.place(batch[0], on), backend.place(batch[1], on)
+
+    def logits(self, inputs: np.ndarray) -> np.ndarray:
+        """Return the model's output for ``inputs``, both on the host (local)."""
+        return backend.to_host(self.executor.logits(backend.place(inputs, self.recipe.run.device)))
 
     @property
     def whole(self) -> Range:
@@ -133,7 +145,10 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
         ledger,
     )
     if resume_from is None:
-        model.initialise(parameters, recipe.run.seed)
+        # Drawn on the host, so that a GPU starts from the same bits.
+        initial = FlatStore(model.layout, dtype)
+        model.initialise(initial, recipe.run.seed)
+        parameters.array[...] = backend.place(initial.array, on)
     else:
         trainer.restore(resume_from)
     return trainer

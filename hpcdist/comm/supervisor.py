@@ -1,0 +1,198 @@
+"""Keeps a launcher and its ranks in hand: signals reach the ranks themselves, and nothing outlives this process.
+
+Open MPI's mpirun answers a SIGINT by killing the ranks within half a second, MPICH's passes it on and may go on: so the
+launcher runs in a session of its own, where no Ctrl-C reaches it, and the ranks, which write their process ids into a
+directory (`comm.start`), are signalled from here. Linux only: orphans are adopted (PR_SET_CHILD_SUBREAPER) and ended.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+LAUNCH_DIR: Final = "HPCDIST_LAUNCH_DIR"  # where each rank writes pid-<rank>
+TEARDOWN_S: Final = 3.0  # what a launcher gets to end its ranks before they are killed
+TICK_S: Final = 1.0
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+# What we are told -> what the ranks are told. A terminal that closed is a wish to stop and save.
+_PASSED: Final = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGUSR1,
+    signal.SIGUSR2: signal.SIGUSR2,
+}
+_WATCHED: Final = {*_PASSED, signal.SIGCHLD}
+
+
+def supervise(line: Sequence[str], environment: Mapping[str, str], launch_dir: Path, grace_s: float) -> int:
+    """Run the launcher command ``line`` to its end and return the exit code of its ranks (main thread only).
+
+    SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed to the ranks. After the first three the ranks have
+    ``grace_s`` seconds to save and leave; then, or at a second SIGINT, everything is killed. The code is 130 after a
+    SIGINT, and 128 + number after another signal that ended in killing.
+    """
+    with _signals_held() as mask:
+        return _Supervision(line, {**environment, LAUNCH_DIR: str(launch_dir)}, launch_dir, grace_s, mask).run()
+
+
+@contextmanager
+def _signals_held() -> Iterator[set[signal.Signals]]:
+    """Hold the watched signals for `sigtimedwait`, and adopt orphans; yields the signal mask of the time before."""
+    libc = ctypes.CDLL(None)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield {signal.Signals(number) for number in before}
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Supervision:
+    def __init__(
+        self,
+        line: Sequence[str],
+        environment: Mapping[str, str],
+        launch_dir: Path,
+        grace_s: float,
+        mask: set[signal.Signals],
+    ) -> None:
+        self._launch_dir, self._grace_s = launch_dir, grace_s
+        self._told: signal.Signals | None = None  # the first signal that asks for an end
+        self._deadline = float("inf")
+        self._killed = False
+        libc = ctypes.CDLL(None)
+
+        def in_child() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # should we be killed, the launcher ends its ranks
+
+        self._process = subprocess.Popen(
+            line,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=in_child,  # single-threaded here, so a function between fork and exec is safe
+        )
+
+    def run(self) -> int:
+        while self._process.returncode is None:
+            pause = min(TICK_S, max(0.0, self._deadline - time.monotonic()))
+            received = signal.sigtimedwait(_WATCHED, pause)
+            self._reap()
+            if received is not None and received.si_signo != signal.SIGCHLD:
+                self._on_signal(signal.Signals(received.si_signo))
+            elif time.monotonic() >= self._deadline and self._process.returncode is None:
+                self._say(f"the ranks did not stop within {self._grace_s:g} s, killing them")
+                self._kill()
+        self._end_leftovers()
+        code = self._process.returncode
+        if self._told is signal.SIGINT:
+            return 128 + signal.SIGINT
+        if self._killed and self._told is not None:
+            return 128 + self._told
+        return code if code >= 0 else 128 - code
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._told is not None and number is signal.SIGINT:
+            self._say("interrupted again, killing the ranks")
+            self._told = number
+            self._kill()
+            return
+        reached = self._pass_on(_PASSED[number])
+        if number in (signal.SIGUSR1, signal.SIGUSR2):
+            return  # USR1: the scheduler knows how long saving may take; USR2: the ranks dump their stacks and go on
+        if self._told is None:
+            self._told = number
+            self._deadline = time.monotonic() + (self._grace_s if reached else TEARDOWN_S)
+            again = "; Ctrl-C again kills them" if number is signal.SIGINT else ""
+            self._say(f"{number.name}: the ranks save and stop at the next step{again}" if reached else number.name)
+
+    def _pass_on(self, number: signal.Signals) -> bool:
+        """Signal the ranks of this host; True when there were any. Ranks elsewhere agree with them to stop."""
+        ours = set(self._descendants())
+        pids = [pid for pid in self._announced_pids() if pid in ours]
+        for pid in pids:
+            _signal(pid, number)
+        if not pids:  # nobody has started yet, or all of them elsewhere: launchers forward the user signals
+            user = number in (signal.SIGUSR1, signal.SIGUSR2)
+            _signal(self._process.pid, number if user else signal.SIGTERM)
+        return bool(pids)
+
+    def _announced_pids(self) -> list[int]:
+        return [int(path.read_text()) for path in self._launch_dir.glob("pid-*") if not path.suffix]
+
+    def _kill(self) -> None:
+        """End the launcher, politely first so that it can end ranks on other hosts, then all that is left here."""
+        self._killed, self._deadline = True, float("inf")
+        _signal(self._process.pid, signal.SIGTERM)
+        self._wait_for(lambda: self._process.returncode is not None)
+        self._kill_descendants()
+
+    def _end_leftovers(self) -> None:
+        """Kill what is left of the job a moment after its launcher has gone."""
+        self._wait_for(lambda: not self._descendants())
+        self._kill_descendants()
+
+    def _kill_descendants(self) -> None:
+        while self._descendants():  # again, since one may just have started another
+            for pid in self._descendants():
+                _signal(pid, signal.SIGKILL)
+            signal.sigtimedwait({signal.SIGCHLD}, 0.05)
+            self._reap()
+
+    def _wait_for(self, done: Callable[[], bool]) -> None:
+        until = time.monotonic() + TEARDOWN_S
+        while not done() and time.monotonic() < until:
+            signal.sigtimedwait({signal.SIGCHLD}, 0.05)
+            self._reap()
+
+    def _reap(self) -> None:
+        """Collect the launcher's exit status, and adopted orphans that ended."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self._process.pid:
+                self._process.returncode = os.waitstatus_to_exitcode(status)
+
+    def _descendants(self) -> list[int]:
+        """Return the processes below this one: the launcher, its daemons, the ranks, and what those started."""
+        children: dict[int, list[int]] = {}
+        for entry in os.scandir("/proc"):
+            if entry.name.isdigit():
+                try:
+                    # "pid (name) state ppid ...": the name may hold blanks and parentheses
+                    state, parent = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[:2]
+                except OSError:
+                    continue  # it has just ended
+                if state != "Z":
+                    children.setdefault(int(parent), []).append(int(entry.name))
+        found, front = [], [os.getpid()]
+        while front:
+            front = [child for parent in front for child in children.get(parent, ())]
+            found += front
+        return found
+
+    def _say(self, text: str) -> None:
+        print(f"hpcdist run: {text}", file=sys.stderr, flush=True)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass  # it ended by itself
