@@ -5,12 +5,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+import hpcdist
 from hpcdist.comm import launcher, mpirun
 from hpcdist.errors import MissingCapabilityError
 
+JOB_S = 120.0  # generous: a loaded machine must not fail a test
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # Variables that a launcher gave to this process would make its children believe to be its ranks.
@@ -22,30 +26,33 @@ def clean_environment() -> dict[str, str]:
 
 
 def run_limited(
-    line: Sequence[str], timeout: float, environment: Mapping[str, str], cwd: Path | None = None
+    line: Sequence[str], timeout: float, environment: Mapping[str, str], cwd: Path | None = None, *, apart: bool = False
 ) -> "subprocess.CompletedProcess[str]":
-    """Run ``line`` in a session of its own, output in one stream; kill all of it after ``timeout`` seconds and fail."""
+    """Run ``line`` in a session of its own; kill all of it after ``timeout`` seconds and fail.
+
+    Output is one stream, unless ``apart`` keeps stderr for itself.
+    """
     process = subprocess.Popen(
         line,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE if apart else subprocess.STDOUT,
         text=True,
         env=dict(environment),
         cwd=cwd,
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=timeout)
+        output, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)  # a launcher ends its ranks, which may be in sessions of their own
         try:
-            output, _ = process.communicate(timeout=10)
+            output, errors = process.communicate(timeout=10)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-        pytest.fail(f"no end after {timeout:g} s: {' '.join(line)}\n{output}")
-    return subprocess.CompletedProcess(line, process.returncode, output)
+            output, errors = process.communicate()
+        pytest.fail(f"no end after {timeout:g} s: {' '.join(line)}\n{output}\n{errors or ''}")
+    return subprocess.CompletedProcess(line, process.returncode, output, errors)
 
 
 @pytest.fixture(scope="session")
@@ -74,5 +81,37 @@ def mpiexec(mpi: mpirun.Launcher) -> Start:
         added = mpirun.settings(mpi, environment) | dict(env or {})
         line = mpirun.command(mpi, ranks, [sys.executable, *arguments], added, environment=environment)
         return run_limited(line, timeout, environment | added, cwd)
+
+    return start
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return f"exit code {self.code}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+@pytest.fixture
+def launch(mpi: mpirun.Launcher, tmp_path: Path) -> Callable[..., Ended]:
+    """Write a program into a file and run it: ``launch(n, source, *arguments, **environment)``."""
+
+    def start(n: int, source: str, *arguments: str, **extra: str) -> Ended:
+        program = tmp_path / "program.py"
+        program.write_text(source)
+        environment = clean_environment()
+        # The program lies elsewhere: it must find the hpcdist under test.
+        root = str(Path(hpcdist.__file__).parents[1])
+        path = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
+        added = mpirun.settings(mpi, environment) | {"PYTHONPATH": path} | extra
+        line = mpirun.command(mpi, n, [sys.executable, str(program), *arguments], added, environment=environment)
+        done = run_limited(line, JOB_S, environment | added, apart=True)
+        return Ended(done.returncode, done.stdout, done.stderr)
 
     return start

@@ -19,7 +19,7 @@ import numpy as np
 
 from hpcdist.comm import failfast
 from hpcdist.comm.start import start
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, HpcdistError
 
 
 def main():
@@ -85,21 +85,30 @@ def test_exception_on_one_rank_ends_the_job(die: Die, tmp_path: Path) -> None:
     ended = die(
         3,
         """
+        class Broken(HpcdistError):
+            exit_code = 41
+
         if comm.rank == 1:
-            raise ConfigurationError("no such thing")
+            raise Broken("no such thing")
         comm.barrier()
         """,
         HPCDIST_FAILURE_DIR=str(failures),
     )
-    assert ended.code == 78, ended.output
+    assert ended.code == 41, ended.output
     assert "[rank 1] Traceback (most recent call last):" in ended.stderr, ended.output
-    assert "ConfigurationError: no such thing" in ended.stderr
+    assert "Broken: no such thing" in ended.stderr
     assert ended.stderr.count("Traceback") == 1
     copy = (failures / "rank-1.txt").read_text()
-    assert "ConfigurationError: no such thing" in copy and [p.name for p in failures.iterdir()] == ["rank-1.txt"]
+    assert "Broken: no such thing" in copy and [p.name for p in failures.iterdir()] == ["rank-1.txt"]
     found = cause(tmp_path)
     assert (found.kind, found.ranks) == ("raised", (1,))
-    assert line_of(tmp_path, "raise ConfigurationError").strip() in found.text
+    assert line_of(tmp_path, "raise Broken").strip() in found.text
+
+
+def test_an_error_for_the_user_is_its_message_alone(die: Die) -> None:
+    ended = die(2, "raise ConfigurationError('run.steps is negative')")
+    assert ended.code == 78, ended.output
+    assert "ConfigurationError: run.steps is negative" in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_exception_in_a_thread_ends_the_job(die: Die, tmp_path: Path) -> None:
