@@ -18,6 +18,7 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
+
 from hpcdist.comm import launcher, solo, start
 from hpcdist.comm.communicator import Communicator
 
@@ -53,7 +54,7 @@ class Agreement:
         self._abort = abort
 
     def exchange(self, own: Verdict) -> list[Verdict]:
-        """Return the verdicts of all ranks, in rank order. Collective; ends the job where a failed rank waits in vain."""
+        """Return the verdicts of all ranks in rank order. Collective; a failed rank that waits in vain ends the job."""
         others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         sent, received = own.packed(), {rank: np.zeros(VERDICT_BYTES, np.uint8) for rank in others}
         requests = [self._comm.irecv(received[rank], rank) for rank in others]
@@ -64,7 +65,7 @@ class Agreement:
 
     def _wait(self, requests: list[Any], own: Verdict) -> None:
         began, pause = time.monotonic(), 1e-5
-        while not all([request.test() for request in requests]):
+        while not all(request.test() for request in requests):
             if own.outcome == "failed" and time.monotonic() - began > PATIENCE_S:
                 self._give_up(own)
             time.sleep(pause)  # the ranks share the cores with those that are still computing
@@ -100,7 +101,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     if _world().rank > 0:  # its failures reach rank 0 in the verdicts
         reporter = session.config.pluginmanager.getplugin("terminalreporter")
-        reporter._tw._file = open(os.devnull, "w")
+        reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115 (as long as the session)
 
 
 def _world() -> Communicator:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hpcdist.training.data import Prefetcher, microbatches
 
 from hpcdist import collectives
 from hpcdist.comm.communicator import Communicator
@@ -12,6 +11,7 @@ from hpcdist.comm.placement import locate
 from hpcdist.comm.solo import solo
 from hpcdist.comm.start import Session
 from hpcdist.training import recipe as recipes
+from hpcdist.training.data import Prefetcher, microbatches
 from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.trainer import Trainer, assemble
 

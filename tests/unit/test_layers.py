@@ -6,8 +6,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import hpcdist
 import pytest
+
+import hpcdist
 
 ROOT = Path(hpcdist.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
@@ -133,9 +134,7 @@ def test_size_budget():
 def loaded_after(statement: str, watched: tuple[str, ...]) -> list[str]:
     """Return which of ``watched`` a fresh interpreter has loaded after ``statement``."""
     code = f"import sys\n{statement}\nprint(*[name for name in {watched!r} if name in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -153,7 +152,9 @@ def test_importing_hpcdist_loads_nothing():
 CONFIGS = [name_of(path) for path in MODULES if path.name == "config.py" and path.parent.name != "cli"]
 
 
-@pytest.mark.parametrize("module", [*CONFIGS, "hpcdist.training.recipe", "hpcdist.comm.launcher", "hpcdist.comm.mpirun"])
+@pytest.mark.parametrize(
+    "module", [*CONFIGS, "hpcdist.training.recipe", "hpcdist.comm.launcher", "hpcdist.comm.mpirun"]
+)
 def test_what_a_login_node_imports_is_light(module):
     """A recipe is read, and a job described, where MPI_Init would abort."""
     assert loaded_after(f"import {module}", ("h5py", *LAZY)) == []

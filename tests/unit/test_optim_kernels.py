@@ -16,8 +16,28 @@ def path(request, monkeypatch):
 
 def awkward_bits(rng):
     edges = np.array(
-        [0x0, 0x80000000, 0x1, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x7F7FFFFF]
-        + [0x7F800000, 0xFF800000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0xFF7FFFFF, 0x7F7F7FFF, 0x7F7F8000],
+        [
+            0,
+            2147483648,
+            1,
+            32767,
+            32768,
+            32769,
+            98304,
+            1065385984,
+            1065451520,
+            1065385983,
+            2139095039,
+            2139095040,
+            4286578688,
+            2139095041,
+            2147483647,
+            4294967295,
+            2143289344,
+            4286578687,
+            2139062271,
+            2139062272,
+        ],
         np.uint32,
     )
     return np.concatenate([edges, rng.integers(0, 2**32, 100_000, dtype=np.uint32)])
