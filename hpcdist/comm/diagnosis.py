@@ -1,0 +1,161 @@
+"""What `hpcdist doctor` asks of MPI: which library mpi4py loads, whose the launcher is, and whether they fit.
+
+Nothing here starts MPI except `check_world`, which is for processes that a launcher started: on a login node MPI_Init
+may abort, so the library is asked in a child process that only loads it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from hpcdist.comm import mpirun
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.launcher import Announced
+from hpcdist.errors import MissingCapabilityError
+
+OK: Final = "OK"
+WARN: Final = "WARN"
+FAIL: Final = "FAIL"
+CHILD_LIMIT_S: Final = 60.0
+CUDA_AWARE: Final = "HPCDIST_CUDA_AWARE"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report: what was looked at, OK, WARN or FAIL, what was found, and the cure."""
+
+    name: str
+    status: str
+    found: str
+    cure: str = ""
+
+
+@dataclass(frozen=True)
+class Library:
+    """The MPI library that mpi4py loads: its own words, whose it is, and its file."""
+
+    text: str
+    vendor: str
+    version: str
+    path: str
+
+
+# MPI is loaded, not started. The library's file is what the loader mapped, whatever the name it was asked for.
+_ASK = """
+import json, mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+files = {line.split()[-1] for line in open("/proc/self/maps") if "/" in line}
+names = ("libmpi.so", "libmpich", "libmpi_abi", "libmpi_cray")
+mapped = sorted(name for name in files if name.rsplit("/", 1)[-1].startswith(names))
+print(json.dumps({"text": MPI.Get_library_version().strip("\\0 \\n"), "path": mapped[0] if mapped else ""}))
+"""
+
+
+def library() -> Library:
+    """Return the MPI library that mpi4py would use. Raises MissingCapabilityError when there is none."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, timeout=CHILD_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise MissingCapabilityError(f"loading the MPI library did not end within {CHILD_LIMIT_S:g} s") from error
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise MissingCapabilityError(f"mpi4py cannot load an MPI library: {reason}")
+    said = json.loads(done.stdout.splitlines()[-1])
+    vendor, version = recognise_library(said["text"])
+    return Library(said["text"].splitlines()[0].strip(), vendor, version, said["path"])
+
+
+def recognise_library(text: str) -> tuple[str, str]:
+    """Return vendor and version from what MPI_Get_library_version said."""
+    words = text.replace(",", " ").split()
+    for start, vendor in (("Open MPI", mpirun.OPEN_MPI), ("Intel(R) MPI", mpirun.INTEL_MPI), ("MPICH", mpirun.MPICH)):
+        if text.startswith(start):
+            return vendor, next((word.lstrip("v") for word in words if word.lstrip("v")[:1].isdigit()), "")
+    return "unknown", ""
+
+
+def check_library_and_launcher(environment: Mapping[str, str] = os.environ) -> list[Check]:
+    """Check the library, the launcher, and that both are of one MPI."""
+    checks: list[Check] = []
+    loaded = started = None
+    try:
+        loaded = library()
+        checks.append(Check("MPI library", OK, f"{_short(loaded.text)} ({loaded.path or 'file unknown'})"))
+    except MissingCapabilityError as error:
+        cure = "install hpcdist[workstation], or load the site's MPI module (mpi4py finds it through LD_LIBRARY_PATH)"
+        checks.append(Check("MPI library", FAIL, str(error), cure))
+    try:
+        started = mpirun.find(environment)
+        checks.append(Check("launcher", OK, f"{started.vendor} {started.version} ({started.path})"))
+    except MissingCapabilityError as error:
+        cure = "install hpcdist[workstation] or load the site's MPI module; under Slurm srun starts the ranks"
+        checks.append(Check("launcher", WARN, str(error), cure))
+    if loaded is not None and started is not None:
+        checks.append(match(loaded, started))
+    return checks
+
+
+def match(loaded: Library, started: mpirun.Launcher) -> Check:
+    """Check that the launcher starts ranks of this library: another's would start N worlds of one rank."""
+    found = f"{started.vendor} {started.version} starts ranks that load {loaded.vendor} {loaded.version}"
+    compatible = {mpirun.MPICH, mpirun.INTEL_MPI}  # one binary interface and one process manager
+    if "unknown" in (loaded.vendor, started.vendor):
+        return Check("launcher match", WARN, found, "prove it with `hpcdist doctor --launch`")
+    if loaded.vendor != started.vendor and not {loaded.vendor, started.vendor} <= compatible:
+        cure = (
+            f"put the mpirun that belongs to {loaded.path or loaded.vendor} first on PATH, or load the other MPI module"
+        )
+        return Check("launcher match", FAIL, found, cure)
+    if loaded.vendor == started.vendor and loaded.version.split(".")[0] != started.version.split(".")[0]:
+        return Check("launcher match", WARN, found, "use the mpirun of the same installation")
+    return Check("launcher match", OK, found)
+
+
+def check_device_pointers(environment: Mapping[str, str] = os.environ) -> Check:
+    """Guess whether MPI takes device pointers. A guess: a wrong yes would be a segmentation fault, so no is assumed."""
+    name = "CUDA-aware MPI"
+    said = environment.get(CUDA_AWARE, "auto")
+    if said not in ("yes", "no", "auto"):
+        return Check(name, FAIL, f"{CUDA_AWARE}={said}", f"set {CUDA_AWARE} to yes, no or auto")
+    hints = []
+    info = Path(mpirun.candidates(environment)[0]).with_name("ompi_info") if mpirun.candidates(environment) else None
+    if info is not None and info.exists():
+        done = subprocess.run([info, "--parsable", "--all"], capture_output=True, text=True, timeout=30, check=False)
+        built = "mpi_built_with_cuda_support:value:true" in done.stdout
+        hints.append(f"Open MPI was built {'with' if built else 'without'} CUDA")
+    if environment.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
+        hints.append("MPICH_GPU_SUPPORT_ENABLED=1 (needs the GTL library in the process)")
+    used = "device pointers are handed to MPI" if said == "yes" else "device buffers are staged through the host"
+    found = f"{used} ({CUDA_AWARE}={said}{''.join('; ' + hint for hint in hints)})"
+    if said == "yes" and any("without" in hint for hint in hints):
+        return Check(name, FAIL, found, f"unset {CUDA_AWARE}: this MPI would read device memory as host memory")
+    return Check(name, OK, found)
+
+
+def check_world(comm: Communicator, said: Announced, library_text: str) -> list[Check]:
+    """Check the started world: its size, that its messages arrive, and the thread level. Collective."""
+    total = np.ones(1)
+    comm.allreduce(total)
+    nodes = comm.nodes()
+    found = f"{comm.size} ranks on {nodes.count} node(s), announced by {said.launcher}; {_short(library_text)}"
+    right = total[0] == comm.size
+    arrived = Check("world", OK if right else FAIL, found if right else f"{found}; but an allreduce gave {total[0]:g}")
+    if comm.supports("thread_multiple"):
+        return [arrived, Check("thread level", OK, "MPI_THREAD_MULTIPLE")]
+    cure = "without it there is no progress thread; build MPI with --enable-mpi-thread-multiple for overlap"
+    return [arrived, Check("thread level", WARN, "below MPI_THREAD_MULTIPLE", cure)]
+
+
+def _short(library_text: str) -> str:
+    """Drop who packaged the library, and where, from its name."""
+    return " ".join(library_text.split(", package")[0].split())

@@ -1,0 +1,91 @@
+"""What a user installs: the wheel has every module, needs no clone, and brings the command."""
+
+import configparser
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import hpcdist
+
+CLONE = Path(__file__).parents[2]
+LIMIT_S = 240.0
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not (CLONE / "setup.cfg").exists(), reason="there is no clone beside these tests to build from"),
+]
+
+
+def run(*arguments: str, folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of this clone, built from a copy, so that nothing is left in the clone."""
+    setuptools = pytest.importorskip("setuptools")
+    if int(setuptools.__version__.split(".")[0]) < 71:
+        pytest.skip(f"setuptools {setuptools.__version__} cannot build a wheel by itself")
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(
+        ["git", "-C", str(CLONE), "ls-files", "--cached", "--others", "--exclude-standard"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if listed.returncode != 0:
+        pytest.skip("these tests are not in a clone")
+    for name in listed.stdout.splitlines():
+        if (CLONE / name).is_file() and not name.startswith(("tests/", "benchmarks/")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((CLONE / name).read_bytes())
+    run("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(out), str(source), folder=out)
+    (built,) = out.glob("hpcdist-*.whl")
+    return built
+
+
+def test_the_wheel_has_every_module_and_nothing_else(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    modules = {str(path.relative_to(CLONE)) for path in (CLONE / "hpcdist").rglob("*.py")}
+    assert modules <= names
+    assert "hpcdist/py.typed" in names
+    folders = {name.split("/")[0] for name in names}
+    assert folders == {"hpcdist", f"hpcdist-{hpcdist.__version__}.dist-info"}
+    assert any(name.endswith("LICENSE") for name in names)
+
+
+def test_the_wheel_works_without_the_clone(wheel, tmp_path):
+    target = tmp_path / "installed"
+    run("-m", "pip", "install", "--no-deps", "--no-index", "--target", str(target), str(wheel), folder=tmp_path)
+    where = run("-P", "-c", "import hpcdist; print(hpcdist.__file__)", folder=tmp_path, PYTHONPATH=str(target))
+    assert Path(where.stdout.strip()).is_relative_to(target)
+    assert "Commands:" in run(str(target / "bin" / "hpcdist"), "--help", folder=tmp_path, PYTHONPATH=str(target)).stdout
+    report = run("-P", "-m", "hpcdist", "doctor", folder=tmp_path, PYTHONPATH=str(target)).stdout
+    assert f"hpcdist {hpcdist.__version__}" in report and "FAIL" not in report
+    shown = run("-P", "-m", "hpcdist", "config", "show", folder=tmp_path, PYTHONPATH=str(target)).stdout
+    assert "[model]" in shown
+
+
+def test_extras_are_those_of_the_readme():
+    settings = configparser.ConfigParser()
+    settings.read(CLONE / "setup.cfg")
+    extras = set(settings["options.extras_require"])
+    assert extras >= {"workstation", "cuda12x", "cuda13x", "analysis", "test", "reference"}
+    assert "torch" not in settings["options.extras_require"]["test"]
+    assert "mpi" not in settings["options"]["install_requires"].replace("mpi4py", "")

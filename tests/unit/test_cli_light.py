@@ -1,0 +1,120 @@
+"""The command line on a login node: instant, without MPI, and with exit codes that scripts can branch on."""
+
+import subprocess
+import sys
+
+import click
+import pytest
+
+from hpcdist import __version__, errors
+from hpcdist.cli import main
+
+HEAVY = ("mpi4py", "numba", "llvmlite", "h5py", "cupy", "matplotlib", "numpy", "msgspec", "torch")
+
+
+def hpcdist(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "hpcdist", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--version"], ["run", "--help"], ["train", "--help"]])
+def test_help_loads_nothing_heavy(arguments):
+    code = (
+        "import sys\nfrom hpcdist.cli.main import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit as leaving:\n    assert not leaving.code, leaving.code\n"
+        f"print('loaded:', *[name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].strip() == "loaded:"
+
+
+def test_version():
+    done = hpcdist("--version")
+    assert (done.returncode, done.stdout) == (0, f"hpcdist, version {__version__}\n")
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_every_command_is_there_and_explains_itself(name):
+    context = click.Context(main.group)
+    command = main.group.get_command(context, name)
+    assert command is not None
+    assert command.help, f"hpcdist {name} has no docstring"
+    unexplained = [option.name for option in command.params if isinstance(option, click.Option) and not option.help]
+    assert not unexplained
+
+
+def test_the_overview_names_every_command():
+    shown = hpcdist("--help").stdout
+    assert all(f"\n  {name} " in shown for name in main.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["tarin"], 2), (["train", "--no-such-option"], 2), (["run", "train"], 2), (["run", "-n", "0", "train"], 2)],
+)
+def test_usage_errors(arguments, code):
+    done = hpcdist(*arguments)
+    assert done.returncode == code
+    assert "Error:" in done.stderr and "Traceback" not in done.stderr
+
+
+ERRORS = [
+    error for error in vars(errors).values() if isinstance(error, type) and issubclass(error, errors.HpcdistError)
+]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_our_errors_are_one_message_and_their_exit_code(error, monkeypatch, capsys):
+    def fail(**_: object) -> None:
+        raise error("got this, expected that")
+
+    monkeypatch.setattr(main.group, "main", fail)
+    with pytest.raises(SystemExit) as leaving:
+        main.main([])
+    assert leaving.value.code == error.exit_code != 0
+    assert capsys.readouterr().err == "Error: got this, expected that\n"
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"), [(click.Abort(), 130), (KeyboardInterrupt(), 130), (click.UsageError("no"), 2)]
+)
+def test_other_ways_to_end(raised, code, monkeypatch):
+    def fail(**_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(main.group, "main", fail)
+    with pytest.raises(SystemExit) as leaving:
+        main.main([])
+    assert leaving.value.code == code
+
+
+def test_a_command_that_returns_a_number_leaves_with_it(monkeypatch):
+    monkeypatch.setattr(main.group, "main", lambda **_: 7)
+    with pytest.raises(SystemExit) as leaving:
+        main.main([])
+    assert leaving.value.code == 7
+
+
+def test_run_refuses_to_nest(monkeypatch, capsys):
+    monkeypatch.setenv("PMI_SIZE", "4")
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["run", "-n", "2", "train"])
+    assert leaving.value.code == errors.USAGE
+    assert "already one of 4 ranks" in capsys.readouterr().err
+
+
+def test_run_shows_what_it_would_start():
+    done = hpcdist("run", "-n", "3", "--mpi-args", "--quiet -v", "--dry-run", "train", "a b.toml")
+    if done.returncode == errors.MISSING_CAPABILITY:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0
+    assert done.stdout.endswith(f"-n 3 --quiet -v {sys.executable} -P -m hpcdist train 'a b.toml'\n")
+
+
+def test_warmup_fills_the_named_cache(tmp_path):
+    done = hpcdist("warmup", "--cache", str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "cache").rglob("*.nbc"))
+    assert f"export NUMBA_CACHE_DIR={tmp_path / 'cache'}" in done.stdout

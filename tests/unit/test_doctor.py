@@ -1,0 +1,178 @@
+"""`hpcdist doctor`: each check says OK, WARN or FAIL for the right reason, and names the cure."""
+
+import collections
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hpcdist.arrays import device
+from hpcdist.cli import doctor
+from hpcdist.comm import diagnosis
+from hpcdist.comm.diagnosis import FAIL, OK, WARN, Check, Library
+from hpcdist.comm.launcher import Announced
+from hpcdist.comm.mpirun import INTEL_MPI, MPICH, OPEN_MPI, Launcher
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import MissingCapabilityError
+
+
+def test_the_whole_report():
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "hpcdist", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    report = json.loads(done.stdout)
+    failed = [check for check in report["checks"] if check["status"] == FAIL]
+    assert report["ok"] is (not failed) is (done.returncode == 0), done.stdout
+    names = [check["name"] for check in report["checks"]]
+    assert {"versions", "MPI library", "launcher", "GPU", "HDF5", "/dev/shm", "cores", "kernel cache"} <= set(names)
+    assert "world" not in names, "no MPI is started without a launcher"
+    assert all(check["cure"] for check in failed)
+
+
+def test_examining_the_machine_starts_no_mpi():
+    code = (
+        "import sys\nfrom hpcdist.cli import doctor\ndoctor._examine_machine()\n"
+        "print(*[name for name in ('mpi4py.MPI', 'mpi4py', 'h5py', 'numba') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+LIBRARIES = {
+    "Open MPI v5.0.11, package: Open MPI user@host Distribution, ident: 5.0.11": (OPEN_MPI, "5.0.11"),
+    "MPICH Version:      5.0.2\nMPICH Release date: today": (MPICH, "5.0.2"),
+    "Intel(R) MPI Library 2021.13 for Linux* OS": (INTEL_MPI, "2021.13"),
+    "Private MPI 3": ("unknown", ""),
+}
+
+
+@pytest.mark.parametrize("text", LIBRARIES)
+def test_recognise_library(text):
+    assert diagnosis.recognise_library(text) == LIBRARIES[text]
+
+
+@pytest.mark.parametrize(
+    ("library", "launcher", "status"),
+    [
+        ((OPEN_MPI, "5.0.11"), (OPEN_MPI, "5.0.3"), OK),
+        ((OPEN_MPI, "5.0.11"), (OPEN_MPI, "4.1.4"), WARN),
+        ((OPEN_MPI, "5.0.11"), (MPICH, "5.0.2"), FAIL),
+        ((MPICH, "4.2"), (OPEN_MPI, "4.2"), FAIL),
+        ((MPICH, "4.1"), (INTEL_MPI, "2021.13"), OK),
+        (("unknown", ""), (OPEN_MPI, "5.0.3"), WARN),
+    ],
+)
+def test_launcher_match(tmp_path, library, launcher, status):
+    check = diagnosis.match(Library("text", *library, "/lib/libmpi.so"), Launcher(tmp_path, *launcher))
+    assert check.status == status
+    assert bool(check.cure) is (status != OK)
+
+
+def test_a_missing_library_and_launcher_are_told_apart(monkeypatch):
+    def missing(*_: object) -> None:
+        raise MissingCapabilityError("there is none")
+
+    monkeypatch.setattr(diagnosis, "library", missing)
+    monkeypatch.setattr(diagnosis.mpirun, "find", missing)
+    checks = diagnosis.check_library_and_launcher({})
+    assert [(check.name, check.status) for check in checks] == [("MPI library", FAIL), ("launcher", WARN)]
+
+
+def test_a_library_that_cannot_be_loaded_gives_the_reason(monkeypatch):
+    monkeypatch.setattr(diagnosis, "_ASK", "raise RuntimeError('cannot load MPI library')")
+    with pytest.raises(MissingCapabilityError, match="RuntimeError: cannot load MPI library"):
+        diagnosis.library()
+
+
+@pytest.mark.parametrize(
+    ("said", "built", "status"),
+    [("auto", "false", OK), ("no", "true", OK), ("yes", "true", OK), ("yes", "false", FAIL), ("perhaps", "true", FAIL)],
+)
+def test_device_pointers(tmp_path, monkeypatch, said, built, status):
+    info = tmp_path / "ompi_info"
+    info.write_text(f"#!/bin/sh\necho mca:mpi:base:param:mpi_built_with_cuda_support:value:{built}\n")
+    info.chmod(0o755)
+    monkeypatch.setattr(diagnosis.mpirun, "candidates", lambda environment: [tmp_path / "mpirun"])
+    check = diagnosis.check_device_pointers({diagnosis.CUDA_AWARE: said})
+    assert check.status == status
+    if status == OK:
+        assert ("through the host" in check.found) is (said != "yes")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_world(size):
+    def examine(comm):
+        return diagnosis.check_world(comm, Announced("Somebody's mpirun", size, comm.rank, comm.rank), "Some MPI")
+
+    for checks in run_threads(size, examine):
+        world, level = checks
+        assert world.status == OK and f"{size} ranks on 1 node(s), announced by Somebody's mpirun" in world.found
+        assert level.name == "thread level"
+
+
+@pytest.mark.parametrize(
+    ("cores", "status"),
+    [
+        ([(0, 1), (2, 3)], OK),
+        ([(0, 1), (0, 1)], OK),
+        ([(0, 1)] * 3, WARN),
+        ([(0,), (0,), (1,)], WARN),
+        ([(0,), (1,)], OK),
+    ],
+)
+def test_placement(cores, status):
+    rows = [("host", rank, own, 1) for rank, own in enumerate(cores)]
+    assert doctor._placement(rows).status == status
+
+
+def test_spans():
+    assert [doctor._spans(cores) for cores in [(), (3,), (0, 1, 2, 5), (0, 2, 3)]] == ["", "3", "0-2,5", "0,2-3"]
+
+
+def test_a_missing_distribution_fails(monkeypatch):
+    monkeypatch.setattr(doctor, "REQUIRED", (*doctor.REQUIRED, "no-such-distribution"))
+    check = doctor._versions()
+    assert check.status == FAIL and "no-such-distribution" in check.cure
+
+
+Usage = collections.namedtuple("Usage", "total used free")
+
+
+@pytest.mark.parametrize(("free", "status"), [(64 << 20, WARN), (8 << 30, OK)])
+def test_shared_memory(monkeypatch, free, status):
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage(free, 0, free))
+    assert doctor._shared_memory().status == status
+
+
+def test_more_threads_than_cores(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "100000")
+    assert doctor._cores().status == WARN
+
+
+def test_a_kernel_cache_that_others_can_write_fails(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    assert doctor._kernel_cache().status == OK
+    tmp_path.chmod(0o777)
+    assert doctor._kernel_cache().status == FAIL
+
+
+def test_gpus_are_counted(monkeypatch):
+    monkeypatch.setattr(device, "count", lambda: 4)
+    check = doctor._gpu()
+    assert check.status == OK and check.found.startswith("4 usable")
+
+
+def test_variables_are_listed(monkeypatch):
+    monkeypatch.setenv("HPCDIST_CUDA_AWARE", "no")
+    assert "HPCDIST_CUDA_AWARE=no" in doctor._variables().found
+
+
+def test_the_exit_code_follows_the_worst():
+    assert doctor._code([Check("a", OK, ""), Check("b", WARN, "")]) == 0
+    assert doctor._code([Check("a", OK, ""), Check("b", FAIL, "")]) == 1
