@@ -13,7 +13,7 @@ import hpcdist
 from hpcdist.cli.main import COMMANDS
 from hpcdist.comm import launcher, mpirun, supervisor
 from hpcdist.comm.failfast import FAILURE_DIR
-from hpcdist.errors import INTERRUPTED, OK, REQUEUE, UsageError
+from hpcdist.errors import OK, UsageError
 
 
 @click.command(
@@ -43,7 +43,7 @@ def command(ranks: int, mpi_args: str, grace: float, dry_run: bool, command: tup
         settings |= {FAILURE_DIR: folder, supervisor.LAUNCH_DIR: folder}
         line = mpirun.command(found, ranks, program, settings, shlex.split(mpi_args))
         code = supervisor.supervise(line, {**os.environ, **settings}, Path(folder), grace)
-        if code not in (OK, REQUEUE, INTERRUPTED):
+        if code != OK:
             _show_first_failure(Path(folder))
     return code
 
@@ -54,7 +54,7 @@ def _check(command: tuple[str, ...]) -> None:
         known = ", ".join(name for name in COMMANDS if name != "run")
         raise click.UsageError(f"{command[0]!r} is no command to run on ranks; known: {known}")
     said = launcher.announced()
-    if said is not None:
+    if said is not None and said.size > 1:  # one rank is an interactive shell: srun --pty bash
         raise UsageError(
             f"this process is already one of {said.size} ranks of {said.launcher}; "
             f"start `hpcdist {command[0]}` there, without `run`"

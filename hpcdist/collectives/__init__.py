@@ -22,7 +22,7 @@ from hpcdist.collectives.recursive_doubling import recursive_doubling_allreduce
 from hpcdist.collectives.reduction import AllreduceFunction, check_buffer
 from hpcdist.collectives.ring import all_gather, reduce_scatter, ring_allreduce
 from hpcdist.collectives.workspace import account
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import REDUCTIONS, Communicator
 from hpcdist.errors import UsageError
 
 __all__ = [
@@ -68,6 +68,8 @@ def allreduce(comm: Communicator, buffer: Array, algorithm: str = "native", op: 
     if function is None:
         raise UsageError(f"allreduce algorithm {algorithm!r} is unknown; choose one of {', '.join(ALLREDUCE)}")
     check_buffer(buffer)
+    if comm.size == 1 and op in REDUCTIONS:
+        return
     # One event over the messages within: a rank that skips the call is then named, whatever the algorithm.
     token = comm.events.begin(comm.name, f"{algorithm}_allreduce", name_of(buffer.dtype), buffer.size, 0, -1, 0)
     if is_16bit_float(buffer.dtype) and algorithm not in _KEEPS_16_BITS:

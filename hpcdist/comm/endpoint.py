@@ -4,6 +4,7 @@ An implementation adds the bare transport (methods with a leading underscore), w
 read or written as they are.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -23,11 +24,11 @@ from hpcdist.errors import BufferHandoverError, CommunicationError, UsageError
 class Endpoint(ABC):
     """Base of the communicators; see `communicator.Communicator` for what each method promises."""
 
-    def __init__(self, name: str, rank: int, size: int, handover: Handover, ranks_per_node: int | None) -> None:
+    def __init__(self, name: str, rank: int, size: int, handover: Handover, declared_node: int | None) -> None:
         self.name, self.rank, self.size = name, rank, size
         self._looking_on: list[EventSink] = [NULL_SINK]  # one cell for all communicators made from this one
         self.handover = handover
-        self.ranks_per_node = ranks_per_node  # declares nodes where the machine has one (tests); None asks the machine
+        self.declared_node = declared_node  # stands in for the node that the machine would name; None asks the machine
         self._children = 0
         self._nodes: Nodes | None = None
 
@@ -85,11 +86,12 @@ class Endpoint(ABC):
         """Wait for one of ``requests``."""
         if not requests:
             raise UsageError("wait_any needs at least one request")
+        since = time.monotonic()
         while True:
             for index, request in enumerate(requests):
                 if request.test():
                     return index
-            self._idle()
+            self._idle(since)
 
     def probe(self, peer: int = ANY, tag: int = ANY) -> Message:
         """Wait for a message and take it."""
@@ -204,8 +206,9 @@ class Endpoint(ABC):
 
     def _place(self) -> tuple[int, int, list[list[int]]]:
         """Return this rank's node, the number of nodes, and the ranks of each, nodes ordered by their first rank."""
-        if self.ranks_per_node is not None:
-            first_of = [rank // self.ranks_per_node * self.ranks_per_node for rank in range(self.size)]
+        if self.declared_node is not None:
+            declared = self.allgather_object(self.declared_node)
+            first_of = [declared.index(node) for node in declared]
         else:
             first_of = self.allgather_object(self._first_of_node())
         firsts = sorted(set(first_of))
@@ -241,7 +244,7 @@ class Endpoint(ABC):
     @abstractmethod
     def _probe(self, peer: int, tag: int) -> Message: ...
     @abstractmethod
-    def _idle(self) -> None: ...
+    def _idle(self, since: float) -> None: ...
     @abstractmethod
     def _barrier(self) -> None: ...
     @abstractmethod

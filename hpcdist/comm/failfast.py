@@ -66,6 +66,11 @@ def install(abort: Callable[[int], None], recorder: Recorder | None, rank: int) 
     threading.excepthook = _on_thread_exception
     if not faulthandler.is_enabled():
         faulthandler.enable(STDERR, all_threads=True)
+    answer_requests_for_stacks()
+
+
+def answer_requests_for_stacks() -> None:
+    """Dump all stacks at a SIGUSR2, and go on (local)."""
     # C level: also answered while the main thread is inside the MPI library, where a Python handler would wait.
     faulthandler.register(signal.SIGUSR2, STDERR, all_threads=True)
 

@@ -48,30 +48,31 @@ class _MpiMessage:
 class MpiCommunicator(Endpoint):
     """Ranks of an MPI communicator that nobody else uses."""
 
-    def __init__(self, mpi: Any, comm: Any, name: str, handover: Handover, ranks_per_node: int | None = None) -> None:
-        super().__init__(name, comm.Get_rank(), comm.Get_size(), handover, ranks_per_node)
+    def __init__(self, mpi: Any, comm: Any, name: str, handover: Handover, declared_node: int | None = None) -> None:
+        super().__init__(name, comm.Get_rank(), comm.Get_size(), handover, declared_node)
         self._mpi, self._comm = mpi, comm
-        self._status = mpi.Status()
         self._ops = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}
 
     def _send(self, message: Array, peer: int, tag: int) -> None:
         self._comm.Send(message, peer, tag)
 
     def _recv(self, message: Array, peer: int, tag: int) -> None:
-        self._comm.Recv(message, peer, tag, self._status)
-        self._check_received(message)
+        status = self._mpi.Status()
+        self._comm.Recv(message, peer, tag, status)
+        self._check_received(message, status)
 
     def _sendrecv(self, send: Array, to: int, receive: Array, source: int, tag: int) -> None:
-        self._comm.Sendrecv(send, to, tag, receive, source, tag, self._status)
-        self._check_received(receive)
+        status = self._mpi.Status()
+        self._comm.Sendrecv(send, to, tag, receive, source, tag, status)
+        self._check_received(receive, status)
 
-    def _check_received(self, message: Array) -> None:
+    def _check_received(self, message: Array, status: Any) -> None:
         # MPI itself complains of a longer message only; a shorter one would leave old data at the end.
-        received = self._status.Get_count(self._mpi.BYTE)
+        received = status.Get_count(self._mpi.BYTE)
         if received != message.nbytes:
             raise CommunicationError(
-                f"{self.name} rank {self.rank}: a message of {received} bytes from rank {self._status.Get_source()} "
-                f"(tag {self._status.Get_tag()}) met a buffer of {message.nbytes} bytes"
+                f"{self.name} rank {self.rank}: a message of {received} bytes from rank {status.Get_source()} "
+                f"(tag {status.Get_tag()}) met a buffer of {message.nbytes} bytes"
             )
 
     def _isend(self, message: Array, peer: int, tag: int) -> Request:
@@ -87,7 +88,7 @@ class MpiCommunicator(Endpoint):
         )
         return _MpiMessage(message, status, self._mpi, self.handover)
 
-    def _idle(self) -> None:
+    def _idle(self, since: float) -> None:
         time.sleep(0)  # let the other rank on this core run; MPI progressed inside Test
 
     def _barrier(self) -> None:
@@ -133,7 +134,7 @@ class MpiCommunicator(Endpoint):
         if color is None:
             return None
         child.Set_name(name)
-        return MpiCommunicator(self._mpi, child, name, self.handover)
+        return MpiCommunicator(self._mpi, child, name, self.handover, self.declared_node)
 
     def _first_of_node(self) -> int:
         node = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank)

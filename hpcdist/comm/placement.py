@@ -39,7 +39,7 @@ def locate(comm: Communicator, said: Announced | None) -> Placement:
     """Return the placement of this rank; raise ConfigurationError when MPI and the launcher contradict. Collective."""
     nodes = comm.nodes()
     local_rank = nodes.intra.rank
-    declared = getattr(comm, "ranks_per_node", None) is not None
+    declared = getattr(comm, "declared_node", None) is not None
     if said is not None and said.local_rank is not None and not declared and said.local_rank != local_rank:
         raise ConfigurationError(
             f"rank {comm.rank}: MPI finds local rank {local_rank} on this node, {said.launcher} announced "

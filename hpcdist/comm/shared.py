@@ -19,9 +19,9 @@ _PAGE = mmap.PAGESIZE
 class MappedBlock:
     """One anonymous mapping of the node, cut into a part for each rank."""
 
-    def __init__(self, mapping: mmap.mmap, size: int, stride: int, nbytes: int) -> None:
+    def __init__(self, mapping: mmap.mmap, stride: int, sizes: list[int]) -> None:
         whole = np.frombuffer(mapping, np.uint8)
-        self.views = [whole[rank * stride : rank * stride + nbytes] for rank in range(size)]
+        self.views = [whole[rank * stride : rank * stride + size] for rank, size in enumerate(sizes)]
 
     def close(self) -> None:
         """Drop the views; the mapping goes when the last array over it does."""
@@ -31,13 +31,13 @@ class MappedBlock:
 class WindowBlock:
     """An MPI shared-memory window of the node."""
 
-    def __init__(self, mpi: Any, comm: Any, nbytes: int) -> None:
-        self._window = mpi.Win.Allocate_shared(max(1, nbytes), 1, comm=comm)
+    def __init__(self, mpi: Any, comm: Any, sizes: list[int]) -> None:
+        self._window = mpi.Win.Allocate_shared(max(1, sizes[comm.rank]), 1, comm=comm)
         self._window.Lock_all(mpi.MODE_NOCHECK)  # MPICH lets nobody synchronise outside an epoch
         self.views = []
-        for rank in range(comm.size):
+        for rank, size in enumerate(sizes):
             memory, _ = self._window.Shared_query(rank)
-            self.views.append(np.frombuffer(memory, np.uint8)[:nbytes])
+            self.views.append(np.frombuffer(memory, np.uint8)[:size])
         self.views[comm.rank][...] = 0
         comm.Barrier()
 
@@ -58,9 +58,9 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MappedBlock | WindowBlock:
     mapping = _map(comm, stride * comm.size)
     if all(comm.allgather(mapping is not None)):
         assert mapping is not None
-        return MappedBlock(mapping, comm.size, stride, nbytes)
+        return MappedBlock(mapping, stride, sizes)
     try:
-        return WindowBlock(mpi, comm, nbytes)
+        return WindowBlock(mpi, comm, sizes)
     except mpi.Exception as error:
         raise MissingCapabilityError(
             f"neither an anonymous mapping nor an MPI window of {nbytes} bytes a rank can be shared on this node "

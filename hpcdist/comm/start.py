@@ -4,6 +4,7 @@ Entry points call `start` once; everything below takes the communicator it retur
 nothing.
 """
 
+import contextlib
 import importlib.metadata
 import os
 import sys
@@ -19,7 +20,7 @@ from hpcdist.comm.mpi import MpiCommunicator
 from hpcdist.comm.recorder import Recorder
 from hpcdist.comm.solo import solo
 from hpcdist.comm.watchdog import Watchdog
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, StorageError
 
 
 @dataclass
@@ -38,7 +39,10 @@ class Session:
         """Keep the last operations in ``directory``/recorder and hold each to ``deadline_s`` seconds. Collective."""
         folder = directory / "recorder"
         if self.comm.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise StorageError(f"{folder} cannot be created: {error.strerror}; choose another --out") from error
         self.comm.barrier()
         self.recorder = Recorder(folder / f"rank-{self.comm.rank:05d}.rec", self.comm.rank, self.comm.size)
         self.comm.events = self.recorder
@@ -71,6 +75,8 @@ def start(device: str = "cpu", ranks_per_node: int | None = None) -> Session:
     Raises ConfigurationError when MPI's world is not the announced one.
     """
     said = launcher.announced()
+    _refuse_unknown_launcher(said)
+    failfast.answer_requests_for_stacks()
     _announce_pid(said)
     if device == "gpu":
         placement.choose_gpu(said)
@@ -84,7 +90,8 @@ def start(device: str = "cpu", ranks_per_node: int | None = None) -> Session:
     own = world.Dup()  # messages of ours never meet those of the user's code on COMM_WORLD
     own.Set_name("world")
     handover = Handover(device_pointers=os.environ.get("HPCDIST_CUDA_AWARE", "auto") == "yes")
-    comm = MpiCommunicator(mpi, own, "world", handover, ranks_per_node)
+    node = None if ranks_per_node is None else own.Get_rank() // ranks_per_node
+    comm = MpiCommunicator(mpi, own, "world", handover, node)
     return Session(comm, placement.locate(comm, said), library, world.Abort, _finalise=mpi.Finalize)
 
 
@@ -106,13 +113,24 @@ def check_world(said: launcher.Announced, size: int, library: str) -> None:
         )
 
 
+def _refuse_unknown_launcher(said: launcher.Announced | None) -> None:
+    """Stop when this process is one of several whose number nobody tells: each would train alone in one directory."""
+    signs = [name for name in ("PMIX_RANK", "PMI_RANK", "PMI_FD") if name in os.environ]
+    if said is None and signs:
+        raise ConfigurationError(
+            f"{', '.join(signs)} is set, so a launcher started this process, but none that says how many there are; "
+            "start the job with mpirun or srun, or unset it to train in one process"
+        )
+
+
 def _announce_pid(said: launcher.Announced | None) -> None:
     """Tell `hpcdist run` the process id of this rank: a launcher need not forward signals."""
     folder = os.environ.get("HPCDIST_LAUNCH_DIR")
     if folder and said is not None and said.rank is not None:
         path = Path(folder) / f"pid-{said.rank}"
-        path.with_suffix(".tmp").write_text(str(os.getpid()))
-        path.with_suffix(".tmp").replace(path)
+        with contextlib.suppress(OSError):  # on another host the launcher's directory does not exist
+            path.with_suffix(".tmp").write_text(str(os.getpid()))
+            path.with_suffix(".tmp").replace(path)
 
 
 def _import_mpi() -> Any:

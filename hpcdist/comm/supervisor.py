@@ -34,6 +34,11 @@ _PASSED: Final = {
 _WATCHED: Final = {*_PASSED, signal.SIGCHLD}
 
 
+def _watched() -> set[signal.Signals]:
+    """Return what to wait for; a signal that our parent ignores (nohup, a background job) stays ignored."""
+    return {number for number in _WATCHED if signal.getsignal(number) is not signal.SIG_IGN}
+
+
 def supervise(line: Sequence[str], environment: Mapping[str, str], launch_dir: Path, grace_s: float) -> int:
     """Run the launcher command ``line`` to its end and return the exit code of its ranks (main thread only).
 
@@ -49,7 +54,7 @@ def supervise(line: Sequence[str], environment: Mapping[str, str], launch_dir: P
 def _signals_held() -> Iterator[set[signal.Signals]]:
     """Hold the watched signals for `sigtimedwait`, and adopt orphans; yields the signal mask of the time before."""
     libc = ctypes.CDLL(None)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _watched())
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield {signal.Signals(number) for number in before}
@@ -71,6 +76,7 @@ class _Supervision:
         self._told: signal.Signals | None = None  # the first signal that asks for an end
         self._deadline = float("inf")
         self._killed = False
+        self._watched = _watched()
         libc = ctypes.CDLL(None)
 
         def in_child() -> None:
@@ -88,7 +94,7 @@ class _Supervision:
     def run(self) -> int:
         while self._process.returncode is None:
             pause = min(TICK_S, max(0.0, self._deadline - time.monotonic()))
-            received = signal.sigtimedwait(_WATCHED, pause)
+            received = signal.sigtimedwait(self._watched, pause)
             self._reap()
             if received is not None and received.si_signo != signal.SIGCHLD:
                 self._on_signal(signal.Signals(received.si_signo))
@@ -97,7 +103,8 @@ class _Supervision:
                 self._kill()
         self._end_leftovers()
         code = self._process.returncode
-        if self._told is signal.SIGINT:
+        failed = any(self._launch_dir.glob("rank-*.txt"))  # a rank that could not save: 130 would promise that it did
+        if self._told is signal.SIGINT and (self._killed or not failed):
             return 128 + signal.SIGINT
         if self._killed and self._told is not None:
             return 128 + self._told

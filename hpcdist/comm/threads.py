@@ -7,53 +7,21 @@ from whatever they wait for with a CommunicationError.
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm.communicator import ANY, Communicator, Message, Request, SharedBlock
+from hpcdist.comm.communicator import Communicator, Message, Request, SharedBlock
 from hpcdist.comm.endpoint import Endpoint
 from hpcdist.comm.handover import Handover
+from hpcdist.comm.mailbox import Group, Letter, Posted
 from hpcdist.errors import CommunicationError, DeadlineError
 
 DEADLINE_S = 60.0
 _UFUNC = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 Result = TypeVar("Result")
-
-
-@dataclass
-class _Letter:
-    source: int
-    tag: int
-    payload: np.ndarray
-
-
-@dataclass
-class _Group:
-    """What the threads of one communicator share."""
-
-    size: int
-    deadline_s: float
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    failed: list[BaseException] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.inbox: list[list[_Letter]] = [[] for _ in range(self.size)]
-        self.slots: list[Any] = [None] * self.size
-        self.meeting = threading.Barrier(self.size)
-        self.children: dict[str, _Group] = {}
-
-    def abort(self) -> None:
-        """Release every thread that waits in this group or below."""
-        with self.changed:
-            self.changed.notify_all()
-            children = list(self.children.values())
-        self.meeting.abort()
-        for child in children:
-            child.abort()
 
 
 class _Done:
@@ -67,21 +35,21 @@ class _Done:
 
 
 class _Receive:
-    def __init__(self, comm: "ThreadCommunicator", message: Array, peer: int, tag: int) -> None:
-        self._comm, self._message, self._peer, self._tag = comm, message, peer, tag
+    def __init__(self, comm: "ThreadCommunicator", message: Array, posted: Posted) -> None:
+        self._comm, self._message, self._posted = comm, message, posted
 
     def wait(self) -> None:
-        self._comm._recv(self._message, self._peer, self._tag)
+        _deliver(self._comm._arrived(self._posted), self._message)
 
     def test(self) -> bool:
-        letter = self._comm._take(self._peer, self._tag, wait=False)
-        if letter is not None:
-            _deliver(letter, self._message)
-        return letter is not None
+        if self._posted.letter is None:
+            return False
+        _deliver(self._posted.letter, self._message)
+        return True
 
 
 class _Probed:
-    def __init__(self, letter: _Letter) -> None:
+    def __init__(self, letter: Letter) -> None:
         self._letter = letter
         self.source, self.tag, self.nbytes = letter.source, letter.tag, letter.payload.nbytes
 
@@ -97,7 +65,7 @@ class _Block:
         self.views = []
 
 
-def _deliver(letter: _Letter, message: Array) -> None:
+def _deliver(letter: Letter, message: Array) -> None:
     if letter.payload.nbytes != message.nbytes:
         raise CommunicationError(
             f"a message of {letter.payload.nbytes} bytes from rank {letter.source} (tag {letter.tag}) met a buffer "
@@ -109,8 +77,8 @@ def _deliver(letter: _Letter, message: Array) -> None:
 class ThreadCommunicator(Endpoint):
     """A rank that is a thread."""
 
-    def __init__(self, group: _Group, name: str, rank: int, ranks_per_node: int | None) -> None:
-        super().__init__(name, rank, group.size, Handover(device_pointers=False), ranks_per_node)
+    def __init__(self, group: Group, name: str, rank: int, declared_node: int | None) -> None:
+        super().__init__(name, rank, group.size, Handover(device_pointers=False), declared_node)
         self._group = group
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
@@ -122,30 +90,41 @@ class ThreadCommunicator(Endpoint):
             if not self._group.changed.wait(max(0.0, limit - time.monotonic())) and time.monotonic() >= limit:
                 raise DeadlineError(f"rank {self.rank}: {what} took longer than {self._group.deadline_s} s")
 
-    def _take(self, peer: int, tag: int, wait: bool = True) -> _Letter | None:
-        def find() -> int:
-            for index, letter in enumerate(self._group.inbox[self.rank]):
-                if peer in (ANY, letter.source) and tag in (ANY, letter.tag):
-                    return index
-            return -1
-
+    def _post(self, peer: int, tag: int) -> Posted:
+        """Begin to receive: take the first letter that fits, or stand in line for it."""
+        posted = Posted(peer, tag)
         with self._group.changed:
-            if wait:
-                self._wait(lambda: find() >= 0, f"a receive from rank {peer} with tag {tag}")
-            index = find()
-            return self._group.inbox[self.rank].pop(index) if index >= 0 else None
+            inbox = self._group.inbox[self.rank]
+            posted.letter = next((letter for letter in inbox if posted.matches(letter)), None)
+            if posted.letter is None:
+                self._group.posted[self.rank].append(posted)
+            else:
+                inbox.remove(posted.letter)
+        return posted
+
+    def _arrived(self, posted: Posted) -> Letter:
+        """Wait for the letter of a receive."""
+        with self._group.changed:
+            self._wait(lambda: posted.letter is not None, f"a receive from rank {posted.peer} with tag {posted.tag}")
+        assert posted.letter is not None
+        return posted.letter
 
     def _send(self, message: Array, peer: int, tag: int) -> None:
         if not 0 <= peer < self.size:
             raise CommunicationError(f"rank {peer} does not exist in {self.name} of {self.size} ranks")
+        letter = Letter(self.rank, tag, message.view(np.uint8).copy())
         with self._group.changed:
-            self._group.inbox[peer].append(_Letter(self.rank, tag, message.view(np.uint8).copy()))
+            line = self._group.posted[peer]
+            first = next((posted for posted in line if posted.matches(letter)), None)
+            if first is None:
+                self._group.inbox[peer].append(letter)
+            else:
+                line.remove(first)
+                first.letter = letter
             self._group.changed.notify_all()
 
     def _recv(self, message: Array, peer: int, tag: int) -> None:
-        letter = self._take(peer, tag)
-        assert letter is not None
-        _deliver(letter, message)
+        _deliver(self._arrived(self._post(peer, tag)), message)
 
     def _sendrecv(self, send: Array, to: int, receive: Array, source: int, tag: int) -> None:
         self._send(send, to, tag)
@@ -156,16 +135,16 @@ class ThreadCommunicator(Endpoint):
         return _Done()
 
     def _irecv(self, message: Array, peer: int, tag: int) -> Request:
-        return _Receive(self, message, peer, tag)
+        return _Receive(self, message, self._post(peer, tag))
 
     def _probe(self, peer: int, tag: int) -> Message:
-        letter = self._take(peer, tag)
-        assert letter is not None
-        return _Probed(letter)
+        return _Probed(self._arrived(self._post(peer, tag)))
 
-    def _idle(self) -> None:
+    def _idle(self, since: float) -> None:
         if self._group.failed:
             raise CommunicationError(f"rank {self.rank}: another rank failed while this one waited for a request")
+        if time.monotonic() - since > self._group.deadline_s:
+            raise DeadlineError(f"rank {self.rank}: no request was complete within {self._group.deadline_s} s")
         time.sleep(1e-4)
 
     def _barrier(self) -> None:
@@ -229,9 +208,9 @@ class ThreadCommunicator(Endpoint):
         with self._group.changed:
             group = self._group.children.get(name)
             if group is None:
-                group = _Group(len(members), self._group.deadline_s, failed=self._group.failed)
+                group = Group(len(members), self._group.deadline_s, failed=self._group.failed)
                 self._group.children[name] = group
-        return ThreadCommunicator(group, name, members.index(self.rank), None)
+        return ThreadCommunicator(group, name, members.index(self.rank), self.declared_node)
 
     def _first_of_node(self) -> int:
         return 0
@@ -258,12 +237,13 @@ def run_threads(
 
     The first exception is raised here; the ranks it left waiting are released. ``ranks_per_node`` declares nodes.
     """
-    group = _Group(size, deadline_s)
+    group = Group(size, deadline_s)
     results: list[Any] = [None] * size
 
     def body(rank: int) -> None:
         try:
-            results[rank] = function(ThreadCommunicator(group, "world", rank, ranks_per_node))
+            node = None if ranks_per_node is None else rank // ranks_per_node
+            results[rank] = function(ThreadCommunicator(group, "world", rank, node))
         except BaseException as error:  # noqa: BLE001 (raised again by the caller's thread)
             with group.changed:
                 group.failed.append(error)
@@ -279,6 +259,6 @@ def run_threads(
     return results
 
 
-def single(ranks_per_node: int | None = None) -> ThreadCommunicator:
+def single() -> ThreadCommunicator:
     """Return the communicator of one rank that needs no other thread."""
-    return ThreadCommunicator(_Group(1, DEADLINE_S), "world", 0, ranks_per_node)
+    return ThreadCommunicator(Group(1, DEADLINE_S), "world", 0, None)

@@ -78,12 +78,12 @@ class AllreduceExchange:
     def agree(self, values: np.ndarray) -> np.ndarray:
         """Sum ``values`` over the ranks; the norm needs no message, since all hold the same gradient."""
         collectives.allreduce(self.comm, values, self.agree_algorithm)
-        self._norm_squared = clip.sum_of_squares(self.gradients, self.gradients.part)
         return values
 
     @property
     def gradient_norm(self) -> float:
         """Norm of the mean gradient before clipping."""
+        self._norm_squared = clip.sum_of_squares(self.gradients, self.gradients.part)
         return float(np.sqrt(self._norm_squared))
 
     def direction(self, part: Range) -> None:

@@ -28,12 +28,12 @@ class Exchange(Protocol):
         ...
 
     def agree(self, values: np.ndarray) -> np.ndarray:
-        """Return the sums over all ranks of ``values`` (float64), in place, and complete the gradient norm."""
+        """Return the sums over all ranks of ``values`` (float64), in place."""
         ...
 
     @property
     def gradient_norm(self) -> float:
-        """Norm of the whole reduced gradient, each tensor counted once; valid after `agree`."""
+        """Norm of the whole reduced gradient, each tensor counted once; taken once a step, after `agree`."""
         ...
 
     def direction(self, part: Range) -> None:

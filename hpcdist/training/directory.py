@@ -10,6 +10,7 @@ from hpcdist.checkpoint.restore import newest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
 from hpcdist.training import recipe as recipes
+from hpcdist.training.metrics import METRICS_FILE
 from hpcdist.training.recipe import Recipe
 
 RECIPE_FILE = "recipe.toml"
@@ -48,7 +49,7 @@ def prepare(comm: Communicator, recipe: Recipe, out: Path | None, resume: str) -
 def _prepare(recipe: Recipe, out: Path | None, resume: str) -> RunDirectory:
     path = out or _fresh(recipe.parallel.strategy)
     stored = path / RECIPE_FILE
-    if stored.exists():
+    if stored.exists() and _begun(path):
         difference = _difference(stored, recipe)
         if difference:
             raise ConfigurationError(
@@ -61,13 +62,18 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str) -> RunDirectory:
         return RunDirectory(path, newest(path))
     if path.exists() and not path.is_dir():
         raise StorageError(f"{path} is a file; --out must name a directory")
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and not stored.exists() and any(path.iterdir()):
         raise ConfigurationError(f"{path} is not empty and holds no run of hpcdist; choose another --out")
     path.mkdir(parents=True, exist_ok=True)
     temporary = stored.with_suffix(".tmp")
     temporary.write_text(recipes.dump(recipe))
     os.replace(temporary, stored)
     return RunDirectory(path, None)
+
+
+def _begun(path: Path) -> bool:
+    """Whether a run got as far as its first row or checkpoint; a start that failed before leaves nothing to keep."""
+    return (path / METRICS_FILE).exists() or (path / "checkpoints").exists()
 
 
 def _fresh(strategy: str) -> Path:

@@ -22,12 +22,14 @@ from hpcdist.training.loop import Loop
 from hpcdist.training.progress import Progress
 from hpcdist.training.recipe import Recipe
 from hpcdist.training.summary import describe, summarise
-from hpcdist.training.survival import EXIT_CODES
+from hpcdist.training.survival import EXIT_CODES, StopWishes
 from hpcdist.training.trainer import Trainer, assemble
 
 
 def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool) -> None:
     """Train ``recipe`` on all ranks that the launcher started, and leave with the agreed exit code. Collective."""
+    wishes = StopWishes()
+    wishes.listen()  # a signal that comes while the job starts is answered after the first step
     session = start(recipe.run.device, recipe.communication.ranks_per_node or None)
     rank0 = session.comm.rank == 0
     run = directory.prepare(session.comm, recipe, out, resume)
@@ -37,7 +39,7 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool) -> None:
     entropies = entropy.of(trainer.source) if rank0 else {}
     if rank0:
         _introduce(progress, session, trainer, run, entropies)
-    loop = Loop(session, trainer, run.path, progress, _attributes(session, entropies) if rank0 else {})
+    loop = Loop(session, trainer, run.path, progress, _attributes(session, entropies) if rank0 else {}, wishes)
     outcome = loop.run()
     progress.close()
     val_loss = mean_validation_loss(trainer) if outcome.wish is None else float("nan")

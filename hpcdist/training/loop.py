@@ -14,7 +14,7 @@ from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.schedule.executor import MicroBatch, Step
 from hpcdist.strategies.sentinel import check_replicas
 from hpcdist.training.data import Prefetcher, microbatches
-from hpcdist.training.metrics import Metrics
+from hpcdist.training.metrics import METRICS_FILE, Metrics
 from hpcdist.training.progress import Progress
 from hpcdist.training.survival import STOP_FILE, StopWishes, Wish, agreed
 from hpcdist.training.trainer import Trainer
@@ -44,20 +44,25 @@ class Loop:
         directory: Path,
         progress: Progress,
         attributes: Mapping[str, float | str],
+        wishes: StopWishes,
     ) -> None:
         self.session, self.trainer, self.directory, self.progress = session, trainer, directory, progress
         rank0 = session.comm.rank == 0
-        self.wishes = StopWishes(directory / STOP_FILE if rank0 else None)
+        self.wishes = wishes
+        self.wishes.stop_file = directory / STOP_FILE if rank0 else None
         self.traffic = Traffic(session.comm.events)
         session.comm.events = self.traffic
-        self.metrics = Metrics(session.comm, directory / "metrics.h5", trainer.first_step or None, attributes)
+        self.metrics = Metrics(
+            session.comm, directory / METRICS_FILE, _continued(directory, trainer.first_step), attributes
+        )
         self.outcome = Outcome(trainer.first_step, trainer.first_step)
+        self._boundary = time.perf_counter()
 
     def run(self) -> Outcome:
         """Train to the last step of the recipe, or until somebody wishes to stop."""
         trainer, outcome = self.trainer, self.outcome
         steps = trainer.recipe.run.steps
-        self.wishes.listen()
+        self._boundary = time.perf_counter()
         with Prefetcher(trainer.source, trainer.recipe, trainer.data_axis, trainer.first_step, steps) as batches:
             for step, batch in enumerate(batches, start=trainer.first_step + 1):
                 self._step(step, microbatches(trainer.place(batch), trainer.recipe.parallel.microbatches))
@@ -68,27 +73,31 @@ class Loop:
         self.metrics.flush()
         if outcome.checkpoint is None:
             self._save(outcome.done)
+        if outcome.done == steps:
+            outcome.wish = None  # the run is complete: nobody needs to start it again
+        self.wishes.answered()
         return outcome
 
     def _step(self, step: int, batches: list[MicroBatch]) -> None:
         trainer = self.trainer
-        before = time.perf_counter()
         sent, unknown = self.traffic.sent_bytes, self.traffic.unknown.total()
         found = self._train(step, batches)
-        elapsed = time.perf_counter() - before
         bytes_sent = float(self.traffic.sent_bytes - sent) if self.traffic.unknown.total() == unknown else float("nan")
         targets = trainer.recipe.run.global_batch * trainer.model.tokens_per_sample
         self.metrics.add(step, found.loss, trainer.optimizer.learning_rate, targets, found.seconds, bytes_sent)
         outcome = self.outcome
         outcome.done, outcome.loss, outcome.wish = step, found.loss, agreed(found.wishes)
-        outcome.step_s.append(elapsed)
         outcome.communication_s.append(found.seconds["communication_s"])
         outcome.sent_bytes.append(bytes_sent)
         outcome.checkpoint = None
         if found.wishes[len(Wish)] > 0:
             self.metrics.flush()
-        self.progress.step(step, found.loss, targets, found.seconds["communication_s"] / elapsed)
         self._look(step)
+        # From boundary to boundary: waiting for data, metrics, the sentinel and checkpoints are part of the step.
+        now = time.perf_counter()
+        outcome.step_s.append(now - self._boundary)
+        self._boundary = now
+        self.progress.step(step, found.loss, targets, found.seconds["communication_s"] / outcome.step_s[-1])
 
     def _train(self, step: int, batches: list[MicroBatch]) -> Step:
         trainer = self.trainer
@@ -97,10 +106,9 @@ class Loop:
         try:
             return trainer.executor.run(trainer.operations, batches, trainer.recipe.run.global_batch, step, wishes)
         except NonFiniteError as error:
+            explained = explain(trainer.comm, trainer.executor, trainer.parameters, trainer.gradients, batches, error)
             self.metrics.flush()
-            raise explain(
-                trainer.comm, trainer.executor, trainer.parameters, trainer.gradients, batches, error
-            ) from None
+            raise explained from None
 
     def _look(self, step: int) -> None:
         """Do what is due after ``step``: compare the replicas, save."""
@@ -114,3 +122,11 @@ class Loop:
     def _save(self, step: int) -> None:
         self.metrics.flush()
         self.outcome.checkpoint = self.trainer.save(self.directory / "checkpoints", step)
+
+
+def _continued(directory: Path, first_step: int) -> int | None:
+    """Return the step after which rows of an earlier start are dropped; None where there was none.
+
+    A run that was killed before its first checkpoint starts again at step 0, over the rows it has left.
+    """
+    return first_step if (directory / METRICS_FILE).exists() else None

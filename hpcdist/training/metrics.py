@@ -10,6 +10,7 @@ import numpy as np
 from hpcdist.comm.communicator import Communicator
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
 
+METRICS_FILE: Final = "metrics.h5"
 EVERY_S: Final = 5.0  # a killed run loses the rows of so many seconds
 
 

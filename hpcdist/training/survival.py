@@ -25,8 +25,8 @@ EXIT_CODES = {Wish.REQUEUE: errors.REQUEUE, Wish.INTERRUPT: errors.INTERRUPTED}
 class StopWishes:
     """Listens on this rank. Signals only set a flag: a handler must neither communicate nor write files."""
 
-    def __init__(self, stop_file: Path | None) -> None:
-        self._stop_file = stop_file  # looked at by one rank only
+    def __init__(self, stop_file: Path | None = None) -> None:
+        self.stop_file = stop_file  # looked at by one rank only, once the run directory is known
         self._wanted = np.zeros(len(Wish))
 
     def listen(self) -> None:
@@ -43,9 +43,14 @@ class StopWishes:
 
     def current(self) -> np.ndarray:
         """Return this rank's wishes as numbers to be summed over the ranks."""
-        if self._stop_file is not None and self._stop_file.exists():
+        if self.stop_file is not None and self.stop_file.exists():
             self._wanted[Wish.REQUEUE] = 1.0
         return self._wanted
+
+    def answered(self) -> None:
+        """Remove the stop file: the wish is granted, and the next start must not meet it."""
+        if self.stop_file is not None:
+            self.stop_file.unlink(missing_ok=True)
 
 
 def agreed(counts: np.ndarray) -> Wish | None:

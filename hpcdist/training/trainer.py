@@ -17,6 +17,7 @@ from hpcdist.checkpoint.restore import restore
 from hpcdist.checkpoint.save import save
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.start import Session
+from hpcdist.errors import DataError
 from hpcdist.models.arena import Arena
 from hpcdist.models.model import Model
 from hpcdist.optim import optimizer as optimizers
@@ -79,6 +80,7 @@ class Trainer:
             "seed": self.recipe.run.seed,
             "world": self.comm.size,
             "algorithm": self.exchange.algorithm,
+            "data": self.source.fingerprint,
             "optimizer": self.optimizer.state(),
         }
 
@@ -89,8 +91,16 @@ class Trainer:
         )
 
     def restore(self, path: Path) -> None:
-        """Take back the state in ``path``, written by any number of ranks (local)."""
+        """Take back the state in ``path``, written by any number of ranks (local).
+
+        Raises DataError when the data has changed since: the sample order and every loss would be others.
+        """
         self.resumed = restore(path, self.exchange.pieces_of(self.whole))
+        if self.resumed["data"] != self.source.fingerprint:
+            raise DataError(
+                f"{path} was written by a run on other data than {self.source.description}; "
+                "give back the data it was trained on, or start a new run"
+            )
         self.optimizer.restore(self.resumed["optimizer"])
         self.first_step = int(self.resumed["steps"])
 

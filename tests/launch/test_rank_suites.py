@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-PYTEST = ["-P", "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-o", "timeout=0"]
+PYTEST = ["-P", "-m", "pytest", "--color=no", "-p", "no:cacheprovider", "-o", "timeout=0"]
 
 
 @pytest.mark.timeout(960)

@@ -150,6 +150,31 @@ def test_a_stop_file_asks_for_a_requeue(text: Path, tmp_path: Path) -> None:
     (out / "stop").touch()
     process.communicate(timeout=LIMIT_S)
     assert process.returncode == 75
+    assert not (out / "stop").exists(), "the wish is granted: the next start must not meet it"
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(text: Path, tmp_path: Path) -> None:
+    settings = ["--set", "run.steps=2000", "--set", "checkpoint.every_steps=0"]
+    process = _start(text, tmp_path / "run", every=0)
+    _wait_for((tmp_path / "run" / "metrics.h5").exists, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=LIMIT_S)
+    _wait_until_ranks_are_gone(tmp_path / "run")
+    found = summary(train(2, text, "--out", tmp_path / "run", "--resume", "auto", *settings))
+    assert found["steps"] == 2000
+
+
+def test_a_start_that_failed_does_not_occupy_the_directory(text: Path, tmp_path: Path) -> None:
+    assert train(0, text, "--out", tmp_path / "run", "--set", "data.path=/does/not/exist").returncode == 78
+    assert summary(train(0, text, "--out", tmp_path / "run", steps=2))["steps"] == 2
+
+
+def test_changed_data_is_not_resumed_on(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    summary(train(0, text, "--out", out, steps=2))
+    text.write_text(text.read_text()[: -len("abcd abcd")] + "abcdefghi")
+    done = train(0, text, "--out", out, "--resume", "auto", steps=2)
+    assert done.returncode == 78 and "other data" in done.stderr
 
 
 def test_a_directory_belongs_to_one_run(text: Path, tmp_path: Path) -> None:

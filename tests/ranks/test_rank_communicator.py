@@ -74,8 +74,8 @@ def test_rank_nodes_join_everyone_of_this_machine(comm: Communicator) -> None:
 
 
 def test_rank_shared_memory(comm: Communicator) -> None:
-    block = comm.nodes().intra.shared(100)
-    assert [view.nbytes for view in block.views] == [100] * comm.size
+    block = comm.nodes().intra.shared(100 + comm.rank)
+    assert [view.nbytes for view in block.views] == [100 + rank for rank in range(comm.size)]
     assert not block.views[comm.rank].any()
     block.views[comm.rank][...] = comm.rank + 1
     comm.barrier()

@@ -97,6 +97,14 @@ def test_rank_resume_is_bit_equal(comm: Communicator, folder: Path, name: str) -
     )
 
 
+def test_rank_declared_nodes_reach_the_data_axis(comm: Communicator, folder: Path) -> None:
+    declared = comm.dup()
+    declared.declared_node = comm.rank // 2  # as communication.ranks_per_node = 2 does at the start of a job
+    together = _trainer(declared, folder, precision__mode="float64", communication__algorithm="hierarchical")
+    assert together.data_axis.nodes().count == -(-comm.size // 2)
+    np.testing.assert_allclose(_losses(together), _losses(_trainer(solo(), folder, precision__mode="float64")), 1e-12)
+
+
 def test_rank_checkpoint_goes_to_another_number_of_ranks(comm: Communicator, folder: Path) -> None:
     together = _trainer(comm, folder, precision__mode="float64")
     first = _losses(together, STEPS // 2)

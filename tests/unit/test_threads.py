@@ -79,6 +79,30 @@ def test_requests_complete_in_any_order() -> None:
     run_threads(3, body)
 
 
+def test_receives_match_in_the_order_in_which_they_were_posted() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            first, second = np.zeros(1), np.zeros(1)
+            requests = [comm.irecv(first, 1), comm.irecv(second, 1)]
+            requests[1].wait()
+            requests[0].wait()
+            assert (first[0], second[0]) == (1.0, 2.0)
+        else:
+            comm.send(np.array([1.0]), 0)
+            comm.send(np.array([2.0]), 0)
+
+    run_threads(2, body)
+
+
+def test_waiting_for_any_request_has_a_deadline() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.wait_any([comm.irecv(np.zeros(1), 1)])
+
+    with pytest.raises(DeadlineError, match="no request"):
+        run_threads(2, body, deadline_s=0.2)
+
+
 def test_split_dup_and_declared_nodes() -> None:
     def body(comm: Communicator) -> None:
         parity = comm.split(comm.rank % 2, key=-comm.rank)

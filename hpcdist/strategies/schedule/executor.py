@@ -159,7 +159,11 @@ class Executor:
         self.exchange.agree(values)
         self._outcome.loss = float(values[0]) * self._scale
         self._outcome.wishes = values[1:]
+        before = time.perf_counter()
         self._outcome.gradient_norm = self.exchange.gradient_norm
+        norm_s = time.perf_counter() - before  # a pass over the gradients is no communication
+        self._outcome.seconds["update_s"] += norm_s
+        self._outcome.seconds["communication_s"] -= norm_s
         if not np.isfinite(self._outcome.loss) or not np.isfinite(self._outcome.gradient_norm):
             raise NonFiniteError(
                 f"step {self._number}: loss {self._outcome.loss}, gradient norm {self._outcome.gradient_norm}"

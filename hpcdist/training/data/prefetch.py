@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 DEPTH = 2  # one batch ready and one in the making hide the reading; more would only take memory
 POLL_S = 0.1
+CLOSE_S = 1.0
 
 
 class _End:
@@ -75,7 +76,7 @@ class ReadAhead(Generic[T]):
         """End the thread; what it has read is dropped."""
         self._closed.set()
         self._end = self._end or _End(None)
-        self._thread.join()
+        self._thread.join(CLOSE_S)  # it is a daemon: one that hangs in a file system must not hold up the end of a job
 
     def __enter__(self) -> Self:
         return self
