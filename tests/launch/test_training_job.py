@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 LIMIT_S = 240
+ENDLESS = 10**6  # steps: no machine is done before it is told to stop
 SMALL = ["--set", "model.layers=1", "--set", "model.hidden=32", "--set", "model.heads=2", "--set", "data.context=16"]
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
@@ -87,9 +88,9 @@ def _wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
-def _start(text: Path, out: Path, *arguments: str, every: int = 10) -> subprocess.Popen[str]:
+def _start(text: Path, out: Path, *arguments: str, every: int = 10, steps: int = 2000) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "hpcdist", "run", "-n", "2", "train", *SMALL, "--out", str(out), "--json"]
-    for setting in (f"data.path={text}", "run.steps=2000", "run.global_batch=6", f"checkpoint.every_steps={every}"):
+    for setting in (f"data.path={text}", f"run.steps={steps}", "run.global_batch=6", f"checkpoint.every_steps={every}"):
         command += ["--set", setting]
     return subprocess.Popen(
         [*command, *arguments],
@@ -130,14 +131,14 @@ def _command_line(entry: Path) -> str:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
 def test_asked_to_stop_a_run_saves_and_resumes(text: Path, tmp_path: Path, number: int, code: int) -> None:
     out = tmp_path / "run"
-    process = _start(text, out, every=0)
+    process = _start(text, out, every=0, steps=ENDLESS)
     _wait_for((out / "metrics.h5").exists, process)
     time.sleep(1.0)
     process.send_signal(number)
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == code, errors
     steps = [int(path.name.removeprefix("step-")) for path in (out / "checkpoints").glob("step-*")]
-    assert len(steps) == 1 and 0 < steps[0] < 2000
+    assert len(steps) == 1 and 0 < steps[0] < ENDLESS
     _wait_until_ranks_are_gone(out)
     found = hpcdist("evaluate", out, "--json")
     assert found.returncode == 0 and json.loads(found.stdout.splitlines()[-1])["steps"] == steps[0], found.stderr
@@ -145,7 +146,7 @@ def test_asked_to_stop_a_run_saves_and_resumes(text: Path, tmp_path: Path, numbe
 
 def test_a_stop_file_asks_for_a_requeue(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = _start(text, out, every=0)
+    process = _start(text, out, every=0, steps=ENDLESS)
     _wait_for((out / "metrics.h5").exists, process)
     (out / "stop").touch()
     process.communicate(timeout=LIMIT_S)
