@@ -62,13 +62,13 @@ def _examine_machine() -> list[Check]:
 
 def _examine_world(said: launcher.Announced, as_json: bool) -> int:
     """Check as one of the ranks that a launcher started; rank 0 reports. Collective."""
-    from hpcdist.comm import diagnosis, start
+    from hpcdist.comm import diagnosis, failfast, start
 
     try:
         session = start.start()
     except HpcdistError as error:
         _show([Check("world", FAIL, str(error))], as_json)
-        return FAILURE
+        failfast.agreed_exit(FAILURE)  # every rank finds the same; it is said, and needs no traceback
     checks = diagnosis.check_world(session.comm, said, session.library)
     rows = session.comm.allgather_object(
         (session.place.host, session.place.local_rank, session.place.cores, os.getpid())

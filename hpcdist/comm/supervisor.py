@@ -152,7 +152,8 @@ class _Supervision:
         self._kill_descendants()
 
     def _kill_descendants(self) -> None:
-        while self._descendants():  # again, since one may just have started another
+        until = time.monotonic() + TEARDOWN_S  # one that hangs in the kernel cannot be ended by anybody
+        while self._descendants() and time.monotonic() < until:  # again, since one may just have started another
             for pid in self._descendants():
                 _signal(pid, signal.SIGKILL)
             signal.sigtimedwait({signal.SIGCHLD}, 0.05)
