@@ -102,11 +102,6 @@ class Layout:
     def _starts(self) -> list[int]:
         return [segment.range.start for segment in self.segments]
 
-    def at(self, index: int) -> Segment:
-        """Return the segment whose tensor or padding holds element ``index``."""
-        assert 0 <= index < self.size
-        return self.segments[bisect_right(self._starts, index) - 1]
-
     def within(self, part: Range) -> list[tuple[Segment, Range]]:
         """Return, for each tensor that ``part`` touches, the segment and the touched range of the flat space."""
         first = max(0, bisect_right(self._starts, part.start) - 1)

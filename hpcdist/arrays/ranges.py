@@ -5,7 +5,7 @@ checkpoint. All of it is here, in pure functions, so that the awkward cases (few
 ragged tail) are decided and tested once.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 ALIGN_BYTES = 64  # a cache line, and the widest vector register: no two owners share either
@@ -71,14 +71,3 @@ def cut(whole: Range, longest: int) -> Iterator[Range]:
 def align_up(size: int, multiple: int) -> int:
     """Return the least multiple of ``multiple`` that is not below ``size``."""
     return -(-size // multiple) * multiple
-
-
-def merge(ranges: Iterable[Range]) -> list[Range]:
-    """Return the union as sorted ranges that neither touch nor overlap; empty ranges vanish."""
-    merged: list[Range] = []
-    for item in sorted(r for r in ranges if r):
-        if merged and item.start <= merged[-1].stop:
-            merged[-1] = Range(merged[-1].start, max(merged[-1].stop, item.stop))
-        else:
-            merged.append(item)
-    return merged

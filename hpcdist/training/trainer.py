@@ -1,6 +1,6 @@
 """From a recipe to the parts of a run: grid, model, stores, optimizer, exchange, operations, data."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,6 @@ class Trainer:
     operations: list[Operation]
     ledger: Ledger
     first_step: int = 0
-    resumed: dict[str, Any] = field(default_factory=dict)
 
     def place(self, batch: MicroBatch) -> MicroBatch:
         """Return a batch where the model computes (local)."""
@@ -95,14 +94,14 @@ class Trainer:
 
         Raises DataError when the data has changed since: the sample order and every loss would be others.
         """
-        self.resumed = restore(path, self.exchange.pieces_of(self.whole))
-        if self.resumed["data"] != self.source.fingerprint:
+        resumed = restore(path, self.exchange.pieces_of(self.whole))
+        if resumed["data"] != self.source.fingerprint:
             raise DataError(
                 f"{path} was written by a run on other data than {self.source.description}; "
                 "give back the data it was trained on, or start a new run"
             )
-        self.optimizer.restore(self.resumed["optimizer"])
-        self.first_step = int(self.resumed["steps"])
+        self.optimizer.restore(resumed["optimizer"])
+        self.first_step = int(resumed["steps"])
 
 
 def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) -> Trainer:

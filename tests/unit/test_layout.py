@@ -49,13 +49,6 @@ def test_within_finds_what_a_range_touches_for_every_range() -> None:
             assert found == expected
 
 
-def test_at_finds_tensor_and_padding() -> None:
-    layout = example()
-    assert layout.at(34).key == "0.tokens" and layout.at(40).key == "0.tokens"
-    assert layout.at(64).key == "0.positions"
-    assert layout.at(96).key == "1.weight", "the empty tensor owns no element"
-
-
 def test_two_tensors_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="two tensors are called 1.w"):
         Layout.of([TensorSpec(1, "w", (2,)), TensorSpec(1, "w", (3,))])

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdist.arrays.ranges import Range, align_up, cut, merge, split
+from hpcdist.arrays.ranges import Range, align_up, cut, split
 
 
 def test_split_tiles_in_aligned_balanced_parts_for_all_small_cases() -> None:
@@ -39,14 +39,6 @@ def test_intersection_is_that_of_sets(a: int, n: int, b: int, m: int) -> None:
     assert set(range(one.start, one.stop)) & set(range(other.start, other.stop)) == set(
         range(one.intersect(other).start, one.intersect(other).stop)
     )
-
-
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 10))))
-def test_merge_is_the_union_without_touching_ranges(pairs: list[tuple[int, int]]) -> None:
-    ranges = [Range(start, start + size) for start, size in pairs]
-    merged = merge(ranges)
-    assert {i for r in merged for i in range(r.start, r.stop)} == {i for r in ranges for i in range(r.start, r.stop)}
-    assert all(a.stop < b.start for a, b in zip(merged, merged[1:], strict=False))
 
 
 @given(st.integers(0, 200), st.integers(0, 200), st.integers(1, 50))
