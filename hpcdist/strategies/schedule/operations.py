@@ -15,23 +15,42 @@ class Kind(Enum):
 
     FORWARD = "forward"  # (microbatch, unit): one unit of the model
     BACKWARD = "backward"  # (microbatch, unit): both gradients of one unit
+    SEND_ACTIVATION = "send_activation"  # (microbatch): to the next stage of the pipeline
+    RECV_ACTIVATION = "recv_activation"  # (microbatch): from the previous stage
+    SEND_GRADIENT = "send_gradient"  # (microbatch): to the previous stage
+    RECV_GRADIENT = "recv_gradient"  # (microbatch): from the next stage
+    GATHER = "gather"  # (unit): its parameters, whole, over the data axis
+    FREE = "free"  # (unit): its parameters go back to their shards
     REDUCE = "reduce"  # (range): gradients over the replicas
+    PUSH = "push"  # (range): gradients from a worker to the server that owns them
+    COLLECT = "collect"  # (range): a server takes what the workers push
+    PUBLISH = "publish"  # (range): a server gives new parameters to the workers
+    PULL = "pull"  # (range): a worker takes them
+    COPY_GRADIENT = "copy_gradient"  # gradient of the copy of a tied tensor to the stage that owns it
+    COPY_VALUE = "copy_value"  # the new value of a tied tensor back to its copy
     AGREE = "agree"  # loss, found-inf, norm and the wish to stop; every REDUCE comes before it
     DIRECTION = "direction"  # (range): gradients become update directions
+    NORMS = "norms"  # norms of tensors that several ranks share, for layer-wise rates
     APPLY = "apply"  # (range): parameters take a step along them
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One entry of the list. ``unit`` is an index into the stages of the model, -1 where there is none."""
+    """One entry of the list. ``unit`` is an index into the stages of the model, -1 where there is none.
+
+    ``recompute`` marks a FORWARD that is run a second time because its activations were dropped.
+    """
 
     kind: Kind
     microbatch: int = -1
     unit: int = -1
     range: Range | None = None
+    recompute: bool = False
 
     def __str__(self) -> str:
         where = [str(n) for n in (self.microbatch, self.unit) if n >= 0]
         if self.range is not None:
             where.append(f"[{self.range.start}:{self.range.stop}]")
+        if self.recompute:
+            where.append("again")
         return f"{self.kind.name}({', '.join(where)})"
