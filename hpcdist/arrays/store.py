@@ -1,13 +1,15 @@
-"""Bytes for a part of a layout."""
+"""Bytes for parts of a layout."""
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.layout import Layout
+from hpcdist.arrays.layout import Layout, Segment
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.ranges import Range
 
@@ -15,17 +17,17 @@ Allocate = Callable[[int, "np.dtype[Any]"], Array]
 
 
 class FlatStore:
-    """A 1-D array that holds ``part`` of the flat space of ``layout``, padding included and zero.
+    """A 1-D array that holds ``parts`` of the flat space of ``layout`` one behind the other, padding included and zero.
 
-    With ``part=None`` it holds all of it. Whoever has memory of a special kind (shared by the ranks of a node, pinned)
-    passes ``allocate(elements, dtype)``, which must return zeroed memory.
+    ``parts`` are disjoint ranges in ascending order, or one range; None stands for the whole space. Whoever has memory
+    of a special kind (shared by the ranks of a node, pinned, from a pool) passes ``allocate(elements, dtype)``.
     """
 
     def __init__(
         self,
         layout: Layout,
         dtype: np.dtype,
-        part: Range | None = None,
+        parts: Range | Sequence[Range] | None = None,
         *,
         on: str = "cpu",
         allocate: Allocate | None = None,
@@ -33,24 +35,54 @@ class FlatStore:
         ledger: Ledger | None = None,
     ) -> None:
         self.layout = layout
-        self.part = Range(0, layout.size) if part is None else part
-        assert self.part.stop <= layout.size, f"{self.part} exceeds the layout of {layout.size} elements"
+        self.parts = _ranges(layout, parts)
+        self._starts = [part.start for part in self.parts]
+        self._shifts = list(accumulate((part.size for part in self.parts[:-1]), initial=0))
+        self.size = sum(part.size for part in self.parts)
         self.dtype = np.dtype(dtype)
-        self.array = allocate(self.part.size, self.dtype) if allocate else backend.zeros(self.part.size, self.dtype, on)
+        self.array = allocate(self.size, self.dtype) if allocate else backend.zeros(self.size, self.dtype, on)
         if ledger is not None:
             ledger.track(self.array, category)
 
     def range(self, wanted: Range) -> Array:
-        """Return the 1-D view of ``wanted``, given in offsets of the layout; it must lie inside ``part``."""
-        inside = wanted.intersect(self.part)
-        assert inside == wanted or not wanted, f"{wanted} is not inside {self.part}"
-        return self.array[wanted.start - self.part.start : wanted.stop - self.part.start]
+        """Return the 1-D view of ``wanted``, given in offsets of the layout; it must lie inside one of the parts."""
+        if not wanted:
+            return self.array[:0]
+        index = bisect_right(self._starts, wanted.start) - 1
+        assert index >= 0 and wanted.stop <= self.parts[index].stop, f"{wanted} is not inside one of {self.parts}"
+        shift = self._shifts[index] - self._starts[index]
+        return self.array[wanted.start + shift : wanted.stop + shift]
 
     def view(self, key: str) -> Array:
-        """Return tensor ``key`` in its shape; it must lie inside ``part`` as a whole."""
+        """Return tensor ``key`` in its shape; it must lie inside one of the parts as a whole."""
         segment = self.layout.by_key[key]
         return self.range(segment.range).reshape(segment.spec.shape)
+
+    def tensors(self) -> Iterator[tuple[Segment, Range]]:
+        """Yield each tensor that the parts touch, and the touched range of the flat space; padding is left out."""
+        for part in self.parts:
+            yield from self.layout.within(part)
+
+    def copy_from(self, other: "FlatStore") -> None:
+        """Take over what ``other``, of the same layout and dtype, holds of these parts; it may live elsewhere."""
+        on = "gpu" if backend.is_device(self.array) else "cpu"
+        for part in self.parts:
+            for theirs in other.parts:
+                common = part.intersect(theirs)
+                if common:
+                    self.range(common)[...] = backend.place(other.range(common), on)
 
     def zero(self) -> None:
         """Set every element, padding included, to zero."""
         self.array[...] = 0
+
+
+def _ranges(layout: Layout, parts: Range | Sequence[Range] | None) -> tuple[Range, ...]:
+    """Return ``parts`` without the empty ones. They must be ascending and disjoint."""
+    if parts is None:
+        parts = Range(0, layout.size)
+    ranges = tuple(part for part in ((parts,) if isinstance(parts, Range) else parts) if part)
+    ends = [part.stop for part in ranges]
+    assert all(end <= part.start for end, part in zip(ends, ranges[1:], strict=False)), f"{ranges} overlap"
+    assert not ends or ends[-1] <= layout.size, f"{ranges} exceed the layout of {layout.size} elements"
+    return ranges

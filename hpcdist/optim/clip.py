@@ -15,14 +15,14 @@ from hpcdist.optim import kernels
 _WIDEN = 1 << 16  # 16-bit elements that are widened at a time: 256 KiB of float32 stay in the cache
 
 
-def sum_of_squares(store: FlatStore, part: Range) -> float:
-    """Return the sum of squares of the tensors in ``part``, padding left out, accumulated in float64.
+def sum_of_squares(store: FlatStore, part: Range | None = None) -> float:
+    """Return the sum of squares of the tensors in ``part`` (None: of all the store holds), accumulated in float64.
 
-    float16, bfloat16 and float32 cannot overflow in it. A float64 element above 1e154 gives infinity, and a NaN or
-    infinite element a result that `clip_scale` refuses.
+    Padding is left out. float16, bfloat16 and float32 cannot overflow in it. A float64 element above 1e154 gives
+    infinity, and a NaN or infinite element a result that `clip_scale` refuses.
     """
     total = 0.0
-    for _, where in store.layout.within(part):
+    for _, where in store.tensors() if part is None else store.layout.within(part):
         values = store.range(where)
         if is_16bit_float(store.dtype):
             wide = accumulation_dtype(store.dtype)
@@ -48,9 +48,12 @@ def clip_scale(norm_squared: float, limit: float) -> float:
     return limit / norm if 0.0 < limit < norm else 1.0
 
 
-def first_nonfinite(store: FlatStore, part: Range) -> str | None:
-    """Return the key of the first tensor in ``part`` that holds a NaN or an infinity, None where all are finite."""
-    for segment, where in store.layout.within(part):
+def first_nonfinite(store: FlatStore, part: Range | None = None) -> str | None:
+    """Return the key of the first tensor that holds a NaN or an infinity, None where all are finite.
+
+    ``part``, a range of the flat space that the store holds, restricts the search.
+    """
+    for segment, where in store.tensors() if part is None else store.layout.within(part):
         values = store.range(where)
         if not bool(namespace(values).isfinite(values).all()):
             return segment.key

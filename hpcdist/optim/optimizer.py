@@ -7,6 +7,7 @@ A layer-wise optimizer needs norms of whole tensors, but a rank may own any part
 and equals the undivided update for every partition, up to the order of summation of the norms.
 """
 
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -26,7 +27,9 @@ OPTIMIZERS: Final[dict[str, type[SegmentWise]]] = {"adamw": AdamW, "lamb": Lamb,
 
 
 class Optimizer(Protocol):
-    """One optimizer on one part of the flat space. Nothing here communicates."""
+    """One optimizer on the parts of the flat space that a rank owns. Nothing here communicates."""
+
+    parts: tuple[Range, ...]
 
     @property
     def slots(self) -> dict[str, FlatStore]:
@@ -83,16 +86,16 @@ class Optimizer(Protocol):
 def build(
     config: OptimizerConfig,
     layout: Layout,
-    part: Range,
+    parts: Range | Sequence[Range],
     dtype: np.dtype,
     *,
     total_steps: int,
     ledger: Ledger | None = None,
     on: str = "cpu",
 ) -> Optimizer:
-    """Return the optimizer that ``config`` names for ``part`` of the flat space, with zeroed state.
+    """Return the optimizer that ``config`` names for ``parts`` of the flat space, with zeroed state.
 
     ``dtype`` is that of the master weights, float32 or float64 (UsageError otherwise). ``total_steps`` is the length of
     the learning-rate schedule; ``on`` is where the state lives, ``"cpu"`` or ``"gpu"``.
     """
-    return OPTIMIZERS[config.name](config, layout, part, dtype, ledger=ledger, total_steps=total_steps, on=on)
+    return OPTIMIZERS[config.name](config, layout, parts, dtype, ledger=ledger, total_steps=total_steps, on=on)

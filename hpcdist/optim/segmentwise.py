@@ -1,7 +1,7 @@
 """What the optimizers share: their state on the owned part, the walk over tensors, and the two phases around it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -29,7 +29,7 @@ class SegmentWise(ABC):
         self,
         config: OptimizerConfig,
         layout: Layout,
-        part: Range,
+        parts: Range | Sequence[Range],
         dtype: np.dtype,
         *,
         ledger: Ledger | None,
@@ -40,11 +40,11 @@ class SegmentWise(ABC):
             raise UsageError(f"master weights in {dtype}: updates would be rounded away; use float32 or float64")
         self.config = config
         self.layout = layout
-        self.part = part
+        self.parts = (parts,) if isinstance(parts, Range) else tuple(parts)
         self.dtype = np.dtype(dtype)
         self.count = 0
         self.slots = {
-            name: FlatStore(layout, self.dtype, part, on=on, category="optimizer", ledger=ledger)
+            name: FlatStore(layout, self.dtype, parts, on=on, category="optimizer", ledger=ledger)
             for name in self._slots_of(config)
         }
         self._total_steps = total_steps

@@ -61,8 +61,32 @@ def test_shards_of_a_store_are_the_whole(rng: np.random.Generator) -> None:
     for parts in (1, 2, 3, 5):
         shards = [FlatStore(layout, np.float32, part) for part in split(layout.size, parts, 4)]
         for shard in shards:
-            shard.array[...] = full.range(shard.part)
+            shard.copy_from(full)
         assert np.array_equal(np.concatenate([shard.array for shard in shards]), full.array)
+
+
+def test_a_store_of_several_parts_finds_each(rng: np.random.Generator) -> None:
+    layout = example()
+    full = FlatStore(layout, np.float64)
+    full.array[...] = rng.standard_normal(layout.size)
+    ranges = split(layout.size, 7, 8)
+    some = FlatStore(layout, np.float64, ranges[1::2])
+    some.copy_from(full)
+    for part in ranges[1::2]:
+        assert np.array_equal(some.range(part), full.range(part))
+        inner = Range(part.start, part.start + part.size // 2)
+        assert np.array_equal(some.range(inner), full.range(inner))
+    assert some.size == some.array.size == sum(part.size for part in ranges[1::2])
+    back = FlatStore(layout, np.float64, ranges[0::2])
+    back.copy_from(full)
+    restored = FlatStore(layout, np.float64)
+    restored.copy_from(some)
+    restored.copy_from(back)
+    assert np.array_equal(restored.array, full.array)
+    touched = [(segment.key, where) for segment, where in some.tensors()]
+    assert touched == [(s.key, w) for part in ranges[1::2] for s, w in layout.within(part)]
+    with pytest.raises(AssertionError, match="not inside"):
+        some.range(Range(ranges[1].start, ranges[2].stop))
 
 
 def test_views_share_memory_and_start_zero() -> None:
