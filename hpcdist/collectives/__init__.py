@@ -1,7 +1,7 @@
 """Collective algorithms: functions of a communicator and a buffer, one file each.
 
 `allreduce` is what strategies call. The algorithms behind its names can be called by themselves, and so can the two
-halves of the ring: `reduce_scatter` and `all_gather`.
+halves of the ring: `reduce_scatter` and `all_gather`. `SHARDED` has the two halves by algorithm, for shards.
 
 Costs in the docstrings are for n bytes on p ranks: α is the latency of a message in s, β the time on the wire in
 s/byte, γ the time to reduce in s/byte.
@@ -21,13 +21,16 @@ from hpcdist.collectives.rabenseifner import rabenseifner_allreduce
 from hpcdist.collectives.recursive_doubling import recursive_doubling_allreduce
 from hpcdist.collectives.reduction import AllreduceFunction, check_buffer
 from hpcdist.collectives.ring import all_gather, reduce_scatter, ring_allreduce
+from hpcdist.collectives.sharded import SHARDED, Sharding
 from hpcdist.collectives.workspace import account
 from hpcdist.comm.communicator import REDUCTIONS, Communicator
 from hpcdist.errors import UsageError
 
 __all__ = [
     "ALLREDUCE",
+    "SHARDED",
     "AllreduceFunction",
+    "Sharding",
     "account",
     "all_gather",
     "all_to_all_allreduce",

@@ -59,7 +59,8 @@ class Nodes:
 
     ``intra`` joins the ranks of this node, ``peers`` the ranks of equal index in their nodes, ``leaders`` the first
     rank of each node (None on the others). ``uniform``: every node has the same number of ranks; only then do the
-    ``peers`` communicators reach every node. This is node ``index`` of ``count``.
+    ``peers`` communicators reach every node. This is node ``index`` of ``count``; ``members`` are the ranks of
+    each node, ascending.
     """
 
     intra: "Communicator"
@@ -68,6 +69,7 @@ class Nodes:
     uniform: bool
     index: int
     count: int
+    members: tuple[tuple[int, ...], ...]
 
 
 class Communicator(Protocol):

@@ -201,7 +201,7 @@ class Endpoint(ABC):
             leaders = self.split(0 if local == 0 else None, self.rank, "leaders")
             assert intra is not None and peers is not None
             uniform = all(len(ranks) == len(mine) for ranks in locals_)
-            self._nodes = Nodes(intra, peers, leaders, uniform, node, count)
+            self._nodes = Nodes(intra, peers, leaders, uniform, node, count, tuple(map(tuple, locals_)))
         return self._nodes
 
     def _place(self) -> tuple[int, int, list[list[int]]]:

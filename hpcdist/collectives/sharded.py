@@ -1,0 +1,167 @@
+"""A buffer shared out over the ranks: who owns what, the sum to its owners, and the owners' parts back to all.
+
+These are the two halves of an allreduce, for strategies that work on a shard in between. By name:
+
+    native        the MPI library's; shares in the order of the ranks
+    ring          (p-1) α + (p-1)/p n β for each half; shares in the order of the ranks
+    hierarchical  much traffic inside the nodes, little between them
+
+Hierarchical, with m ranks on each of k nodes: a reduce-scatter inside the node leaves chunk i of m to its rank i, and a
+reduce-scatter between the ranks i of all nodes leaves sub-chunk j of k of that chunk to the one on node j. The
+all-gather is the way back. Each half costs
+
+    inside   (m-1) α + (m-1)/m n β        between  (k-1) α + (k-1)/k (n/m) β
+
+Between nodes each rank sends its part of 1/m, all ranks of a node at once; in a flat ring one rank sends for all of its
+node, in p-1 steps. These are the two halves of the 2D torus of H. Mikami et al., arXiv:1811.05233 (2018), with the
+reduction between the nodes halved as well.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import name_of
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.collectives import ring
+from hpcdist.collectives.reduction import check_buffer, combiner
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import UsageError
+
+
+class SharesFunction(Protocol):
+    """Returns the range of each rank, in rank order. Local, but the first call on ``comm`` may be collective."""
+
+    def __call__(self, comm: Communicator, size: int, itemsize: int) -> list[Range]:
+        """Cut ``size`` elements of ``itemsize`` bytes; the ranges tile them, any may be empty."""
+        ...
+
+
+class ReduceScatterFunction(Protocol):
+    """Reduces in place; afterwards ``buffer[shares[rank]]`` is defined, the rest not. Collective over ``comm``."""
+
+    def __call__(self, comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum") -> None:
+        """Reduce ``buffer`` by ``op``."""
+        ...
+
+
+class AllGatherFunction(Protocol):
+    """Gives ``buffer[shares[rank]]`` to all and fills the other shares, in place. Collective over ``comm``."""
+
+    def __call__(self, comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
+        """Fill ``buffer``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """One way to share a buffer out. ``reduce_scatter`` and ``all_gather`` take what ``shares`` returned.
+
+    Boundaries of shares lie on 64 bytes and do not ascend with the rank in every algorithm. 16-bit floats are gathered,
+    but not reduced: every partial sum would be rounded.
+    """
+
+    shares: SharesFunction
+    reduce_scatter: ReduceScatterFunction
+    all_gather: AllGatherFunction
+
+
+def _in_rank_order(comm: Communicator, size: int, itemsize: int) -> list[Range]:
+    return split(size, comm.size, itemsize)
+
+
+def _native_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str) -> None:
+    comm.reduce_scatter(buffer, shares, op)
+
+
+def _native_all_gather(comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
+    comm.all_gather(buffer, shares)
+
+
+def _nested(comm: Communicator, size: int, itemsize: int) -> list[Range]:
+    """Cut into one chunk for each rank of a node, and each chunk into one share for each node."""
+    nodes = comm.nodes()
+    if not nodes.uniform:
+        return _in_rank_order(comm, size, itemsize)
+    shares = [Range(0, 0)] * comm.size
+    for chunk, peers in zip(split(size, nodes.intra.size, itemsize), _columns(comm), strict=True):
+        for share, rank in zip(split(chunk.size, nodes.count, itemsize), peers, strict=True):
+            shares[rank] = share.shift(chunk.start)
+    return shares
+
+
+def _hierarchical_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str) -> None:
+    nodes = comm.nodes()
+    if not nodes.uniform:  # chunks of one node are not those of another
+        ring.reduce_scatter(comm, buffer, shares, op)
+        return
+    chunks, own = _levels(comm, shares)
+    ring.reduce_scatter(nodes.intra, buffer, chunks, op)
+    ring.reduce_scatter(nodes.peers, buffer, own, op)
+
+
+def _hierarchical_all_gather(comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
+    nodes = comm.nodes()
+    if not nodes.uniform:
+        ring.all_gather(comm, buffer, shares)
+        return
+    chunks, own = _levels(comm, shares)
+    ring.all_gather(nodes.peers, buffer, own)
+    ring.all_gather(nodes.intra, buffer, chunks)
+
+
+def _columns(comm: Communicator) -> list[list[int]]:
+    """Return the ranks of each ``nodes().peers``, in its order, which is that of the ranks (local)."""
+    return [sorted(column) for column in zip(*comm.nodes().members, strict=True)]
+
+
+def _levels(comm: Communicator, shares: Sequence[Range]) -> tuple[list[Range], list[Range]]:
+    """Return the chunks of the ranks of a node, and the shares within the own chunk (local).
+
+    Raises UsageError, on every rank, unless the shares of each rank number in a node join to one chunk.
+    """
+    columns = _columns(comm) if len(shares) == comm.size else []
+    parts = [[shares[rank] for rank in column] for column in columns]
+    joined = [a.stop == b.start for column in parts for a, b in zip(column, column[1:], strict=False)]
+    if not columns or not all(joined):
+        raise UsageError(
+            f"hierarchical shares of {comm.size} ranks on {comm.nodes().count} nodes must be those that its `shares` "
+            f"returned, got {[(part.start, part.stop) for part in shares]}"
+        )
+    return [Range(column[0].start, column[-1].stop) for column in parts], parts[comm.nodes().intra.rank]
+
+
+def _watched(
+    name: str,
+    shares: SharesFunction,
+    reduce_scatter: Callable[[Communicator, Array, Sequence[Range], str], None],
+    all_gather: Callable[[Communicator, Array, Sequence[Range]], None],
+) -> Sharding:
+    """Return the sharding whose calls are checked alike, return at once on one rank, and leave one event each.
+
+    The event is over the messages within: a rank that skips the call is then named, whatever the algorithm.
+    """
+
+    def watched_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum") -> None:
+        combiner(buffer, op)  # the same refusals for every algorithm, on any number of ranks
+        if comm.size > 1:
+            token = comm.events.begin(comm.name, f"{name}_reduce_scatter", name_of(buffer.dtype), buffer.size, 0, -1, 0)
+            reduce_scatter(comm, buffer, shares, op)
+            comm.events.end(token)
+
+    def watched_all_gather(comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
+        check_buffer(buffer)
+        if comm.size > 1:
+            token = comm.events.begin(comm.name, f"{name}_all_gather", name_of(buffer.dtype), buffer.size, 0, -1, 0)
+            all_gather(comm, buffer, shares)
+            comm.events.end(token)
+
+    return Sharding(shares, watched_reduce_scatter, watched_all_gather)
+
+
+SHARDED: Final[dict[str, Sharding]] = {
+    "native": _watched("native", _in_rank_order, _native_reduce_scatter, _native_all_gather),
+    "ring": _watched("ring", _in_rank_order, ring.reduce_scatter, ring.all_gather),
+    "hierarchical": _watched("hierarchical", _nested, _hierarchical_reduce_scatter, _hierarchical_all_gather),
+}

@@ -1,0 +1,69 @@
+"""Shares over real messages: summed at their owners, back at all ranks with the same bits, at the promised volume."""
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.dtypes import FLOATS
+from hpcdist.collectives import SHARDED
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+
+COUNTS = (0, 1, 3, 1000, 100_003)
+
+
+@pytest.mark.parametrize("ranks_per_node", [None, 1, 2, 3])
+@pytest.mark.parametrize("algorithm", SHARDED)
+def test_rank_shares_reach_their_owners_and_come_back(
+    comm: Communicator, algorithm: str, ranks_per_node: int | None, rng: np.random.Generator
+) -> None:
+    comm.declared_node = None if ranks_per_node is None else comm.rank // ranks_per_node
+    sharding = SHARDED[algorithm]
+    for dtype in (np.float32, np.float64, np.int64):
+        for count in COUNTS:
+            inputs = (10 * rng.standard_normal((comm.size, count))).astype(dtype)
+            exact = inputs.astype(np.float64).sum(axis=0)
+            eps = np.finfo(dtype).eps if inputs.dtype.kind == "f" else 0.0
+            bound = comm.size * eps * np.abs(inputs.astype(np.float64)).sum(axis=0)
+            buffer = inputs[comm.rank].copy()
+            shares = sharding.shares(comm, count, buffer.itemsize)
+            assert all(other == shares for other in comm.allgather_object(shares))
+            own = shares[comm.rank].slice
+            sharding.reduce_scatter(comm, buffer, shares)
+            assert (np.abs(buffer[own] - exact[own]) <= bound[own]).all(), f"{count} {buffer.dtype}"
+            mine = buffer[own].copy()
+            buffer[...] = 99
+            buffer[own] = mine
+            sharding.all_gather(comm, buffer, shares)
+            assert (np.abs(buffer - exact) <= bound).all(), f"{count} {buffer.dtype}"
+            digests = comm.allgather_object(hashlib.sha256(buffer.tobytes()).hexdigest())
+            assert len(set(digests)) == 1, f"ranks hold different bits: {digests}"
+
+
+@pytest.mark.parametrize("algorithm", SHARDED)
+def test_rank_maximum_and_16_bits(comm: Communicator, algorithm: str, rng: np.random.Generator) -> None:
+    comm.declared_node = comm.rank // 2
+    sharding = SHARDED[algorithm]
+    inputs = rng.standard_normal((comm.size, 999)).astype(np.float32)
+    buffer = inputs[comm.rank].copy()
+    shares = sharding.shares(comm, 999, 4)
+    sharding.reduce_scatter(comm, buffer, shares, "max")
+    sharding.all_gather(comm, buffer, shares)
+    assert np.array_equal(buffer, inputs.max(axis=0))
+    for dtype in (FLOATS["float16"], FLOATS["bfloat16"]):
+        half = np.zeros(999, dtype)
+        shares = sharding.shares(comm, 999, 2)
+        half[shares[comm.rank].slice] = comm.rank + 1
+        sharding.all_gather(comm, half, shares)
+        assert all((half[share.slice] == rank + 1).all() for rank, share in enumerate(shares))
+
+
+def test_rank_each_half_of_the_ring_sends_p_minus_one_over_p(comm: Communicator) -> None:
+    buffer = np.ones(16 * comm.size, np.float32)
+    shares = SHARDED["ring"].shares(comm, buffer.size, 4)
+    for call in (SHARDED["ring"].reduce_scatter, SHARDED["ring"].all_gather):
+        with recording(comm) as traffic:
+            call(comm, buffer, shares)
+        assert traffic.sent_bytes == buffer.nbytes * (comm.size - 1) // comm.size
+    assert (buffer == comm.size).all()

@@ -1,0 +1,218 @@
+"""Shares of every algorithm: they tile the buffer, reach their owners summed, and come back; and what that sends."""
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.dtypes import FLOATS
+from hpcdist.arrays.ranges import ALIGN_BYTES, Range
+from hpcdist.collectives import SHARDED
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.events import NULL_SINK
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import BufferHandoverError, UsageError
+
+SIZES = range(1, 9)
+NODES = (None, 2, 3)  # ranks per node
+COUNTS = (0, 1, 5, 33, 1001)
+NUMPY = {"sum": np.add, "max": np.maximum}
+
+
+def assert_tiled(shares: list[Range], size: int, itemsize: int) -> None:
+    ordered = sorted(shares)
+    assert ordered[0].start == 0 and ordered[-1].stop == size
+    assert all(a.stop == b.start for a, b in zip(ordered, ordered[1:], strict=False))
+    assert all(part.start * itemsize % ALIGN_BYTES == 0 for part in shares if part)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("ranks_per_node", NODES)
+@pytest.mark.parametrize("algorithm", SHARDED)
+def test_shares_reach_their_owners_and_come_back(
+    algorithm: str, ranks_per_node: int | None, size: int, rng: np.random.Generator
+) -> None:
+    sharding = SHARDED[algorithm]
+    dtypes = (np.float32, np.float64, np.int64)
+    cases = [(op, (10 * rng.standard_normal((size, n))).astype(d)) for op in NUMPY for d in dtypes for n in COUNTS]
+
+    def body(comm: Communicator) -> list[list[Range]]:
+        seen = []
+        for op, inputs in cases:
+            buffer = inputs[comm.rank].copy()
+            shares = sharding.shares(comm, buffer.size, buffer.itemsize)
+            assert shares == sharding.shares(comm, buffer.size, buffer.itemsize)
+            assert_tiled(shares, buffer.size, buffer.itemsize)
+            exact = NUMPY[op].reduce(inputs.astype(np.float64))
+            eps = np.finfo(buffer.dtype).eps if buffer.dtype.kind == "f" and op == "sum" else 0.0
+            bound = size * eps * np.abs(inputs.astype(np.float64)).sum(axis=0)
+            own = shares[comm.rank].slice
+            sharding.reduce_scatter(comm, buffer, shares, op)
+            assert (np.abs(buffer[own] - exact[own]) <= bound[own]).all(), f"{op} of {buffer.size} {buffer.dtype}"
+            kept = buffer[own].copy()
+            buffer[: shares[comm.rank].start] = 99
+            buffer[shares[comm.rank].stop :] = 99
+            sharding.all_gather(comm, buffer, shares)
+            assert np.array_equal(buffer[own], kept)
+            assert (np.abs(buffer - exact) <= bound).all(), f"{op} of {buffer.size} {buffer.dtype}"
+            digests = comm.allgather_object(buffer.tobytes())
+            assert len(set(digests)) == 1
+            seen.append(shares)
+        return seen
+
+    everyone = run_threads(size, body, ranks_per_node)
+    assert all(seen == everyone[0] for seen in everyone), "the ranks disagree about who owns what"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("algorithm", SHARDED)
+def test_all_gather_carries_16_bit_floats(algorithm: str, size: int) -> None:
+    for dtype in (FLOATS["float16"], FLOATS["bfloat16"]):
+
+        def body(comm: Communicator, dtype: np.dtype = dtype) -> None:
+            buffer = np.zeros(500, dtype)
+            shares = SHARDED[algorithm].shares(comm, 500, 2)
+            buffer[shares[comm.rank].slice] = comm.rank + 1
+            SHARDED[algorithm].all_gather(comm, buffer, shares)
+            for rank, share in enumerate(shares):
+                assert (buffer[share.slice] == rank + 1).all()
+
+        run_threads(size, body, 2)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("algorithm", SHARDED)
+def test_what_is_refused(algorithm: str, size: int) -> None:
+    sharding = SHARDED[algorithm]
+
+    def attempt(buffer: np.ndarray, op: str) -> None:
+        def body(comm: Communicator) -> None:
+            sharding.reduce_scatter(comm, buffer, sharding.shares(comm, buffer.size, buffer.itemsize), op)
+
+        run_threads(size, body)
+
+    for dtype in (FLOATS["float16"], FLOATS["bfloat16"]):
+        with pytest.raises(BufferHandoverError, match="rounded at every partial sum"):
+            attempt(np.zeros(64, dtype), "sum")
+    with pytest.raises(UsageError, match="reduction 'mean' is unknown"):
+        attempt(np.zeros(64), "mean")
+    with pytest.raises(BufferHandoverError, match="1-D contiguous"):
+        attempt(np.zeros(64)[::2], "sum")
+    with pytest.raises(BufferHandoverError, match="1-D contiguous"):
+        run_threads(size, lambda comm: sharding.all_gather(comm, np.zeros((4, 4)), sharding.shares(comm, 16, 8)))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_each_half_of_the_ring_sends_p_minus_one_over_p(size: int) -> None:
+    def body(comm: Communicator) -> None:
+        buffer = np.full(16 * size, 1.0, np.float32)
+        shares = SHARDED["ring"].shares(comm, buffer.size, 4)
+        for call in (SHARDED["ring"].reduce_scatter, SHARDED["ring"].all_gather):
+            with recording(comm) as traffic:
+                call(comm, buffer, shares)
+            assert traffic.sent_bytes == buffer.nbytes * (size - 1) // size
+            assert not traffic.unknown
+        assert (buffer == size).all()
+
+    run_threads(size, body)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 4), (4, 2), (3, 2), (1, 4), (4, 1)])
+def test_hierarchical_sends_one_part_in_m_between_nodes(nodes: int, per_node: int) -> None:
+    def body(comm: Communicator) -> None:
+        sharding = SHARDED["hierarchical"]
+        buffer = np.full(16 * comm.size, 1.0, np.float32)
+        shares = sharding.shares(comm, buffer.size, 4)
+        inside = buffer.nbytes * (per_node - 1) // per_node
+        between = buffer.nbytes // per_node * (nodes - 1) // nodes
+        for call in (sharding.reduce_scatter, sharding.all_gather):
+            sent = {"peers": 0, "node": 0}
+            with recording(comm) as traffic:
+                traffic.inner = by_name = _ByName()
+                call(comm, buffer, shares)
+            assert traffic.sent_bytes == inside + between
+            for name in sent:
+                sent[name] = sum(n for comm_name, n in by_name.sent.items() if f"/{name}" in comm_name)
+            assert sent == {"peers": between, "node": inside}
+        assert (buffer == comm.size).all()
+
+    run_threads(nodes * per_node, body, per_node)
+
+
+class _ByName:
+    """Adds up the bytes that each communicator sends, and keeps the names of the operations."""
+
+    def __init__(self) -> None:
+        self.sent: dict[str, int] = {}
+        self.begun: list[str] = []
+        self.open = 0
+
+    def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
+        self.sent[comm] = self.sent.get(comm, 0) + sent_bytes
+        self.begun.append(f"{comm} {op} {count}")
+        self.open += 1
+        return NULL_SINK.begin(comm, op, dtype, count, sent_bytes, peer, tag)
+
+    def end(self, token: int) -> None:
+        self.open -= 1
+
+
+@pytest.mark.parametrize("algorithm", SHARDED)
+def test_one_event_stands_over_the_messages(algorithm: str) -> None:
+    def body(comm: Communicator) -> None:
+        sharding = SHARDED[algorithm]
+        shares = sharding.shares(comm, 100, 8)
+        comm.events = looking_on = _ByName()
+        sharding.reduce_scatter(comm, np.zeros(100), shares)
+        sharding.all_gather(comm, np.zeros(100), shares)
+        assert looking_on.begun[0] == f"world {algorithm}_reduce_scatter 100"
+        assert f"world {algorithm}_all_gather 100" in looking_on.begun
+        assert sum("world " + algorithm in begun for begun in looking_on.begun) == 2
+        assert looking_on.open == 0
+
+    run_threads(4, body, 2)
+
+
+@pytest.mark.parametrize("algorithm", SHARDED)
+def test_one_rank_sends_nothing(algorithm: str) -> None:
+    def body(comm: Communicator) -> None:
+        shares = SHARDED[algorithm].shares(comm, 7, 8)
+        assert shares == [Range(0, 7)]
+        buffer = np.arange(7.0)
+        with recording(comm) as traffic:
+            SHARDED[algorithm].reduce_scatter(comm, buffer, shares)
+            SHARDED[algorithm].all_gather(comm, buffer, shares)
+        assert not traffic.calls and np.array_equal(buffer, np.arange(7.0))
+
+    run_threads(1, body)
+
+
+@pytest.mark.parametrize("node_of", [[0, 1, 0, 1, 0, 1], [0, 1, 1, 0], [0, 1, 2, 2, 1, 0]])
+def test_hierarchical_over_ranks_that_do_not_fill_node_by_node(node_of: list[int], rng: np.random.Generator) -> None:
+    inputs = rng.integers(0, 100, (len(node_of), 777)).astype(np.float64)
+
+    def body(comm: Communicator) -> list[Range]:
+        comm.declared_node = node_of[comm.rank]  # before the first question for it
+        sharding = SHARDED["hierarchical"]
+        buffer = inputs[comm.rank].copy()
+        shares = sharding.shares(comm, buffer.size, 8)
+        assert_tiled(shares, buffer.size, 8)
+        sharding.reduce_scatter(comm, buffer, shares)
+        own = shares[comm.rank].slice
+        assert np.array_equal(buffer[own], inputs.sum(axis=0)[own])
+        sharding.all_gather(comm, buffer, shares)
+        assert np.array_equal(buffer, inputs.sum(axis=0))
+        return shares
+
+    assert len({tuple(shares) for shares in run_threads(len(node_of), body)}) == 1
+
+
+def test_hierarchical_refuses_shares_of_another_algorithm() -> None:
+    """Shares in rank order do not join to one chunk for each rank of a node: all ranks say so, and none waits."""
+
+    def body(comm: Communicator) -> None:
+        shares = SHARDED["ring"].shares(comm, 100, 8)
+        for call in (SHARDED["hierarchical"].reduce_scatter, SHARDED["hierarchical"].all_gather):
+            with pytest.raises(UsageError, match="must be those that its `shares` returned"):
+                call(comm, np.zeros(100), shares)
+
+    run_threads(4, body, 2)
