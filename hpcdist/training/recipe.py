@@ -71,12 +71,13 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 
 
 def load(
-    path: str | os.PathLike[str] | None = None,
-    overrides: Iterable[str] = (),
+    path: str | os.PathLike[str] | settings.Settings | None = None,
+    overrides: Iterable[str] | settings.Settings = (),
     environment: Mapping[str, str] | None = None,
 ) -> Resolved:
     """Return the recipe of the file ``path`` (None: no file) under ``overrides``, each ``section.name=value``.
 
+    Either may be settings that were checked already, as those of a sweep, in the place of the file or the overrides.
     A relative ``data.path`` counts from the directory of the file that has it, or else from the current directory.
     Raises ConfigurationError for a file that cannot be read, an unknown key, a wrong type or a value that cannot be
     run, and UsageError for an override without a value.
@@ -86,9 +87,9 @@ def load(
     sources = [
         settings.site(environment, known),
         settings.user(environment, known),
-        settings.file(Path(path), "recipe", known) if path is not None else None,
+        path if path is None or isinstance(path, settings.Settings) else settings.file(Path(path), "recipe", known),
         settings.variables(environment, known),
-        settings.overrides(overrides, known),
+        overrides if isinstance(overrides, settings.Settings) else settings.overrides(overrides, known),
     ]
     return _resolve(sources)
 

@@ -53,9 +53,14 @@ def file(path: Path, what: str, known: Mapping[str, Any]) -> Settings:
         raise ConfigurationError(f"{what} {path} cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{what} {path} is not valid TOML: {error}") from error
-    settings, place = Settings(), f"{what} {path}"
+    return table(tree, f"{what} {path}", known, path.parent)
+
+
+def table(tree: Mapping[str, Any], place: str, known: Mapping[str, Any], base: Path) -> Settings:
+    """Return the settings in nested tables, as TOML reads them from ``place``; paths count from ``base``."""
+    settings = Settings()
     for key, value in _leaves(tree, known):
-        _put(settings, key, value, place, known, path.parent)
+        _put(settings, key, value, place, known, base)
     return settings
 
 
