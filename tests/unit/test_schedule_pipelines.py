@@ -1,0 +1,93 @@
+"""Passes of one stage: the textbook orders, the bound on live micro-batches, and what they become on a rank."""
+
+import pytest
+
+from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.schedule.pipelines import PIPELINES, Pass, Passes, expand, gpipe, one_f_one_b
+
+STAGES = range(1, 9)
+MICROBATCHES = range(1, 33)
+
+
+def short(passes: Passes) -> str:
+    return " ".join(f"{'F' if direction is Pass.FORWARD else 'B'}{microbatch}" for direction, microbatch in passes)
+
+
+def most_alive(passes: Passes) -> int:
+    alive = most = 0
+    for direction, _ in passes:
+        alive += 1 if direction is Pass.FORWARD else -1
+        most = max(most, alive)
+    return most
+
+
+def test_gpipe_fills_then_drains() -> None:
+    assert short(gpipe(1, 4, 3)) == "F0 F1 F2 B0 B1 B2"
+
+
+def test_one_f_one_b_of_four_stages() -> None:
+    """The figure of the paper: warm-up of 3, 2, 1 and 0 forwards, then one of each in turn."""
+    assert [short(one_f_one_b(stage, 4, 5)) for stage in range(4)] == [
+        "F0 F1 F2 F3 B0 F4 B1 B2 B3 B4",
+        "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4",
+        "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
+    ]
+
+
+def test_one_f_one_b_with_fewer_microbatches_than_stages() -> None:
+    assert [short(one_f_one_b(stage, 4, 2)) for stage in range(4)] == [
+        "F0 F1 B0 B1",
+        "F0 F1 B0 B1",
+        "F0 F1 B0 B1",
+        "F0 B0 F1 B1",
+    ]
+
+
+@pytest.mark.parametrize("schedule", PIPELINES)
+@pytest.mark.parametrize("stages", STAGES)
+def test_each_microbatch_goes_forward_once_then_back_once_in_order(schedule: str, stages: int) -> None:
+    for microbatches in MICROBATCHES:
+        for stage in range(stages):
+            passes = PIPELINES[schedule](stage, stages, microbatches)
+            for direction in Pass:
+                assert [mb for done, mb in passes if done is direction] == list(range(microbatches))
+            for microbatch in range(microbatches):
+                assert passes.index((Pass.FORWARD, microbatch)) < passes.index((Pass.BACKWARD, microbatch))
+            bound = microbatches if schedule == "gpipe" else min(stages - stage, microbatches)
+            assert most_alive(passes) == bound
+
+
+def ends(stage: int, stages: int, recompute: bool = False) -> list[str]:
+    return [str(op) for op in expand(one_f_one_b(stage, stages, 1), range(2, 4), stage, stages, recompute=recompute)]
+
+
+def test_expand_puts_messages_around_the_units() -> None:
+    assert ends(1, 3) == [
+        "RECV_ACTIVATION(0)", "FORWARD(0, 2)", "FORWARD(0, 3)", "SEND_ACTIVATION(0)",
+        "RECV_GRADIENT(0)", "BACKWARD(0, 3)", "BACKWARD(0, 2)", "SEND_GRADIENT(0)",
+    ]  # fmt: skip
+
+
+def test_expand_sends_nothing_beyond_the_ends() -> None:
+    compute = ["FORWARD(0, 2)", "FORWARD(0, 3)", "BACKWARD(0, 3)", "BACKWARD(0, 2)"]
+    assert ends(0, 1) == compute
+    assert ends(0, 2) == [*compute[:2], "SEND_ACTIVATION(0)", "RECV_GRADIENT(0)", *compute[2:]]
+    assert ends(1, 2) == ["RECV_ACTIVATION(0)", *compute, "SEND_GRADIENT(0)"]
+
+
+def test_recompute_comes_before_the_gradient_and_only_where_time_passed() -> None:
+    first = [str(op) for op in expand(one_f_one_b(0, 2, 2), range(1), 0, 2, recompute=True)]
+    assert first == [
+        "FORWARD(0, 0)", "SEND_ACTIVATION(0)", "FORWARD(1, 0)", "SEND_ACTIVATION(1)",
+        "FORWARD(0, 0, again)", "RECV_GRADIENT(0)", "BACKWARD(0, 0)",
+        "FORWARD(1, 0, again)", "RECV_GRADIENT(1)", "BACKWARD(1, 0)",
+    ]  # fmt: skip
+    last = expand(one_f_one_b(1, 2, 2), range(1, 2), 1, 2, recompute=True)
+    assert not any(op.recompute for op in last), "each micro-batch goes back right after it came"
+    for stage in range(2):
+        twice = expand(gpipe(stage, 2, 3), range(2), stage, 2, recompute=True)
+        assert [op.unit for op in twice if op.recompute] == [0, 1] * 3
+        assert all(op.kind is Kind.FORWARD for op in twice if op.recompute)
+        once = [op for op in twice if not op.recompute]
+        assert once == expand(gpipe(stage, 2, 3), range(2), stage, 2)
