@@ -108,6 +108,10 @@ class Communicator(Protocol):
         """Wait for a message and take it out of the matching, not yet receiving it (local)."""
         ...
 
+    def poll(self, peer: int = ANY, tag: int = ANY) -> Message | None:
+        """Return a message as `probe` does when one has come, None otherwise: nothing is waited for (local)."""
+        ...
+
     def barrier(self) -> None:
         """Return when every member has called."""
         ...

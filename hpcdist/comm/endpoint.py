@@ -100,6 +100,13 @@ class Endpoint(ABC):
         self.events.end(token)
         return message
 
+    def poll(self, peer: int = ANY, tag: int = ANY) -> Message | None:
+        """Take a message if one has come; only then there is an event."""
+        message = self._poll(peer, tag)
+        if message is not None:
+            self.events.end(self.events.begin(self.name, "probe", "uint8", 0, 0, message.source, message.tag))
+        return message
+
     def barrier(self) -> None:
         """Wait for every member."""
         token = self.events.begin(self.name, "barrier", "uint8", 0, 0, -1, 0)
@@ -243,6 +250,8 @@ class Endpoint(ABC):
     def _irecv(self, message: Array, peer: int, tag: int) -> Request: ...
     @abstractmethod
     def _probe(self, peer: int, tag: int) -> Message: ...
+    @abstractmethod
+    def _poll(self, peer: int, tag: int) -> Message | None: ...
     @abstractmethod
     def _idle(self, since: float) -> None: ...
     @abstractmethod

@@ -88,6 +88,13 @@ class MpiCommunicator(Endpoint):
         )
         return _MpiMessage(message, status, self._mpi, self.handover)
 
+    def _poll(self, peer: int, tag: int) -> Message | None:
+        status = self._mpi.Status()
+        message = self._comm.Improbe(
+            self._mpi.ANY_SOURCE if peer == ANY else peer, self._mpi.ANY_TAG if tag == ANY else tag, status
+        )
+        return None if message is None else _MpiMessage(message, status, self._mpi, self.handover)
+
     def _idle(self, since: float) -> None:
         time.sleep(0)  # let the other rank on this core run; MPI progressed inside Test
 

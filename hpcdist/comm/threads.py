@@ -140,6 +140,18 @@ class ThreadCommunicator(Endpoint):
     def _probe(self, peer: int, tag: int) -> Message:
         return _Probed(self._arrived(self._post(peer, tag)))
 
+    def _poll(self, peer: int, tag: int) -> Message | None:
+        wanted = Posted(peer, tag)
+        with self._group.changed:
+            if self._group.failed:
+                raise CommunicationError(f"rank {self.rank}: another rank failed while this one polled")
+            inbox = self._group.inbox[self.rank]
+            letter = next((letter for letter in inbox if wanted.matches(letter)), None)
+            if letter is None:
+                return None
+            inbox.remove(letter)
+        return _Probed(letter)
+
     def _idle(self, since: float) -> None:
         if self._group.failed:
             raise CommunicationError(f"rank {self.rank}: another rank failed while this one waited for a request")

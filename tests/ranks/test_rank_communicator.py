@@ -67,6 +67,20 @@ def test_rank_matched_probe(comm: Communicator) -> None:
     assert (received == left).all()
 
 
+def test_rank_poll_finds_a_message_once(comm: Communicator) -> None:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    assert comm.poll(left, 11) is None
+    comm.barrier()
+    request = comm.isend(np.full(3, comm.rank, np.int64), right, tag=11)
+    while (message := comm.poll(ANY, 11)) is None:
+        pass
+    assert (message.source, message.tag, message.nbytes) == (left, 11, 24)
+    received = np.zeros(3, np.int64)
+    message.recv(received)
+    request.wait()
+    assert (received == left).all() and comm.poll() is None
+
+
 def test_rank_nodes_join_everyone_of_this_machine(comm: Communicator) -> None:
     nodes = comm.nodes()
     assert nodes.count == 1 and nodes.uniform and nodes.intra.size == comm.size and nodes.peers.size == 1

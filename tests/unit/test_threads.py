@@ -65,6 +65,27 @@ def test_tags_and_matched_probe_keep_messages_apart() -> None:
     run_threads(2, body)
 
 
+def test_poll_takes_what_has_come_and_waits_for_nothing() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            assert comm.poll() is None
+            comm.barrier()
+            comm.barrier()
+            assert comm.poll(1, tag=8) is None
+            message = comm.poll(ANY, ANY)
+            assert message is not None and (message.source, message.tag, message.nbytes) == (1, 7, 8)
+            assert comm.poll() is None, "taken out of the matching"
+            received = np.zeros(2, np.int32)
+            message.recv(received)
+            assert received.tolist() == [1, 2]
+        else:
+            comm.barrier()
+            comm.send(np.array([1, 2], np.int32), 0, tag=7)
+            comm.barrier()
+
+    run_threads(2, body)
+
+
 def test_requests_complete_in_any_order() -> None:
     def body(comm: Communicator) -> None:
         if comm.rank == 0:
