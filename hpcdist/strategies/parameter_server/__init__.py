@@ -1,0 +1,1 @@
+"""Parameter servers: some ranks own the parameters, the others send them gradients and get the new values back."""

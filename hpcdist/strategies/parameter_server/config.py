@@ -1,0 +1,69 @@
+"""The ``[parameter_server]`` section of a recipe. Light: imports nothing but the errors."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from hpcdist.errors import ConfigurationError
+
+PLACEMENTS: Final = ("dedicated", "colocated")
+CONSISTENCIES: Final = ("bsp", "asp")
+# Names that mean something, but have no code behind them in this version: refused, never ignored.
+UNBUILT_CONSISTENCIES: Final = ("ssp",)
+LAYER_WISE: Final = ("lars", "lamb")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServerConfig:
+    """Who serves the parameters, and how far workers may run apart.
+
+    ``dedicated``: the last ``servers`` ranks only serve, the others only compute (0: one server). ``colocated``: every
+    rank computes and the first ``servers`` ranks serve too (0: all). ``bsp``: all workers take every step together, and
+    the result is that of one process. ``asp``: nobody waits for another worker; a server applies each push as it comes.
+    """
+
+    servers: int = 0
+    placement: str = "dedicated"
+    consistency: str = "bsp"
+    staleness: int = 0
+
+    def __post_init__(self) -> None:
+        if self.servers < 0:
+            raise ConfigurationError(
+                f"parameter_server.servers = {self.servers}; give a number of ranks, or 0 for one dedicated server or "
+                "all ranks when colocated"
+            )
+        if self.placement not in PLACEMENTS:
+            raise ConfigurationError(
+                f"parameter_server.placement = {self.placement!r}; choose one of {', '.join(PLACEMENTS)}"
+            )
+        if self.consistency in UNBUILT_CONSISTENCIES:
+            raise ConfigurationError(
+                f"parameter_server.consistency = {self.consistency!r} is known, but not built in this version; "
+                f"choose one of {', '.join(CONSISTENCIES)}"
+            )
+        if self.consistency not in CONSISTENCIES:
+            raise ConfigurationError(
+                f"parameter_server.consistency = {self.consistency!r}; choose one of {', '.join(CONSISTENCIES)}"
+            )
+        if self.staleness != 0:
+            raise ConfigurationError(
+                f"parameter_server.staleness = {self.staleness}: a bound on staleness is known, but not built in this "
+                "version; set it to 0"
+            )
+
+    def check_beside(self, *, pipeline: int, optimizer: str) -> None:
+        """Raise ConfigurationError for what a parameter server cannot be combined with (local).
+
+        ``pipeline`` is the degree of the pipeline axis, ``optimizer`` the name of the optimizer.
+        """
+        if pipeline > 1:
+            raise ConfigurationError(
+                f"parallel.pipeline = {pipeline} with parallel.strategy = 'parameter_server': every worker computes "
+                "the whole model; set the pipeline to 1, or choose another strategy"
+            )
+        if self.consistency == "asp" and optimizer in LAYER_WISE:
+            raise ConfigurationError(
+                f"optimizer.name = {optimizer!r} with parameter_server.consistency = 'asp': its rates need norms of "
+                "whole tensors, tensors may be cut over servers, and under asp servers never wait for each other; "
+                "choose sgd or adamw, or consistency = 'bsp'"
+            )

@@ -1,0 +1,101 @@
+"""What each server owns: tensors, cut where one alone would upset the balance. Pure functions of the layout.
+
+A key is a tensor with the padding behind it, or a piece of one. Keys go to the servers by size, the largest first,
+each to the server that has least (Graham 1969, LPT). That is within the longest key of even, so tensors are cut into
+ever shorter keys until the servers are within 1 % of each other, and no further: fewer cuts, fewer messages.
+
+A tensor that is cut over servers has no common version under asp: two servers may have applied different pushes when
+a worker reads them, so the worker may see a *torn* tensor, half of it older than the other half. The same holds
+between tensors. Under bsp all servers are at the same step whenever anybody reads.
+"""
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hpcdist.arrays.layout import ALIGN_ELEMENTS, Layout
+from hpcdist.arrays.ranges import Range, align_up, split
+from hpcdist.errors import ConfigurationError
+
+BALANCE: Final = 0.01  # servers may differ by this fraction of an even share
+
+
+@dataclass(frozen=True)
+class Partition:
+    """``keys`` tile the flat space in ascending order; key i belongs to server ``owners[i]`` of ``servers``."""
+
+    keys: tuple[Range, ...]
+    owners: tuple[int, ...]
+    servers: int
+
+    def parts(self, server: int) -> list[Range]:
+        """Return the ranges of ``server``, ascending, neighbours joined."""
+        return [part for part, owner in _joined(zip(self.keys, self.owners, strict=True)) if owner == server]
+
+    def messages(self, units: Mapping[int, Range]) -> list[tuple[Range, int]]:
+        """Return ``(range, server)`` of what travels as one message: neighbours of one server within one unit.
+
+        ``units`` are the ranges of the layers. The order is that in which backward completes them, last unit first.
+        """
+        found: list[tuple[Range, int]] = []
+        for unit in sorted(units.values(), reverse=True):
+            inside = ((key.intersect(unit), owner) for key, owner in zip(self.keys, self.owners, strict=True))
+            found += _joined((key, owner) for key, owner in inside if key)
+        return found
+
+
+def partition(layout: Layout, servers: int) -> Partition:
+    """Return which of ``servers`` servers owns which part of ``layout``; the same on every rank.
+
+    Raises ConfigurationError when there are fewer keys than servers, even at the shortest that is possible.
+    """
+    share = layout.size / servers
+    longest = max(ALIGN_ELEMENTS, layout.size)
+    while True:
+        keys = _cut(layout, longest)
+        shortest = longest <= ALIGN_ELEMENTS
+        if len(keys) >= servers:
+            owners, loads = _assign(keys, servers)
+            if shortest or max(loads) - min(loads) <= BALANCE * share:
+                return Partition(tuple(keys), tuple(owners), servers)
+        elif shortest:
+            raise ConfigurationError(
+                f"parameter_server.servers = {servers}, but {layout.parameters} parameters cut into at most "
+                f"{len(keys)} keys of {ALIGN_ELEMENTS} elements; use at most {len(keys)} servers"
+            )
+        longest = max(ALIGN_ELEMENTS, align_up(longest // 2, ALIGN_ELEMENTS))
+
+
+def _cut(layout: Layout, longest: int) -> list[Range]:
+    """Return keys of at most ``longest`` elements; boundaries within a tensor are aligned."""
+    keys = []
+    for segment in layout.segments:
+        size = align_up(segment.range.size, ALIGN_ELEMENTS)
+        pieces = split(size, max(1, -(-size // longest)), itemsize=1, align_bytes=ALIGN_ELEMENTS)
+        keys += [piece.shift(segment.range.start) for piece in pieces if piece]
+    return keys
+
+
+def _assign(keys: Sequence[Range], servers: int) -> tuple[list[int], list[int]]:
+    """Return the owner of each key and the load of each server in elements; ties go to the lower index."""
+    owners, heap = [0] * len(keys), [(0, server) for server in range(servers)]
+    for index in sorted(range(len(keys)), key=lambda index: (-keys[index].size, keys[index].start)):
+        load, server = heapq.heappop(heap)
+        owners[index] = server
+        heapq.heappush(heap, (load + keys[index].size, server))
+    return owners, [load for load, _ in heap]
+
+
+def _joined(owned: Iterator[tuple[Range, int]]) -> Iterator[tuple[Range, int]]:
+    """Yield the ranges, consecutive ones of one owner as one."""
+    before: tuple[Range, int] | None = None
+    for part, owner in owned:
+        if before is not None and before[1] == owner and before[0].stop == part.start:
+            before = Range(before[0].start, part.stop), owner
+            continue
+        if before is not None:
+            yield before
+        before = part, owner
+    if before is not None:
+        yield before

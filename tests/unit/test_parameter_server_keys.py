@@ -1,0 +1,84 @@
+"""Keys tile the space, belong to one server each, and burden the servers alike."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcdist import models
+from hpcdist.arrays.layout import ALIGN_ELEMENTS, Layout, TensorSpec
+from hpcdist.arrays.ranges import Range
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.config import ModelConfig
+from hpcdist.strategies.parameter_server.keys import BALANCE, Partition, partition
+
+
+def layout_of(*sizes: int) -> Layout:
+    return Layout.of([TensorSpec(index // 3, f"w{index}", (size,)) for index, size in enumerate(sizes)])
+
+
+def loads(found: Partition) -> list[int]:
+    return [sum(part.size for part in found.parts(server)) for server in range(found.servers)]
+
+
+def check(layout: Layout, servers: int) -> Partition:
+    found = partition(layout, servers)
+    assert found == partition(layout, servers), "the same on every rank"
+    assert [0, *(key.stop for key in found.keys)] == [*(key.start for key in found.keys), layout.size], "keys tile"
+    assert all(key.start % ALIGN_ELEMENTS == 0 for key in found.keys)
+    assert set(found.owners) == set(range(servers)), "every server has a key"
+    ascending = sorted(part for server in range(servers) for part in found.parts(server))
+    assert [0, *(part.stop for part in ascending)] == [*(part.start for part in ascending), layout.size]
+    burden = loads(found)
+    assert max(burden) - min(burden) <= max(BALANCE * layout.size / servers, ALIGN_ELEMENTS)
+    check_messages(layout, found)
+    return found
+
+
+def check_messages(layout: Layout, found: Partition) -> None:
+    messages = found.messages(layout.units)
+    assert sum(part.size for part, _ in messages) == layout.size
+    assert all(any(part.intersect(own) == part for own in found.parts(server)) for part, server in messages)
+    inside = [
+        next(layer for layer, unit in layout.units.items() if part.intersect(unit) == part) for part, _ in messages
+    ]
+    assert inside == sorted(inside, reverse=True), "in the order in which backward completes the layers"
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(1, 9))
+def test_any_layout_and_number_of_servers(sizes: list[int], servers: int) -> None:
+    layout = layout_of(*sizes)
+    if layout.size // ALIGN_ELEMENTS < servers:
+        with pytest.raises(ConfigurationError, match=f"servers = {servers}.*use at most"):
+            partition(layout, servers)
+    else:
+        check(layout, servers)
+
+
+@pytest.mark.parametrize("servers", range(1, 9))
+@pytest.mark.parametrize("config", [ModelConfig(), ModelConfig(layers=1, hidden=64, heads=2), ModelConfig(kind="mlp")])
+def test_models_are_shared_within_a_hundredth(config: ModelConfig, servers: int) -> None:
+    inputs = {"context": 64} if config.kind == "gpt" else {"features": 96, "classes": 10}
+    layout = models.build(config, "float32", **inputs).layout
+    found = check(layout, servers)
+    burden = loads(found)
+    assert max(burden) <= 1.01 * layout.size / servers
+    assert len(found.keys) <= len(layout.segments) + 130 * servers, "no more cuts than the balance needs"
+
+
+def test_one_server_has_uncut_tensors_and_one_message_a_layer() -> None:
+    layout = layout_of(100, 5, 64, 300, 1, 2)
+    found = partition(layout, 1)
+    assert found.parts(0) == [Range(0, layout.size)]
+    assert found.messages(layout.units) == [(layout.units[1], 0), (layout.units[0], 0)]
+    assert len(found.keys) == len(layout.segments)
+
+
+def test_the_largest_go_first_to_the_least_loaded() -> None:
+    layout = layout_of(64, 128, 64)  # 128 to server 0, then both of 64 to server 1
+    found = partition(layout, 2)
+    assert found.owners == (1, 0, 1)
+
+
+def test_empty_tensors_are_no_keys() -> None:
+    layout = layout_of(64, 0, 64)
+    assert len(partition(layout, 2).keys) == 2
