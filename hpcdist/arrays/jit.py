@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, overload
 
+from hpcdist.arrays.device import is_device_array
 from hpcdist.errors import MissingCapabilityError
 
 _lock = threading.Lock()
@@ -71,8 +72,16 @@ class Kernel:
         return self._compiled
 
     def __call__(self, *args: Any) -> Any:
-        """Run the compiled function."""
-        return (self._compiled or self.compiled)(*args)
+        """Run the compiled function. Raises TypeError for an array on a GPU: the caller has missed its own branch."""
+        try:
+            return (self._compiled or self.compiled)(*args)
+        except Exception as error:
+            if any(is_device_array(arg) for arg in args):
+                raise TypeError(
+                    f"{self.__name__} is a loop of the CPU, and got an array on a GPU; "
+                    "ask hpcdist.arrays.backend.is_device and compute with its namespace there"
+                ) from error
+            raise
 
     def sample(self, arguments: Callable[..., tuple[Any, ...]]) -> None:
         """Register arguments with which `warm` calls the kernel, once for each set of types."""

@@ -49,12 +49,15 @@ class _Receive:
 
 
 class _Probed:
-    def __init__(self, letter: Letter) -> None:
-        self._letter = letter
+    def __init__(self, letter: Letter, handover: Handover) -> None:
+        self._letter, self._handover = letter, handover
         self.source, self.tag, self.nbytes = letter.source, letter.tag, letter.payload.nbytes
 
     def recv(self, buffer: Array) -> None:
-        _deliver(self._letter, buffer)
+        message, finish = self._handover.incoming(buffer)
+        _deliver(self._letter, message)
+        if finish is not None:
+            finish()
 
 
 class _Block:
@@ -138,7 +141,7 @@ class ThreadCommunicator(Endpoint):
         return _Receive(self, message, self._post(peer, tag))
 
     def _probe(self, peer: int, tag: int) -> Message:
-        return _Probed(self._arrived(self._post(peer, tag)))
+        return _Probed(self._arrived(self._post(peer, tag)), self.handover)
 
     def _poll(self, peer: int, tag: int) -> Message | None:
         wanted = Posted(peer, tag)
@@ -150,7 +153,7 @@ class ThreadCommunicator(Endpoint):
             if letter is None:
                 return None
             inbox.remove(letter)
-        return _Probed(letter)
+        return _Probed(letter, self.handover)
 
     def _idle(self, since: float) -> None:
         if self._group.failed:
@@ -222,7 +225,9 @@ class ThreadCommunicator(Endpoint):
             if group is None:
                 group = Group(len(members), self._group.deadline_s, failed=self._group.failed)
                 self._group.children[name] = group
-        return ThreadCommunicator(group, name, members.index(self.rank), self.declared_node)
+        child = ThreadCommunicator(group, name, members.index(self.rank), self.declared_node)
+        child.handover = self.handover
+        return child
 
     def _first_of_node(self) -> int:
         return 0

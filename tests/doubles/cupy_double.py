@@ -1,0 +1,502 @@
+"""A strict double of cupy: arrays whose memory the host reaches only by transfers that are counted.
+
+Its own class over numpy memory, never a subclass: numpy functions, numba kernels, buffers of messages and `np.asarray`
+cannot get at the data by accident. What cupy refuses is refused with the same type of error; what cupy does quietly
+(a copy to the host in `float(x)`, a transfer of an index) is either counted or refused too. Only what cupy has exists
+here, by the names of `__all__`; `tests/gpu` and `tests/unit/test_gpu_double.py` hold the list against the real thing.
+"""
+
+import operator
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+H2D, D2H, SYNCHRONISE = "to device", "to host", "synchronise"
+# Frames that only pass a call on: the site is the one above them.
+_QUIET = (__file__, "/arrays/backend.py", "/arrays/device.py", "/numpy/")
+
+
+@dataclass(frozen=True)
+class Event:
+    """A transfer or a wait: its kind, its bytes, ``module.function`` that asked for it, and the thread."""
+
+    kind: str
+    nbytes: int
+    site: str
+    thread: str
+
+
+class Log:
+    """Every event since the last `clear`, of all threads (ranks), and the threads whose kernels nobody waited for."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.pending: set[str] = set()
+
+    def clear(self) -> None:
+        self.events.clear()
+
+    def launch(self) -> None:
+        """A kernel was launched: its result is not there yet."""
+        self.pending.add(threading.current_thread().name)
+
+    def note(self, kind: str, nbytes: int = 0) -> None:
+        if kind == H2D:
+            self.launch()  # the copy is a part of the stream
+        else:
+            self.pending.discard(threading.current_thread().name)
+        frame = sys._getframe(1)
+        while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _QUIET):
+            frame = frame.f_back
+        site = f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"
+        self.events.append(Event(kind, nbytes, site, threading.current_thread().name))
+
+    def of(self, thread: str | None = None) -> list[Event]:
+        """The events of one thread, or of all."""
+        return [event for event in self.events if thread in (None, event.thread)]
+
+    def sites(self, thread: str | None = None) -> Counter[tuple[str, str]]:
+        """How often each (kind, site) happened."""
+        return Counter((event.kind, event.site) for event in self.of(thread))
+
+    def count(self, kind: str, thread: str | None = None) -> int:
+        return sum(event.kind == kind for event in self.of(thread))
+
+    def nbytes(self, kind: str, thread: str | None = None) -> int:
+        return sum(event.nbytes for event in self.of(thread) if event.kind == kind)
+
+
+LOG = Log()
+
+
+class _Flags:
+    def __init__(self, host: np.ndarray) -> None:
+        self.c_contiguous, self.f_contiguous = host.flags.c_contiguous, host.flags.f_contiguous
+        self.owndata = host.base is None
+
+
+class _Pointer:
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+def _device(host: Any) -> "ndarray":
+    """Show numpy memory as memory of the device; nothing is copied."""
+    made = object.__new__(ndarray)
+    made._host = np.asarray(host)  # a ufunc gives a scalar where cupy has an array ()
+    return made
+
+
+def _computed(host: Any) -> "ndarray":
+    """Return the result of a kernel."""
+    LOG.launch()
+    return _device(host)
+
+
+def _operand(value: Any) -> Any:
+    """Return what numpy computes with; arrays of the host and sequences would be copied quietly: refused."""
+    if isinstance(value, ndarray):
+        return value._host
+    if isinstance(value, bool | int | float | complex | np.generic):
+        return value
+    raise TypeError(f"Unsupported type {type(value)}")
+
+
+def _index(key: Any) -> Any:
+    parts = key if isinstance(key, tuple) else (key,)
+    for part in parts:
+        if isinstance(part, ndarray) and part.dtype == bool:
+            LOG.note(SYNCHRONISE)  # the size of the result is only known on the device
+        elif not (part is None or part is Ellipsis or isinstance(part, ndarray | int | np.integer | slice)):
+            raise TypeError(f"an index of {type(part)} is copied to the device quietly")
+    plain = tuple(part._host if isinstance(part, ndarray) else part for part in parts)
+    return plain if isinstance(key, tuple) else plain[0]
+
+
+def _into(out: Any) -> Any:
+    if out is None:
+        return None
+    if not isinstance(out, ndarray):
+        raise TypeError(f"return arrays must be of cupy.ndarray, not {type(out)}")
+    return out._host
+
+
+class ufunc:  # noqa: N801
+    """An elementwise function over arrays of the device and scalars."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self._function = name, getattr(np, name)
+
+    def __call__(self, *args: Any, out: Any = None, dtype: Any = None) -> "ndarray":
+        if not any(isinstance(arg, ndarray) for arg in args):
+            raise TypeError(f"cupy.{self.name} needs an array of the device, got {[type(arg) for arg in args]}")
+        target = _into(out)
+        with np.errstate(all="ignore"):  # a GPU warns of nothing
+            result = self._function(*map(_operand, args), **_given(out=target, dtype=dtype))
+        LOG.launch()
+        return out if out is not None else _device(result)
+
+    def at(self, array: "ndarray", indices: Any, values: Any = None) -> None:
+        if self.name not in ("add", "subtract", "maximum", "minimum"):
+            raise NotImplementedError(f"`{self.name}.at` is not supported yet")
+        self._function.at(array._host, _index(indices), _operand(values))
+        LOG.launch()
+
+
+def _given(**keywords: Any) -> dict[str, Any]:
+    return {name: value for name, value in keywords.items() if value is not None}
+
+
+class ndarray:  # noqa: N801
+    """Memory of the device. Every way to the host is explicit and counted, or raises."""
+
+    __hash__ = None  # type: ignore[assignment]
+    _host: np.ndarray
+
+    def __init__(self, shape: Any, dtype: Any = float) -> None:
+        self._host = np.empty(shape, dtype)
+
+    dtype = property(lambda self: self._host.dtype)
+    shape = property(lambda self: self._host.shape)
+    strides = property(lambda self: self._host.strides)
+    ndim = property(lambda self: self._host.ndim)
+    size = property(lambda self: self._host.size)
+    nbytes = property(lambda self: self._host.nbytes)
+    itemsize = property(lambda self: self._host.itemsize)
+    flags = property(lambda self: _Flags(self._host))
+    data = property(lambda self: _Pointer(self._host.ctypes.data))
+    T = property(lambda self: _device(self._host.T))
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        pointer = (self._host.ctypes.data, False)
+        return {"shape": self.shape, "typestr": self.dtype.str, "version": 3, "data": pointer, "stream": 1}
+
+    # The ways to the host
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        raise TypeError(
+            "Implicit conversion to a NumPy array is not allowed. "
+            "Please use `.get()` to construct a NumPy array explicitly."
+        )
+
+    def __reduce__(self) -> Any:
+        raise TypeError("pickling an array of the device copies it quietly")
+
+    def get(self) -> np.ndarray:
+        LOG.note(D2H, self.nbytes)
+        return self._host.copy()
+
+    def set(self, values: Any) -> None:
+        if not isinstance(values, np.ndarray):
+            raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
+        if values.dtype != self.dtype:
+            raise TypeError(f"{values.dtype} array cannot be set to {self.dtype} array")
+        if values.shape != self.shape:
+            raise ValueError(f"Shape mismatch. Old shape: {self.shape}, new shape: {values.shape}")
+        if not (self.flags.c_contiguous or self.flags.f_contiguous):
+            raise RuntimeError("Cannot set to non-contiguous array")
+        LOG.note(H2D, values.nbytes)
+        self._host[...] = values
+
+    def item(self) -> Any:
+        LOG.note(D2H, self.nbytes)
+        return self._host.item()
+
+    def tolist(self) -> Any:
+        LOG.note(D2H, self.nbytes)
+        return self._host.tolist()
+
+    def __bool__(self) -> bool:
+        LOG.note(D2H, self.nbytes)
+        return bool(self._host)
+
+    def __int__(self) -> int:
+        LOG.note(D2H, self.nbytes)
+        return int(self._host)
+
+    def __float__(self) -> float:
+        LOG.note(D2H, self.nbytes)
+        return float(self._host)
+
+    def __index__(self) -> int:
+        LOG.note(D2H, self.nbytes)
+        return operator.index(self._host)
+
+    def __repr__(self) -> str:  # of a failed test: no transfer
+        return f"<array of the device, {self.shape} {self.dtype}>"
+
+    # On the device
+    def __len__(self) -> int:
+        return len(self._host)
+
+    def __iter__(self) -> Iterator["ndarray"]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, key: Any) -> "ndarray":
+        result = self._host[_index(key)]
+        if not np.may_share_memory(result, self._host):
+            LOG.launch()  # gathered, not a view
+        return _device(result)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(value, np.ndarray):
+            if value.ndim:
+                raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
+            value = value[()]
+        with np.errstate(all="ignore"):
+            self._host[_index(key)] = _operand(value)
+        LOG.launch()
+
+    def fill(self, value: Any) -> None:
+        self[...] = value
+
+    def copy(self) -> "ndarray":
+        return _computed(self._host.copy())
+
+    def view(self, dtype: Any = None) -> "ndarray":
+        return _device(self._host.view() if dtype is None else self._host.view(dtype))
+
+    def astype(self, dtype: Any, copy: bool = True) -> "ndarray":
+        with np.errstate(all="ignore"):
+            return _computed(self._host.astype(dtype, copy=copy))
+
+    def reshape(self, *shape: Any) -> "ndarray":
+        return _device(self._host.reshape(*shape))
+
+    def ravel(self) -> "ndarray":
+        return _device(self._host.ravel())
+
+    def transpose(self, *axes: Any) -> "ndarray":
+        return _device(self._host.transpose(*axes))
+
+    def swapaxes(self, first: int, second: int) -> "ndarray":
+        return _device(self._host.swapaxes(first, second))
+
+    def take(self, indices: Any, axis: int | None = None, out: Any = None) -> "ndarray":
+        if out is not None and out.dtype != self.dtype:
+            raise TypeError("Output dtype mismatch")
+        result = self._host.take(_operand(indices), axis, mode="wrap")  # cupy checks no index, it wraps around
+        LOG.launch()
+        if out is None:
+            return _device(result)
+        out._host[...] = result
+        return out
+
+    def sum(self, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False) -> "ndarray":
+        return self._reduced("sum", axis, out, keepdims, dtype)
+
+    def mean(self, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False) -> "ndarray":
+        return self._reduced("mean", axis, out, keepdims, dtype)
+
+    def max(self, axis: Any = None, out: Any = None, keepdims: bool = False) -> "ndarray":
+        return self._reduced("max", axis, out, keepdims)
+
+    def min(self, axis: Any = None, out: Any = None, keepdims: bool = False) -> "ndarray":
+        return self._reduced("min", axis, out, keepdims)
+
+    def all(self, axis: Any = None, out: Any = None, keepdims: bool = False) -> "ndarray":
+        return self._reduced("all", axis, out, keepdims)
+
+    def any(self, axis: Any = None, out: Any = None, keepdims: bool = False) -> "ndarray":
+        return self._reduced("any", axis, out, keepdims)
+
+    def _reduced(self, name: str, axis: Any, out: Any, keepdims: bool, dtype: Any = None) -> "ndarray":
+        given = _given(out=_into(out), dtype=dtype)
+        result = getattr(self._host, name)(axis=axis, keepdims=keepdims, **given)
+        LOG.launch()
+        return out if out is not None else _device(result)
+
+    def __array_ufunc__(self, function: np.ufunc, method: str, *inputs: Any, out: Any = (), **keywords: Any) -> Any:
+        ours = _UFUNCS.get(function.__name__)
+        if method not in ("__call__", "at") or ours is None:
+            return NotImplemented
+        if function is np.matmul:
+            return matmul(*inputs, out=out[0] if out else None)
+        return getattr(ours, method)(*inputs, **keywords, **({"out": out[0]} if out else {}))
+
+    def __array_function__(self, function: Callable[..., Any], types: Any, args: Any, keywords: Any) -> Any:
+        name = function.__name__
+        return globals()[name](*args, **keywords) if name in __all__ else NotImplemented
+
+
+_OPERATORS = (
+    ("add", "add"), ("sub", "subtract"), ("mul", "multiply"), ("truediv", "true_divide"), ("floordiv", "floor_divide"),
+    ("mod", "remainder"), ("pow", "power"), ("and", "bitwise_and"), ("or", "bitwise_or"), ("xor", "bitwise_xor"),
+    ("lshift", "left_shift"), ("rshift", "right_shift"),
+)  # fmt: skip
+_COMPARISONS = (
+    ("lt", "less"), ("le", "less_equal"), ("gt", "greater"), ("ge", "greater_equal"),
+    ("eq", "equal"), ("ne", "not_equal"),
+)  # fmt: skip
+_FUNCTIONS = (
+    "absolute", "exp", "floor", "invert", "isfinite", "isinf", "isnan", "log", "logical_and", "logical_not",
+    "logical_or", "maximum", "minimum", "negative", "sign", "sqrt", "square", "tanh",
+)  # fmt: skip
+_UFUNCS = {name: ufunc(name) for name in (*dict(_OPERATORS).values(), *dict(_COMPARISONS).values(), *_FUNCTIONS)}
+_UFUNCS["divide"] = _UFUNCS["true_divide"]
+globals().update(_UFUNCS)
+
+
+def _install() -> None:
+    for short, name in _OPERATORS:
+        function = _UFUNCS[name]
+        setattr(ndarray, f"__{short}__", lambda self, other, f=function: f(self, other))
+        setattr(ndarray, f"__r{short}__", lambda self, other, f=function: f(other, self))
+        setattr(ndarray, f"__i{short}__", lambda self, other, f=function: f(self, other, out=self))
+    for short, name in _COMPARISONS:
+        setattr(ndarray, f"__{short}__", lambda self, other, f=_UFUNCS[name]: f(self, other))
+    for short, name in (("neg", "negative"), ("abs", "absolute"), ("invert", "invert")):
+        setattr(ndarray, f"__{short}__", lambda self, f=_UFUNCS[name]: f(self))
+    ndarray.__matmul__ = lambda self, other: matmul(self, other)  # type: ignore[attr-defined]
+
+
+_install()
+
+
+# Functions of the module
+inf, nan, newaxis, pi = np.inf, np.nan, None, np.pi
+
+
+def empty(shape: Any, dtype: Any = float) -> ndarray:
+    """Uninitialised: filled with what shows when it is read before it is written."""
+    made = ndarray(shape, dtype)
+    made._host.reshape(-1).view(np.uint8)[...] = 0xFF  # NaN in every float, -1 in every integer
+    return made
+
+
+def zeros(shape: Any, dtype: Any = float) -> ndarray:
+    return _computed(np.zeros(shape, dtype))
+
+
+def ones(shape: Any, dtype: Any = float) -> ndarray:
+    return _computed(np.ones(shape, dtype))
+
+
+def arange(*bounds: Any, dtype: Any = None) -> ndarray:
+    return _computed(np.arange(*bounds, dtype=dtype))
+
+
+def asarray(values: Any, dtype: Any = None) -> ndarray:
+    """The explicit copy to the device; the same array where it is one of the device."""
+    if isinstance(values, ndarray):
+        return values if dtype in (None, values.dtype) else values.astype(dtype)
+    copied = np.array(values, dtype)
+    LOG.note(H2D, copied.nbytes)
+    return _device(copied)
+
+
+def asnumpy(array: Any) -> np.ndarray:
+    """The explicit copy to the host."""
+    return array.get() if isinstance(array, ndarray) else np.asarray(array)
+
+
+def ascontiguousarray(array: Any) -> ndarray:
+    return _computed(np.ascontiguousarray(_operand(array)))
+
+
+def matmul(left: Any, right: Any, out: Any = None) -> ndarray:
+    operands = (left, right) if out is None else (left, right, out)
+    if not all(isinstance(operand, ndarray) for operand in operands):
+        raise TypeError(f"cupy.matmul takes arrays of the device, got {[type(operand) for operand in operands]}")
+    if out is None:
+        return _computed(np.matmul(left._host, right._host))
+    np.matmul(left._host, right._host, out=out._host)
+    LOG.launch()
+    return out
+
+
+def where(condition: Any, x: Any, y: Any) -> ndarray:
+    return _computed(np.where(_operand(condition), _operand(x), _operand(y)))
+
+
+def take(array: Any, indices: Any, axis: int | None = None, out: Any = None) -> ndarray:
+    return array.take(indices, axis, out)
+
+
+def concatenate(arrays: Any, axis: int = 0) -> ndarray:
+    if not all(isinstance(array, ndarray) for array in arrays):
+        raise TypeError("Only cupy arrays can be concatenated")
+    return _computed(np.concatenate([array._host for array in arrays], axis))
+
+
+def may_share_memory(one: Any, other: Any) -> bool:
+    return np.may_share_memory(_operand(one), _operand(other))
+
+
+class cuda:  # noqa: N801
+    """Devices, the one stream, and events on it."""
+
+    class runtime:  # noqa: N801
+        class CUDARuntimeError(RuntimeError):
+            """What the driver complains of."""
+
+        @staticmethod
+        def getDeviceCount() -> int:
+            return 1
+
+    class Device:
+        def __init__(self, device: int = 0) -> None:
+            self.id = device
+
+        def use(self) -> None:
+            if self.id >= cuda.runtime.getDeviceCount():
+                raise cuda.runtime.CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
+
+    class Stream:
+        def synchronize(self) -> None:
+            LOG.note(SYNCHRONISE)
+
+    class Event:
+        def record(self) -> None:
+            self._time_s = time.perf_counter()
+
+        def synchronize(self) -> None:
+            LOG.note(SYNCHRONISE)
+
+    @staticmethod
+    def get_current_stream() -> "cuda.Stream":
+        return cuda.Stream()
+
+    @staticmethod
+    def get_elapsed_time(start: "cuda.Event", end: "cuda.Event") -> float:
+        """Milliseconds."""
+        return (end._time_s - start._time_s) * 1e3
+
+
+__all__ = [
+    "arange",
+    "asarray",
+    "ascontiguousarray",
+    "asnumpy",
+    "concatenate",
+    "cuda",
+    "empty",
+    "inf",
+    "matmul",
+    "may_share_memory",
+    "nan",
+    "ndarray",
+    "newaxis",
+    "ones",
+    "pi",
+    "take",
+    "ufunc",
+    "where",
+    "zeros",
+    *_UFUNCS,
+]
+
+
+def module() -> ModuleType:
+    """Return the double as the module that `hpcdist.arrays.device.cupy` would import: the names of cupy, no others."""
+    made = ModuleType("cupy")
+    vars(made).update({name: globals()[name] for name in __all__})
+    return made

@@ -1,0 +1,167 @@
+"""Collectives on arrays of the double: staged by counted copies, or passed on as pointers, always synchronised."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from hpcdist import collectives
+from hpcdist.arrays import backend
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.handover import Handover
+from hpcdist.comm.threads import run_threads
+
+COUNT = 1001
+# What an operation of the message layer stages: copies to the host, copies to the device.
+STAGED = {
+    "send": (1, 0),
+    "isend": (1, 0),
+    "recv": (0, 1),
+    "irecv": (0, 1),
+    "sendrecv": (1, 1),
+    "broadcast": (1, 1),
+    "allreduce": (1, 1),
+    "reduce_scatter": (1, 1),
+    "all_gather": (1, 1),
+    "all_to_all": (1, 1),
+}
+
+BOTH_WAYS = ("broadcast", "allreduce", "reduce_scatter", "all_gather")  # one buffer, brought and taken back
+
+
+class Watch:
+    """An event sink that counts operations, and asserts that no kernel is pending when one begins."""
+
+    def __init__(self, gpu: ModuleType) -> None:
+        self.gpu = gpu
+        self.counts: Counter[str] = Counter()
+        self.sent_bytes = 0
+
+    def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
+        if op in STAGED:
+            self.counts[op] += 1
+            self.sent_bytes += max(0, sent_bytes)
+            assert threading.current_thread().name not in self.gpu.LOG.pending, f"{op} begins while kernels write"
+        return 0
+
+    def end(self, token: int) -> None:
+        return
+
+
+Body = Callable[[Communicator, object], None]
+
+
+def run_on(
+    gpu: ModuleType, inputs: list[np.ndarray], body: Body, pointers: bool, nodes_of: int | None
+) -> list[tuple[np.ndarray, Watch]]:
+    """Run ``body`` on the double, one rank for each of ``inputs``; return what each buffer holds, and what was seen."""
+
+    def rank(comm: Communicator) -> tuple[object, Watch]:
+        watch = Watch(gpu)
+        comm.handover = Handover(device_pointers=pointers)  # type: ignore[attr-defined]
+        comm.nodes()
+        buffer = backend.place(inputs[comm.rank], "gpu")
+        comm.barrier()
+        if comm.rank == 0:
+            gpu.LOG.events.clear()
+        comm.barrier()
+        comm.events = watch  # type: ignore[misc]
+        body(comm, buffer)
+        return buffer, watch
+
+    results = run_threads(len(inputs), rank, nodes_of)
+    seen = list(gpu.LOG.events)
+    found = [(buffer.get(), watch) for buffer, watch in results]  # type: ignore[attr-defined]
+    gpu.LOG.events[:] = seen
+    return found
+
+
+def check_transfers(gpu: ModuleType, found: list[tuple[np.ndarray, Watch]], pointers: bool, outside: bool) -> None:
+    """The message layer's copies are the only ones: ``outside`` says that the algorithm never uses it."""
+    for rank, (_, watch) in enumerate(found):
+        name = f"rank {rank}"
+        to_host = sum(STAGED[op][0] * times for op, times in watch.counts.items())
+        to_device = sum(STAGED[op][1] * times for op, times in watch.counts.items())
+        waits = to_host + to_device - sum(watch.counts[op] for op in BOTH_WAYS)
+        if outside:
+            assert gpu.LOG.count(gpu.D2H, name) == gpu.LOG.count(gpu.H2D, name) == (len(found) > 1)
+            continue
+        assert gpu.LOG.count(gpu.SYNCHRONISE, name) == waits
+        assert gpu.LOG.count(gpu.D2H, name) == (0 if pointers else to_host)
+        assert gpu.LOG.count(gpu.H2D, name) == (0 if pointers else to_device)
+        if not pointers and not any(watch.counts[op] for op in ("all_to_all", *BOTH_WAYS)):
+            assert gpu.LOG.nbytes(gpu.D2H, name) == watch.sent_bytes
+
+
+CASES = [(algorithm, size) for algorithm in collectives.ALLREDUCE for size in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
+@pytest.mark.parametrize(("algorithm", "size"), CASES)
+def test_allreduce(gpu: ModuleType, algorithm: str, size: int, pointers: bool, rng: np.random.Generator) -> None:
+    nodes_of = 2 if algorithm == "hierarchical" else None
+    for dtype in ("float32", "float64", "float16"):
+        inputs = [rng.standard_normal(COUNT).astype(dtype) for _ in range(size)]
+        expected = inputs[0].copy()
+        for op in ("sum", "max"):
+
+            def body(comm: Communicator, buffer: object, op: str = op) -> None:
+                collectives.allreduce(comm, buffer, algorithm, op)  # type: ignore[arg-type]
+
+            def on_host(comm: Communicator, inputs: list[np.ndarray] = inputs, op: str = op) -> np.ndarray:
+                buffer = inputs[comm.rank].copy()
+                collectives.allreduce(comm, buffer, algorithm, op)
+                return buffer
+
+            expected = run_threads(size, on_host, nodes_of)[0]
+            found = run_on(gpu, inputs, body, pointers, nodes_of)
+            for values, _ in found:
+                assert values.dtype == dtype and values.tobytes() == expected.tobytes()
+            check_transfers(gpu, found, pointers, algorithm == "node_shared")
+
+
+SHARDED = [(algorithm, size) for algorithm in collectives.SHARDED for size in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
+@pytest.mark.parametrize(("algorithm", "size"), SHARDED)
+def test_shards(gpu: ModuleType, algorithm: str, size: int, pointers: bool, rng: np.random.Generator) -> None:
+    nodes_of = 2 if algorithm == "hierarchical" else None
+    inputs = [rng.integers(-9, 9, COUNT).astype(np.float32) for _ in range(size)]
+    sharding = collectives.SHARDED[algorithm]
+
+    def body(comm: Communicator, buffer: object) -> None:
+        shares = sharding.shares(comm, COUNT, 4)
+        sharding.reduce_scatter(comm, buffer, shares)  # type: ignore[arg-type]
+        sharding.all_gather(comm, buffer, shares)  # type: ignore[arg-type]
+
+    found = run_on(gpu, inputs, body, pointers, nodes_of)
+    for values, _ in found:
+        assert np.array_equal(values, np.sum(inputs, axis=0))
+    check_transfers(gpu, found, pointers, outside=False)
+
+
+@pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int64"])
+def test_messages(gpu: ModuleType, dtype: str, pointers: bool, rng: np.random.Generator) -> None:
+    inputs = [rng.integers(0, 99, COUNT).astype(dtype_of(dtype)) for _ in range(3)]
+
+    def body(comm: Communicator, buffer: object) -> None:
+        right, left = (comm.rank + 1) % 3, (comm.rank - 1) % 3
+        arrived = backend.empty(COUNT, inputs[0].dtype, "gpu")
+        comm.sendrecv(buffer, right, arrived, left)  # type: ignore[arg-type]
+        request = comm.irecv(buffer, left)  # type: ignore[arg-type]
+        comm.isend(arrived, right).wait()
+        request.wait()
+        comm.send(buffer, right)  # type: ignore[arg-type]
+        comm.probe(left).recv(arrived)
+        comm.broadcast(arrived, root=2)
+        buffer[...] = arrived  # type: ignore[index]
+
+    for values, _ in run_on(gpu, inputs, body, pointers, None):
+        # Three passes to the right bring every buffer home, and rank 2 broadcasts its own.
+        assert np.array_equal(values, inputs[2])
