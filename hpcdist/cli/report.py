@@ -1,27 +1,53 @@
-"""``hpcdist report``: what a run did."""
+"""``hpcdist report``: what a run did, or a sweep found."""
 
 import json
 from pathlib import Path
 
 import click
 
+from hpcdist.errors import UsageError
+
 
 @click.command("report")
-@click.argument("run_dir", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("place", metavar="RUN_DIR|RESULTS.h5", type=click.Path(path_type=Path))
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the curves into this file (.png, .pdf)."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
-def report(run_dir: Path, plot: Path | None, as_json: bool) -> None:
-    """Show loss, times and bytes of the training in RUN_DIR, which may be under way."""
+@click.option("--markdown", is_flag=True, help="Print the table of a sweep as Markdown.")
+def report(place: Path, plot: Path | None, as_json: bool, markdown: bool) -> None:
+    """Show loss, times and bytes of the training in RUN_DIR, or the table of the sweep in RESULTS.h5.
+
+    Either may be under way.
+    """
+    if as_json and markdown:
+        raise UsageError("--json and --markdown are two ways to print the same; choose one")
+    if place.is_file():
+        _sweep(place, plot, as_json, markdown)
+    elif markdown:
+        raise UsageError(f"--markdown prints the table of a sweep; {place} is not a results file")
+    else:
+        _run(place, plot, as_json)
+    if plot is not None and not (as_json or markdown):
+        click.echo(f"\nplot       {plot}")
+
+
+def _run(run_dir: Path, plot: Path | None, as_json: bool) -> None:
     from hpcdist.telemetry import report as reports  # late: --help must not load h5py
 
     found = reports.report(run_dir)
-    if as_json:
-        click.echo(json.dumps(reports.jsonable(found)))
-    else:
-        click.echo(reports.text(found))
+    click.echo(json.dumps(reports.jsonable(found)) if as_json else reports.text(found))
     if plot is not None:
         reports.plot(found, plot)
-        if not as_json:
-            click.echo(f"\nplot       {plot}")
+
+
+def _sweep(path: Path, plot: Path | None, as_json: bool, markdown: bool) -> None:
+    from hpcdist.bench import report as reports
+
+    found = reports.read(path)
+    if as_json:
+        click.echo(json.dumps(reports.jsonable(path, found)))
+    else:
+        click.echo(reports.markdown(found) if markdown else reports.text(path, found))
+    if plot is not None:
+        reports.plot(found, plot)

@@ -33,7 +33,7 @@ def command(ranks: int, mpi_args: str, grace: float, dry_run: bool, command: tup
     """
     _check(command)
     found = mpirun.find()
-    settings = {**mpirun.settings(found), **_importable()}
+    settings = {**mpirun.settings(found), **importable()}
     program = [sys.executable, "-P", "-m", "hpcdist", *command]
     if dry_run:
         line = mpirun.command(found, ranks, program, settings, shlex.split(mpi_args))
@@ -61,7 +61,7 @@ def _check(command: tuple[str, ...]) -> None:
         )
 
 
-def _importable() -> dict[str, str]:
+def importable() -> dict[str, str]:
     """Return what the ranks need to import the same hpcdist as this process, be it installed or a clone."""
     home = str(Path(hpcdist.__file__).resolve().parents[1])
     if home in {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib")}:

@@ -1,0 +1,1 @@
+"""Measuring many configurations: sweeps of whole trainings, each in processes of its own, and the report of a sweep."""

@@ -1,0 +1,181 @@
+"""The results of a sweep: one HDF5 file with every figure that was measured, and every trial that failed.
+
+    /                            provenance
+    /trials/<id>                 name, ranks, recipe (TOML): one configuration
+    /trials/<id>/repeat-<n>      status, exit_code, reason, wall_s, ...; iteration, rank, step_s (iteration, rank), ...
+    /trials/<id>/repeat-<n>/summary
+
+A trial is appended to a copy that then takes the place of the file: whoever reads, or kills the writer, meets the file
+before or after a trial, never between.
+"""
+
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.bench.sweep import Trial
+from hpcdist.bench.trial import ITERATION, Outcome, Sample
+from hpcdist.errors import StorageError
+from hpcdist.hdf5 import files
+
+SCHEMA: Final = "hpcdist.bench"
+VERSION: Final = 1
+TRIALS: Final = "trials"
+SUMMARY: Final = "summary"
+_REPEAT: Final = "repeat-"
+_NOT_PROVENANCE: Final = ("schema", "schema_version", "NX_class")
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """One start of a configuration; ``samples`` are (iteration, rank) or (iteration,), NaN where not measured."""
+
+    number: int
+    status: str
+    exit_code: int
+    reason: str
+    wall_s: float
+    git_commit: str
+    summary: Mapping[str, Any]  # flat: "peak_bytes.gradients"; None where not measured
+    samples: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A recipe on a number of ranks, and its repeats by number."""
+
+    id: str
+    name: str
+    ranks: int
+    recipe: str
+    repeats: tuple[Repeat, ...]
+
+
+@dataclass(frozen=True)
+class Results:
+    """A results file in memory; configurations in the order of their sweep, few ranks first."""
+
+    provenance: Mapping[str, str]
+    configurations: tuple[Configuration, ...]
+
+
+def prepare(path: Path, provenance: Mapping[str, str]) -> None:
+    """Make the file at ``path``, or see that the one there is a results file. Raises StorageError."""
+    if path.exists():
+        files.open_read(path, SCHEMA, VERSION).close()
+        return
+    with files.edit(path, SCHEMA, VERSION) as file:
+        file.attrs.update({**provenance, "NX_class": "NXroot"})
+        file.create_group(TRIALS).attrs["NX_class"] = "NXentry"
+
+
+def append(path: Path, trial: Trial, position: int, repeat: int, outcome: Outcome, git_commit: str) -> None:
+    """Put one trial into the prepared file ``path``, in place of an earlier try of the same.
+
+    ``position`` is that of the configuration in its sweep. Raises StorageError; the file is then as it was before.
+    """
+    copy = path.with_name(path.name + ".next")
+    try:
+        shutil.copyfile(path, copy)
+        with files.edit(copy, SCHEMA, VERSION) as file:
+            group = file.require_group(f"{TRIALS}/{trial.id}")
+            group.attrs.update({"name": trial.name, "ranks": trial.ranks, "recipe": trial.recipe, "position": position})
+            name = f"{_REPEAT}{repeat}"
+            if name in group:
+                del group[name]
+            _write(group.create_group(name), trial.ranks, outcome, git_commit)
+        os.replace(copy, path)
+    except OSError as error:
+        copy.unlink(missing_ok=True)
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _write(group: Any, ranks: int, outcome: Outcome, git_commit: str) -> None:
+    said = {name: getattr(outcome, name) for name in ("status", "started_utc", "exit_code", "reason", "stderr_tail")}
+    group.attrs.update({**said, "wall_s": outcome.wall_s, "git_commit": git_commit, "mpi_library": outcome.mpi_library})
+    if not outcome.samples:
+        return
+    group.attrs.update({"NX_class": "NXdata", "signal": "step_s", "axes": [ITERATION, "rank"]})
+    group.create_group(SUMMARY).attrs.update(dict(_flat(outcome.summary)))
+    group.create_dataset("rank", data=np.arange(ranks)).make_scale("rank")
+    _dataset(group, ITERATION, outcome.samples[ITERATION]).make_scale(ITERATION)
+    for name, sample in outcome.samples.items():
+        if name != ITERATION:
+            dataset = _dataset(group, name, sample)
+            for dim, scale in zip(dataset.dims, (ITERATION, "rank"), strict=False):
+                dim.attach_scale(group[scale])
+
+
+def _dataset(group: Any, name: str, sample: Sample) -> Any:
+    dataset = group.create_dataset(name, data=sample.values)
+    dataset.attrs.update({"units": sample.units, "long_name": sample.meaning})
+    return dataset
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the scalars of a summary by dotted name: NaN for None, and nothing that HDF5 has no attribute for."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value is None:
+            yield prefix + name, math.nan
+        elif isinstance(value, str | bool | int | float) and name != "run_dir":  # a directory that is gone
+            yield prefix + name, value
+
+
+def statuses(path: Path) -> dict[tuple[str, int], str]:
+    """Return the status of every trial in the file by (id, repeat). Raises StorageError."""
+    return {
+        (configuration.id, repeat.number): repeat.status
+        for configuration in read(path).configurations
+        for repeat in configuration.repeats
+    }
+
+
+def read(path: Path) -> Results:
+    """Read a results file; its sweep may be under way. Raises StorageError."""
+    with files.open_read(path, SCHEMA, VERSION) as file:
+        try:
+            provenance = {name: _plain(value) for name, value in file.attrs.items() if name not in _NOT_PROVENANCE}
+            groups = sorted(file[TRIALS].values(), key=lambda group: (group.attrs["ranks"], group.attrs["position"]))
+            return Results(provenance, tuple(_configuration(group) for group in groups))
+        except files.FAILURES as error:
+            raise StorageError(f"{path}: is damaged: {error}") from error
+
+
+def _configuration(group: Any) -> Configuration:
+    repeats = [_repeat(int(name.removeprefix(_REPEAT)), member) for name, member in group.items()]
+    return Configuration(
+        group.name.rpartition("/")[2],
+        str(group.attrs["name"]),
+        int(group.attrs["ranks"]),
+        str(group.attrs["recipe"]),
+        tuple(sorted(repeats, key=lambda repeat: repeat.number)),
+    )
+
+
+def _repeat(number: int, group: Any) -> Repeat:
+    attributes = group.attrs
+    return Repeat(
+        number,
+        str(attributes["status"]),
+        int(attributes["exit_code"]),
+        str(attributes["reason"]),
+        float(attributes["wall_s"]),
+        str(attributes["git_commit"]),
+        {name: _plain(value) for name, value in group[SUMMARY].attrs.items()} if SUMMARY in group else {},
+        {name: member[...] for name, member in group.items() if name not in (SUMMARY, "rank")},
+    )
+
+
+def _plain(value: Any) -> Any:
+    plain = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    return None if isinstance(plain, float) and math.isnan(plain) else plain

@@ -1,0 +1,132 @@
+"""The trials of a sweep one after the other: what is left of them, in which order, within which time."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from hpcdist.bench import results
+from hpcdist.bench.sweep import Trial
+from hpcdist.bench.trial import FAILED, OK, Outcome
+
+# (trial, limit in seconds) -> how it ended
+Measure = Callable[[Trial, float], Outcome]
+MARGIN: Final = 1.1  # a repeat may take a little longer than the ones before
+
+
+class Stopped(BaseException):
+    """Somebody asked this process to stop: the trial under way is ended, and not recorded."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A repeat of a trial; ``status`` is that in the results file, "" where it is to be run."""
+
+    trial: Trial
+    position: int
+    repeat: int
+    status: str
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How many trials of the sweep are recorded as ok and failed, and how many were left for another time."""
+
+    ok: int
+    failed: int
+    left: int
+
+
+def plan(trials: Sequence[Trial], repeats: int, path: Path, retry_failed: bool) -> list[Item]:
+    """Return all trials in the order in which they are run: repeat by repeat, every second one backwards.
+
+    So a machine that becomes slower with time does so for all configurations alike. Raises StorageError when the
+    file at ``path`` exists and is none of results.
+    """
+    known = results.statuses(path) if path.exists() else {}
+    items = []
+    for repeat in range(repeats):
+        numbered = list(enumerate(trials))
+        for position, trial in numbered if repeat % 2 == 0 else reversed(numbered):
+            status = known.get((trial.id, repeat), "")
+            items.append(Item(trial, position, repeat, "" if status == FAILED and retry_failed else status))
+    return items
+
+
+@dataclass(frozen=True)
+class Limits:
+    """``trial_s`` for each trial, ``budget_s`` for all of this call."""
+
+    trial_s: float
+    budget_s: float = float("inf")
+
+
+def run(
+    items: Sequence[Item],
+    path: Path,
+    measure: Measure,
+    limits: Limits,
+    provenance: Mapping[str, str],
+    say: Callable[[str], None],
+) -> Tally:
+    """Run the items that are not recorded yet and append each to the results at ``path`` (local).
+
+    A failed trial does not end the sweep. An item that would not end within the budget, going by how long its other
+    repeats took (or the longest trial so far), is left, and so is all that is not done when `Stopped` is raised.
+    """
+    results.prepare(path, provenance)
+    end = time.monotonic() + limits.budget_s
+    done: dict[tuple[str, int], str] = {(item.trial.id, item.repeat): item.status for item in items if item.status}
+    walls = _walls(path)
+    try:
+        for number, item in enumerate(items, 1):
+            what = f"[{number}/{len(items)}] {item.trial.name} on {item.trial.ranks} ranks, repeat {item.repeat + 1}"
+            remaining = end - time.monotonic()
+            if item.status:
+                continue
+            if _expected(walls, item.trial.id) > remaining:
+                say(f"{what}: left, it would not end within the budget")
+                continue
+            outcome = measure(item.trial, min(limits.trial_s, remaining))
+            if outcome.status == FAILED and time.monotonic() >= end:
+                say(f"{what}: left, it was ended with the budget")
+                continue
+            results.append(path, item.trial, item.position, item.repeat, outcome, provenance.get("git_commit", ""))
+            done[item.trial.id, item.repeat] = outcome.status
+            walls.setdefault(item.trial.id, []).append(outcome.wall_s)
+            say(f"{what}: {_told(outcome)}")
+    except Stopped:
+        say("stopped; the trial under way is not recorded, and the next call goes on with it")
+    counts = list(done.values())
+    return Tally(counts.count(OK), counts.count(FAILED), len(items) - len(counts))
+
+
+def anonymous(outcome: Outcome, hosts: Sequence[str]) -> Outcome:
+    """Return ``outcome`` without the names of hosts in its texts."""
+    reason, tail = outcome.reason, outcome.stderr_tail
+    for host in hosts:
+        reason, tail = reason.replace(host, "HOST"), tail.replace(host, "HOST")
+    return replace(outcome, reason=reason, stderr_tail=tail)
+
+
+def _walls(path: Path) -> dict[str, list[float]]:
+    """Return how long the trials in the file took, by id."""
+    return {
+        configuration.id: [repeat.wall_s for repeat in configuration.repeats]
+        for configuration in results.read(path).configurations
+    }
+
+
+def _expected(walls: Mapping[str, Sequence[float]], trial: str) -> float:
+    """Return the seconds that a trial may take: nothing is known of the first."""
+    known = walls.get(trial) or [wall_s for others in walls.values() for wall_s in others]
+    return MARGIN * max(known, default=0.0)
+
+
+def _told(outcome: Outcome) -> str:
+    if outcome.status == FAILED:
+        return f"FAILED after {outcome.wall_s:.1f} s, {outcome.reason}"
+    rate = outcome.summary.get("tokens_per_s")
+    speed = "speed not measured" if rate is None else f"{rate:,.0f} tokens/s"
+    return f"ok, {speed}, {outcome.wall_s:.1f} s in all"

@@ -1,0 +1,242 @@
+"""What a sweep measures: a TOML file, expanded into trials.
+
+    [sweep]
+    ranks = [2, 4]
+    repeats = 3
+    recipe = "base.toml"                            # or the sections themselves, as [recipe.model]
+
+    [axes]                                          # every combination of these values
+    communication.bucket_bytes = [1048576, 4194304]
+
+    [[trial]]                                       # what sets several keys at once; each meets every combination
+    name = "ring"
+    ranks = [4]                                     # instead of those of [sweep]
+    communication.algorithm = "ring"
+
+    [[exclude]]                                     # drops the trials that meet all of its conditions
+    ranks = 2
+    communication.bucket_bytes = [1048576]          # any of these
+
+Keys are those of recipes; values must be of the types that a recipe has.
+"""
+
+import difflib
+import hashlib
+import itertools
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from hpcdist.errors import ConfigurationError
+
+TABLES: Final = ("sweep", "recipe", "axes", "trial", "exclude")
+HEAD: Final = ("ranks", "repeats", "recipe")
+
+
+class Resolved(NamedTuple):
+    """A recipe with every key: as TOML, and as values by key."""
+
+    text: str
+    values: Mapping[str, Any]
+
+
+# Puts the settings of a trial (by key) over the base recipe; raises ConfigurationError for what cannot be run.
+Resolve = Callable[[Mapping[str, Any]], Resolved]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A ``[[trial]]`` table; ``ranks`` is empty where those of the sweep count."""
+
+    name: str
+    settings: Mapping[str, Any]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep file as it was written. ``recipe`` is the path of the base recipe, or its sections."""
+
+    path: Path
+    ranks: tuple[int, ...]
+    repeats: int
+    recipe: Path | Mapping[str, Any]
+    axes: Mapping[str, list[Any]]
+    variants: tuple[Variant, ...]
+    excludes: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One configuration on one number of ranks; ``id`` depends on nothing but these two."""
+
+    id: str
+    name: str
+    ranks: int
+    settings: Mapping[str, Any]
+    recipe: str  # resolved, as TOML
+
+
+def read(path: Path) -> Sweep:
+    """Read a sweep file. Raises ConfigurationError when it is not one."""
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"sweep {path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"sweep {path} is not valid TOML: {error}") from error
+    _check_names(tree, TABLES, f"sweep {path}")
+    head = _table(tree, "sweep", path)
+    _check_names(head, HEAD, f"[sweep] of {path}")
+    repeats = head.get("repeats", 1)
+    if not _is_count(repeats):
+        raise ConfigurationError(f"sweep.repeats = {repeats!r} in {path}; give a whole number of at least 1")
+    axes = dict(_flat(_table(tree, "axes", path)))
+    for key, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigurationError(f"axes.{key} = {values!r} in {path}; give a list of one value or more")
+    variants = tuple(_variants(tree.get("trial", []), axes, path))
+    # A sweep whose trials all name their ranks needs none of its own.
+    named = bool(variants) and all(variant.ranks for variant in variants)
+    ranks = () if named and "ranks" not in head else _ranks(head.get("ranks"), f"sweep.ranks in {path}")
+    excludes = tuple(dict(_flat(table)) for table in _list_of_tables(tree.get("exclude", []), "exclude", path))
+    return Sweep(path, ranks, repeats, _base(tree, head, path), axes, variants, excludes)
+
+
+def _base(tree: Mapping[str, Any], head: Mapping[str, Any], path: Path) -> Path | Mapping[str, Any]:
+    named, sections = head.get("recipe"), _table(tree, "recipe", path)
+    if named is None:
+        return sections
+    if not isinstance(named, str) or sections:
+        raise ConfigurationError(
+            f"sweep.recipe = {named!r} in {path}; name one recipe file, or leave it out and write [recipe.*] sections"
+        )
+    return path.parent / Path(named).expanduser()
+
+
+def _variants(tables: Any, axes: Mapping[str, Any], path: Path) -> Iterator[Variant]:
+    names: set[str] = set()
+    for number, table in enumerate(_list_of_tables(tables, "trial", path), 1):
+        settings = dict(table)
+        name = settings.pop("name", None)
+        if not isinstance(name, str) or not name or name in names:
+            raise ConfigurationError(f"[[trial]] {number} of {path} has name = {name!r}; give each a name of its own")
+        names.add(name)
+        ranks = _ranks(settings.pop("ranks"), f"ranks of trial {name!r} in {path}") if "ranks" in settings else ()
+        flat = dict(_flat(settings))
+        both = sorted(flat.keys() & axes.keys())
+        if both:
+            raise ConfigurationError(f"{both[0]} is an axis of {path} and set by its trial {name!r}; keep one of them")
+        yield Variant(name, flat, ranks)
+
+
+def expand(sweep: Sweep, resolve: Resolve) -> list[Trial]:
+    """Return the trials of ``sweep`` in the order of the file.
+
+    Raises ConfigurationError for a key, type or value that ``resolve`` refuses, for two trials that are the same, and
+    when nothing is left.
+    """
+    excludes = _excludes(sweep, resolve)
+    trials: dict[str, Trial] = {}
+    for variant in sweep.variants or (Variant("", {}, ()),):
+        for values in itertools.product(*sweep.axes.values()):
+            choice = dict(zip(sweep.axes, values, strict=True))
+            settings = {**variant.settings, **choice}
+            name = " ".join([*([variant.name] if variant.name else []), *_labels(choice)]) or "base"
+            for ranks in variant.ranks or sweep.ranks:
+                if not any(_meets(conditions, variant.name, ranks, settings) for conditions in excludes):
+                    trial = _trial(sweep, name, ranks, settings, resolve)
+                    if trial.id in trials:
+                        raise ConfigurationError(
+                            f"trials {trials[trial.id].name!r} and {name!r} of {sweep.path} are the same configuration "
+                            f"on {ranks} ranks; remove one"
+                        )
+                    trials[trial.id] = trial
+    if not trials:
+        raise ConfigurationError(f"sweep {sweep.path} has no trial left; loosen its [[exclude]] tables")
+    return list(trials.values())
+
+
+def _trial(sweep: Sweep, name: str, ranks: int, settings: Mapping[str, Any], resolve: Resolve) -> Trial:
+    try:
+        text = resolve(settings).text
+    except ConfigurationError as error:
+        raise ConfigurationError(f"trial {name!r}: {error}") from error
+    digest = hashlib.blake2b(f"{ranks}\n{text}".encode(), digest_size=6).hexdigest()
+    return Trial(digest, name, ranks, settings, text)
+
+
+def _excludes(sweep: Sweep, resolve: Resolve) -> list[Mapping[str, Any]]:
+    """Return the conditions of the ``[[exclude]]`` tables, their keys checked, each with the value of the base recipe.
+
+    A condition is the list of values that meet it, and the value that a trial has which does not set the key.
+    """
+    if not sweep.excludes:
+        return []
+    base = resolve({}).values
+    found: list[Mapping[str, Any]] = []
+    for conditions in sweep.excludes:
+        for key, value in conditions.items():
+            if key not in base and key not in ("ranks", "trial"):
+                resolve({key: value})  # raises, and knows the nearest key
+                raise ConfigurationError(f"[[exclude]] of {sweep.path}: {key} is no key of a recipe")
+        found.append({key: (_as_list(value), base.get(key)) for key, value in conditions.items()})
+    return found
+
+
+def _meets(conditions: Mapping[str, Any], name: str, ranks: int, settings: Mapping[str, Any]) -> bool:
+    actual = {**settings, "ranks": ranks, "trial": name}
+    return all(actual.get(key, unset) in values for key, (values, unset) in conditions.items())
+
+
+def _labels(choice: Mapping[str, Any]) -> list[str]:
+    """Return key=value of each axis, the key without its section where no other axis has the same."""
+    leaves = [key.rpartition(".")[2] for key in choice]
+    short = {key: leaf if leaves.count(leaf) == 1 else key for key, leaf in zip(choice, leaves, strict=True)}
+    return [f"{short[key]}={value}" for key, value in choice.items()]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _ranks(value: Any, what: str) -> tuple[int, ...]:
+    counts = _as_list(value)
+    if not counts or not all(_is_count(count) for count in counts):
+        raise ConfigurationError(f"{what} = {value!r}; give a list of numbers of ranks, such as [2, 4]")
+    return tuple(counts)
+
+
+def _table(tree: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
+    table = tree.get(name, {})
+    if not isinstance(table, dict):
+        raise ConfigurationError(f"{name} = {table!r} in {path}; write a table, [{name}]")
+    return table
+
+
+def _list_of_tables(tables: Any, name: str, path: Path) -> list[Mapping[str, Any]]:
+    if not isinstance(tables, list) or not all(isinstance(table, dict) and table for table in tables):
+        raise ConfigurationError(f"{name} in {path} must be tables with keys, each under a line [[{name}]]")
+    return tables
+
+
+def _check_names(table: Iterable[str], known: tuple[str, ...], place: str) -> None:
+    for name in table:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            cure = f"the nearest known is {close[0]!r}" if close else f"known are: {', '.join(known)}"
+            raise ConfigurationError(f"unknown name {name!r} in {place}; {cure}")

@@ -1,0 +1,145 @@
+"""`hpcdist bench`: what configurations cost, measured one after the other."""
+
+import functools
+import json
+import os
+import shlex
+import signal
+import socket
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpcdist.errors import FAILURE, OK, REQUEUE, UsageError
+
+if TYPE_CHECKING:  # late at run time: --help must not load h5py
+    from hpcdist.bench.series import Item, Limits, Tally
+    from hpcdist.bench.sweep import Resolve, Sweep, Trial
+    from hpcdist.bench.trial import Outcome
+
+
+@click.group()
+def command() -> None:
+    """Measure configurations of a training."""
+
+
+@command.command()
+@click.argument("sweep_file", metavar="SWEEP.toml", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("results.h5"),
+    help="HDF5 file that the results are appended to.",
+)
+@click.option("--limit-s", type=click.FloatRange(min=1.0), default=600.0, help="Seconds that a trial may take.")
+@click.option("--budget-s", type=click.FloatRange(min=1.0), help="Seconds that this call may take; the rest is left.")
+@click.option("--retry-failed", is_flag=True, help="Run trials again that are recorded as failed.")
+@click.option("--anonymous", is_flag=True, help="Leave the names of hosts out of the results.")
+@click.option("--dry-run", is_flag=True, help="Print the trials and the command of each, and start nothing.")
+def sweep(
+    sweep_file: Path,
+    output: Path,
+    limit_s: float,
+    budget_s: float | None,
+    retry_failed: bool,
+    anonymous: bool,
+    dry_run: bool,
+) -> int:
+    """Train every configuration of SWEEP.toml on every number of ranks, and keep what each step took.
+
+    Trials that OUTPUT holds already are not run again, so the same command goes on after an end of any kind. Exit code
+    0 when all trials are recorded as ok, 1 when any failed (the sweep goes on all the same), 75 when some are left for
+    the next call: the budget was spent, or SIGTERM or SIGUSR1 came. `hpcdist report OUTPUT` shows the table.
+    """
+    from hpcdist.bench import series
+    from hpcdist.bench import sweep as sweeps
+
+    _check_alone()
+    wanted = sweeps.read(sweep_file)
+    items = series.plan(sweeps.expand(wanted, _resolver(wanted)), wanted.repeats, output, retry_failed)
+    if dry_run:
+        _show(items)
+        return OK
+    tally = _run(items, output, series.Limits(limit_s, budget_s or float("inf")), anonymous)
+    click.echo(f"{tally.ok} ok, {tally.failed} failed, {tally.left} left; `hpcdist report {output}`", err=True)
+    return REQUEUE if tally.left else FAILURE if tally.failed else OK
+
+
+def _check_alone() -> None:
+    from hpcdist.comm import launcher
+
+    said = launcher.announced()
+    if said is not None and said.size > 1:
+        raise UsageError(
+            f"this process is one of {said.size} ranks of {said.launcher}, and a sweep starts ranks itself; run it "
+            "as one process"
+        )
+
+
+def _resolver(wanted: "Sweep") -> "Resolve":
+    """Return what puts the settings of a trial over the base recipe, as `train` would put `--set` over a recipe."""
+    from hpcdist.bench.sweep import Resolved
+    from hpcdist.training import recipe as recipes
+    from hpcdist.training import settings
+
+    known, place, folder = recipes.defaults(), f"sweep {wanted.path}", wanted.path.parent
+    inline = None if isinstance(wanted.recipe, Path) else settings.table(wanted.recipe, place, known, folder)
+
+    def resolve(values: Mapping[str, Any]) -> Resolved:
+        base = wanted.recipe if isinstance(wanted.recipe, Path) else inline
+        recipe = recipes.load(base, settings.table(values, place, known, folder)).recipe
+        return Resolved(recipes.dump(recipe), recipes.flat(recipe))
+
+    return resolve
+
+
+def _run(items: "list[Item]", output: Path, limits: "Limits", anonymous: bool) -> "Tally":
+    """Run the items, each with files in a directory of its own, under signals that ask for an end."""
+    from hpcdist.bench import series, trial
+    from hpcdist.telemetry.provenance import provenance
+
+    environment, hosts = _environment(), [socket.gethostname()]
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+
+    def measure(of: "Trial", limit_s: float) -> "Outcome":
+        with tempfile.TemporaryDirectory(prefix="hpcdist-bench-") as folder:
+            outcome = trial.run(of, Path(folder), limit_s, trial.command, environment)
+        return series.anonymous(outcome, hosts) if anonymous else outcome
+
+    try:
+        say = functools.partial(click.echo, err=True)
+        return series.run(items, output, measure, limits, provenance(anonymous=anonymous), say)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, frame: object) -> None:
+    from hpcdist.bench.series import Stopped
+
+    raise Stopped
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a trial: its recipe is complete, and no variable may change it."""
+    from hpcdist.cli.run import importable
+    from hpcdist.training.settings import PREFIX
+
+    return {name: value for name, value in {**os.environ, **importable()}.items() if not name.startswith(PREFIX)}
+
+
+def _show(items: "list[Item]") -> None:
+    """Print the trials in their order, and below the command of each."""
+    from hpcdist.bench import trial
+
+    for number, item in enumerate(items, 1):
+        state = f"recorded: {item.status}" if item.status else "to run"
+        settings = " ".join(f"{key}={json.dumps(value)}" for key, value in item.trial.settings.items())
+        where = f"{item.trial.id} {item.trial.name} on {item.trial.ranks} ranks, repeat {item.repeat + 1}"
+        click.echo(f"[{number}/{len(items)}] {where} ({state}): {settings}")
+    for ranks in sorted({item.trial.ranks for item in items}):
+        click.echo(shlex.join(trial.command(ranks, Path("RECIPE"), Path("RUN_DIR"))))
