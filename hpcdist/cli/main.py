@@ -14,6 +14,7 @@ from hpcdist.errors import INTERRUPTED, HpcdistError
 # name -> (where its click command is, what the overview says of it)
 COMMANDS: Final = {
     "run": ("hpcdist.cli.run:command", "Start a command on N ranks with this environment's mpirun."),
+    "submit": ("hpcdist.cli.submit:command", "Submit the training of a recipe to Slurm."),
     "train": ("hpcdist.cli.train:command", "Train the model of a recipe."),
     "evaluate": ("hpcdist.cli.evaluate:command", "Print the validation loss of a trained model."),
     "sample": ("hpcdist.cli.sample:command", "Print text from a trained model."),

@@ -20,11 +20,14 @@ from hpcdist.errors import OK, UsageError
     "run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, no_args_is_help=True
 )
 @click.option("-n", "--ranks", type=click.IntRange(min=1), required=True, help="Number of ranks.")
+@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Ranks on each node.  [default: the launcher's]")
 @click.option("--mpi-args", default="", help="Further options of mpirun, in one string; they win over ours.")
 @click.option("--grace", default=30.0, type=click.FloatRange(min=0.0), help="Seconds the ranks have to save and stop.")
 @click.option("--dry-run", is_flag=True, help="Print the command line and start nothing.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def command(ranks: int, mpi_args: str, grace: float, dry_run: bool, command: tuple[str, ...]) -> int:
+def command(
+    ranks: int, ranks_per_node: int | None, mpi_args: str, grace: float, dry_run: bool, command: tuple[str, ...]
+) -> int:
     """Start the hpcdist COMMAND on several ranks, e.g. `hpcdist run -n 2 train recipe.toml`.
 
     The mpirun is that of this Python's environment, else the first on PATH. Ctrl-C, SIGTERM and SIGUSR1 reach the
@@ -35,13 +38,14 @@ def command(ranks: int, mpi_args: str, grace: float, dry_run: bool, command: tup
     found = mpirun.find()
     settings = {**mpirun.settings(found), **importable()}
     program = [sys.executable, "-P", "-m", "hpcdist", *command]
+    extra = [*mpirun.per_node(found, ranks_per_node), *shlex.split(mpi_args)]
     if dry_run:
-        line = mpirun.command(found, ranks, program, settings, shlex.split(mpi_args))
+        line = mpirun.command(found, ranks, program, settings, extra)
         click.echo(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), shlex.join(line)]))
         return OK
     with tempfile.TemporaryDirectory(prefix="hpcdist-run-") as folder:
         settings |= {FAILURE_DIR: folder, supervisor.LAUNCH_DIR: folder}
-        line = mpirun.command(found, ranks, program, settings, shlex.split(mpi_args))
+        line = mpirun.command(found, ranks, program, settings, extra)
         code = supervisor.supervise(line, {**os.environ, **settings}, Path(folder), grace)
         if code != OK:
             _show_first_failure(Path(folder))
@@ -50,8 +54,8 @@ def command(ranks: int, mpi_args: str, grace: float, dry_run: bool, command: tup
 
 def _check(command: tuple[str, ...]) -> None:
     """Refuse what would fail on every rank at once."""
-    if command[0] not in COMMANDS or command[0] == "run":
-        known = ", ".join(name for name in COMMANDS if name != "run")
+    known = ", ".join(name for name in COMMANDS if name not in ("run", "submit"))
+    if command[0] not in known.split(", "):
         raise click.UsageError(f"{command[0]!r} is no command to run on ranks; known: {known}")
     said = launcher.announced()
     if said is not None and said.size > 1:  # one rank is an interactive shell: srun --pty bash
@@ -61,12 +65,18 @@ def _check(command: tuple[str, ...]) -> None:
         )
 
 
-def importable() -> dict[str, str]:
-    """Return what the ranks need to import the same hpcdist as this process, be it installed or a clone."""
+def outside_python() -> str | None:
+    """Return the folder that holds hpcdist, be it a clone; None where this Python finds it by itself."""
     home = str(Path(hpcdist.__file__).resolve().parents[1])
-    if home in {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib")}:
+    installed = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib")}
+    return None if home in installed else home
+
+
+def importable() -> dict[str, str]:
+    """Return what the ranks need to import the same hpcdist as this process."""
+    home, rest = outside_python(), os.environ.get("PYTHONPATH")
+    if home is None:
         return {}
-    rest = os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": os.pathsep.join([home, rest] if rest else [home])}
 
 

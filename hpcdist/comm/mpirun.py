@@ -106,6 +106,18 @@ def command(
     return [*line, "-n", str(ranks), *extra, *program]
 
 
+def per_node(launcher: Launcher, ranks: int | None) -> list[str]:
+    """Return the options that put ``ranks`` ranks on each node; none for None.
+
+    Open MPI then does not bind: it would give each rank one core, whatever the number of its threads.
+    """
+    if ranks is None:
+        return []
+    if launcher.vendor == OPEN_MPI:
+        return ["--map-by", f"ppr:{ranks}:node", "--bind-to", "none"]
+    return ["-ppn", str(ranks)]
+
+
 def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables to add for the launcher and its ranks: one thread a rank, and root where we are root."""
     added = {name: "1" for name in _THREAD_VARIABLES if name not in environment}

@@ -45,6 +45,7 @@ DOORS = {
     "llvmlite": "hpcdist.arrays",
     "pynvml": "hpcdist.energy",
     "click": "hpcdist.cli",
+    "jinja2": "hpcdist.batch",
 }
 # None of these may be loaded by importing a module of hpcdist: they start MPI or CUDA, or cost a second.
 LAZY = ("mpi4py", "cupy", "numba", "llvmlite", "pynvml", "matplotlib", "torch", "jax", "nvtx", "tensorboardX")

@@ -71,6 +71,15 @@ def test_command_of_mpich(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("vendor", "options"),
+    [(OPEN_MPI, "--map-by ppr:2:node --bind-to none"), (MPICH, "-ppn 2"), (INTEL_MPI, "-ppn 2")],
+)
+def test_ranks_per_node(tmp_path, vendor, options):
+    assert mpirun.per_node(Launcher(tmp_path, vendor, ""), 2) == options.split()
+    assert mpirun.per_node(Launcher(tmp_path, vendor, ""), None) == []
+
+
 @pytest.mark.parametrize(("vendor", "user", "root"), [(OPEN_MPI, 0, True), (OPEN_MPI, 1000, False), (MPICH, 0, False)])
 def test_settings(tmp_path, monkeypatch, vendor, user, root):
     monkeypatch.setattr("os.geteuid", lambda: user)

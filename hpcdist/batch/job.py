@@ -1,0 +1,93 @@
+"""What a batch job is: its shape, its limits and what it trains, checked before Slurm or a template sees it."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hpcdist.errors import UsageError
+
+SIGNAL_LIMIT_S: Final = 65535  # of sbatch --signal
+
+_WALLTIME: Final = re.compile(
+    r"(?:(?P<days>\d{1,4})-)?(?P<hours>\d{1,4}):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)", re.ASCII
+)
+_SBATCH_ARGUMENT: Final = re.compile(r"--[a-z][a-z0-9-]*(=.*)?", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchJob:
+    """A training on ``nodes`` x ``ranks_per_node`` ranks.
+
+    ``walltime`` is written as Slurm reads it, and None leaves it to the partition. ``signal_s`` seconds before its end
+    the job saves and is started again. ``run_dir`` None means one named after the job's number, ``recipe`` None the
+    default recipe. ``settings`` are overrides KEY=VALUE, ``sbatch_args`` further options of sbatch, ``mpi_args`` of
+    mpirun. ``python`` runs hpcdist, and finds it in ``python_path`` where that is not None.
+    """
+
+    nodes: int
+    python: str
+    ranks_per_node: int = 1
+    cpus_per_task: int = 1
+    name: str = "hpcdist"
+    walltime: str | None = None
+    signal_s: int = 120
+    partition: str | None = None
+    account: str | None = None
+    recipe: Path | None = None
+    run_dir: Path | None = None
+    settings: tuple[str, ...] = ()
+    sbatch_args: tuple[str, ...] = ()
+    mpi_args: str = ""
+    gpu: bool = False
+    python_path: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "ranks_per_node", "cpus_per_task"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{_option(name)} {getattr(self, name)}: it must be at least 1")
+        for name in ("name", "partition", "account"):
+            if getattr(self, name) == "":
+                raise UsageError(f"{_option(name)} is empty; give a name, or leave the option out")
+        for argument in self.sbatch_args:
+            if not _SBATCH_ARGUMENT.fullmatch(argument):
+                raise UsageError(f"--sbatch-arg {argument!r}: expected a long option, e.g. --sbatch-arg=--qos=debug")
+        self._check_times()
+
+    def _check_times(self) -> None:
+        limit_s = None if self.walltime is None else walltime_s(self.walltime)
+        if not 1 <= self.signal_s <= SIGNAL_LIMIT_S:
+            raise UsageError(f"--signal-seconds {self.signal_s}: it must be between 1 and {SIGNAL_LIMIT_S}")
+        if limit_s is not None and self.signal_s >= limit_s:
+            raise UsageError(
+                f"--signal-seconds {self.signal_s} is not less than the walltime {self.walltime} ({limit_s} s): the "
+                "job would be told to stop before it starts; use a longer --time, or fewer --signal-seconds"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the whole job."""
+        return self.nodes * self.ranks_per_node
+
+
+def walltime_s(text: str) -> int:
+    """Return the seconds of a walltime: D-HH:MM:SS, HH:MM:SS or minutes. Raises UsageError for anything else.
+
+    Slurm reads 10:00 as ten minutes, which is easily meant as ten hours: so two fields are refused.
+    """
+    match, found = _WALLTIME.fullmatch(text), 0
+    if match is None:
+        found = int(text) * 60 if re.fullmatch(r"\d{1,9}", text, re.ASCII) else 0
+    elif match["days"] is None or int(match["hours"]) < 24:
+        hours = int(match["days"] or 0) * 24 + int(match["hours"])
+        found = (hours * 60 + int(match["minutes"])) * 60 + int(match["seconds"])
+    if found < 60:
+        raise UsageError(
+            f"--time {text!r}: expected D-HH:MM:SS, HH:MM:SS or whole minutes, at least one minute in all; "
+            "for example 1-12:00:00, 00:30:00 or 90"
+        )
+    return found
+
+
+def _option(name: str) -> str:
+    return {"name": "--job-name"}.get(name, "--" + name.replace("_", "-"))

@@ -1,0 +1,58 @@
+"""The shape and limits of a batch job: what is refused, and with which word."""
+
+import pytest
+
+from hpcdist.batch.job import BatchJob, walltime_s
+from hpcdist.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("1", 60),
+        ("90", 5400),
+        ("00:01:00", 60),
+        ("01:30:15", 5415),
+        ("48:00:00", 172800),
+        ("1-00:00:00", 86400),
+        ("7-23:59:59", 691199),
+    ],
+)
+def test_walltimes(text, seconds):
+    assert walltime_s(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "0", "-5", "1.5", "10:00", "1-12", "1-12:00", "00:00:59", "1-24:00:00", "00:60:00", "00:00:60", "1h"),
+        *("٣", "1:0:0", "90\n", " 90", "infinite", "1-00:00:00 --wrap=x"),
+    ],
+)
+def test_what_is_no_walltime(text):
+    with pytest.raises(UsageError, match="expected D-HH:MM:SS, HH:MM:SS or whole minutes"):
+        walltime_s(text)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (dict(nodes=0), "--nodes 0"),
+        (dict(ranks_per_node=0), "--ranks-per-node 0"),
+        (dict(cpus_per_task=-1), "--cpus-per-task -1"),
+        (dict(name=""), "--job-name is empty"),
+        (dict(partition=""), "--partition is empty"),
+        (dict(walltime="2", signal_s=120), "--signal-seconds 120 is not less than the walltime 2"),
+        (dict(signal_s=0), "between 1 and 65535"),
+        (dict(signal_s=65536), "between 1 and 65535"),
+        (dict(sbatch_args=("-p debug",)), "expected a long option"),
+        (dict(sbatch_args=("--qos=a", "wrap")), "expected a long option"),
+    ],
+)
+def test_what_is_no_job(values, words):
+    with pytest.raises(UsageError, match=words):
+        BatchJob(**{"nodes": 1, "python": "python"} | values)
+
+
+def test_ranks():
+    assert BatchJob(nodes=3, ranks_per_node=4, python="python", walltime="2", signal_s=119).ranks == 12
