@@ -68,5 +68,9 @@ class DivergenceError(HpcdistError, RuntimeError):
     """Replicas that must be identical are not."""
 
 
+class ScheduleError(HpcdistError, ValueError):
+    """Lists of operations that would hang, or compute something else than a training step."""
+
+
 class NonFiniteError(HpcdistError, ArithmeticError):
     """A loss or gradient is NaN or infinite."""

@@ -5,7 +5,7 @@ checkpoint. All of it is here, in pure functions, so that the awkward cases (few
 ragged tail) are decided and tested once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 ALIGN_BYTES = 64  # a cache line, and the widest vector register: no two owners share either
@@ -66,6 +66,14 @@ def cut(whole: Range, longest: int) -> Iterator[Range]:
     assert longest >= 1
     for start in range(whole.start, whole.stop, longest):
         yield Range(start, min(whole.stop, start + longest))
+
+
+def coverage(whole: Range, parts: Iterable[Range]) -> list[tuple[Range, int]]:
+    """Cut ``whole`` where any of ``parts`` begins or ends; return each piece and how many of them cover it."""
+    within = [part for part in (part.intersect(whole) for part in parts) if part]
+    bounds = sorted({whole.start, whole.stop, *(p.start for p in within), *(p.stop for p in within)})
+    pieces = [Range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [(piece, sum(piece.start in part for part in within)) for piece in pieces]
 
 
 def align_up(size: int, multiple: int) -> int:

@@ -1,0 +1,227 @@
+"""Is the list of one rank a training step? Each function looks at one aspect of it, and asks no other rank."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hpcdist.arrays.ranges import Range, coverage
+from hpcdist.errors import ScheduleError
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.pipelines import Pass, expand
+
+COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
+MESSAGES = (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
+BEFORE_AGREE = (Kind.BACKWARD, Kind.REDUCE, Kind.PUSH, Kind.COLLECT, Kind.COPY_GRADIENT)
+AFTER_AGREE = (Kind.DIRECTION, Kind.NORMS, Kind.APPLY, Kind.PUBLISH, Kind.COPY_VALUE)
+# (what, what of its range comes before it, whether all of its range must have it)
+ORDERS = (
+    (Kind.DIRECTION, Kind.REDUCE, False),
+    (Kind.DIRECTION, Kind.COLLECT, False),
+    (Kind.APPLY, Kind.DIRECTION, True),
+    (Kind.PUBLISH, Kind.APPLY, True),
+)
+ONCE = (Kind.DIRECTION, Kind.APPLY, Kind.COLLECT, Kind.PUBLISH, Kind.PULL)  # each element of each at most once
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has to do: its list, and ``units``, the range of each stage of the model that it computes.
+
+    A parameter server has no units. ``needs`` maps a unit to all units whose parameters it uses. ``accumulates``:
+    gradients are exchanged once a step, not after every micro-batch; ``alone``: there is nobody to exchange with.
+    """
+
+    rank: int
+    steps: Sequence[Operation]
+    units: Mapping[int, Range]
+    stage: int
+    stages: int
+    microbatches: int
+    needs: Mapping[int, Collection[int]]
+    accumulates: bool
+    alone: bool
+
+    def where(self, *kinds: Kind) -> list[tuple[int, Operation]]:
+        """Return (position, operation) of ``kinds``."""
+        return [(index, op) for index, op in enumerate(self.steps) if op.kind in kinds]
+
+    def ranges(self, *kinds: Kind) -> list[Range]:
+        """Return the ranges of all operations of ``kinds``."""
+        return [op.range for _, op in self.where(*kinds) if op.range is not None]
+
+    def refuse(self, why: str) -> ScheduleError:
+        """Return the error that says so of this rank."""
+        return ScheduleError(f"rank {self.rank}: {why}")
+
+
+def check(share: Share) -> None:
+    """Raise ScheduleError when the list of ``share`` is no training step."""
+    _check_passes(share)
+    _check_gradients(share)
+    _check_update(share)
+    _check_copies(share)
+    _check_residence(share)
+    _check_freshness(share)
+
+
+def live(share: Share) -> tuple[int, int]:
+    """Return the largest number of micro-batches between forward and backward, and of those with all activations.
+
+    The second is smaller where activations are dropped and computed again.
+    """
+    again = {op.microbatch for op in share.steps if op.recompute}
+    begun: set[int] = set()
+    whole: set[int] = set()
+    most = most_whole = 0
+    for _, op in share.where(*COMPUTE):
+        if op.kind is Kind.FORWARD:
+            begun.add(op.microbatch)
+            if op.recompute or op.microbatch not in again:
+                whole.add(op.microbatch)
+        elif op.unit == min(share.units):
+            begun.discard(op.microbatch)
+            whole.discard(op.microbatch)
+        most, most_whole = max(most, len(begun)), max(most_whole, len(whole))
+    return most, most_whole
+
+
+def _check_passes(share: Share) -> None:
+    """Each micro-batch is received, goes through all units, is sent on, comes back, and nothing happens twice."""
+    of: dict[int, list[Operation]] = {microbatch: [] for microbatch in range(share.microbatches)}
+    for _, op in share.where(*COMPUTE, *MESSAGES):
+        if not share.units or op.microbatch not in of:
+            raise share.refuse(f"{op} belongs to none of its {share.microbatches if share.units else 0} micro-batches")
+        of[op.microbatch].append(op)
+    if not share.units:
+        return
+    first, last = min(share.units), max(share.units)
+    for microbatch, steps in of.items():
+        passes = [(Pass.FORWARD, microbatch), (Pass.BACKWARD, microbatch)]
+        expected = expand(passes, range(first, last + 1), share.stage, share.stages)
+        if any(op.recompute for op in steps):
+            back = next(index for index, op in enumerate(expected) if op.kind in (Kind.BACKWARD, Kind.RECV_GRADIENT))
+            again = [Operation(Kind.FORWARD, microbatch, unit, recompute=True) for unit in range(first, last + 1)]
+            expected[back:back] = again
+        for got, want in zip([*steps, None], [*expected, None], strict=False):
+            if got != want:
+                raise share.refuse(f"micro-batch {microbatch} comes to {got or 'its end'} where {want} is due")
+
+
+def _check_gradients(share: Share) -> None:
+    """Gradients of each unit are exchanged once, complete: after the last BACKWARD, or after every one."""
+    exchanged = share.where(Kind.REDUCE, Kind.PUSH)
+    for unit, whole in share.units.items():
+        backwards = [index for index, op in share.where(Kind.BACKWARD) if op.unit == unit]
+        for number, start in enumerate([-1, *backwards]):
+            stop = [*backwards, len(share.steps)][number]
+            parts = [op for index, op in exchanged if start < index < stop]
+            ranges = [op.range for op in parts if op.range is not None]
+            for piece, times in coverage(whole, ranges):
+                last = number == len(backwards)
+                due = int(last or (number > 0 and not share.accumulates))
+                if times == due or (times == 0 and share.alone):
+                    continue
+                named = [op for op in parts if op.range is not None and op.range.intersect(piece)]
+                if times == 0:
+                    raise share.refuse(f"the gradient of unit {unit} in {_text(piece)} is never exchanged")
+                if due == 0:
+                    raise share.refuse(f"{named[0]} comes before {share.steps[stop]}, which adds to its gradients")
+                raise share.refuse(f"{named[1]} exchanges the gradients of {_text(piece)} a second time")
+
+
+def _check_update(share: Share) -> None:
+    """Directions come before steps, both once, and all of it after everybody agreed."""
+    for kind in ONCE:
+        seen: list[Range] = []
+        for _, op in share.where(kind):
+            assert op.range is not None
+            twice = any(op.range.intersect(other) for other in seen)
+            if twice:
+                raise share.refuse(f"{op} covers elements that an earlier {kind.name} of this rank covers")
+            seen.append(op.range)
+    for later, earlier, whole in ORDERS:
+        for index, op in share.where(later):
+            others = [(at, other) for at, other in share.where(earlier) if _meet(op, other)]
+            late = next((other for at, other in others if at > index), None)
+            if late is not None:
+                raise share.refuse(f"{op} comes before {late}")
+            if whole and not _covered(op.range or Range(0, 0), [other.range for _, other in others if other.range]):
+                raise share.refuse(f"{op} has no {earlier.name} of all of its range before it")
+    agreed = [index for index, _ in share.where(Kind.AGREE)]
+    if len(agreed) > 1:
+        raise share.refuse("AGREE() comes twice in one step")
+    for index, op in share.where(*BEFORE_AGREE) if agreed else ():
+        if index > agreed[0]:
+            raise share.refuse(f"{op} comes after AGREE()")
+    for index, op in share.where(*AFTER_AGREE) if agreed else ():
+        if index < agreed[0]:
+            raise share.refuse(f"{op} comes before AGREE()")
+
+
+def _check_copies(share: Share) -> None:
+    """The gradient of a tied tensor's copy is complete when it is sent, and added before the owner's is exchanged."""
+    for index, copy in share.where(Kind.COPY_GRADIENT):
+        for at, op in share.where(Kind.BACKWARD):
+            if copy.unit in (op.unit, *share.needs.get(op.unit, ())) and at > index:
+                raise share.refuse(f"{copy} comes before {op}, which adds to its gradients")
+        owned = share.units.get(copy.unit)
+        for at, op in share.where(Kind.REDUCE, Kind.PUSH) if owned else ():
+            if owned and op.range is not None and op.range.intersect(owned) and at < index and share.accumulates:
+                raise share.refuse(f"{op} comes before {copy}, which adds to its gradients")
+    for index, copy in share.where(Kind.COPY_VALUE):
+        owned = share.units.get(copy.unit)
+        for at, op in share.where(Kind.APPLY) if owned else ():
+            if owned and op.range is not None and op.range.intersect(owned) and at > index:
+                raise share.refuse(f"{copy} comes before {op}, which changes what it sends")
+
+
+def _check_residence(share: Share) -> None:
+    """Units that are gathered and freed are there when they are used, and new when they are gathered."""
+    freed = {op.unit for _, op in share.where(Kind.FREE)}
+    there: set[int] = set()
+    for op in share.steps:
+        if op.kind is Kind.GATHER and op.unit in freed:
+            if op.unit in there:
+                raise share.refuse(f"{op} gathers a unit that is there already")
+            there.add(op.unit)
+        elif op.kind is Kind.FREE:
+            if op.unit not in there:
+                raise share.refuse(f"{op} frees a unit that is not there")
+            there.remove(op.unit)
+        elif op.kind in COMPUTE or (op.kind is Kind.COPY_VALUE and op.unit in share.units):
+            used = {op.unit, *share.needs.get(op.unit, ())} if op.kind in COMPUTE else {op.unit}
+            absent = sorted((used & freed) - there)
+            if absent:
+                raise share.refuse(f"{op} uses unit {absent[0]}, which is not gathered then")
+        elif op.kind is Kind.APPLY and op.range is not None:
+            stale = [unit for unit in there if op.range.intersect(share.units.get(unit, Range(0, 0)))]
+            if stale:
+                raise share.refuse(f"{op} leaves old values in unit {stale[0]}, which is still gathered")
+    if there:
+        raise share.refuse(f"unit {min(there)} is gathered, but never freed")
+
+
+def _check_freshness(share: Share) -> None:
+    """What a rank keeps of a unit is new at the end: applied here, gathered after that, or pulled from a server."""
+    freed = {op.unit for _, op in share.where(Kind.FREE)}
+    for unit, whole in share.units.items():
+        if unit in freed:
+            continue
+        touching = [i for i, op in share.where(Kind.APPLY) if op.range is not None and op.range.intersect(whole)]
+        agreed = [index for index, _ in share.where(Kind.AGREE)]
+        gathers = [index for index, op in share.where(Kind.GATHER) if op.unit == unit]
+        if gathers and gathers[-1] > max([*touching, *agreed], default=-1):
+            continue
+        if not _covered(whole, share.ranges(Kind.APPLY, Kind.PULL)):
+            raise share.refuse(f"unit {unit} keeps old values: no APPLY, PULL or later GATHER covers {_text(whole)}")
+
+
+def _meet(one: Operation, other: Operation) -> bool:
+    return one.range is not None and other.range is not None and bool(one.range.intersect(other.range))
+
+
+def _covered(whole: Range, parts: Iterable[Range]) -> bool:
+    return all(times for _, times in coverage(whole, parts))
+
+
+def _text(part: Range) -> str:
+    return f"[{part.start}:{part.stop}]"

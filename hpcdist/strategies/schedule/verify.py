@@ -1,0 +1,112 @@
+"""Proves that the lists of all ranks are one training step: nobody hangs, and nothing is lost or done twice.
+
+What is proven, before anything runs: every receive is matched by one send of the same micro-batch in the same
+direction; collectives come in the same order on all members of their axis; no rank waits in a circle (see `waits`);
+each micro-batch goes through each stage of the model once and comes back once; gradients are exchanged when they are
+complete, and once; each element is stepped by one owner or by every replica; and whoever keeps parameters ends with
+new ones. The executor runs the same lists.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from hpcdist.arrays.ranges import Range, coverage
+from hpcdist.errors import ScheduleError
+from hpcdist.strategies.grid import Grid
+from hpcdist.strategies.schedule import checks
+from hpcdist.strategies.schedule.checks import Share
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.waits import Neighbours, Rehearsal
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a proven step costs.
+
+    ``live``: for each pipeline stage, the most micro-batches between forward and backward at once; ``whole``: those of
+    them whose activations are all kept, fewer where they are computed again. ``messages`` between stages, and
+    ``meetings`` of collectives, of all ranks together.
+    """
+
+    live: tuple[int, ...]
+    whole: tuple[int, ...]
+    messages: int
+    meetings: int
+
+
+def verify(
+    lists: Sequence[Sequence[Operation]],
+    *,
+    grid: Grid,
+    units: Mapping[int, Range],
+    microbatches: int,
+    needs: Mapping[int, Collection[int]] | None = None,
+    accumulates: bool = True,
+) -> Proof:
+    """Return the proof of one step, given the list of every rank (local).
+
+    ``units`` are the ranges of all stages of the model, and ``needs`` maps each to those whose parameters it uses
+    besides its own. Lists beyond the size of ``grid`` are those of parameter servers. ``accumulates`` says that
+    gradients are exchanged once a step, not after every micro-batch. Raises ScheduleError, which names rank and
+    operation.
+    """
+    neighbours = Neighbours(grid, len(lists))
+    if len(lists) < grid.size:
+        raise ScheduleError(f"there are {len(lists)} lists for the {grid.size} ranks of the grid; give one for each")
+    owned = _owned(lists, neighbours, units)
+    shares = [
+        Share(
+            rank=rank,
+            steps=steps,
+            units={unit: units[unit] for unit in owned[rank]},
+            stage=neighbours.stage(rank) if rank < grid.size else 0,
+            stages=grid.pipeline,
+            microbatches=microbatches,
+            needs=needs or {},
+            accumulates=accumulates,
+            alone=grid.data == 1 and not neighbours.servers,
+        )
+        for rank, steps in enumerate(lists)
+    ]
+    for share in shares:
+        checks.check(share)
+    _check_owners(shares, neighbours)
+    rehearsal = Rehearsal(lists, neighbours)
+    rehearsal.run()
+    stages = [[share for share in shares[: grid.size] if share.stage == stage] for stage in range(grid.pipeline)]
+    peaks = [[checks.live(share) for share in stage] for stage in stages]
+    return Proof(
+        live=tuple(max(live for live, _ in stage) for stage in peaks),
+        whole=tuple(max(whole for _, whole in stage) for stage in peaks),
+        messages=rehearsal.messages,
+        meetings=rehearsal.meetings,
+    )
+
+
+def _owned(lists: Sequence[Sequence[Operation]], neighbours: Neighbours, units: Mapping[int, Range]) -> list[list[int]]:
+    """Return the units that each rank computes. Every pipeline must compute all units once, in order."""
+    owned = [sorted({op.unit for op in steps if op.kind in checks.COMPUTE}) for steps in lists]
+    for rank in neighbours.workers:
+        pipeline = neighbours.along("pipeline", rank)
+        computed = [unit for member in pipeline for unit in owned[member]]
+        if computed != sorted(units) or not all(owned[member] for member in pipeline):
+            raise ScheduleError(
+                f"rank {rank}: the stages of its pipeline compute units {[owned[member] for member in pipeline]}; "
+                f"together they must be {sorted(units)}, with at least one each"
+            )
+    return owned
+
+
+def _check_owners(shares: Sequence[Share], neighbours: Neighbours) -> None:
+    """Each element is stepped by exactly one rank, or by all that hold it."""
+    servers = [part for server in neighbours.servers for part in shares[server].ranges(Kind.APPLY)]
+    for share in shares[: neighbours.grid.size]:
+        members = neighbours.along("data", share.rank)
+        applied = servers + [part for member in members for part in shares[member].ranges(Kind.APPLY)]
+        for unit, whole in share.units.items():
+            for piece, times in coverage(whole, applied):
+                if times not in (1, len(members)):
+                    raise ScheduleError(
+                        f"rank {share.rank}: [{piece.start}:{piece.stop}] of unit {unit} is stepped by {times} of the "
+                        f"{len(members)} ranks that share it; one APPLY, or one on each, is a step"
+                    )

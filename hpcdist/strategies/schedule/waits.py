@@ -1,0 +1,202 @@
+"""Do the ranks of a step ever wait for each other in a circle, and does every message find its receiver?
+
+The lists are run without computing anything. A send is buffered and never waits (the executor sends with isend), a
+receive waits for the first message from its neighbour, a collective for all its members, COLLECT for what the workers
+push, PULL for what servers publish. No rank ever has a choice, so the order in which ranks are tried here cannot change
+what happens: a run that ends here ends always, as long as sends find room.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+from hpcdist.errors import ScheduleError
+from hpcdist.strategies.grid import ORDER, Grid
+from hpcdist.strategies.schedule.operations import Kind, Operation
+
+# (its receive, whether it goes to the next stage)
+SENDS: Final = {
+    Kind.SEND_ACTIVATION: (Kind.RECV_ACTIVATION, True),
+    Kind.SEND_GRADIENT: (Kind.RECV_GRADIENT, False),
+}
+RECEIVES: Final = {receive: (send, not onward) for send, (receive, onward) in SENDS.items()}
+OVER_DATA: Final = (Kind.REDUCE, Kind.GATHER, Kind.NORMS)
+OVER_COPIES: Final = (Kind.COPY_GRADIENT, Kind.COPY_VALUE)
+SERVED: Final = {Kind.COLLECT: Kind.PUSH, Kind.PULL: Kind.PUBLISH}  # what waits -> what it waits for
+
+Channel: TypeAlias = tuple[int, int, Kind]  # (from, to, kind of the send)
+
+
+class Neighbours:
+    """Who talks to whom on ``grid``; the ``ranks`` beyond it are parameter servers, in no pipeline."""
+
+    def __init__(self, grid: Grid, ranks: int) -> None:
+        self.grid, self.ranks = grid, ranks
+        self.workers = range(grid.size)
+        self.servers = tuple(range(grid.size, ranks))
+        self._places = [grid.coordinates(rank) for rank in self.workers]
+
+    def stage(self, rank: int) -> int:
+        """Return the pipeline stage of a worker."""
+        return self._places[rank]["pipeline"]
+
+    def along(self, axis: str, rank: int) -> tuple[int, ...]:
+        """Return the ranks that differ from ``rank`` along ``axis`` only; servers are one such group."""
+        if rank >= self.grid.size:
+            return self.servers
+        others = [other for other in ORDER if other != axis]
+        place = self._places[rank]
+        return tuple(r for r in self.workers if all(self._places[r][other] == place[other] for other in others))
+
+    def neighbour(self, rank: int, onward: bool) -> int | None:
+        """Return the rank of the next, or the previous, stage; None at the ends and for servers."""
+        if rank >= self.grid.size:
+            return None
+        stage = self.stage(rank) + (1 if onward else -1)
+        return self.along("pipeline", rank)[stage] if 0 <= stage < self.grid.pipeline else None
+
+
+class Rehearsal:
+    """Runs the lists of all ranks; afterwards ``messages`` and ``meetings`` say how many there were."""
+
+    def __init__(self, lists: Sequence[Sequence[Operation]], neighbours: Neighbours) -> None:
+        self._lists, self._neighbours = lists, neighbours
+        self._at = [0] * len(lists)
+        self._messages: dict[Channel, deque[int]] = {}
+        self._arrived: dict[tuple[object, ...], dict[int, Operation]] = {}
+        self._data = [neighbours.along("data", rank) for rank in range(len(lists))]
+        self._next = {
+            onward: [neighbours.neighbour(rank, onward) for rank in range(len(lists))] for onward in (True, False)
+        }
+        self.messages = self.meetings = 0
+
+    def run(self) -> None:
+        """Run all lists to their end. Raises ScheduleError where that cannot be."""
+        moving = True
+        while moving:
+            moving = False
+            for rank in range(len(self._lists)):
+                while self._now(rank) is not None and self._step(rank):
+                    moving = True
+        stuck = [rank for rank in range(len(self._lists)) if self._now(rank) is not None]
+        if stuck:
+            raise ScheduleError(self._explain(stuck[0]))
+        for (sender, receiver, kind), letters in self._messages.items():
+            if letters:
+                lost = Operation(kind, letters[0])
+                raise ScheduleError(f"rank {sender}: {lost} is never received by rank {receiver}")
+
+    def _now(self, rank: int) -> Operation | None:
+        steps = self._lists[rank]
+        return steps[self._at[rank]] if self._at[rank] < len(steps) else None
+
+    def _step(self, rank: int) -> bool:
+        """Carry out the operation at which ``rank`` is, and return True; False where it has to wait."""
+        op = self._now(rank)
+        assert op is not None
+        if op.kind in SENDS:
+            self._messages.setdefault(self._channel(rank, op), deque()).append(op.microbatch)
+            self.messages += 1
+        elif op.kind in RECEIVES:
+            if not self._receive(rank, op):
+                return False
+        elif op.kind in SERVED:
+            if self._missing(rank, op):
+                return False
+        elif op.kind is Kind.AGREE or op.kind in OVER_DATA or op.kind in OVER_COPIES:
+            return self._meet(rank, op)
+        self._at[rank] += 1
+        return True
+
+    def _channel(self, rank: int, op: Operation) -> Channel:
+        onward = (SENDS if op.kind in SENDS else RECEIVES)[op.kind][1]
+        other = self._next[onward][rank]
+        if other is None:
+            raise ScheduleError(f"rank {rank}: {op} has no {'next' if onward else 'previous'} stage to talk to")
+        return (rank, other, op.kind) if op.kind in SENDS else (other, rank, RECEIVES[op.kind][0])
+
+    def _receive(self, rank: int, op: Operation) -> bool:
+        channel = self._channel(rank, op)
+        letters = self._messages.get(channel)
+        if not letters:
+            return False
+        if letters[0] != op.microbatch:
+            sent = Operation(channel[2], letters[0])
+            raise ScheduleError(f"rank {rank}: {op} meets {sent} of rank {channel[0]}, which comes first")
+        letters.popleft()
+        return True
+
+    def _group(self, rank: int, op: Operation) -> tuple[tuple[object, ...], tuple[int, ...]]:
+        """Return the communicator of a collective, as a key, and its members."""
+        if op.kind is Kind.AGREE:
+            return ("world",), tuple(range(len(self._lists)))
+        if op.kind in OVER_DATA:
+            members = self._data[rank] if op.kind is not Kind.NORMS else self._updating(rank)
+            return ("data", *members), members
+        pipeline = self._neighbours.along("pipeline", rank)
+        members = tuple(r for r in pipeline if op in self._lists[r])
+        if len(members) < 2:
+            raise ScheduleError(f"rank {rank}: {op} has no other side among ranks {list(pipeline)}")
+        return ("copy", op.kind, op.unit, *members), members
+
+    def _updating(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks along the data axis that update: all of them, or those among them that serve."""
+        axis = self._data[rank]
+        kinds = {member: {op.kind for op in self._lists[member]} for member in axis}
+        if not any(Kind.COLLECT in found for found in kinds.values()):
+            return axis
+        return tuple(member for member in axis if kinds[member] & {Kind.COLLECT, Kind.NORMS})
+
+    def _meet(self, rank: int, op: Operation) -> bool:
+        key, members = self._group(rank, op)
+        present = self._arrived.setdefault(key, {})
+        present[rank] = op
+        for other, theirs in present.items():
+            if theirs != op:
+                raise ScheduleError(
+                    f"rank {rank}: {op} meets {theirs} of rank {other}; the members of an axis need the same order"
+                )
+        if len(present) < len(members):
+            return False
+        del self._arrived[key]
+        for member in members:
+            self._at[member] += 1
+        self.meetings += 1
+        return True
+
+    def _missing(self, rank: int, op: Operation) -> list[int]:
+        """Return the ranks that have still to push, or publish, what COLLECT, or PULL, waits for."""
+        awaited = SERVED[op.kind]
+        assert op.range is not None
+        sources = [
+            (source, index)
+            for source, steps in enumerate(self._lists)
+            for index, other in enumerate(steps)
+            if other.kind is awaited and other.range is not None and other.range.intersect(op.range)
+        ]
+        if not sources:
+            raise ScheduleError(f"rank {rank}: {op} waits for a {awaited.name} that no rank has")
+        return [source for source, index in sources if self._at[source] <= index]
+
+    def _awaited(self, rank: int, op: Operation) -> list[int]:
+        """Return the ranks without which ``rank`` cannot go on."""
+        if op.kind in RECEIVES:
+            return [self._channel(rank, op)[0]]
+        if op.kind in SERVED:
+            return self._missing(rank, op)
+        key, members = self._group(rank, op)
+        return [member for member in members if member not in self._arrived.get(key, {})]
+
+    def _explain(self, rank: int) -> str:
+        """Follow who waits for whom from ``rank`` to a rank that has ended, or around the circle."""
+        chain: list[int] = []
+        told: list[str] = []
+        while rank not in chain:
+            op = self._now(rank)
+            if op is None:
+                return f"rank {rank} has ended, but {'; '.join(told)}"
+            chain.append(rank)
+            awaited = self._awaited(rank, op)
+            told.append(f"rank {rank} waits in {op} for rank {awaited[0]}")
+            rank = awaited[0]
+        return f"a cyclic wait: {'; '.join(told[chain.index(rank) :])}"

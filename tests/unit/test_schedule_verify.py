@@ -1,0 +1,433 @@
+"""The verifier: it proves the schedules that run, bounds their memory, and refuses each way to break them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcdist.arrays.ranges import Range, coverage, cut, split
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ScheduleError
+from hpcdist.strategies.grid import Axes, Grid
+from hpcdist.strategies.schedule.generators import interleave
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.pipelines import PIPELINES, Pass, Passes, expand
+from hpcdist.strategies.schedule.verify import Proof, verify
+
+UNIT = 40  # elements of a unit
+UPDATE = (Kind.DIRECTION, Kind.APPLY)
+
+
+@dataclass
+class Step:
+    """The lists of all ranks of a grid, and what they are verified against."""
+
+    grid: Grid
+    microbatches: int
+    units: dict[int, Range]
+    lists: list[list[Operation]] = field(default_factory=list)
+    needs: dict[int, set[int]] | None = None
+    accumulates: bool = True
+
+    def verify(self) -> Proof:
+        return verify(
+            self.lists,
+            grid=self.grid,
+            units=self.units,
+            microbatches=self.microbatches,
+            needs=self.needs,
+            accumulates=self.accumulates,
+        )
+
+    def refuse(self, match: str) -> None:
+        with pytest.raises(ScheduleError, match=match):
+            self.verify()
+
+    def at(self, rank: int, text: str) -> int:
+        """Return where the operation that prints as ``text`` is in the list of ``rank``."""
+        return [str(op) for op in self.lists[rank]].index(text)
+
+    def move(self, rank: int, text: str, to: str) -> None:
+        """Move an operation right before another one."""
+        op = self.lists[rank].pop(self.at(rank, text))
+        self.lists[rank].insert(self.at(rank, to), op)
+
+
+def part_of(units: range) -> Range:
+    return Range(UNIT * units.start, UNIT * units.stop)
+
+
+def reduces(part: Range) -> list[Operation]:
+    """Buckets that do not end where units end, last ones first."""
+    return [Operation(Kind.REDUCE, range=bucket) for bucket in reversed(list(cut(part, UNIT * 3 // 2)))]
+
+
+def update(parts: Sequence[Range]) -> list[Operation]:
+    return [Operation(kind, range=part) for kind in UPDATE for part in parts]
+
+
+def allreduce_step(
+    passes_of: Callable[[int, int, int], Passes],
+    stages: int,
+    microbatches: int,
+    data: int = 1,
+    units_per_stage: int = 2,
+    recompute: bool = False,
+) -> Step:
+    """A pipeline under an allreduce: buckets are reduced as early as they are complete, all replicas step."""
+    step = Step(
+        Grid(data=data, pipeline=stages),
+        microbatches,
+        {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(stages * units_per_stage)},
+    )
+    for stage in range(stages):
+        units = range(stage * units_per_stage, (stage + 1) * units_per_stage)
+        compute = expand(passes_of(stage, stages, microbatches), units, stage, stages, recompute=recompute)
+        part = part_of(units)
+        exchange = [*reduces(part), Operation(Kind.AGREE), *update([part])]
+        own = {unit: step.units[unit] for unit in units}
+        step.lists += [interleave(compute, exchange, own) for _ in range(data)]
+    return step
+
+
+@pytest.mark.parametrize("schedule", PIPELINES)
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_pipelines_under_an_allreduce_are_proven(schedule: str, stages: int) -> None:
+    for microbatches in range(1, 33):
+        proof = allreduce_step(PIPELINES[schedule], stages, microbatches).verify()
+        if schedule == "gpipe":
+            assert proof.live == (microbatches,) * stages
+        else:
+            assert proof.live == tuple(min(stages - stage, microbatches) for stage in range(stages))
+        assert proof.whole == proof.live
+        assert proof.messages == 2 * microbatches * (stages - 1)
+
+
+@pytest.mark.parametrize("schedule", PIPELINES)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("stages", "data"), [(1, 4), (2, 2), (4, 2), (3, 3), (8, 2)])
+def test_replicas_of_pipelines_are_proven(schedule: str, recompute: bool, stages: int, data: int) -> None:
+    for microbatches in (1, 2, 3, 8):
+        step = allreduce_step(PIPELINES[schedule], stages, microbatches, data, 3, recompute)
+        proof = step.verify()
+        assert proof.messages == 2 * microbatches * (stages - 1) * data
+        buckets = sum(op.kind is Kind.REDUCE for op in step.lists[0])
+        assert proof.meetings == stages * buckets + 1  # and the agreement
+        if recompute:
+            assert proof.whole == (1,) * stages, "only the inputs of the others are kept"
+        else:
+            assert proof.whole == proof.live
+
+
+def sequential(stage: int, stages: int, microbatches: int) -> Passes:
+    return [(way, microbatch) for microbatch in range(microbatches) for way in (Pass.FORWARD, Pass.BACKWARD)]
+
+
+def zero_step(zero: int, data: int, units: int, microbatches: int) -> Step:
+    """Sharded data parallelism without a pipeline, ZeRO stage 1 to 3; the smallest units leave some shares empty."""
+    step = Step(Grid(data=data), microbatches, {u: Range(20 * u, 20 * (u + 1)) for u in range(units)})
+    step.accumulates = zero == 1
+    compute = expand(sequential(0, 1, microbatches), range(units), 0, 1)
+    for rank in range(data):
+        steps: list[Operation] = []
+        for op in compute:
+            around = [Operation(kind, op.microbatch, op.unit) for kind in (Kind.GATHER, Kind.FREE)]
+            steps += [around[0], op, around[1]] if zero == 3 else [op]
+            last = op.microbatch == microbatches - 1
+            if op.kind is Kind.BACKWARD and (last or not step.accumulates):
+                steps.append(Operation(Kind.REDUCE, op.microbatch, range=step.units[op.unit]))
+        own = [split(part.size, data, 4)[rank].shift(part.start) for part in step.units.values()]
+        directions, applies = ([Operation(kind, range=part) for part in own if part] for kind in UPDATE)
+        steps += [Operation(Kind.AGREE), *directions, Operation(Kind.NORMS), *applies]
+        steps += [] if zero == 3 else [Operation(Kind.GATHER, unit=unit) for unit in step.units]
+        step.lists.append(steps)
+    return step
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("data", [1, 2, 3, 4])
+def test_sharded_steps_are_proven(zero: int, data: int) -> None:
+    for microbatches in (1, 3):
+        proof = zero_step(zero, data, 3, microbatches).verify()
+        assert proof.live == (1,) and proof.messages == 0
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_parameter_servers_are_proven(colocated: bool) -> None:
+    """Three workers push, two servers collect and publish: ranks of their own, or two of the workers."""
+    parts = [Range(0, 64), Range(64, 120)]
+    workers = 3
+    step = Step(Grid(data=workers), 1, {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(3)})
+    serve = [
+        ([Operation(Kind.COLLECT, range=part)], [*update([part]), Operation(Kind.PUBLISH, range=part)])
+        for part in parts
+    ]
+    compute = expand(sequential(0, 1, 1), range(3), 0, 1)
+    for rank in range(workers):
+        collects, updates = serve[rank] if colocated and rank < len(serve) else ([], [])
+        pushes = [Operation(Kind.PUSH, range=part) for part in parts]
+        pulls = [Operation(Kind.PULL, range=part) for part in parts]
+        step.lists.append([*compute, *pushes, *collects, Operation(Kind.AGREE), *updates, *pulls])
+    if not colocated:
+        step.lists += [[*collects, Operation(Kind.AGREE), *updates] for collects, updates in serve]
+    step.verify()
+    for steps in step.lists:
+        if any(op.kind is Kind.COLLECT for op in steps):
+            steps.insert([op.kind for op in steps].index(Kind.APPLY), Operation(Kind.NORMS))
+    step.verify()  # over those that serve
+    server = 0 if colocated else workers
+    step.move(server, "PUBLISH([0:64])", "APPLY([0:64])")
+    step.refuse(rf"rank {server}: PUBLISH\(\[0:64\]\) comes before APPLY\(\[0:64\]\)")
+    step.lists[server].pop(step.at(server, "PUBLISH([0:64])"))
+    step.refuse(r"PULL\(\[0:64\]\) waits for a PUBLISH that no rank has")
+
+
+def tied_step() -> Step:
+    """Two stages; the last one holds a copy of the first unit's tensor."""
+    step = allreduce_step(PIPELINES["1f1b"], 2, 3, data=2)
+    step.needs = {3: {0}}
+    for rank, steps in enumerate(step.lists):
+        last_backward = max(index for index, op in enumerate(steps) if op.kind is Kind.BACKWARD)
+        before = [op for op in steps[: last_backward + 1] if op.kind is not Kind.REDUCE]
+        after = [op for op in steps[last_backward + 1 :] if op.kind not in (Kind.REDUCE, Kind.SEND_GRADIENT)]
+        sends = [op for op in steps[last_backward + 1 :] if op.kind is Kind.SEND_GRADIENT]
+        copy = [Operation(Kind.COPY_GRADIENT, unit=0)]
+        units = range(2) if rank < 2 else range(2, 4)
+        step.lists[rank] = [
+            *before,
+            *sends,
+            *copy,
+            *reduces(part_of(units)),
+            *after,
+            Operation(Kind.COPY_VALUE, unit=0),
+        ]
+    return step
+
+
+def test_tied_tensors_across_stages_are_proven() -> None:
+    tied_step().verify()
+
+
+@pytest.mark.parametrize(
+    ("rank", "op", "to", "match"),
+    [
+        (0, "COPY_GRADIENT(0)", "AGREE()", r"rank 0: REDUCE\(\[0:60\]\) comes before COPY_GRADIENT\(0\)"),
+        (2, "COPY_GRADIENT(0)", "BACKWARD(2, 3)", r"rank 2: COPY_GRADIENT\(0\) comes before BACKWARD\(2, 3\)"),
+        (0, "COPY_VALUE(0)", "APPLY([0:80])", r"rank 0: COPY_VALUE\(0\) comes before APPLY\(\[0:80\]\)"),
+    ],
+)
+def test_copies_out_of_order_are_refused(rank: int, op: str, to: str, match: str) -> None:
+    step = tied_step()
+    step.move(rank, op, to)
+    step.refuse(match)
+
+
+def test_a_copy_without_its_other_side_is_refused() -> None:
+    step = tied_step()
+    step.lists[2].pop(step.at(2, "COPY_VALUE(0)"))
+    step.refuse(r"rank 0: COPY_VALUE\(0\) has no other side among ranks \[0, 2\]")
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_cyclic_wait_is_refused(data: int) -> None:
+    """The first stage wants a gradient back before it sends the second micro-batch, the next one both at first."""
+
+    def mixed(stage: int, stages: int, microbatches: int) -> Passes:
+        return (sequential if stage == 0 else PIPELINES["gpipe"])(stage, stages, microbatches)
+
+    allreduce_step(mixed, 2, 1, data).verify()
+    allreduce_step(mixed, 2, 2, data).refuse(
+        rf"a cyclic wait: rank 0 waits in RECV_GRADIENT\(0\) for rank {data}; "
+        rf"rank {data} waits in RECV_ACTIVATION\(1\) for rank 0$"
+    )
+
+
+def test_receives_in_another_order_than_the_sends_are_refused() -> None:
+    def swapped(stage: int, stages: int, microbatches: int) -> Passes:
+        passes = PIPELINES["gpipe"](stage, stages, microbatches)
+        return [(way, 1 - mb) if stage and way is Pass.FORWARD else (way, mb) for way, mb in passes]
+
+    allreduce_step(swapped, 2, 2).refuse(r"rank 1: RECV_ACTIVATION\(1\) meets SEND_ACTIVATION\(0\) of rank 0")
+
+
+def test_an_operation_that_is_too_early_is_refused() -> None:
+    step = allreduce_step(PIPELINES["1f1b"], 2, 4, data=2)
+    step.move(1, "REDUCE([0:60])", "BACKWARD(3, 0)")
+    step.refuse(r"rank 1: REDUCE\(\[0:60\]\) comes before BACKWARD\(3, 0\)")
+    step = allreduce_step(PIPELINES["1f1b"], 2, 4, data=2)
+    step.move(1, "APPLY([0:80])", "DIRECTION([0:80])")
+    step.refuse(r"rank 1: APPLY\(\[0:80\]\) comes before DIRECTION\(\[0:80\]\)")
+    step.move(1, "DIRECTION([0:80])", "APPLY([0:80])")
+    step.move(1, "DIRECTION([0:80])", "AGREE()")
+    step.refuse(r"rank 1: DIRECTION\(\[0:80\]\) comes before AGREE\(\)")
+
+
+def test_collectives_in_another_order_are_refused() -> None:
+    step = allreduce_step(PIPELINES["gpipe"], 1, 1, data=2)
+    step.move(1, "REDUCE([60:80])", "AGREE()")  # complete still, but behind the other one
+    step.refuse("the members of an axis need the same order")
+    step = allreduce_step(PIPELINES["gpipe"], 2, 1, data=2)
+    step.move(0, "REDUCE([0:60])", "DIRECTION([0:80])")
+    step.refuse(r"rank 0: REDUCE\(\[0:60\]\) comes after AGREE\(\)")
+
+
+def test_layers_lost_by_the_cut_are_refused() -> None:
+    """30 layers on 4 stages once lost two of them without a word (NVIDIA/Megatron-LM#1304)."""
+    step = allreduce_step(PIPELINES["1f1b"], 2, 2)
+    step.units[4] = Range(4 * UNIT, 5 * UNIT)
+    step.refuse(r"rank 0: the stages of its pipeline compute units \[\[0, 1\], \[2, 3\]\]; together they must be")
+
+
+def test_lists_for_fewer_ranks_are_refused() -> None:
+    step = allreduce_step(PIPELINES["1f1b"], 2, 2)
+    step.lists.pop()
+    step.refuse("1 lists for the 2 ranks")
+
+
+@pytest.mark.parametrize(
+    ("op", "to", "match"),
+    [
+        ("FREE(0, 1)", "FORWARD(0, 1)", r"FORWARD\(0, 1\) uses unit 1, which is not gathered then"),
+        ("GATHER(1, 0)", "FREE(0, 0)", r"GATHER\(1, 0\) gathers a unit that is there already"),
+        ("FREE(0, 2)", "GATHER(0, 2)", r"FREE\(0, 2\) frees a unit that is not there"),
+    ],
+)
+def test_units_that_are_not_there_are_refused(op: str, to: str, match: str) -> None:
+    step = zero_step(3, 2, 3, 2)
+    step.move(0, op, to)
+    step.refuse("rank 0: " + match)
+
+
+def test_a_tied_unit_that_is_not_there_is_refused() -> None:
+    step = zero_step(3, 2, 3, 1)
+    step.verify()
+    step.needs = {2: {0}}
+    step.refuse(r"rank 0: FORWARD\(0, 2\) uses unit 0, which is not gathered then")
+
+
+def test_old_values_are_refused() -> None:
+    step = zero_step(3, 2, 3, 1)
+    last = [index for index, op in enumerate(step.lists[1]) if op.kind is Kind.FREE][-1]
+    step.lists[1].append(step.lists[1].pop(last))
+    step.refuse(r"rank 1: APPLY\(\[16:20\]\) leaves old values in unit 0, which is still gathered")
+    step = zero_step(1, 2, 3, 1)
+    step.lists[1].pop(step.at(1, "GATHER(2)"))
+    step.refuse(r"rank 1: unit 2 keeps old values")
+    step = zero_step(1, 2, 3, 1)
+    step.move(1, "GATHER(2)", "NORMS()")
+    step.refuse(r"rank 1: unit 2 keeps old values")
+
+
+def test_elements_that_nobody_steps_are_refused() -> None:
+    step = zero_step(2, 4, 1, 2)
+    for kind in UPDATE:
+        step.lists[1].pop(next(index for index, op in enumerate(step.lists[1]) if op.kind is kind))
+    step.refuse(r"\[16:20\] of unit 0 is stepped by 0 of the 4 ranks")
+
+
+def test_reductions_of_every_microbatch_are_refused_where_gradients_accumulate() -> None:
+    step = zero_step(2, 2, 2, 3)
+    step.verify()
+    step.accumulates = True
+    step.refuse(r"REDUCE\(0, \[0:20\]\) comes before BACKWARD\(1, 0\)")
+    step = zero_step(1, 2, 2, 3)
+    step.accumulates = False
+    step.refuse(r"the gradient of unit 0 in \[0:20\] is never exchanged")
+
+
+@st.composite
+def broken(draw: st.DrawFn) -> tuple[Step, str]:
+    """A step of which one operation of one rank is missing, doubled, or names another micro-batch."""
+    step = allreduce_step(
+        PIPELINES[draw(st.sampled_from(list(PIPELINES)))],
+        draw(st.integers(2, 4)),
+        draw(st.integers(1, 6)),
+        draw(st.integers(2, 3)),
+        draw(st.integers(1, 3)),
+        draw(st.booleans()),
+    )
+    rank = draw(st.integers(0, len(step.lists) - 1))
+    index = draw(st.integers(0, len(step.lists[rank]) - 1))
+    op = step.lists[rank][index]
+    change = draw(st.sampled_from(["drop", "double", "relabel"] if op.microbatch >= 0 else ["drop", "double"]))
+    if change == "drop":
+        del step.lists[rank][index]
+    elif change == "double":
+        step.lists[rank].insert(draw(st.integers(0, len(step.lists[rank]))), op)
+    else:
+        step.lists[rank][index] = replace(op, microbatch=op.microbatch + draw(st.sampled_from([-1, 1, 7])))
+    return step, f"{change} {op} of rank {rank}"
+
+
+@given(broken())
+@settings(max_examples=300)
+def test_no_operation_can_be_missing_doubled_or_renamed(case: tuple[Step, str]) -> None:
+    step, what = case
+    try:
+        proof = step.verify()
+    except ScheduleError as error:
+        message = str(error)
+    else:
+        pytest.fail(f"accepted: {what}, {proof}")
+    assert "rank" in message
+
+
+@st.composite
+def shuffled(draw: st.DrawFn) -> Step:
+    """A step in which a few operations have changed places."""
+    step = allreduce_step(
+        PIPELINES[draw(st.sampled_from(list(PIPELINES)))], draw(st.integers(1, 3)), draw(st.integers(1, 4)), 2, 1
+    )
+    for _ in range(draw(st.integers(1, 3))):
+        steps = step.lists[draw(st.integers(0, len(step.lists) - 1))]
+        index = draw(st.integers(0, len(steps) - 2))
+        steps[index : index + 2] = reversed(steps[index : index + 2])
+    return step
+
+
+@given(shuffled())
+@settings(max_examples=150)
+def test_what_is_accepted_runs_to_its_end_and_what_hangs_is_refused(step: Step) -> None:
+    """The lists as real messages of threads: a receive gets its own micro-batch, and nobody waits for ever."""
+    try:
+        step.verify()
+    except ScheduleError:
+        return
+    run_threads(step.grid.size, lambda comm: play(comm, step), deadline_s=20)
+
+
+def play(comm: Communicator, step: Step) -> None:
+    axes = Axes(step.grid, comm)
+    data = axes.data
+    stride = step.grid.data
+    number = np.zeros(1)
+    for op in step.lists[comm.rank]:
+        onward = op.kind in (Kind.SEND_ACTIVATION, Kind.RECV_GRADIENT)
+        peer = comm.rank + (stride if onward else -stride)
+        tag = int(op.kind in (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT))  # and no micro-batch: order alone must do
+        if op.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
+            comm.isend(np.array([float(op.microbatch)]), peer, tag)
+        elif op.kind in (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT):
+            comm.recv(number, peer, tag)
+            assert number[0] == op.microbatch
+        elif op.kind is Kind.REDUCE:
+            assert op.range is not None
+            ranges = np.array([op.range.start, op.range.start], float)
+            data.allreduce(ranges, "max")
+            assert ranges[0] == op.range.start
+        elif op.kind is Kind.AGREE:
+            comm.allreduce(number)
+
+
+def test_coverage_counts_the_parts_over_each_piece() -> None:
+    assert coverage(Range(0, 10), [Range(2, 6), Range(4, 20), Range(7, 7)]) == [
+        (Range(0, 2), 0),
+        (Range(2, 4), 1),
+        (Range(4, 6), 2),
+        (Range(6, 10), 1),
+    ]
+    assert coverage(Range(3, 3), [Range(0, 9)]) == []
