@@ -20,8 +20,8 @@ def stages(config: ModelConfig, context: int) -> tuple[Stage, ...]:
     """Return the stages of a GPT for at most ``context`` tokens a sample."""
     if context < 1:
         raise ConfigurationError(f"data.context is {context}; a gpt needs at least 1 token of context")
-    blocks = (Block(layer, config) for layer in range(1, config.layers + 1))
-    return (Embed(config, context), *blocks, Head(config))
+    blocks = (Block(layer, config, context) for layer in range(1, config.layers + 1))
+    return (Embed(config, context), *blocks, Head(config, context))
 
 
 def _draw(parameters: Parameters, spec: TensorSpec, rng_of: StreamOf, deviation: float) -> None:
@@ -46,6 +46,7 @@ class Embed:
         self.layer = 0
         self.tied: dict[str, str] = {}
         self.context = context
+        self._output = (context, config.hidden)
         self._specs = (
             TensorSpec(0, "tokens.weight", (config.vocabulary, config.hidden)),
             TensorSpec(0, "positions.weight", (context, config.hidden)),
@@ -54,6 +55,10 @@ class Embed:
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Return the specs of the two tables."""
         return self._specs
+
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """Return (samples, context, hidden)."""
+        return samples, *self._output
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Draw both tables."""
@@ -86,9 +91,10 @@ class Embed:
 class Block:
     """Attention and MLP, each behind a norm and around a residual."""
 
-    def __init__(self, layer: int, config: ModelConfig) -> None:
+    def __init__(self, layer: int, config: ModelConfig, context: int) -> None:
         self.layer = layer
         self.tied: dict[str, str] = {}
+        self._output = (context, config.hidden)
         self.head_size = config.hidden // config.heads
         self._residual_deviation = DEVIATION / math.sqrt(2 * config.layers)
         hidden = config.hidden
@@ -104,6 +110,10 @@ class Block:
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Return the twelve specs of the block."""
         return self._specs
+
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """Return (samples, context, hidden)."""
+        return samples, *self._output
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Draw the weights, those that end in the residual smaller; norms start as the identity."""
@@ -149,8 +159,9 @@ class Block:
 class Head:
     """The last norm and the matrix to logits, which may be the table of token embeddings."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, context: int) -> None:
         self.layer = config.layers + 1
+        self._output = (context, config.vocabulary)
         self.tied = {"head.weight": "0.tokens.weight"} if config.tied else {}
         own = () if config.tied else (TensorSpec(self.layer, "head.weight", (config.vocabulary, config.hidden)),)
         self._specs = (*_norm(self.layer, "norm", config.hidden), *own)
@@ -158,6 +169,10 @@ class Head:
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Return the specs of the norm, and of the head unless it is tied."""
         return self._specs
+
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """Return (samples, context, vocabulary)."""
+        return samples, *self._output
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Draw the head unless it is tied; the norm starts as the identity."""

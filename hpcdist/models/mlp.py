@@ -42,6 +42,10 @@ class Dense:
         """Return the specs of weight and bias."""
         return self._specs
 
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """Return (samples, outputs)."""
+        return samples, self._specs[1].shape[0]
+
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Draw the weight so that variances persist through the layers (He et al. 2015); zero the bias."""
         weight = self._specs[0]

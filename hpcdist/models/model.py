@@ -1,8 +1,8 @@
 """A model: its stages, its address space, and where its tensors lie in a store."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from hpcdist.models.operations import LOCAL, Operations
 from hpcdist.models.stage import Parameters, Saved, Stage
 
 DTYPES: Final = ("float32", "float64")
+StoreOf: TypeAlias = Callable[[int], FlatStore]  # layer -> the store that holds its tensors now
 
 
 class Model:
@@ -38,24 +39,50 @@ class Model:
         """All tensors, one contiguous unit a stage."""
         return Layout.of(spec for stage in self.stages for spec in stage.tensors())
 
+    @cached_property
+    def needs(self) -> dict[int, list[int]]:
+        """The stages, by index, whose parameters each stage uses: itself, and those that own a tensor tied to it."""
+        unit_of = {stage.layer: unit for unit, stage in enumerate(self.stages)}
+        owners = [[unit_of[self.layout.by_key[key].spec.layer] for key in stage.tied.values()] for stage in self.stages]
+        return {unit: sorted({unit, *owners[unit]}) for unit in unit_of.values()}
+
+    def bind_stage(self, unit: int, store_of: StoreOf) -> Parameters:
+        """Return the views of stage ``unit`` into the stores that hold its tensors, tied names included."""
+        return _views(self.stages[unit], self._stores(store_of))
+
+    def bind_stage_gradients(self, unit: int, store_of: StoreOf, written: set[str]) -> "BoundGradients":
+        """Return where stage ``unit`` writes its gradients; ``written`` is shared by all stages of the rank."""
+        return BoundGradients(self.stages[unit], _views(self.stages[unit], self._stores(store_of)), written)
+
     def bind(self, store: FlatStore) -> list[Parameters]:
-        """Return the views of each stage into ``store``, tied names included."""
-        return [_views(stage, store) for stage in self.stages]
+        """Return the views of each stage into ``store``, which holds all of them."""
+        return [self.bind_stage(unit, lambda layer: store) for unit in range(len(self.stages))]
 
     def bind_gradients(self, store: FlatStore) -> list["BoundGradients"]:
         """Return where each stage writes its gradients in ``store``. They share what is written in a step."""
         written: set[str] = set()
-        return [BoundGradients(stage, _views(stage, store), written) for stage in self.stages]
+        return [self.bind_stage_gradients(unit, lambda layer: store, written) for unit in range(len(self.stages))]
+
+    def _stores(self, store_of: StoreOf) -> Callable[[str], FlatStore]:
+        return lambda key: store_of(self.layout.by_key[key].spec.layer)
 
     def initialise(self, store: FlatStore, seed: int) -> None:
-        """Write the initial values. A tensor draws from the stream (seed, layer, its index in the layer)."""
-        for stage, views in zip(self.stages, self.bind(store), strict=True):
-            index = {spec.key: number for number, spec in enumerate(stage.tensors())}
+        """Write the initial values of all stages."""
+        for unit in range(len(self.stages)):
+            self.initialise_stage(unit, store, seed)
 
-            def rng_of(spec: TensorSpec, index: dict[str, int] = index) -> np.random.Generator:
-                return rng.stream(seed, spec.layer, index[spec.key])
+    def initialise_stage(self, unit: int, store: FlatStore, seed: int) -> None:
+        """Write the initial values of one stage. A tensor draws from the stream (seed, layer, its index in the layer).
 
-            stage.initialise(views, rng_of)
+        ``store`` holds the stage's own tensors, on the host.
+        """
+        stage = self.stages[unit]
+        index = {spec.key: number for number, spec in enumerate(stage.tensors())}
+
+        def rng_of(spec: TensorSpec) -> np.random.Generator:
+            return rng.stream(seed, spec.layer, index[spec.key])
+
+        stage.initialise({spec.name: store.view(spec.key) for spec in stage.tensors()}, rng_of)
 
     def forward(self, parameters: Sequence[Parameters], x: Array, arena: Arena, microbatch: int = 0) -> Array:
         """Run all stages and keep what backward needs; return the logits (batch..., classes)."""
@@ -151,6 +178,6 @@ class BoundGradients:
                 self._written.add(key)
 
 
-def _views(stage: Stage, store: FlatStore) -> dict[str, Array]:
+def _views(stage: Stage, store_of: Callable[[str], FlatStore]) -> dict[str, Array]:
     keys = {spec.name: spec.key for spec in stage.tensors()} | stage.tied
-    return {name: store.view(key) for name, key in keys.items()}
+    return {name: store_of(key).view(key) for name, key in keys.items()}

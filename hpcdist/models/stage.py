@@ -62,6 +62,9 @@ class Stage(Protocol):
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Return the tensors that this stage owns, in the order of the layout."""
 
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """Return the shape of what `forward` gives for so many samples, each of the full length."""
+
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Write the initial values of the own tensors: float64 draws, rounded once."""
 

@@ -4,6 +4,8 @@ The sum of squares of each rank's own part is additive, so the norm of a sharded
 """
 
 import math
+from collections.abc import Sequence
+from itertools import chain
 
 from hpcdist.arrays.backend import namespace
 from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float
@@ -15,14 +17,15 @@ from hpcdist.optim import kernels
 _WIDEN = 1 << 16  # 16-bit elements that are widened at a time: 256 KiB of float32 stay in the cache
 
 
-def sum_of_squares(store: FlatStore, part: Range | None = None) -> float:
-    """Return the sum of squares of the tensors in ``part`` (None: of all the store holds), accumulated in float64.
+def sum_of_squares(store: FlatStore, parts: Range | Sequence[Range] | None = None) -> float:
+    """Return the sum of squares of the tensors in ``parts`` (None: of all the store holds), accumulated in float64.
 
     Padding is left out. float16, bfloat16 and float32 cannot overflow in it. A float64 element above 1e154 gives
-    infinity, and a NaN or infinite element a result that `clip_scale` refuses.
+    infinity, and a NaN or infinite element a result that `clip_scale` refuses. A GPU is waited for once.
     """
+    ranges = store.parts if parts is None else (parts,) if isinstance(parts, Range) else parts
     total = 0.0
-    for _, where in store.tensors() if part is None else store.layout.within(part):
+    for _, where in chain.from_iterable(map(store.layout.within, ranges)):
         values = store.range(where)
         if is_16bit_float(store.dtype):
             wide = accumulation_dtype(store.dtype)

@@ -5,11 +5,13 @@ from typing import Final
 
 from hpcdist.errors import ConfigurationError
 
-STRATEGIES: Final = ("allreduce",)
-SCHEDULES: Final = ("sequential",)
+STRATEGIES: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")
+SCHEDULES: Final = ("auto", "sequential", "gpipe", "1f1b")
+WITH_PIPELINE: Final = ("allreduce", "zero1")  # the others exchange gradients while micro-batches are still under way
 # Names that mean something, but have no code behind them in this version: refused, never ignored.
-UNBUILT_STRATEGIES: Final = ("zero1", "zero2", "zero3", "parameter_server", "gossip", "local_sgd")
-UNBUILT_SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zb-h1")
+UNBUILT_STRATEGIES: Final = ("gossip", "local_sgd")
+UNBUILT_SCHEDULES: Final = ("interleaved", "zb-h1")
+UNBUILT_DEGREES: Final = ("tensor", "context")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +19,10 @@ class ParallelConfig:
     """How the work is laid out over the ranks.
 
     The degrees multiply to the number of ranks; ``data = 0`` takes what the others leave. ``strategy`` says how the
-    replicas of the data axis turn gradients into parameters, ``schedule`` in which order micro-batches are computed.
-    ``microbatches`` without a pipeline is gradient accumulation: less memory for activations, the same result.
+    replicas of the data axis turn gradients into parameters, ``schedule`` in which order micro-batches are computed
+    (``auto``: 1f1b in a pipeline, else sequential). ``microbatches`` without a pipeline is gradient accumulation: less
+    memory for activations, the same result. ``recompute``, in a pipeline, keeps only the input of a micro-batch and
+    computes its activations again before its backward.
     """
 
     data: int = 0
@@ -26,8 +30,16 @@ class ParallelConfig:
     tensor: int = 1
     context: int = 1
     strategy: str = "allreduce"
-    schedule: str = "sequential"
+    schedule: str = "auto"
     microbatches: int = 1
+    recompute: bool = False
+
+    @property
+    def order(self) -> str:
+        """The schedule, with ``auto`` resolved."""
+        if self.schedule != "auto":
+            return self.schedule
+        return "1f1b" if self.pipeline > 1 else "sequential"
 
     def __post_init__(self) -> None:
         if self.data < 0:
@@ -36,12 +48,30 @@ class ParallelConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigurationError(f"parallel.{name} = {value}; it must be at least 1")
-            if value > 1 and name != "microbatches":
+            if value > 1 and name in UNBUILT_DEGREES:
                 raise ConfigurationError(
                     f"parallel.{name} = {value} is known, but not built in this version; set it to 1"
                 )
         _choose("strategy", self.strategy, STRATEGIES, UNBUILT_STRATEGIES)
         _choose("schedule", self.schedule, SCHEDULES, UNBUILT_SCHEDULES)
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        if self.pipeline > 1 and self.schedule == "sequential":
+            raise ConfigurationError(
+                f"parallel.schedule = 'sequential' with parallel.pipeline = {self.pipeline}: all stages but one would "
+                "wait; choose 1f1b or gpipe"
+            )
+        if self.pipeline > 1 and self.strategy not in WITH_PIPELINE:
+            raise ConfigurationError(
+                f"parallel.strategy = {self.strategy!r} with parallel.pipeline = {self.pipeline} is known, but not "
+                f"built in this version; a pipeline goes with {' or '.join(WITH_PIPELINE)}"
+            )
+        if self.recompute and self.order == "sequential":
+            raise ConfigurationError(
+                "parallel.recompute = true without a pipeline saves nothing: a micro-batch goes back right after it "
+                "came; set it to false, or choose parallel.schedule = 'gpipe' or '1f1b'"
+            )
 
 
 def _choose(name: str, value: str, built: tuple[str, ...], unbuilt: tuple[str, ...]) -> None:

@@ -1,49 +1,86 @@
 """The seam between a training step and the architecture that turns gradients into parameters."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
-from hpcdist.strategies.schedule.operations import Operation
+from hpcdist.arrays.store import FlatStore
+from hpcdist.strategies.schedule.operations import Kind, Operation
+
+Handlers: TypeAlias = Mapping[Kind, Callable[[Operation], None]]
 
 
 class Exchange(Protocol):
     """How replicas turn their gradients into the next parameters.
 
-    ``plan`` contributes operations to the step; the executor calls the other methods when it meets them. Every method
-    but ``plan`` and ``pieces`` is collective over the data axis.
+    ``plan`` contributes operations to the step, and ``carries_out`` has the function for each kind of them; the
+    executor calls it when it meets one. Gradients arrive divided by the number of samples of the whole batch, so that
+    their sum over the replicas is the mean.
     """
 
-    replicas_identical: bool  # whether the sentinel may compare parameters over the data axis
+    algorithm: str  # of the reductions; kept in checkpoints
+    replicas_identical: bool  # whether the sentinel may compare ``parameters`` over the data axis
+    accumulates: bool  # whether gradients of all micro-batches are added up first and exchanged once
+    gathers: bool  # whether the parameters of a unit must be gathered before each use, and freed after it
+    parameters: FlatStore  # what this rank keeps between steps
+    carries_out: Handlers
 
     def plan(self) -> list[Operation]:
-        """Return the operations of one step (local)."""
+        """Return the operations of one step that are not the schedule's (local)."""
         ...
 
-    def reduce(self, part: Range) -> None:
-        """Reduce the gradients of ``part`` over the replicas, in place."""
+    def parameters_at(self, layer: int) -> FlatStore:
+        """Return the store that holds the parameters of ``layer`` now (local)."""
+        ...
+
+    def gradients_at(self, layer: int) -> FlatStore:
+        """Return the store into which the gradients of ``layer`` go (local)."""
+        ...
+
+    def norm_squared(self) -> float:
+        """Return this rank's share of the squared norm of the mean gradient (local; waits for a GPU).
+
+        The shares of all ranks of the world add up to it: every tensor is counted once.
+        """
         ...
 
     def agree(self, values: np.ndarray) -> np.ndarray:
-        """Return the sums over all ranks of ``values`` (float64), in place."""
+        """Return the sums of ``values`` (float64) over the world, in place, the same bits on all ranks. Collective."""
         ...
 
-    @property
-    def gradient_norm(self) -> float:
-        """Norm of the whole reduced gradient, each tensor counted once; taken once a step, after `agree`."""
+    def begin_update(self, scale: float) -> None:
+        """Take note that this step updates, with gradients multiplied by ``scale`` (local)."""
         ...
 
-    def direction(self, part: Range) -> None:
-        """Turn the reduced gradients of ``part`` into update directions (local)."""
-        ...
-
-    def apply(self, part: Range) -> None:
-        """Step the parameters of ``part`` along the directions."""
+    def take(self, initial: FlatStore) -> None:
+        """Take over what concerns this rank of the initial values in ``initial``, which are on the host (local)."""
         ...
 
     def pieces(self) -> Sequence[Piece]:
-        """Return views of the state that this rank saves and restores, named by tensor (local)."""
+        """Return views of the state that this rank saves, named by tensor (local)."""
         ...
+
+    def wanted(self) -> Sequence[Piece]:
+        """Return views of the state that this rank restores (local)."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return the numbers that a checkpoint needs beside the pieces: JSON values (local)."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` returned, once the pieces are there (local)."""
+        ...
+
+
+def pieces_of(stores: Mapping[str, FlatStore], parts: Iterable[Range]) -> list[Piece]:
+    """Return the pieces of ``parts`` of each store, by kind (local)."""
+    return [
+        Piece.of(kind, segment, touched, store.range(touched))
+        for kind, store in stores.items()
+        for part in parts
+        for segment, touched in store.layout.within(part)
+    ]

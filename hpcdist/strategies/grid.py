@@ -83,3 +83,8 @@ class Axes:
     def data(self) -> Communicator:
         """Ranks that hold the same parameters and see different samples."""
         return self._along("data")
+
+    @property
+    def pipeline(self) -> Communicator:
+        """Ranks that hold the other stages of the same replica, in order of the stages."""
+        return self._along("pipeline")

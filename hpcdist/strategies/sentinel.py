@@ -28,12 +28,9 @@ def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: s
     collectives.allreduce(comm, votes, algorithm, op="max")
     if votes[0] == ~votes[1]:
         return
-    mine = [
-        _digest(data[touched.start - store.part.start : touched.stop - store.part.start])
-        for _, touched in store.layout.within(store.part)
-    ]
+    mine = [_digest(backend.to_host(store.range(touched))) for _, touched in store.tensors()]
     everyone = comm.allgather_object(mine)
-    for index, (segment, _) in enumerate(store.layout.within(store.part)):
+    for index, (segment, _) in enumerate(store.tensors()):
         hashes = [digests[index] for digests in everyone]
         if len(set(hashes)) > 1:
             common = max(set(hashes), key=hashes.count)

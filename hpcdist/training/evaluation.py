@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from hpcdist import collectives
 from hpcdist.training.trainer import Trainer
 
 
@@ -15,6 +14,6 @@ def mean_validation_loss(trainer: Trainer) -> float:
     sums = np.zeros(2)
     for batch in trainer.source.validation_batches(trainer.recipe, trainer.data_axis):
         inputs, targets = trainer.place(batch)
-        sums += (trainer.executor.evaluate(inputs, targets), targets.size)
-    collectives.allreduce(trainer.data_axis, sums, trainer.exchange.agree_algorithm)
+        sums += (trainer.executor.evaluate(inputs, targets), targets.size if trainer.last_stage else 0)
+    trainer.exchange.agree(sums)
     return float(sums[0] / sums[1]) if sums[1] else float("nan")

@@ -13,6 +13,7 @@ import numpy as np
 from hpcdist.checkpoint.restore import newest
 from hpcdist.comm.start import Session, start, start_alone
 from hpcdist.errors import OK, StorageError, UsageError
+from hpcdist.strategies.config import ParallelConfig
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training import directory, entropy
 from hpcdist.training import recipe as recipes
@@ -90,8 +91,8 @@ def reopen(path: Path, alone: bool = False) -> tuple[Session, Trainer]:
     found = newest(path, session.comm)
     if found is None:
         raise StorageError(f"{path} holds no valid checkpoint; train it first (a run saves one at its end)")
-    # Any number of ranks may look at a run: the degrees of its grid do not bind them.
-    free = dataclasses.replace(resolved, parallel=dataclasses.replace(resolved.parallel, data=0))
+    # Any number of ranks may look at a run: the layout that trained it does not bind them.
+    free = dataclasses.replace(resolved, parallel=ParallelConfig())
     return session, assemble(session, free, found)
 
 

@@ -13,7 +13,7 @@ from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.schedule.executor import MicroBatch, Step
 from hpcdist.strategies.sentinel import check_replicas
-from hpcdist.training.data import Prefetcher, microbatches
+from hpcdist.training.data import microbatches
 from hpcdist.training.metrics import METRICS_FILE, Metrics
 from hpcdist.training.progress import Progress
 from hpcdist.training.survival import STOP_FILE, StopWishes, Wish, agreed
@@ -63,7 +63,7 @@ class Loop:
         trainer, outcome = self.trainer, self.outcome
         steps = trainer.recipe.run.steps
         self._boundary = time.perf_counter()
-        with Prefetcher(trainer.source, trainer.recipe, trainer.data_axis, trainer.first_step, steps) as batches:
+        with trainer.batches(steps) as batches:
             for step, batch in enumerate(batches, start=trainer.first_step + 1):
                 self._step(step, microbatches(trainer.place(batch), trainer.recipe.parallel.microbatches))
                 if step == trainer.first_step + 1 and self.session.watchdog is not None:
@@ -84,7 +84,7 @@ class Loop:
         found = self._train(step, batches)
         bytes_sent = float(self.traffic.sent_bytes - sent) if self.traffic.unknown.total() == unknown else float("nan")
         targets = trainer.recipe.run.global_batch * trainer.model.tokens_per_sample
-        self.metrics.add(step, found.loss, trainer.optimizer.learning_rate, targets, found.seconds, bytes_sent)
+        self.metrics.add(step, found.loss, trainer.learning_rate(step), targets, found.seconds, bytes_sent)
         outcome = self.outcome
         outcome.done, outcome.loss, outcome.wish = step, found.loss, agreed(found.wishes)
         outcome.communication_s.append(found.seconds["communication_s"])
@@ -106,7 +106,7 @@ class Loop:
         try:
             return trainer.executor.run(trainer.operations, batches, trainer.recipe.run.global_batch, step, wishes)
         except NonFiniteError as error:
-            explained = explain(trainer.comm, trainer.executor, trainer.parameters, trainer.gradients, batches, error)
+            explained = explain(trainer.comm, trainer.executor, trainer.operations, batches, error)
             self.metrics.flush()
             raise explained from None
 
@@ -114,7 +114,7 @@ class Loop:
         """Do what is due after ``step``: compare the replicas, save."""
         trainer, run = self.trainer, self.trainer.recipe.run
         if run.sentinel_every_steps and step % run.sentinel_every_steps == 0 and trainer.exchange.replicas_identical:
-            check_replicas(trainer.data_axis, trainer.parameters, step, trainer.exchange.agree_algorithm)
+            check_replicas(trainer.data_axis, trainer.exchange.parameters, step, trainer.seat.agree_algorithm)
         every = trainer.recipe.checkpoint.every_steps
         if every and step % every == 0:
             self._save(step)

@@ -41,6 +41,12 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self.check_world(self.parallel.data)
+        microbatches, pipeline = self.parallel.microbatches, self.parallel.pipeline
+        if pipeline > 1 and self.run.global_batch % microbatches:
+            raise ConfigurationError(
+                f"run.global_batch = {self.run.global_batch} does not divide into parallel.microbatches = "
+                f"{microbatches} for a pipeline of {pipeline}; choose a multiple of {microbatches} samples"
+            )
 
     def check_world(self, data_ranks: int) -> None:
         """Raise ConfigurationError when a step has fewer samples than there are ranks along the data axis."""

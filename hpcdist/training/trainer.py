@@ -1,4 +1,4 @@
-"""From a recipe to the parts of a run: grid, model, stores, optimizer, exchange, operations, data."""
+"""From a recipe to the parts of a run: grid, seat, model, exchange, operations, data."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +8,7 @@ import numpy as np
 
 from hpcdist import collectives, models
 from hpcdist.arrays import backend
-from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ledger import Ledger
-from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.restore import restore
@@ -18,16 +16,16 @@ from hpcdist.checkpoint.save import save
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.start import Session
 from hpcdist.errors import DataError
-from hpcdist.models.arena import Arena
 from hpcdist.models.model import Model
-from hpcdist.optim import optimizer as optimizers
-from hpcdist.optim.optimizer import Optimizer
-from hpcdist.strategies.allreduce import AllreduceExchange
+from hpcdist.optim import rates
+from hpcdist.strategies import build, pipeline
+from hpcdist.strategies.exchange import Exchange
 from hpcdist.strategies.grid import Axes, Grid
 from hpcdist.strategies.schedule.executor import Executor, MicroBatch
-from hpcdist.strategies.schedule.generators import SCHEDULES, interleave
 from hpcdist.strategies.schedule.operations import Operation
+from hpcdist.strategies.seat import Seat
 from hpcdist.training import data
+from hpcdist.training.data import Prefetcher
 from hpcdist.training.recipe import Recipe
 
 # What `auto` stands for until a measurement decides; the choice is part of the checkpoint and is kept on resume.
@@ -41,17 +39,36 @@ class Trainer:
     comm: Communicator
     recipe: Recipe
     grid: Grid
-    data_axis: Communicator
+    seat: Seat
     source: data.Source
-    model: Model
-    parameters: FlatStore
-    gradients: FlatStore
-    optimizer: Optimizer
-    exchange: AllreduceExchange
+    exchange: Exchange
     executor: Executor
     operations: list[Operation]
     ledger: Ledger
     first_step: int = 0
+
+    @property
+    def model(self) -> Model:
+        """The whole model; this rank computes ``seat.units`` of it."""
+        return self.seat.model
+
+    @property
+    def data_axis(self) -> Communicator:
+        """The replicas of this rank's stages."""
+        return self.seat.data
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.seat.pipeline.rank == self.seat.pipeline.size - 1
+
+    def batches(self, steps: int) -> Prefetcher:
+        """Return the batches of this rank's replica up to step ``steps``, read ahead; a context manager (local).
+
+        Only the ends of a pipeline look at samples: the stages between get as many rows without columns.
+        """
+        reads = self.last_stage or self.seat.pipeline.rank == 0
+        return Prefetcher(self.source, self.recipe, self.data_axis, self.first_step, steps, reads=reads)
 
     def place(self, batch: MicroBatch) -> MicroBatch:
         """Return a batch where the model computes (local)."""
@@ -59,13 +76,14 @@ class Trainer:
         return backend.place(batch[0], on), backend.place(batch[1], on)
 
     def logits(self, inputs: np.ndarray) -> np.ndarray:
-        """Return the model's output for ``inputs``, both on the host (local)."""
-        return backend.to_host(self.executor.logits(backend.place(inputs, self.recipe.run.device)))
+        """Return the output of the whole model for ``inputs``, both on the host (local; one rank holds all of it)."""
+        parameters = self.model.bind(self.exchange.parameters)
+        placed = backend.place(inputs, self.recipe.run.device)
+        return backend.to_host(self.model.logits(parameters, placed, self.executor.arena))
 
-    @property
-    def whole(self) -> Range:
-        """All of the flat space."""
-        return Range(0, self.model.layout.size)
+    def learning_rate(self, step: int) -> float:
+        """Return the rate of the update in step ``step``, counted from 1 (local)."""
+        return rates.learning_rate(self.recipe.optimizer, step, self.recipe.run.steps)
 
     def scalars(self, steps: int) -> dict[str, Any]:
         """Return what a checkpoint after ``steps`` steps keeps beside the pieces.
@@ -80,7 +98,8 @@ class Trainer:
             "world": self.comm.size,
             "algorithm": self.exchange.algorithm,
             "data": self.source.fingerprint,
-            "optimizer": self.optimizer.state(),
+            "model_inputs": self.source.model_inputs(),
+            "optimizer": self.exchange.state(),
         }
 
     def save(self, directory: Path, steps: int) -> Path:
@@ -90,18 +109,28 @@ class Trainer:
         )
 
     def restore(self, path: Path) -> None:
-        """Take back the state in ``path``, written by any number of ranks (local).
+        """Take back the state in ``path``, written by any number of ranks in any layout. Collective.
 
         Raises DataError when the data has changed since: the sample order and every loss would be others.
         """
-        resumed = restore(path, self.exchange.pieces_of(self.whole))
+        resumed = restore(path, self.exchange.wanted())
         if resumed["data"] != self.source.fingerprint:
             raise DataError(
                 f"{path} was written by a run on other data than {self.source.description}; "
                 "give back the data it was trained on, or start a new run"
             )
-        self.optimizer.restore(resumed["optimizer"])
+        self.exchange.restore(resumed["optimizer"])
         self.first_step = int(resumed["steps"])
+        self.executor.copies.refresh()
+
+    def initialise(self) -> None:
+        """Take the initial values: those of a stage are the same whatever rank draws them. Collective."""
+        for unit, part in self.seat.ranges.items():
+            # Drawn on the host, so that a GPU starts from the same bits; one stage at a time.
+            initial = FlatStore(self.model.layout, self.model.dtype, part)
+            self.model.initialise_stage(unit, initial, self.recipe.run.seed)
+            self.exchange.take(initial)
+        self.executor.copies.refresh()
 
 
 def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) -> Trainer:
@@ -111,53 +140,41 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
         comm.size, data=parallel.data, pipeline=parallel.pipeline, tensor=parallel.tensor, context=parallel.context
     )
     recipe.check_world(grid.data)
-    axis = Axes(grid, comm).data
     source = data.open_source(recipe.data, recipe.model, comm)
-    ledger, on = Ledger(), recipe.run.device
+    ledger = Ledger()
     collectives.account(ledger)
-    dtype = dtype_of(recipe.precision.mode)
-    model = models.build(recipe.model, recipe.precision.mode, **source.model_inputs())
-    parameters = FlatStore(model.layout, dtype, on=on, category="parameters", ledger=ledger)
-    gradients = FlatStore(model.layout, dtype, on=on, category="gradients", ledger=ledger)
-    whole = Range(0, model.layout.size)
-    optimizer = optimizers.build(
-        recipe.optimizer, model.layout, whole, dtype, total_steps=recipe.run.steps, ledger=ledger, on=on
-    )
-    algorithm = recipe.communication.algorithm
-    if algorithm == "auto":
-        algorithm = manifest.load(resume_from).scalars["algorithm"] if resume_from else AUTO
-    exchange = AllreduceExchange(
-        axis,
-        parameters,
-        gradients,
-        optimizer,
-        algorithm=algorithm,
-        bucket_bytes=recipe.communication.bucket_bytes,
-        clip_norm=recipe.optimizer.clip_norm,
-    )
-    executor = Executor(model, parameters, gradients, exchange, Arena(ledger, on))
-    compute = SCHEDULES[parallel.schedule](len(model.stages), parallel.microbatches)
-    operations = interleave(compute, exchange.plan(), executor.units)
-    trainer = Trainer(
-        comm,
-        recipe,
-        grid,
-        axis,
-        source,
-        model,
-        parameters,
-        gradients,
-        optimizer,
-        exchange,
-        executor,
-        operations,
-        ledger,
-    )
+    seat = _seat(comm, recipe, grid, source, ledger, resume_from)
+    exchange = build.EXCHANGES[parallel.strategy](seat)
+    executor = build.build_executor(seat, exchange)
+    operations = build.operations(seat, exchange, executor.copies, parallel)
+    trainer = Trainer(comm, recipe, grid, seat, source, exchange, executor, operations, ledger)
     if resume_from is None:
-        # Drawn on the host, so that a GPU starts from the same bits.
-        initial = FlatStore(model.layout, dtype)
-        model.initialise(initial, recipe.run.seed)
-        parameters.array[...] = backend.place(initial.array, on)
+        trainer.initialise()
     else:
         trainer.restore(resume_from)
     return trainer
+
+
+def _seat(
+    comm: Communicator, recipe: Recipe, grid: Grid, source: data.Source, ledger: Ledger, resume_from: Path | None
+) -> Seat:
+    """Return the place of this rank. Collective: communicators are split."""
+    model = models.build(recipe.model, recipe.precision.mode, **source.model_inputs())
+    parts = pipeline.cut(model, grid.pipeline)
+    axes = Axes(grid, comm)
+    algorithm = recipe.communication.algorithm
+    if algorithm == "auto":
+        algorithm = manifest.load(resume_from).scalars["algorithm"] if resume_from else AUTO
+    return Seat(
+        world=comm,
+        data=axes.data,
+        pipeline=axes.pipeline,
+        model=model,
+        units=parts[axes.pipeline.rank],
+        optimizer=recipe.optimizer,
+        total_steps=recipe.run.steps,
+        algorithm=algorithm,
+        bucket_bytes=recipe.communication.bucket_bytes,
+        on=recipe.run.device,
+        ledger=ledger,
+    )

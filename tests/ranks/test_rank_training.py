@@ -11,7 +11,7 @@ from hpcdist.comm.placement import locate
 from hpcdist.comm.solo import solo
 from hpcdist.comm.start import Session
 from hpcdist.training import recipe as recipes
-from hpcdist.training.data import Prefetcher, microbatches
+from hpcdist.training.data import microbatches
 from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.trainer import Trainer, assemble
 
@@ -41,7 +41,7 @@ def _trainer(comm: Communicator, folder: Path, resume: Path | None = None, **key
 
 def _losses(trainer: Trainer, last: int = STEPS) -> list[float]:
     losses = []
-    with Prefetcher(trainer.source, trainer.recipe, trainer.data_axis, trainer.first_step, last) as batches:
+    with trainer.batches(last) as batches:
         for step, batch in enumerate(batches, start=trainer.first_step + 1):
             parts = microbatches(batch, trainer.recipe.parallel.microbatches)
             found = trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, step, np.zeros(2))
@@ -75,8 +75,8 @@ def test_rank_accumulation_and_optimizers_equal_one_process(comm: Communicator, 
     alone = _trainer(solo(), folder, **keys)
     together = _trainer(comm, folder, parallel__microbatches=3, communication__algorithm="ring", **keys)
     np.testing.assert_allclose(_losses(together), _losses(alone), rtol=1e-11)
-    difference = np.linalg.norm(together.parameters.array - alone.parameters.array)
-    assert difference <= 1e-9 * np.linalg.norm(alone.parameters.array)
+    difference = np.linalg.norm(together.exchange.parameters.array - alone.exchange.parameters.array)
+    assert difference <= 1e-9 * np.linalg.norm(alone.exchange.parameters.array)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
@@ -90,10 +90,10 @@ def test_rank_resume_is_bit_equal(comm: Communicator, folder: Path, name: str) -
     resumed = _trainer(comm, folder, resume=saved, **keys)
     assert resumed.first_step == STEPS // 2
     assert first + _losses(resumed) == losses
-    assert resumed.parameters.array.tobytes() == whole.parameters.array.tobytes()
+    assert resumed.exchange.parameters.array.tobytes() == whole.exchange.parameters.array.tobytes()
     assert all(
-        store.array.tobytes() == whole.optimizer.slots[slot].array.tobytes()
-        for slot, store in resumed.optimizer.slots.items()
+        store.array.tobytes() == whole.exchange.owner.slots()[slot].array.tobytes()
+        for slot, store in resumed.exchange.owner.slots().items()
     )
 
 
@@ -111,7 +111,7 @@ def test_rank_checkpoint_goes_to_another_number_of_ranks(comm: Communicator, fol
     saved = together.save(folder / "checkpoints", STEPS // 2)
     comm.barrier()
     alone = _trainer(solo(), folder, resume=saved, precision__mode="float64")
-    assert alone.parameters.array.tobytes() == together.parameters.array.tobytes()
+    assert alone.exchange.parameters.array.tobytes() == together.exchange.parameters.array.tobytes()
     reference = _losses(_trainer(solo(), folder, precision__mode="float64"))
     np.testing.assert_allclose(first + _losses(alone), reference, rtol=1e-12)
 

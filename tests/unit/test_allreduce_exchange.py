@@ -6,18 +6,17 @@ import pytest
 from hpcdist import collectives, models
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ranges import Range
-from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import NonFiniteError
-from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
-from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange, buckets
+from hpcdist.strategies.build import build_executor, operations
+from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.nonfinite import explain
-from hpcdist.strategies.schedule.executor import Executor
-from hpcdist.strategies.schedule.generators import interleave, sequential
+from hpcdist.strategies.seat import Seat
 
 SAMPLES, STEPS = 7, 6  # 7 samples over 1..4 ranks are uneven nearly everywhere
 MODEL = ModelConfig(layers=1, hidden=16, heads=2)
@@ -29,17 +28,23 @@ class Run:
     def __init__(self, comm: Communicator, dtype: str, algorithm: str, microbatches: int, optimizer: str = "adamw"):
         self.comm, self.microbatches = comm, microbatches
         self.model = models.build(MODEL, dtype, context=8)
-        layout = self.model.layout
-        self.parameters, self.gradients = FlatStore(layout, dtype), FlatStore(layout, dtype)
-        self.model.initialise(self.parameters, seed=3)
-        config = OptimizerConfig(name=optimizer, learning_rate=1e-2, warmup_steps=2)
-        rule = optimizers.build(config, layout, Range(0, layout.size), np.dtype(dtype), total_steps=STEPS)
-        self.exchange = AllreduceExchange(
-            comm, self.parameters, self.gradients, rule, algorithm=algorithm, bucket_bytes=4096, clip_norm=0.5
+        seat = Seat(
+            world=comm,
+            data=comm,
+            pipeline=solo(),
+            model=self.model,
+            units=range(len(self.model.stages)),
+            optimizer=OptimizerConfig(name=optimizer, learning_rate=1e-2, warmup_steps=2, clip_norm=0.5),
+            total_steps=STEPS,
+            algorithm=algorithm,
+            bucket_bytes=4096,
         )
-        self.executor = Executor(self.model, self.parameters, self.gradients, self.exchange, Arena())
-        compute = sequential(len(self.model.stages), microbatches)
-        self.operations = interleave(compute, self.exchange.plan(), self.executor.units)
+        self.exchange = AllreduceExchange(seat)
+        self.parameters = self.exchange.parameters
+        self.model.initialise(self.parameters, seed=3)
+        self.executor = build_executor(seat, self.exchange)
+        parallel = ParallelConfig(microbatches=microbatches)
+        self.operations = operations(seat, self.exchange, self.executor.copies, parallel)
 
     def batches(self, step: int, data: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         mine = np.array_split(data[step], self.comm.size)[self.comm.rank]
@@ -107,7 +112,7 @@ def test_nan_names_step_rank_and_tensor_and_updates_nothing(rng: np.random.Gener
         try:
             run.executor.run(run.operations, batches, SAMPLES, 17, np.zeros(2))
         except NonFiniteError as error:
-            said = explain(comm, run.executor, run.parameters, run.gradients, batches, error)
+            said = explain(comm, run.executor, run.operations, batches, error)
             return str(said), bool(np.array_equal(before, run.parameters.array, equal_nan=True))
         return "no error", False
 
@@ -137,3 +142,12 @@ def test_buckets_tile_the_space_from_the_end(bucket_bytes: int) -> None:
     assert ordered[0].start == 0 and ordered[-1].stop == layout.size
     assert all(a.stop == b.start for a, b in zip(ordered, ordered[1:], strict=False))
     assert found[0].stop == layout.size, "the last layers come first"
+
+
+def test_buckets_of_a_part_tile_it() -> None:
+    layout = Layout.of([TensorSpec(layer, "w", (size,)) for layer, size in enumerate((100, 1, 300, 32))])
+    part = Range(layout.units[1].start, layout.units[2].stop)
+    for bucket_bytes in (1, 256, 10**9):
+        ordered = sorted(buckets(layout, 4, bucket_bytes, part))
+        assert ordered[0].start == part.start and ordered[-1].stop == part.stop
+        assert all(a.stop == b.start for a, b in zip(ordered, ordered[1:], strict=False))

@@ -79,8 +79,10 @@ def test_microbatches_cut_without_copy(size: int, count: int) -> None:
 
 @given(count=st.integers(1, 200), limit=st.integers(0, 250), parts=st.integers(1, 5), longest=st.integers(1, 20))
 def test_in_order_takes_the_same_samples_for_any_parts(count: int, limit: int, parts: int, longest: int) -> None:
-    batches = [batch for part in range(parts) for batch in in_order(Numbers(count), limit, parts, part, longest)]
-    assert all(1 <= len(numbers) <= longest and not shifts.any() for numbers, shifts in batches)
+    shares = [list(in_order(Numbers(count), limit, parts, part, longest)) for part in range(parts)]
+    assert len({len(batches) for batches in shares}) == 1, "as many batches each: some ranks evaluate together"
+    batches = [batch for share in shares for batch in share]
+    assert all(len(numbers) <= longest and not shifts.any() for numbers, shifts in batches)
     taken = [int(number) for numbers, _ in batches for number in numbers]
     total = min(limit, count) if limit else count
     assert taken == [number * count // total for number in range(total)]

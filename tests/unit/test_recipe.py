@@ -173,14 +173,10 @@ def test_an_override_without_a_value_is_a_wrong_call(home: dict[str, str]) -> No
 @pytest.mark.parametrize(
     "text",
     [
-        "parallel.pipeline=2",
         "parallel.tensor=2",
         "parallel.context=2",
-        *(
-            f"parallel.strategy={name}"
-            for name in ("zero1", "zero2", "zero3", "parameter_server", "gossip", "local_sgd")
-        ),
-        *(f"parallel.schedule={name}" for name in ("gpipe", "1f1b", "interleaved", "zb-h1")),
+        *(f"parallel.strategy={name}" for name in ("gossip", "local_sgd")),
+        *(f"parallel.schedule={name}" for name in ("interleaved", "zb-h1")),
         "precision.mode=float16",
         "precision.mode=bfloat16",
         "communication.compression=topk",
@@ -293,3 +289,25 @@ def test_reading_a_recipe_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["parallel.pipeline=2", "parallel.schedule=sequential"], "all stages but one would wait"),
+        (["parallel.pipeline=2", "parallel.strategy=zero2"], "a pipeline goes with allreduce or zero1"),
+        (["parallel.pipeline=2", "parallel.strategy=zero3"], "not built in this version"),
+        (["parallel.recompute=true"], "saves nothing"),
+        (["parallel.pipeline=2", "parallel.microbatches=3"], "does not divide into parallel.microbatches = 3"),
+        (["parallel.pipeline=0"], "must be at least 1"),
+    ],
+)
+def test_layouts_that_make_no_sense_are_refused(home: dict[str, str], texts: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        recipes.load(None, texts, home)
+
+
+def test_the_schedule_follows_the_pipeline(home: dict[str, str]) -> None:
+    assert recipes.load(None, [], home).recipe.parallel.order == "sequential"
+    assert recipes.load(None, ["parallel.pipeline=2"], home).recipe.parallel.order == "1f1b"
+    assert recipes.load(None, ["parallel.pipeline=2", "parallel.schedule=gpipe"], home).recipe.parallel.order == "gpipe"

@@ -11,19 +11,22 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
 from hpcdist.models.arena import Arena
-from hpcdist.models.model import Model
+from hpcdist.models.model import BoundGradients
+from hpcdist.models.stage import Parameters
+from hpcdist.optim import clip
 from hpcdist.strategies.exchange import Exchange
-from hpcdist.strategies.schedule.generators import sequential
+from hpcdist.strategies.pipeline import Copies
+from hpcdist.strategies.schedule.generators import forward_only, gathered
+from hpcdist.strategies.schedule.messages import Neighbours
 from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.seat import Seat
 
 MicroBatch = tuple[Array, Array]  # inputs (samples, ...), targets (samples, ...)
 
-# What each kind of operation is booked under.
+# What each kind of operation is booked under; all others are communication.
 PHASES = {
     Kind.FORWARD: "compute_s",
     Kind.BACKWARD: "compute_s",
-    Kind.REDUCE: "communication_s",
-    Kind.AGREE: "communication_s",
     Kind.DIRECTION: "update_s",
     Kind.APPLY: "update_s",
 }
@@ -36,27 +39,44 @@ class Step:
     loss: float = float("nan")
     gradient_norm: float = float("nan")
     wishes: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES.values(), 0.0))
+    seconds: dict[str, float] = field(
+        default_factory=lambda: {"compute_s": 0.0, "communication_s": 0.0, "update_s": 0.0}
+    )
 
 
 class Executor:
-    """The operations of one rank, the model they compute with and the exchange they communicate through."""
+    """The operations of one rank, the stages they compute with and the exchange they communicate through.
 
-    def __init__(
-        self, model: Model, parameters: FlatStore, gradients: FlatStore, exchange: Exchange, arena: Arena
-    ) -> None:
-        self.model, self.exchange, self.arena = model, exchange, arena
-        self._parameters = model.bind(parameters)
-        self._gradients = model.bind_gradients(gradients)
-        self._last = len(model.stages) - 1
-        self.units = {unit: model.layout.units[stage.layer] for unit, stage in enumerate(model.stages)}
+    ``clip_norm`` bounds the norm of the mean gradient; 0 leaves it alone.
+    """
+
+    def __init__(self, seat: Seat, exchange: Exchange, copies: Copies, arena: Arena, clip_norm: float = 0.0) -> None:
+        self.seat, self.model, self.exchange, self.copies, self.arena = seat, seat.model, exchange, copies, arena
+        self.clip_norm = clip_norm
+        self.units = seat.ranges
+        self._last = len(self.model.stages) - 1
+        self._neighbours = Neighbours(seat, arena)
+        self._parameters: dict[int, Parameters] = {}  # views, bound while the memory of a unit stays where it is
+        self._gradients: dict[int, BoundGradients] = {}
+        self._written: set[str] = set()
+        self._watch: Callable[[str, Array], None] | None = None  # looks at values when a step has gone wrong
+        evaluation = forward_only(seat.units, seat.pipeline.rank, seat.pipeline.size)
+        self._forward_only = gathered(evaluation, self.model.needs) if exchange.gathers else evaluation
         self._handlers: dict[Kind, Callable[[Operation], None]] = {
+            **exchange.carries_out,
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.SEND_ACTIVATION: self._send_activation,
+            Kind.RECV_ACTIVATION: self._recv_activation,
+            Kind.SEND_GRADIENT: self._send_gradient,
+            Kind.RECV_GRADIENT: self._recv_gradient,
+            Kind.GATHER: self._gather,
+            Kind.FREE: self._gather,
             Kind.REDUCE: self._reduce,
+            Kind.PUSH: self._reduce,
+            Kind.COPY_GRADIENT: self._copy_gradient,
+            Kind.COPY_VALUE: copies.value,
             Kind.AGREE: self._agree,
-            Kind.DIRECTION: self._direction,
-            Kind.APPLY: self._apply,
         }
 
     def run(
@@ -69,67 +89,87 @@ class Executor:
     ) -> Step:
         """Run one step. Collective: every rank runs the list of its own place.
 
-        ``batches`` are this rank's micro-batches, ``samples`` counts those of all ranks, and ``wishes`` (float64) are
-        summed over the ranks along with the loss. Raises NonFiniteError on every rank, before any parameter changed,
-        when the loss or the gradient is not finite.
+        ``batches`` are the micro-batches of this rank's replica, ``samples`` counts those of all replicas, and
+        ``wishes`` (float64) are summed over the ranks along with the loss. Raises NonFiniteError on every rank, before
+        any parameter changed, when the loss or the gradient is not finite.
         """
-        self._batches, self._number = batches, step
+        self._begin(operations, batches)
+        self._number, self._sent = step, wishes
         self._scale = 1.0 / (samples * self.model.tokens_per_sample)
-        self._loss_sum = 0.0
-        self._carried: dict[int, Array | None] = {}
-        self._sent = wishes
-        self._complete: set[int] = set()
         self._outcome = Step()
-        for gradients in self._gradients:
-            gradients.begin_step()
+        seconds = self._outcome.seconds
         clock = time.perf_counter()
         for operation in operations:
             self._handlers[operation.kind](operation)
             now = time.perf_counter()
-            self._outcome.seconds[PHASES[operation.kind]] += now - clock
+            seconds[PHASES.get(operation.kind, "communication_s")] += now - clock
             clock = now
+        self._neighbours.finish()
         return self._outcome
 
     def evaluate(self, inputs: Array, targets: Array) -> float:
-        """Return the sum of the losses of a batch in nats over all its targets (local)."""
-        return self.model.evaluate(self._parameters, inputs, targets, self.arena)
+        """Return the sum of the losses of a batch in nats over all its targets; 0 but on the last stage.
 
-    def logits(self, inputs: Array) -> Array:
-        """Return the model's output for ``inputs`` (local)."""
-        return self.model.logits(self._parameters, inputs, self.arena)
-
-    def finite_outputs(self, inputs: Array) -> list[tuple[int, bool]]:
-        """Return (layer, whether all of its output is finite) of each unit (local)."""
-        seen = []
-        x = inputs
-        for views, stage in zip(self._parameters, self.model.stages, strict=True):
-            x = stage.forward(views, x, self.model.operations, self.arena.saved(stage.layer, 0))
-            seen.append((stage.layer, bool(backend.namespace(x).isfinite(x).all())))
-        for stage in self.model.stages:
-            self.arena.saved(stage.layer, 0).release()
-        return seen
-
-    def local_gradients(self, batches: Sequence[MicroBatch]) -> None:
-        """Compute this rank's own gradients of a step that `run` gave up, without any message (local)."""
-        self._batches, self._loss_sum, self._carried = batches, 0.0, {}
-        for gradients in self._gradients:
-            gradients.begin_step()
-        for operation in sequential(len(self.model.stages), len(batches)):
+        Collective over the pipeline, and over the data axis where units are gathered: then all ranks call it equally
+        often, if need be with a batch of no samples.
+        """
+        self._begin(self._forward_only, [(inputs, targets)])
+        self._dropped = {0}
+        for operation in self._forward_only:
             self._handlers[operation.kind](operation)
-        for gradients in self._gradients:
-            gradients.finish()
+        self._neighbours.finish()
+        return self._loss_sum
+
+    def inspect(self, operations: Sequence[Operation], batches: Sequence[MicroBatch]) -> str | None:
+        """Compute a step that `run` gave up once more; return where its first value that is not finite appeared.
+
+        Only what this rank computed itself counts, so exactly the culprits report something. Collective, as `run`;
+        nothing is updated.
+        """
+        tensor = clip.first_nonfinite(self.exchange.parameters)
+        found = [f"parameter {tensor}"] if tensor else []
+
+        def watch(what: str, values: Array) -> None:
+            if not found and not bool(backend.namespace(values).isfinite(values).all()):
+                found.append(what)
+
+        self._watch = watch
+        self._begin(operations, batches)
+        for operation in operations:
+            if operation.kind is Kind.AGREE:
+                break
+            self._handlers[operation.kind](operation)
+        self._neighbours.finish()
+        self._watch = None
+        return found[0] if found else None
+
+    def _begin(self, operations: Sequence[Operation], batches: Sequence[MicroBatch]) -> None:
+        self._batches = batches
+        self._loss_sum = 0.0
+        self._carried: dict[int, Array] = {}
+        self._complete: set[int] = set()
+        # Their activations are computed again before the backward, or there is none.
+        self._dropped = {op.microbatch for op in operations if op.recompute}
+        self._written.clear()
 
     def _forward(self, op: Operation) -> None:
         inputs, targets = self._batches[op.microbatch]
         if not len(inputs):
-            return  # a rank may have no sample in the last, uneven micro-batch
-        x = inputs if op.unit == 0 else self._carried[op.microbatch]
-        assert x is not None
-        stage = self.model.stages[op.unit]
+            return  # a replica may have no sample in the last, uneven micro-batch
+        stage, first = self.model.stages[op.unit], op.unit == self.seat.units[0]
+        x = self._neighbours.received(op.microbatch, inputs) if first else self._carried[op.microbatch]
         saved = self.arena.saved(stage.layer, op.microbatch)
-        y = stage.forward(self._parameters[op.unit], x, self.model.operations, saved)
+        y = stage.forward(self._parameters_of(op.unit), x, self.model.operations, saved)
+        self._look(f"output of layer {stage.layer} in micro-batch {op.microbatch}", y)
+        dropped = op.microbatch in self._dropped and not op.recompute
+        if dropped and not first:
+            self.arena.saved(self.model.stages[op.unit - 1].layer, op.microbatch).release()
         if op.unit == self._last:
-            self._loss_sum += self.model.loss.forward(y, targets, self.model.operations, saved)
+            loss = self.model.loss.forward(y, targets, self.model.operations, saved)
+            self._look(f"loss of micro-batch {op.microbatch}", np.array(loss))
+            self._loss_sum += 0.0 if op.recompute else loss
+            if dropped:
+                saved.release()
         self._carried[op.microbatch] = y
 
     def _backward(self, op: Operation) -> None:
@@ -140,39 +180,97 @@ class Executor:
         dy = self._carried[op.microbatch]
         if op.unit == self._last:
             dy = self.model.loss.backward(self._scale, self.model.operations, saved)
-        assert dy is not None
-        self._carried[op.microbatch] = stage.backward(
-            self._parameters[op.unit], self._gradients[op.unit], dy, self.model.operations, saved
-        )
+        dx = stage.backward(self._parameters_of(op.unit), self._gradients_of(op.unit), dy, self.model.operations, saved)
+        if dx is not None:
+            self._carried[op.microbatch] = dx
         saved.release()
+        if op.unit == self.seat.units[0]:
+            self._neighbours.forget(op.microbatch)
+
+    def _send_activation(self, op: Operation) -> None:
+        if len(self._batches[op.microbatch][0]):
+            dropped = op.microbatch in self._dropped
+            self._neighbours.send_activation(op.microbatch, self._carried.pop(op.microbatch), copy=dropped)
+            if dropped:
+                self.arena.saved(self.model.stages[self.seat.units[-1]].layer, op.microbatch).release()
+
+    def _recv_activation(self, op: Operation) -> None:
+        self._neighbours.recv_activation(op.microbatch, len(self._batches[op.microbatch][0]))
+
+    def _send_gradient(self, op: Operation) -> None:
+        if len(self._batches[op.microbatch][0]):
+            self._neighbours.send_gradient(op.microbatch, self._carried.pop(op.microbatch))
+
+    def _recv_gradient(self, op: Operation) -> None:
+        samples = len(self._batches[op.microbatch][0])
+        if samples:
+            self._carried[op.microbatch] = self._neighbours.recv_gradient(op.microbatch, samples)
+
+    def _gather(self, op: Operation) -> None:
+        """Gather or free a unit: where its parameters come and go, views of them are bound anew."""
+        self.exchange.carries_out[op.kind](op)
+        if self.exchange.gathers:
+            for unit in [unit for unit in self._parameters if op.unit in self.model.needs[unit]]:
+                del self._parameters[unit]
 
     def _reduce(self, op: Operation) -> None:
         assert op.range is not None
-        for unit, part in self.units.items():
-            if unit not in self._complete and part.intersect(op.range):
-                self._gradients[unit].finish()  # what no micro-batch wrote is zero, not last step's
+        units = [unit for unit, part in self.units.items() if part.intersect(op.range)]
+        for unit in units:
+            if unit not in self._complete:
+                self._gradients_of(unit).finish()  # what no micro-batch wrote is zero, not last step's
                 self._complete.add(unit)
-        self.exchange.reduce(op.range)
+        for unit in units if self._watch is not None else ():
+            store = self.exchange.gradients_at(self.model.stages[unit].layer)
+            for segment, touched in self.model.layout.within(self.units[unit].intersect(op.range)):
+                self._look(f"gradient of {segment.key}", store.range(touched))
+        self.exchange.carries_out[op.kind](op)
+        if not self.exchange.accumulates:
+            for unit in units:  # the next micro-batch begins with memory of its own
+                self._gradients.pop(unit).begin_step()
+                self._complete.discard(unit)
+
+    def _copy_gradient(self, op: Operation) -> None:
+        if op.unit in self.units:
+            self._gradients_of(op.unit).finish()
+        for key in self.copies.keys - self._written:
+            self.copies.gradients.view(key)[...] = 0
+        self.copies.gradient(op)
 
     def _agree(self, op: Operation) -> None:
-        values = np.concatenate([[self._loss_sum], self._sent])
-        self.exchange.agree(values)
-        self._outcome.loss = float(values[0]) * self._scale
-        self._outcome.wishes = values[1:]
         before = time.perf_counter()
-        self._outcome.gradient_norm = self.exchange.gradient_norm
+        norm_squared = self.exchange.norm_squared()
         norm_s = time.perf_counter() - before  # a pass over the gradients is no communication
         self._outcome.seconds["update_s"] += norm_s
         self._outcome.seconds["communication_s"] -= norm_s
+        values = np.concatenate([[self._loss_sum, norm_squared], self._sent])
+        self.exchange.agree(values)
+        self._outcome.loss = float(values[0]) * self._scale
+        self._outcome.gradient_norm = float(np.sqrt(values[1]))
+        self._outcome.wishes = values[2:]
         if not np.isfinite(self._outcome.loss) or not np.isfinite(self._outcome.gradient_norm):
+            self._neighbours.finish()
             raise NonFiniteError(
                 f"step {self._number}: loss {self._outcome.loss}, gradient norm {self._outcome.gradient_norm}"
             )
+        self.exchange.begin_update(clip.clip_scale(float(values[1]), self.clip_norm) if self.clip_norm else 1.0)
 
-    def _direction(self, op: Operation) -> None:
-        assert op.range is not None
-        self.exchange.direction(op.range)
+    def _parameters_of(self, unit: int) -> Parameters:
+        if unit not in self._parameters:
+            self._parameters[unit] = self.model.bind_stage(unit, self._parameters_at)
+        return self._parameters[unit]
 
-    def _apply(self, op: Operation) -> None:
-        assert op.range is not None
-        self.exchange.apply(op.range)
+    def _gradients_of(self, unit: int) -> BoundGradients:
+        if unit not in self._gradients:
+            self._gradients[unit] = self.model.bind_stage_gradients(unit, self._gradients_at, self._written)
+        return self._gradients[unit]
+
+    def _parameters_at(self, layer: int) -> FlatStore:
+        return self.copies.parameters if layer in self.copies.layers else self.exchange.parameters_at(layer)
+
+    def _gradients_at(self, layer: int) -> FlatStore:
+        return self.copies.gradients if layer in self.copies.layers else self.exchange.gradients_at(layer)
+
+    def _look(self, what: str, values: Array) -> None:
+        if self._watch is not None:
+            self._watch(what, values)

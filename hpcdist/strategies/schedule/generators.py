@@ -1,46 +1,93 @@
-"""Schedules: pure functions from degrees to lists of operations."""
+"""Lists of operations: pure functions that put compute, exchange and pipeline together into the step of one rank."""
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.pipelines import PIPELINES, Pass, Passes, expand
+
+SCHEDULES: Final = ("sequential", *PIPELINES)
 
 
-def sequential(units: int, microbatches: int) -> list[Operation]:
-    """Run each micro-batch forward through all units and back: one micro-batch of activations is alive.
+def compute(
+    schedule: str, microbatches: int, units: range, stage: int = 0, stages: int = 1, *, recompute: bool = False
+) -> list[Operation]:
+    """Return the compute operations of the rank at ``stage`` of ``stages``, and its messages to its neighbours.
 
-    With more than one micro-batch this is gradient accumulation.
+    "sequential" takes each micro-batch forward and back before the next one: one micro-batch of activations is alive,
+    and with several micro-batches this is gradient accumulation.
     """
-    steps = []
-    for microbatch in range(microbatches):
-        steps += [Operation(Kind.FORWARD, microbatch, unit) for unit in range(units)]
-        steps += [Operation(Kind.BACKWARD, microbatch, unit) for unit in reversed(range(units))]
-    return steps
+    passes: Passes
+    if schedule == "sequential":
+        passes = [(way, microbatch) for microbatch in range(microbatches) for way in (Pass.FORWARD, Pass.BACKWARD)]
+    else:
+        passes = PIPELINES[schedule](stage, stages, microbatches)
+    return expand(passes, units, stage, stages, recompute=recompute)
+
+
+def forward_only(units: range, stage: int = 0, stages: int = 1) -> list[Operation]:
+    """Return the operations that evaluate one batch, as micro-batch 0."""
+    return expand([(Pass.FORWARD, 0)], units, stage, stages)
+
+
+def gathered(steps: Sequence[Operation], needs: Mapping[int, Sequence[int]]) -> list[Operation]:
+    """Put GATHER and FREE around the compute operations of ``steps``.
+
+    ``needs`` maps each unit to the units whose parameters it uses, itself included. A unit that only it uses is
+    gathered before each of its operations and freed behind it. One that several use stays from the first of them in a
+    micro-batch to the last.
+    """
+    users: dict[int, int] = {}
+    for used in needs.values():
+        for unit in used:
+            users[unit] = users.get(unit, 0) + 1
+    uses: dict[tuple[int, int], list[int]] = {}  # (micro-batch, shared unit) -> where it is used
+    for index, op in enumerate(steps):
+        if op.kind in (Kind.FORWARD, Kind.BACKWARD):
+            for unit in needs[op.unit]:
+                if users[unit] > 1:
+                    uses.setdefault((op.microbatch, unit), []).append(index)
+    found: list[Operation] = []
+    for index, op in enumerate(steps):
+        needed = needs[op.unit] if op.kind in (Kind.FORWARD, Kind.BACKWARD) else ()
+        spans = {unit: uses.get((op.microbatch, unit), [index]) for unit in needed}
+        found += [Operation(Kind.GATHER, op.microbatch, unit) for unit, span in spans.items() if span[0] == index]
+        found.append(op)
+        found += [Operation(Kind.FREE, op.microbatch, unit) for unit, span in spans.items() if span[-1] == index]
+    return found
 
 
 def interleave(
-    compute: Sequence[Operation], exchange: Sequence[Operation], units: Mapping[int, Range]
+    steps: Sequence[Operation],
+    exchange: Sequence[Operation],
+    units: Mapping[int, Range],
+    *,
+    every_microbatch: bool = False,
 ) -> list[Operation]:
-    """Put the operations of an exchange among those of a schedule, each REDUCE as early as its gradients are complete.
+    """Put the operations of an exchange among ``steps``, each REDUCE or PUSH as early as its gradients are complete.
 
-    The gradients of a range are complete after the last BACKWARD of every unit that the range touches; ``units`` maps
-    unit to range. All other operations follow in their order behind the last REDUCE.
+    The gradients of a range are complete after the last BACKWARD, and COPY_GRADIENT, of every unit that the range
+    touches; ``units`` maps unit to range. With ``every_microbatch`` they are reduced after the backward of each
+    micro-batch. All other operations follow in their order behind the last of ``steps``.
     """
-    last_backward = {op.unit: index for index, op in enumerate(compute) if op.kind is Kind.BACKWARD}
+    complete: dict[tuple[int, int], int] = {}  # (micro-batch, unit) -> where its gradients are complete
+    for index, op in enumerate(steps):
+        if op.kind in (Kind.BACKWARD, Kind.COPY_GRADIENT):
+            complete[op.microbatch if every_microbatch else -1, op.unit] = index
+    rounds = sorted({microbatch for microbatch, _ in complete})
     due: dict[int, list[Operation]] = {}
     rest = []
     for op in exchange:
-        if op.kind is Kind.REDUCE:
+        if op.kind in (Kind.REDUCE, Kind.PUSH):
             assert op.range is not None
-            touched = [last_backward[unit] for unit, part in units.items() if part.intersect(op.range)]
-            due.setdefault(max(touched, default=len(compute) - 1), []).append(op)
+            touched = [unit for unit, part in units.items() if part.intersect(op.range)]
+            for microbatch in rounds:
+                at = max(complete[microbatch, unit] for unit in touched)
+                due.setdefault(at, []).append(Operation(op.kind, microbatch, range=op.range))
         else:
             rest.append(op)
-    steps: list[Operation] = []
-    for index, op in enumerate(compute):
-        steps.append(op)
-        steps += due.get(index, [])
-    return steps + rest
-
-
-SCHEDULES = {"sequential": sequential}
+    found: list[Operation] = []
+    for index, op in enumerate(steps):
+        found += [op, *due.get(index, [])]
+    return found + rest

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
+import numpy as np
+
 from hpcdist.comm.communicator import Communicator
 from hpcdist.training.data.sampler import Sampler, share
 from hpcdist.training.data.samples import Batch
@@ -91,11 +93,24 @@ class Prefetcher(ReadAhead[Batch]):
     """This rank's shares of the global batches of steps ``first_step`` to ``steps - 1``, counted from 0, in order.
 
     No message is sent: which samples a batch holds follows from the recipe, and which are this rank's from its place
-    on the data axis.
+    on the data axis. With ``reads`` false nothing is read: batches of so many samples have no columns.
     """
 
-    def __init__(self, source: Source, recipe: "Recipe", data_axis: Communicator, first_step: int, steps: int) -> None:
+    def __init__(
+        self,
+        source: Source,
+        recipe: "Recipe",
+        data_axis: Communicator,
+        first_step: int,
+        steps: int,
+        *,
+        reads: bool = True,
+    ) -> None:
         size = recipe.run.global_batch
         own = share(size, data_axis.size, data_axis.rank)
         sampler = Sampler(source.training, recipe.run.seed)
-        super().__init__(sampler.batch(step * size + own.start, own.size) for step in range(first_step, steps))
+        blank = np.empty((own.size, 0), np.uint8)
+        super().__init__(
+            sampler.batch(step * size + own.start, own.size) if reads else (blank, blank)
+            for step in range(first_step, steps)
+        )

@@ -55,9 +55,11 @@ def in_order(samples: Samples, limit: int, parts: int, part: int, longest: int) 
     """Yield the batches of ``part`` of the samples at shift 0, each of at most ``longest`` samples.
 
     At most ``limit`` samples are taken by all parts together (0: all), spread evenly. All parts together yield the same
-    samples whatever their number.
+    samples whatever their number, and the same number of batches each: the last may be empty.
     """
     total = min(limit or samples.count, samples.count)
-    for chunk in cut(share(total, parts, part), longest):
+    chunks = list(cut(share(total, parts, part), longest))
+    most = -(-share(total, parts, 0).size // longest)
+    for chunk in chunks + [Range(total, total)] * (most - len(chunks)):
         indices = np.arange(chunk.start, chunk.stop)
         yield samples.take(indices if total == samples.count else indices * samples.count // total, 0)

@@ -1,0 +1,44 @@
+"""From the names in a recipe to the exchange, the copies and the operations of one rank."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from hpcdist.models.arena import Arena
+from hpcdist.strategies.allreduce import AllreduceExchange
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.exchange import Exchange
+from hpcdist.strategies.pipeline import Copies, cut, ties
+from hpcdist.strategies.schedule.executor import Executor
+from hpcdist.strategies.schedule.generators import compute, gathered, interleave
+from hpcdist.strategies.schedule.operations import Operation
+from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.zero import ZeroExchange
+
+EXCHANGES: Final[dict[str, Callable[[Seat], Exchange]]] = {
+    "allreduce": AllreduceExchange,
+    "zero1": partial(ZeroExchange, stage=1),
+    "zero2": partial(ZeroExchange, stage=2),
+    "zero3": partial(ZeroExchange, stage=3),
+}
+
+
+def build_executor(seat: Seat, exchange: Exchange) -> Executor:
+    """Return what runs the steps of the rank in ``seat``. Collective over the pipeline: all build alike."""
+    found = ties(seat.model, cut(seat.model, seat.pipeline.size))
+    return Executor(
+        seat, exchange, Copies(seat, found, exchange), Arena(seat.ledger, seat.on), seat.optimizer.clip_norm
+    )
+
+
+def operations(seat: Seat, exchange: Exchange, copies: Copies, parallel: ParallelConfig) -> list[Operation]:
+    """Return the step of the rank in ``seat`` (local)."""
+    stage, stages = seat.pipeline.rank, seat.pipeline.size
+    steps = compute(parallel.order, parallel.microbatches, seat.units, stage, stages, recompute=parallel.recompute)
+    if not seat.computes:
+        steps = []
+    if exchange.gathers:
+        steps = gathered(steps, seat.model.needs)
+    steps += copies.after_backward()
+    whole = interleave(steps, exchange.plan(), seat.ranges, every_microbatch=not exchange.accumulates)
+    return whole + copies.after_update()

@@ -1,0 +1,146 @@
+"""Pipeline parallelism: which rank computes which stages, and the tensors that two of them share.
+
+GPipe: Huang et al., arXiv:1811.06965. 1F1B: Narayanan et al., arXiv:1806.03377 and arXiv:2104.04473. The order of the
+work is in `hpcdist.strategies.schedule`.
+"""
+
+from dataclasses import dataclass
+
+from hpcdist.arrays import backend
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.model import Model
+from hpcdist.strategies.exchange import Exchange, Handlers
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.seat import Seat
+
+TAG = 1 << 14  # above the tags of activations and gradients: 2 a micro-batch
+
+
+def cut(model: Model, ranks: int) -> list[range]:
+    """Return the stages of each of ``ranks`` pipeline ranks: consecutive, with the largest rank as small as can be.
+
+    The size is the number of parameters. Raises ConfigurationError when there are fewer stages than ranks.
+    """
+    count = len(model.stages)
+    if count < ranks:
+        raise ConfigurationError(
+            f"parallel.pipeline = {ranks}, but the model has only {count} stages (its layers, and what is before and "
+            f"behind them); use at most {count} pipeline ranks, or more model.layers"
+        )
+    sizes = [sum(spec.size for spec in stage.tensors()) for stage in model.stages]
+    # best[r][n]: the smallest possible largest part when the first n stages go to r ranks, and where the last begins.
+    best = [[(float("inf"), 0)] * (count + 1) for _ in range(ranks + 1)]
+    best[0][0] = (0, 0)
+    for rank in range(1, ranks + 1):
+        for stop in range(rank, count + 1):
+            best[rank][stop] = min(
+                (max(best[rank - 1][start][0], sum(sizes[start:stop])), start) for start in range(rank - 1, stop)
+            )
+    parts, stop = [], count
+    for rank in range(ranks, 0, -1):
+        start = best[rank][stop][1]
+        parts.append(range(start, stop))
+        stop = start
+    return parts[::-1]
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Tensor ``key`` of stage ``unit`` on pipeline rank ``owner``, which rank ``holder`` needs a copy of."""
+
+    key: str
+    unit: int
+    owner: int
+    holder: int
+
+
+def ties(model: Model, parts: list[range]) -> list[Tie]:
+    """Return the tensors that are tied across pipeline ranks."""
+    rank_of = {unit: rank for rank, units in enumerate(parts) for unit in units}
+    unit_of = {stage.layer: unit for unit, stage in enumerate(model.stages)}
+    found = []
+    for unit, stage in enumerate(model.stages):
+        for key in stage.tied.values():
+            owner = unit_of[model.layout.by_key[key].spec.layer]
+            tie = Tie(key, owner, rank_of[owner], rank_of[unit])
+            if tie.owner != tie.holder and tie not in found:
+                found.append(tie)
+    return found
+
+
+class Copies:
+    """What this rank does for tensors that are tied across the pipeline.
+
+    The gradient of a copy travels to the owner, which adds it to its own before any reduction; the owner alone updates,
+    and its new value travels back. So norms and checkpoints count the tensor once, and copies never drift.
+    """
+
+    def __init__(self, seat: Seat, found: list[Tie], exchange: Exchange) -> None:
+        self._comm: Communicator = seat.pipeline
+        self._exchange, self._layout = exchange, seat.layout
+        self._owned = [tie for tie in found if tie.owner == self._comm.rank]
+        self._held = [tie for tie in found if tie.holder == self._comm.rank]
+        self._tags = {tie: TAG + number for number, tie in enumerate(found)}
+        keys = sorted({tie.key for tie in self._held}, key=lambda key: seat.layout.by_key[key].range)
+        parts = [seat.layout.by_key[key].range for key in keys]
+        self.layers = {seat.layout.by_key[key].spec.layer for key in keys}
+        self.parameters = seat.store("parameters", parts)
+        self.gradients = seat.store("gradients", parts)
+        owned_sizes = [seat.layout.by_key[tie.key].range.size for tie in self._owned]
+        self._arrival = backend.empty(max(owned_sizes, default=0), self.parameters.dtype, seat.on)
+        self.carries_out: Handlers = {Kind.COPY_GRADIENT: self.gradient, Kind.COPY_VALUE: self.value}
+
+    @property
+    def keys(self) -> set[str]:
+        """Tensors that this rank holds copies of."""
+        return {tie.key for tie in self._held}
+
+    def after_backward(self) -> list[Operation]:
+        """Return the operations that follow the last backward of this rank (local)."""
+        return [Operation(Kind.COPY_GRADIENT, unit=unit) for unit in self._units()]
+
+    def after_update(self) -> list[Operation]:
+        """Return the operations that follow the update (local)."""
+        return [Operation(Kind.COPY_VALUE, unit=unit) for unit in self._units()]
+
+    def _units(self) -> list[int]:
+        return sorted({tie.unit for tie in (*self._owned, *self._held)})
+
+    def gradient(self, op: Operation) -> None:
+        """Bring the gradients of copies to the owner. Called by the owner and the holders of tensors of a stage."""
+        held = [tie for tie in self._held if tie.unit == op.unit]
+        requests = [self._comm.isend(self._of(self.gradients, tie), tie.owner, self._tags[tie]) for tie in held]
+        for tie in self._owned:
+            if tie.unit == op.unit:
+                own = self._of(self._exchange.gradients_at(self._layer(tie)), tie)
+                arrival = self._arrival[: own.size]
+                self._comm.recv(arrival, tie.holder, self._tags[tie])
+                own += arrival
+        for request in requests:
+            request.wait()
+
+    def value(self, op: Operation) -> None:
+        """Bring the owner's value to the copies. Called by the owner and the holders of tensors of a stage."""
+        requests: list[Request] = []
+        for tie in self._owned:
+            if tie.unit == op.unit:
+                own = self._of(self._exchange.parameters_at(self._layer(tie)), tie)
+                requests.append(self._comm.isend(own, tie.holder, self._tags[tie]))
+        for tie in self._held:
+            if tie.unit == op.unit:
+                self._comm.recv(self._of(self.parameters, tie), tie.owner, self._tags[tie])
+        for request in requests:
+            request.wait()
+
+    def refresh(self) -> None:
+        """Bring all values to their copies, as at the start of a run. Collective over the pipeline."""
+        for op in self.after_update():
+            self.value(op)
+
+    def _layer(self, tie: Tie) -> int:
+        return self._layout.by_key[tie.key].spec.layer
+
+    def _of(self, store: FlatStore, tie: Tie) -> backend.Array:
+        return store.range(self._layout.by_key[tie.key].range)

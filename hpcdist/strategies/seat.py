@@ -1,0 +1,94 @@
+"""The place of one rank in a run: its communicators, its stages of the model, and how its memory is made."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpcdist.arrays.layout import Layout
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import Allocate, FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.models.model import Model
+from hpcdist.optim import optimizer as optimizers
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.optim.optimizer import Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """What an architecture needs to know of the rank it works for.
+
+    ``world`` joins all who agree on a step, ``data`` the replicas of these stages, ``pipeline`` the stages of this
+    replica. ``units`` are the stages of ``model`` that this rank computes: consecutive, never none. A rank that only
+    serves ``computes`` nothing.
+    """
+
+    world: Communicator
+    data: Communicator
+    pipeline: Communicator
+    model: Model
+    units: range
+    optimizer: OptimizerConfig
+    total_steps: int
+    algorithm: str = "native"
+    bucket_bytes: int = 4 << 20
+    on: str = "cpu"
+    ledger: Ledger | None = None
+    computes: bool = True
+
+    @property
+    def layout(self) -> Layout:
+        """The flat space of the whole model."""
+        return self.model.layout
+
+    @property
+    def dtype(self) -> "np.dtype[np.generic]":
+        """Type of parameters and gradients."""
+        return self.model.dtype
+
+    @property
+    def part(self) -> Range:
+        """The range of the flat space that the stages of this rank take."""
+        units = list(self.ranges.values())
+        return Range(units[0].start, units[-1].stop)
+
+    @property
+    def ranges(self) -> dict[int, Range]:
+        """The range of each of this rank's stages, by its index in the model."""
+        return {unit: self.layout.units[self.model.stages[unit].layer] for unit in self.units}
+
+    @property
+    def agree_algorithm(self) -> str:
+        """The allreduce for a few numbers.
+
+        They do not deserve a ring: log2(p) messages, whose bytes are counted unless nothing is.
+        """
+        return "native" if self.algorithm == "native" else "recursive_doubling"
+
+    def store(
+        self, category: str, parts: Range | Sequence[Range] | None = None, allocate: Allocate | None = None
+    ) -> FlatStore:
+        """Return zeroed memory for ``parts``, by default for all stages of this rank (local)."""
+        return FlatStore(
+            self.layout,
+            self.dtype,
+            self.part if parts is None else parts,
+            on=self.on,
+            allocate=allocate,
+            category=category,
+            ledger=None if allocate else self.ledger,
+        )
+
+    def build_optimizer(self, parts: Range | Sequence[Range]) -> Optimizer:
+        """Return the optimizer of ``parts``, with zeroed state (local)."""
+        return optimizers.build(
+            self.optimizer,
+            self.layout,
+            parts,
+            np.dtype(self.dtype),
+            total_steps=self.total_steps,
+            ledger=self.ledger,
+            on=self.on,
+        )

@@ -1,0 +1,181 @@
+"""Sharded data parallelism: no two replicas keep the same optimizer state (ZeRO; Rajbhandari et al., arXiv:1910.02054).
+
+Every layer is cut over the replicas, and each rank updates its own cut:
+
+    reduce-scatter of gradients  ->  update of the own cut  ->  all-gather of parameters
+
+One implementation serves three stages, which differ in what stays in memory between the two halves. With Psi bytes of
+parameters, m micro-batches a step and p ranks, each rank sends on the ring, in units of Psi (p-1)/p:
+
+    stage 1   optimizer state sharded                    2       gradients whole, reduced once a step
+    stage 2   and gradients                              1 + m   reduced after every micro-batch, then freed
+    stage 3   and parameters, gathered for each use      3 m     once forward, once backward, and the gradients
+
+A layer that others are tied to stays gathered from its first use in a micro-batch to its last: stage 3 then sends less.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcdist import collectives
+from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.collectives.sharded import SHARDED
+from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.exchange import Handlers, pieces_of
+from hpcdist.strategies.owner import Owner
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.seat import Seat
+
+
+class Transient:
+    """Whole layers that come and go in memory taken once: at most as many at a time as were ever alive together."""
+
+    def __init__(self, seat: Seat, category: str) -> None:
+        self._seat, self._category = seat, category
+        self._longest = max(part.size for part in seat.ranges.values())
+        self._free: list[Array] = []
+        self._blocks: dict[int, Array] = {}
+        self._stores: dict[int, FlatStore] = {}
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self._stores
+
+    def at(self, layer: int) -> FlatStore:
+        """Return the store of ``layer``; its memory is uninitialised when it was not there (local)."""
+        if layer not in self._stores:
+            block = self._free.pop() if self._free else self._new()
+            self._blocks[layer] = block
+            whole = self._seat.layout.units[layer]
+            self._stores[layer] = self._seat.store(self._category, whole, lambda size, dtype: block[:size])
+        return self._stores[layer]
+
+    def free(self, layer: int) -> None:
+        """Give the memory of ``layer`` back (local)."""
+        del self._stores[layer]
+        self._free.append(self._blocks.pop(layer))
+
+    def _new(self) -> Array:
+        block = backend.zeros(self._longest, np.dtype(self._seat.dtype), self._seat.on)
+        return block if self._seat.ledger is None else self._seat.ledger.track(block, self._category)
+
+
+class ZeroExchange:
+    """ZeRO ``stage`` 1, 2 or 3. Collective over the data axis, but for what is said to be local."""
+
+    def __init__(self, seat: Seat, stage: int) -> None:
+        if seat.algorithm not in SHARDED:
+            raise ConfigurationError(
+                f"communication.algorithm = {seat.algorithm!r} cannot be halved into a reduce-scatter and an "
+                f"all-gather, as parallel.strategy = 'zero{stage}' needs; choose one of {', '.join(SHARDED)}"
+            )
+        self.seat, self.stage, self.algorithm = seat, stage, seat.algorithm
+        self.replicas_identical = stage < 3
+        self.accumulates = stage == 1
+        self.gathers = stage == 3
+        self._sharding = SHARDED[seat.algorithm]
+        itemsize = seat.dtype.itemsize
+        self._layers = {seat.model.stages[unit].layer: part for unit, part in seat.ranges.items()}
+        self._shares = {
+            layer: self._sharding.shares(seat.data, part.size, itemsize) for layer, part in self._layers.items()
+        }
+        own = [self._own(layer) for layer in self._layers]
+        self._whole_parameters = Transient(seat, "parameters")
+        self._whole_gradients = Transient(seat, "gradients")
+        self.parameters = seat.store("parameters", own if self.gathers else None)
+        self.gradients = seat.store("gradients", None if self.accumulates else own)
+        optimizer = seat.build_optimizer(own)
+        self.owner = Owner(self.parameters, self.gradients, optimizer, own, seat.data, seat.agree_algorithm)
+        self._added: set[int] = set()  # layers whose gradient shard holds a micro-batch of this step already
+        self.carries_out: Handlers = {
+            Kind.REDUCE: self.reduce,
+            Kind.GATHER: self.gather,
+            Kind.FREE: self.free,
+            **self.owner.carries_out,
+        }
+
+    def _own(self, layer: int) -> Range:
+        return self._shares[layer][self.seat.data.rank].shift(self._layers[layer].start)
+
+    def plan(self) -> list[Operation]:
+        """Return REDUCE per layer, AGREE, the update of the own cuts and, where parameters stay whole, GATHER."""
+        reduces = [Operation(Kind.REDUCE, range=part) for part in reversed(self.seat.ranges.values())]
+        gathers = [] if self.gathers else [Operation(Kind.GATHER, unit=unit) for unit in self.seat.units]
+        return [*reduces, Operation(Kind.AGREE), *self.owner.plan(), *gathers]
+
+    def reduce(self, op: Operation) -> None:
+        """Sum the gradients of a layer over the replicas; the own cut of the sum stays."""
+        layer = next(layer for layer, part in self._layers.items() if part == op.range)
+        store = self.gradients_at(layer)
+        whole = store.range(self._layers[layer])
+        self._sharding.reduce_scatter(self.seat.data, whole, self._shares[layer])
+        if self.accumulates:
+            return
+        own = self._own(layer)
+        if layer in self._added:
+            self.gradients.range(own)[...] += store.range(own)
+        else:
+            self.gradients.range(own)[...] = store.range(own)
+            self._added.add(layer)
+        self._whole_gradients.free(layer)
+
+    def gather(self, op: Operation) -> None:
+        """Bring the cuts of a layer together, from the ranks that own them."""
+        layer = self.seat.model.stages[op.unit].layer
+        store = self.parameters_at(layer)
+        if self.gathers:
+            own = self._own(layer)
+            store.range(own)[...] = self.parameters.range(own)
+        self._sharding.all_gather(self.seat.data, store.range(self._layers[layer]), self._shares[layer])
+
+    def free(self, op: Operation) -> None:
+        """Drop the gathered layer (local)."""
+        self._whole_parameters.free(self.seat.model.stages[op.unit].layer)
+
+    def parameters_at(self, layer: int) -> FlatStore:
+        """Return the whole layer: in stage 3 it is there between GATHER and FREE only."""
+        return self._whole_parameters.at(layer) if self.gathers else self.parameters
+
+    def gradients_at(self, layer: int) -> FlatStore:
+        """Return the whole layer: from stage 2 on it is there until its REDUCE."""
+        return self.gradients if self.accumulates else self._whole_gradients.at(layer)
+
+    def norm_squared(self) -> float:
+        """Return the share of the own cuts: they tile the model."""
+        return self.owner.norm_squared()
+
+    def agree(self, values: np.ndarray) -> np.ndarray:
+        """Sum ``values`` over the world, in place."""
+        collectives.allreduce(self.seat.world, values, self.seat.agree_algorithm)
+        return values
+
+    def begin_update(self, scale: float) -> None:
+        """Begin the update of the step."""
+        self._added.clear()
+        self.owner.begin_update(scale)
+
+    def take(self, initial: FlatStore) -> None:
+        """Take over the initial values."""
+        self.parameters.copy_from(initial)
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return the own cuts of parameters and optimizer state."""
+        return pieces_of({"parameters": self.parameters, **self.owner.slots()}, self.owner.parts)
+
+    def wanted(self) -> Sequence[Piece]:
+        """Return what this rank keeps: the own cuts, and whole parameters below stage 3."""
+        kept = pieces_of({"parameters": self.parameters}, self.parameters.parts)
+        return kept + pieces_of(self.owner.slots(), self.owner.parts)
+
+    def state(self) -> dict[str, Any]:
+        """Return the optimizer's clock."""
+        return self.owner.optimizer.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back the optimizer's clock."""
+        self.owner.optimizer.restore(dict(state))

@@ -1,0 +1,247 @@
+"""Every architecture and layout is the same run as one process: losses, weights, bytes, checkpoints."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.piece import Piece
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.recording import recording
+from hpcdist.comm.solo import solo
+from hpcdist.comm.start import Session
+from hpcdist.errors import ConfigurationError
+from hpcdist.training import recipe as recipes
+from hpcdist.training.data import microbatches
+from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.trainer import Trainer, assemble
+
+STEPS = 50
+TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+NOISE = "qkv.bias"  # its part for the keys has a true gradient of zero: under Adam it follows the rounding
+
+# name -> (keys, the numbers of ranks that it is for)
+LAYOUTS = {
+    "allreduce": ({"parallel.strategy": "allreduce"}, (1, 2, 3, 4)),
+    "zero1": ({"parallel.strategy": "zero1"}, (1, 2, 3, 4)),
+    "zero2": ({"parallel.strategy": "zero2"}, (1, 2, 3, 4)),
+    "zero3": ({"parallel.strategy": "zero3"}, (1, 2, 3, 4)),
+    "zero2 accumulating": ({"parallel.strategy": "zero2", "parallel.microbatches": 3}, (2, 3)),
+    "zero3 accumulating tied": (
+        {"parallel.strategy": "zero3", "parallel.microbatches": 2, "model.tied": "true"},
+        (1, 3),
+    ),
+    "gpipe": ({"parallel.pipeline": 2, "parallel.schedule": "gpipe", "parallel.microbatches": 4}, (2, 4)),
+    "1f1b": ({"parallel.pipeline": 2, "parallel.microbatches": 4}, (2, 4)),
+    "1f1b of 3": ({"parallel.pipeline": 3, "parallel.microbatches": 2}, (3,)),
+    "gpipe of 4, recomputing": (
+        {
+            "parallel.pipeline": 4,
+            "parallel.schedule": "gpipe",
+            "parallel.microbatches": 4,
+            "parallel.recompute": "true",
+        },
+        (4,),
+    ),
+    "1f1b tied, recomputing": (
+        {"parallel.pipeline": 2, "parallel.microbatches": 3, "model.tied": "true", "parallel.recompute": "true"},
+        (2, 4),
+    ),
+    "1f1b with zero1": (
+        {"parallel.pipeline": 2, "parallel.microbatches": 2, "parallel.strategy": "zero1", "model.tied": "true"},
+        (2, 4),
+    ),
+}
+
+
+def _abort(code: int) -> None:
+    raise SystemExit(code)
+
+
+def _trainer(comm: Communicator, folder: Path, keys: dict[str, object], resume: Path | None = None) -> Trainer:
+    settings = {
+        "model.layers": 2,
+        "model.hidden": 32,
+        "model.heads": 2,
+        "data.path": folder / "text.txt",
+        "data.context": 16,
+        "run.steps": STEPS,
+        "run.global_batch": 12,
+        "run.validation_samples": 50,
+        "optimizer.warmup_steps": 5,
+        "communication.algorithm": "ring",
+        **keys,
+    }
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
+    return assemble(Session(comm, locate(comm, None), "test", _abort), recipe, resume)
+
+
+def _alone(folder: Path, keys: dict[str, object]) -> Trainer:
+    """The same run in one process, without any layout."""
+    return _trainer(solo(), folder, {key: value for key, value in keys.items() if not key.startswith("parallel.")})
+
+
+def _losses(trainer: Trainer, last: int = STEPS) -> list[float]:
+    losses = []
+    with trainer.batches(last) as batches:
+        for step, batch in enumerate(batches, start=trainer.first_step + 1):
+            parts = microbatches(batch, trainer.recipe.parallel.microbatches)
+            found = trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, step, np.zeros(2))
+            losses.append(found.loss)
+    return losses
+
+
+def _state(trainer: Trainer) -> dict[tuple[str, str], np.ndarray]:
+    """All parameters and optimizer state by (kind, tensor), flat, from what the ranks save. Collective."""
+    found: dict[tuple[str, str], np.ndarray] = {}
+    for pieces in trainer.comm.allgather_object([*map(_host, trainer.exchange.pieces())]):
+        for kind, tensor, shape, flat, values in pieces:
+            whole = found.setdefault((kind, tensor), np.full(math.prod(shape), np.nan, values.dtype))
+            assert np.isnan(whole[flat.slice]).all(), f"{tensor} is saved twice"
+            whole[flat.slice] = values
+    assert not any(np.isnan(values).any() for values in found.values()), "something is not saved"
+    return found
+
+
+def _host(piece: Piece) -> tuple[object, ...]:
+    return piece.kind, piece.tensor, piece.global_shape, piece.flat, piece.array.copy()
+
+
+def _difference(one: Trainer, other: Trainer) -> float:
+    """Return the norm of the difference of two models over the norm of the second. Collective over both."""
+    mine, theirs = _state(one), _state(other)
+    weights = [key for key in theirs if key[0] == "parameters" and not key[1].endswith(NOISE)]
+    differences = [np.linalg.norm(mine[key].astype(np.float64) - theirs[key]) for key in weights]
+    return float(np.linalg.norm(differences) / np.linalg.norm([np.linalg.norm(theirs[key]) for key in weights]))
+
+
+@pytest.fixture
+def folder(comm: Communicator, tmp_path: Path, rng: np.random.Generator) -> Path:
+    """A directory that all ranks see, with a text of words drawn at random (the same for all: rank 0's)."""
+    shared = Path(comm.broadcast_object(str(tmp_path)))
+    if comm.rank == 0:
+        words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
+        (shared / "text.txt").write_text(" ".join(rng.choice(words, 3000)))
+    comm.barrier()
+    return shared
+
+
+def _keys(name: str, comm: Communicator) -> dict[str, object]:
+    keys, sizes = LAYOUTS[name]
+    if comm.size not in sizes:
+        pytest.skip(f"{name} is for {sizes} ranks")
+    return dict(keys)
+
+
+@pytest.mark.parametrize("mode", ["float32", "float64"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rank_layouts_equal_one_process(comm: Communicator, folder: Path, name: str, mode: str) -> None:
+    keys = _keys(name, comm) | {"precision.mode": mode}
+    alone, together = _alone(folder, keys), _trainer(comm, folder, keys)
+    expected = _losses(alone)
+    assert expected[-1] < expected[0] - 0.5, "the model learns"
+    np.testing.assert_allclose(_losses(together), expected, rtol=TOLERANCE[mode])
+    assert _difference(together, alone) <= 10 * TOLERANCE[mode]
+    validation = mean_validation_loss(together)
+    np.testing.assert_allclose(validation, mean_validation_loss(alone), rtol=TOLERANCE[mode])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lars", "lamb"])
+@pytest.mark.parametrize("name", ["zero1", "zero3", "1f1b with zero1"])
+def test_rank_layer_wise_rates_and_clipping_are_exact(
+    comm: Communicator, folder: Path, name: str, optimizer: str
+) -> None:
+    keys = _keys(name, comm) | {"optimizer.name": optimizer, "optimizer.clip_norm": 0.3, "precision.mode": "float64"}
+    alone, together = _alone(folder, keys), _trainer(comm, folder, keys)
+    np.testing.assert_allclose(_losses(together), _losses(alone), rtol=1e-11)
+    assert _difference(together, alone) <= 1e-10
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rank_resume_is_bit_equal_in_every_layout(comm: Communicator, folder: Path, name: str) -> None:
+    keys = _keys(name, comm)
+    whole = _trainer(comm, folder, keys)
+    losses = _losses(whole, 12)
+    half = _trainer(comm, folder, keys)
+    first = _losses(half, 5)
+    saved = half.save(folder / "checkpoints", 5)
+    resumed = _trainer(comm, folder, keys, resume=saved)
+    assert resumed.first_step == 5
+    assert first + _losses(resumed, 12) == losses
+    expected = _state(whole)
+    assert all(values.tobytes() == expected[key].tobytes() for key, values in _state(resumed).items())
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "tied" not in name and name != "1f1b with zero1"])
+def test_rank_a_checkpoint_goes_from_any_layout_to_any_other(comm: Communicator, folder: Path, name: str) -> None:
+    keys = _keys(name, comm) | {"precision.mode": "float64"}
+    together = _trainer(comm, folder, keys)
+    first = _losses(together, 6)
+    saved = together.save(folder / "checkpoints", 6)
+    comm.barrier()
+    reference = _losses(_alone(folder, keys), 15)
+    alone = _trainer(solo(), folder, {"precision.mode": "float64"}, resume=saved)
+    np.testing.assert_allclose(first + _losses(alone, 15), reference, rtol=1e-12)
+    for other in ("allreduce", "zero3"):
+        resumed = _trainer(comm, folder, LAYOUTS[other][0] | {"precision.mode": "float64"}, resume=saved)
+        np.testing.assert_allclose(first + _losses(resumed, 15), reference, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "volumes"), [("allreduce", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3), ("zero2 accumulating", 4)]
+)
+def test_rank_bytes_are_those_of_the_closed_form(comm: Communicator, folder: Path, name: str, volumes: int) -> None:
+    keys = _keys(name, comm) | {"model.hidden": 64, "model.layers": 3}
+    trainer = _trainer(comm, folder, keys)
+    _losses(trainer, 1)  # communicators are split and scratch memory taken
+    with recording(comm) as traffic:
+        trainer.first_step = 1
+        _losses(trainer, 2)
+    sent = max(comm.allgather_object(traffic.sent_bytes))
+    psi = trainer.model.layout.parameters * trainer.model.dtype.itemsize
+    expected = volumes * psi * (comm.size - 1) / comm.size
+    assert not traffic.unknown
+    assert sent == pytest.approx(expected, rel=0.01, abs=1024), f"{sent / max(psi, 1):.4f} Psi"
+
+
+def test_rank_stage_3_holds_a_share_and_no_more_than_it_needs(comm: Communicator, folder: Path) -> None:
+    peaks = {}
+    for strategy in ("allreduce", "zero1", "zero2", "zero3"):
+        trainer = _trainer(comm, folder, {"parallel.strategy": strategy, "model.layers": 6})
+        _losses(trainer, 2)
+        peaks[strategy] = trainer.ledger.peak
+        unit = max(part.size for part in trainer.seat.ranges.values()) * 4
+        psi = trainer.model.layout.size * 4
+    share = psi / comm.size
+    slack = 64 * 4 * len(trainer.model.stages)
+    assert peaks["allreduce"]["optimizer"] == 2 * psi
+    for strategy in ("zero1", "zero2", "zero3"):
+        assert peaks[strategy]["optimizer"] <= 2 * share + 2 * slack
+    assert peaks["zero2"]["gradients"] <= share + unit + slack
+    assert peaks["zero3"]["gradients"] <= share + unit + slack
+    assert peaks["zero3"]["parameters"] <= share + unit + slack
+    assert peaks["zero1"]["parameters"] == peaks["zero2"]["parameters"] == psi
+
+
+def test_rank_hierarchical_serves_every_layout(comm: Communicator, folder: Path) -> None:
+    declared = comm.dup()
+    declared.declared_node = comm.rank // 2  # as communication.ranks_per_node = 2 does at the start of a job
+    for name in ("allreduce", "zero1", "zero3", "1f1b"):
+        keys, sizes = LAYOUTS[name]
+        if comm.size in sizes:
+            together = _trainer(
+                declared, folder, keys | {"communication.algorithm": "hierarchical", "precision.mode": "float64"}
+            )
+            assert together.comm.nodes().count == -(-comm.size // 2)
+            expected = _losses(_alone(folder, {"precision.mode": "float64"}), 10)
+            np.testing.assert_allclose(_losses(together, 10), expected, rtol=1e-12)
+
+
+def test_rank_what_cannot_be_laid_out_is_refused(comm: Communicator, folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"parallel.data \d+ x parallel.pipeline 5 x .* = .*, but the world"):
+        _trainer(comm, folder, {"parallel.pipeline": 5, "parallel.data": 2})
+    if comm.size > 2:
+        with pytest.raises(ConfigurationError, match="has only 2 stages"):
+            _trainer(comm, folder, {"model.kind": "mlp", "model.layers": 1, "parallel.pipeline": comm.size})
