@@ -51,7 +51,7 @@ class Owner:
 
     def norm_squared(self) -> float:
         """Return the sum of squares of the gradients of the owned parts (local)."""
-        return sum(clip.sum_of_squares(self.gradients, part) for part in self.parts)
+        return clip.sum_of_squares(self.gradients, self.parts)
 
     def begin_update(self, scale: float) -> None:
         """Advance the optimizer's clock; gradients of this step are multiplied by ``scale`` (local)."""
