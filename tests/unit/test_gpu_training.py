@@ -6,6 +6,7 @@ message layer stages: counted for each rank, by the place in the code that asks 
 
 import threading
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,7 @@ from hpcdist.comm.handover import Handover
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads import run_threads
+from hpcdist.strategies.schedule.executor import PHASES
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training import recipe as recipes
 from hpcdist.training.data import microbatches
@@ -163,8 +165,10 @@ def expected_sites(gpu: ModuleType, seen: Seen, messages: Counter[str], pointers
     to_host = sum(messages[op] for op in STAGED_TO_HOST)
     to_device = sum(messages[op] for op in STAGED_TO_DEVICE)
     both = sum(messages[op] for op in ("broadcast", "allreduce", "reduce_scatter", "all_gather"))
+    phases = [PHASES.get(op.kind, "communication_s") for op in trainer.operations]
     return Counter(
         {
+            (gpu.SYNCHRONISE, "executor.run"): 1 + sum(a != b for a, b in pairwise(phases)),
             (gpu.H2D, "trainer.place"): 2,
             (gpu.D2H, "cross_entropy.forward"): losses,
             (gpu.D2H, "clip.sum_of_squares"): 1,
