@@ -2,7 +2,10 @@
 
 import os
 import secrets
+import shutil
+import subprocess
 import zlib
+from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -27,3 +30,17 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator of its own for each test."""
     print(f"repeat with {SEED_VARIABLE}={SEED}")  # shown with a failure
     return np.random.Generator(np.random.Philox(key=[SEED, zlib.crc32(request.node.nodeid.encode())]))
+
+
+@pytest.fixture(scope="session")
+def nvml_stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a stand-in for the NVIDIA driver's library, for LD_LIBRARY_PATH; see stubs/nvml.c."""
+    pytest.importorskip("pynvml", reason="pynvml is not installed: pip install 'hpcdist[nvml]'")
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler to build the stand-in for the NVIDIA driver with")
+    folder = tmp_path_factory.mktemp("nvml")
+    source = Path(__file__).parent / "stubs" / "nvml.c"
+    line = [compiler, "-O1", "-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1"), str(source)]
+    subprocess.run(line, check=True, timeout=120)
+    return folder

@@ -22,6 +22,7 @@ COMMANDS: Final = {
     "bench": ("hpcdist.cli.bench:command", "Measure many configurations, one after the other."),
     "hang": ("hpcdist.cli.hang:command", "Name the rank and the line at which a run came apart."),
     "config": ("hpcdist.cli.config:command", "Show a recipe as it will run, and where each value comes from."),
+    "energy": ("hpcdist.cli.energy:command", "Show which energy counters can be read here."),
     "doctor": ("hpcdist.cli.doctor:command", "Check MPI, launcher, GPU, HDF5 and this machine."),
     "warmup": ("hpcdist.cli.warmup:command", "Compile the kernels into a cache."),
 }

@@ -60,7 +60,7 @@ def _dataset(group: h5py.Group, column: Column, width: int) -> None:
         column.dtype,
         maxshape=(None, None) if column.wide else (None,),
         chunks=(rows, across) if column.wide else (rows,),
-        fillvalue=np.nan if np.dtype(column.dtype).kind == "f" else 0,
+        fillvalue=np.nan if np.dtype(column.dtype).kind == "f" else np.zeros((), column.dtype)[()],
     )
     dataset.attrs.update({"units": column.units, "long_name": column.meaning})
 

@@ -1,0 +1,116 @@
+"""An energy counter, and what it takes to trust one: wraps unrolled, failures counted, its pace observed.
+
+A counter counts energy since some moment before the job; only differences mean anything. The ones we read step:
+NVIDIA's about ten times a second, RAPL's a thousand times. A difference over less than two steps is noise.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+KINDS: Final = ("gpu", "cpu", "dram")
+PROBE_NS: Final = 500_000_000  # a counter is looked at often for so long, to see how often it steps
+PROBED_CHANGES: Final = 3
+MAX_GAP_NS: Final = 30_000_000_000  # a process that was stopped for longer may have missed a wrap
+
+
+class ReadError(Exception):
+    """A sensor did not answer."""
+
+
+class Counter(Protocol):
+    """Cumulative energy; ``per_mj`` counts are a millijoule. ``span`` is where it wraps to 0 (None: it never does)."""
+
+    name: str
+    kind: str
+    per_mj: int
+    span: int | None
+
+    def read(self) -> int:
+        """Return the counter (local). Raises ReadError."""
+        ...
+
+
+@dataclass
+class Pace:
+    """How often a counter gets a new value, as far as polling shows: an upper bound of its update interval."""
+
+    _began_ns: int | None = None
+    _value: int = 0
+    _changed_ns: list[int] = field(default_factory=list)  # the first change and the last
+    changes: int = 0
+
+    def see(self, now_ns: int, value: int) -> None:
+        """Take a read, as long as the pace is not settled."""
+        if self._began_ns is None:
+            self._began_ns, self._value = now_ns, value
+        elif not self.settled(now_ns) and value != self._value:
+            self._value = value
+            self.changes += 1
+            self._changed_ns = [*self._changed_ns[:1], now_ns]
+
+    def settled(self, now_ns: int) -> bool:
+        """Whether the counter has been looked at for long enough and has moved."""
+        if self._began_ns is None:
+            return False
+        return self.changes >= PROBED_CHANGES and now_ns - self._began_ns >= PROBE_NS
+
+    @property
+    def update_s(self) -> float:
+        """Mean seconds between changes; NaN before the second change."""
+        if self.changes < 2:
+            return math.nan
+        return (self._changed_ns[-1] - self._changed_ns[0]) / 1e9 / (self.changes - 1)
+
+
+class Track:
+    """A counter that is being read: its energy in mJ without wraps, how often it failed, and why it was given up."""
+
+    def __init__(self, counter: Counter) -> None:
+        self.name, self.kind = counter.name, counter.kind
+        self._counter = counter
+        self._raw: int | None = None
+        self._unrolled = 0
+        self._read_ns = 0
+        self.pace = Pace()
+        self.failed_reads = 0
+        self.failure = ""  # of the last failed read
+        self.lost = ""  # why nothing more can be known
+
+    def read(self, now_ns: int) -> int | None:
+        """Return the energy in mJ at ``now_ns``; None when the sensor fails or the counter makes no sense (local)."""
+        try:
+            raw = self._counter.read()
+        except ReadError as error:
+            self.failed_reads += 1
+            self.failure = str(error)
+            return None
+        self._unroll(raw, now_ns)
+        if self.lost:
+            return None
+        self.pace.see(now_ns, self._unrolled)
+        return self._unrolled // self._counter.per_mj
+
+    def _unroll(self, raw: int, now_ns: int) -> None:
+        """Add what the counter counted since the last read."""
+        span = self._counter.span
+        if self._raw is None:
+            self._unrolled = raw
+        elif span is not None and now_ns - self._read_ns > MAX_GAP_NS:
+            waited_s = (now_ns - self._read_ns) / 1e9
+            self.lost = self.lost or f"it was not read for {waited_s:.0f} s, in which it may have wrapped unseen"
+        elif raw >= self._raw:
+            self._unrolled += raw - self._raw
+        elif span is not None:
+            self._unrolled += raw + span - self._raw
+        else:
+            self.lost = self.lost or f"it went back from {self._raw} to {raw} and its range is not known"
+        self._raw, self._read_ns = raw, now_ns
+
+    def explain(self) -> str:
+        """Return what went wrong with this source; empty when nothing did."""
+        if self.lost:
+            return f"{self.name}: {self.lost}"
+        if self.failed_reads:
+            return f"{self.name}: {self.failed_reads} failed reads, the last: {self.failure}"
+        return ""

@@ -1,0 +1,190 @@
+"""From what each node counted to the joules of a job. Pure: no sensor, no message.
+
+A kind (gpu, cpu, dram) enters the total when it was read on every node; where it was read on some nodes only, or the
+job cannot do without it, the total is NaN, with the reason. What no node can read is left out and listed. Missing is
+never zero.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+UPDATES: Final = 2  # a difference over fewer steps of a counter says nothing
+EARLIER: Final = "an earlier start of this run: "
+REASONS: Final = 4  # a job of a thousand nodes names the first ones
+
+
+@dataclass(frozen=True)
+class Source:
+    """What became of one source: ``trouble`` is what it has to say about failed reads."""
+
+    name: str
+    kind: str
+    update_s: float = math.nan
+    failed_reads: int = 0
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one node counted. ``phases`` are those of `Windows.phases`, ``totals_mj`` is by source."""
+
+    node: int
+    sources: Sequence[Source] = ()
+    phases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    totals_mj: Sequence[float] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
+    needed: frozenset[str] = frozenset()
+
+
+def merge(nodes: Sequence[Contribution], earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the report of a job; ``earlier`` is the `state` of the starts of this run before this one.
+
+    ``energy_j`` (NaN: not known, see ``reason``), the same ``by_kind`` and by ``phases`` (joules, seconds of the
+    slowest node, windows, reason), ``sources``, and in ``not_included`` what nobody measured.
+    """
+    kinds = sorted({source.kind for node in nodes for source in node.sources} | {k for n in nodes for k in n.needed})
+    troubles = [*_missing(nodes, kinds), *_mismatch(kinds, earlier)]
+    by_kind, reasons = {}, list(troubles)
+    for kind in kinds:
+        by_kind[kind], why = _total(nodes, kind, earlier)
+        reasons += why
+    if not kinds:
+        reasons.append(f"nothing was measured: {'; '.join(_excluded(nodes, kinds))}")
+    energy_j = math.nan if reasons else math.fsum(by_kind.values())
+    names = list(dict.fromkeys([*(earlier or {}).get("phases", ()), *(name for node in nodes for name in node.phases)]))
+    return {
+        "energy_j": energy_j,
+        "reason": _joined(reasons),
+        "by_kind": by_kind,
+        "phases": {name: _phase(nodes, name, kinds, troubles, earlier) for name in names},
+        "sources": [_row(node, index, source) for node in nodes for index, source in enumerate(node.sources)],
+        "not_included": _excluded(nodes, kinds),
+    }
+
+
+def state(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint keeps of a report, as JSON values: what is not known is None."""
+    phases = {
+        name: {"joules": _plain(phase["joules"]), "seconds": phase["seconds"], "windows": phase["windows"]}
+        for name, phase in report["phases"].items()
+    }
+    by_kind = {kind: _plain(joules) for kind, joules in report["by_kind"].items()}
+    return {"by_kind": by_kind, "phases": phases, "reason": report["reason"]}
+
+
+def _plain(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _missing(nodes: Iterable[Contribution], kinds: Iterable[str]) -> list[str]:
+    """Return which nodes lack a kind that the total needs."""
+    return [
+        f"node {node.node} has no {kind}: {node.missing.get(kind, 'it was not looked for')}"
+        for kind in kinds
+        for node in nodes
+        if not any(source.kind == kind for source in node.sources)
+    ]
+
+
+def _mismatch(kinds: Sequence[str], earlier: Mapping[str, Any] | None) -> list[str]:
+    """Return why there are no sums with an earlier start of the run."""
+    if earlier is None:
+        return []
+    if earlier["reason"] is not None:
+        return [EARLIER + earlier["reason"].removeprefix(EARLIER)]
+    if sorted(earlier["by_kind"]) == list(kinds):
+        return []
+    return [f"{EARLIER}measured {', '.join(sorted(earlier['by_kind']))}, and this one {', '.join(kinds) or 'nothing'}"]
+
+
+def _total(nodes: Sequence[Contribution], kind: str, earlier: Mapping[str, Any] | None) -> tuple[float, list[str]]:
+    """Return the joules of a kind in all windows, and why they are not known."""
+    joules, reasons = [], []
+    for node in nodes:
+        seconds = sum(phase["seconds"] for phase in node.phases.values())
+        for source, mj in zip(node.sources, node.totals_mj, strict=True):
+            if source.kind == kind:
+                joules.append(mj / 1e3)
+                reasons += _doubts(node, source, mj, seconds, "")
+    if earlier is not None and kind in earlier["by_kind"]:
+        before = earlier["by_kind"][kind]
+        joules.append(math.nan if before is None else before)
+    return (math.nan if reasons or not joules else math.fsum(joules)), reasons
+
+
+def _phase(
+    nodes: Sequence[Contribution],
+    name: str,
+    kinds: Sequence[str],
+    troubles: Sequence[str],
+    earlier: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the joules of a phase over all kinds, with the seconds of the slowest node."""
+    joules, reasons = [], list(troubles)
+    for node in nodes:
+        phase = node.phases.get(name)
+        if phase is not None:
+            for source, mj in zip(node.sources, phase["mj"], strict=True):
+                joules.append(mj / 1e3)
+                reasons += _doubts(node, source, mj, phase["shortest_s"], name)
+    own = [node.phases[name] for node in nodes if name in node.phases]
+    seconds, windows = (max((phase[key] for phase in own), default=0) for key in ("seconds", "windows"))
+    before = (earlier or {}).get("phases", {}).get(name)
+    if before is not None:
+        seconds, windows = seconds + before["seconds"], windows + before["windows"]
+        if before["joules"] is None:
+            reasons.append(f"{EARLIER}{name} is not known")
+        else:
+            joules.append(before["joules"])
+    if not kinds:
+        reasons.append("nothing was measured")
+    known = math.nan if reasons else math.fsum(joules)
+    return {"joules": known, "seconds": float(seconds), "windows": windows, "reason": _joined(reasons)}
+
+
+def _doubts(node: Contribution, source: Source, mj: float, shortest_s: float, phase: str) -> list[str]:
+    """Return why ``mj`` of a source cannot be believed; ``shortest_s`` is the shortest window it comes from."""
+    at = f"node {node.node}, {source.name}"
+    if math.isnan(mj):
+        return [f"node {node.node}, {source.trouble or f'{source.name}: a read failed'}"]
+    if math.isnan(source.update_s):
+        return [f"{at}: its counter did not move twice"]
+    if shortest_s < UPDATES * source.update_s:
+        what = f"a window of {phase}" if phase else "all of the time that was measured"
+        return [f"{at}: {what} is {shortest_s:.3g} s, shorter than {UPDATES} updates of {source.update_s:.3g} s"]
+    return []
+
+
+def _excluded(nodes: Iterable[Contribution], kinds: Iterable[str]) -> list[str]:
+    """Return the kinds that are in no total, each with its reasons and the nodes that have them."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for node in nodes:
+        for kind, reason in node.missing.items():
+            if kind not in kinds:
+                places.setdefault((kind, reason), []).append(node.node)
+    found = []
+    for (kind, reason), where in places.items():
+        some = ", ".join(map(str, where[:REASONS])) + (", ..." if len(where) > REASONS else "")
+        found.append(f"{kind} (node {some}): {reason}")
+    return found
+
+
+def _row(node: Contribution, index: int, source: Source) -> dict[str, Any]:
+    return {
+        "node": node.node,
+        "name": source.name,
+        "kind": source.kind,
+        "joules": node.totals_mj[index] / 1e3,
+        "update_s": source.update_s,
+        "failed_reads": source.failed_reads,
+    }
+
+
+def _joined(reasons: Sequence[str]) -> str | None:
+    """Return the first reasons as one text; None for none."""
+    different = list(dict.fromkeys(reasons))
+    if len(different) > REASONS:
+        different = [*different[:REASONS], f"and {len(different) - REASONS} more reasons"]
+    return "; ".join(different) or None

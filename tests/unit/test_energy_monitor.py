@@ -1,0 +1,176 @@
+"""The monitor over fixture trees of RAPL: totals of nodes, a node that cannot measure, and no cost without a source."""
+
+import math
+import threading
+import time
+
+import pytest
+
+from hpcdist.comm.threads import run_threads
+from hpcdist.energy import counters
+from hpcdist.energy.config import EnergyConfig
+from hpcdist.energy.monitor import Monitor
+
+
+@pytest.fixture(autouse=True)
+def quick_pace(monkeypatch):
+    """The pace of a counter is settled after three changes: what comes later, and how late, changes nothing."""
+    monkeypatch.setattr(counters, "PROBE_NS", 0)
+
+
+class Package:
+    """A fixture tree with one package, whose counter the test turns; it wraps at 10 J."""
+
+    RANGE_UJ = 10_000_000
+
+    def __init__(self, root, energy_uj=9_500_000):
+        self.root, self.energy_uj = root, energy_uj
+        zone = root / "intel-rapl:0"
+        zone.mkdir(parents=True)
+        (zone / "name").write_text("package-0\n")
+        (zone / "max_energy_range_uj").write_text(f"{self.RANGE_UJ}\n")
+        self.spend(0.0)
+
+    def spend(self, joules):
+        self.energy_uj = (self.energy_uj + round(joules * 1e6)) % self.RANGE_UJ
+        path = self.root / "intel-rapl:0" / "energy_uj"
+        path.with_name("new").write_text(f"{self.energy_uj}\n")
+        path.with_name("new").replace(path)
+
+
+def settle(monitor):
+    """Make the open window longer than two updates of the counter."""
+    seen = [track.pace.update_s for track in monitor.sampler.tracks if not math.isnan(track.pace.update_s)]
+    time.sleep(2.2 * max(seen, default=0.0) + 0.001)
+
+
+def spend(monitor, package, joules):
+    """Turn the counter and let it be read, if this rank reads."""
+    for part in range(4):
+        if monitor.sampler.tracks:
+            package.spend(joules / 4)
+            monitor.sampler.read()
+        time.sleep(0.002 * (part < 3))
+
+
+def train(monitor, package):
+    with monitor.window("training"):
+        spend(monitor, package, 4.0)
+        with monitor.window("checkpoint"):
+            spend(monitor, package, 1.0)
+            settle(monitor)
+        settle(monitor)
+    with monitor.window("validation"):
+        spend(monitor, package, 0.5)
+        settle(monitor)
+
+
+def config(root):
+    return EnergyConfig(sources="rapl", interval_s=0.002, powercap=str(root))
+
+
+def alive():
+    return [thread for thread in threading.enumerate() if thread.name == "energy sampler"]
+
+
+def test_nodes_add_up_over_wraps(tmp_path):
+    packages = [Package(tmp_path / str(node)) for node in range(3)]
+
+    def body(comm):
+        package = packages[comm.rank // 2]
+        with Monitor(comm, config(package.root), environment={}) as monitor:
+            train(monitor, package)
+            return monitor.report(), len(monitor.sampler.tracks)
+
+    results = run_threads(5, body, ranks_per_node=2)
+    report = results[0][0]
+    assert all(found == report for found, _ in results)
+    assert [tracks for _, tracks in results] == [1, 0, 1, 0, 1]
+    assert report["reason"] is None and report["energy_j"] == pytest.approx(3 * 5.5)
+    joules = {name: phase["joules"] for name, phase in report["phases"].items()}
+    assert joules == {"training": pytest.approx(12), "checkpoint": pytest.approx(3), "validation": pytest.approx(1.5)}
+    assert "gpu (node 0, 1, 2): energy.sources = 'rapl'" in report["not_included"]
+    assert not alive()
+
+
+def test_one_blind_node_takes_the_total_and_is_named(tmp_path):
+    package = Package(tmp_path / "0")
+
+    def body(comm):
+        root = package.root if comm.rank == 0 else tmp_path / "missing"
+        with Monitor(comm, config(root), environment={}) as monitor:
+            train(monitor, package)
+            return monitor.report()
+
+    for report in run_threads(2, body, ranks_per_node=1):
+        assert math.isnan(report["energy_j"])
+        assert report["reason"].startswith("node 1 has no cpu: ") and "missing does not exist" in report["reason"]
+
+
+def test_without_a_source_nothing_runs_and_nothing_is_waited_for(tmp_path):
+    waits = []
+
+    def body(comm):
+        chosen = EnergyConfig(powercap=str(tmp_path / "missing"))
+        with Monitor(comm, chosen, synchronise=lambda: waits.append(1), environment={}) as monitor:
+            assert not monitor.measures and not alive()
+            with monitor.window("training"):
+                pass
+            assert monitor.collect() == []
+            return monitor.report(), monitor.state()
+
+    report, state = run_threads(2, body)[0]
+    assert math.isnan(report["energy_j"]) and "nothing was measured" in report["reason"]
+    assert all(word in report["reason"] for word in ("gpu (node 0): ", "cpu (node 0): ", "does not exist"))
+    assert state["phases"]["training"]["joules"] is None and not waits
+
+
+def test_the_device_is_waited_for_at_every_edge_on_every_rank_of_a_node_that_measures(tmp_path):
+    packages, waits = [Package(tmp_path / "0")], [0, 0, 0]
+
+    def body(comm):
+        def wait():
+            waits[comm.rank] += 1
+
+        root = packages[0].root if comm.rank < 2 else tmp_path / "missing"
+        with (
+            Monitor(comm, config(root), synchronise=wait, environment={}) as monitor,
+            monitor.window("training"),
+            monitor.window("checkpoint"),
+        ):
+            pass
+
+    run_threads(3, body, ranks_per_node=2)
+    assert waits == [4, 4, 0]
+
+
+def test_an_exception_in_a_window_ends_the_sampler(tmp_path):
+    package = Package(tmp_path / "0")
+
+    def body(comm):
+        with Monitor(comm, config(package.root), environment={}) as monitor, monitor.window("training"):
+            assert alive()
+            raise ArithmeticError("the loss is NaN")
+
+    with pytest.raises(ArithmeticError):
+        run_threads(1, body)
+    assert not alive()
+
+
+def test_samples_of_all_nodes_meet_on_their_first_ranks(tmp_path):
+    packages = [Package(tmp_path / str(node)) for node in range(2)]
+
+    def body(comm):
+        package = packages[comm.rank // 2]
+        with Monitor(comm, config(package.root), environment={}) as monitor:
+            train(monitor, package)
+            return monitor.collect(), monitor.collect()
+
+    for rank, (rows, again) in enumerate(run_threads(4, body, ranks_per_node=2)):
+        if rank % 2:
+            assert rows == again == []
+            continue
+        assert [row.node for row in rows] == [0, 1]
+        assert all([window.phase for window in row.windows] == ["checkpoint", "training", "validation"] for row in rows)
+        assert all(row.samples[-1, 2] - row.samples[0, 2] == 5500 for row in rows)
+        assert not any(row.windows for row in again)

@@ -1,0 +1,100 @@
+"""Windows: the innermost one gets the joules, nothing is counted twice, and a failed edge is not a zero."""
+
+import math
+
+import pytest
+
+from hpcdist.energy.windows import Windows
+
+S = 1_000_000_000
+
+
+def joules(windows):
+    return {name: phase["mj"] for name, phase in windows.phases().items()}
+
+
+def test_nested_windows_are_exclusive():
+    windows = Windows(2)
+    windows.enter("training", 0, [100, 10])
+    windows.enter("checkpoint", 4 * S, [150, 11])
+    windows.leave(5 * S, [170, 13])
+    windows.enter("checkpoint", 7 * S, [190, 17])
+    windows.leave(10 * S, [191, 25])
+    windows.leave(11 * S, [200, 41])
+    windows.enter("validation", 20 * S, [500, 100])  # what lies between belongs to nobody
+    windows.leave(21 * S, [510, 101])
+    assert joules(windows) == {"training": [79, 21], "checkpoint": [21, 10], "validation": [10, 1]}
+    assert windows.totals() == [110, 32]
+    phases = windows.phases()
+    assert [(phases[name]["seconds"], phases[name]["windows"]) for name in ("training", "checkpoint")] == [
+        (7, 1),
+        (4, 2),
+    ]
+    assert phases["checkpoint"]["shortest_s"] == 1
+    first = windows.closed[0]
+    assert (first.begin_ns, first.end_ns) == (4 * S, 5 * S)
+
+
+def test_random_windows_add_up(rng):
+    windows, total, value, now_ns, depth = Windows(1), 0, 1000, 0, 0
+    for _ in range(500):
+        step = int(rng.integers(0, 100))
+        now_ns += int(rng.integers(1, 10**9))
+        value += step
+        total += step if depth else 0
+        if depth and rng.random() < 0.5:
+            windows.leave(now_ns, [value])
+            depth -= 1
+        else:
+            windows.enter(f"phase {rng.integers(3)}", now_ns, [value])
+            depth += 1
+    assert windows.totals() == [total]
+    assert sum(mj[0] for mj in joules(windows).values()) == total
+
+
+def test_an_open_window_counts_to_the_last_edge_but_is_not_judged():
+    windows = Windows(1)
+    windows.enter("training", 0, [0])
+    windows.edge(2 * S, [7])
+    phase = windows.phases()["training"]
+    assert (phase["mj"], phase["seconds"], phase["shortest_s"]) == ([7], 2, math.inf)
+
+
+def test_a_failed_edge_leaves_both_sides_unknown_but_not_their_sum():
+    windows = Windows(2)
+    windows.enter("training", 0, [0, 0])
+    windows.enter("checkpoint", S, [None, 5])
+    windows.leave(2 * S, [30, 6])
+    windows.leave(3 * S, [40, 7])
+    found = joules(windows)
+    assert math.isnan(found["training"][0]) and math.isnan(found["checkpoint"][0])
+    assert (found["training"][1], found["checkpoint"][1]) == (6, 1)
+    assert windows.totals() == [40, 7]
+
+
+@pytest.mark.parametrize("edges", [[None, 9], [3, None], [None, None]])
+def test_a_source_that_fails_at_the_first_or_last_edge_has_no_total(edges):
+    windows = Windows(1)
+    windows.enter("training", 0, [edges[0]])
+    windows.leave(S, [edges[1]])
+    assert math.isnan(windows.totals()[0]) and math.isnan(joules(windows)["training"][0])
+
+
+def test_a_failure_outside_of_all_windows_costs_nothing():
+    windows = Windows(1)
+    windows.enter("training", 0, [0])
+    windows.leave(S, [5])
+    windows.edge(2 * S, [None])
+    windows.enter("validation", 3 * S, [50])
+    windows.leave(4 * S, [51])
+    assert windows.totals() == [6] and joules(windows) == {"training": [5], "validation": [1]}
+
+
+def test_a_failure_at_the_border_to_outside_has_no_total():
+    windows = Windows(1)
+    windows.enter("training", 0, [0])
+    windows.leave(S, [None])  # how much of what follows was training's cannot be known
+    windows.enter("validation", 3 * S, [50])
+    windows.leave(4 * S, [51])
+    found = joules(windows)
+    assert math.isnan(windows.totals()[0]) and math.isnan(found["training"][0]) and found["validation"] == [1]
