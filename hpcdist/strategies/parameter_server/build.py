@@ -1,0 +1,18 @@
+"""From the section of a recipe to the exchange of one rank."""
+
+from hpcdist.strategies.exchange import Exchange
+from hpcdist.strategies.parameter_server.asynchronous import AsynchronousExchange
+from hpcdist.strategies.parameter_server.config import ParameterServerConfig
+from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
+from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.seat import Seat
+
+
+def exchange(seat: Seat, config: ParameterServerConfig) -> Exchange:
+    """Return the exchange of the rank in ``seat``, whose world has the roles of ``config``. Collective."""
+    roles = Roles.of(config, seat.world.size)
+    if config.consistency == "asp":
+        return AsynchronousExchange(seat, roles)
+    serves = seat.world.rank in roles.servers
+    servers = seat.world.split(0 if serves else None, seat.world.rank, "servers")
+    return LockStepExchange(seat, roles, servers)

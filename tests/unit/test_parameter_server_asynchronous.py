@@ -1,0 +1,354 @@
+"""Without lock-step: one update for each push, meetings that nobody misses, states that are restored bit by bit."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hpcdist import models
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim import optimizer as optimizers
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies import build
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.parameter_server.asynchronous import AsynchronousExchange
+from hpcdist.strategies.parameter_server.build import exchange
+from hpcdist.strategies.parameter_server.config import ParameterServerConfig
+from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.seat import Seat
+
+SAMPLES, STEPS = 2, 6
+MODEL = ModelConfig(layers=1, hidden=32, heads=2)
+PLACES = [
+    (size, ParameterServerConfig(servers=servers, placement=placement, consistency="asp"))
+    for size, servers, placement in [
+        (1, 1, "colocated"),
+        (2, 1, "dedicated"),
+        (2, 2, "colocated"),
+        (3, 1, "dedicated"),
+        (3, 2, "dedicated"),
+        (3, 1, "colocated"),
+        (4, 4, "colocated"),
+        (6, 2, "dedicated"),
+        (5, 3, "colocated"),
+    ]
+]
+COLOCATED = ParameterServerConfig(placement="colocated", consistency="asp")
+
+
+class Run:
+    """A tiny gpt on one rank; workers go at their own speed and meet as the loop of a training does."""
+
+    def __init__(self, comm: Communicator, config: ParameterServerConfig, steps: int = STEPS, **keys: object) -> None:
+        roles = Roles.of(config, comm.size)
+        part = roles.part_of(comm)
+        self.comm, self.model, self.steps = comm, models.build(MODEL, "float32", context=8), steps
+        self.seat = Seat(
+            world=comm,
+            data=part,
+            pipeline=part.split(part.rank),
+            model=self.model,
+            units=range(len(self.model.stages)),
+            optimizer=replace(OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5), **keys),
+            total_steps=steps,
+            algorithm="ring",
+            computes=comm.rank in roles.workers,
+        )
+        found = exchange(self.seat, config)
+        assert isinstance(found, AsynchronousExchange)
+        self.exchange = found
+        initial = FlatStore(self.model.layout, self.model.dtype)
+        self.model.initialise(initial, seed=3)
+        found.take(initial)
+        self.executor = build.build_executor(self.seat, found)
+        parallel = ParallelConfig(strategy="parameter_server")
+        self.operations = found.attended(build.operations(self.seat, found, self.executor.copies, parallel))
+        self.meetings: list[list[int]] = []
+        self.losses: list[float] = []
+
+    def step(self, data: np.ndarray) -> None:
+        samples = data[self.exchange.clock, self.comm.rank]
+        batch = [(samples[:, :-1], samples[:, 1:])]
+        found = self.executor.run(self.operations, batch, SAMPLES, self.exchange.clock, np.zeros(0))
+        self.losses.append(found.loss)
+
+    def hold(self) -> bool:
+        """Meet; whether all workers have done all their steps."""
+        place = self.exchange
+        place.meet()
+        workers = len(place.roles.workers)
+        values = np.zeros(workers + 2)
+        if place.works:
+            values[self.comm.rank] = place.clock
+        values[-2] = place.updates if self.comm.rank == place.roles.servers[0] else 0
+        values[-1] = place.meetings.calls
+        place.agree(values)
+        place.adjourn([int(clock) for clock in values[:workers]], int(values[-2]), int(values[-1]))
+        self.meetings.append(place.clocks)
+        if min(place.clocks) == self.steps:
+            place.refresh()
+            return True
+        place.part()
+        return False
+
+    def train(self, data: np.ndarray, pause: Callable[[int], float] = lambda rank: 0.0) -> None:
+        self.exchange.part()
+        while self.exchange.works and self.exchange.clock < self.steps:
+            time.sleep(pause(self.comm.rank))
+            self.step(data)
+            if self.exchange.meetings.called and self.hold():
+                return
+        while not self.hold():
+            pass
+
+
+def text(rng: np.random.Generator, steps: int = STEPS) -> np.ndarray:
+    return rng.integers(0, 256, (steps, 6, SAMPLES, 9)).astype(np.uint8)
+
+
+@pytest.mark.parametrize(("size", "config"), PLACES, ids=str)
+def test_every_push_is_one_update_at_every_server(
+    size: int, config: ParameterServerConfig, rng: np.random.Generator
+) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator) -> Run:
+        run = Run(comm, config)
+        run.train(data, lambda rank: 1e-3 * rank)
+        return run
+
+    runs = run_threads(size, body)
+    workers = len(runs[0].exchange.roles.workers)
+    for run in runs:
+        assert run.exchange.clocks == [STEPS] * workers and run.exchange.updates == STEPS * workers
+        assert len(run.meetings) == len(runs[0].meetings)
+        if run.exchange.shard is not None:
+            assert run.exchange.shard.updates == STEPS * workers
+    whole = runs[0].exchange.parameters
+    for run in runs:
+        store = run.exchange.parameters
+        assert all(store.range(part).tobytes() == whole.range(part).tobytes() for part in store.parts), "refreshed"
+
+
+def test_one_worker_alone_is_plain_training(rng: np.random.Generator) -> None:
+    """The gradient is the mean over the worker's samples, clipped by its norm; nothing else happens to it."""
+    data = text(rng)
+
+    def body(comm: Communicator) -> tuple[list[float], bytes]:
+        run = Run(comm, replace(COLOCATED, placement="dedicated"))
+        run.train(data)
+        return run.losses, run.exchange.parameters.array.tobytes()
+
+    def alone(comm: Communicator) -> tuple[list[float], bytes]:
+        run = Run(comm, COLOCATED)
+        run.train(data)
+        return run.losses, run.exchange.parameters.array.tobytes()
+
+    assert run_threads(2, body)[0] == run_threads(1, alone)[0]
+    assert run_threads(1, lambda comm: reference(comm, data))[0] == run_threads(1, alone)[0]
+
+
+def reference(comm: Communicator, data: np.ndarray) -> tuple[list[float], bytes]:
+    """The same steps in lock-step with nobody."""
+    run = Run(comm, COLOCATED)
+    lockstep = exchange(run.seat, replace(COLOCATED, consistency="bsp"))
+    initial = FlatStore(run.model.layout, run.model.dtype)
+    run.model.initialise(initial, seed=3)
+    lockstep.take(initial)
+    executor = build.build_executor(run.seat, lockstep)
+    operations = build.operations(run.seat, lockstep, executor.copies, ParallelConfig(strategy="parameter_server"))
+    losses = [
+        executor.run(operations, [(s[:, :-1], s[:, 1:])], SAMPLES, 0, np.zeros(0)).loss for s in data[:, comm.rank]
+    ]
+    return losses, lockstep.parameters.array.tobytes()
+
+
+def test_nobody_waits_for_a_slow_worker(rng: np.random.Generator) -> None:
+    """The quick worker has done all its steps before the slow one has done its first."""
+    data = text(rng)
+    finished: list[int] = []
+
+    def body(comm: Communicator) -> None:
+        run = Run(comm, ParameterServerConfig(consistency="asp"))
+        run.exchange.part()
+        if comm.rank == 1:
+            while not finished:
+                time.sleep(1e-3)
+        while run.exchange.works and run.exchange.clock < STEPS:
+            run.step(data)
+        if comm.rank == 0:
+            finished.append(run.exchange.updates)
+        while not run.hold():
+            pass
+
+    run_threads(3, body)
+    assert finished == [STEPS]
+
+
+@pytest.mark.parametrize(("size", "config"), [place for place in PLACES if place[0] > 1], ids=str)
+def test_a_call_brings_all_together_soon(size: int, config: ParameterServerConfig, rng: np.random.Generator) -> None:
+    data, steps = text(rng, 60), 60
+
+    def body(comm: Communicator) -> list[list[int]]:
+        run = Run(comm, config, steps)
+        if comm.rank == size - 1:  # a dedicated server, or the last colocated rank
+            run.exchange.meetings.wants = lambda: not run.meetings
+        run.train(data)
+        return run.meetings
+
+    meetings = run_threads(size, body)
+    assert all(met == meetings[0] for met in meetings)
+    assert len(meetings[0]) >= 2 and max(meetings[0][0]) < steps, "long before the end"
+    assert meetings[0][-1] == [steps] * len(meetings[0][-1])
+
+
+def test_a_finished_worker_can_still_call(rng: np.random.Generator) -> None:
+    data, called = text(rng), threading.Event()
+
+    def body(comm: Communicator) -> list[list[int]]:
+        run = Run(comm, ParameterServerConfig(consistency="asp"))
+
+        def wants() -> bool:
+            wish = comm.rank == 0 and run.exchange.clock == STEPS and not called.is_set()
+            if wish:
+                called.set()
+            return wish
+
+        def pause(rank: int) -> float:
+            return float(rank == 1 and run.exchange.clock == 2 and not called.wait(30))
+
+        run.exchange.meetings.wants = wants
+        run.train(data, pause)
+        return run.meetings
+
+    first, *_ = run_threads(3, body)
+    assert first[0][0] == STEPS and 2 <= first[0][1] < STEPS and first[-1] == [STEPS, STEPS]
+
+
+def test_a_meeting_is_due_when_the_slowest_is_there(rng: np.random.Generator) -> None:
+    data, steps = text(rng, 12), 12
+
+    def body(comm: Communicator) -> list[list[int]]:
+        run = Run(comm, ParameterServerConfig(consistency="asp"), steps)
+        run.exchange.meet_at = 5
+        run.train(data, lambda rank: 3e-3 * rank)
+        return run.meetings
+
+    first = run_threads(3, body)[0]
+    assert 5 <= min(first[0]) <= 6, "each worker ends at most the step it was in"
+
+
+def test_a_push_that_comes_twice_is_applied_once(rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator) -> tuple[int, bytes]:
+        run = Run(comm, ParameterServerConfig(servers=2, consistency="asp"))
+        place = run.exchange
+        place.part()
+        if place.works:
+            run.step(data)
+            before = place.parameters.array.copy()
+            place.clock -= 1
+            for op in place.plan():
+                if op.kind is not Kind.AGREE:
+                    place.carries_out[op.kind](op)
+            assert place.clock == 1 and np.array_equal(before, place.parameters.array)
+        run.steps = 1
+        assert run.hold()
+        return place.updates, place.parameters.array.tobytes()
+
+    assert [updates for updates, _ in run_threads(3, body)] == [1, 1, 1]
+
+
+def test_bytes_of_a_step(rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator, config: ParameterServerConfig) -> tuple[int, int]:
+        run = Run(comm, config)
+        with recording(comm) as traffic:
+            run.train(data)
+        assert not traffic.unknown
+        return traffic.sent_bytes, 4 * run.model.layout.size * STEPS
+
+    meeting = 2 * 4 * run_bytes(2)  # and `refresh`, which sends the values once more
+    worker, server = run_threads(2, lambda comm: body(comm, ParameterServerConfig(consistency="asp")))
+    np.testing.assert_allclose(worker[0], worker[1], rtol=0.01, atol=meeting)
+    np.testing.assert_allclose(server[0], server[1] * (STEPS + 1) / STEPS, rtol=0.01, atol=meeting)
+    for sent, psi in run_threads(4, lambda comm: body(comm, COLOCATED)):
+        np.testing.assert_allclose(sent, psi * 3 / 4 * (2 * STEPS + 1) / STEPS, rtol=0.01, atol=meeting)
+
+
+def run_bytes(size: int) -> int:
+    """Notes of 5 numbers of 8 bytes: at most 4 a step and peer, and what a meeting agrees on."""
+    return STEPS * 4 * 40 * size
+
+
+@pytest.mark.parametrize(("size", "config"), [PLACES[0], PLACES[4], PLACES[6]], ids=str)
+def test_a_restored_state_has_the_same_bits(size: int, config: ParameterServerConfig, rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator) -> None:
+        run = Run(comm, config)
+        run.train(data, lambda rank: 2e-3 * rank)
+        saved = comm.allgather_object([(p.name, p.flat, p.array.tobytes()) for p in run.exchange.pieces()])
+        whole: dict[str, bytearray] = {}
+        for name, flat, raw in (piece for pieces in saved for piece in pieces):
+            whole.setdefault(name, bytearray(1 << 20))[4 * flat.start : 4 * flat.stop] = raw
+        fresh = Run(comm, config)
+        for piece in fresh.exchange.wanted():
+            piece.array[...] = np.frombuffer(bytes(whole[piece.name][4 * piece.flat.start : 4 * piece.flat.stop]), "f4")
+        fresh.exchange.restore(run.exchange.state())
+        assert fresh.exchange.state() == run.exchange.state()
+        assert fresh.exchange.clock == run.exchange.clock
+        assert fresh.exchange.parameters.array.tobytes() == run.exchange.parameters.array.tobytes()
+        if run.exchange.shard is not None and fresh.exchange.shard is not None:
+            assert fresh.exchange.shard.clocks == run.exchange.shard.clocks
+            assert fresh.exchange.shard.updates == run.exchange.shard.updates
+            for kind, store in run.exchange.shard.stores().items():
+                assert fresh.exchange.shard.stores()[kind].array.tobytes() == store.array.tobytes()
+
+    run_threads(size, body)
+
+
+def test_a_state_of_another_number_of_workers_goes_on_from_the_slowest() -> None:
+    def body(comm: Communicator) -> tuple[int, list[int], int]:
+        place = Run(comm, COLOCATED).exchange
+        place.restore({"count": 4, "clocks": [6, 4], "updates": 10})
+        return place.clock, place.clocks, place.shard.updates
+
+    assert run_threads(3, body) == [(4, [4, 4, 4], 12)] * 3
+    assert run_threads(2, body) == [(6, [6, 4], 10), (4, [6, 4], 10)]
+
+
+def test_the_learning_rate_goes_by_updates_over_workers() -> None:
+    def body(comm: Communicator) -> None:
+        run = Run(comm, COLOCATED, 40)
+        alone = optimizers.build(run.seat.optimizer, run.model.layout, (), np.dtype("f4"), total_steps=40)
+        for step in (1, 2, 3, 17, 40):
+            alone.restore({"count": step})
+            run.exchange.restore({"count": step})
+            assert run.exchange.shard.updates == 4 * step
+            assert run.exchange.shard.optimizer.learning_rate == pytest.approx(alone.learning_rate, rel=1e-12)
+            assert run.exchange.learning_rate == run.exchange.shard.optimizer.learning_rate
+
+    run_threads(4, body)
+
+
+def test_the_loss_of_a_repeated_batch_falls(rng: np.random.Generator) -> None:
+    data = np.repeat(text(rng, 1), 40, axis=0)
+
+    def body(comm: Communicator) -> list[float]:
+        run = Run(comm, ParameterServerConfig(servers=2, placement="colocated", consistency="asp"), 40)
+        run.train(data)
+        return run.losses
+
+    for losses in run_threads(3, body):
+        assert losses[-1] < losses[0] - 1.0

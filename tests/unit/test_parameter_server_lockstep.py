@@ -1,0 +1,228 @@
+"""A parameter server in lock-step trains as one process: every placement, number of servers, optimizer."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hpcdist import models
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import NonFiniteError
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies import build
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.parameter_server.build import exchange
+from hpcdist.strategies.parameter_server.config import ParameterServerConfig
+from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
+from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.seat import Seat
+
+SAMPLES, STEPS = 7, 4
+MODEL = ModelConfig(layers=1, hidden=32, heads=2)
+ALONE = ParameterServerConfig(placement="colocated")
+
+
+class Run:
+    """A tiny gpt on one rank of a parameter server."""
+
+    def __init__(self, comm: Communicator, config: ParameterServerConfig, dtype: str = "float64", **keys: object):
+        microbatches = int(keys.pop("microbatches", 1))
+        self.roles = Roles.of(config, comm.size)
+        part = self.roles.part_of(comm)
+        self.model = models.build(MODEL, dtype, context=8)
+        self.seat = Seat(
+            world=comm,
+            data=part,
+            pipeline=part.split(part.rank),
+            model=self.model,
+            units=range(len(self.model.stages)),
+            optimizer=replace(OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5), **keys),
+            total_steps=STEPS,
+            algorithm="ring",
+            computes=comm.rank in self.roles.workers,
+        )
+        self.exchange = exchange(self.seat, config)
+        assert isinstance(self.exchange, LockStepExchange)
+        initial = FlatStore(self.model.layout, self.model.dtype)
+        self.model.initialise(initial, seed=3)
+        self.exchange.take(initial)
+        self.executor = build.build_executor(self.seat, self.exchange)
+        parallel = ParallelConfig(strategy="parameter_server", microbatches=microbatches)
+        self.operations = build.operations(self.seat, self.exchange, self.executor.copies, parallel)
+        self.microbatches = microbatches
+
+    def batches(self, samples: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        if not self.exchange.works:
+            return []
+        mine = np.array_split(samples, self.seat.data.size)[self.seat.data.rank]
+        return [(part[:, :-1], part[:, 1:]) for part in np.array_split(mine, self.microbatches)]
+
+    def losses(self, data: np.ndarray) -> list[float]:
+        return [
+            self.executor.run(self.operations, self.batches(samples), SAMPLES, step, np.zeros(2)).loss
+            for step, samples in enumerate(data)
+        ]
+
+    def weights(self) -> dict[int, bytes]:
+        """The bits of every part that this rank holds, by where it starts."""
+        store = self.exchange.parameters
+        return {part.start: store.range(part).tobytes() for part in self.exchange.owner.parts or store.parts}
+
+
+def text(rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(0, 256, (STEPS, SAMPLES, 9)).astype(np.uint8)
+
+
+def configs(size: int) -> list[ParameterServerConfig]:
+    dedicated = [ParameterServerConfig(servers=servers) for servers in range(1, size)]
+    return dedicated + [ParameterServerConfig(servers=s, placement="colocated") for s in range(1, size + 1)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+def test_every_placement_trains_as_one_process(size: int, rng: np.random.Generator) -> None:
+    data = text(rng)
+    alone = run_threads(1, lambda comm: Run(comm, ALONE).losses(data))[0]
+    for config in configs(size):
+        for losses in run_threads(size, lambda comm, config=config: Run(comm, config).losses(data)):
+            np.testing.assert_allclose(losses, alone, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
+@pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+def test_every_optimizer_with_tensors_cut_over_servers(name: str, placement: str, rng: np.random.Generator) -> None:
+    data = text(rng)
+    config = ParameterServerConfig(servers=3, placement=placement)
+    alone = run_threads(1, lambda comm: Run(comm, ALONE, name=name).losses(data))[0]
+    found = run_threads(5, lambda comm: Run(comm, config, name=name, microbatches=2).losses(data))
+    np.testing.assert_allclose(found, [alone] * 5, rtol=1e-11)
+
+
+def test_workers_hold_the_same_bits_and_servers_those(rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator) -> tuple[Run, list[float]]:
+        run = Run(comm, ParameterServerConfig(servers=2), "float32")
+        return run, run.losses(data)
+
+    runs = run_threads(4, body)
+    first = runs[0][0].exchange.parameters
+    assert first.array.tobytes() == runs[1][0].exchange.parameters.array.tobytes()
+    for run, losses in runs[2:]:
+        assert losses == runs[0][1]
+        assert not run.exchange.replicas_identical and run.exchange.parameters.size < first.size
+        for part in run.exchange.parameters.parts:
+            assert run.exchange.parameters.range(part).tobytes() == first.range(part).tobytes()
+
+
+def test_sums_are_in_rank_order_whatever_the_servers(rng: np.random.Generator) -> None:
+    """Without clipping, whose norm is summed over the servers, the cut decides no bit."""
+    data = text(rng)
+
+    def body(comm: Communicator, config: ParameterServerConfig) -> bytes:
+        run = Run(comm, config, "float32", clip_norm=0.0)
+        run.losses(data)
+        return run.exchange.parameters.array.tobytes()
+
+    dedicated = [run_threads(3 + s, lambda comm, s=s: body(comm, ParameterServerConfig(servers=s)))[0] for s in (1, 2)]
+    colocated = [
+        run_threads(3, lambda comm, s=s: body(comm, ParameterServerConfig(servers=s, placement="colocated")))[2]
+        for s in (1, 2, 3)
+    ]
+    assert len({*dedicated, *colocated}) == 1
+
+
+def test_bytes_are_those_of_the_article(rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator, config: ParameterServerConfig) -> tuple[int, int]:
+        run = Run(comm, config, "float32", clip_norm=0.0)
+        with recording(comm) as traffic:
+            run.losses(data)
+        assert not traffic.unknown
+        return traffic.sent_bytes, 4 * run.model.layout.size * STEPS
+
+    small = 32 * 3 * STEPS  # what the ranks agree on: four numbers of 8 bytes, in at most three messages a step
+    for servers in (1, 2):
+        found = run_threads(4, lambda comm, s=servers: body(comm, ParameterServerConfig(servers=s)))
+        workers = 4 - servers
+        for sent, psi in found[:workers]:
+            assert psi <= sent <= psi + small, "a worker sends Psi a step"
+        for sent, psi in found[workers:]:
+            np.testing.assert_allclose(sent, workers * psi / servers, rtol=0.01, atol=small)
+    for size in (2, 3, 4):
+        for sent, psi in run_threads(size, lambda comm: body(comm, ALONE)):
+            np.testing.assert_allclose(sent, 2 * psi * (size - 1) / size, rtol=0.01, atol=small)
+
+
+@pytest.mark.parametrize("config", configs(3), ids=str)
+def test_pieces_tile_everything_once_and_restore_anywhere(
+    config: ParameterServerConfig, rng: np.random.Generator
+) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator) -> None:
+        run = Run(comm, config, "float32")
+        run.losses(data[:2])
+        saved = comm.allgather_object([(p.name, p.flat, p.array.tobytes()) for p in run.exchange.pieces()])
+        whole: dict[str, bytearray] = {}
+        for name, flat, raw in (piece for pieces in saved for piece in pieces):
+            whole.setdefault(name, bytearray(1 << 20))[4 * flat.start : 4 * flat.stop] = raw
+        sizes = {f"{kind}/{s.key}": s.range.size for s in run.model.layout.segments for kind in KINDS}
+        assert sum(flat.size for pieces in saved for _, flat, _ in pieces) == sum(sizes.values())
+        if not run.exchange.serves:
+            assert not run.exchange.pieces()
+        fresh = Run(comm, config, "float32")
+        for piece in fresh.exchange.wanted():
+            piece.array[...] = np.frombuffer(bytes(whole[piece.name][4 * piece.flat.start : 4 * piece.flat.stop]), "f4")
+        fresh.exchange.restore(run.exchange.state())
+        assert fresh.losses(data[2:]) == run.losses(data[2:]), "resumed bit by bit"
+        assert fresh.weights() == run.weights()
+
+    run_threads(3, body)
+
+
+KINDS = ("parameters", "optimizer.m", "optimizer.v")
+
+
+def test_nan_names_the_worker_and_updates_nothing(rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator) -> tuple[str, bool]:
+        run = Run(comm, ParameterServerConfig(servers=1), "float32")
+        if comm.rank == 1:
+            run.exchange.parameters.view(run.model.layout.segments[4].key)[...] = np.nan
+        before = run.exchange.parameters.array.copy()
+        batches = run.batches(data[0])
+        with pytest.raises(NonFiniteError) as caught:
+            run.executor.run(run.operations, batches, SAMPLES, 17, np.zeros(2))
+        said = explain(comm, run.executor, run.operations, batches, caught.value)
+        return str(said), bool(np.array_equal(before, run.exchange.parameters.array, equal_nan=True))
+
+    for said, untouched in run_threads(3, body):
+        assert "step 17" in said and "rank 1: parameter" in said and "rank 0:" not in said and untouched
+
+
+def test_pushes_go_out_while_backward_still_runs() -> None:
+    def body(comm: Communicator) -> list[str]:
+        return [op.kind.name for op in Run(comm, ParameterServerConfig()).operations]
+
+    worker, server = run_threads(2, body)
+    assert worker.index("PUSH") < len(worker) - 1 - worker[::-1].index("BACKWARD")
+    assert "FORWARD" not in server and "PUSH" not in server and "PULL" not in server
+    assert worker.count("PUSH") == server.count("COLLECT") == worker.count("PULL") == server.count("PUBLISH")
+    assert worker.count("AGREE") == server.count("AGREE") == 1
+
+
+def test_a_colocated_rank_keeps_its_own_part_to_itself() -> None:
+    def body(comm: Communicator) -> list[Range]:
+        run = Run(comm, ParameterServerConfig(servers=1, placement="colocated"))
+        return run.exchange.owner.parts
+
+    served = run_threads(2, body)
+    assert served[1] == [] and len(served[0]) == 1
