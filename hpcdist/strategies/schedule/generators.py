@@ -1,5 +1,6 @@
 """Lists of operations: pure functions that put compute, exchange and pipeline together into the step of one rank."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -36,25 +37,32 @@ def gathered(steps: Sequence[Operation], needs: Mapping[int, Sequence[int]]) -> 
 
     ``needs`` maps each unit to the units whose parameters it uses, itself included. A unit that only it uses is
     gathered before each of its operations and freed behind it. One that several use stays from the first of them in a
-    micro-batch to the last.
+    micro-batch to the last, and on to the last of every micro-batch that begins before.
     """
-    users: dict[int, int] = {}
-    for used in needs.values():
-        for unit in used:
-            users[unit] = users.get(unit, 0) + 1
-    uses: dict[tuple[int, int], list[int]] = {}  # (micro-batch, shared unit) -> where it is used
+    # (unit, micro-batch, or its place in the list where it has one user only) -> where it is used
+    uses: dict[tuple[int, int], list[int]] = {}
+    users = Counter(unit for used in needs.values() for unit in used)
     for index, op in enumerate(steps):
         if op.kind in (Kind.FORWARD, Kind.BACKWARD):
             for unit in needs[op.unit]:
-                if users[unit] > 1:
-                    uses.setdefault((op.microbatch, unit), []).append(index)
+                uses.setdefault((unit, op.microbatch if users[unit] > 1 else index), []).append(index)
+    gathers: dict[int, list[int]] = {}  # before which operation -> units
+    frees: dict[int, list[int]] = {}  # behind which operation -> units
+    for unit in users:
+        spans = sorted((where[0], where[-1]) for (used, _), where in uses.items() if used == unit)
+        end = -1
+        for first, last in spans:
+            if first > end:
+                gathers.setdefault(first, []).append(unit)
+            else:
+                frees[end].remove(unit)  # still there when the next micro-batch begins: it stays
+            end = max(end, last)
+            frees.setdefault(end, []).append(unit)
     found: list[Operation] = []
     for index, op in enumerate(steps):
-        needed = needs[op.unit] if op.kind in (Kind.FORWARD, Kind.BACKWARD) else ()
-        spans = {unit: uses.get((op.microbatch, unit), [index]) for unit in needed}
-        found += [Operation(Kind.GATHER, op.microbatch, unit) for unit, span in spans.items() if span[0] == index]
+        found += [Operation(Kind.GATHER, op.microbatch, unit) for unit in sorted(gathers.get(index, ()))]
         found.append(op)
-        found += [Operation(Kind.FREE, op.microbatch, unit) for unit, span in spans.items() if span[-1] == index]
+        found += [Operation(Kind.FREE, op.microbatch, unit) for unit in sorted(frees.get(index, ()))]
     return found
 
 
