@@ -88,8 +88,10 @@ def _wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
-def _start(text: Path, out: Path, *arguments: str, every: int = 10, steps: int = 2000) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "hpcdist", "run", "-n", "2", "train", *SMALL, "--out", str(out), "--json"]
+def _start(
+    text: Path, out: Path, *arguments: str, every: int = 10, steps: int = 2000, ranks: int = 2
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "hpcdist", "run", "-n", str(ranks), "train", *SMALL, "--out", str(out), "--json"]
     for setting in (f"data.path={text}", f"run.steps={steps}", "run.global_batch=6", f"checkpoint.every_steps={every}"):
         command += ["--set", setting]
     return subprocess.Popen(
@@ -102,16 +104,41 @@ def _start(text: Path, out: Path, *arguments: str, every: int = 10, steps: int =
     )
 
 
-def test_killed_runs_resume_to_the_same_bits(text: Path, tmp_path: Path) -> None:
-    settings = ["--set", "run.steps=2000", "--set", "checkpoint.every_steps=10"]
-    whole = summary(train(2, text, "--out", tmp_path / "whole", *settings))
-    process = _start(text, tmp_path / "killed")
-    _wait_for((tmp_path / "killed" / "checkpoints" / "step-20").exists, process)
+# name -> (ranks, keys)
+LAYOUTS = {
+    "allreduce": (2, ()),
+    "zero1": (2, ("parallel.strategy=zero1",)),
+    "zero2": (3, ("parallel.strategy=zero2", "parallel.microbatches=2")),
+    "zero3": (2, ("parallel.strategy=zero3",)),
+    "dedicated server": (3, ("parallel.strategy=parameter_server",)),
+    "colocated servers": (2, ("parallel.strategy=parameter_server", "parameter_server.placement=colocated")),
+    "1f1b": (2, ("parallel.pipeline=2", "parallel.microbatches=3")),
+    "gpipe x data with zero1": (
+        4,
+        ("parallel.pipeline=2", "parallel.schedule=gpipe", "parallel.microbatches=2", "parallel.strategy=zero1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_killed_runs_resume_to_the_same_bits(text: Path, tmp_path: Path, layout: str, rng: np.random.Generator) -> None:
+    ranks, keys = LAYOUTS[layout]
+    steps, every = 240, 10
+    settings = [argument for key in (*keys, f"checkpoint.every_steps={every}") for argument in ("--set", key)]
+    whole = summary(train(ranks, text, "--out", tmp_path / "whole", *settings, steps=steps))
+    process = _start(text, tmp_path / "killed", *settings, steps=steps, ranks=ranks)
+    reached = every * int(rng.integers(2, 12))
+    _wait_for(lambda: _newest_step(tmp_path / "killed") >= reached, process)
     os.killpg(process.pid, signal.SIGKILL)  # the launcher dies at once; its ranks must not outlive it for long
     process.communicate(timeout=LIMIT_S)
     _wait_until_ranks_are_gone(tmp_path / "killed")
-    resumed = summary(train(2, text, "--out", tmp_path / "killed", "--resume", "auto", *settings))
+    resumed = summary(train(ranks, text, "--out", tmp_path / "killed", "--resume", "auto", *settings, steps=steps))
     assert (resumed["train_loss"], resumed["val_loss"]) == (whole["train_loss"], whole["val_loss"])
+
+
+def _newest_step(run_dir: Path) -> int:
+    names = [path.name.removeprefix("step-") for path in (run_dir / "checkpoints").glob("step-*")]
+    return max((int(name) for name in names if name.isdigit()), default=0)
 
 
 def _wait_until_ranks_are_gone(run_dir: Path) -> None:

@@ -1,0 +1,103 @@
+"""The lists that a run really executes are proven: every architecture, layout and schedule, on every rank."""
+
+import itertools
+
+import pytest
+
+from hpcdist import models
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.model import Model
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.build import EXCHANGES, build_executor, operations
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.grid import Axes, Grid
+from hpcdist.strategies.pipeline import cut
+from hpcdist.strategies.schedule.operations import Operation
+from hpcdist.strategies.schedule.verify import verify
+from hpcdist.strategies.seat import Seat
+
+MICROBATCHES = 3
+
+
+def gpt(tied: bool) -> Model:
+    return models.build(ModelConfig(layers=3, hidden=8, heads=2, tied=tied), "float32", context=4)
+
+
+def lists(grid: Grid, model: Model, parallel: ParallelConfig, optimizer: str) -> tuple[list[list[Operation]], bool]:
+    """The list of every rank, and whether gradients of micro-batches are added up."""
+
+    def body(comm: Communicator) -> tuple[list[Operation], bool]:
+        axes = Axes(grid, comm)
+        seat = Seat(
+            world=comm,
+            data=axes.data,
+            pipeline=axes.pipeline,
+            model=model,
+            units=cut(model, grid.pipeline)[axes.pipeline.rank],
+            optimizer=OptimizerConfig(name=optimizer),
+            total_steps=10,
+            algorithm="ring",
+            bucket_bytes=2000,
+        )
+        exchange = EXCHANGES[parallel.strategy](seat)
+        executor = build_executor(seat, exchange)
+        return operations(seat, exchange, executor.copies, parallel), exchange.accumulates
+
+    results = run_threads(grid.size, body)
+    return [steps for steps, _ in results], results[0][1]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3"])
+def test_replicas_run_a_proven_step(strategy: str, tied: bool) -> None:
+    model = gpt(tied)
+    for data, optimizer in itertools.product((1, 2, 3), ("adamw", "lamb")):
+        parallel = ParallelConfig(strategy=strategy, microbatches=MICROBATCHES)
+        steps, accumulates = lists(Grid(data=data), model, parallel, optimizer)
+        proof = verify(
+            steps,
+            grid=Grid(data=data),
+            units=dict(enumerate(model.layout.units.values())),
+            microbatches=MICROBATCHES,
+            needs=model.needs,
+            accumulates=accumulates,
+        )
+        assert proof.live == (1,)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("strategy", ["allreduce", "zero1"])
+def test_pipelines_run_a_proven_step(strategy: str, schedule: str, tied: bool) -> None:
+    model = gpt(tied)
+    for data, pipeline, recompute in itertools.product((1, 2), (2, 3, 5), (False, True)):
+        grid = Grid(data=data, pipeline=pipeline)
+        parallel = ParallelConfig(
+            pipeline=pipeline, strategy=strategy, schedule=schedule, microbatches=MICROBATCHES, recompute=recompute
+        )
+        steps, accumulates = lists(grid, model, parallel, "lamb")
+        proof = verify(
+            steps,
+            grid=grid,
+            units=dict(enumerate(model.layout.units.values())),
+            microbatches=MICROBATCHES,
+            needs=model.needs,
+            accumulates=accumulates,
+        )
+        expected = [min(pipeline - stage, MICROBATCHES) for stage in range(pipeline)]
+        assert proof.live == (tuple(expected) if schedule == "1f1b" else (MICROBATCHES,) * pipeline)
+
+
+def test_stages_are_cut_to_the_smallest_largest_part() -> None:
+    model = gpt(False)
+    sizes = [sum(spec.size for spec in stage.tensors()) for stage in model.stages]
+    for ranks in range(1, len(sizes) + 1):
+        parts = cut(model, ranks)
+        assert [unit for part in parts for unit in part] == list(range(len(sizes))) and all(parts)
+        best = min(
+            max(sum(sizes[a:b]) for a, b in itertools.pairwise((0, *inner, len(sizes))))
+            for inner in itertools.combinations(range(1, len(sizes)), ranks - 1)
+        )
+        assert max(sum(sizes[unit] for unit in part) for part in parts) == best
