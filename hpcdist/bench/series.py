@@ -75,11 +75,11 @@ def run(
     A failed trial does not end the sweep. An item that would not end within the budget, going by how long its other
     repeats took (or the longest trial so far), is left, and so is all that is not done when `Stopped` is raised.
     """
-    results.prepare(path, provenance)
     end = time.monotonic() + limits.budget_s
     done: dict[tuple[str, int], str] = {(item.trial.id, item.repeat): item.status for item in items if item.status}
-    walls = _walls(path)
     try:
+        results.prepare(path, provenance)
+        walls = _walls(path)
         for number, item in enumerate(items, 1):
             what = f"[{number}/{len(items)}] {item.trial.name} on {item.trial.ranks} ranks, repeat {item.repeat + 1}"
             remaining = end - time.monotonic()

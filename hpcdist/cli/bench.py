@@ -102,7 +102,7 @@ def _run(items: "list[Item]", output: Path, limits: "Limits", anonymous: bool) -
     from hpcdist.bench import series, trial
     from hpcdist.telemetry.provenance import provenance
 
-    environment, hosts = _environment(), [socket.gethostname()]
+    environment, hosts, origin = _environment(), [socket.gethostname()], provenance(anonymous=anonymous)
     before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
 
     def measure(of: "Trial", limit_s: float) -> "Outcome":
@@ -112,7 +112,7 @@ def _run(items: "list[Item]", output: Path, limits: "Limits", anonymous: bool) -
 
     try:
         say = functools.partial(click.echo, err=True)
-        return series.run(items, output, measure, limits, provenance(anonymous=anonymous), say)
+        return series.run(items, output, measure, limits, origin, say)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

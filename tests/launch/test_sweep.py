@@ -1,0 +1,123 @@
+"""Sweeps of real trainings: a trial that fails, an end of any kind in the middle, and the next call that goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.bench import results
+from hpcdist.errors import StorageError
+
+LIMIT_S = 240
+SWEEP = """
+[sweep]
+ranks = 2
+
+[recipe]
+model = {layers = 1, hidden = 32, heads = 2}
+data = {path = "text.txt", context = 16}
+run = {steps = 12, global_batch = 6, validation_samples = 8}
+communication = {algorithm = "ring"}
+"""
+
+pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, rng: np.random.Generator) -> Path:
+    """A directory with a text of random words."""
+    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
+    (tmp_path / "text.txt").write_text(" ".join(rng.choice(words, 2000)))
+    return tmp_path
+
+
+def line(folder: Path, *arguments: str) -> list[str]:
+    names = [str(folder / "sweep.toml"), "-o", str(folder / "results.h5")]
+    return [sys.executable, "-m", "hpcdist", "bench", "sweep", *names, *arguments]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return os.environ | {"TMPDIR": str(folder)}  # the run directories lie there, which tells our ranks from others'
+
+
+def hpcdist(folder: Path, *command: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL, env=environment(folder)
+    )
+
+
+def test_a_failed_trial_is_recorded_and_can_be_tried_again(folder: Path) -> None:
+    trials = "[[trial]]\nname = 'late'\ndata.path = 'late.txt'\n[[trial]]\nname = 'good'\n"
+    (folder / "sweep.toml").write_text(SWEEP + trials)
+    done = hpcdist(folder, *line(folder))
+    assert done.returncode == 1, done.stderr
+    assert "1 ok, 1 failed, 0 left" in done.stderr and "late.txt" in done.stderr
+    late, good = results.read(folder / "results.h5").configurations
+    assert (late.repeats[0].status, late.repeats[0].exit_code) == ("failed", 78)
+    assert "late.txt" in late.repeats[0].reason
+    (repeat,) = good.repeats
+    assert repeat.samples["step_s"].shape == repeat.samples["sent_bytes"].shape == (12, 2)
+    parts = [repeat.samples[name] for name in ("compute_s", "communication_s", "update_s")]
+    assert np.allclose(sum(parts), repeat.samples["step_s"]) and (repeat.samples["step_s"] > 0).all()
+    gradients = repeat.summary["peak_bytes.gradients"]
+    assert gradients * 0.99 <= np.median(repeat.samples["sent_bytes"]) <= gradients * 1.01 + 200, "2 Psi (p - 1) / p"
+
+    (folder / "late.txt").write_text((folder / "text.txt").read_text())
+    again = hpcdist(folder, *line(folder))
+    assert again.returncode == 1 and "repeat" not in again.stderr, "a failure is not tried again by itself"
+    retried = hpcdist(folder, *line(folder, "--retry-failed"))
+    assert retried.returncode == 0, retried.stderr
+    assert "late on 2 ranks" in retried.stderr and "good on 2 ranks" not in retried.stderr
+    reported = hpcdist(folder, sys.executable, "-m", "hpcdist", "report", str(folder / "results.h5"), "--json")
+    rows = json.loads(reported.stdout)["configurations"]
+    assert [row["status"] for row in rows] == ["1 ok", "1 ok"]
+    assert rows[0]["train_loss"] == pytest.approx(rows[1]["train_loss"], rel=1e-6), "the same data under another name"
+
+
+def _recorded(folder: Path) -> dict[tuple[str, int], str]:
+    try:
+        return results.statuses(folder / "results.h5")
+    except StorageError:
+        return {}  # not there yet
+
+
+def _wait_until_ranks_are_gone(folder: Path, limit: float) -> None:
+    """Wait for the end of every process that was given a run directory in ``folder``."""
+    while any(f"{folder}/hpcdist-bench-" in _command_line(entry) for entry in Path("/proc").glob("[0-9]*")):
+        assert time.monotonic() < limit, "a trial outlived its sweep"
+        time.sleep(0.1)
+
+
+def _command_line(entry: Path) -> str:
+    try:
+        return (entry / "cmdline").read_text()
+    except OSError:
+        return ""  # it has just ended
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75)], ids=["SIGKILL", "SIGTERM"])
+def test_the_next_call_goes_on_where_a_sweep_was_ended(folder: Path, number: int, code: int) -> None:
+    (folder / "sweep.toml").write_text(SWEEP + "[axes]\nrun.seed = [1, 2]\n")
+    process = subprocess.Popen(
+        line(folder), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment(folder)
+    )
+    limit = time.monotonic() + LIMIT_S
+    while not _recorded(folder):
+        assert process.poll() is None and time.monotonic() < limit
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == code, said
+    _wait_until_ranks_are_gone(folder, limit)
+    before = _recorded(folder)
+    assert list(before.values()) == ["ok"], "the trial under way is not recorded"
+    done = hpcdist(folder, *line(folder))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(": ok, ") == 1 and "2 ok, 0 failed, 0 left" in done.stderr
+    assert len(_recorded(folder)) == 2

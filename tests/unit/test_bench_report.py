@@ -1,0 +1,156 @@
+"""The report of a sweep: its figures against numpy, and nothing where nothing was measured."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from hpcdist.bench import report, results
+from hpcdist.bench.sweep import Trial
+from hpcdist.bench.trial import FAILED, OK, Outcome, Sample
+from hpcdist.cli.report import report as command
+from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
+
+STEPS = 40
+
+
+def measured(rng, ranks, *, rate, counted=True, energy_j=None):
+    samples = {"step_s": rng.random((STEPS, ranks)), "sent_bytes": np.floor(1e6 * rng.random((STEPS, ranks)))}
+    samples["step_s"][0] = 100.0  # compiles
+    samples["step_s"][3, 0] = np.nan
+    if not counted:
+        samples["sent_bytes"][7, 1] = np.nan
+    summary = {"tokens_per_s": rate, "train_loss": rate / 1000, "val_loss": 2.0, "peak_bytes": {"a": 2**20, "b": rate}}
+    summary |= {} if energy_j is None else {"energy_j": energy_j}
+    summary |= {} if counted else {"bytes_sent_per_step": None, "bytes_sent_reason": "the library does not tell"}
+    kept = {name: Sample(values, "1", "") for name, values in samples.items()}
+    kept["iteration"] = Sample(np.arange(STEPS), "1", "")
+    return Outcome(OK, "", 1.0, 0, summary=summary, samples=kept), samples
+
+
+@pytest.fixture
+def found(tmp_path, rng):
+    """A file with two good repeats of a ring, one of native, one good and one failed of zero, and nothing good."""
+    path, raw = tmp_path / "results.h5", {}
+    results.prepare(path, {"git_commit": "c1", "processor": "A CPU", "cores": "2"})
+
+    def add(position, name, ranks, repeat, outcome, commit="c1"):
+        results.append(path, Trial(f"{name}{ranks}", name, ranks, {}, ""), position, repeat, outcome, commit)
+
+    for repeat, rate in enumerate((1000.0, 3000.0, 1500.0)):
+        outcome, raw[repeat] = measured(rng, 2, rate=rate, energy_j=10.0 * rate)
+        add(0, "ring", 2, repeat, outcome)
+    add(1, "native", 2, 0, measured(rng, 2, rate=500.0, counted=False)[0])
+    add(2, "zero | 1", 4, 0, measured(rng, 4, rate=700.0)[0])
+    add(2, "zero | 1", 4, 1, Outcome(FAILED, "", 1.0, 1, "exit code 1: boom"))
+    add(3, "lost", 4, 0, Outcome(FAILED, "", 1.0, 78, "exit code 78: gone"), commit="c2")
+    return path, raw
+
+
+def row(path, name):
+    return next(row for row in report.rows(report.read(path)) if row.name == name)
+
+
+def test_figures_are_those_of_numpy(found):
+    path, raw = found
+    ring = row(path, "ring")
+    assert ring.tokens_per_s == {"median": 1500.0, "min": 1000.0, "max": 3000.0}
+    slowest = np.concatenate([np.nanmax(samples["step_s"][1:], axis=1) for samples in raw.values()])
+    assert ring.step_s == {
+        "median": np.median(slowest),
+        "p95": np.percentile(slowest, 95),
+        "p99": np.percentile(slowest, 99),
+    }
+    sent = np.concatenate([samples["sent_bytes"].max(axis=1) for samples in raw.values()])
+    assert ring.bytes_sent_per_step == np.median(sent)
+    assert ring.peak_bytes == 2**20 + 3000
+    assert (ring.train_loss, ring.val_loss, ring.energy_j) == (1.5, 2.0, 15000.0)
+    assert (ring.ok, ring.failed, ring.status, ring.reasons) == (3, 0, "3 ok", {})
+
+
+def test_what_was_not_measured_is_none_with_the_reason(found):
+    native, zero, lost = (row(found[0], name) for name in ("native", "zero | 1", "lost"))
+    assert native.bytes_sent_per_step is None and native.energy_j is None
+    assert native.reasons["bytes_sent_per_step"] == "the library does not tell"
+    assert "no such figure" in native.reasons["energy_j"]
+    assert zero.status == "1 ok, 1 failed" and zero.tokens_per_s["median"] == 700.0
+    assert zero.reasons["failed"] == "exit code 1: boom"
+    assert (lost.status, lost.reasons) == ("1 failed", {"failed": "exit code 78: gone"})
+    figures = ("tokens_per_s", "step_s", "bytes_sent_per_step", "peak_bytes", "train_loss", "val_loss", "energy_j")
+    assert [getattr(lost, name) for name in figures] == [None] * len(figures)
+
+
+def test_a_peak_of_which_a_part_is_unknown_is_unknown(tmp_path, rng):
+    outcome, _ = measured(rng, 2, rate=1.0)
+    outcome.summary["peak_bytes"]["b"] = None
+    results.prepare(tmp_path / "r.h5", {})
+    results.append(tmp_path / "r.h5", Trial("a", "a", 2, {}, ""), 0, 0, outcome, "")
+    assert row(tmp_path / "r.h5", "a").peak_bytes is None
+
+
+def test_table(found):
+    said = CliRunner().invoke(command, [str(found[0])], catch_exceptions=False).output
+    lines = said.splitlines()
+    assert "A CPU" in said and "c1" in said
+    at = next(n for n, line in enumerate(lines) if line.startswith("configuration"))
+    rows = lines[at + 1 : at + 5]
+    assert [line.split()[0] for line in rows] == ["ring", "native", "zero", "lost"]
+    assert "1,500 [1,000-3,000]" in rows[0] and rows[0].endswith("3 ok")
+    assert rows[3].split() == ["lost", "4", "-", "-", "-", "-", "-", "-", "1", "failed"]
+    assert "no bytes_sent_per_step of native (2): the library does not tell" in lines
+    assert "zero | 1 (4): exit code 1: boom" in lines
+    assert any(line.startswith("measured at 2 commits") for line in lines)
+
+
+def test_markdown(found):
+    said = CliRunner().invoke(command, [str(found[0]), "--markdown"], catch_exceptions=False).output
+    lines = said.splitlines()
+    bars = {line.replace("\\|", "").count("|") for line in lines[:6]}
+    assert bars == {len(report._COLUMNS) + 1}
+    assert lines[2].startswith("| ring | 2 | 1,500 [1,000-3,000] |") and "zero \\| 1" in lines[4]
+
+
+def test_json(found):
+    said = CliRunner().invoke(command, [str(found[0]), "--json"], catch_exceptions=False).output
+    assert "NaN" not in said
+    told = json.loads(said)
+    assert told["results"] == str(found[0]) and told["provenance"]["processor"] == "A CPU"
+    ring, native, _, lost = told["configurations"]
+    assert ring["tokens_per_s"]["median"] == 1500.0 and ring["status"] == "3 ok" and ring["id"] == "ring2"
+    assert native["bytes_sent_per_step"] is None and native["reasons"]["bytes_sent_per_step"]
+    assert lost["step_s"] is None
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_plot(found, ending):
+    pytest.importorskip("matplotlib")
+    picture = found[0].with_name(f"bars.{ending}")
+    CliRunner().invoke(command, [str(found[0]), "--plot", str(picture)], catch_exceptions=False)
+    assert picture.stat().st_size > 5000
+    if ending == "svg":
+        text = picture.read_text()
+        assert "<!-- ring -->" in text and "<!-- 4 ranks -->" in text and "<!-- lost -->" not in text
+
+
+def test_plot_fails_clearly(found, tmp_path, monkeypatch):
+    read = report.read(found[0])
+    with pytest.raises(UsageError, match="not supported"):
+        report.plot(read, tmp_path / "bars.nonsense")
+    with pytest.raises(StorageError, match="cannot be written"):
+        report.plot(read, tmp_path / "missing" / "bars.png")
+    results.prepare(tmp_path / "empty.h5", {})
+    assert "no trial has ended yet" in report.text(tmp_path / "empty.h5", report.read(tmp_path / "empty.h5"))
+    with pytest.raises(UsageError, match="nothing to plot"):
+        report.plot(report.read(tmp_path / "empty.h5"), tmp_path / "bars.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingCapabilityError, match="analysis"):
+        report.plot(read, tmp_path / "bars.png")
+
+
+def test_ways_to_print_that_do_not_fit(found, tmp_path):
+    for arguments in ([str(tmp_path), "--markdown"], [str(found[0]), "--markdown", "--json"]):
+        assert isinstance(CliRunner().invoke(command, arguments).exception, UsageError)
+    (tmp_path / "notes.txt").write_text("no HDF5")
+    assert isinstance(CliRunner().invoke(command, [str(tmp_path / "notes.txt")]).exception, StorageError)

@@ -1,0 +1,255 @@
+"""Results of a sweep: what reaches the file, what a kill leaves of it, and what is run again."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+
+import h5py
+import numpy as np
+import pytest
+
+from hpcdist.bench import results, series
+from hpcdist.bench.series import Item, Limits, Stopped, Tally
+from hpcdist.bench.sweep import Trial
+from hpcdist.bench.trial import FAILED, OK, Outcome, Sample
+from hpcdist.errors import StorageError
+from hpcdist.hdf5 import files
+
+SUMMARY = {"tokens_per_s": 10.5, "strategy": "ring", "val_loss": None, "peak_bytes": {"gradients": 7}, "run_dir": "/x"}
+UNBOUNDED = Limits(60.0)
+
+
+def trial(name, ranks=2):
+    return Trial(f"id-{name}-{ranks}", name, ranks, {}, "[run]\nsteps = 4\n")
+
+
+def good(rng, ranks=2, wall_s=1.0):
+    samples = {"step_s": Sample(rng.random((4, ranks)), "s", "time of a step")}
+    samples |= {"loss": Sample(rng.random(4), "1", "loss"), "iteration": Sample(np.arange(1, 5), "1", "steps")}
+    return Outcome(OK, "2026-01-01T00:00:00+00:00", wall_s, 0, summary=SUMMARY, samples=samples, mpi_library="MPI 1")
+
+
+def bad(reason="exit code 1", wall_s=1.0):
+    return Outcome(FAILED, "2026-01-01T00:00:00+00:00", wall_s, 1, reason, "tail\nof stderr")
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "results.h5"
+    results.prepare(path, {"git_commit": "abc", "numpy_version": "2"})
+    return path
+
+
+def test_what_is_appended_comes_back(path, rng):
+    first, second = good(rng), good(rng, 4)
+    results.append(path, trial("b", 4), 0, 0, second, "abc")
+    results.append(path, trial("z"), 0, 1, first, "abc")
+    results.append(path, trial("z"), 0, 0, bad("no end within 3 s"), "def")
+    results.append(path, trial("a"), 1, 0, bad(), "abc")
+    found = results.read(path)
+    assert found.provenance == {"git_commit": "abc", "numpy_version": "2"}
+    assert [(c.name, c.ranks) for c in found.configurations] == [("z", 2), ("a", 2), ("b", 4)]
+    assert found.configurations[0].recipe == trial("z").recipe
+    failed, well = found.configurations[0].repeats
+    assert (failed.number, failed.status, failed.exit_code, failed.reason) == (0, FAILED, 1, "no end within 3 s")
+    assert (failed.git_commit, failed.wall_s, dict(failed.summary), dict(failed.samples)) == ("def", 1.0, {}, {})
+    assert well.summary == {
+        "tokens_per_s": 10.5, "strategy": "ring", "val_loss": None, "peak_bytes.gradients": 7
+    }  # fmt: skip
+    for name, sample in first.samples.items():
+        assert (well.samples[name] == sample.values).all()
+    assert results.statuses(path)[trial("b", 4).id, 0] == OK
+    assert not path.with_name("results.h5.next").exists()
+
+
+def test_other_tools_find_scales_and_units(path, rng):
+    results.append(path, trial("a"), 0, 0, good(rng), "abc")
+    results.append(path, trial("a"), 0, 1, bad(), "abc")
+    with h5py.File(path) as file:
+        assert (file.attrs["schema"], file.attrs["schema_version"]) == (results.SCHEMA, results.VERSION)
+        group = file["trials/id-a-2/repeat-0"]
+        assert group["step_s"].attrs["units"] == "s" and group.attrs["mpi_library"] == "MPI 1"
+        assert [dim[0].name.rpartition("/")[2] for dim in group["step_s"].dims] == ["iteration", "rank"]
+        assert [dim[0].name.rpartition("/")[2] for dim in group["loss"].dims] == ["iteration"]
+        assert group["iteration"][...].tolist() == [1, 2, 3, 4] and group["rank"][...].tolist() == [0, 1]
+        assert np.isnan(group["summary"].attrs["val_loss"]), "what was not measured is no number"
+        assert file["trials/id-a-2/repeat-1"].attrs["stderr_tail"] == "tail\nof stderr"
+
+
+def test_a_later_try_replaces_an_earlier_one(path, rng):
+    results.append(path, trial("a"), 0, 0, bad(), "abc")
+    results.append(path, trial("a"), 0, 0, good(rng), "abc")
+    assert results.statuses(path) == {("id-a-2", 0): OK}
+
+
+def test_foreign_and_damaged_files_are_refused(tmp_path, path, rng):
+    with files.edit(tmp_path / "other.h5", "other", 1):
+        pass
+    with pytest.raises(StorageError, match="schema 'other'"):
+        results.prepare(tmp_path / "other.h5", {})
+    with pytest.raises(StorageError, match="cannot be written"):
+        results.prepare(tmp_path / "missing" / "results.h5", {})
+    with pytest.raises(StorageError, match="cannot be written"):
+        results.append(tmp_path / "gone.h5", trial("a"), 0, 0, bad(), "abc")
+    with files.edit(path, results.SCHEMA, results.VERSION) as file:
+        file.create_group("trials/id").attrs["ranks"] = 2
+    with pytest.raises(StorageError, match="damaged"):
+        results.read(path)
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(path, rng, monkeypatch):
+    results.append(path, trial("a"), 0, 0, good(rng), "abc")
+    before = path.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StorageError, match="No space left"):
+        results.append(path, trial("b"), 1, 0, good(rng), "abc")
+    assert path.read_bytes() == before and os.listdir(path.parent) == [path.name]
+
+
+KILLED = """
+    import json, os, shutil, signal, sys
+    from pathlib import Path
+    import numpy as np
+    from hpcdist.bench import results
+    from hpcdist.bench.sweep import Trial
+    from hpcdist.bench.trial import OK, Outcome, Sample
+
+    path, whole = Path(sys.argv[1]), Path(sys.argv[1]).read_bytes()
+    samples = {"step_s": Sample(np.ones((4, 2)), "s", ""), "iteration": Sample(np.arange(4), "1", "")}
+    outcome, seen = Outcome(OK, "", 1.0, 0, samples=samples), []
+
+    def append_until(call):
+        left = iter(range(call, -1, -1))
+
+        def counted(function):
+            def wrapped(*arguments, **options):
+                if next(left) == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*arguments, **options)
+            return wrapped
+
+        for module, name in ((os, "pwrite"), (os, "fsync"), (os, "ftruncate"), (os, "replace"), (shutil, "copyfile")):
+            setattr(module, name, counted(getattr(module, name)))
+        results.append(path, Trial("new", "new", 2, {}, ""), 1, 0, outcome, "")
+
+    for call in range(1000):
+        path.write_bytes(whole)
+        child = os.fork()
+        if child == 0:
+            append_until(call)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        seen.append([os.waitstatus_to_exitcode(status), sorted(key for key, _ in results.statuses(path))])
+        if seen[-1][0] != -signal.SIGKILL:
+            break
+    print(json.dumps(seen))
+"""
+
+
+def test_a_kill_at_any_point_of_an_append_costs_one_trial_at_most(path, rng):
+    results.append(path, trial("old"), 0, 0, good(rng), "abc")
+    line = [sys.executable, "-c", textwrap.dedent(KILLED), str(path)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    *killed, last = json.loads(done.stdout)
+    assert last == [0, ["id-old-2", "new"]]
+    assert len(killed) >= 5, "copy, pages, fsync, rename"
+    assert all(entry == [-9, ["id-old-2"]] for entry in killed)
+    results.append(path, trial("next"), 2, 0, good(rng), "abc")
+    assert len(results.statuses(path)) == 3, "what a killed writer left lies in nobody's way"
+
+
+# ---- which trials are run
+
+
+def run(path, trials, repeats=1, measure=None, limits=UNBOUNDED, retry_failed=False):
+    """Return (what was run, the tally, what was said)."""
+    ran, said = [], []
+
+    def measured(of, limit_s):
+        ran.append(of.name)
+        return measure(of, limit_s) if measure else bad() if of.name.startswith("bad") else good(_RNG, of.ranks)
+
+    items = series.plan(trials, repeats, path, retry_failed)
+    tally = series.run(items, path, measured, limits, {"git_commit": "abc"}, said.append)
+    return ran, tally, said
+
+
+_RNG = np.random.default_rng(0)
+
+
+def test_repeats_alternate_and_a_failure_does_not_end_the_sweep(tmp_path):
+    trials = [trial("a"), trial("bad"), trial("c")]
+    ran, tally, said = run(tmp_path / "r.h5", trials, 3)
+    assert ran == ["a", "bad", "c", "c", "bad", "a", "a", "bad", "c"]
+    assert tally == Tally(ok=6, failed=3, left=0)
+    assert "[2/9] bad on 2 ranks, repeat 1: FAILED after 1.0 s, exit code 1" in said
+    assert any("10 tokens/s" in line for line in said)
+
+
+def test_recorded_trials_are_not_run_again(tmp_path):
+    trials = [trial("a"), trial("bad")]
+    run(tmp_path / "r.h5", trials, 2)
+    assert run(tmp_path / "r.h5", trials, 2)[:2] == ([], Tally(2, 2, 0))
+    assert run(tmp_path / "r.h5", [*trials, trial("c")], 2)[0] == ["c", "c"]
+    assert run(tmp_path / "r.h5", [trial("a")], 3)[0] == ["a"], "one more repeat"
+    assert run(tmp_path / "r.h5", [trial("a", 4)])[0] == ["a"], "other ranks"
+    ran, tally, _ = run(tmp_path / "r.h5", trials, 2, lambda *_: good(_RNG), retry_failed=True)
+    assert (ran, tally) == (["bad", "bad"], Tally(4, 0, 0))
+
+
+def test_a_stop_leaves_the_rest_for_the_next_call(tmp_path):
+    def stopped(of, _):
+        if of.name == "b":
+            raise Stopped
+        return good(_RNG)
+
+    trials = [trial("a"), trial("b"), trial("c")]
+    ran, tally, said = run(tmp_path / "r.h5", trials, measure=stopped)
+    assert (ran, tally) == (["a", "b"], Tally(1, 0, 2)) and "stopped" in said[-1]
+    assert run(tmp_path / "r.h5", trials)[0] == ["b", "c"]
+
+
+def test_the_budget_starts_nothing_that_cannot_end(tmp_path):
+    """Going by what the file knows of a trial; another trial may be as long as the longest."""
+    path, trials = tmp_path / "r.h5", [trial("long"), trial("short"), trial("new")]
+    results.prepare(path, {})
+    results.append(path, trials[0], 0, 0, good(_RNG, wall_s=1000.0), "")
+    results.append(path, trials[1], 1, 0, good(_RNG, wall_s=0.001), "")
+    ran, tally, said = run(path, trials, 2, limits=Limits(60.0, 500.0))
+    assert ran == ["short"], "of the second repeat; the new one may take 1000 s too"
+    assert tally == Tally(ok=3, failed=0, left=3)
+    assert sum("left, it would not end within the budget" in line for line in said) == 3
+    limits = []
+    run(path, trials[2:], measure=lambda _, limit_s: limits.append(limit_s) or good(_RNG), limits=Limits(60.0, 5000.0))
+    assert limits == [60.0]
+
+
+def test_a_trial_that_the_budget_ended_is_not_recorded(tmp_path):
+    def slow(_, limit_s):
+        assert limit_s <= 0.05
+        time.sleep(limit_s)
+        return bad("no end within 0.05 s")
+
+    ran, tally, said = run(tmp_path / "r.h5", [trial("a")], measure=slow, limits=Limits(60.0, 0.05))
+    assert (ran, tally) == (["a"], Tally(0, 0, 1)) and "ended with the budget" in said[0]
+    assert results.statuses(tmp_path / "r.h5") == {}
+
+
+def test_names_of_hosts_are_left_out():
+    outcome = Outcome(FAILED, "", 1.0, 1, "node7 is down", "[node7] gone\n[node8]")
+    hidden = series.anonymous(outcome, ["node7"])
+    assert (hidden.reason, hidden.stderr_tail) == ("HOST is down", "[HOST] gone\n[node8]")
+
+
+def test_an_item_knows_what_is_recorded(path, rng):
+    results.append(path, trial("a"), 0, 0, bad(), "")
+    assert series.plan([trial("a")], 1, path, False) == [Item(trial("a"), 0, 0, FAILED)]
+    assert series.plan([trial("a")], 1, path, True) == [Item(trial("a"), 0, 0, "")]
