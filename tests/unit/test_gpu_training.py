@@ -12,182 +12,171 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from gpu_runs import LAYOUTS, TRAININGS, Trained, assembled, check_same, with_pointers, write_text
 
+from hpcdist.arrays import backend
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.handover import Handover
-from hpcdist.comm.placement import locate
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads import run_threads
+from hpcdist.errors import DivergenceError, NonFiniteError
+from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.schedule.executor import PHASES
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.training import recipe as recipes
+from hpcdist.strategies.sentinel import check_replicas
 from hpcdist.training.data import microbatches
-from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.trainer import Trainer, assemble
 
-STEPS = 4
 BOUNDS = {"float32": 1e-5, "float64": 1e-12}
-SETTINGS = {
-    "model.layers": 2,
-    "model.hidden": 16,
-    "model.heads": 2,
-    "model.tied": "true",
-    "data.context": 8,
-    "run.steps": STEPS,
-    "run.global_batch": 7,
-    "run.validation_samples": 5,
-    "optimizer.warmup_steps": 2,
-    "optimizer.clip_norm": 0.5,
-    "communication.algorithm": "ring",
-    "communication.bucket_bytes": 4096,
-}
-PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12}
-# An architecture: the numbers of ranks that it runs on, and its keys.
-LAYOUTS: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
-    "allreduce": ((1, 2, 4), {"parallel.strategy": "allreduce", "parallel.microbatches": 2}),
-    "zero1": ((1, 2, 4), {"parallel.strategy": "zero1", "parallel.microbatches": 2}),
-    "zero2": ((1, 2, 4), {"parallel.strategy": "zero2", "parallel.microbatches": 2}),
-    "zero3": ((1, 2, 4), {"parallel.strategy": "zero3", "parallel.microbatches": 2}),
-    "gpipe": ((2, 4), {**PIPELINE, "parallel.schedule": "gpipe"}),
-    "1f1b": ((2, 4), {**PIPELINE, "parallel.schedule": "1f1b"}),
-    "1f1b, recomputing": ((2, 4), {**PIPELINE, "parallel.schedule": "1f1b", "parallel.recompute": "true"}),
-    "gpipe, recomputing": ((2,), {**PIPELINE, "parallel.schedule": "gpipe", "parallel.recompute": "true"}),
-    "1f1b x zero1": ((4,), {**PIPELINE, "parallel.strategy": "zero1"}),
-    "pipeline of 4": ((4,), {**PIPELINE, "parallel.pipeline": 4}),
-}
-CASES = [(name, ranks) for name, (sizes, _) in LAYOUTS.items() for ranks in sizes]
-STAGED_TO_HOST = ("send", "isend", "sendrecv", "broadcast", "allreduce", "reduce_scatter", "all_gather", "all_to_all")
-STAGED_TO_DEVICE = ("recv", "irecv", *STAGED_TO_HOST[2:])
+BOTH_WAYS = ("broadcast", "allreduce", "reduce_scatter", "all_gather")
+TO_HOST = ("send", "isend", "sendrecv", "all_to_all", *BOTH_WAYS)
+TO_DEVICE = ("recv", "irecv", "sendrecv", "all_to_all", *BOTH_WAYS)
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+    return {"data.path": write_text(tmp_path / "text.txt", rng)}
+
+
+@pytest.mark.parametrize("mode", BOUNDS)
+@pytest.mark.parametrize(("layout", "ranks"), TRAININGS)
+def test_a_run_on_the_gpu_is_that_of_the_cpu(
+    gpu: ModuleType, text: dict[str, object], layout: str, ranks: int, mode: str
+) -> None:
+    settings = {**text, **LAYOUTS[layout][1], "precision.mode": mode}
+    host = run_threads(ranks, lambda comm: Trained(comm, settings))
+    assert gpu.LOG.events == []
+    device = run_threads(ranks, lambda comm: Trained(comm, {**settings, "run.device": "gpu"}))
+    assert host[0].losses[-1] < host[0].losses[0]
+    check_same(host, device, BOUNDS[mode])
 
 
 class Watch:
-    """An event sink that counts messages of parameters, gradients and activations: those of ``dtype``."""
+    """Looks on one rank: messages of parameters, gradients and activations, and transfers, of each step."""
 
-    def __init__(self, gpu: ModuleType | None) -> None:
-        self._gpu, self._dtype = gpu, "float32"  # what ranks agree on is float64, on the host
-        self.counts: Counter[str] = Counter()
+    def __init__(self, gpu: ModuleType) -> None:
+        self._gpu, self._name = gpu, threading.current_thread().name
+        self._messages: Counter[str] = Counter()
+        self.steps: list[tuple[Counter[tuple[str, str]], Counter[str]]] = []
 
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
-        if dtype == self._dtype and op in (*STAGED_TO_HOST, *STAGED_TO_DEVICE):
-            self.counts[op] += 1
-            if self._gpu is not None:
-                assert threading.current_thread().name not in self._gpu.LOG.pending, f"{op} begins while kernels write"
+        if dtype == "float32" and op in (*TO_HOST, *TO_DEVICE):  # what ranks agree on is float64, on the host
+            self._messages[op] += 1
+            assert self._name not in self._gpu.LOG.pending, f"{op} begins while kernels write"
         return 0
 
     def end(self, token: int) -> None:
         return
 
+    def before_step(self) -> None:
+        self._messages.clear()
+        self._before = self._gpu.LOG.sites(self._name)
 
-class Seen:
-    """What one rank saw of a run."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.losses: list[float] = []
-        self.sites: list[Counter[tuple[str, str]]] = []
-        self.messages: list[Counter[str]] = []
-        self.validation = float("nan")
-        self.state: dict[tuple[str, str, int], np.ndarray] = {}
+    def after_step(self) -> None:
+        self.steps.append((self._gpu.LOG.sites(self._name) - self._before, Counter(self._messages)))
 
 
-def _abort(code: int) -> None:
-    raise SystemExit(code)
-
-
-def _assembled(comm: Communicator, settings: dict[str, object], pointers: bool = False) -> Trainer:
-    comm.handover = Handover(device_pointers=pointers)  # type: ignore[attr-defined]
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in {**SETTINGS, **settings}.items()]).recipe
-    return assemble(Session(comm, locate(comm, None), "threads", _abort), recipe)
-
-
-def _trained(gpu: ModuleType | None, comm: Communicator, settings: dict[str, object], pointers: bool = False) -> Seen:
-    seen = Seen(_assembled(comm, settings, pointers))
-    trainer, name = seen.trainer, threading.current_thread().name
-    watch = Watch(gpu if settings.get("precision.mode") != "float64" else None)
-    comm.events = watch  # type: ignore[misc]
-    with trainer.batches(STEPS) as batches:
-        for step, batch in enumerate(batches, start=1):
-            before = gpu.LOG.sites(name) if gpu is not None else Counter()
-            watch.counts.clear()
-            parts = microbatches(trainer.place(batch), trainer.recipe.parallel.microbatches)
-            samples = trainer.recipe.run.global_batch
-            found = trainer.executor.run(trainer.operations, parts, samples, step, np.zeros(2))
-            seen.losses.append(found.loss)
-            seen.sites.append((gpu.LOG.sites(name) if gpu is not None else Counter()) - before)
-            seen.messages.append(Counter(watch.counts))
-    seen.validation = mean_validation_loss(trainer)
-    for piece in trainer.exchange.pieces():
-        values = piece.array.get() if hasattr(piece.array, "get") else piece.array.copy()
-        seen.state[piece.kind, piece.tensor, piece.flat.start] = values
-    return seen
-
-
-@pytest.fixture
-def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
-    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
-    path = tmp_path / "text.txt"
-    path.write_text(" ".join(rng.choice(words, 1000)))
-    return {"data.path": path}
-
-
-def compare(host: list[Seen], device: list[Seen], bound: float) -> None:
-    for ours, theirs in zip(device, host, strict=True):
-        np.testing.assert_allclose(ours.losses, theirs.losses, rtol=bound)
-        np.testing.assert_allclose(ours.validation, theirs.validation, rtol=bound)
-        assert ours.state.keys() == theirs.state.keys()
-    for kind in {kind for seen in host for kind, _, _ in seen.state}:
-        got, want = (
-            np.concatenate([values for seen in side for key, values in sorted(seen.state.items()) if key[0] == kind])
-            for side in (device, host)
-        )
-        assert np.linalg.norm(got - want) <= 10 * bound * np.linalg.norm(want), kind
-
-
-@pytest.mark.parametrize("mode", BOUNDS)
-@pytest.mark.parametrize(("layout", "ranks"), CASES)
-def test_a_run_on_the_gpu_is_that_of_the_cpu(
-    gpu: ModuleType, text: dict[str, object], layout: str, ranks: int, mode: str
-) -> None:
-    settings = {**text, **LAYOUTS[layout][1], "precision.mode": mode}
-    host = run_threads(ranks, lambda comm: _trained(None, comm, settings))
-    device = run_threads(ranks, lambda comm: _trained(gpu, comm, {**settings, "run.device": "gpu"}))
-    assert host[0].losses[-1] < host[0].losses[0]
-    compare(host, device, BOUNDS[mode])
-
-
-def expected_sites(gpu: ModuleType, seen: Seen, messages: Counter[str], pointers: bool) -> Counter[tuple[str, str]]:
-    """What a step of one rank transfers, and where."""
-    trainer = seen.trainer
+def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointers: bool) -> Counter[tuple[str, str]]:
+    """What a step of one rank transfers and waits for, and where."""
+    trainer = run.trainer
     samples = len(range(trainer.recipe.run.global_batch)[trainer.data_axis.rank :: trainer.data_axis.size])
     last = len(trainer.model.stages) - 1
     forwards = [op for op in trainer.operations if op.kind is Kind.FORWARD and op.unit == last]
-    losses = sum(op.microbatch < samples for op in forwards)
-    to_host = sum(messages[op] for op in STAGED_TO_HOST)
-    to_device = sum(messages[op] for op in STAGED_TO_DEVICE)
-    both = sum(messages[op] for op in ("broadcast", "allreduce", "reduce_scatter", "all_gather"))
     phases = [PHASES.get(op.kind, "communication_s") for op in trainer.operations]
+    to_host = sum(messages[op] for op in TO_HOST)
+    to_device = sum(messages[op] for op in TO_DEVICE)
+    both = sum(messages[op] for op in BOTH_WAYS)
     return Counter(
         {
-            (gpu.SYNCHRONISE, "executor.run"): 1 + sum(a != b for a, b in pairwise(phases)),
             (gpu.H2D, "trainer.place"): 2,
-            (gpu.D2H, "cross_entropy.forward"): losses,
+            (gpu.D2H, "cross_entropy.forward"): sum(op.microbatch < samples for op in forwards),
             (gpu.D2H, "clip.sum_of_squares"): 1,
             (gpu.D2H, "handover.outgoing"): 0 if pointers else to_host - both,
             (gpu.D2H, "handover.both"): 0 if pointers else both,
             (gpu.H2D, "handover.<lambda>"): 0 if pointers else to_device,
             (gpu.SYNCHRONISE, "handover.outgoing"): to_host - both,
             (gpu.SYNCHRONISE, "handover.incoming"): to_device,
+            (gpu.SYNCHRONISE, "executor.run"): 1 + sum(a != b for a, b in pairwise(phases)),
         }
     )
 
 
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
-@pytest.mark.parametrize(("layout", "ranks"), CASES)
+@pytest.mark.parametrize(("layout", "ranks"), TRAININGS)
 def test_a_step_transfers_no_more_than_it_must(
     gpu: ModuleType, text: dict[str, object], layout: str, ranks: int, pointers: bool
 ) -> None:
     settings = {**text, **LAYOUTS[layout][1], "run.device": "gpu"}
-    for seen in run_threads(ranks, lambda comm: _trained(gpu, comm, settings, pointers)):
-        for sites, messages in zip(seen.sites, seen.messages, strict=True):
-            assert +sites == +expected_sites(gpu, seen, messages, pointers)
+
+    def body(comm: Communicator) -> tuple[Trained, Watch]:
+        if pointers:
+            with_pointers(comm)
+        watch = Watch(gpu)
+        comm.events = watch  # type: ignore[misc]
+        return Trained(comm, settings, watch.before_step, watch.after_step), watch
+
+    for run, watch in run_threads(ranks, body):
+        for sites, messages in watch.steps:
+            assert +sites == +expected_sites(gpu, run, messages, pointers)
             assert (messages.total() > 0) == (ranks > 1)
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("allreduce", 2), ("zero3", 2), ("1f1b", 4)])
+def test_a_run_goes_on_from_a_checkpoint_of_the_other_side(
+    gpu: ModuleType, text: dict[str, object], tmp_path: Path, layout: str, ranks: int
+) -> None:
+    settings = {**text, **LAYOUTS[layout][1], "precision.mode": "float64"}
+
+    def saved(comm: Communicator) -> Path:
+        return Trained(comm, {**settings, "run.device": "gpu"}).trainer.save(tmp_path / "checkpoints", 4)
+
+    def resumed(comm: Communicator, on: str) -> dict[str, np.ndarray]:
+        trainer = assembled(comm, {**settings, "run.device": on}, path)
+        return {f"{p.name} {p.flat.start}": backend.to_host(p.array).copy() for p in trainer.exchange.pieces()}
+
+    path = run_threads(ranks, saved)[0]
+    sides = [run_threads(ranks, lambda comm, on=on: resumed(comm, on)) for on in ("cpu", "gpu")]
+    for host, device in zip(*sides, strict=True):
+        assert host.keys() == device.keys() and host
+        assert all(host[name].tobytes() == device[name].tobytes() for name in host)
+
+
+def test_replicas_on_the_device_are_compared_by_one_copy(gpu: ModuleType, text: dict[str, object]) -> None:
+    def body(comm: Communicator) -> str:
+        trainer = assembled(comm, {**text, **LAYOUTS["allreduce"][1], "run.device": "gpu"})
+        store, name = trainer.exchange.parameters, threading.current_thread().name
+        before = gpu.LOG.sites(name)
+        check_replicas(comm, store, 7)
+        assert gpu.LOG.sites(name) - before == {(gpu.D2H, "sentinel.check_replicas"): 1}
+        store.view("1.up.weight")[3, 4] += 1e-3 * comm.rank
+        try:
+            check_replicas(comm, store, 8)
+        except DivergenceError as error:
+            return str(error)
+        return "no error"
+
+    assert all("step 8" in said and "1.up.weight" in said for said in run_threads(2, body))
+
+
+def test_a_nan_on_the_device_is_explained(gpu: ModuleType, text: dict[str, object]) -> None:
+    def body(comm: Communicator) -> str:
+        trainer = assembled(comm, {**text, **LAYOUTS["allreduce"][1], "run.device": "gpu"})
+        if comm.rank == 1:
+            trainer.exchange.parameters.view("1.up.weight")[3, 4] = np.nan
+        with trainer.batches(1) as batches:
+            parts = microbatches(trainer.place(next(iter(batches))), 2)
+        try:
+            trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, 1, np.zeros(2))
+        except NonFiniteError as error:
+            return str(explain(comm, trainer.executor, trainer.operations, parts, error))
+        return "no error"
+
+    assert all("rank 1: parameter 1.up.weight" in said and "rank 0:" not in said for said in run_threads(2, body))
+
+
+def test_text_is_drawn_with_one_copy_each_way(gpu: ModuleType, text: dict[str, object]) -> None:
+    host, device = (
+        run_threads(1, lambda comm, on=on: assembled(comm, {**text, "run.device": on}))[0] for on in ("cpu", "gpu")
+    )
+    tokens = np.frombuffer(b"abcd efg", np.uint8)[None, :]
+    gpu.LOG.clear()
+    got = device.logits(tokens)
+    assert gpu.LOG.sites() == {(gpu.H2D, "trainer.logits"): 1, (gpu.D2H, "trainer.logits"): 1}
+    np.testing.assert_allclose(got, host.logits(tokens), rtol=1e-4, atol=1e-6)

@@ -1,0 +1,235 @@
+"""What is run on the CPU and on a GPU, real or double, to compare: models, optimizers, whole trainings on threads.
+
+Every class and function takes the place to compute, "cpu" or "gpu"; nothing here knows which cupy that is.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+from hpcdist import models
+from hpcdist.arrays import backend
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.ranges import split
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.handover import Handover
+from hpcdist.comm.placement import locate
+from hpcdist.comm.start import Session
+from hpcdist.models.arena import Arena
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim import optimizer
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.training import recipe as recipes
+from hpcdist.training.data import microbatches
+from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.trainer import Trainer, assemble
+
+Batches = list[tuple[np.ndarray, np.ndarray]]
+
+GPT = {"layers": 2, "hidden": 12, "heads": 3, "vocabulary": 11}
+MODELS = {
+    "gpt": (ModelConfig(**GPT), {"context": 7}),
+    "gpt tied": (ModelConfig(**GPT, tied=True), {"context": 7}),
+    "gpt, more than one block of queries": (ModelConfig(**GPT), {"context": 70}),
+    "mlp gelu": (ModelConfig(kind="mlp", layers=2, hidden=9), {"features": 5, "classes": 4}),
+    "mlp relu, bytes": (ModelConfig(kind="mlp", layers=1, hidden=9, activation="relu"), {"features": 5, "classes": 4}),
+}
+MICROBATCHES = 2
+
+
+def batches_of(case: str, rng: np.random.Generator) -> Batches:
+    config, inputs = MODELS[case]
+    found = []
+    for samples in range(3, 3 + MICROBATCHES):
+        if config.kind == "gpt":
+            tokens = rng.integers(0, config.vocabulary, (samples, inputs["context"] + 1)).astype(np.uint8)
+            found.append((tokens[:, :-1].copy(), tokens[:, 1:].copy()))
+        else:
+            x = rng.integers(0, 256, (samples, inputs["features"])).astype(np.uint8)
+            found.append((x if "bytes" in case else x / 64 - 2, rng.integers(0, inputs["classes"], samples)))
+    return found
+
+
+def placed(batches: Batches, on: str) -> Batches:
+    return [(backend.place(x, on), backend.place(targets, on)) for x, targets in batches]
+
+
+class ModelRun:
+    """A model on ``on`` with parameters that are larger than initial ones, so that every path matters."""
+
+    def __init__(self, case: str, dtype: str, on: str, seed: int) -> None:
+        config, inputs = MODELS[case]
+        self.model = models.build(config, dtype, **inputs)
+        start = FlatStore(self.model.layout, self.model.dtype)
+        drawn = np.random.default_rng(seed)
+        for segment in self.model.layout.segments:
+            start.view(segment.key)[...] = drawn.standard_normal(segment.spec.shape) * 0.5
+        self.store, self.gradient = (FlatStore(self.model.layout, self.model.dtype, on=on) for _ in range(2))
+        self.store.copy_from(start)
+        self.parameters, self.into = self.model.bind(self.store), self.model.bind_gradients(self.gradient)
+        self.arena = Arena(on=on)
+
+    def step(self, batches: Batches) -> list[float]:
+        """Return the loss of each micro-batch; the gradient is left in its store."""
+        for stage in self.into:
+            stage.begin_step()
+        losses = []
+        for number, (x, targets) in enumerate(batches):
+            logits = self.model.forward(self.parameters, x, self.arena, number)
+            saved = self.arena.saved(self.model.stages[-1].layer, number)
+            losses.append(self.model.loss.forward(logits, targets, self.model.operations, saved))
+            self.model.backward(self.parameters, self.into, 0.25, self.arena, number)
+        for stage in self.into:
+            stage.finish()
+        return losses
+
+
+TENSORS = Layout.of(
+    [TensorSpec(0, "table", (11, 7)), TensorSpec(1, "weight", (33, 19)), TensorSpec(1, "b", (5,), False)]
+)
+OPTIMIZERS = {
+    "sgd": OptimizerConfig(name="sgd", momentum=0.0, weight_decay=0.01),
+    "sgd, heavy ball": OptimizerConfig(name="sgd", momentum=0.9),
+    "sgd, nesterov": OptimizerConfig(name="sgd", momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": OptimizerConfig(name="adamw", weight_decay=0.1),
+    "lars": OptimizerConfig(name="lars", momentum=0.9, weight_decay=0.01),
+    "lamb": OptimizerConfig(name="lamb", weight_decay=0.1),
+}
+UPDATES = 5
+
+
+def drawn(rng: np.random.Generator, dtype: str) -> FlatStore:
+    store = FlatStore(TENSORS, dtype_of(dtype))
+    for segment in TENSORS.segments:
+        store.view(segment.key)[...] = rng.standard_normal(segment.spec.shape)
+    return store
+
+
+class OptimizerRun:
+    """One optimizer over two shards, as two ranks would hold them, with a working copy in another dtype."""
+
+    def __init__(self, name: str, dtype: str, on: str, start: FlatStore, working: str) -> None:
+        real = dtype_of(dtype)
+        self.parts = split(TENSORS.size, 2, 4)
+        self.optimizers = [
+            optimizer.build(OPTIMIZERS[name], TENSORS, part, real, total_steps=UPDATES, on=on) for part in self.parts
+        ]
+        self.master, self.gradient = (FlatStore(TENSORS, real, on=on) for _ in range(2))
+        self.working = FlatStore(TENSORS, dtype_of(working), on=on)
+        self.master.copy_from(start)
+
+    def step(self, gradient: FlatStore) -> None:
+        self.gradient.copy_from(gradient)
+        for rule, part in zip(self.optimizers, self.parts, strict=True):
+            rule.begin_step()
+            rule.direction(part, self.master, self.gradient, 0.5)
+        norms = sum(rule.partial_norms() for rule in self.optimizers) if self.optimizers[0].needs_norms else None
+        for rule, part in zip(self.optimizers, self.parts, strict=True):
+            rule.apply(part, self.master, self.gradient, self.working, norms)
+
+    def stores(self) -> list[FlatStore]:
+        """The weights and every slot."""
+        return [self.master, *(slot for rule in self.optimizers for slot in rule.slots.values())]
+
+
+STEPS = 4
+SETTINGS: dict[str, object] = {
+    "model.layers": 2,
+    "model.hidden": 16,
+    "model.heads": 2,
+    "model.tied": "true",
+    "data.context": 8,
+    "run.steps": STEPS,
+    "run.global_batch": 7,
+    "run.validation_samples": 5,
+    "optimizer.warmup_steps": 2,
+    "optimizer.clip_norm": 0.5,
+    "communication.algorithm": "ring",
+    "communication.bucket_bytes": 4096,
+}
+TWO = {"parallel.microbatches": 2}
+PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12}
+# An architecture: the numbers of ranks that it runs on, and its keys.
+LAYOUTS: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
+    "allreduce": ((1, 2, 4), {"parallel.strategy": "allreduce", **TWO}),
+    "zero1": ((1, 2, 4), {"parallel.strategy": "zero1", **TWO}),
+    "zero2": ((1, 2, 4), {"parallel.strategy": "zero2", **TWO}),
+    "zero3": ((1, 2, 4), {"parallel.strategy": "zero3", **TWO}),
+    "gpipe": ((2, 4), {"parallel.schedule": "gpipe", **PIPELINE}),
+    "1f1b": ((2, 4), {"parallel.schedule": "1f1b", **PIPELINE}),
+    "1f1b, recomputing": ((2, 4), {"parallel.schedule": "1f1b", "parallel.recompute": "true", **PIPELINE}),
+    "gpipe, recomputing": ((2,), {"parallel.schedule": "gpipe", "parallel.recompute": "true", **PIPELINE}),
+    "1f1b x zero1": ((4,), {"parallel.strategy": "zero1", **PIPELINE}),
+    "pipeline of 4": ((4,), {**PIPELINE, "parallel.pipeline": 4}),
+}
+TRAININGS = [(name, ranks) for name, (sizes, _) in LAYOUTS.items() for ranks in sizes]
+
+
+def write_text(path: Path, rng: np.random.Generator) -> Path:
+    """Write a text of words that repeat, which a model learns a little of in a few steps."""
+    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
+    path.write_text(" ".join(rng.choice(words, 1000)))
+    return path
+
+
+class Trained:
+    """What one rank has after `STEPS` steps: the losses, the validation loss, and its share of the state."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        settings: dict[str, object],
+        before_step: Callable[[], None] = lambda: None,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.trainer = assembled(comm, settings)
+        trainer, self.losses = self.trainer, []
+        with trainer.batches(STEPS) as batches:
+            for step, batch in enumerate(batches, start=1):
+                before_step()
+                parts = microbatches(trainer.place(batch), trainer.recipe.parallel.microbatches)
+                samples = trainer.recipe.run.global_batch
+                found = trainer.executor.run(trainer.operations, parts, samples, step, np.zeros(2))
+                after_step()
+                self.losses.append(found.loss)
+        self.validation = mean_validation_loss(trainer)
+        pieces = trainer.exchange.pieces()
+        self.state = {(p.kind, p.tensor, p.flat.start): backend.to_host(p.array).copy() for p in pieces}
+
+
+def _abort(code: int) -> None:
+    raise SystemExit(code)
+
+
+def assembled(comm: Communicator, settings: dict[str, object], resume_from: Path | None = None) -> Trainer:
+    resolved = recipes.load(None, [f"{key}={value}" for key, value in {**SETTINGS, **settings}.items()])
+    return assemble(Session(comm, locate(comm, None), "threads", _abort), resolved.recipe, resume_from)
+
+
+def with_pointers(comm: Communicator) -> None:
+    """Let messages of ``comm``, and of those made from it later, read and write memory of the device."""
+    comm.handover = Handover(device_pointers=True)  # type: ignore[attr-defined]
+
+
+def check_same(host: list[Trained], device: list[Trained], bound: float, leave_out: Iterable[str] = ()) -> None:
+    """The same losses, and state that differs by ``10 * bound`` of its norm, kind by kind."""
+    for ours, theirs in zip(device, host, strict=True):
+        np.testing.assert_allclose(ours.losses, theirs.losses, rtol=bound)
+        np.testing.assert_allclose(ours.validation, theirs.validation, rtol=bound)
+        assert ours.state.keys() == theirs.state.keys()
+    for kind in {kind for one in host for kind, _, _ in one.state}:
+        got, want = (
+            np.concatenate(
+                [
+                    values
+                    for one in side
+                    for (of, tensor, _), values in sorted(one.state.items())
+                    if of == kind and not tensor.endswith(tuple(leave_out))
+                ]
+            )
+            for side in (device, host)
+        )
+        assert np.linalg.norm(got - want) <= 10 * bound * np.linalg.norm(want), kind
