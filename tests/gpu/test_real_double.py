@@ -1,0 +1,87 @@
+"""The double of cupy against the real one: it has no name more, refuses the same, and gives the same types."""
+
+import inspect
+from types import ModuleType
+
+import cupy_double
+import numpy as np
+import pytest
+
+HOST = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+REFUSED = {
+    "np.asarray": lambda a, xp: np.asarray(a),
+    "array + numpy": lambda a, xp: a + HOST,
+    "numpy + array": lambda a, xp: HOST + a,
+    "array += numpy": lambda a, xp: a.__iadd__(HOST),
+    "ufunc into numpy": lambda a, xp: np.add(a, a, out=HOST.copy()),
+    "cupy ufunc of numpy": lambda a, xp: xp.sqrt(HOST),
+    "setitem of numpy": lambda a, xp: a.__setitem__(Ellipsis, HOST),
+    "setitem into numpy": lambda a, xp: HOST.copy().__setitem__(Ellipsis, a),
+    "matmul of numpy": lambda a, xp: xp.matmul(a, HOST.T),
+    "set of a list": lambda a, xp: a.set([1.0]),
+    "set of another dtype": lambda a, xp: a.set(HOST.astype(np.float64)),
+    "set of another shape": lambda a, xp: a.set(HOST[0]),
+    "set of a part in steps": lambda a, xp: a[:, ::2].set(HOST[:, ::2].copy()),
+    "memoryview": lambda a, xp: memoryview(a),
+    "hash": lambda a, xp: hash(a),
+    "flags.writeable": lambda a, xp: a.flags.writeable,
+    "__array_interface__": lambda a, xp: a.__array_interface__,
+    "view of another size": lambda a, xp: a.T.view(np.float64),
+}
+COMPUTED = {
+    "numpy scalar on the left": lambda a, xp: np.float32(2) * a,
+    "python float": lambda a, xp: 0.5 * a,
+    "python float over a sum": lambda a, xp: 1 / (a.sum() + 1),
+    "numpy ufunc": lambda a, xp: np.add(a, 1.5),
+    "numpy ufunc with out": lambda a, xp: np.exp(a, out=a.copy()),
+    "mean": lambda a, xp: a.mean(axis=1),
+    "sum in float64": lambda a, xp: a.sum(dtype=np.float64),
+    "maximum with keepdims": lambda a, xp: a.max(axis=1, keepdims=True),
+    "where with infinity": lambda a, xp: xp.where(a > 2, -xp.inf, a),
+    "comparison of ranges": lambda a, xp: xp.arange(3)[None, :] > xp.arange(1, 3)[:, None] + 0,
+    "matmul": lambda a, xp: xp.matmul(a, a.T),
+    "matmul of a vector, out": lambda a, xp: xp.matmul(xp.ones(2, np.float32), a, out=xp.empty(3, np.float32)),
+    "take with out": lambda a, xp: xp.take(a, xp.arange(2), axis=0, out=xp.empty((2, 3), np.float32)),
+    "gather by two indices": lambda a, xp: a[xp.arange(2), xp.arange(2)],
+    "bits": lambda a, xp: (a.view(np.uint32) >> np.uint32(16)) & np.uint32(1),
+    "integers to float": lambda a, xp: a.astype(np.uint8).astype(np.float32) / np.float32(255),
+    "bool times float": lambda a, xp: xp.multiply(a, a > 2),
+    "isfinite, all": lambda a, xp: xp.isfinite(a).all(),
+    "five dims": lambda a, xp: a.reshape(1, 2, 3, 1, 1).transpose(2, 0, 3, 1, 4),
+}
+
+
+def test_every_name_and_argument_is_one_of_cupy(cupy: ModuleType) -> None:
+    assert [name for name in cupy_double.__all__ if not hasattr(cupy, name)] == []
+    for name in ("empty", "zeros", "ones", "asarray", "take", "where", "concatenate"):
+        theirs = inspect.signature(getattr(cupy, name)).parameters
+        assert set(inspect.signature(getattr(cupy_double, name)).parameters) <= {*theirs, "values", "array", "arrays"}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_cupy_refuses_what_the_double_refuses(cupy: ModuleType, name: str) -> None:
+    for xp in (cupy_double.module(), cupy):
+        with pytest.raises((TypeError, ValueError, AttributeError, RuntimeError)):
+            REFUSED[name](xp.asarray(HOST), xp)
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_cupy_computes_what_the_double_computes(cupy: ModuleType, name: str) -> None:
+    want, got = (COMPUTED[name](xp.asarray(HOST), xp) for xp in (cupy_double.module(), cupy))
+    assert isinstance(got, cupy.ndarray)
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    np.testing.assert_allclose(got.get(), want.get(), rtol=1e-6)
+
+
+def test_views_share_memory(cupy: ModuleType) -> None:
+    for xp in (cupy_double.module(), cupy):
+        array = xp.zeros(8, np.float32)
+        part = array[2:6].reshape(2, 2)
+        part[...] = 3
+        part += 1
+        part[0] = array[:2]
+        part[:, 1] -= part[:, 0]
+        xp.add.at(array, xp.asarray(np.array([0, 1, 1])), xp.ones(3, np.float32))
+        assert array.get().tolist() == [1, 2, 0, 0, 4, 0, 0, 0]
+        assert xp.may_share_memory(part, array) and not xp.may_share_memory(part, array[6:])
+        assert part.data.ptr == array.data.ptr + 8

@@ -1,0 +1,38 @@
+"""Models and optimizers on a real GPU against the CPU."""
+
+import numpy as np
+import pytest
+from gpu_runs import MODELS, OPTIMIZERS, UPDATES, ModelRun, OptimizerRun, batches_of, drawn, placed
+
+from hpcdist.arrays import backend
+from hpcdist.optim import clip
+
+BOUNDS = {"float32": 1e-4, "float64": 1e-11}  # sums and exponentials in another order and of another library
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("case", MODELS)
+def test_forward_and_backward(case: str, dtype: str, rng: np.random.Generator) -> None:
+    batches, seed = batches_of(case, rng), int(rng.integers(1 << 30))
+    host, device = ModelRun(case, dtype, "cpu", seed), ModelRun(case, dtype, "gpu", seed)
+    for _ in range(2):  # the second step is in memory that was used before
+        np.testing.assert_allclose(device.step(placed(batches, "gpu")), host.step(batches), rtol=BOUNDS[dtype])
+        got, want = backend.to_host(device.gradient.array), host.gradient.array
+        assert np.linalg.norm(got - want) <= BOUNDS[dtype] * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates(name: str, dtype: str, rng: np.random.Generator) -> None:
+    start = drawn(rng, dtype)
+    host, device = (OptimizerRun(name, dtype, on, start, "float32") for on in ("cpu", "gpu"))
+    for _ in range(UPDATES):
+        gradient = drawn(rng, dtype)
+        host.step(gradient)
+        device.step(gradient)
+    for got, want in zip(device.stores(), host.stores(), strict=True):
+        difference = np.linalg.norm(backend.to_host(got.array) - want.array)
+        assert difference <= BOUNDS[dtype] * np.linalg.norm(want.array)
+    rounded = backend.to_host(device.master.array).astype(np.float32)
+    assert np.array_equal(backend.to_host(device.working.array), rounded)
+    np.testing.assert_allclose(clip.sum_of_squares(device.master), clip.sum_of_squares(host.master), rtol=BOUNDS[dtype])

@@ -1,0 +1,102 @@
+"""Trainings and collectives on a real GPU, which all ranks (threads) share, against the CPU."""
+
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from gpu_runs import LAYOUTS, STEPS, TRAININGS, Trained, assembled, check_same, with_pointers, write_text
+
+from hpcdist import collectives
+from hpcdist.arrays import backend, device
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+
+BOUNDS = {"float32": 1e-4, "float64": 1e-10}
+NOISE = ("qkv.bias",)  # the true gradient of the keys' bias is zero: under Adam it is noise in any order of summation
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+    return {"data.path": write_text(tmp_path / "text.txt", rng)}
+
+
+def on_gpu(comm: Communicator, pointers: bool) -> None:
+    """Give this rank the GPU of its local rank, as the start of a job does."""
+    device.choose(comm.rank)
+    if pointers:
+        with_pointers(comm)
+
+
+@pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
+@pytest.mark.parametrize("mode", BOUNDS)
+@pytest.mark.parametrize(("layout", "ranks"), TRAININGS)
+def test_a_run_is_that_of_the_cpu(
+    text: dict[str, object], layout: str, ranks: int, mode: str, pointers: bool, cupy: ModuleType
+) -> None:
+    if pointers and ranks > 1 and cupy.cuda.runtime.getDeviceCount() > 1:
+        pytest.skip("threads on several GPUs need peer access; this test is for ranks that share one")
+    settings = {**text, **LAYOUTS[layout][1], "precision.mode": mode}
+
+    def on_device(comm: Communicator) -> Trained:
+        on_gpu(comm, pointers)
+        return Trained(comm, {**settings, "run.device": "gpu"})
+
+    host = run_threads(ranks, lambda comm: Trained(comm, settings))
+    check_same(host, run_threads(ranks, on_device), BOUNDS[mode], NOISE)
+
+
+@pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("algorithm", collectives.ALLREDUCE)
+def test_allreduce(algorithm: str, ranks: int, pointers: bool, rng: np.random.Generator, cupy: ModuleType) -> None:
+    if pointers and ranks > 1 and cupy.cuda.runtime.getDeviceCount() > 1:
+        pytest.skip("threads on several GPUs need peer access; this test is for ranks that share one")
+    for dtype in (np.float32, np.float64, np.float16):
+        # Integers, so that the sum is exact in every order; many elements, so that a kernel is still busy if none waits
+        inputs = [rng.integers(-9, 9, 1 << 20).astype(dtype) for _ in range(ranks)]
+
+        def body(comm: Communicator, inputs: list[np.ndarray] = inputs) -> np.ndarray:
+            on_gpu(comm, pointers)
+            buffer = backend.place(inputs[comm.rank], "gpu")
+            buffer *= 2
+            buffer += 1
+            collectives.allreduce(comm, buffer, algorithm)
+            return backend.to_host(buffer)
+
+        want = sum(2 * values.astype(np.float64) + 1 for values in inputs)
+        for got in run_threads(ranks, body, 2 if algorithm == "hierarchical" else None):
+            assert got.dtype == dtype and np.array_equal(got.astype(np.float64), want)
+
+
+def test_a_run_goes_on_from_its_checkpoint(text: dict[str, object], tmp_path: Path) -> None:
+    settings = {**text, **LAYOUTS["zero3"][1], "run.device": "gpu"}
+
+    def saved(comm: Communicator) -> Path:
+        on_gpu(comm, False)
+        run = Trained(comm, settings)
+        path = run.trainer.save(tmp_path / "checkpoints", STEPS)
+        trainer = assembled(comm, settings, path)
+        for piece in trainer.exchange.pieces():
+            kept = run.state[piece.kind, piece.tensor, piece.flat.start]
+            assert backend.to_host(piece.array).tobytes() == kept.tobytes(), piece.name
+        assert trainer.first_step == STEPS
+        return path
+
+    path = run_threads(2, saved)[0]
+    # and without the GPU, by the same recipe but for the device
+    assert assembled_on_cpu({**settings, "run.device": "cpu"}, path) == STEPS
+
+
+def assembled_on_cpu(settings: dict[str, object], path: Path) -> int:
+    return run_threads(1, lambda comm: assembled(comm, settings, path).first_step)[0]
+
+
+def test_what_a_step_holds_is_on_the_device(text: dict[str, object]) -> None:
+    def body(comm: Communicator) -> dict[str, int]:
+        on_gpu(comm, False)
+        return Trained(comm, {**text, **LAYOUTS["allreduce"][1], "run.device": "gpu"}).trainer.ledger.peak
+
+    peak = run_threads(1, body)[0]
+    assert all(peak[category] > 0 for category in ("parameters", "gradients", "optimizer", "activations"))
+    assert device.cupy().get_default_memory_pool().total_bytes() >= peak["parameters"] + peak["gradients"]
