@@ -12,7 +12,8 @@ def mean_validation_loss(trainer: Trainer) -> float:
     number of ranks.
     """
     sums = np.zeros(2)
-    for batch in trainer.source.validation_batches(trainer.recipe, trainer.data_axis):
+    computed = trainer.source.validation_batches(trainer.recipe, trainer.data_axis) if trainer.seat.computes else ()
+    for batch in computed:
         inputs, targets = trainer.place(batch)
         sums += (trainer.executor.evaluate(inputs, targets), targets.size if trainer.last_stage else 0)
     trainer.exchange.agree(sums)

@@ -20,6 +20,7 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.training import settings
 from hpcdist.training.config import DataConfig, PrecisionConfig, RunConfig
 
@@ -34,6 +35,7 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parameter_server: ParameterServerConfig = field(default_factory=ParameterServerConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -41,6 +43,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self.check_world(self.parallel.data)
+        if self.parallel.strategy == "parameter_server":
+            self.parameter_server.check_beside(self.optimizer.name)
         microbatches, pipeline = self.parallel.microbatches, self.parallel.pipeline
         if pipeline > 1 and self.run.global_batch % microbatches:
             raise ConfigurationError(

@@ -17,7 +17,6 @@ from hpcdist.errors import ConfigurationError, UsageError
 
 PREFIX: Final = "HPCDIST_SET__"
 PATHS: Final = ("data.path",)  # keys that hold the path of a file or directory
-UNBUILT_SECTIONS: Final = ("parameter_server",)
 TYPES: Final = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
@@ -131,8 +130,6 @@ def _check_known(key: str, value: Any, place: str, known: Mapping[str, Any]) -> 
         return
     section = key.partition(".")[0]
     sections = list(dict.fromkeys(other.partition(".")[0] for other in known))
-    if section in UNBUILT_SECTIONS:
-        raise ConfigurationError(f"{key} in {place}: [{section}] is known, but not built in this version; remove it")
     if key in sections:
         raise ConfigurationError(
             f"{key} = {value!r} in {place}: [{key}] is a section with keys of its own, not a value"

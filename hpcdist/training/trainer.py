@@ -21,6 +21,8 @@ from hpcdist.optim import rates
 from hpcdist.strategies import build, pipeline
 from hpcdist.strategies.exchange import Exchange
 from hpcdist.strategies.grid import Axes, Grid
+from hpcdist.strategies.parameter_server import build as parameter_server
+from hpcdist.strategies.parameter_server.roles import Roles
 from hpcdist.strategies.schedule.executor import Executor, MicroBatch
 from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.seat import Seat
@@ -65,9 +67,9 @@ class Trainer:
     def batches(self, steps: int) -> Prefetcher:
         """Return the batches of this rank's replica up to step ``steps``, read ahead; a context manager (local).
 
-        Only the ends of a pipeline look at samples: the stages between get as many rows without columns.
+        Only the ends of a pipeline look at samples: all other ranks get as many rows without columns.
         """
-        reads = self.last_stage or self.seat.pipeline.rank == 0
+        reads = self.seat.computes and (self.last_stage or self.seat.pipeline.rank == 0)
         return Prefetcher(self.source, self.recipe, self.data_axis, self.first_step, steps, reads=reads)
 
     def place(self, batch: MicroBatch) -> MicroBatch:
@@ -136,15 +138,21 @@ class Trainer:
 def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) -> Trainer:
     """Build the run of ``recipe`` on this rank, initialised or restored. Collective."""
     comm, parallel = session.comm, recipe.parallel
+    roles = Roles.of(recipe.parameter_server, comm.size) if parallel.strategy == "parameter_server" else None
+    computing = len(roles.workers) if roles else comm.size
     grid = Grid.of(
-        comm.size, data=parallel.data, pipeline=parallel.pipeline, tensor=parallel.tensor, context=parallel.context
+        computing, data=parallel.data, pipeline=parallel.pipeline, tensor=parallel.tensor, context=parallel.context
     )
     recipe.check_world(grid.data)
     source = data.open_source(recipe.data, recipe.model, comm)
     ledger = Ledger()
     collectives.account(ledger)
-    seat = _seat(comm, recipe, grid, source, ledger, resume_from)
-    exchange = build.EXCHANGES[parallel.strategy](seat)
+    seat = _seat(comm, recipe, grid, roles, source, ledger, resume_from)
+    exchange = (
+        parameter_server.exchange(seat, recipe.parameter_server)
+        if parallel.strategy == "parameter_server"
+        else build.EXCHANGES[parallel.strategy](seat)
+    )
     executor = build.build_executor(seat, exchange)
     operations = build.operations(seat, exchange, executor.copies, parallel)
     trainer = Trainer(comm, recipe, grid, seat, source, exchange, executor, operations, ledger)
@@ -156,12 +164,20 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
 
 
 def _seat(
-    comm: Communicator, recipe: Recipe, grid: Grid, source: data.Source, ledger: Ledger, resume_from: Path | None
+    comm: Communicator,
+    recipe: Recipe,
+    grid: Grid,
+    roles: Roles | None,
+    source: data.Source,
+    ledger: Ledger,
+    resume_from: Path | None,
 ) -> Seat:
     """Return the place of this rank. Collective: communicators are split."""
     model = models.build(recipe.model, recipe.precision.mode, **source.model_inputs())
     parts = pipeline.cut(model, grid.pipeline)
-    axes = Axes(grid, comm)
+    computes = roles is None or comm.rank in roles.workers
+    members = roles.part_of(comm) if roles else comm
+    axes = Axes(grid if computes else Grid(data=members.size), members)
     algorithm = recipe.communication.algorithm
     if algorithm == "auto":
         algorithm = manifest.load(resume_from).scalars["algorithm"] if resume_from else AUTO
@@ -177,4 +193,5 @@ def _seat(
         bucket_bytes=recipe.communication.bucket_bytes,
         on=recipe.run.device,
         ledger=ledger,
+        computes=computes,
     )

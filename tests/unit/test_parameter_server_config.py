@@ -22,15 +22,13 @@ def test_refused(keys: dict[str, object], says: str) -> None:
         ParameterServerConfig(**keys)
 
 
-def test_beside_a_pipeline_or_layer_wise_rates_without_lock_step() -> None:
+def test_layer_wise_rates_need_lock_step() -> None:
     bsp, asp = ParameterServerConfig(), ParameterServerConfig(consistency="asp")
-    with pytest.raises(ConfigurationError, match=r"parallel.pipeline = 2"):
-        bsp.check_beside(pipeline=2, optimizer="sgd")
     for name in ("lars", "lamb"):
-        bsp.check_beside(pipeline=1, optimizer=name)
+        bsp.check_beside(name)
         with pytest.raises(ConfigurationError, match=f"{name}.*norms of whole tensors"):
-            asp.check_beside(pipeline=1, optimizer=name)
-    asp.check_beside(pipeline=1, optimizer="adamw")
+            asp.check_beside(name)
+    asp.check_beside("adamw")
 
 
 @pytest.mark.parametrize(

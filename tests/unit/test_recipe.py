@@ -182,7 +182,8 @@ def test_an_override_without_a_value_is_a_wrong_call(home: dict[str, str]) -> No
         "communication.compression=topk",
         "model.dropout=0.1",
         "run.logical_shards=4",
-        "parameter_server.servers=1",
+        "parameter_server.consistency=ssp",
+        "parameter_server.staleness=2",
     ],
 )
 def test_what_is_not_built_is_refused(home: dict[str, str], text: str) -> None:

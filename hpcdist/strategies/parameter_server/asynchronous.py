@@ -200,7 +200,7 @@ class AsynchronousExchange:
 
     def norm_squared(self) -> float:
         """Return the squared norm of the worker's own gradient: a step is agreed with nobody else."""
-        return sum(clip.sum_of_squares(self.gradients, part) for part in self.gradients.parts)
+        return clip.sum_of_squares(self.gradients, self.gradients.parts)
 
     def agree(self, values: np.ndarray) -> np.ndarray:
         """Sum ``values`` over those who are together: the world in a meeting, this rank alone in a step."""

@@ -51,16 +51,8 @@ class ParameterServerConfig:
                 "version; set it to 0"
             )
 
-    def check_beside(self, *, pipeline: int, optimizer: str) -> None:
-        """Raise ConfigurationError for what a parameter server cannot be combined with (local).
-
-        ``pipeline`` is the degree of the pipeline axis, ``optimizer`` the name of the optimizer.
-        """
-        if pipeline > 1:
-            raise ConfigurationError(
-                f"parallel.pipeline = {pipeline} with parallel.strategy = 'parameter_server': every worker computes "
-                "the whole model; set the pipeline to 1, or choose another strategy"
-            )
+    def check_beside(self, optimizer: str) -> None:
+        """Raise ConfigurationError when servers could not run the optimizer of this name (local)."""
         if self.consistency == "asp" and optimizer in LAYER_WISE:
             raise ConfigurationError(
                 f"optimizer.name = {optimizer!r} with parameter_server.consistency = 'asp': its rates need norms of "

@@ -1,5 +1,6 @@
 """What a server holds under asp: its part of the parameters, and how far each worker has come."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ class Shard:
         self.parameters, self.inbox = seat.store("parameters", parts), seat.store("gradients", parts)
         self.optimizer = per_update(seat, len(workers)).build_optimizer(parts)
         self.clocks = dict.fromkeys(workers, 0)  # the last push of each that was applied
+        self.busy_s = 0.0  # spent in updates
 
     @property
     def updates(self) -> int:
@@ -42,12 +44,14 @@ class Shard:
         """
         if clock <= self.clocks[worker]:
             return False
+        began = time.perf_counter()
         self.clocks[worker] = clock
         self.optimizer.begin_step()
         for part in self.parts:
             self.optimizer.direction(part, self.parameters, gradients, scale)
         for part in self.parts:
             self.optimizer.apply(part, self.parameters, gradients)
+        self.busy_s += time.perf_counter() - began
         return True
 
     def stores(self) -> dict[str, FlatStore]:

@@ -1,0 +1,171 @@
+"""A parameter server over real ranks: in lock-step it is one process, without it learns, stops and is restored."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.recording import recording
+from hpcdist.comm.solo import solo
+from hpcdist.comm.start import Session
+from hpcdist.errors import ConfigurationError
+from hpcdist.training import recipe as recipes
+from hpcdist.training.data import microbatches
+from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.trainer import Trainer, assemble
+
+STEPS, FEW = 50, 16
+TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+
+
+def _abort(code: int) -> None:
+    raise SystemExit(code)
+
+
+def _session(comm: Communicator) -> Session:
+    return Session(comm, locate(comm, None), "test", _abort)
+
+
+def _trainer(comm: Communicator, folder: Path, resume: Path | None = None, **keys: object) -> Trainer:
+    settings = {
+        "model.layers": 1,
+        "model.hidden": 32,
+        "model.heads": 2,
+        "data.path": folder / "text.txt",
+        "data.context": 16,
+        "run.steps": STEPS,
+        "run.global_batch": 7,
+        "optimizer.warmup_steps": 5,
+        "optimizer.clip_norm": 0.3,
+        **{key.replace("__", "."): value for key, value in keys.items()},
+    }
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()]).recipe
+    return assemble(_session(comm), recipe, resume)
+
+
+def _served(comm: Communicator, folder: Path, servers: int, placement: str, **keys: object) -> Trainer:
+    return _trainer(
+        comm,
+        folder,
+        parallel__strategy="parameter_server",
+        parameter_server__servers=servers,
+        parameter_server__placement=placement,
+        **keys,
+    )
+
+
+def _losses(trainer: Trainer, last: int = STEPS) -> list[float]:
+    losses = []
+    with trainer.batches(last) as batches:
+        for step, batch in enumerate(batches, start=trainer.first_step + 1):
+            parts = microbatches(batch, trainer.recipe.parallel.microbatches)
+            found = trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, step, np.zeros(2))
+            losses.append(found.loss)
+    return losses
+
+
+def _places(size: int) -> list[tuple[int, str]]:
+    dedicated = [(servers, "dedicated") for servers in range(1, size)]
+    return dedicated + [(servers, "colocated") for servers in range(1, size + 1)]
+
+
+def _extremes(size: int) -> list[tuple[int, str]]:
+    return [(size, "colocated"), *([(size // 2, "dedicated")] if size > 1 else [])]
+
+
+@pytest.fixture
+def folder(comm: Communicator, tmp_path: Path, rng: np.random.Generator) -> Path:
+    """A directory that all ranks see, with a text of words drawn at random (the same for all: rank 0's)."""
+    shared = Path(comm.broadcast_object(str(tmp_path)))
+    if comm.rank == 0:
+        words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
+        (shared / "text.txt").write_text(" ".join(rng.choice(words, 3000)))
+    comm.barrier()
+    return shared
+
+
+@pytest.mark.parametrize("mode", ["float32", "float64"])
+def test_rank_lock_step_equals_one_process(comm: Communicator, folder: Path, mode: str) -> None:
+    alone = _losses(_trainer(solo(), folder, precision__mode=mode))
+    assert alone[-1] < alone[0] - 0.5, "the model learns"
+    for servers, placement in _places(comm.size):
+        together = _losses(_served(comm, folder, servers, placement, precision__mode=mode))
+        np.testing.assert_allclose(together, alone, rtol=TOLERANCE[mode], err_msg=f"{servers} {placement}")
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
+def test_rank_every_optimizer_with_clipping(comm: Communicator, folder: Path, name: str) -> None:
+    keys = {"precision__mode": "float64", "optimizer__name": name, "model__tied": "true", "run__steps": FEW}
+    alone = _trainer(solo(), folder, **keys)
+    losses = _losses(alone, FEW)
+    for servers, placement in _extremes(comm.size):
+        together = _served(comm, folder, servers, placement, parallel__microbatches=2, **keys)
+        np.testing.assert_allclose(_losses(together, FEW), losses, rtol=1e-11)
+        for part in together.exchange.parameters.parts:
+            ours, theirs = (trainer.exchange.parameters.range(part) for trainer in (together, alone))
+            assert np.linalg.norm(ours - theirs) <= 1e-9 * np.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lamb"])
+def test_rank_lock_step_resumes_bit_equal(comm: Communicator, folder: Path, name: str) -> None:
+    keys = {"optimizer__name": name, "run__steps": FEW}
+    for servers, placement in _extremes(comm.size):
+        whole = _served(comm, folder, servers, placement, **keys)
+        losses = _losses(whole, FEW)
+        half = _served(comm, folder, servers, placement, **keys)
+        first = _losses(half, FEW // 2)
+        saved = half.save(folder / f"{placement}{servers}", FEW // 2)
+        resumed = _served(comm, folder, servers, placement, resume=saved, **keys)
+        assert resumed.first_step == FEW // 2
+        assert first + _losses(resumed, FEW) == losses
+        assert resumed.exchange.parameters.array.tobytes() == whole.exchange.parameters.array.tobytes()
+        for ours, theirs in zip(resumed.exchange.pieces(), whole.exchange.pieces(), strict=True):
+            assert ours.name == theirs.name and ours.array.tobytes() == theirs.array.tobytes()
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+def test_rank_checkpoints_go_to_other_architectures_and_back(
+    comm: Communicator, folder: Path, consistency: str
+) -> None:
+    keys = {"precision__mode": "float64", "parameter_server__consistency": consistency}
+    for servers, placement in _extremes(comm.size):
+        replicas = _trainer(comm, folder, precision__mode="float64")
+        first = _losses(replicas, 5)
+        saved = replicas.save(folder / f"{placement}-a", 5)
+        served = _served(comm, folder, servers, placement, resume=saved, **keys)
+        assert served.first_step == 5
+        whole = replicas.exchange.parameters
+        kept = served.exchange.parameters
+        assert all(kept.range(part).tobytes() == whole.range(part).tobytes() for part in kept.parts)
+        assert mean_validation_loss(served) == pytest.approx(mean_validation_loss(replicas), rel=1e-12)
+        back = _trainer(comm, folder, precision__mode="float64", resume=served.save(folder / f"{placement}-b", 5))
+        np.testing.assert_allclose(
+            first + _losses(back, 10), _losses(_trainer(solo(), folder, precision__mode="float64"), 10), rtol=1e-11
+        )
+
+
+def test_rank_bytes_of_lock_step(comm: Communicator, folder: Path) -> None:
+    """A dedicated worker pushes Psi and pulls Psi: it sends Psi. Where all serve, a rank sends 2 Psi (p - 1) / p."""
+    for servers, placement in _places(comm.size):
+        # Message algorithms, so that what the ranks agree on is counted too.
+        trainer = _served(comm, folder, servers, placement, communication__algorithm="ring")
+        with recording(comm) as traffic:
+            _losses(trainer, 4)
+        assert not traffic.unknown
+        sent, psi, p = traffic.sent_bytes / 4, 4 * trainer.model.layout.size, comm.size
+        agreed = 3 * 4 * 8  # the few numbers of a step, in at most three messages
+        if placement == "dedicated" and trainer.seat.computes:
+            assert psi <= sent <= psi + agreed
+        elif placement == "dedicated":
+            np.testing.assert_allclose(sent, (p - servers) * psi / servers, rtol=0.01, atol=agreed)
+        elif servers == p:
+            np.testing.assert_allclose(sent, 2 * psi * (p - 1) / p, rtol=0.01, atol=agreed)
+
+
+def test_rank_impossible_places_are_refused_on_all_ranks(comm: Communicator, folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match=rf"world {comm.size} - parameter_server.servers {comm.size} = 0"):
+        _served(comm, folder, comm.size, "dedicated")
+    with pytest.raises(ConfigurationError, match="norms of whole tensors"):
+        _served(comm, folder, 1, "colocated", parameter_server__consistency="asp", optimizer__name="lamb")
