@@ -19,6 +19,8 @@ from typing import Final
 LAUNCH_DIR: Final = "HPCDIST_LAUNCH_DIR"  # where each rank writes pid-<rank>
 TEARDOWN_S: Final = 3.0  # what a launcher gets to end its ranks before they are killed
 TICK_S: Final = 1.0
+SOON_S: Final = 0.1  # a tick while a signal waits for ranks that are still starting
+STARTING_S: Final = 15.0  # so long; then all ranks run elsewhere, and the launcher may know how to reach them
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -76,6 +78,8 @@ class _Supervision:
         self._told: signal.Signals | None = None  # the first signal that asks for an end
         self._deadline = float("inf")
         self._killed = False
+        self._held: list[signal.Signals] = []  # for ranks that have not announced themselves yet
+        self._held_until = float("inf")
         self._watched = _watched()
         libc = ctypes.CDLL(None)
 
@@ -93,7 +97,8 @@ class _Supervision:
 
     def run(self) -> int:
         while self._process.returncode is None:
-            pause = min(TICK_S, max(0.0, self._deadline - time.monotonic()))
+            tick = SOON_S if self._held else TICK_S
+            pause = min(tick, max(0.0, self._deadline - time.monotonic()))
             received = signal.sigtimedwait(self._watched, pause)
             self._reap()
             if received is not None and received.si_signo != signal.SIGCHLD:
@@ -101,6 +106,8 @@ class _Supervision:
             elif time.monotonic() >= self._deadline and self._process.returncode is None:
                 self._say(f"the ranks did not stop within {self._grace_s:g} s, killing them")
                 self._kill()
+            elif self._held:
+                self._pass_on()
         self._end_leftovers()
         code = self._process.returncode
         failed = any(self._launch_dir.glob("rank-*.txt"))  # a rank that could not save: 130 would promise that it did
@@ -116,25 +123,36 @@ class _Supervision:
             self._told = number
             self._kill()
             return
-        reached = self._pass_on(_PASSED[number])
-        if number in (signal.SIGUSR1, signal.SIGUSR2):
-            return  # USR1: the scheduler knows how long saving may take; USR2: the ranks dump their stacks and go on
-        if self._told is None:
+        self._held.append(_PASSED[number])
+        # Whoever presses Ctrl-C before anything has begun has nothing to save.
+        patience_s = 0.0 if number is signal.SIGINT else STARTING_S
+        self._held_until = min(self._held_until, time.monotonic() + patience_s)
+        # USR1: the scheduler knows how long saving may take; USR2: the ranks dump their stacks and go on.
+        if number not in (signal.SIGUSR1, signal.SIGUSR2) and self._told is None:
             self._told = number
-            self._deadline = time.monotonic() + (self._grace_s if reached else TEARDOWN_S)
+            self._deadline = time.monotonic() + self._grace_s
             again = "; Ctrl-C again kills them" if number is signal.SIGINT else ""
-            self._say(f"{number.name}: the ranks save and stop at the next step{again}" if reached else number.name)
+            self._say(f"{number.name}: the ranks save and stop at the next step{again}")
+        self._pass_on()
 
-    def _pass_on(self, number: signal.Signals) -> bool:
-        """Signal the ranks of this host; True when there were any. Ranks elsewhere agree with them to stop."""
+    def _pass_on(self) -> None:
+        """Give what is held to the ranks of this host; ranks elsewhere agree with them to stop.
+
+        A rank announces itself once it listens: before that a signal would end it, and so the job.
+        """
         ours = set(self._descendants())
         pids = [pid for pid in self._announced_pids() if pid in ours]
-        for pid in pids:
-            _signal(pid, number)
-        if not pids:  # nobody has started yet, or all of them elsewhere: launchers forward the user signals
-            user = number in (signal.SIGUSR1, signal.SIGUSR2)
-            _signal(self._process.pid, number if user else signal.SIGTERM)
-        return bool(pids)
+        if not pids and time.monotonic() < self._held_until:
+            return
+        for number in self._held:
+            for pid in pids:
+                _signal(pid, number)
+            if not pids:  # launchers forward the user signals
+                user = number in (signal.SIGUSR1, signal.SIGUSR2)
+                _signal(self._process.pid, number if user else signal.SIGTERM)
+                self._deadline = self._deadline if user else time.monotonic() + TEARDOWN_S
+        self._held.clear()
+        self._held_until = float("inf")
 
     def _announced_pids(self) -> list[int]:
         return [int(path.read_text()) for path in self._launch_dir.glob("pid-*") if not path.suffix]

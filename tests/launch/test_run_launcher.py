@@ -39,7 +39,9 @@ rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
 def leave(code):
     return lambda number, frame: os._exit(code)
 
-if behaviour == "polite":
+if behaviour == "late":
+    time.sleep(2.0)  # a signal would end it now
+if behaviour in ("polite", "late"):
     signal.signal(signal.SIGINT, leave(130))
     signal.signal(signal.SIGTERM, leave(75))
     signal.signal(signal.SIGUSR1, leave(75))
@@ -178,6 +180,14 @@ def test_an_interrupt_before_the_ranks_have_started_ends_the_launcher(start):
     job = start("unannounced", grace=1000.0)
     job.send(signal.SIGINT)
     assert job.end() == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["TERM", "USR1"])
+def test_a_signal_waits_for_ranks_that_are_still_starting(start, number):
+    job = start("late", wait=False)
+    until(lambda: any("rank.py" in line and "mpi" not in line for line in survivors(job.mark)), "processes of ranks")
+    job.send(number)
+    assert job.end() == 75
 
 
 def test_what_a_rank_left_behind_is_killed(start):
