@@ -442,6 +442,26 @@ class cuda:  # noqa: N801
         def getDeviceCount() -> int:
             return 1
 
+        @staticmethod
+        def getDevice() -> int:
+            return 0
+
+        @staticmethod
+        def deviceGetPCIBusId(device: int) -> str:
+            return "0000:00:00.0"
+
+        @staticmethod
+        def getDeviceProperties(device: int) -> dict[str, Any]:
+            return {"name": b"double"}
+
+        @staticmethod
+        def driverGetVersion() -> int:
+            return 0
+
+        @staticmethod
+        def runtimeGetVersion() -> int:
+            return 0
+
     class Device:
         def __init__(self, device: int = 0) -> None:
             self.id = device
