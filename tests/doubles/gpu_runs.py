@@ -152,6 +152,7 @@ SETTINGS: dict[str, object] = {
 }
 TWO = {"parallel.microbatches": 2}
 PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12}
+SERVER = {"parallel.strategy": "parameter_server", **TWO}
 # An architecture: the numbers of ranks that it runs on, and its keys.
 LAYOUTS: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
     "allreduce": ((1, 2, 4), {"parallel.strategy": "allreduce", **TWO}),
@@ -164,6 +165,9 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
     "gpipe, recomputing": ((2,), {"parallel.schedule": "gpipe", "parallel.recompute": "true", **PIPELINE}),
     "1f1b x zero1": ((4,), {"parallel.strategy": "zero1", **PIPELINE}),
     "pipeline of 4": ((4,), {**PIPELINE, "parallel.pipeline": 4}),
+    "a server": ((2, 4), {**SERVER, "parameter_server.servers": 1}),
+    "two servers": ((4,), {**SERVER, "parameter_server.servers": 2}),
+    "servers that work": ((2, 4), {**SERVER, "parameter_server.placement": "colocated"}),
 }
 TRAININGS = [(name, ranks) for name, (sizes, _) in LAYOUTS.items() for ranks in sizes]
 

@@ -87,7 +87,7 @@ def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointe
         {
             (gpu.H2D, "trainer.place"): 2,
             (gpu.D2H, "cross_entropy.forward"): sum(op.microbatch < samples for op in forwards),
-            (gpu.D2H, "clip.sum_of_squares"): 1,
+            (gpu.D2H, "clip.sum_of_squares"): int(any(op.kind is Kind.APPLY for op in trainer.operations)),
             (gpu.D2H, "handover.outgoing"): 0 if pointers else to_host - both,
             (gpu.D2H, "handover.both"): 0 if pointers else both,
             (gpu.H2D, "handover.<lambda>"): 0 if pointers else to_device,
