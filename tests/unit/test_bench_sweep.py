@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from hpcdist.bench import sweep
-from hpcdist.bench.sweep import Resolved
 from hpcdist.cli import bench, main
 from hpcdist.errors import CONFIGURATION, ConfigurationError
 
@@ -158,16 +157,18 @@ def test_an_unknown_key_ends_the_command_before_anything_runs(tmp_path, monkeypa
     assert not results.exists()
 
 
-def test_the_sweep_of_the_architectures_lists_each_where_it_can_run():
-    """Every trial has ranks that its degrees divide; whether they are built is for the recipes to say."""
+def test_the_sweep_of_the_architectures_is_valid_on_its_ranks():
+    """Every key and value is one of recipes, and the degrees divide the ranks, the batch and the layers."""
     found = sweep.read(ARCHITECTURES)
-    trials = sweep.expand(found, lambda settings: Resolved(repr(sorted(settings.items())), settings))
+    resolve = bench._resolver(found)
+    trials = sweep.expand(found, resolve)
     for trial in trials:
-        pipeline = trial.settings.get("parallel.pipeline", 1)
-        assert trial.ranks % pipeline == 0
-        data = trial.ranks // pipeline
-        assert found.recipe["run"]["global_batch"] % (trial.settings.get("parallel.microbatches", 1) * data) == 0
-        assert pipeline <= found.recipe["model"]["layers"]
+        values = resolve(trial.settings).values
+        pipeline, microbatches = values["parallel.pipeline"], values["parallel.microbatches"]
+        assert trial.ranks % pipeline == 0 and pipeline <= values["model.layers"]
+        assert values["run.global_batch"] % (microbatches * (trial.ranks // pipeline)) == 0
+        same = ("model.hidden", "model.layers", "data.context", "run.global_batch", "run.seed", "optimizer.name")
+        assert all(values[key] == resolve({}).values[key] for key in same), "architectures are compared on one training"
     strategies = {trial.settings.get("parallel.strategy", "allreduce") for trial in trials}
     assert strategies == {"allreduce", "zero1", "zero2", "zero3", "parameter_server"}
     for ranks in (2, 4):
