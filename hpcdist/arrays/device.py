@@ -52,6 +52,12 @@ def choose(local_rank: int) -> int:
     return index
 
 
+def bus_id() -> str:
+    """Return the PCI address of the current GPU: what it is called outside of CUDA, whose indices are its own."""
+    runtime = cupy().cuda.runtime
+    return str(runtime.deviceGetPCIBusId(runtime.getDevice()))
+
+
 def synchronise() -> None:
     """Wait for the current stream: the one that produced the buffer which is about to be handed to MPI."""
     cupy().cuda.get_current_stream().synchronize()

@@ -118,6 +118,7 @@ class Monitor:
             self._windows.totals(),
             self._sources.missing,
             frozenset(self._sources.needed),
+            frozenset(self._sources.unused),
         )
 
     def collect(self) -> list[NodeRows]:

@@ -36,6 +36,7 @@ class Contribution:
     totals_mj: Sequence[float] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
     needed: frozenset[str] = frozenset()
+    unused: frozenset[str] = frozenset()
 
 
 def merge(nodes: Sequence[Contribution], earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def merge(nodes: Sequence[Contribution], earlier: Mapping[str, Any] | None = Non
         by_kind[kind], why = _total(nodes, kind, earlier)
         reasons += why
     if not kinds:
-        reasons.append(f"nothing was measured: {'; '.join(_excluded(nodes, kinds))}")
+        reasons.append(f"no source can be read: {'; '.join(_excluded(nodes, kinds))}")
     energy_j = math.nan if reasons else math.fsum(by_kind.values())
     names = list(dict.fromkeys([*(earlier or {}).get("phases", ()), *(name for node in nodes for name in node.phases)]))
     return {
@@ -84,7 +85,7 @@ def _missing(nodes: Iterable[Contribution], kinds: Iterable[str]) -> list[str]:
         f"node {node.node} has no {kind}: {node.missing.get(kind, 'it was not looked for')}"
         for kind in kinds
         for node in nodes
-        if not any(source.kind == kind for source in node.sources)
+        if kind not in node.unused and not any(source.kind == kind for source in node.sources)
     ]
 
 
@@ -139,7 +140,7 @@ def _phase(
         else:
             joules.append(before["joules"])
     if not kinds:
-        reasons.append("nothing was measured")
+        reasons.append("no source can be read")
     known = math.nan if reasons else math.fsum(joules)
     return {"joules": known, "seconds": float(seconds), "windows": windows, "reason": _joined(reasons)}
 

@@ -26,12 +26,13 @@ class Sources:
     """The counters of a node; ``missing`` says by kind why there are none, or not all that are needed.
 
     ``needed`` are the kinds without which a total would be too small: a job that uses GPUs is not measured without
-    theirs.
+    theirs. ``unused`` are those of which the ranks of this node have nothing, and so nothing to measure.
     """
 
     counters: list[Counter] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
     needed: set[str] = field(default_factory=set)
+    unused: set[str] = field(default_factory=set)
     driver: nvml.Driver | None = None
 
     def close(self) -> None:
@@ -79,6 +80,7 @@ def _add_gpus(found: Sources, claims: list[Claim], computing: bool) -> None:
         found.needed.add("gpu")
     if reasons or not uuids:
         found.missing["gpu"] = reasons[0] if reasons else NO_GPU
+        found.unused |= set() if reasons else {"gpu"}
         return
     try:
         found.driver = nvml.Driver()

@@ -1,7 +1,7 @@
 """Metrics of a run: one row per step, with the times and bytes of every rank, in ``metrics.h5``."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -128,6 +128,11 @@ class MetricsWriter:
         """Set further root attributes: what was not yet known when the run began."""
         with files.edit(self.path, SCHEMA, VERSION) as file:
             file.attrs.update(attributes)
+
+    def include(self, append: Callable[[Any, int], None]) -> None:
+        """Let ``append(file, session)`` add what another service keeps: its own groups, no others."""
+        with files.edit(self.path, SCHEMA, VERSION) as file:
+            append(file, self._session)
 
     def close(self) -> None:
         """Flush; the file is never held open."""

@@ -17,6 +17,7 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training import directory, entropy
 from hpcdist.training import recipe as recipes
+from hpcdist.training.energy import Energy
 from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.generation import generate
 from hpcdist.training.loop import Loop
@@ -40,11 +41,19 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool) -> None:
     entropies = entropy.of(trainer.source) if rank0 else {}
     if rank0:
         _introduce(progress, session, trainer, run, entropies)
-    loop = Loop(session, trainer, run.path, progress, _attributes(session, entropies) if rank0 else {}, wishes)
-    outcome = loop.run()
-    progress.close()
-    val_loss = mean_validation_loss(trainer) if outcome.wish is None else float("nan")
+    energy = Energy(session.comm, recipe, run.resume_from)
+    loop = Loop(session, trainer, run.path, progress, _attributes(session, entropies) if rank0 else {}, wishes, energy)
+    with energy.monitor:
+        with energy.window("training"):
+            outcome = loop.run()
+        progress.close()
+        val_loss = float("nan")
+        if outcome.wish is None:
+            with energy.window("validation"):
+                val_loss = mean_validation_loss(trainer)
+    loop.metrics.flush()
     summary = summarise(session.comm, trainer, outcome, run.path, val_loss, entropies)
+    summary |= energy.figures(outcome.done)
     if rank0:
         loop.metrics.finish(outcome.done, val_loss)
         print(describe(summary), file=sys.stderr if as_json else sys.stdout)

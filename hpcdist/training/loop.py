@@ -14,6 +14,7 @@ from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.schedule.executor import MicroBatch, Step
 from hpcdist.strategies.sentinel import check_replicas
 from hpcdist.training.data import microbatches
+from hpcdist.training.energy import Energy
 from hpcdist.training.metrics import METRICS_FILE, Metrics
 from hpcdist.training.progress import Progress
 from hpcdist.training.survival import STOP_FILE, StopWishes, Wish, agreed
@@ -45,15 +46,17 @@ class Loop:
         progress: Progress,
         attributes: Mapping[str, float | str],
         wishes: StopWishes,
+        energy: Energy,
     ) -> None:
         self.session, self.trainer, self.directory, self.progress = session, trainer, directory, progress
+        self.energy = energy
         rank0 = session.comm.rank == 0
         self.wishes = wishes
         self.wishes.stop_file = directory / STOP_FILE if rank0 else None
         self.traffic = Traffic(session.comm.events)
         session.comm.events = self.traffic
         self.metrics = Metrics(
-            session.comm, directory / METRICS_FILE, _continued(directory, trainer.first_step), attributes
+            session.comm, directory / METRICS_FILE, _continued(directory, trainer.first_step), attributes, energy
         )
         self.outcome = Outcome(trainer.first_step, trainer.first_step)
         self._boundary = time.perf_counter()
@@ -120,8 +123,10 @@ class Loop:
             self._save(step)
 
     def _save(self, step: int) -> None:
-        self.metrics.flush()
-        self.outcome.checkpoint = self.trainer.save(self.directory / "checkpoints", step)
+        used = self.energy.state()
+        with self.energy.window("checkpoint"):
+            self.metrics.flush()
+            self.outcome.checkpoint = self.trainer.save(self.directory / "checkpoints", step, energy=used)
 
 
 def _continued(directory: Path, first_step: int) -> int | None:

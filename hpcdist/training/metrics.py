@@ -8,7 +8,9 @@ from typing import Final
 import numpy as np
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.energy import store
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
+from hpcdist.training.energy import Energy
 
 METRICS_FILE: Final = "metrics.h5"
 EVERY_S: Final = 5.0  # a killed run loses the rows of so many seconds
@@ -18,9 +20,14 @@ class Metrics:
     """One rank's rows since the last flush. Construction and `flush` are collective; the file belongs to rank 0."""
 
     def __init__(
-        self, comm: Communicator, path: Path, resume_step: int | None, attributes: Mapping[str, float | str]
+        self,
+        comm: Communicator,
+        path: Path,
+        resume_step: int | None,
+        attributes: Mapping[str, float | str],
+        energy: Energy,
     ) -> None:
-        self._comm = comm
+        self._comm, self._energy = comm, energy
         self._writer = MetricsWriter(path, comm.size, resume_step, attributes=attributes) if comm.rank == 0 else None
         self._common: list[tuple[int, float, float, int]] = []
         self._own: list[list[float]] = []
@@ -51,6 +58,9 @@ class Metrics:
                     **{name: ranks[:, row, column] for column, name in enumerate(PER_RANK)},
                 )
             self._writer.flush()
+        nodes = self._energy.collect()
+        if self._writer is not None and nodes:
+            self._writer.include(lambda file, session: store.append(file, session, nodes))
         self._common, self._own = [], []
         self._flushed = time.monotonic()
 

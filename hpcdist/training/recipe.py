@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from hpcdist.checkpoint.config import CheckpointConfig
 from hpcdist.comm.config import CommunicationConfig
+from hpcdist.energy.config import EnergyConfig
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
@@ -40,6 +41,7 @@ class Recipe:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    energy: EnergyConfig = field(default_factory=EnergyConfig)
 
     def __post_init__(self) -> None:
         self.check_world(self.parallel.data)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.training.energy import described
 from hpcdist.training.loop import Outcome
 from hpcdist.training.trainer import Trainer
 
@@ -67,6 +68,7 @@ def describe(summary: dict[str, Any]) -> str:
         f"{_shown(summary['tokens_per_s'], ',.0f')} tokens/s  step {_shown(summary['step_s_median'])} s",
         f"communication {_shown(summary['comm_fraction'], '.1%')} ({summary['strategy']}, {summary['algorithm']})",
         f"peak {peak:.1f} MiB a rank",
+        described(summary),
         f"run directory {summary['run_dir']}",
     ]
     if summary["bytes_sent_per_step"] is not None:

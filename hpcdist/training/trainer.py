@@ -104,11 +104,10 @@ class Trainer:
             "optimizer": self.exchange.state(),
         }
 
-    def save(self, directory: Path, steps: int) -> Path:
-        """Write the checkpoint after ``steps`` steps. Collective."""
-        return save(
-            directory, steps, self.exchange.pieces(), self.scalars(steps), self.comm, self.recipe.checkpoint.keep
-        )
+    def save(self, directory: Path, steps: int, **kept: Any) -> Path:
+        """Write the checkpoint after ``steps`` steps, with what else is ``kept`` beside the scalars. Collective."""
+        scalars = self.scalars(steps) | kept
+        return save(directory, steps, self.exchange.pieces(), scalars, self.comm, self.recipe.checkpoint.keep)
 
     def restore(self, path: Path) -> None:
         """Take back the state in ``path``, written by any number of ranks in any layout. Collective.

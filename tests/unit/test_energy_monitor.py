@@ -120,7 +120,7 @@ def test_without_a_source_nothing_runs_and_nothing_is_waited_for(tmp_path):
             return monitor.report(), monitor.state()
 
     report, state = run_threads(2, body)[0]
-    assert math.isnan(report["energy_j"]) and "nothing was measured" in report["reason"]
+    assert math.isnan(report["energy_j"]) and "no source can be read" in report["reason"]
     assert all(word in report["reason"] for word in ("gpu (node 0): ", "cpu (node 0): ", "does not exist"))
     assert state["phases"]["training"]["joules"] is None and not waits
 

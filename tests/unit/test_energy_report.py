@@ -58,6 +58,12 @@ def test_a_node_that_cannot_measure_is_named(kind):
     assert math.isnan(found["phases"]["training"]["joules"])
 
 
+def test_a_node_whose_ranks_use_no_gpu_lacks_none():
+    unused = Contribution(1, (), {}, (), NO_GPU | NO_RAPL, unused=frozenset({"gpu"}))
+    found = merge([node(0), unused])
+    assert found["energy_j"] == 10 and found["reason"] is None
+
+
 def test_a_gpu_job_is_not_measured_without_its_gpus():
     found = merge([node(0, sources=[("package-0", "cpu")], missing={"gpu": "MIG", "dram": "none"})])
     assert math.isnan(found["energy_j"]) and "node 0 has no gpu: MIG" in found["reason"]
@@ -110,7 +116,7 @@ def test_a_start_that_could_not_measure_is_not_forgotten():
     for _ in range(3):
         found = merge([node(0)], blind)
         assert math.isnan(found["energy_j"]) and math.isnan(found["phases"]["training"]["joules"])
-        assert found["reason"].startswith("an earlier start of this run: nothing was measured")
+        assert found["reason"].startswith("an earlier start of this run: no source can be read")
         assert found["reason"].count("an earlier start") == 1
         blind = json.loads(json.dumps(state(found)))
 

@@ -1,0 +1,90 @@
+"""The energy of a run: measured from its first step to its validation, over all of its starts."""
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from hpcdist.arrays import device
+from hpcdist.checkpoint import manifest
+from hpcdist.comm.communicator import Communicator
+from hpcdist.energy.monitor import Monitor
+from hpcdist.energy.store import NodeRows
+from hpcdist.training.recipe import Recipe
+
+
+class Energy:
+    """What `Monitor` measures of a run, and the step after which it began. Construction is collective."""
+
+    def __init__(self, comm: Communicator, recipe: Recipe, resume_from: Path | None) -> None:
+        on_gpu = recipe.run.device == "gpu"
+        self.monitor = (
+            Monitor(comm, recipe.energy, bus_id=device.bus_id(), synchronise=device.synchronise)
+            if on_gpu
+            else Monitor(comm, recipe.energy)
+        )
+        self._since_step = 0
+        if resume_from is not None:
+            scalars = manifest.load(resume_from).scalars
+            kept = scalars.get("energy", {})
+            # A checkpoint of an earlier version has none: then joules are those of the steps from here on.
+            self._since_step = kept.get("since_step", int(scalars["steps"]))
+            self.monitor.restore(kept.get("joules"))
+
+    def window(self, phase: str) -> AbstractContextManager[None]:
+        """Count what is used inside as that of ``phase`` (local; every rank should call)."""
+        return self.monitor.window(phase)
+
+    def collect(self) -> list[NodeRows]:
+        """Return samples and windows since the last call, on rank 0 of the world at the least. Collective."""
+        return self.monitor.collect()
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps. Collective."""
+        return {"since_step": self._since_step, "joules": self.monitor.state()}
+
+    def figures(self, steps: int) -> dict[str, Any]:
+        """Return what the summary of a run of ``steps`` steps says, as JSON values. Collective.
+
+        ``j_per_step`` is training without checkpoints and validation, over the steps that count: what a killed start
+        did after its last checkpoint was done again.
+        """
+        return summary(self.monitor.report(), steps - self._since_step)
+
+
+def summary(report: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """Return the figures of a `report` over ``steps`` steps; what is not known is None, with the reason beside it."""
+    phases = report["phases"]
+    training = phases.get("training", {"joules": math.nan})["joules"]
+    return {
+        "energy_j": _number(report["energy_j"]),
+        "energy_reason": report["reason"],
+        "energy_j_by_phase": {name: _number(phase["joules"]) for name, phase in phases.items()},
+        "energy_reason_by_phase": {name: phase["reason"] for name, phase in phases.items() if phase["reason"]},
+        "energy_j_by_kind": {kind: _number(joules) for kind, joules in report["by_kind"].items()},
+        "energy_not_included": report["not_included"],
+        "energy_sources": [
+            {**source, "joules": _number(source["joules"]), "update_s": _number(source["update_s"])}
+            for source in report["sources"]
+        ],
+        "j_per_step": _number(training / steps) if steps > 0 else None,
+    }
+
+
+def described(figures: Mapping[str, Any]) -> str:
+    """Return the line that a person reads."""
+    if figures["energy_j"] is None:
+        return f"energy not measured: {figures['energy_reason']}"
+    kinds = " + ".join(figures["energy_j_by_kind"])
+    phases = ", ".join(
+        f"{name} {'unknown' if joules is None else format(joules, '.1f')}"
+        for name, joules in figures["energy_j_by_phase"].items()
+    )
+    step = "" if figures["j_per_step"] is None else f"; {figures['j_per_step']:.3g} J a step"
+    return f"energy {figures['energy_j']:.1f} J of {kinds} ({phases}){step}"
+
+
+def _number(value: float) -> float | None:
+    """NaN is not JSON: what is not known is null."""
+    return None if math.isnan(value) else value

@@ -1,0 +1,110 @@
+"""Energy of whole jobs: joules under a stand-in for the NVIDIA driver, added up over a resume, and none without one."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from hpcdist.checkpoint import manifest
+
+LIMIT_S = 240
+WATTS = {"GPU-00": 100.0, "GPU-01": 50.0, "GPU-02": 7.0}  # each steps every 10 ms
+SMALL = {
+    "model.layers": 1,
+    "model.hidden": 32,
+    "model.heads": 2,
+    "data.context": 16,
+    "run.global_batch": 6,
+    "run.steps": 60,
+    "checkpoint.every_steps": 20,
+    "energy.interval_s": 0.01,
+}
+
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(rng.integers(97, 105, 20_000).astype(np.uint8).tobytes())
+    return path
+
+
+@pytest.fixture
+def driver(tmp_path: Path, nvml_stub: Path) -> dict[str, str]:
+    """An environment with three GPUs, of which the job holds the first two, named in another order."""
+    gpus = tmp_path / "gpus"
+    rows = [f"{uuid} 0:{n}:0 H200 0 power:{round(watts * 1e3)}:10\n" for n, (uuid, watts) in enumerate(WATTS.items())]
+    gpus.write_text("".join(rows))
+    path = os.pathsep.join(filter(None, [str(nvml_stub), os.environ.get("LD_LIBRARY_PATH", "")]))
+    return {"LD_LIBRARY_PATH": path, "NVML_STUB": str(gpus), "CUDA_VISIBLE_DEVICES": "1,0"}
+
+
+def train(text: Path, out: Path, environment: dict[str, str], *arguments: str, **settings: object) -> dict[str, Any]:
+    chosen = {**SMALL, "data.path": text} | {name.replace("__", "."): value for name, value in settings.items()}
+    command = [sys.executable, "-m", "hpcdist", "run", "-n", "2", "train", "--out", str(out), "--json", *arguments]
+    for name, value in chosen.items():
+        command += ["--set", f"{name}={value}"]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL, env=kept | environment
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_joules_in_the_summary_and_in_the_file(text: Path, tmp_path: Path, driver: dict[str, str]) -> None:
+    out = tmp_path / "run"
+    found = train(text, out, driver, energy__powercap=tmp_path / "nowhere")
+    assert [source["name"] for source in found["energy_sources"]] == ["GPU-00", "GPU-01"]
+    watts = WATTS["GPU-00"] + WATTS["GPU-01"]
+    assert found["energy_reason"] is None and found["energy_j_by_kind"] == {"gpu": found["energy_j"]}
+    assert any("cpu" in line and "does not exist" in line for line in found["energy_not_included"])
+    training = found["energy_j_by_phase"]["training"]
+    assert 0 < training <= found["energy_j"] and found["j_per_step"] == pytest.approx(training / 60)
+    with h5py.File(out / "metrics.h5") as file:
+        energy = {name: {c: t[c][...] for c in t.attrs["columns"]} for name, t in file["energy"].items()}
+        assert file["energy/samples/energy_mj"].attrs["units"] == "mJ"
+    samples, windows = energy["samples"], energy["windows"]
+    assert samples["energy_mj"].dtype == np.int64 and energy["sources"]["name"].tolist() == [b"GPU-00", b"GPU-01"]
+    assert sorted(set(windows["phase"])) == [b"checkpoint", b"training", b"validation"]
+    assert np.count_nonzero(windows["phase"] == b"checkpoint") == 2 * 3
+    assert windows["energy_j"].sum() == pytest.approx(found["energy_j"]), "each joule belongs to one window"
+    assert windows["energy_j"].sum() == pytest.approx(watts / 2 * windows["own_s"].sum(), rel=0.25)
+    for source in range(2):
+        series = samples["energy_mj"][samples["source"] == source]
+        assert len(series) > 20 and (np.diff(series) >= 0).all()
+
+
+def test_starts_of_a_run_add_up(text: Path, tmp_path: Path, driver: dict[str, str]) -> None:
+    out, nowhere = tmp_path / "run", tmp_path / "nowhere"
+    first = train(text, out, driver, energy__powercap=nowhere)
+    shutil.rmtree(out / "checkpoints" / "step-60")  # as if it had been killed on the way from step 40
+    kept = manifest.load(out / "checkpoints" / "step-40").scalars["energy"]
+    assert kept["since_step"] == 0 and 0 < kept["joules"]["by_kind"]["gpu"] < first["energy_j"]
+    second = train(text, out, driver, "--resume", "auto", energy__powercap=nowhere)
+    own = sum(source["joules"] for source in second["energy_sources"])
+    assert second["energy_j"] == pytest.approx(kept["joules"]["by_kind"]["gpu"] + own) and own > 0
+    assert second["j_per_step"] == pytest.approx(second["energy_j_by_phase"]["training"] / 60)
+    with h5py.File(out / "metrics.h5") as file:
+        assert set(file["energy/samples/session"][...]) == {0, 1}
+
+
+def test_without_any_source_there_is_no_number_but_a_reason(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    found = train(text, out, {}, energy__powercap=tmp_path / "nowhere")
+    assert found["energy_j"] is None and found["j_per_step"] is None and found["energy_sources"] == []
+    assert "no source can be read" in found["energy_reason"] and "nowhere does not exist" in found["energy_reason"]
+    assert found["energy_j_by_phase"] == {"training": None, "checkpoint": None, "validation": None}
+    with h5py.File(out / "metrics.h5") as file:
+        assert "energy" not in file
+    assert not math.isnan(found["train_loss"])
