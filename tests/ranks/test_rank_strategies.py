@@ -1,6 +1,8 @@
 """Every architecture and layout is the same run as one process: losses, weights, bytes, checkpoints."""
 
 import math
+import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -78,9 +80,25 @@ def _trainer(comm: Communicator, folder: Path, keys: dict[str, object], resume: 
     return assemble(Session(comm, locate(comm, None), "test", _abort), recipe, resume)
 
 
-def _alone(folder: Path, keys: dict[str, object]) -> Trainer:
+@dataclass(frozen=True)
+class Reference:
     """The same run in one process, without any layout."""
-    return _trainer(solo(), folder, {key: value for key, value in keys.items() if not key.startswith("parallel.")})
+
+    losses: list[float]
+    state: dict[tuple[str, str], np.ndarray]
+    validation: float
+
+
+_references: dict[tuple[object, ...], Reference] = {}  # every test trains on the same text, so they may share them
+
+
+def _alone(folder: Path, keys: dict[str, object], steps: int = STEPS) -> Reference:
+    kept = {key: value for key, value in keys.items() if not key.startswith("parallel.")}
+    name = (steps, *sorted(kept.items()))
+    if name not in _references:
+        trainer = _trainer(solo(), folder, kept)
+        _references[name] = Reference(_losses(trainer, steps), _state(trainer), mean_validation_loss(trainer))
+    return _references[name]
 
 
 def _losses(trainer: Trainer, last: int = STEPS) -> list[float]:
@@ -109,19 +127,21 @@ def _host(piece: Piece) -> tuple[object, ...]:
     return piece.kind, piece.tensor, piece.global_shape, piece.flat, piece.array.copy()
 
 
-def _difference(one: Trainer, other: Trainer) -> float:
-    """Return the norm of the difference of two models over the norm of the second. Collective over both."""
-    mine, theirs = _state(one), _state(other)
+def _difference(trainer: Trainer, theirs: dict[tuple[str, str], np.ndarray]) -> float:
+    """Return the norm of the difference of two models over the norm of the second. Collective."""
+    mine = _state(trainer)
     weights = [key for key in theirs if key[0] == "parameters" and not key[1].endswith(NOISE)]
     differences = [np.linalg.norm(mine[key].astype(np.float64) - theirs[key]) for key in weights]
     return float(np.linalg.norm(differences) / np.linalg.norm([np.linalg.norm(theirs[key]) for key in weights]))
 
 
 @pytest.fixture
-def folder(comm: Communicator, tmp_path: Path, rng: np.random.Generator) -> Path:
-    """A directory that all ranks see, with a text of words drawn at random (the same for all: rank 0's)."""
+def folder(comm: Communicator, tmp_path: Path) -> Path:
+    """A directory that all ranks see, with a text of words drawn at random: the same text for all tests of a run."""
     shared = Path(comm.broadcast_object(str(tmp_path)))
+    seed = comm.broadcast_object(os.environ["HPCDIST_TEST_SEED"])
     if comm.rank == 0:
+        rng = np.random.default_rng(int(seed))
         words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
         (shared / "text.txt").write_text(" ".join(rng.choice(words, 3000)))
     comm.barrier()
@@ -140,12 +160,10 @@ def _keys(name: str, comm: Communicator) -> dict[str, object]:
 def test_rank_layouts_equal_one_process(comm: Communicator, folder: Path, name: str, mode: str) -> None:
     keys = _keys(name, comm) | {"precision.mode": mode}
     alone, together = _alone(folder, keys), _trainer(comm, folder, keys)
-    expected = _losses(alone)
-    assert expected[-1] < expected[0] - 0.5, "the model learns"
-    np.testing.assert_allclose(_losses(together), expected, rtol=TOLERANCE[mode])
-    assert _difference(together, alone) <= 10 * TOLERANCE[mode]
-    validation = mean_validation_loss(together)
-    np.testing.assert_allclose(validation, mean_validation_loss(alone), rtol=TOLERANCE[mode])
+    assert alone.losses[-1] < alone.losses[0] - 0.5, "the model learns"
+    np.testing.assert_allclose(_losses(together), alone.losses, rtol=TOLERANCE[mode])
+    assert _difference(together, alone.state) <= 10 * TOLERANCE[mode]
+    np.testing.assert_allclose(mean_validation_loss(together), alone.validation, rtol=TOLERANCE[mode])
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lars", "lamb"])
@@ -155,8 +173,8 @@ def test_rank_layer_wise_rates_and_clipping_are_exact(
 ) -> None:
     keys = _keys(name, comm) | {"optimizer.name": optimizer, "optimizer.clip_norm": 0.3, "precision.mode": "float64"}
     alone, together = _alone(folder, keys), _trainer(comm, folder, keys)
-    np.testing.assert_allclose(_losses(together), _losses(alone), rtol=1e-11)
-    assert _difference(together, alone) <= 1e-10
+    np.testing.assert_allclose(_losses(together), alone.losses, rtol=1e-11)
+    assert _difference(together, alone.state) <= 1e-10
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -181,7 +199,7 @@ def test_rank_a_checkpoint_goes_from_any_layout_to_any_other(comm: Communicator,
     first = _losses(together, 6)
     saved = together.save(folder / "checkpoints", 6)
     comm.barrier()
-    reference = _losses(_alone(folder, keys), 15)
+    reference = _alone(folder, keys, 15).losses
     alone = _trainer(solo(), folder, {"precision.mode": "float64"}, resume=saved)
     np.testing.assert_allclose(first + _losses(alone, 15), reference, rtol=1e-12)
     for other in ("allreduce", "zero3"):
@@ -235,7 +253,7 @@ def test_rank_hierarchical_serves_every_layout(comm: Communicator, folder: Path)
                 declared, folder, keys | {"communication.algorithm": "hierarchical", "precision.mode": "float64"}
             )
             assert together.comm.nodes().count == -(-comm.size // 2)
-            expected = _losses(_alone(folder, {"precision.mode": "float64"}), 10)
+            expected = _alone(folder, {"precision.mode": "float64"}, 10).losses
             np.testing.assert_allclose(_losses(together, 10), expected, rtol=1e-12)
 
 
