@@ -36,7 +36,11 @@ def command() -> None:
     help="HDF5 file that the results are appended to.",
 )
 @click.option("--limit-s", type=click.FloatRange(min=1.0), default=600.0, help="Seconds that a trial may take.")
-@click.option("--budget-s", type=click.FloatRange(min=1.0), help="Seconds that this call may take; the rest is left.")
+@click.option(
+    "--budget-s",
+    type=click.FloatRange(min=1.0),
+    help="Seconds after which a trial under way is ended; what is left waits for the next call.",
+)
 @click.option("--retry-failed", is_flag=True, help="Run trials again that are recorded as failed.")
 @click.option("--anonymous", is_flag=True, help="Leave the names of hosts out of the results.")
 @click.option("--dry-run", is_flag=True, help="Print the trials and the command of each, and start nothing.")
@@ -51,9 +55,11 @@ def sweep(
 ) -> int:
     """Train every configuration of SWEEP.toml on every number of ranks, and keep what each step took.
 
-    Trials that OUTPUT holds already are not run again, so the same command goes on after an end of any kind. Exit code
-    0 when all trials are recorded as ok, 1 when any failed (the sweep goes on all the same), 75 when some are left for
-    the next call: the budget was spent, or SIGTERM or SIGUSR1 came. `hpcdist report OUTPUT` shows the table.
+    Trials that OUTPUT holds already are not run again, so the same command goes on after an end of any kind. The run
+    directory of a trial lies beside OUTPUT while it is needed. `hpcdist report OUTPUT` shows the table.
+
+    Exit code 0 when all trials are recorded as ok, 1 when any failed (the sweep goes on all the same), 75 when some are
+    left for the next call: the budget was spent, or SIGTERM or SIGUSR1 came.
     """
     from hpcdist.bench import series
     from hpcdist.bench import sweep as sweeps
@@ -106,7 +112,8 @@ def _run(items: "list[Item]", output: Path, limits: "Limits", anonymous: bool) -
     before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
 
     def measure(of: "Trial", limit_s: float) -> "Outcome":
-        with tempfile.TemporaryDirectory(prefix="hpcdist-bench-") as folder:
+        # Beside the results, where all nodes of a job can see it; /tmp may be a node's own.
+        with tempfile.TemporaryDirectory(prefix=f"{output.name}.trial-", dir=output.absolute().parent) as folder:
             outcome = trial.run(of, Path(folder), limit_s, trial.command, environment)
         return series.anonymous(outcome, hosts) if anonymous else outcome
 

@@ -1,7 +1,6 @@
 """Sweeps of real trainings: a trial that fails, an end of any kind in the middle, and the next call that goes on."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -42,22 +41,17 @@ def line(folder: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "hpcdist", "bench", "sweep", *names, *arguments]
 
 
-def environment(folder: Path) -> dict[str, str]:
-    return os.environ | {"TMPDIR": str(folder)}  # the run directories lie there, which tells our ranks from others'
-
-
-def hpcdist(folder: Path, *command: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL, env=environment(folder)
-    )
+def hpcdist(*command: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL)
 
 
 def test_a_failed_trial_is_recorded_and_can_be_tried_again(folder: Path) -> None:
     trials = "[[trial]]\nname = 'late'\ndata.path = 'late.txt'\n[[trial]]\nname = 'good'\n"
     (folder / "sweep.toml").write_text(SWEEP + trials)
-    done = hpcdist(folder, *line(folder))
+    done = hpcdist(*line(folder))
     assert done.returncode == 1, done.stderr
     assert "1 ok, 1 failed, 0 left" in done.stderr and "late.txt" in done.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["results.h5", "sweep.toml", "text.txt"]
     late, good = results.read(folder / "results.h5").configurations
     assert (late.repeats[0].status, late.repeats[0].exit_code) == ("failed", 78)
     assert "late.txt" in late.repeats[0].reason
@@ -69,12 +63,12 @@ def test_a_failed_trial_is_recorded_and_can_be_tried_again(folder: Path) -> None
     assert gradients * 0.99 <= np.median(repeat.samples["sent_bytes"]) <= gradients * 1.01 + 200, "2 Psi (p - 1) / p"
 
     (folder / "late.txt").write_text((folder / "text.txt").read_text())
-    again = hpcdist(folder, *line(folder))
+    again = hpcdist(*line(folder))
     assert again.returncode == 1 and "repeat" not in again.stderr, "a failure is not tried again by itself"
-    retried = hpcdist(folder, *line(folder, "--retry-failed"))
+    retried = hpcdist(*line(folder, "--retry-failed"))
     assert retried.returncode == 0, retried.stderr
     assert "late on 2 ranks" in retried.stderr and "good on 2 ranks" not in retried.stderr
-    reported = hpcdist(folder, sys.executable, "-m", "hpcdist", "report", str(folder / "results.h5"), "--json")
+    reported = hpcdist(sys.executable, "-m", "hpcdist", "report", str(folder / "results.h5"), "--json")
     rows = json.loads(reported.stdout)["configurations"]
     assert [row["status"] for row in rows] == ["1 ok", "1 ok"]
     assert rows[0]["train_loss"] == pytest.approx(rows[1]["train_loss"], rel=1e-6), "the same data under another name"
@@ -89,7 +83,7 @@ def _recorded(folder: Path) -> dict[tuple[str, int], str]:
 
 def _wait_until_ranks_are_gone(folder: Path, limit: float) -> None:
     """Wait for the end of every process that was given a run directory in ``folder``."""
-    while any(f"{folder}/hpcdist-bench-" in _command_line(entry) for entry in Path("/proc").glob("[0-9]*")):
+    while any(f"{folder}/results.h5.trial-" in _command_line(entry) for entry in Path("/proc").glob("[0-9]*")):
         assert time.monotonic() < limit, "a trial outlived its sweep"
         time.sleep(0.1)
 
@@ -104,9 +98,7 @@ def _command_line(entry: Path) -> str:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75)], ids=["SIGKILL", "SIGTERM"])
 def test_the_next_call_goes_on_where_a_sweep_was_ended(folder: Path, number: int, code: int) -> None:
     (folder / "sweep.toml").write_text(SWEEP + "[axes]\nrun.seed = [1, 2]\n")
-    process = subprocess.Popen(
-        line(folder), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment(folder)
-    )
+    process = subprocess.Popen(line(folder), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     limit = time.monotonic() + LIMIT_S
     while not _recorded(folder):
         assert process.poll() is None and time.monotonic() < limit
@@ -117,7 +109,7 @@ def test_the_next_call_goes_on_where_a_sweep_was_ended(folder: Path, number: int
     _wait_until_ranks_are_gone(folder, limit)
     before = _recorded(folder)
     assert list(before.values()) == ["ok"], "the trial under way is not recorded"
-    done = hpcdist(folder, *line(folder))
+    done = hpcdist(*line(folder))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(": ok, ") == 1 and "2 ok, 0 failed, 0 left" in done.stderr
     assert len(_recorded(folder)) == 2
