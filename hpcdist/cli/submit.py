@@ -63,10 +63,14 @@ def command(recipe: Path | None, overrides: tuple[str, ...], out: Path | None, d
 def _equation(recipe: "Recipe", world: int) -> str:
     """Return the degrees of parallelism of ``recipe`` on ``world`` ranks, or raise ConfigurationError."""
     from hpcdist.strategies.grid import Grid
+    from hpcdist.strategies.parameter_server.roles import Roles
 
     parallel = recipe.parallel
+    roles = Roles.of(recipe.parameter_server, world) if parallel.strategy == "parameter_server" else None
+    computing = len(roles.workers) if roles else world
     grid = Grid.of(
-        world, data=parallel.data, pipeline=parallel.pipeline, tensor=parallel.tensor, context=parallel.context
+        computing, data=parallel.data, pipeline=parallel.pipeline, tensor=parallel.tensor, context=parallel.context
     )
     recipe.check_world(grid.data)
-    return f"{world} = data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}"
+    product = f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}"
+    return f"{world} = {product}" + (f" + servers {world - computing}" if computing < world else "")

@@ -4,6 +4,7 @@ import configparser
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -36,12 +37,12 @@ def run(*arguments: str, folder: Path, **environment: str) -> "subprocess.Comple
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of this clone, built from a copy, so that nothing is left in the clone."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this clone, so that nothing is left in the clone."""
     setuptools = pytest.importorskip("setuptools")
     if int(setuptools.__version__.split(".")[0]) < 71:
         pytest.skip(f"setuptools {setuptools.__version__} cannot build a wheel by itself")
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    source = tmp_path_factory.mktemp("source")
     listed = subprocess.run(
         ["git", "-C", str(CLONE), "ls-files", "--cached", "--others", "--exclude-standard"],
         capture_output=True,
@@ -55,6 +56,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (CLONE / name).is_file() and not name.startswith(("tests/", "benchmarks/")):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((CLONE / name).read_bytes())
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
     run("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(out), str(source), folder=out)
     (built,) = out.glob("hpcdist-*.whl")
     return built
@@ -68,6 +75,29 @@ def test_the_wheel_has_every_module_and_nothing_else(wheel):
     folders = {name.split("/")[0] for name in names}
     assert folders == {"hpcdist", f"hpcdist-{hpcdist.__version__}.dist-info"}
     assert any(name.endswith("LICENSE") for name in names)
+    assert resources() <= names
+
+
+def resources() -> set[str]:
+    """The files of slurm/ and modulefiles/ under their names in a wheel."""
+    places = {"slurm": "hpcdist/batch/templates", "modulefiles": "hpcdist/batch/modulefiles"}
+    return {
+        f"{place}/{path.relative_to(CLONE / folder)}"
+        for folder, place in places.items()
+        for path in (CLONE / folder).rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_source_distribution_has_what_a_wheel_is_built_from(source, tmp_path):
+    build = "import sys, setuptools.build_meta as build; build.build_sdist(sys.argv[1])"
+    run("-c", build, str(tmp_path), folder=source)
+    (built,) = tmp_path.glob("hpcdist-*.tar.gz")
+    with tarfile.open(built) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    found = [*(CLONE / "hpcdist").rglob("*.py"), *(CLONE / "slurm").rglob("*"), *(CLONE / "modulefiles").rglob("*")]
+    wanted = {str(path.relative_to(CLONE)) for path in found if path.is_file()}
+    assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", "slurm/train.sbatch.j2"} | wanted <= names
 
 
 def test_the_wheel_works_without_the_clone(wheel, tmp_path):
@@ -80,6 +110,11 @@ def test_the_wheel_works_without_the_clone(wheel, tmp_path):
     assert f"hpcdist {hpcdist.__version__}" in report and "FAIL" not in report
     shown = run("-P", "-m", "hpcdist", "config", "show", folder=tmp_path, PYTHONPATH=str(target)).stdout
     assert "[model]" in shown
+    job = ["-P", "-m", "hpcdist", "submit", "--nodes=2", "--ranks-per-node=2", "--time=30", "--dry-run"]
+    there = run(*job, folder=tmp_path, PYTHONPATH=str(target)).stdout
+    here = run(*job, folder=tmp_path, PYTHONPATH=str(CLONE)).stdout
+    assert f"PYTHONPATH={target}$" in there and f"PYTHONPATH={CLONE}$" in here
+    assert there.replace(str(target), "HOME") == here.replace(str(CLONE), "HOME")
 
 
 def test_extras_are_those_of_the_readme():

@@ -63,6 +63,18 @@ def test_options_reach_the_script(sbatch):
     assert not (sbatch / "calls").exists(), "--dry-run asks Slurm nothing"
 
 
+@pytest.mark.parametrize(
+    ("options", "equation"),
+    [
+        (["--set=parallel.pipeline=2", "--set=model.layers=2"], "4 = data 2 x pipeline 2 x tensor 1 x context 1\n"),
+        (["--set=parallel.strategy=parameter_server"], "4 = data 3 x pipeline 1 x tensor 1 x context 1 + servers 1\n"),
+    ],
+)
+def test_the_degrees_are_counted_as_in_a_training(sbatch, options, equation):
+    done = submit("--nodes=2", "--ranks-per-node=2", *options, "--dry-run", folder=sbatch)
+    assert done.returncode == 0 and f"2 nodes x 2 ranks: {equation}" in done.stderr, done.stderr
+
+
 def test_a_gpu_is_asked_for_only_by_a_recipe_that_computes_on_one(sbatch):
     cpu = submit("--nodes=2", "--ranks-per-node=4", "--dry-run", folder=sbatch).stdout
     gpu = submit("--nodes=2", "--ranks-per-node=4", "--dry-run", "--set=run.device=gpu", folder=sbatch).stdout
@@ -75,6 +87,7 @@ def test_a_gpu_is_asked_for_only_by_a_recipe_that_computes_on_one(sbatch):
     [
         (["--nodes=2", "--set=model.layer=3"], 78, "model.layers"),
         (["--nodes=2", "--set=parallel.data=3"], 78, "parallel.data 3 x parallel.pipeline 1"),
+        (["--nodes=1", "--set=parallel.strategy=parameter_server"], 78, "at least 1 must compute"),
         (["--nodes=17"], 78, "fewer samples than the 17 data ranks"),
         (["missing.toml", "--nodes=1"], 78, "missing.toml"),
         (["--nodes=1", "--time=10:00"], 2, "expected D-HH:MM:SS"),
