@@ -1,0 +1,78 @@
+"""Trainings with run.device = "gpu" over MPI, on the double of cupy: device buffers are staged, and nothing is lost."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from hpcdist import collectives
+from hpcdist.arrays import backend, device
+from hpcdist.comm.communicator import Communicator
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
+
+import cupy_double
+from gpu_runs import LAYOUTS, Trained, check_same, write_text
+
+# All kinds of messages of device buffers; tests/unit/test_gpu_training.py has every architecture, on threads.
+CHOSEN = {"allreduce": True, "zero3": True, "1f1b": False, "a server": False, "servers that work": False}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    made = cupy_double.module()
+    monkeypatch.setattr(device, "cupy", lambda: made)
+    cupy_double.LOG.clear()
+    return cupy_double
+
+
+@pytest.fixture
+def text(comm: Communicator, tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+    """A text that all ranks see."""
+    path = Path(comm.broadcast_object(str(tmp_path / "text.txt")))
+    if comm.rank == 0:
+        write_text(path, rng)
+    comm.barrier()
+    return {"data.path": path}
+
+
+@pytest.mark.parametrize("layout", CHOSEN)
+def test_rank_a_run_on_the_gpu_is_that_of_the_cpu(
+    comm: Communicator, gpu: ModuleType, text: dict[str, object], layout: str
+) -> None:
+    sizes, keys = LAYOUTS[layout]
+    if comm.size not in sizes and not CHOSEN[layout]:
+        pytest.skip(f"{layout} is for {sizes} ranks")
+    settings = {**text, **keys, "precision.mode": "float64"}
+    host = Trained(comm, settings)
+    assert gpu.LOG.events == []
+    on_device = Trained(comm, {**settings, "run.device": "gpu"})
+    check_same([host], [on_device], 1e-12)
+    assert host.losses[-1] < host.losses[0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("algorithm", sorted(collectives.ALLREDUCE))
+def test_rank_allreduce_of_device_buffers(comm: Communicator, gpu: ModuleType, algorithm: str, dtype: str) -> None:
+    inputs = [(np.arange(1001) * (rank + 1) % 5).astype(dtype) for rank in range(comm.size)]
+    buffer = backend.place(inputs[comm.rank], "gpu")
+    collectives.allreduce(comm, buffer, algorithm)
+    assert np.array_equal(backend.to_host(buffer), np.sum(inputs, axis=0, dtype=dtype))
+
+
+def test_rank_messages_of_device_buffers(comm: Communicator, gpu: ModuleType) -> None:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    own = backend.place(np.full(100, comm.rank, np.float32), "gpu")
+    arrived = [backend.empty(100, np.dtype(np.float32), "gpu") for _ in range(2)]
+    first = comm.irecv(arrived[0], left, 1)
+    requests = [comm.isend(own, right, 1), comm.isend(own, right, 2)]
+    own += 100  # staged: what was sent has left the buffer
+    first.wait()
+    comm.probe(left, 2).recv(arrived[1])
+    for request in requests:
+        request.wait()
+    assert all((backend.to_host(values) == left).all() for values in arrived)
+    comm.broadcast(own, root=comm.size - 1)
+    assert (backend.to_host(own) == comm.size + 99).all()
