@@ -17,10 +17,10 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training import directory, entropy
 from hpcdist.training import recipe as recipes
-from hpcdist.training.energy import Energy
+from hpcdist.training.asynchronous import loop_of
+from hpcdist.training.energy import Energy, energy_attributes
 from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.generation import generate
-from hpcdist.training.loop import Loop
 from hpcdist.training.progress import Progress
 from hpcdist.training.recipe import Recipe
 from hpcdist.training.summary import describe, summarise
@@ -42,7 +42,8 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool) -> None:
     if rank0:
         _introduce(progress, session, trainer, run, entropies)
     energy = Energy(session.comm, recipe, run.resume_from)
-    loop = Loop(session, trainer, run.path, progress, _attributes(session, entropies) if rank0 else {}, wishes, energy)
+    attributes = _attributes(session, entropies) if rank0 else {}
+    loop = loop_of(trainer)(session, trainer, run.path, progress, attributes, wishes, energy)
     with energy.monitor:
         with energy.window("training"):
             outcome = loop.run()
@@ -55,7 +56,7 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool) -> None:
     summary = summarise(session.comm, trainer, outcome, run.path, val_loss, entropies)
     summary |= energy.figures(outcome.done)
     if rank0:
-        loop.metrics.finish(outcome.done, val_loss)
+        loop.metrics.finish(outcome.done, val_loss, **energy_attributes(summary))
         print(describe(summary), file=sys.stderr if as_json else sys.stdout)
         if as_json:
             print(json.dumps(summary), flush=True)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -38,6 +39,8 @@ class Outcome:
 class Loop:
     """The run of one rank. Every method is collective over the world."""
 
+    kind_of_metrics: ClassVar[type[Metrics]] = Metrics
+
     def __init__(
         self,
         session: Session,
@@ -55,7 +58,7 @@ class Loop:
         self.wishes.stop_file = directory / STOP_FILE if rank0 else None
         self.traffic = Traffic(session.comm.events)
         session.comm.events = self.traffic
-        self.metrics = Metrics(
+        self.metrics = self.kind_of_metrics(
             session.comm, directory / METRICS_FILE, _continued(directory, trainer.first_step), attributes, energy
         )
         self.outcome = Outcome(trainer.first_step, trainer.first_step)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from hpcdist.training.energy import Energy
 
 METRICS_FILE: Final = "metrics.h5"
 EVERY_S: Final = 5.0  # a killed run loses the rows of so many seconds
+Common: TypeAlias = tuple[int, float, float, int]  # step, loss, learning rate, tokens
+Row: TypeAlias = tuple[Common, list[float]]  # and the figures of one rank, in the order of PER_RANK
 
 
 class Metrics:
@@ -29,7 +31,7 @@ class Metrics:
     ) -> None:
         self._comm, self._energy = comm, energy
         self._writer = MetricsWriter(path, comm.size, resume_step, attributes=attributes) if comm.rank == 0 else None
-        self._common: list[tuple[int, float, float, int]] = []
+        self._common: list[Common] = []
         self._own: list[list[float]] = []
         self._flushed = time.monotonic()
 
@@ -47,16 +49,9 @@ class Metrics:
 
     def flush(self) -> None:
         """Gather the rows of all ranks and write them. Raises StorageError on rank 0 when the disk is full."""
-        ranks = np.array(self._comm.allgather_object(self._own)).reshape(self._comm.size, -1, len(PER_RANK))
+        ranks = self._comm.allgather_object([*zip(self._common, self._own, strict=True)])
         if self._writer is not None:
-            for row, (step, loss, learning_rate, tokens) in enumerate(self._common):
-                self._writer.append(
-                    step=step,
-                    loss=loss,
-                    learning_rate=learning_rate,
-                    tokens=tokens,
-                    **{name: ranks[:, row, column] for column, name in enumerate(PER_RANK)},
-                )
+            self._take(self._writer, ranks)
             self._writer.flush()
         nodes = self._energy.collect()
         if self._writer is not None and nodes:
@@ -64,9 +59,20 @@ class Metrics:
         self._common, self._own = [], []
         self._flushed = time.monotonic()
 
-    def finish(self, steps: int, val_loss: float) -> None:
-        """Write the validation loss at the end of the run (rank 0 does, the others have nothing to do)."""
+    def _take(self, writer: MetricsWriter, ranks: list[list[Row]]) -> None:
+        """Hand the rows of all ranks, which are of the same steps, to the writer."""
+        for rows in zip(*ranks, strict=True):
+            self._append(writer, rows[0][0], np.array([own for _, own in rows]))
+
+    def _append(self, writer: MetricsWriter, common: Common, ranks: np.ndarray) -> None:
+        """Append the row of a step; ``ranks`` has the figures of each rank, NaN where there are none."""
+        step, loss, learning_rate, tokens = common
+        wide = {name: ranks[:, column] for column, name in enumerate(PER_RANK)}
+        writer.append(step=step, loss=loss, learning_rate=learning_rate, tokens=tokens, **wide)
+
+    def finish(self, steps: int, val_loss: float, **figures: float | str) -> None:
+        """Write what is known at the end of the run (rank 0 does, the others have nothing to do)."""
         if self._writer is not None:
             self._writer.evaluation(steps, val_loss)
-            self._writer.describe(val_loss=val_loss)
+            self._writer.describe(val_loss=val_loss, **figures)
             self._writer.flush()

@@ -1,0 +1,107 @@
+"""Asynchronous jobs as a user starts them: train, be stopped and go on, fail with the name of the worker."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdist.telemetry import metrics
+
+LIMIT_S = 240
+SERVED = {
+    "model.layers": 1,
+    "model.hidden": 32,
+    "model.heads": 2,
+    "data.context": 16,
+    "run.global_batch": 6,
+    "parallel.strategy": "parameter_server",
+    "parameter_server.consistency": "asp",
+}
+
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Path:
+    """A text of words drawn at random."""
+    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(rng.choice(words, 4000)))
+    return path
+
+
+def start(ranks: int, out: Path, text: Path, *arguments: str, **keys: object) -> subprocess.Popen[str]:
+    values = SERVED | {"data.path": text} | {name.replace("__", "."): value for name, value in keys.items()}
+    settings = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-m", "hpcdist", "run", "-n", str(ranks), "train", "--out", str(out), "--json"]
+    return subprocess.Popen(
+        [*command, *settings, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ,
+    )
+
+
+def summary(process: subprocess.Popen[str]) -> dict[str, Any]:
+    stdout, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, stderr
+    found: dict[str, Any] = json.loads(stdout.splitlines()[-1])
+    return found
+
+
+def test_it_learns_counts_its_bytes_and_keeps_what_it_evaluated(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    found = summary(start(3, out, text, run__steps=60, checkpoint__every_steps=25))
+    assert (found["steps"], found["world"]) == (60, 3)
+    rows = metrics.read(out / "metrics.h5").steps
+    assert rows["step"].tolist() == list(range(1, 61)) and np.isfinite(rows["loss"]).all()
+    assert rows["loss"][-5:].mean() < rows["loss"][:5].mean() - 1.0
+    assert (rows["tokens"] == 6 * 16).all(), "both halves of the batch"
+    psi = 4 * found["parameters"]
+    np.testing.assert_allclose(rows["sent_bytes"][:, :2], psi, rtol=0.01)
+    assert np.isnan(rows["sent_bytes"][:, 2]).all(), "a dedicated server has no steps"
+    np.testing.assert_allclose(found["bytes_sent_per_step"], 2 * psi, rtol=0.02)
+    command = [sys.executable, "-m", "hpcdist", "evaluate", str(out), "--json"]
+    evaluated = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert json.loads(evaluated.stdout.splitlines()[-1])["val_loss"] == pytest.approx(found["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "placement"), [(3, "dedicated"), (2, "colocated")])
+def test_stopped_and_resumed_it_makes_every_step_once(text: Path, tmp_path: Path, ranks: int, placement: str) -> None:
+    out = tmp_path / "run"
+    keys = {"parameter_server__placement": placement, "run__steps": 4000, "checkpoint__every_steps": 10}
+    process = start(ranks, out, text, **keys)
+    limit = time.monotonic() + LIMIT_S
+    while not (out / "checkpoints" / "latest").exists():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < limit, "nothing was saved in time"
+        time.sleep(0.02)
+    (out / "stop").touch()
+    _, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 75, stderr
+    assert not (out / "stop").exists()
+    done = int(metrics.read(out / "metrics.h5").steps["step"][-1])
+    assert 10 <= done < 4000
+    recipe = out / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("steps = 4000", f"steps = {done + 20}"))
+    found = summary(start(ranks, out, text, "--resume", "auto", **(keys | {"run__steps": done + 20})))
+    assert found["steps"] == done + 20
+    rows = metrics.read(out / "metrics.h5").steps
+    assert rows["step"].tolist() == list(range(1, done + 21)) and np.isfinite(rows["loss"]).all()
+    assert set(rows["session"].tolist()) == {0, 1}
+
+
+def test_a_loss_that_is_not_finite_names_the_worker(text: Path, tmp_path: Path) -> None:
+    keys = {"optimizer__learning_rate": 1e30, "optimizer__name": "sgd", "optimizer__warmup_steps": 0}
+    process = start(3, tmp_path / "run", text, run__steps=50, optimizer__clip_norm=0, **keys)
+    _, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert "NonFiniteError: worker " in stderr and "was not applied" in stderr
