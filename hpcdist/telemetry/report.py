@@ -58,9 +58,18 @@ def text(found: Report) -> str:
     shares = [f"{name} {_or_unknown(figures[f'{key}_fraction'], '{:.1%}')}" for name, key in _SHARES]
     lines.append(f"time       {', '.join(shares)}")
     lines.append(f"sent       {_or_unknown(figures['bytes_sent_per_step'], '{:,.0f} bytes a step')}")
+    if "energy_j" in figures:  # a run that has ended
+        lines.append(f"energy     {_energy(figures)}")
     if figures["world"] > 1 and figures["imbalance"] is not None:
         lines.append(f"slowest    rank {figures['slowest_rank']}, {figures['imbalance']:.2f} times the median rank")
     return "\n".join([*lines, "", *_curve(found.metrics)])
+
+
+def _energy(figures: dict[str, Any]) -> str:
+    if math.isnan(figures["energy_j"]):
+        return f"unknown ({figures['energy_reason']})"
+    step = "unknown" if math.isnan(figures["j_per_step"]) else f"{figures['j_per_step']:.3g} J a step"
+    return f"{figures['energy_j']:,.1f} J, training {step}"
 
 
 _HEAD: Final = (("started", "created_utc"), ("strategy", "strategy"), ("commit", "git_commit"), ("MPI", "mpi_library"))

@@ -72,6 +72,12 @@ def summary(report: Mapping[str, Any], steps: int) -> dict[str, Any]:
     }
 
 
+def energy_attributes(figures: Mapping[str, Any]) -> dict[str, float | str]:
+    """Return what the metrics file says of the figures of a run; NaN is not known."""
+    found = {name: math.nan if figures[name] is None else figures[name] for name in ("energy_j", "j_per_step")}
+    return found | {"energy_reason": figures["energy_reason"] or ""}
+
+
 def described(figures: Mapping[str, Any]) -> str:
     """Return the line that a person reads."""
     if figures["energy_j"] is None:

@@ -80,6 +80,14 @@ def test_joules_in_the_summary_and_in_the_file(text: Path, tmp_path: Path, drive
     assert np.count_nonzero(windows["phase"] == b"checkpoint") == 2 * 3
     assert windows["energy_j"].sum() == pytest.approx(found["energy_j"]), "each joule belongs to one window"
     assert windows["energy_j"].sum() == pytest.approx(watts / 2 * windows["own_s"].sum(), rel=0.25)
+    figures = subprocess.run(
+        [sys.executable, "-m", "hpcdist", "report", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    assert f"energy     {found['energy_j']:,.1f} J, training " in figures.stdout
     for source in range(2):
         series = samples["energy_mj"][samples["source"] == source]
         assert len(series) > 20 and (np.diff(series) >= 0).all()
