@@ -2,14 +2,17 @@
 
 import importlib
 import sys
+import time
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
 import click
 
 from hpcdist import __version__
-from hpcdist.comm import failfast
+from hpcdist.comm import failfast, launcher
 from hpcdist.errors import INTERRUPTED, HpcdistError
+
+GIVE_WAY_S: Final = 3.0  # ranks of a job start within seconds of each other
 
 # name -> (where its click command is, what the overview says of it)
 COMMANDS: Final = {
@@ -68,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         code = failfast.guarded(lambda: _invoke(arguments))
     except HpcdistError as error:
+        _give_way()
         click.echo(f"Error: {error}", err=True)
         code = error.exit_code
     except KeyboardInterrupt:
@@ -75,11 +79,22 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
+def _give_way() -> None:
+    """Let rank 0 speak first, where this process is another rank of a job that has not started.
+
+    It most likely has the same to say, and when it has left, the launcher ends the others.
+    """
+    said = launcher.announced()
+    if said is not None and said.rank:
+        time.sleep(GIVE_WAY_S)
+
+
 def _invoke(arguments: Sequence[str] | None) -> int:
     """Return the exit code of the command; usage errors are shown here."""
     try:
         value = group.main(args=arguments, prog_name="hpcdist", standalone_mode=False)
     except click.ClickException as error:
+        _give_way()
         error.show()
         return error.exit_code
     except click.Abort as error:  # how click reports a Ctrl-C

@@ -52,6 +52,8 @@ class _Installed:
     rank: int
     hooks: tuple[Any, Any]
     failing: threading.Lock
+    all_say: Callable[[str], bool] | None = None
+    withdraw: Callable[[], None] | None = None
 
 
 _installed: _Installed | None = None  # sys.excepthook is one per process, and so is this
@@ -85,11 +87,27 @@ def uninstall() -> None:
         _installed = None
 
 
+def join(all_say: Callable[[str], bool], withdraw: Callable[[], None]) -> None:
+    """From now on tell a failure for the user once when all ranks have it (local).
+
+    ``all_say(text)`` asks the ranks whether they all fail with ``text``; if so, each calls ``withdraw`` and leaves.
+    """
+    assert _installed is not None, "install comes first"
+    _installed.all_say, _installed.withdraw = all_say, withdraw
+
+
 def attach(recorder: Recorder) -> None:
     """Leave in ``recorder`` how this process ends, as its note "raised" or "finished" (local)."""
     assert _installed is not None, "install comes first"
     _installed.recorder = recorder
     atexit.register(_note_end)  # before MPI_Finalize, which may wait for the others
+
+
+def detach() -> None:
+    """Take back `attach` (local)."""
+    if _installed is not None:
+        _installed.recorder = None
+        atexit.unregister(_note_end)
 
 
 def _note_end() -> None:
@@ -117,7 +135,35 @@ def guarded(main: Callable[[], int | None]) -> int:
     except BaseException as error:
         if _installed is None:
             raise
+        _fail_together(_installed, error)
         fail(error)
+
+
+def _fail_together(state: _Installed, error: BaseException) -> None:
+    """Leave with the other ranks, of which the first speaks, if all have ``error``; return if not."""
+    if state.all_say is None or state.withdraw is None or not isinstance(error, FOR_THE_USER):
+        return
+    text = "".join(_lines(error))
+    try:
+        if not state.all_say(text):
+            return
+    except Exception:  # noqa: BLE001 - messages fail as well: then this rank speaks for itself
+        return
+    code = exit_code(error)
+    _leave_by(time.monotonic() + ABORT_S, code)
+    if state.recorder is not None:
+        state.recorder.note("raised", _summary(error, None))
+    if state.rank == 0:
+        publish(0, f"every rank failed alike: exit code {code}", text, alone=True)
+    state.withdraw()
+    agreed_exit(code)
+
+
+def _leave_by(limit: float, code: int) -> None:
+    """Leave with ``code`` when the process is still there at ``limit``, in monotonic seconds."""
+    timer = threading.Timer(max(0.0, limit - time.monotonic()), os._exit, (code,))
+    timer.daemon = True
+    timer.start()
 
 
 def agreed_exit(code: int) -> NoReturn:
@@ -142,9 +188,7 @@ def fail(error: BaseException, thread: str | None = None) -> NoReturn:
     state.failing.acquire()  # never released: the process ends here
     code = exit_code(error) or FAILURE
     # Neither a failure in here nor an abort that waits for a lock of the failed thread may keep the process alive.
-    timer = threading.Timer(PRECEDENCE_S + DRAIN_S + ABORT_S, os._exit, (code,))
-    timer.daemon = True
-    timer.start()
+    _leave_by(time.monotonic() + PRECEDENCE_S + DRAIN_S + ABORT_S, code)
     try:
         _report(state, error, code, thread)
         time.sleep(DRAIN_S)
@@ -163,8 +207,11 @@ def _report(state: _Installed, error: BaseException, code: int, thread: str | No
     publish(state.rank, f"{where} failed: exit code {code}", "".join(_lines(error)))
 
 
-def publish(rank: int, headline: str, text: str) -> None:
-    """Write ``text`` once, in one piece and tagged with the rank, to stderr and for the launcher to show last."""
+def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> None:
+    """Write ``text`` once, in one piece and tagged with the rank, to stderr and for the launcher to show last.
+
+    With ``alone`` no other rank speaks: what the launcher will show is not written to stderr as well.
+    """
     rule = "=" * 100
     tagged = "".join(f"[rank {rank}] {line}\n" for line in [rule, headline, *text.rstrip("\n").split("\n"), rule])
     folder = os.environ.get(FAILURE_DIR)
@@ -173,6 +220,8 @@ def publish(rank: int, headline: str, text: str) -> None:
             path = Path(folder) / f"rank-{rank}.txt"
             path.with_suffix(".tmp").write_text(tagged)
             path.with_suffix(".tmp").replace(path)
+            if alone:
+                return
         except OSError as error:
             tagged += f"[rank {rank}] (no copy for the launcher: {error})\n"
     try:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.comm import failfast, launcher, placement
+from hpcdist.comm.agreement import all_say
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.events import NULL_SINK
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.mpi import MpiCommunicator
 from hpcdist.comm.recorder import Recorder
@@ -51,6 +53,16 @@ class Session:
         self.watchdog.start()
         failfast.attach(self.recorder)
 
+    def stop_recording(self) -> None:
+        """End what `record` began: its files are let go, and no operation has a deadline any more (local)."""
+        if self.watchdog is not None and self.recorder is not None:
+            self.watchdog.stop()
+            self.comm.events = NULL_SINK
+            failfast.detach()
+            self.recorder.note("finished", "end of the record")
+            self.recorder.close()
+        self.watchdog = self.recorder = None
+
     def leave(self, code: int) -> None:
         """End together with exit code ``code``, all ranks having agreed on it. Collective.
 
@@ -58,14 +70,18 @@ class Session:
         and finalises first.
         """
         self.comm.barrier()
-        if self.watchdog is not None:
-            self.watchdog.stop()
         if self.recorder is not None:
             self.recorder.note("finished", f"exit code {code}")
+        self.withdraw()
+        failfast.agreed_exit(code)
+
+    def withdraw(self) -> None:
+        """End the watch and MPI: nothing may be sent afterwards. Collective."""
+        if self.watchdog is not None:
+            self.watchdog.stop()
         sys.stdout.flush()
         sys.stderr.flush()
         self._finalise()
-        failfast.agreed_exit(code)
 
 
 def start(device: str = "cpu", ranks_per_node: int | None = None) -> Session:
@@ -92,7 +108,10 @@ def start(device: str = "cpu", ranks_per_node: int | None = None) -> Session:
     handover = Handover(device_pointers=os.environ.get("HPCDIST_CUDA_AWARE", "auto") == "yes")
     node = None if ranks_per_node is None else own.Get_rank() // ranks_per_node
     comm = MpiCommunicator(mpi, own, "world", handover, node)
-    return Session(comm, placement.locate(comm, said), library, world.Abort, _finalise=mpi.Finalize)
+    session = Session(comm, placement.locate(comm, said), library, world.Abort, _finalise=mpi.Finalize)
+    if comm.size > 1:
+        failfast.join(lambda text: all_say(comm, text), session.withdraw)
+    return session
 
 
 def start_alone() -> Session:

@@ -1,0 +1,128 @@
+"""Failing alike: ranks that all say the same find out, those that are alone do too, and one voice speaks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hpcdist
+from hpcdist.cli import main
+from hpcdist.comm.agreement import all_say
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_ranks_that_all_say_the_same_agree(size: int) -> None:
+    def body(comm: Communicator) -> bool:
+        first = all_say(comm, "DataError: there is no such file")
+        comm.barrier()  # and messages of others go on
+        return first and all_say(comm, "another")
+
+    assert run_threads(size, body) == [True] * size
+
+
+@pytest.mark.parametrize("odd", [0, 1, 3])
+def test_one_rank_that_says_something_else_is_enough(odd: int) -> None:
+    assert run_threads(4, lambda comm: all_say(comm, "odd" if comm.rank == odd else "even")) == [False] * 4
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_nobody_waits_long_for_a_rank_that_does_not_come(absent: int) -> None:
+    """The others are told, or notice; the absent rank is then still in its own work."""
+
+    def body(comm: Communicator) -> bool | None:
+        if comm.rank == absent:
+            buffer = np.zeros(1)
+            comm.recv(buffer, (absent + 1) % comm.size, 5)  # from a rank that has given up asking
+            return None
+        answer = all_say(comm, "alone", patience_s=0.05)
+        if comm.rank == (absent + 1) % comm.size:
+            comm.send(np.ones(1), absent, 5)
+        return answer
+
+    expected = [None if rank == absent else False for rank in range(3)]
+    assert run_threads(3, body) == expected
+
+
+PROGRAM = """
+import os, sys
+from hpcdist.comm import failfast
+from hpcdist.errors import DataError
+
+def abort(code):
+    print("abort", code, flush=True)
+    os._exit(code)
+
+def main():
+    raise {error}
+
+rank, agree = int(sys.argv[1]), sys.argv[2] == "yes"
+failfast.install(abort, None, rank)
+failfast.join(lambda text: print("asked", text) or agree, lambda: print("withdrawn", flush=True))
+failfast.guarded(main)
+"""
+
+
+def run(rank: int, agree: str, error: str = "DataError('no data')", **environment: str) -> tuple[int, str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HPCDIST_")}
+    kept["PYTHONPATH"] = str(Path(hpcdist.__file__).parents[1])
+    line = [sys.executable, "-c", PROGRAM.format(error=error), str(rank), agree]
+    done = subprocess.run(line, env=kept | environment, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_first_rank_speaks_for_all() -> None:
+    code, out, errors = run(0, "yes")
+    assert code == 78 and out == "asked DataError: no data\nwithdrawn\n"
+    assert "[rank 0] every rank failed alike: exit code 78" in errors and errors.count("no data") == 1
+    code, out, errors = run(3, "yes")
+    assert (code, out, errors) == (78, "asked DataError: no data\nwithdrawn\n", "")
+
+
+def test_a_rank_that_fails_alone_speaks_and_aborts() -> None:
+    code, out, errors = run(3, "no")
+    assert code == 78 and out == "asked DataError: no data\nabort 78\n"
+    assert "[rank 3] rank 3 failed: exit code 78" in errors and "no data" in errors
+
+
+def test_an_error_of_the_code_is_not_put_to_a_vote() -> None:
+    """Its traceback differs from rank to rank, and the first one matters."""
+    code, out, errors = run(3, "yes", "RuntimeError('a bug')")
+    assert code == 1 and out == "abort 1\n" and "a bug" in errors
+
+
+def test_a_vote_that_fails_itself_hides_nothing() -> None:
+    program = PROGRAM.replace('print("asked", text) or agree', "1 / 0").format(error="DataError('no data')")
+    done = subprocess.run(
+        [sys.executable, "-c", program, "1", "yes"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 78 and "no data" in done.stderr and "abort 78" in done.stdout
+
+
+def test_what_the_launcher_will_show_is_not_said_twice(tmp_path: Path) -> None:
+    _, _, errors = run(0, "yes", HPCDIST_FAILURE_DIR=str(tmp_path))
+    assert errors == "" and "no data" in (tmp_path / "rank-0.txt").read_text()
+    _, _, errors = run(0, "yes", HPCDIST_FAILURE_DIR=str(tmp_path / "of another host"))
+    assert "no data" in errors, "the launcher will not see it"
+
+
+@pytest.mark.parametrize(("rank", "waits"), [(None, []), ("0", []), ("2", [main.GIVE_WAY_S])])
+def test_before_a_job_has_started_rank_0_speaks_first(
+    rank: str | None, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(main.time, "sleep", slept.append)
+    for name in [name for name in os.environ if name.startswith(("OMPI_COMM_WORLD", "PMI_", "SLURM_"))]:
+        monkeypatch.delenv(name)
+    if rank is not None:
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["train", "/does/not/exist.toml"])
+    assert leaving.value.code == ConfigurationError.exit_code
+    assert slept == waits and "exist.toml" in capsys.readouterr().err
