@@ -13,7 +13,6 @@ from hpcdist.bench.trial import OK
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
 MISSING: Final = "-"
-PEAKS: Final = "peak_bytes."
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Row:
     ``tokens_per_s`` is the median, minimum and maximum over the repeats. ``step_s`` is the median, 95th and 99th
     percentile over all steps of all repeats but the first step of each, which compiles and connects; a step takes as
     long as its slowest rank, counting compute, communication and update. ``bytes_sent_per_step`` is the median step's
-    maximum over the ranks, ``peak_bytes`` the most that any rank held, kind by kind. The rest are medians.
+    maximum over the ranks, ``peak_bytes`` the most bytes that one rank held. The rest are medians.
     """
 
     name: str
@@ -108,8 +107,8 @@ def _sent(good: Sequence[Repeat]) -> float | None:
 
 
 def _peak(repeat: Repeat) -> float | None:
-    kinds = [value for name, value in repeat.summary.items() if name.startswith(PEAKS)]
-    return sum(kinds) if kinds and None not in kinds else None
+    value: float | None = repeat.summary.get("peak_bytes_total")
+    return value
 
 
 def _median(values: Sequence[float] | np.ndarray) -> float | None:

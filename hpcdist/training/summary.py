@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.strategies.grid import ORDER
 from hpcdist.training.energy import described
 from hpcdist.training.loop import Outcome
 from hpcdist.training.trainer import Trainer
@@ -27,11 +28,13 @@ def summarise(
     median = statistics.median(steady) if steady else float("nan")
     shares = [sum(rank["comm"][1:]) / sum(rank["step_s"][1:]) for rank in ranks if len(rank["step_s"]) > 1]
     sent = [max(counts) for counts in zip(*(rank["sent"] for rank in ranks), strict=True)]
+    sent = sent[1:] or sent
     known = bool(sent) and not any(math.isnan(count) for count in sent)
     summary = {
         "steps": outcome.done,
         "world": comm.size,
         "strategy": trainer.recipe.parallel.strategy,
+        "grid": {axis: getattr(trainer.grid, axis) for axis in ORDER},
         "algorithm": trainer.exchange.algorithm,
         "parameters": trainer.model.layout.parameters,
         "train_loss": _number(outcome.loss),
@@ -42,6 +45,7 @@ def summarise(
         "comm_fraction": _number(statistics.mean(shares)) if shares else None,
         "bytes_sent_per_step": round(statistics.median(sent)) if known else None,
         "peak_bytes": {kind: max(rank["peak"][kind] for rank in ranks) for kind in trainer.ledger.peak},
+        "peak_bytes_total": max(sum(rank["peak"].values()) for rank in ranks),
         "training_s": _number(sum(slowest)),
         "run_dir": str(directory),
         "stopped_by": outcome.wish.name.lower() if outcome.wish is not None else None,
@@ -61,13 +65,13 @@ def _number(value: float) -> float | None:
 
 def describe(summary: dict[str, Any]) -> str:
     """Return the summary as the lines that a person reads."""
-    peak = sum(summary["peak_bytes"].values()) / 2**20
+    peak = summary["peak_bytes_total"] / 2**20
     lines = [
         f"{summary['steps']} steps on {summary['world']} ranks, {summary['parameters']:,} parameters",
         f"train_loss {_shown(summary['train_loss'])}  val_loss {_shown(summary['val_loss'])} nats",
         f"{_shown(summary['tokens_per_s'], ',.0f')} tokens/s  step {_shown(summary['step_s_median'])} s",
         f"communication {_shown(summary['comm_fraction'], '.1%')} ({summary['strategy']}, {summary['algorithm']})",
-        f"peak {peak:.1f} MiB a rank",
+        f"peak {peak:.1f} MiB on the rank that holds most",
         described(summary),
         f"run directory {summary['run_dir']}",
     ]

@@ -22,7 +22,7 @@ def measured(rng, ranks, *, rate, counted=True, energy_j=None):
     samples["step_s"][3, 0] = np.nan
     if not counted:
         samples["sent_bytes"][7, 1] = np.nan
-    summary = {"tokens_per_s": rate, "train_loss": rate / 1000, "val_loss": 2.0, "peak_bytes": {"a": 2**20, "b": rate}}
+    summary = {"tokens_per_s": rate, "train_loss": rate / 1000, "val_loss": 2.0, "peak_bytes_total": 2**20 + rate}
     summary |= {} if energy_j is None else {"energy_j": energy_j}
     summary |= {} if counted else {"bytes_sent_per_step": None, "bytes_sent_reason": "the library does not tell"}
     kept = {name: Sample(values, "1", "") for name, values in samples.items()}
@@ -84,7 +84,7 @@ def test_what_was_not_measured_is_none_with_the_reason(found):
 
 def test_a_peak_of_which_a_part_is_unknown_is_unknown(tmp_path, rng):
     outcome, _ = measured(rng, 2, rate=1.0)
-    outcome.summary["peak_bytes"]["b"] = None
+    outcome.summary["peak_bytes_total"] = None
     results.prepare(tmp_path / "r.h5", {})
     results.append(tmp_path / "r.h5", Trial("a", "a", 2, {}, ""), 0, 0, outcome, "")
     assert row(tmp_path / "r.h5", "a").peak_bytes is None
