@@ -56,8 +56,8 @@ def column_sums(rows: Array, into: Array, add: bool) -> None:
     """Write or add the sums of ``rows`` (n, columns) to ``into`` (columns,)."""
     # A product with ones is twice as fast as a reduction over the slow dim, and sums in blocks, so rounds less.
     xp = namespace(rows)
-    ones = xp.ones(rows.shape[0], rows.dtype)
+    ones = xp.ones((1, rows.shape[0]), rows.dtype)  # (1, n): cupy 13 takes no vector together with `out`
     if add:
-        into += xp.matmul(ones, rows)
+        into += xp.matmul(ones, rows)[0]
     else:
-        xp.matmul(ones, rows, out=into)
+        xp.matmul(ones, rows, out=into[None, :])

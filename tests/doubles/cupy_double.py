@@ -408,6 +408,8 @@ def matmul(left: Any, right: Any, out: Any = None) -> ndarray:
         raise TypeError(f"cupy.matmul takes arrays of the device, got {[type(operand) for operand in operands]}")
     if out is None:
         return _computed(np.matmul(left._host, right._host))
+    if left.ndim < 2 or right.ndim < 2:
+        raise ValueError("Invalid shape for out: cupy 13 wants the dim that a vector lacks in it")
     np.matmul(left._host, right._host, out=out._host)
     LOG.launch()
     return out
