@@ -29,7 +29,7 @@ class UnevenMetrics(Metrics):
 
     Its loss is the mean over the workers' batches of that step, each under the parameters its worker had then. Times
     and bytes of a dedicated server, which has no steps, are NaN. Of steps that a worker had made beyond the checkpoint
-    from which a run goes on, there are the rows of the slower workers only. ``complete`` is the step that all have made.
+    from which a run goes on, there are the rows of the slower workers only. All workers have made step ``complete``.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class AsynchronousLoop(Loop):
         self._last = (0.0, 0)  # loss and targets of the last step
         self._saved_at = self.outcome.first
         self._began = self._boundary = time.perf_counter()
-        self._counted = self.traffic.sent_bytes
+        self._counted = self._sent_before = self.traffic.sent_bytes
         exchange.meetings.wants = lambda: bool(self.wishes.current().any()) or self.metrics.due()
         self._plan_checkpoint()
         exchange.part()
@@ -141,6 +141,7 @@ class AsynchronousLoop(Loop):
         sent = self.traffic.sent_bytes
         over = self._decide(*self._agree())
         self._counted += self.traffic.sent_bytes - sent  # what a meeting sends belongs to no step
+        self._sent_before += self.traffic.sent_bytes - sent
         if not over:
             self.exchange.part()
         return over
@@ -195,9 +196,13 @@ class AsynchronousLoop(Loop):
         self.exchange.meet_at = (self._saved_at // every + 1) * every if every else 0
 
     def _align(self) -> None:
-        """Give all ranks figures of equally many steps; those of a dedicated server are means. Collective."""
+        """Give all ranks figures of equally many steps. Collective.
+
+        Those of a dedicated server are means, and so are the bytes of any rank that serves: it does so also while it
+        waits for a meeting, in none of its own steps.
+        """
         outcome, shard = self.outcome, self.exchange.shard
-        elapsed_s = time.perf_counter() - self._began
+        elapsed_s, sent_bytes = time.perf_counter() - self._began, self.traffic.sent_bytes - self._sent_before
         made = self.trainer.comm.allgather_object(len(outcome.step_s) if self.exchange.works else None)
         steps = min(count for count in made if count is not None)
         if self.exchange.works:
@@ -207,4 +212,5 @@ class AsynchronousLoop(Loop):
             assert shard is not None
             outcome.step_s = [elapsed_s / steps] * steps
             outcome.communication_s = [(elapsed_s - shard.busy_s) / steps] * steps
-            outcome.sent_bytes = [(self.traffic.sent_bytes - self._counted) / steps] * steps
+        if steps and shard is not None:
+            outcome.sent_bytes = [sent_bytes / steps] * steps

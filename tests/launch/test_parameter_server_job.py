@@ -74,6 +74,13 @@ def test_it_learns_counts_its_bytes_and_keeps_what_it_evaluated(text: Path, tmp_
     assert json.loads(evaluated.stdout.splitlines()[-1])["val_loss"] == pytest.approx(found["val_loss"], rel=1e-5)
 
 
+def test_what_a_rank_serves_after_its_last_step_counts(text: Path, tmp_path: Path) -> None:
+    """The one rank that serves has its own part at hand, so it is done long before those to which it sends."""
+    keys = {"parameter_server__placement": "colocated", "parameter_server__servers": 1}
+    found = summary(start(3, tmp_path / "run", text, run__steps=30, **keys))
+    np.testing.assert_allclose(found["bytes_sent_per_step"], 2 * 4 * found["parameters"], rtol=0.02)
+
+
 @pytest.mark.parametrize(("ranks", "placement"), [(3, "dedicated"), (2, "colocated")])
 def test_stopped_and_resumed_it_makes_every_step_once(text: Path, tmp_path: Path, ranks: int, placement: str) -> None:
     out = tmp_path / "run"
