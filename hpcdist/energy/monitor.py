@@ -4,9 +4,11 @@
 """
 
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.energy import report as reports
@@ -17,17 +19,30 @@ from hpcdist.energy.sources import Sources, claim, of_node
 from hpcdist.energy.store import NodeRows
 from hpcdist.energy.windows import Windows
 
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
 
 def _nothing() -> None:
     return None
+
+
+def this_host() -> str:
+    """Return what all processes under this kernel, in containers too, and no others have in common (local)."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 class Monitor:
     """Measures between `start` and `stop`, or as a context manager. Construction is collective over ``comm``.
 
     ``bus_id`` is the PCI address of the GPU on which this rank computes (None: the processor), and ``synchronise``
-    waits for it at the edges of windows. Sensors are read by the first rank of each node, for the GPUs of all of its
-    ranks, each once. Where nothing can be read no thread runs, and a window costs two looks at the clock.
+    waits for it at the edges of windows. Sensors are read by the first rank of each ``host``, for the GPUs of all of
+    its ranks, each once. Where nothing can be read no thread runs, and a window costs two looks at the clock.
+
+    A host is a running kernel, and the nodes in reports are hosts: the nodes of the communicator may be declared, and
+    two of them on one machine would count it twice.
     """
 
     def __init__(
@@ -38,17 +53,22 @@ class Monitor:
         bus_id: str | None = None,
         synchronise: Callable[[], None] = _nothing,
         environment: Mapping[str, str] = os.environ,
+        host: str | None = None,
     ) -> None:
-        self._comm, self._node = comm, comm.nodes()
-        intra = self._node.intra
-        claims = intra.allgather_object((claim(config, bus_id, environment), bus_id is not None))
+        self._comm = comm
+        host = this_host() if host is None else host
+        ranks = comm.allgather_object((host, claim(config, bus_id, environment), bus_id is not None))
+        hosts = [name for name, _, _ in ranks]
+        self._node = list(dict.fromkeys(hosts)).index(host)
+        self._leads = hosts.index(host) == comm.rank
+        self._leaders = comm.split(0 if self._leads else None, comm.rank, "energy")
         self._sources = Sources()
-        self._leads = intra.rank == 0
         if self._leads:
-            self._sources = of_node(config, [one for one, _ in claims], any(computing for _, computing in claims))
-        measured = set(comm.allgather_object((self._node.index, bool(self._sources.counters))))
+            claims = [one for name, one, _ in ranks if name == host]
+            self._sources = of_node(config, claims, any(on_gpu for name, _, on_gpu in ranks if name == host))
+        measured = set(comm.allgather_object((self._node, bool(self._sources.counters))))
         self.measures = any(found for _, found in measured)  # somewhere in the job: the same on every rank
-        self._synchronise = synchronise if (self._node.index, True) in measured else _nothing
+        self._synchronise = synchronise if (self._node, True) in measured else _nothing
         self.sampler = Sampler(self._sources.counters, config.interval_s)
         self._windows = Windows(len(self._sources.counters))
         self._stored = 0
@@ -112,7 +132,7 @@ class Monitor:
             for track in self.sampler.tracks
         ]
         return Contribution(
-            self._node.index,
+            self._node,
             found,
             self._windows.phases(),
             self._windows.totals(),
@@ -124,12 +144,12 @@ class Monitor:
     def collect(self) -> list[NodeRows]:
         """Return the samples and the closed windows of all nodes since the last call, on the first rank of each node.
 
-        The other ranks get an empty list. Collective over the first ranks of the nodes.
+        The other ranks get an empty list. Collective over the first ranks of the nodes, rank 0 among them.
         """
-        if not self.measures or self._node.leaders is None:
+        if not self.measures or self._leaders is None:
             return []
         windows = self._windows.closed[self._stored :]
         self._stored += len(windows)
         sources = [(track.kind, track.name) for track in self.sampler.tracks]
-        own = NodeRows(self._node.index, sources, self.sampler.drain(), windows)
-        return self._node.leaders.allgather_object(own)
+        own = NodeRows(self._node, sources, self.sampler.drain(), windows)
+        return self._leaders.allgather_object(own)

@@ -65,6 +65,11 @@ def train(monitor, package):
         settle(monitor)
 
 
+def host(comm):
+    """Two ranks a host."""
+    return f"host {comm.rank // 2}"
+
+
 def config(root):
     return EnergyConfig(sources="rapl", interval_s=0.002, powercap=str(root))
 
@@ -78,11 +83,11 @@ def test_nodes_add_up_over_wraps(tmp_path):
 
     def body(comm):
         package = packages[comm.rank // 2]
-        with Monitor(comm, config(package.root), environment={}) as monitor:
+        with Monitor(comm, config(package.root), environment={}, host=host(comm)) as monitor:
             train(monitor, package)
             return monitor.report(), len(monitor.sampler.tracks)
 
-    results = run_threads(5, body, ranks_per_node=2)
+    results = run_threads(5, body)
     report = results[0][0]
     assert all(found == report for found, _ in results)
     assert [tracks for _, tracks in results] == [1, 0, 1, 0, 1]
@@ -93,16 +98,29 @@ def test_nodes_add_up_over_wraps(tmp_path):
     assert not alive()
 
 
+def test_declared_nodes_on_one_machine_count_it_once(tmp_path):
+    package = Package(tmp_path / "0")
+
+    def body(comm):
+        with Monitor(comm, config(package.root), environment={}) as monitor:
+            train(monitor, package)
+            return monitor.report(), len(monitor.sampler.tracks)
+
+    results = run_threads(4, body, ranks_per_node=1)
+    assert [tracks for _, tracks in results] == [1, 0, 0, 0]
+    assert results[3][0]["energy_j"] == pytest.approx(5.5)
+
+
 def test_one_blind_node_takes_the_total_and_is_named(tmp_path):
     package = Package(tmp_path / "0")
 
     def body(comm):
         root = package.root if comm.rank == 0 else tmp_path / "missing"
-        with Monitor(comm, config(root), environment={}) as monitor:
+        with Monitor(comm, config(root), environment={}, host=str(comm.rank)) as monitor:
             train(monitor, package)
             return monitor.report()
 
-    for report in run_threads(2, body, ranks_per_node=1):
+    for report in run_threads(2, body):
         assert math.isnan(report["energy_j"])
         assert report["reason"].startswith("node 1 has no cpu: ") and "missing does not exist" in report["reason"]
 
@@ -134,13 +152,13 @@ def test_the_device_is_waited_for_at_every_edge_on_every_rank_of_a_node_that_mea
 
         root = packages[0].root if comm.rank < 2 else tmp_path / "missing"
         with (
-            Monitor(comm, config(root), synchronise=wait, environment={}) as monitor,
+            Monitor(comm, config(root), synchronise=wait, environment={}, host=host(comm)) as monitor,
             monitor.window("training"),
             monitor.window("checkpoint"),
         ):
             pass
 
-    run_threads(3, body, ranks_per_node=2)
+    run_threads(3, body)
     assert waits == [4, 4, 0]
 
 
@@ -162,11 +180,11 @@ def test_samples_of_all_nodes_meet_on_their_first_ranks(tmp_path):
 
     def body(comm):
         package = packages[comm.rank // 2]
-        with Monitor(comm, config(package.root), environment={}) as monitor:
+        with Monitor(comm, config(package.root), environment={}, host=host(comm)) as monitor:
             train(monitor, package)
             return monitor.collect(), monitor.collect()
 
-    for rank, (rows, again) in enumerate(run_threads(4, body, ranks_per_node=2)):
+    for rank, (rows, again) in enumerate(run_threads(4, body)):
         if rank % 2:
             assert rows == again == []
             continue

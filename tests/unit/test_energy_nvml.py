@@ -180,7 +180,7 @@ def settle(monitor, comm):
     time.sleep(2.2 * longest + 0.001)
 
 def body(comm):
-    with Monitor(comm, NVML_ONLY, bus_id=BUS[comm.rank], environment={}) as monitor:
+    with Monitor(comm, NVML_ONLY, bus_id=BUS[comm.rank], environment={}, host=f"host {comm.rank // RANKS}") as monitor:
         running = [thread.name for thread in threading.enumerate()].count("energy sampler")
         with monitor.window("training"):
             for mj in (1000, 2000, 3000):
@@ -194,8 +194,8 @@ def body(comm):
         report = monitor.report()
     return report, running, len(monitor.sampler.tracks)
 
-def run(size, ranks_per_node):
-    results = run_threads(size, body, ranks_per_node=ranks_per_node)
+def run(size):
+    results = run_threads(size, body)
     left = [thread.name for thread in threading.enumerate()].count("energy sampler")
     tell([[r[0] for r in results], [r[1] for r in results], [r[2] for r in results], left])
 """
@@ -204,7 +204,7 @@ THREE = [gpu(number, "fixed:0") for number in range(3)]
 
 def test_one_sampler_a_node_and_a_shared_gpu_once(program):
     # node 0: both ranks on GPU-00; node 1: one rank on GPU-01, one on GPU-00, which the nodes of this test share
-    source = JOB + "SECOND = 0\nBUS = [f'0000:{bus}:00.0' for bus in (10, 10, 11, 10)]\nrun(4, 2)"
+    source = JOB + "SECOND = 0\nBUS = [f'0000:{bus}:00.0' for bus in (10, 10, 11, 10)]\nRANKS = 2\nrun(4)"
     reports, running, tracks, left = program(THREE, source)
     assert all(report == reports[0] for report in reports)
     report = reports[0]
@@ -217,7 +217,7 @@ def test_one_sampler_a_node_and_a_shared_gpu_once(program):
 
 
 def test_a_gpu_that_does_not_move_or_cannot_be_measured_takes_the_total(program):
-    source = JOB + "SECOND = 0\nBUS = [f'0000:{bus}:00.0' for bus in (10, 12)]\nrun(2, 1)"
+    source = JOB + "SECOND = 0\nBUS = [f'0000:{bus}:00.0' for bus in (10, 12)]\nRANKS = 1\nrun(2)"
     report = program(THREE, source)[0][0]
     assert report["energy_j"] != report["energy_j"]
     assert report["reason"] == "node 1, GPU-02: its counter did not move twice"
@@ -229,6 +229,7 @@ def test_totals_survive_a_resume_on_other_nodes(program):
     source = (
         """
 SECOND = 0
+RANKS = 2
 BUS = ["0000:10:00.0"] * 4
 """
         + JOB.replace("    with Monitor(", "    monitor = Monitor(")
@@ -236,7 +237,7 @@ BUS = ["0000:10:00.0"] * 4
         .replace("report = monitor.report()", "report = json.loads(json.dumps(monitor.state()))")
         + """
 STATE = None
-first = run_threads(4, body, ranks_per_node=2)[0][0]
+first = run_threads(4, body)[0][0]
 STATE = first
 set_counters(GPU_00="fixed:0")
 tell([first, run_threads(1, body)[0][0]])
