@@ -17,6 +17,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.start import Session
 from hpcdist.errors import DataError
 from hpcdist.models.model import Model
+from hpcdist.models.tokens import check_tokens
 from hpcdist.optim import rates
 from hpcdist.strategies import build, pipeline
 from hpcdist.strategies.exchange import Exchange
@@ -73,8 +74,13 @@ class Trainer:
         return Prefetcher(self.source, self.recipe, self.data_axis, self.first_step, steps, reads=reads)
 
     def place(self, batch: MicroBatch) -> MicroBatch:
-        """Return a batch where the model computes (local)."""
+        """Return a batch where the model computes (local). Raises DataError on tokens that it does not know."""
         on = self.recipe.run.device
+        if on == "gpu":  # the model asks host memory only: a GPU would have to be waited for at every use
+            vocabulary = self.recipe.model.vocabulary
+            if self.recipe.model.kind == "gpt":
+                check_tokens(batch[0], vocabulary, "token")
+            check_tokens(batch[1], self.source.inputs.get("classes", vocabulary), "target")
         return backend.place(batch[0], on), backend.place(batch[1], on)
 
     def logits(self, inputs: np.ndarray) -> np.ndarray:

@@ -12,12 +12,12 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from gpu_runs import LAYOUTS, TRAININGS, Trained, assembled, check_same, with_pointers, write_text
+from gpu_runs import LAYOUTS, STEPS, TRAININGS, Trained, assembled, check_same, with_pointers, write_text
 
 from hpcdist.arrays import backend
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import DivergenceError, NonFiniteError
+from hpcdist.errors import DataError, DivergenceError, NonFiniteError
 from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.schedule.executor import PHASES
 from hpcdist.strategies.schedule.operations import Kind
@@ -116,6 +116,72 @@ def test_a_step_transfers_no_more_than_it_must(
         for sites, messages in watch.steps:
             assert +sites == +expected_sites(gpu, run, messages, pointers)
             assert (messages.total() > 0) == (ranks > 1)
+
+
+def without_lock_step(comm: Communicator, settings: dict[str, object]) -> tuple[list[float], np.ndarray]:
+    """Train under asp with one worker, which is as reproducible as lock-step; return losses and parameters."""
+    trainer = assembled(
+        comm, {**settings, "parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}
+    )
+    exchange, losses = trainer.exchange, []
+    operations = exchange.attended(trainer.operations)
+    exchange.part()
+    if exchange.works:
+        with trainer.batches(STEPS) as batches:
+            for step, batch in enumerate(batches, start=1):
+                parts = microbatches(trainer.place(batch), 2)
+                losses.append(trainer.executor.run(operations, parts, len(batch[0]), step, np.zeros(0)).loss)
+    exchange.meet()
+    exchange.refresh()
+    return losses, backend.to_host(exchange.parameters.array).copy()
+
+
+@pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
+@pytest.mark.parametrize(("ranks", "placement"), [(1, "colocated"), (2, "dedicated")])
+def test_a_run_without_lock_step_is_that_of_the_cpu(
+    gpu: ModuleType, text: dict[str, object], ranks: int, placement: str, pointers: bool
+) -> None:
+    settings = {
+        **text,
+        "precision.mode": "float32",
+        "parallel.microbatches": 2,
+        "parameter_server.placement": placement,
+    }
+
+    def on_device(comm: Communicator) -> tuple[list[float], np.ndarray]:
+        if pointers:
+            with_pointers(comm)
+        comm.events = Watch(gpu)  # type: ignore[misc]
+        return without_lock_step(comm, {**settings, "run.device": "gpu"})
+
+    host = run_threads(ranks, lambda comm: without_lock_step(comm, settings))
+    device = run_threads(ranks, on_device)
+    assert host[0][0][-1] < host[0][0][0]
+    for (expected, want), (losses, got) in zip(host, device, strict=True):
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        assert np.linalg.norm(got - want) <= 1e-4 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("key", ["gpt", "mlp"])
+def test_a_token_that_the_model_lacks_is_refused_before_the_device_wraps_it(
+    gpu: ModuleType, text: dict[str, object], key: str
+) -> None:
+    keys = {"model.kind": key, "model.tied": "false", "run.device": "gpu"}
+
+    def body(comm: Communicator) -> None:
+        trainer = assembled(comm, {**text, **keys, **({"model.vocabulary": 256} if key == "gpt" else {})})
+        tokens = np.full((3, 8), 7, np.uint16)
+        targets = tokens if key == "gpt" else tokens[:, 0]
+        trainer.place((tokens, targets))
+        gpu.LOG.clear()
+        with pytest.raises(DataError, match="target 300 is outside"):
+            trainer.place((tokens, np.where(targets == 7, 300, targets)))
+        if key == "gpt":
+            with pytest.raises(DataError, match="token 299 is outside"):
+                trainer.place((tokens + np.uint16(292), targets))
+        assert gpu.LOG.events == []
+
+    run_threads(1, body)
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("allreduce", 2), ("zero3", 2), ("1f1b", 4)])
