@@ -11,12 +11,14 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 def command(run_dir: Path, as_json: bool) -> None:
     """Print the validation loss of the newest checkpoint in RUN_DIR; under a launcher the ranks share the work."""
-    from hpcdist.training import job
+    from hpcdist.errors import OK
+    from hpcdist.training.inference import Look
 
-    session, trainer = job.reopen(run_dir)
-    figures = job.evaluate(trainer)
-    if session.comm.rank == 0:
+    with Look(run_dir) as look:
+        trained = look.load()
+        figures = {"steps": trained.steps, "val_loss": trained.validation_loss()}
+    if look.session.comm.rank == 0:
         click.echo(f"val_loss {figures['val_loss']:.4f} nats after {figures['steps']} steps", err=as_json)
         if as_json:
             click.echo(json.dumps(figures))
-    session.leave(0)
+    look.session.leave(OK)

@@ -1,6 +1,5 @@
 """`hpcdist sample`: text from a trained model."""
 
-import itertools
 import os
 import sys
 from pathlib import Path
@@ -17,16 +16,12 @@ import click
 @click.option("--seed", default=0, type=click.IntRange(min=0), help="Seed of the draws.")
 def command(run_dir: Path, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> None:
     """Print text that the model in RUN_DIR writes. It must be a gpt on bytes (model.vocabulary 256)."""
-    from hpcdist.training import job
+    from hpcdist.training import inference
 
-    parts = job.sample(run_dir, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
-    first = next(parts, "")  # what is wrong with the run is said before anything is written
     try:
-        for part in itertools.chain([prompt, first], parts):
+        for part in inference.sample(run_dir, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed):
             sys.stdout.write(part)
             sys.stdout.flush()
-        sys.stdout.write("\n")
-        sys.stdout.flush()
     except BrokenPipeError:
         # Whoever reads has seen enough; the interpreter must not complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,26 +1,16 @@
 """A whole job: start, train, evaluate, report, leave. What `hpcdist train` calls."""
 
-import codecs
-import dataclasses
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from hpcdist.checkpoint.restore import newest
-from hpcdist.comm.start import Session, start, start_alone
-from hpcdist.errors import OK, StorageError, UsageError
-from hpcdist.strategies.config import ParallelConfig
+from hpcdist.comm.start import Session, start
+from hpcdist.errors import OK
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training import directory, entropy
-from hpcdist.training import recipe as recipes
 from hpcdist.training.asynchronous import loop_of
 from hpcdist.training.energy import Energy, energy_attributes
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.generation import generate
 from hpcdist.training.progress import Progress
 from hpcdist.training.recipe import Recipe
 from hpcdist.training.summary import describe, summarise
@@ -89,46 +79,3 @@ def _introduce(
     if run.resume_from is not None:
         progress.say(f"resumed from {run.resume_from} after {trainer.first_step} steps")
     progress.say(f"run directory {run.path}")
-
-
-def reopen(path: Path, alone: bool = False) -> tuple[Session, Trainer]:
-    """Assemble the run in ``path`` from its newest valid checkpoint. Collective, unless ``alone`` (this process only).
-
-    Raises StorageError when ``path`` holds no run or no checkpoint that verifies.
-    """
-    resolved = recipes.load_stored(path / directory.RECIPE_FILE)
-    session = start_alone() if alone else start(resolved.run.device)
-    found = newest(path, session.comm)
-    if found is None:
-        raise StorageError(f"{path} holds no valid checkpoint; train it first (a run saves one at its end)")
-    # Any number of ranks may look at a run: the layout that trained it does not bind them.
-    free = dataclasses.replace(resolved, parallel=ParallelConfig())
-    return session, assemble(session, free, found)
-
-
-def evaluate(trainer: Trainer) -> dict[str, Any]:
-    """Return the validation loss and the step of a reopened run. Collective."""
-    return {"steps": trainer.first_step, "val_loss": mean_validation_loss(trainer)}
-
-
-def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int) -> Iterator[str]:
-    """Yield the text with which the model in ``path`` continues ``prompt``, as it is drawn (local).
-
-    Raises UsageError for a model that does not read bytes, or an empty prompt.
-    """
-    _, trainer = reopen(path, alone=True)
-    recipe = trainer.recipe
-    if recipe.model.kind != "gpt" or recipe.model.vocabulary != 256:
-        raise UsageError(
-            f"{path} holds a {recipe.model.kind} over {recipe.model.vocabulary} tokens; only a gpt on bytes writes text"
-        )
-    start_of = np.frombuffer(prompt.encode(), np.uint8)
-    if not start_of.size:
-        raise UsageError("the prompt is empty; give at least one character with --prompt")
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    drawn = generate(
-        trainer.logits, start_of, tokens, recipe.data.context, temperature=temperature, top_k=top_k, seed=seed
-    )
-    for token in drawn:
-        yield decoder.decode(bytes([token]))
-    yield decoder.decode(b"", final=True)

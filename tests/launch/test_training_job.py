@@ -223,7 +223,7 @@ def test_a_directory_belongs_to_one_run(text: Path, tmp_path: Path) -> None:
     [
         (["--set", "model.layer=3"], 78, ["model.layer", "model.layers"]),
         (["--set", "run.steps=many"], 78, ["run.steps", "many"]),
-        (["--set", "parallel.strategy=zero1"], 78, ["zero1", "not built"]),
+        (["--set", "parallel.strategy=gossip"], 78, ["gossip", "not built"]),
         (["--set", "precision.mode=bfloat16"], 78, ["bfloat16", "not built"]),
         (["--set", "parallel.data=9"], 78, ["run.global_batch = 6"]),
         (["--set", "data.path=/does/not/exist"], 78, ["/does/not/exist"]),

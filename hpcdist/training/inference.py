@@ -1,0 +1,175 @@
+"""Looking at what was trained: its parameters alone, on any number of ranks, whatever trained them.
+
+Neither gradients nor optimizer state are made or read. Each rank reads its share of the parameters and gets the rest
+from the others. Operations are recorded while a look lasts, apart from those of the training: in a folder of its own,
+which stays where the look fails.
+"""
+
+import codecs
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+
+from hpcdist import models
+from hpcdist.arrays import backend
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.restore import newest, restore
+from hpcdist.collectives import SHARDED, allreduce
+from hpcdist.comm import failfast, launcher
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.start import Session, start, start_alone
+from hpcdist.errors import DataError, StorageError, UsageError
+from hpcdist.models.arena import Arena
+from hpcdist.models.model import Model
+from hpcdist.strategies.exchange import pieces_of
+from hpcdist.training import data, directory
+from hpcdist.training import recipe as recipes
+from hpcdist.training.generation import generate
+from hpcdist.training.recipe import Recipe
+
+# These say it all: what was recorded need not be kept.
+EXPECTED: Final = (GeneratorExit, KeyboardInterrupt, *failfast.FOR_THE_USER)
+RECORDS: Final = "recorder-evaluate-"  # the folder begins so; `hpcdist hang` reads it
+
+
+@dataclass
+class Trained:
+    """A trained model; every rank of ``comm`` has all of it."""
+
+    comm: Communicator
+    path: Path
+    recipe: Recipe
+    model: Model
+    parameters: FlatStore
+    scalars: dict[str, Any]
+    ledger: Ledger
+    arena: Arena = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.arena = Arena(self.ledger, self.recipe.run.device)
+        self._views = self.model.bind(self.parameters)
+
+    @property
+    def steps(self) -> int:
+        """Steps after which these were the parameters."""
+        return int(self.scalars["steps"])
+
+    def logits(self, inputs: np.ndarray) -> np.ndarray:
+        """Return the output of the model for ``inputs``, both on the host (local)."""
+        placed = backend.place(inputs, self.recipe.run.device)
+        return backend.to_host(self.model.logits(self._views, placed, self.arena))
+
+    def validation_loss(self) -> float:
+        """Return the mean loss in nats over the validation windows; NaN where there are none. Collective.
+
+        Raises DataError when the data is not what the model was trained on: its windows may have been.
+        """
+        recipe, on = self.recipe, self.recipe.run.device
+        source = data.open_source(recipe.data, recipe.model, self.comm)
+        if source.fingerprint != self.scalars["data"]:
+            raise DataError(
+                f"{self.path} was written by a run on other data than {source.description}; "
+                "give back the data it was trained on"
+            )
+        sums = np.zeros(2)
+        for inputs, targets in source.validation_batches(recipe, self.comm):
+            if len(inputs):
+                batch = backend.place(inputs, on), backend.place(targets, on)
+                sums += (self.model.evaluate(self._views, *batch, self.arena), targets.size)
+        allreduce(self.comm, sums)
+        return float(sums[0] / sums[1]) if sums[1] else float("nan")
+
+
+def load(comm: Communicator, path: Path, recipe: Recipe) -> Trained:
+    """Return the model of the newest valid checkpoint in the run directory ``path``. Collective over ``comm``.
+
+    Raises StorageError when there is none.
+    """
+    found = newest(path, comm)
+    if found is None:
+        raise StorageError(f"{path} holds no valid checkpoint; train it first (a run saves one at its end)")
+    scalars = manifest.load(found).scalars
+    # The recipe knows as much of a text; checkpoints of the first version leave it to the recipe.
+    inputs = scalars.get("model_inputs", {"context": recipe.data.context})
+    model = models.build(recipe.model, recipe.precision.mode, **inputs)
+    ledger = Ledger()
+    parameters = FlatStore(model.layout, model.dtype, on=recipe.run.device, ledger=ledger)
+    sharding = SHARDED["native"]
+    shares = sharding.shares(comm, parameters.size, parameters.dtype.itemsize)
+    restore(found, pieces_of({"parameters": parameters}, [shares[comm.rank]]))
+    sharding.all_gather(comm, parameters.array, shares)
+    return Trained(comm, found, recipe, model, parameters, scalars, ledger)
+
+
+class Look:
+    """A session in which a run is looked at; a context manager. Collective, unless ``alone`` (this process only)."""
+
+    def __init__(self, path: Path, alone: bool = False) -> None:
+        self.path, self.recipe = path, recipes.load_stored(path / directory.RECIPE_FILE)
+        communication = self.recipe.communication
+        self.session: Session = (
+            start_alone() if alone else start(self.recipe.run.device, communication.ranks_per_node or None)
+        )
+        self._records = _folder_for_records(self.session.comm, path)
+        self.session.record(self._records, communication.deadline_s)
+
+    def load(self) -> Trained:
+        """Return the model of the newest valid checkpoint. Raises StorageError when there is none."""
+        return load(self.session.comm, self.path, self.recipe)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, EXPECTED):
+            return  # the records say who was where
+        self.session.stop_recording()
+        if kind is None:
+            self.session.comm.barrier()  # all have let go of their files
+        shutil.rmtree(self._records, ignore_errors=True)
+
+
+def _folder_for_records(comm: Communicator, path: Path) -> Path:
+    """Return a new folder that all ranks have: in ``path``, or, where nothing may be written there, a temporary one."""
+    name = None
+    if comm.rank == 0:
+        try:
+            name = tempfile.mkdtemp(prefix=RECORDS, dir=path)
+        except OSError:  # somebody else's run: looking at it needs no permission to write
+            name = tempfile.mkdtemp(prefix=f"hpcdist-{RECORDS}")
+    folder = Path(comm.broadcast_object(name))
+    (folder / "recorder").mkdir(parents=True, exist_ok=True)  # a temporary one is each node's own
+    return folder
+
+
+def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: int, seed: int) -> Iterator[str]:
+    """Yield ``prompt``, the text with which the model in ``path`` continues it, as it is drawn, and a newline (local).
+
+    One process draws: the other ranks of a job yield nothing. Raises UsageError for a model that does not read bytes,
+    or an empty prompt.
+    """
+    said = launcher.announced()
+    if said is not None and said.rank:
+        return
+    with Look(path, alone=True) as look:
+        model, context = look.recipe.model, look.recipe.data.context
+        if model.kind != "gpt" or model.vocabulary != 256:
+            raise UsageError(
+                f"{path} holds a {model.kind} over {model.vocabulary} tokens; only a gpt on bytes writes text"
+            )
+        start_of = np.frombuffer(prompt.encode(), np.uint8)
+        if not start_of.size:
+            raise UsageError("the prompt is empty; give at least one character with --prompt")
+        logits = look.load().logits
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        yield prompt
+        for token in generate(logits, start_of, tokens, context, temperature=temperature, top_k=top_k, seed=seed):
+            yield decoder.decode(bytes([token]))
+        yield decoder.decode(b"", final=True) + "\n"

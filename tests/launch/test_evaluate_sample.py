@@ -1,0 +1,71 @@
+"""Looking at a run as a user does: on any number of ranks, without its data, and told once what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+LIMIT_S = 120
+SETTINGS = {
+    "model.layers": 1,
+    "model.hidden": 32,
+    "model.heads": 2,
+    "data.context": 16,
+    "run.steps": 8,
+    "run.global_batch": 6,
+    "parallel.strategy": "zero3",
+}
+
+pytestmark = pytest.mark.timeout(5 * LIMIT_S)
+
+
+def hpcdist(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "hpcdist", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL, env=os.environ
+    )
+
+
+def settings(data: Path) -> list[str]:
+    return [part for key, value in {**SETTINGS, "data.path": data}.items() for part in ("--set", f"{key}={value}")]
+
+
+def told(done: "subprocess.CompletedProcess[str]", words: str) -> int:
+    return (done.stdout + (done.stderr or "")).count(words)
+
+
+def test_a_run_is_looked_at_on_any_number_of_ranks(tmp_path: Path, rng: np.random.Generator) -> None:
+    text, run = tmp_path / "text.txt", tmp_path / "run"
+    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
+    text.write_text(" ".join(rng.choice(words, 2000)))
+    trained = hpcdist("run", "-n", 2, "train", *settings(text), "--out", run, "--json")
+    assert trained.returncode == 0, trained.stderr
+    before = sorted(run.iterdir())
+    evaluated = hpcdist("run", "-n", 3, "evaluate", run, "--json")
+    assert evaluated.returncode == 0, evaluated.stderr
+    figures = json.loads(evaluated.stdout.splitlines()[-1])
+    assert figures["steps"] == SETTINGS["run.steps"]
+    assert figures["val_loss"] == pytest.approx(json.loads(trained.stdout.splitlines()[-1])["val_loss"], rel=1e-5)
+
+    text.unlink()
+    sampled = hpcdist("run", "-n", 2, "sample", run, "--prompt", "zyx", "--tokens", 20, "--temperature", 0)
+    assert sampled.returncode == 0, sampled.stderr
+    assert sampled.stdout.startswith("zyx") and told(sampled, "zyx") == 1, "one rank writes"
+    refused = hpcdist("run", "-n", 4, "evaluate", run)
+    assert refused.returncode == 78, refused.stderr
+    assert told(refused, f"{text}: there is no such file") == 1, refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert sorted(run.iterdir()) == before, "a look leaves nothing behind"
+
+
+def test_what_is_wrong_on_all_ranks_is_told_once(mpiexec, tmp_path: Path) -> None:
+    """Without `hpcdist run`, which would show the first failure again."""
+    line = ["-m", "hpcdist", "train", *settings(tmp_path / "missing.txt"), "--out", str(tmp_path / "run")]
+    done = mpiexec(4, line, timeout=LIMIT_S)
+    assert done.returncode == 78, done.stdout
+    assert told(done, "missing.txt: there is no such file") == 1, done.stdout
+    assert "[rank 0] every rank failed alike: exit code 78" in done.stdout

@@ -1,0 +1,246 @@
+"""Looking at a trained model: any layout trained it, any number of ranks looks, and only its parameters are read."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.comm import failfast
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.recording import recording
+from hpcdist.comm.solo import solo
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import CommunicationError, DataError, StorageError, UsageError
+from hpcdist.training import inference
+from hpcdist.training import recipe as recipes
+from hpcdist.training.data import microbatches
+from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.generation import generate
+from hpcdist.training.inference import Look, load, sample
+from hpcdist.training.trainer import assemble
+
+STEPS = 3
+# name -> (ranks, keys)
+LAYOUTS = {
+    "one process": (1, {}),
+    "allreduce": (3, {}),
+    "zero1": (2, {"parallel.strategy": "zero1"}),
+    "zero2": (3, {"parallel.strategy": "zero2", "parallel.microbatches": 2}),
+    "zero3, tied": (2, {"parallel.strategy": "zero3", "model.tied": "true"}),
+    "1f1b": (3, {"parallel.pipeline": 3, "parallel.microbatches": 2}),
+    "gpipe x data, tied": (
+        4,
+        {"parallel.pipeline": 2, "parallel.schedule": "gpipe", "parallel.microbatches": 2, "model.tied": "true"},
+    ),
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Path:
+    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(rng.choice(words, 600)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def hooks() -> Iterator[None]:
+    """A look installs how the process fails; take that back."""
+    yield
+    failfast.uninstall()
+
+
+def recipe_of(text: Path, keys: dict[str, object]) -> recipes.Recipe:
+    settings = {
+        "model.layers": 2,
+        "model.hidden": 16,
+        "model.heads": 2,
+        "data.path": text,
+        "data.context": 8,
+        "run.steps": STEPS,
+        "run.global_batch": 8,
+        "run.validation_samples": 37,
+        "optimizer.name": "adamw",
+        **keys,
+    }
+    return recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
+
+
+def train(text: Path, layout: str = "one process", **keys: object) -> tuple[Path, float, dict[str, np.ndarray]]:
+    """Train a few steps; return the run directory, the validation loss and every tensor."""
+    ranks, layout_keys = LAYOUTS[layout]
+    recipe = recipe_of(text, layout_keys | keys)
+    run = text.parent / "run"
+    run.mkdir()
+    (run / "recipe.toml").write_text(recipes.dump(recipe))
+
+    def body(comm: Communicator) -> tuple[float, list[tuple[str, np.ndarray]]]:
+        trainer = assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe)
+        with trainer.batches(STEPS) as batches:
+            for step, batch in enumerate(batches, start=1):
+                parts = microbatches(batch, recipe.parallel.microbatches)
+                trainer.executor.run(trainer.operations, parts, recipe.run.global_batch, step, np.zeros(2))
+        trainer.save(run / "checkpoints", STEPS)
+        pieces = [(piece, piece.array.copy()) for piece in trainer.exchange.pieces() if piece.kind == "parameters"]
+        return mean_validation_loss(trainer), [(piece.tensor, piece.flat, values) for piece, values in pieces]
+
+    results = run_threads(ranks, body)
+    tensors: dict[str, np.ndarray] = {}
+    for tensor, flat, values in sorted((p for _, pieces in results for p in pieces), key=lambda p: (p[0], p[1])):
+        tensors[tensor] = np.concatenate([tensors.get(tensor, values[:0]), values])
+        assert tensors[tensor].size == flat.stop
+    return run, results[0][0], tensors
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_number_of_ranks_gets_the_parameters_of_any_layout(layout: str, text: Path) -> None:
+    run, loss, tensors = train(text, layout)
+    recipe = recipes.load_stored(run / "recipe.toml")
+
+    def body(comm: Communicator) -> float:
+        trained = load(comm, run, recipe)
+        assert trained.steps == STEPS
+        assert {segment.key for segment in trained.model.layout.segments} == set(tensors)
+        for key, values in tensors.items():
+            assert np.array_equal(trained.parameters.view(key).reshape(-1), values), key
+        found = trained.validation_loss()
+        peak = trained.ledger.peak
+        assert peak["gradients"] == peak["optimizer"] == 0 and peak["parameters"] == trained.parameters.array.nbytes
+        return found
+
+    for ranks in (1, 2, 3, 5):
+        losses = run_threads(ranks, body)
+        assert len(set(losses)) == 1
+        assert losses[0] == pytest.approx(loss, rel=1e-6)
+
+
+def test_each_rank_reads_its_share_only(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _, tensors = train(text)
+    recipe = recipes.load_stored(run / "recipe.toml")
+    read: dict[int, int] = {}
+    restore = inference.restore
+
+    def body(comm: Communicator) -> None:
+        with recording(comm) as traffic:
+            load(comm, run, recipe)
+        assert traffic.calls["all_gather"] == 1
+
+    def counting(path: Path, wanted: list) -> object:
+        read[len(read)] = sum(piece.flat.size for piece in wanted)
+        return restore(path, wanted)
+
+    monkeypatch.setattr(inference, "restore", counting)
+    run_threads(4, body)
+    total = sum(values.size for values in tensors.values())
+    assert sum(read.values()) == total and max(read.values()) < total / 3
+
+
+def test_sample_does_not_open_the_data(text: Path) -> None:
+    run, _, _ = train(text)
+    text.unlink()
+    written = "".join(sample(run, "ab", 12, temperature=0.7, top_k=5, seed=3))
+    assert written.startswith("ab") and written.endswith("\n") and len(written) > 3
+    assert written == "".join(sample(run, "ab", 12, temperature=0.7, top_k=5, seed=3))
+    trained = load(solo(), run, recipes.load_stored(run / "recipe.toml"))
+    drawn = generate(trained.logits, np.frombuffer(b"ab", np.uint8), 12, 8, temperature=0.7, top_k=5, seed=3)
+    assert bytes([*b"ab", *drawn, *b"\n"]).decode("utf-8", "replace") == written
+
+
+def test_an_mlp_knows_its_inputs_without_the_data(text: Path) -> None:
+    run, loss, _ = train(text, **{"model.kind": "mlp"})
+    hidden = text.rename(text.with_suffix(".hidden"))
+    trained = load(solo(), run, recipes.load_stored(run / "recipe.toml"))
+    assert trained.logits(np.zeros((1, 8), np.uint8)).shape == (1, 256)
+    hidden.rename(text)
+    assert trained.validation_loss() == pytest.approx(loss, rel=1e-6)
+    with pytest.raises(UsageError, match="only a gpt on bytes writes text"):
+        next(sample(run, "ab", 1, temperature=1, top_k=0, seed=0))
+
+
+def test_other_data_is_refused_on_every_rank(text: Path) -> None:
+    run, _, _ = train(text)
+    text.write_text(text.read_text()[:-9] + "abcdefghi")
+    recipe = recipes.load_stored(run / "recipe.toml")
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(DataError, match="other data"):
+            load(comm, run, recipe).validation_loss()
+
+    run_threads(3, body)
+
+
+def folders(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir() if path.is_dir())
+
+
+def test_a_look_leaves_nothing_behind(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _, _ = train(text)
+    (run / "recorder").mkdir()
+    with Look(run) as look:
+        look.load()
+        own = [name for name in folders(run) if name.startswith(inference.RECORDS)]
+        assert len(own) == 1 and (run / own[0] / "recorder" / "rank-00000.rec").exists()
+        assert look.session.watchdog is not None and look.session.recorder is not None
+        assert look.session.comm.events is look.session.recorder
+    assert folders(run) == ["checkpoints", "recorder"], "the records of the training stay alone"
+    look.session.comm.barrier()  # operations after the record have nowhere to go, and do no harm
+    with pytest.raises(UsageError, match="prompt is empty"):
+        next(sample(run, "", 1, temperature=1, top_k=0, seed=0))
+    parts = sample(run, "ab", 100, temperature=1, top_k=0, seed=0)
+    assert next(parts) == "ab"
+    parts.close()  # whoever reads has seen enough
+    assert folders(run) == ["checkpoints", "recorder"]
+
+
+def test_the_records_of_a_look_that_fails_stay(text: Path) -> None:
+    run, _, _ = train(text)
+
+    def interrupted(look: Look) -> None:
+        with look:
+            look.load()
+            raise CommunicationError("a message was lost")
+
+    look = Look(run)
+    with pytest.raises(CommunicationError):
+        interrupted(look)
+    assert look.session.watchdog is not None
+    look.session.watchdog.stop()
+    kept = [name for name in folders(run) if name.startswith(inference.RECORDS)]
+    assert len(kept) == 1 and (run / kept[0] / "recorder" / "rank-00000.rec").exists()
+
+
+def test_a_run_of_somebody_else_can_be_looked_at(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _, _ = train(text)
+    make, made = inference.tempfile.mkdtemp, []
+
+    def read_only(prefix: str, **where: Path) -> str:
+        if where:
+            raise PermissionError(13, "Permission denied", str(where["dir"]))
+        made.append(make(prefix=prefix, dir=tmp_path))
+        return made[-1]
+
+    monkeypatch.setattr(inference.tempfile, "mkdtemp", read_only)
+    with Look(run) as look:
+        look.load()
+        assert folders(run) == ["checkpoints"] and Path(made[0], "recorder", "rank-00000.rec").exists()
+    assert not Path(made[0]).exists()
+
+
+def test_a_run_without_a_checkpoint_is_refused(text: Path) -> None:
+    run, _, _ = train(text)
+    (run / "checkpoints" / f"step-{STEPS}" / "manifest.json").unlink()
+    with pytest.raises(StorageError, match="no valid checkpoint"), Look(run) as look:
+        look.load()
+    assert folders(run) == ["checkpoints"]
+
+
+def test_only_the_first_rank_of_a_job_writes(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _, _ = train(text)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    assert list(sample(run, "ab", 5, temperature=1, top_k=0, seed=0)) == []
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert "".join(sample(run, "ab", 5, temperature=1, top_k=0, seed=0)).startswith("ab")
