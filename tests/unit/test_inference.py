@@ -31,6 +31,8 @@ LAYOUTS = {
     "zero2": (3, {"parallel.strategy": "zero2", "parallel.microbatches": 2}),
     "zero3, tied": (2, {"parallel.strategy": "zero3", "model.tied": "true"}),
     "1f1b": (3, {"parallel.pipeline": 3, "parallel.microbatches": 2}),
+    "dedicated server": (3, {"parallel.strategy": "parameter_server"}),
+    "colocated servers": (2, {"parallel.strategy": "parameter_server", "parameter_server.placement": "colocated"}),
     "gpipe x data, tied": (
         4,
         {"parallel.pipeline": 2, "parallel.schedule": "gpipe", "parallel.microbatches": 2, "model.tied": "true"},
