@@ -125,6 +125,36 @@ def test_one_blind_node_takes_the_total_and_is_named(tmp_path):
         assert report["reason"].startswith("node 1 has no cpu: ") and "missing does not exist" in report["reason"]
 
 
+def test_a_job_on_gpus_is_not_measured_by_its_processors_alone(tmp_path):
+    package = Package(tmp_path / "0")
+
+    def body(comm):
+        chosen = EnergyConfig(powercap=str(package.root))
+        with Monitor(comm, chosen, bus_id="ffff:ff:1f.0", environment={}) as monitor:  # no machine has this one
+            train(monitor, package)
+            return monitor.report()
+
+    report = run_threads(1, body)[0]
+    assert math.isnan(report["energy_j"]) and report["reason"].startswith("node 0 has no gpu: ")
+    assert report["by_kind"]["cpu"] == pytest.approx(5.5)
+
+
+def test_a_checkpoint_counts_the_open_window_until_now(tmp_path):
+    package = Package(tmp_path / "0")
+
+    def body(comm):
+        with Monitor(comm, config(package.root), environment={}) as monitor, monitor.window("training"):
+            spend(monitor, package, 4.0)
+            settle(monitor)
+            first = monitor.state()
+            spend(monitor, package, 1.0)
+            return first, monitor.state()
+
+    first, second = run_threads(2, body)[1]
+    assert [state["by_kind"]["cpu"] for state in (first, second)] == [pytest.approx(4.0), pytest.approx(5.0)]
+    assert first["phases"]["training"]["joules"] == pytest.approx(4.0) and first["reason"] is None
+
+
 def test_without_a_source_nothing_runs_and_nothing_is_waited_for(tmp_path):
     waits = []
 
