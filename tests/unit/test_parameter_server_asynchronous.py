@@ -4,11 +4,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 from hpcdist import models
+from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
@@ -47,7 +49,9 @@ COLOCATED = ParameterServerConfig(placement="colocated", consistency="asp")
 class Run:
     """A tiny gpt on one rank; workers go at their own speed and meet as the loop of a training does."""
 
-    def __init__(self, comm: Communicator, config: ParameterServerConfig, steps: int = STEPS, **keys: object) -> None:
+    def __init__(
+        self, comm: Communicator, config: ParameterServerConfig, steps: int = STEPS, on: str = "cpu", **keys: object
+    ) -> None:
         roles = Roles.of(config, comm.size)
         part = roles.part_of(comm)
         self.comm, self.model, self.steps = comm, models.build(MODEL, "float32", context=8), steps
@@ -60,6 +64,7 @@ class Run:
             optimizer=replace(OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5), **keys),
             total_steps=steps,
             algorithm="ring",
+            on=on,
             computes=comm.rank in roles.workers,
         )
         found = exchange(self.seat, config)
@@ -76,7 +81,7 @@ class Run:
 
     def step(self, data: np.ndarray) -> None:
         samples = data[self.exchange.clock, self.comm.rank]
-        batch = [(samples[:, :-1], samples[:, 1:])]
+        batch = [(backend.place(samples[:, :-1], self.seat.on), backend.place(samples[:, 1:], self.seat.on))]
         found = self.executor.run(self.operations, batch, SAMPLES, self.exchange.clock, np.zeros(0))
         self.losses.append(found.loss)
 
@@ -154,6 +159,25 @@ def test_one_worker_alone_is_plain_training(rng: np.random.Generator) -> None:
 
     assert run_threads(2, body)[0] == run_threads(1, alone)[0]
     assert run_threads(1, lambda comm: reference(comm, data))[0] == run_threads(1, alone)[0]
+
+
+def test_on_a_device_it_is_the_same(gpu: ModuleType, rng: np.random.Generator) -> None:
+    """Servers keep and step their part where the model computes; one worker, so that there is one order of updates."""
+    data = text(rng)
+
+    def body(comm: Communicator, config: ParameterServerConfig, on: str) -> tuple[list[float], np.ndarray]:
+        run = Run(comm, config, on=on)
+        run.train(data)
+        assert backend.is_device(run.exchange.parameters.array) == (on == "gpu")
+        return run.losses, backend.to_host(run.exchange.parameters.array)
+
+    for size, config in ((1, COLOCATED), (3, ParameterServerConfig(servers=2, consistency="asp"))):
+        host, device = (
+            run_threads(size, lambda comm, on=on, config=config: body(comm, config, on)) for on in ("cpu", "gpu")
+        )
+        for (losses, weights), (on_device, there) in zip(host, device, strict=True):
+            np.testing.assert_allclose(on_device, losses, rtol=1e-5)
+            np.testing.assert_allclose(np.linalg.norm(there - weights), 0, atol=1e-4 * np.linalg.norm(weights))
 
 
 def reference(comm: Communicator, data: np.ndarray) -> tuple[list[float], bytes]:

@@ -16,11 +16,13 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies import build
 from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.grid import Grid
 from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.parameter_server.build import exchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.schedule.verify import verify
 from hpcdist.strategies.seat import Seat
 
 SAMPLES, STEPS = 7, 4
@@ -206,6 +208,22 @@ def test_nan_names_the_worker_and_updates_nothing(rng: np.random.Generator) -> N
 
     for said, untouched in run_threads(3, body):
         assert "step 17" in said and "rank 1: parameter" in said and "rank 0:" not in said and untouched
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_the_lists_of_all_ranks_are_proven(name: str) -> None:
+    for size in (1, 2, 3, 4):
+        for config in configs(size):
+            runs = run_threads(size, lambda comm, config=config: Run(comm, config, name=name, microbatches=2))
+            model = runs[0].model
+            proof = verify(
+                [run.operations for run in runs],
+                grid=Grid(data=len(runs[0].roles.workers)),
+                units=dict(enumerate(model.layout.units.values())),
+                microbatches=2,
+                needs=model.needs,
+            )
+            assert proof.live == (1,)
 
 
 def test_pushes_go_out_while_backward_still_runs() -> None:
