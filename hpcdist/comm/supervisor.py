@@ -140,8 +140,7 @@ class _Supervision:
 
         A rank announces itself once it listens: before that a signal would end it, and so the job.
         """
-        ours = set(self._descendants())
-        pids = [pid for pid in self._announced_pids() if pid in ours]
+        pids = [pid for pid in self._announced_pids() if self._is_ours(pid)]
         if not pids and time.monotonic() < self._held_until:
             return
         for number in self._held:
@@ -156,6 +155,17 @@ class _Supervision:
 
     def _announced_pids(self) -> list[int]:
         return [int(path.read_text()) for path in self._launch_dir.glob("pid-*") if not path.suffix]
+
+    def _is_ours(self, pid: int) -> bool:
+        """Whether ``pid``, which may be meant on another host, is a rank of this job here.
+
+        A rank need not be a descendant: in a Slurm job the launcher may start it through srun.
+        """
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+        return os.fsencode(f"{LAUNCH_DIR}={self._launch_dir}") in variables
 
     def _kill(self) -> None:
         """End the launcher, politely first so that it can end ranks on other hosts, then all that is left here."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hpcdist.cli import run as run_command
-from hpcdist.comm import mpirun
+from hpcdist.comm import mpirun, supervisor
 from hpcdist.hdf5 import files
 
 MARK = "HPCDIST_TEST_MARK"
@@ -188,6 +188,22 @@ def test_a_signal_waits_for_ranks_that_are_still_starting(start, number):
     until(lambda: any("rank.py" in line and "mpi" not in line for line in survivors(job.mark)), "processes of ranks")
     job.send(number)
     assert job.end() == 75
+
+
+def test_a_rank_is_known_by_its_environment_wherever_it_was_started(tmp_path):
+    """Under Slurm it may be no descendant, and a process id that another host announced may be a stranger here."""
+    supervision = object.__new__(supervisor._Supervision)
+    supervision._launch_dir = tmp_path
+    rank = subprocess.Popen(["sleep", "60"], env={supervisor.LAUNCH_DIR: str(tmp_path)})
+    stranger = subprocess.Popen(["sleep", "60"], env={supervisor.LAUNCH_DIR: f"{tmp_path}-other"})
+    try:
+        until(lambda: Path(f"/proc/{stranger.pid}/cmdline").read_bytes().startswith(b"sleep"), "a started process")
+        assert supervision._is_ours(rank.pid) and not supervision._is_ours(stranger.pid)
+    finally:
+        for process in (rank, stranger):
+            process.kill()
+            process.wait()
+    assert not supervision._is_ours(rank.pid), "it has ended"
 
 
 def test_what_a_rank_left_behind_is_killed(start):

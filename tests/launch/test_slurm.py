@@ -107,7 +107,7 @@ class Cluster:
             line, capture_output=True, text=True, env=self.environment, timeout=LIMIT_S, check=False, cwd=cwd
         )
 
-    def wait(self, condition: Callable[[], bool], what: str) -> None:
+    def wait(self, condition: Callable[[], object], what: str) -> None:
         limit = time.monotonic() + LIMIT_S
         while not condition():
             if time.monotonic() > limit or any(process.poll() is not None for process in self.processes):
@@ -193,9 +193,9 @@ class Jobs:
         finally:
             print(f"--- job {number}: {self.cluster.job(number)}\n{self.log(number)}")  # shown with a failure
 
-    def release(self, number: str) -> None:
+    def release(self, number: str, restarts: int = 1) -> None:
         """Start a requeued job, which Slurm would let wait for two minutes."""
-        self.until(number, JobState="PENDING", Restarts="1")
+        self.until(number, JobState="PENDING", Restarts=str(restarts))
         # Not at once: the nodes take no credential of the second in which they revoked that of the first start.
         assert self.cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now+3").returncode == 0
 
@@ -230,18 +230,23 @@ def test_stopped_and_requeued_on_two_nodes_it_ends_with_the_same_bits(jobs: Jobs
     assert "4 ranks on 2 node(s)" in jobs.log(whole)
 
     stopped = jobs.begin("--out", "stopped")
-    jobs.checkpoint(jobs.folder / "stopped")
-    # As the walltime does it: the batch shell alone is signalled. Ranks on the other node only hear of it.
+    jobs.cluster.wait(lambda: "\nstep 1/" in jobs.log(stopped), "first step")
+    # As the walltime does it: the batch shell alone is signalled.
     assert jobs.cluster.run("scancel", "--signal=USR1", "--batch", stopped).returncode == 0
+    jobs.until(stopped, JobState="PENDING", Restarts="1")
+    (jobs.folder / "stopped" / "stop").touch()  # rank 0 alone looks for it; those of the other node only hear of it
     jobs.release(stopped)
+    jobs.release(stopped, restarts=2)
     jobs.until(stopped, JobState="COMPLETED")
 
     said = jobs.log(stopped)
-    step = int(re.search(r"saved step-(\d+), requeue", said)[1])
-    assert 0 < step < STEPS and f"after {step} steps" in said
-    assert said.index("from the beginning") < said.index("start 2 on n[1-2], from step-")
+    first, second = (int(step) for step in re.findall(r"saved step-(\d+), requeue", said))
+    assert 0 < first < STEPS - 1 and second == first + 1
+    for number, origin in enumerate(("the beginning", f"step-{first}", f"step-{second}"), start=1):
+        assert f"start {number} on n[1-2], from {origin}\n" in said
+    assert f"after {first} steps" in said and f"after {second} steps" in said
     one, two = (report.report(jobs.folder / name) for name in ("whole", "stopped"))
-    assert two.figures["sessions"] == 2 and two.figures["steps"] == STEPS
+    assert two.figures["sessions"] == 3 and two.figures["steps"] == STEPS
     assert np.array_equal(one.metrics.steps["loss"], two.metrics.steps["loss"])
     assert one.figures["val_loss"] == two.figures["val_loss"]
 
