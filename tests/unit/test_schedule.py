@@ -55,3 +55,14 @@ def test_every_microbatch_is_reduced_where_gradients_do_not_stay() -> None:
         "FORWARD(0, 0)", "BACKWARD(0, 0)", "REDUCE(0, [0:4])", "FORWARD(1, 0)", "BACKWARD(1, 0)", "REDUCE(1, [0:4])",
         "AGREE()",
     ]  # fmt: skip
+
+
+def test_the_previous_stage_does_not_wait_for_a_reduction() -> None:
+    steps = interleave(
+        compute("1f1b", 1, range(1, 2), stage=1, stages=2),
+        [Operation(Kind.REDUCE, range=Range(4, 8))],
+        {1: Range(4, 8)},
+    )
+    assert [str(op) for op in steps] == [
+        "RECV_ACTIVATION(0)", "FORWARD(0, 1)", "BACKWARD(0, 1)", "SEND_GRADIENT(0)", "REDUCE([4:8])",
+    ]  # fmt: skip

@@ -50,11 +50,12 @@ def lists(grid: Grid, model: Model, parallel: ParallelConfig, optimizer: str) ->
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", ["sequential", "gpipe", "1f1b"])
 @pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3"])
-def test_replicas_run_a_proven_step(strategy: str, tied: bool) -> None:
+def test_replicas_run_a_proven_step(strategy: str, schedule: str, tied: bool) -> None:
     model = gpt(tied)
     for data, optimizer in itertools.product((1, 2, 3), ("adamw", "lamb")):
-        parallel = ParallelConfig(strategy=strategy, microbatches=MICROBATCHES)
+        parallel = ParallelConfig(strategy=strategy, schedule=schedule, microbatches=MICROBATCHES)
         steps, accumulates = lists(Grid(data=data), model, parallel, optimizer)
         proof = verify(
             steps,
@@ -64,7 +65,7 @@ def test_replicas_run_a_proven_step(strategy: str, tied: bool) -> None:
             needs=model.needs,
             accumulates=accumulates,
         )
-        assert proof.live == (1,)
+        assert proof.live == (MICROBATCHES if schedule == "gpipe" else 1,)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -92,6 +92,8 @@ def interleave(
             touched = [unit for unit, part in units.items() if part.intersect(op.range)]
             for microbatch in rounds:
                 at = max(complete[microbatch, unit] for unit in touched)
+                if at + 1 < len(steps) and steps[at + 1].kind is Kind.SEND_GRADIENT:
+                    at += 1  # the previous stage waits for it, nobody for the reduction
                 due.setdefault(at, []).append(Operation(op.kind, microbatch, range=op.range))
         else:
             rest.append(op)
