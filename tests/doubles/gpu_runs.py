@@ -159,6 +159,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
     "zero1": ((1, 2, 4), {"parallel.strategy": "zero1", **TWO}),
     "zero2": ((1, 2, 4), {"parallel.strategy": "zero2", **TWO}),
     "zero3": ((1, 2, 4), {"parallel.strategy": "zero3", **TWO}),
+    "zero2, lamb": ((2,), {"parallel.strategy": "zero2", "optimizer.name": "lamb", **TWO}),
     "gpipe": ((2, 4), {"parallel.schedule": "gpipe", **PIPELINE}),
     "1f1b": ((2, 4), {"parallel.schedule": "1f1b", **PIPELINE}),
     "1f1b, recomputing": ((2, 4), {"parallel.schedule": "1f1b", "parallel.recompute": "true", **PIPELINE}),

@@ -35,8 +35,13 @@ def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
     return {"data.path": write_text(tmp_path / "text.txt", rng)}
 
 
-@pytest.mark.parametrize("mode", BOUNDS)
-@pytest.mark.parametrize(("layout", "ranks"), TRAININGS)
+IN_FLOAT32 = [("allreduce", 2), ("zero3", 2), ("1f1b", 2), ("a server", 2)]  # the maths of a model is tested by itself
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "mode"),
+    [*((*case, "float64") for case in TRAININGS), *((*case, "float32") for case in IN_FLOAT32)],
+)
 def test_a_run_on_the_gpu_is_that_of_the_cpu(
     gpu: ModuleType, text: dict[str, object], layout: str, ranks: int, mode: str
 ) -> None:
@@ -88,6 +93,7 @@ def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointe
             (gpu.H2D, "trainer.place"): 2,
             (gpu.D2H, "cross_entropy.forward"): sum(op.microbatch < samples for op in forwards),
             (gpu.D2H, "clip.sum_of_squares"): int(any(op.kind is Kind.APPLY for op in trainer.operations)),
+            (gpu.D2H, "segmentwise.partial_norms"): sum(op.kind is Kind.NORMS for op in trainer.operations),
             (gpu.D2H, "handover.outgoing"): 0 if pointers else to_host - both,
             (gpu.D2H, "handover.both"): 0 if pointers else both,
             (gpu.H2D, "handover.<lambda>"): 0 if pointers else to_device,

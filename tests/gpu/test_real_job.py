@@ -1,0 +1,66 @@
+"""Jobs as a user starts them: processes that share a GPU, with MPI staged through the host, against the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu_runs import write_text
+
+from hpcdist.comm import mpirun
+from hpcdist.errors import HpcdistError
+
+SETTINGS = [
+    "model.layers=2",
+    "model.hidden=32",
+    "model.heads=2",
+    "data.context=16",
+    "run.steps=20",
+    "run.global_batch=8",
+]
+LAYOUTS = {
+    "allreduce": ["communication.algorithm=ring"],
+    "node-shared": ["communication.algorithm=node_shared"],
+    "zero3": ["parallel.strategy=zero3"],
+    "pipeline": ["parallel.pipeline=2", "parallel.microbatches=4"],
+    "servers that work": ["parallel.strategy=parameter_server", "parameter_server.placement=colocated"],
+}
+
+
+def hpcdist(*words: str) -> str:
+    """Run hpcdist and return what it printed on stdout."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcdist", *words],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, f"hpcdist {' '.join(words)}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_that_share_a_gpu_train_as_the_cpu_does(
+    layout: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    try:
+        mpirun.find()
+    except HpcdistError as error:
+        pytest.skip(str(error))
+    text = write_text(tmp_path / "text.txt", rng)
+    found = {}
+    for on in ("cpu", "gpu"):
+        keys = [*SETTINGS, *LAYOUTS[layout], f"data.path={text}", f"run.device={on}"]
+        options = [word for key in keys for word in ("--set", key)]
+        out = hpcdist("run", "-n", "2", "train", "--json", "--out", str(tmp_path / on), *options)
+        found[on] = json.loads(out.splitlines()[-1])
+    for name in ("train_loss", "val_loss"):
+        assert found["gpu"][name] == pytest.approx(found["cpu"][name], rel=1e-3)
+    assert "val_loss" in hpcdist("evaluate", str(tmp_path / "gpu"))
+    assert hpcdist("sample", str(tmp_path / "gpu"), "--tokens", "4", "--prompt", "ab")
