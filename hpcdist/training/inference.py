@@ -7,16 +7,17 @@ which stays where the look fails.
 
 import codecs
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
 
 from hpcdist import models
-from hpcdist.arrays import backend
+from hpcdist.arrays import backend, device
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint import manifest
@@ -25,7 +26,7 @@ from hpcdist.collectives import SHARDED, allreduce
 from hpcdist.comm import failfast, launcher
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.start import Session, start, start_alone
-from hpcdist.errors import DataError, StorageError, UsageError
+from hpcdist.errors import DataError, MissingCapabilityError, StorageError, UsageError
 from hpcdist.models.arena import Arena
 from hpcdist.models.model import Model
 from hpcdist.strategies.exchange import pieces_of
@@ -108,11 +109,22 @@ def load(comm: Communicator, path: Path, recipe: Recipe) -> Trained:
     return Trained(comm, found, recipe, model, parameters, scalars, ledger)
 
 
+def where_it_can(recipe: Recipe) -> Recipe:
+    """Return ``recipe``, for the CPU where it wants a GPU and none is here: a look needs none (local)."""
+    if recipe.run.device == "gpu":
+        try:
+            device.count()
+        except MissingCapabilityError as error:
+            print(f"hpcdist: {error}. It is looked at on the CPU", file=sys.stderr)
+            return replace(recipe, run=replace(recipe.run, device="cpu"))
+    return recipe
+
+
 class Look:
     """A session in which a run is looked at; a context manager. Collective, unless ``alone`` (this process only)."""
 
     def __init__(self, path: Path, alone: bool = False) -> None:
-        self.path, self.recipe = path, recipes.load_stored(path / directory.RECIPE_FILE)
+        self.path, self.recipe = path, where_it_can(recipes.load_stored(path / directory.RECIPE_FILE))
         communication = self.recipe.communication
         self.session: Session = (
             start_alone() if alone else start(self.recipe.run.device, communication.ranks_per_node or None)

@@ -6,6 +6,7 @@ message layer stages: counted for each rank, by the place in the code that asks 
 
 import threading
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -14,14 +15,16 @@ import numpy as np
 import pytest
 from gpu_runs import LAYOUTS, STEPS, TRAININGS, Trained, assembled, check_same, with_pointers, write_text
 
-from hpcdist.arrays import backend
+from hpcdist.arrays import backend, device
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import DataError, DivergenceError, NonFiniteError
+from hpcdist.errors import DataError, DivergenceError, MissingCapabilityError, NonFiniteError
 from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.schedule.executor import PHASES
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.sentinel import check_replicas
+from hpcdist.training import inference
+from hpcdist.training import recipe as recipes
 from hpcdist.training.data import microbatches
 
 BOUNDS = {"float32": 1e-5, "float64": 1e-12}
@@ -205,9 +208,9 @@ def test_a_run_goes_on_from_a_checkpoint_of_the_other_side(
 
     path = run_threads(ranks, saved)[0]
     sides = [run_threads(ranks, lambda comm, on=on: resumed(comm, on)) for on in ("cpu", "gpu")]
-    for host, device in zip(*sides, strict=True):
-        assert host.keys() == device.keys() and host
-        assert all(host[name].tobytes() == device[name].tobytes() for name in host)
+    for host, there in zip(*sides, strict=True):
+        assert host.keys() == there.keys() and host
+        assert all(host[name].tobytes() == there[name].tobytes() for name in host)
 
 
 def test_replicas_on_the_device_are_compared_by_one_copy(gpu: ModuleType, text: dict[str, object]) -> None:
@@ -243,12 +246,40 @@ def test_a_nan_on_the_device_is_explained(gpu: ModuleType, text: dict[str, objec
     assert all("rank 1: parameter 1.up.weight" in said and "rank 0:" not in said for said in run_threads(2, body))
 
 
-def test_text_is_drawn_with_one_copy_each_way(gpu: ModuleType, text: dict[str, object]) -> None:
-    host, device = (
-        run_threads(1, lambda comm, on=on: assembled(comm, {**text, "run.device": on}))[0] for on in ("cpu", "gpu")
-    )
+def test_a_trained_model_is_looked_at_on_either_side(gpu: ModuleType, text: dict[str, object], tmp_path: Path) -> None:
+    settings = {**text, **LAYOUTS["zero3"][1], "precision.mode": "float64", "run.device": "gpu"}
     tokens = np.frombuffer(b"abcd efg", np.uint8)[None, :]
-    gpu.LOG.clear()
-    got = device.logits(tokens)
-    assert gpu.LOG.sites() == {(gpu.H2D, "trainer.logits"): 1, (gpu.D2H, "trainer.logits"): 1}
-    np.testing.assert_allclose(got, host.logits(tokens), rtol=1e-4, atol=1e-6)
+
+    def saved(comm: Communicator) -> recipes.Recipe:
+        trainer = assembled(comm, settings)
+        trainer.save(tmp_path / "checkpoints", 0)
+        return trainer.recipe
+
+    def looked_at(comm: Communicator, on: str) -> tuple[np.ndarray, float]:
+        trained = inference.load(comm, tmp_path, replace(recipe, run=replace(recipe.run, device=on)))
+        name = threading.current_thread().name
+        before = gpu.LOG.sites(name)
+        logits = trained.logits(tokens)
+        crossed = {(gpu.H2D, "inference.logits"): 1, (gpu.D2H, "inference.logits"): 1} if on == "gpu" else {}
+        assert gpu.LOG.sites(name) - before == crossed
+        return logits, trained.validation_loss()
+
+    recipe = run_threads(2, saved)[0]
+    (host, host_loss), *_ = run_threads(1, lambda comm: looked_at(comm, "cpu"))
+    for logits, loss in run_threads(2, lambda comm: looked_at(comm, "gpu")):
+        np.testing.assert_allclose(logits, host, rtol=1e-10, atol=1e-12)
+        assert loss == pytest.approx(host_loss, rel=1e-12)
+    assert inference.where_it_can(recipe) is recipe
+
+
+def test_without_a_gpu_a_model_is_looked_at_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> ModuleType:
+        raise MissingCapabilityError("cupy cannot be imported")
+
+    monkeypatch.setattr(device, "cupy", missing)
+    recipe = recipes.load(None, ["run.device=gpu", "run.seed=5"]).recipe
+    found = inference.where_it_can(recipe)
+    assert found.run == replace(recipe.run, device="cpu") and found.model == recipe.model
+    assert "cupy cannot be imported. It is looked at on the CPU" in capsys.readouterr().err
