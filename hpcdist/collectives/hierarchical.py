@@ -52,12 +52,23 @@ def leader_allreduce(intra: Communicator, leaders: Communicator | None, buffer: 
 
     ``leaders`` joins rank 0 of every ``intra`` and is None on the others.
     """
+    reduce_to_leader(intra, buffer, op)
+    if leaders is not None:
+        ring_allreduce(leaders, buffer, op)
+    spread_from_leader(intra, buffer)
+
+
+def reduce_to_leader(intra: Communicator, buffer: Array, op: str = "sum") -> None:
+    """Reduce ``buffer`` to rank 0 in place; on the others it is undefined afterwards. Collective over ``intra``."""
     chunks = split(buffer.size, intra.size, buffer.itemsize)
     reduce_scatter(intra, buffer, chunks, op)
     _gather(intra, buffer, chunks)
-    if leaders is not None:
-        ring_allreduce(leaders, buffer, op)
+
+
+def spread_from_leader(intra: Communicator, buffer: Array) -> None:
+    """Give the ``buffer`` of rank 0 to all, in place. Collective over ``intra``."""
     # To send n/m to each and have them pass it on is cheaper than to send n to each.
+    chunks = split(buffer.size, intra.size, buffer.itemsize)
     _scatter(intra, buffer, chunks)
     all_gather(intra, buffer, chunks)
 

@@ -246,8 +246,9 @@ def test_rank_stage_3_holds_a_share_and_no_more_than_it_needs(comm: Communicator
 def test_rank_hierarchical_serves_every_layout(comm: Communicator, folder: Path) -> None:
     declared = comm.dup()
     declared.declared_node = comm.rank // 2  # as communication.ranks_per_node = 2 does at the start of a job
-    for name in ("allreduce", "zero1", "zero3", "1f1b"):
-        keys, sizes = LAYOUTS[name]
+    servers = {"parallel.strategy": "parameter_server", "parameter_server.placement": "colocated"}
+    layouts = [LAYOUTS[name] for name in ("allreduce", "zero1", "zero3", "1f1b")]
+    for keys, sizes in (*layouts, (servers, (1, 2, 3, 4))):
         if comm.size in sizes:
             together = _trainer(
                 declared, folder, keys | {"communication.algorithm": "hierarchical", "precision.mode": "float64"}

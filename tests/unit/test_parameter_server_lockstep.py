@@ -11,7 +11,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import NonFiniteError
+from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies import build
@@ -35,6 +35,7 @@ class Run:
 
     def __init__(self, comm: Communicator, config: ParameterServerConfig, dtype: str = "float64", **keys: object):
         microbatches = int(keys.pop("microbatches", 1))
+        algorithm = str(keys.pop("algorithm", "ring"))
         self.roles = Roles.of(config, comm.size)
         part = self.roles.part_of(comm)
         self.model = models.build(MODEL, dtype, context=8)
@@ -46,7 +47,7 @@ class Run:
             units=range(len(self.model.stages)),
             optimizer=replace(OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5), **keys),
             total_steps=STEPS,
-            algorithm="ring",
+            algorithm=algorithm,
             computes=comm.rank in self.roles.workers,
         )
         self.exchange = exchange(self.seat, config)
@@ -93,6 +94,51 @@ def test_every_placement_trains_as_one_process(size: int, rng: np.random.Generat
     for config in configs(size):
         for losses in run_threads(size, lambda comm, config=config: Run(comm, config).losses(data)):
             np.testing.assert_allclose(losses, alone, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(2, 2), (3, 2), (4, 2), (5, 3), (6, 2)])
+def test_nodes_that_speak_with_one_voice_train_as_one_process(
+    size: int, per_node: int, rng: np.random.Generator
+) -> None:
+    data = text(rng)
+    alone = run_threads(1, lambda comm: Run(comm, ALONE).losses(data))[0]
+
+    def body(comm: Communicator, config: ParameterServerConfig) -> tuple[list[float], int, bool, bytes]:
+        run = Run(comm, config, algorithm="hierarchical")
+        losses = run.losses(data)
+        weights = run.exchange.parameters.array.tobytes() if run.exchange.works else b""
+        return losses, len(run.exchange.speakers), run.exchange.speaks, weights
+
+    for config in configs(size):
+        found = run_threads(size, lambda comm, config=config: body(comm, config), per_node)
+        workers = len(Roles.of(config, size).workers)
+        voices = -(-workers // per_node)
+        for losses, speakers, _, _ in found:
+            np.testing.assert_allclose(losses, alone, rtol=1e-12)
+            assert speakers == voices
+        assert sum(speaks for _, _, speaks, _ in found) == voices
+        assert len({weights for *_, weights in found[:workers]}) == 1, "all workers hold the same bits"
+
+
+def test_a_dedicated_server_hears_each_node_once(rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def received(comm: Communicator, algorithm: str) -> int:
+        run = Run(comm, ParameterServerConfig(), algorithm=algorithm)
+        with recording(comm) as traffic:
+            run.losses(data)
+        return traffic.calls["recv"]
+
+    flat = run_threads(5, lambda comm: received(comm, "ring"), 2)[4]
+    nodes = run_threads(5, lambda comm: received(comm, "hierarchical"), 2)[4]
+    agreement = 2 * STEPS  # recursive doubling of the loss may receive as well
+    assert abs(flat - 2 * nodes) <= agreement and nodes < flat
+
+
+@pytest.mark.parametrize("algorithm", ["rabenseifner", "node_shared", "all_to_all", "recursive_doubling"])
+def test_an_algorithm_that_would_mean_nothing_is_refused(algorithm: str) -> None:
+    with pytest.raises(ConfigurationError, match="workers do not reduce among themselves"):
+        run_threads(2, lambda comm: Run(comm, ALONE, algorithm=algorithm))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])

@@ -1,5 +1,8 @@
 """From the section of a recipe to the exchange of one rank."""
 
+from typing import Final
+
+from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.exchange import Exchange
 from hpcdist.strategies.parameter_server.asynchronous import AsynchronousExchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
@@ -7,9 +10,21 @@ from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.parameter_server.roles import Roles
 from hpcdist.strategies.seat import Seat
 
+ALGORITHMS: Final = {"bsp": ("native", "ring", "hierarchical"), "asp": ("native", "ring")}
+
 
 def exchange(seat: Seat, config: ParameterServerConfig) -> Exchange:
-    """Return the exchange of the rank in ``seat``, whose world has the roles of ``config``. Collective."""
+    """Return the exchange of the rank in ``seat``, whose world has the roles of ``config``. Collective.
+
+    Raises ConfigurationError for an algorithm that says nothing about messages between workers and servers.
+    """
+    known = ALGORITHMS[config.consistency]
+    if seat.algorithm not in known:
+        raise ConfigurationError(
+            f"communication.algorithm = {seat.algorithm!r} with a parameter server ({config.consistency}): workers do "
+            f"not reduce among themselves{', but for those of a node' if 'hierarchical' in known else ''}; choose one "
+            f"of {', '.join(known)}"
+        )
     roles = Roles.of(config, seat.world.size)
     if config.consistency == "asp":
         return AsynchronousExchange(seat, roles)

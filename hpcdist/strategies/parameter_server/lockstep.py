@@ -9,6 +9,9 @@ both placements (but for the norm by which gradients are clipped, whose partial 
 
 With Psi bytes of parameters and p ranks, a dedicated worker pushes Psi and pulls Psi a step: it sends Psi, and its
 servers send Psi to it. A colocated rank keeps what it owns: where all p ranks serve, each sends 2 Psi (p-1)/p.
+
+With ``communication.algorithm = "hierarchical"`` the workers of a node sum their gradients first, and one of them
+speaks for the node: servers get one push a node, and answer it once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,6 +23,7 @@ from hpcdist import collectives
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
+from hpcdist.collectives.hierarchical import LEADER, reduce_to_leader, spread_from_leader
 from hpcdist.collectives.reduction import ufunc
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator, Request
@@ -50,6 +54,8 @@ class LockStepExchange:
         self.rank = self.comm.rank
         self.works, self.serves = self.rank in roles.workers, self.rank in roles.servers
         self.replicas_identical = self.works
+        self._node = seat.data.nodes().intra if self.works and seat.algorithm == "hierarchical" else None
+        self.speakers, self.speaks = self._speakers(seat)
         found = partition(seat.layout, len(roles.servers))
         # (range, rank of the server that owns it), in the order in which backward completes them
         self._messages = [(part, roles.servers[index]) for part, index in found.messages(seat.layout.units)]
@@ -70,6 +76,12 @@ class LockStepExchange:
             **self.owner.carries_out,
         }
 
+    def _speakers(self, seat: Seat) -> tuple[list[int], bool]:
+        """Return the workers that exchange messages with servers, and whether this rank is one. Collective."""
+        own = self.works and (self._node is None or self._node.rank == LEADER)
+        found = seat.world.allgather_object(own)
+        return [rank for rank, speaks in enumerate(found) if speaks], own
+
     def plan(self) -> list[Operation]:
         """Return what this rank does as a worker, as a server, or as both."""
         ranges = [part for part, _ in self._messages] if self.works else []
@@ -86,24 +98,27 @@ class LockStepExchange:
     def push(self, op: Operation) -> None:
         """Begin to send the gradients of a range to its server; they must stay until `agree`."""
         part, server = self._place(op)
-        if server != self.rank:
-            self._sent.append(self.comm.isend(self.gradients.range(part), server, GRADIENT))
+        values = self.gradients.range(part)
+        if self._node is not None:
+            reduce_to_leader(self._node, values)
+        if self.speaks and server != self.rank:
+            self._sent.append(self.comm.isend(values, server, GRADIENT))
 
     def collect(self, op: Operation) -> None:
-        """Sum the gradients of an own range over the workers, the first one's first."""
+        """Sum the gradients of an own range over the workers that speak, the first one's first."""
         part, _ = self._place(op)
         own = self.gradients.range(part)
         add = ufunc(own, "sum")
         arrived = scratch("parameter_server.arrived", own.size, own.dtype, own)
         # What a worker's own backward wrote has its turn among the others: sums before it need memory of their own.
-        late = self.works and self.rank != self.roles.workers[0]
+        late = self.speaks and self.rank != self.speakers[0]
         total = scratch("parameter_server.sum", own.size, own.dtype, own) if late else own
-        for worker in self.roles.workers:
+        for worker in self.speakers:
             if worker == self.rank:
                 if late:
                     add(total, own, own)
                 total = own
-            elif worker == self.roles.workers[0]:
+            elif worker == self.speakers[0]:
                 self.comm.recv(total, worker, GRADIENT)
             else:
                 self.comm.recv(arrived, worker, GRADIENT)
@@ -113,15 +128,18 @@ class LockStepExchange:
         """Begin to send the new values of an own range to the workers."""
         part, _ = self._place(op)
         values = self.parameters.range(part)
-        others = [worker for worker in self.roles.workers if worker != self.rank]
+        others = [worker for worker in self.speakers if worker != self.rank]
         self._sent += [self.comm.isend(values, worker, PARAMETER) for worker in others]
         self._settle(op)
 
     def pull(self, op: Operation) -> None:
         """Take the new values of a range from its server."""
         part, server = self._place(op)
-        if server != self.rank:
-            self.comm.recv(self.parameters.range(part), server, PARAMETER)
+        values = self.parameters.range(part)
+        if self.speaks and server != self.rank:
+            self.comm.recv(values, server, PARAMETER)
+        if self._node is not None:
+            spread_from_leader(self._node, values)
         self._settle(op)
 
     def _place(self, op: Operation) -> tuple[Range, int]:
