@@ -24,7 +24,7 @@ from hpcdist.strategies.parameter_server.asynchronous import AsynchronousExchang
 from hpcdist.strategies.parameter_server.build import exchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.roles import Roles
-from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
 
 SAMPLES, STEPS = 2, 6
@@ -215,6 +215,49 @@ def test_nobody_waits_for_a_slow_worker(rng: np.random.Generator) -> None:
 
     run_threads(3, body)
     assert finished == [STEPS]
+
+
+class Open:
+    """The operations of one rank that have begun and not ended."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, str] = {}
+        self.begun = 0
+
+    def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
+        self.begun += 1
+        self.tokens[self.begun] = f"{op} on {comm}"
+        return self.begun
+
+    def end(self, token: int) -> None:
+        del self.tokens[token]
+
+
+@pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+def test_a_worker_that_waits_for_a_meeting_has_no_operation_with_a_deadline(
+    placement: str, rng: np.random.Generator
+) -> None:
+    data, quick, before = text(rng), Open(), []
+
+    def body(comm: Communicator) -> None:
+        run = Run(comm, ParameterServerConfig(servers=1, placement=placement, consistency="asp"))
+        if comm.rank == 1:
+            comm.events = quick
+        run.exchange.part()
+        if comm.rank == 0:
+            limit = time.monotonic() + 30
+            while not before or quick.tokens or quick.begun == before[0]:  # it has told that it pushes no more
+                assert time.monotonic() < limit, (before, quick.begun, quick.tokens)
+                time.sleep(1e-3)
+                run.exchange.attend(Operation(Kind.COLLECT))  # a colocated rank serves the other meanwhile
+        while run.exchange.works and run.exchange.clock < STEPS:
+            run.step(data)
+        if comm.rank == 1:
+            before.append(quick.begun)
+        while not run.hold():
+            pass
+
+    run_threads(2 + (placement == "dedicated"), body)
 
 
 @pytest.mark.parametrize(("size", "config"), [place for place in PLACES if place[0] > 1], ids=str)

@@ -139,6 +139,7 @@ class AsynchronousExchange:
         self._notes.tell(worker, Note.REPLY, int(fields["clock"]), updates=self.shard.updates, called=called)
         for part in self.shard.parts:
             self._values.send(self.shard.parameters.range(part), worker, PARAMETER)
+        self._notes.tidy()
 
     def _updated(self) -> None:
         """Look after an update whether a meeting is due."""

@@ -39,8 +39,12 @@ class Notes:
         self, peer: int, note: Note, clock: int = 0, scale: float = 1.0, updates: int = 0, called: int = 0
     ) -> None:
         """Begin to send a note."""
-        self._sent = [request for request in self._sent if not request.test()]
+        self.tidy()
         self._sent.append(self._comm.isend(np.array([note, clock, scale, updates, called], np.float64), peer))
+
+    def tidy(self) -> None:
+        """Close what has been sent, so that no deadline is held against it."""
+        self._sent = [request for request in self._sent if not request.test()]
 
     def attend(self) -> None:
         """Answer the notes that have come; wait for none."""
