@@ -25,7 +25,8 @@ def cupy() -> ModuleType:
 
 def is_device_array(array: Any) -> bool:
     """Whether ``array`` lives on a GPU: judged by its interface, so that no cupy is needed to say no."""
-    return hasattr(array, "__cuda_array_interface__")
+    # Asked of the type: the property of an array makes a description, and in its second version waits for the stream.
+    return hasattr(type(array), "__cuda_array_interface__")
 
 
 def count() -> int:

@@ -177,6 +177,7 @@ class ndarray:  # noqa: N801
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
+        LOG.note(SYNCHRONISE)  # as cupy does where version 2 is asked for
         pointer = (self._host.ctypes.data, False)
         return {"shape": self.shape, "typestr": self.dtype.str, "version": 3, "data": pointer, "stream": 1}
 

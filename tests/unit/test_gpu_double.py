@@ -98,6 +98,7 @@ def test_ways_to_the_device_and_waits_are_counted(gpu: ModuleType) -> None:
     array.set(HOST + 1)
     array[array > 3]  # how many there are, only the device knows
     backend.synchronise(array)
+    assert backend.is_device(array) and not backend.is_device(HOST) and not backend.is_device(None)
     backend.synchronise(HOST)
     kinds = [(event.kind, event.nbytes) for event in gpu.LOG.events]
     assert kinds == [(gpu.H2D, 48), (gpu.H2D, 48), (gpu.SYNCHRONISE, 0), (gpu.SYNCHRONISE, 0)]
