@@ -81,8 +81,9 @@ def _backward(p: Any, d: Any, first: int, last: int, width: int, scale: Any) -> 
 def _shift_device(x: Array, first: int, last: int, width: int, ahead: int, scale: float) -> None:
     xp = namespace(x)
     rows = x[:, first:last, :width]
-    hidden = xp.arange(width)[None, :] > xp.arange(first, last)[:, None] + ahead
-    rows[...] = xp.where(hidden, -xp.inf, rows)
+    if first + 1 + ahead < width:  # a row has hidden columns
+        hidden = xp.arange(width)[None, :] > xp.arange(first, last)[:, None] + ahead
+        rows[...] = xp.where(hidden, -xp.inf, rows)
     rows -= rows.max(axis=2, keepdims=True)
     rows *= scale
 
