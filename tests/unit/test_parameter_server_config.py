@@ -3,6 +3,7 @@
 import pytest
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.roles import Roles
 
@@ -29,6 +30,11 @@ def test_layer_wise_rates_need_lock_step() -> None:
         with pytest.raises(ConfigurationError, match=f"{name}.*norms of whole tensors"):
             asp.check_beside(name)
     asp.check_beside("adamw")
+
+
+def test_a_pipeline_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="parameter_server.*parallel.pipeline = 2"):
+        ParallelConfig(strategy="parameter_server", pipeline=2)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@
 - A push carries (worker, clock): one that comes twice is answered but not applied again.
 
 A restored state is bit-equal; what follows is not reproducible. All ranks come together only in a meeting (`meet`).
-The deadline of communications holds here too: a server that waits longer than it for any push ends the job.
+The deadline of communications holds here too: a dedicated server that waits longer than it for any push ends the job.
+A server sends new values before it takes the next push, and a worker takes them as soon as it has pushed: only one that
+does not run at all (SIGSTOP, a frozen node) holds up the others, until the deadline names it.
 """
 
 from collections.abc import Mapping, Sequence

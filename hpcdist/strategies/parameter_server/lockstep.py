@@ -7,6 +7,9 @@ A gradient is pushed as soon as backward has completed it. A server adds what th
 ranks, whatever the order of arrival, so a step has the same bits in every repetition, for any number of servers and
 both placements (but for the norm by which gradients are clipped, whose partial sums follow the cut).
 
+The numbers that all ranks agree on travel by the MPI library where ``communication.algorithm`` is native, else by
+counted messages; gradients and parameters go from rank to rank in either case.
+
 With Psi bytes of parameters and p ranks, a dedicated worker pushes Psi and pulls Psi a step: it sends Psi, and its
 servers send Psi to it. A colocated rank keeps what it owns: where all p ranks serve, each sends 2 Psi (p-1)/p.
 
