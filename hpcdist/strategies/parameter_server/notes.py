@@ -62,6 +62,7 @@ class Notes:
             return
         pause = SHORTEST_S
         while (message := self._comm.poll()) is None:
+            self.tidy()
             look()
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_S)
