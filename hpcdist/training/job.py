@@ -7,7 +7,7 @@ from pathlib import Path
 from hpcdist.comm.start import Session, start
 from hpcdist.errors import OK
 from hpcdist.telemetry.provenance import provenance
-from hpcdist.training import directory, entropy
+from hpcdist.training import architecture, directory, entropy
 from hpcdist.training.asynchronous import loop_of
 from hpcdist.training.energy import Energy, energy_attributes
 from hpcdist.training.evaluation import mean_validation_loss
@@ -70,7 +70,7 @@ def _introduce(
     progress.say(
         f"{model.layout.parameters:,} parameters, {trainer.comm.size} ranks on {session.place.nodes} node(s): "
         f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}; "
-        f"{trainer.recipe.parallel.strategy}, {trainer.exchange.algorithm}; MPI: {session.library}"
+        f"{architecture.described(trainer)}; MPI: {session.library}"
     )
     progress.say(f"data: {trainer.source.description}")
     known = [f"{name} {nats:.3f}" for name, nats in entropies.items() if nats is not None]

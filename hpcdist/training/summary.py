@@ -7,6 +7,7 @@ from typing import Any
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.grid import ORDER
+from hpcdist.training import architecture
 from hpcdist.training.energy import described
 from hpcdist.training.loop import Outcome
 from hpcdist.training.trainer import Trainer
@@ -34,6 +35,7 @@ def summarise(
         "steps": outcome.done,
         "world": comm.size,
         "strategy": trainer.recipe.parallel.strategy,
+        "architecture": architecture.described(trainer),
         "grid": {axis: getattr(trainer.grid, axis) for axis in ORDER},
         "algorithm": trainer.exchange.algorithm,
         "parameters": trainer.model.layout.parameters,
@@ -70,7 +72,7 @@ def describe(summary: dict[str, Any]) -> str:
         f"{summary['steps']} steps on {summary['world']} ranks, {summary['parameters']:,} parameters",
         f"train_loss {_shown(summary['train_loss'])}  val_loss {_shown(summary['val_loss'])} nats",
         f"{_shown(summary['tokens_per_s'], ',.0f')} tokens/s  step {_shown(summary['step_s_median'])} s",
-        f"communication {_shown(summary['comm_fraction'], '.1%')} ({summary['strategy']}, {summary['algorithm']})",
+        f"communication {_shown(summary['comm_fraction'], '.1%')} ({summary['architecture']})",
         f"peak {peak:.1f} MiB on the rank that holds most",
         described(summary),
         f"run directory {summary['run_dir']}",

@@ -1,0 +1,51 @@
+"""The line that says what architecture a run has."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads import run_threads
+from hpcdist.training import architecture
+from hpcdist.training import recipe as recipes
+from hpcdist.training.trainer import assemble
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys", "expected"),
+    [
+        (1, [], "allreduce, native"),
+        (2, ["parallel.strategy=zero2", "parallel.microbatches=3"], "zero2, native, 3 micro-batches"),
+        (3, ["parallel.strategy=parameter_server"], "parameter_server, 1 dedicated server, bsp"),
+        (
+            2,
+            ["parallel.strategy=parameter_server", "parameter_server.placement=colocated"],
+            "parameter_server, 2 colocated servers, bsp",
+        ),
+        (
+            2,
+            ["parallel.pipeline=2", "parallel.microbatches=4", "parallel.recompute=true"],
+            "allreduce, native, 1f1b of 4 micro-batches, recomputing, bubble 20%",
+        ),
+    ],
+)
+def test_one_line_says_it_all(
+    ranks: int, keys: list[str], expected: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    (tmp_path / "text.txt").write_bytes(rng.integers(0, 256, 5000, np.uint8).tobytes())
+    small = [
+        "model.layers=1",
+        "model.hidden=8",
+        "model.heads=1",
+        "data.context=8",
+        f"data.path={tmp_path / 'text.txt'}",
+    ]
+    recipe = recipes.load(None, small + keys, {}).recipe
+
+    def body(comm: Communicator) -> str:
+        return architecture.described(assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe))
+
+    assert run_threads(ranks, body) == [expected] * ranks
