@@ -114,7 +114,8 @@ def test_the_wheel_works_without_the_clone(wheel, tmp_path):
     there = run(*job, folder=tmp_path, PYTHONPATH=str(target)).stdout
     here = run(*job, folder=tmp_path, PYTHONPATH=str(CLONE)).stdout
     assert f"PYTHONPATH={target}$" in there and f"PYTHONPATH={CLONE}$" in here
-    assert there.replace(str(target), "HOME") == here.replace(str(CLONE), "HOME")
+    # The Python that runs the job may itself lie in the clone: only where hpcdist is imported from may differ.
+    assert there.replace(f"PYTHONPATH={target}$", "") == here.replace(f"PYTHONPATH={CLONE}$", "")
 
 
 def test_extras_are_those_of_the_readme():
