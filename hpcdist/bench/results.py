@@ -5,13 +5,10 @@
     /trials/<id>/repeat-<n>      status, exit_code, reason, wall_s, ...; iteration, rank, step_s (iteration, rank), ...
     /trials/<id>/repeat-<n>/summary
 
-A trial is appended to a copy that then takes the place of the file: whoever reads, or kills the writer, meets the file
-before or after a trial, never between.
+The file is opened, appended to and closed for each trial, all or nothing (`hpcdist.hdf5.files.edit`).
 """
 
 import math
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,22 +77,15 @@ def append(path: Path, trial: Trial, position: int, repeat: int, outcome: Outcom
 
     ``position`` is that of the configuration in its sweep. Raises StorageError; the file is then as it was before.
     """
-    copy = path.with_name(path.name + ".next")
-    try:
-        shutil.copyfile(path, copy)
-        with files.edit(copy, SCHEMA, VERSION) as file:
-            group = file.require_group(f"{TRIALS}/{trial.id}")
-            group.attrs.update({"name": trial.name, "ranks": trial.ranks, "recipe": trial.recipe, "position": position})
-            name = f"{_REPEAT}{repeat}"
-            if name in group:
-                del group[name]
-            _write(group.create_group(name), trial.ranks, outcome, git_commit)
-        os.replace(copy, path)
-    except OSError as error:
-        copy.unlink(missing_ok=True)
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(f"{path}: cannot be written: {error.strerror or error}") from error
+    if not path.exists():
+        raise StorageError(f"{path}: cannot be written: it has been removed while the sweep ran")
+    with files.edit(path, SCHEMA, VERSION) as file:
+        group = file.require_group(f"{TRIALS}/{trial.id}")
+        group.attrs.update({"name": trial.name, "ranks": trial.ranks, "recipe": trial.recipe, "position": position})
+        name = f"{_REPEAT}{repeat}"
+        if name in group:
+            del group[name]
+        _write(group.create_group(name), trial.ranks, outcome, git_commit)
 
 
 def _write(group: Any, ranks: int, outcome: Outcome, git_commit: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpcdist.arrays.dtypes import BFLOAT16, name_of
 from hpcdist.errors import StorageError
-from hpcdist.hdf5.overlay import Overlay
+from hpcdist.hdf5.overlay import Overlay, journal_of
 
 LIBVER: Final = ("earliest", "v110")  # "latest" leaves an unreadable file behind when its writer is killed
 WRITE_BYTES: Final = 16 << 20
@@ -37,7 +37,8 @@ def open_read(path: str | os.PathLike[str], schema: str | None = None, version: 
     limit = time.monotonic() + RETRY_S
     while True:
         try:
-            file = h5py.File(path, "r", locking="best-effort")
+            waiting = journal_of(path).exists()
+            file = h5py.File(Overlay.reading(path), "r") if waiting else h5py.File(path, "r", locking="best-effort")
             break
         except OSError as error:
             # Bytes of HDF5 that do not open may be under change; other bytes will not turn into HDF5.

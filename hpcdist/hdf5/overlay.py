@@ -2,15 +2,23 @@
 
 libhdf5 does not survive a full disk: a failed write leaves open identifiers behind, and the process ends in a
 segmentation fault at exit. So libhdf5 never writes to a disk here. It writes to an overlay, and the overlay is
-committed with plain calls that fail cleanly: first what extends the file, where a full disk is met and undone, then
-what changes it in place, which needs no new space (except on copy-on-write file systems).
+committed with plain calls that fail cleanly: first what extends the file, then a journal of what changes it in place,
+then the changes themselves. A full disk is met before the first byte is changed, and undone. A writer that is killed
+in between leaves its journal behind: the next one completes the work, and readers look through the journal until then.
 """
 
 import io
 import os
+import struct
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
+
+import xxhash
 
 PAGE_BYTES = 4096
+JOURNAL = ".journal"  # the file beside, whose name ends so
+MAGIC = b"hpcdist journal\n"
 
 
 def pwrite_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
@@ -30,19 +38,86 @@ def pread_all(fd: int, count: int, offset: int) -> bytes:
     return b"".join(parts)
 
 
+def journal_of(path: Path) -> Path:
+    """Return where the journal of the file at ``path`` lies while there is one."""
+    return path.with_name(path.name + JOURNAL)
+
+
+def encode_journal(size: int, pages: Mapping[int, bytes | bytearray], before: Mapping[int, bytes]) -> bytes:
+    """Return the journal of a commit that sets the file to ``size`` bytes and changes ``pages``, by number.
+
+    ``before`` is what they hold on the disk.
+    """
+    numbers = sorted(pages)
+    digests = [xxhash.xxh3_64_intdigest(before[number]) for number in numbers]
+    head = MAGIC + struct.pack(f"<{len(numbers) + 2}q{len(numbers)}Q", size, len(numbers), *numbers, *digests)
+    body = head + b"".join(pages[number] for number in numbers)
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
+    """Return ``(size, pages)`` of the commit that the file at ``path`` is waiting for; None when there is none.
+
+    A journal that was not finished counts for nothing: nothing of its commit had been changed yet. Nor does one whose
+    file holds something else than before or after the commit: it had this name, or this content, at another time.
+    """
+    try:
+        data = journal_of(path).read_bytes()
+    except FileNotFoundError:
+        return None
+    body = data[:-16]
+    if not body.startswith(MAGIC) or xxhash.xxh3_128_digest(body) != data[-16:]:
+        return None
+    size, count = struct.unpack_from("<2q", body, len(MAGIC))
+    table = struct.unpack_from(f"<{count}q{count}Q", body, len(MAGIC) + 16)
+    start = len(MAGIC) + 16 * (count + 1)
+    pages = {n: body[start + k * PAGE_BYTES : start + (k + 1) * PAGE_BYTES] for k, n in enumerate(table[:count])}
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size < size:
+            return None
+        for number, digest in zip(table[:count], table[count:], strict=True):
+            found = pread_all(file.fileno(), PAGE_BYTES, number * PAGE_BYTES)
+            if xxhash.xxh3_64_intdigest(found) != digest and found != pages[number][: len(found)]:
+                return None
+    return size, pages
+
+
 class Overlay(io.RawIOBase):
     """The file at ``path`` (created when missing, if ``create``) as h5py's file-object driver wants it.
 
-    Nothing reaches the disk before `commit`. After an exception, just `close`.
+    Nothing reaches the disk before `commit`, but for a commit that an earlier writer could not finish. After an
+    exception, just `close`.
     """
 
-    def __init__(self, path: Path, *, create: bool = False) -> None:
+    def __init__(self, path: Path, *, create: bool = False, read_only: bool = False) -> None:
         super().__init__()
-        self._fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
+        self._path = path
+        mode = os.O_RDONLY if read_only else os.O_RDWR
+        self._fd = os.open(path, mode | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
         self._original = self._size = os.fstat(self._fd).st_size
         self._valid = self._original  # bytes of the disk that still count: a truncation forgets what lay behind
         self._position = 0
         self._pages: dict[int, bytearray] = {}
+        if not create:
+            self._recover(read_only)
+
+    @classmethod
+    def reading(cls, path: Path) -> Self:
+        """Return the file as it will be once the commit in its journal is complete; the disk stays as it is."""
+        return cls(path, read_only=True)
+
+    def _recover(self, read_only: bool) -> None:
+        """Look through the journal that a killed writer left; unless ``read_only``, complete its work."""
+        waiting = read_journal(self._path)
+        if waiting is not None:
+            self._size, pages = waiting
+            self._pages = {number: bytearray(page) for number, page in pages.items()}
+            if not read_only:
+                self._apply(list(pages))
+                self._original = self._valid = self._size
+                self._pages.clear()
+        if not read_only:
+            journal_of(self._path).unlink(missing_ok=True)
 
     def readable(self) -> bool:
         """Always."""
@@ -122,6 +197,7 @@ class Overlay(io.RawIOBase):
         before = -(-self._original // PAGE_BYTES)  # pages from here on need new space
         for number in range(self._valid // PAGE_BYTES, -(-min(self._original, self._size) // PAGE_BYTES)):
             self._page(number)  # cut off and grown again: zero, whatever the disk holds
+        in_place = [number for number in sorted(self._pages) if number < before]
         try:
             if self._size > self._original:
                 os.ftruncate(self._fd, self._size)
@@ -129,17 +205,32 @@ class Overlay(io.RawIOBase):
                 if number >= before:
                     self._put(number)
             os.fsync(self._fd)
+            if in_place:
+                self._write_journal({number: self._pages[number] for number in in_place})
         except OSError:
+            journal_of(self._path).unlink(missing_ok=True)
             os.ftruncate(self._fd, self._original)
             raise
-        for number in sorted(self._pages):
-            if number < before:
-                self._put(number)
-        if self._size < self._original:
-            os.ftruncate(self._fd, self._size)
-        os.fsync(self._fd)
+        self._apply(in_place)
+        journal_of(self._path).unlink(missing_ok=True)
         self._original = self._valid = self._size
         self._pages.clear()
+
+    def _write_journal(self, pages: Mapping[int, bytearray]) -> None:
+        fd = os.open(journal_of(self._path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            before = {number: pread_all(self._fd, PAGE_BYTES, number * PAGE_BYTES) for number in pages}
+            pwrite_all(fd, encode_journal(self._size, pages, before), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _apply(self, numbers: list[int]) -> None:
+        """Change pages in place and set the size; again, it does the same."""
+        for number in numbers:
+            self._put(number)
+        os.ftruncate(self._fd, self._size)
+        os.fsync(self._fd)
 
     def _put(self, number: int) -> None:
         start = number * PAGE_BYTES

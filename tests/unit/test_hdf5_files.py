@@ -2,7 +2,11 @@
 
 import errno
 import itertools
+import json
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 
 import h5py
@@ -12,7 +16,7 @@ import pytest
 
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files, tables
-from hpcdist.hdf5.overlay import PAGE_BYTES, Overlay
+from hpcdist.hdf5.overlay import PAGE_BYTES, Overlay, encode_journal, journal_of, read_journal
 from hpcdist.hdf5.tables import Column
 
 
@@ -100,6 +104,98 @@ def test_a_full_disk_changes_nothing(tmp_path, monkeypatch, existing):
         monkeypatch.undo()
         assert os.listdir(tmp_path) == (["f.h5"] if existing else [])
         assert before is None or path.read_bytes() == before
+
+
+KILLED = """
+    import json, os, signal, sys
+    from pathlib import Path
+    import h5py
+    import numpy as np
+    from hpcdist.hdf5 import files
+
+    path = Path(sys.argv[1])
+    whole, seen = path.read_bytes(), []
+
+    def append_until(call):
+        left = iter(range(call, -1, -1))
+
+        def counted(function):
+            def wrapped(*arguments, **options):
+                if next(left) == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*arguments, **options)
+            return wrapped
+
+        for name in ("pwrite", "fsync", "ftruncate", "open", "unlink"):
+            setattr(os, name, counted(getattr(os, name)))
+        with files.edit(path, "test", 1) as file:
+            rows = len(file["x"])
+            for name in ("x", "y"):
+                file[name].resize(2 * rows, axis=0)
+                file[name][rows:] = np.arange(rows, 2 * rows).reshape(-1, *[1] * (file[name].ndim - 1))
+            file.attrs["rows"] = 2 * rows
+
+    def state(file):
+        x, y, rows = file["x"][:], file["y"][:], int(file.attrs["rows"])
+        good = (x == np.arange(len(x))).all() and (y == np.arange(len(y))[:, None]).all()
+        return rows if good and len(x) == len(y) == rows else "torn"
+
+    for call in range(1000):
+        path.write_bytes(whole)
+        child = os.fork()
+        if child == 0:
+            append_until(call)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with files.open_read(path, "test", 1) as file:
+            read = state(file)
+        with files.edit(path, "test", 1) as file:
+            edited = state(file)
+        with h5py.File(path, "r") as file:
+            plain = state(file)
+        seen.append([status, read, edited, plain, sorted(os.listdir(path.parent))])
+        if status != -signal.SIGKILL:
+            break
+    print(json.dumps(seen))
+"""
+
+
+def test_a_kill_at_any_point_leaves_the_old_or_the_new_and_never_a_mixture(tmp_path):
+    path = tmp_path / "f.h5"
+    with files.edit(path, "test", 1) as file:
+        for name, width in (("x", ()), ("y", (3,))):
+            rows = np.arange(3000).reshape(-1, *[1] * len(width)) * np.ones(width, np.int64)
+            file.create_dataset(name, data=rows, maxshape=(None, *width), chunks=(1024, *width))
+        file.attrs["rows"] = 3000
+    line = [sys.executable, "-c", textwrap.dedent(KILLED), str(path)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    *killed, last = json.loads(done.stdout)
+    assert last == [0, 6000, 6000, 6000, ["f.h5"]]
+    assert all(code == -9 and read == edited == plain for code, read, edited, plain, _ in killed)
+    counts = [entry[1] for entry in killed]
+    assert counts == sorted(counts) and set(counts) == {3000, 6000}, "old until the journal is complete, then new"
+    assert counts.count(6000) >= 3, "there are changes in place"
+    assert all(entry[4] == ["f.h5"] for entry in killed), "no journal outlives the next writer"
+
+
+def test_a_journal_counts_when_it_is_whole_and_of_this_content(tmp_path):
+    path = tmp_path / "f.h5"
+    make(path)
+    size, zeros = path.stat().st_size, {0: bytes(PAGE_BYTES)}
+    content = {0: path.read_bytes()[:PAGE_BYTES]}
+    whole = encode_journal(size, zeros, content)
+    journal_of(path).write_bytes(whole)
+    assert read_journal(path) == (size, zeros)
+    other_content, longer = encode_journal(size, zeros, zeros), encode_journal(size + 1, zeros, content)
+    for damaged in (b"", whole[:-1], whole[:20] + b"x" + whole[21:], b"x" * 100, other_content, longer):
+        journal_of(path).write_bytes(damaged)
+        assert read_journal(path) is None
+        with files.open_read(path, "test", 1) as file:
+            assert len(file["x"]) == 10
+    with files.edit(path, "test", 1) as file:
+        assert len(file["x"]) == 10
+    assert os.listdir(tmp_path) == ["f.h5"]
 
 
 def test_unreadable_foreign_and_newer_files(tmp_path):
