@@ -72,7 +72,7 @@ class Trained:
 
         Raises DataError when the data is not what the model was trained on: its windows may have been.
         """
-        recipe, on = self.recipe, self.recipe.run.device
+        recipe = self.recipe
         source = data.open_source(recipe.data, recipe.model, self.comm)
         if source.fingerprint != self.scalars["data"]:
             raise DataError(
@@ -82,7 +82,7 @@ class Trained:
         sums = np.zeros(2)
         for inputs, targets in source.validation_batches(recipe, self.comm):
             if len(inputs):
-                batch = backend.place(inputs, on), backend.place(targets, on)
+                batch = source.place((inputs, targets), recipe)
                 sums += (self.model.evaluate(self._views, *batch, self.arena), targets.size)
         allreduce(self.comm, sums)
         return float(sums[0] / sums[1]) if sums[1] else float("nan")

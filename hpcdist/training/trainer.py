@@ -4,10 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hpcdist import collectives, models
-from hpcdist.arrays import backend
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint import manifest
@@ -17,7 +14,6 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.start import Session
 from hpcdist.errors import DataError
 from hpcdist.models.model import Model
-from hpcdist.models.tokens import check_tokens
 from hpcdist.optim import rates
 from hpcdist.strategies import build, pipeline
 from hpcdist.strategies.exchange import Exchange
@@ -75,19 +71,7 @@ class Trainer:
 
     def place(self, batch: MicroBatch) -> MicroBatch:
         """Return a batch where the model computes (local). Raises DataError on tokens that it does not know."""
-        on = self.recipe.run.device
-        if on == "gpu":  # the model asks host memory only: a GPU would have to be waited for at every use
-            vocabulary = self.recipe.model.vocabulary
-            if self.recipe.model.kind == "gpt":
-                check_tokens(batch[0], vocabulary, "token")
-            check_tokens(batch[1], self.source.inputs.get("classes", vocabulary), "target")
-        return backend.place(batch[0], on), backend.place(batch[1], on)
-
-    def logits(self, inputs: np.ndarray) -> np.ndarray:
-        """Return the output of the whole model for ``inputs``, both on the host (local; one rank holds all of it)."""
-        parameters = self.model.bind(self.exchange.parameters)
-        placed = backend.place(inputs, self.recipe.run.device)
-        return backend.to_host(self.model.logits(parameters, placed, self.executor.arena))
+        return self.source.place(batch, self.recipe)
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of the update in step ``step``, counted from 1 (local)."""

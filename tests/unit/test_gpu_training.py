@@ -93,7 +93,7 @@ def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointe
     both = sum(messages[op] for op in BOTH_WAYS)
     return Counter(
         {
-            (gpu.H2D, "trainer.place"): 2,
+            (gpu.H2D, "source.place"): 2,
             (gpu.D2H, "cross_entropy.forward"): sum(op.microbatch < samples for op in forwards),
             (gpu.D2H, "clip.sum_of_squares"): int(any(op.kind is Kind.APPLY for op in trainer.operations)),
             (gpu.D2H, "segmentwise.partial_norms"): sum(op.kind is Kind.NORMS for op in trainer.operations),

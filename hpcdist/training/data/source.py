@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpcdist.arrays import backend
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DataError, HpcdistError
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.tokens import check_tokens
 from hpcdist.training.config import DataConfig
 from hpcdist.training.data import arrays, text
 from hpcdist.training.data.sampler import in_order
@@ -49,6 +51,15 @@ class Source:
             return
         longest = -(-recipe.run.global_batch // data_axis.size)
         yield from in_order(self.validation, recipe.run.validation_samples, data_axis.size, data_axis.rank, longest)
+
+    def place(self, batch: Batch, recipe: "Recipe") -> Batch:
+        """Return a batch where ``recipe`` computes (local). Raises DataError on tokens that its model does not know."""
+        on, vocabulary = recipe.run.device, recipe.model.vocabulary
+        if on == "gpu":  # the model asks host memory only: a GPU would have to be waited for at every use
+            if recipe.model.kind == "gpt":
+                check_tokens(batch[0], vocabulary, "token")
+            check_tokens(batch[1], self.inputs.get("classes", vocabulary), "target")
+        return backend.place(batch[0], on), backend.place(batch[1], on)
 
 
 def open_source(config: DataConfig, model: ModelConfig, comm: Communicator) -> Source:
