@@ -18,6 +18,7 @@ class Ledger:
     def __init__(self) -> None:
         self._current: defaultdict[str, int] = defaultdict(int)
         self._peak: defaultdict[str, int] = defaultdict(int)
+        self._total = self._total_peak = 0
         self._lock = threading.RLock()  # a finalizer may run inside `_add` of the same thread
 
     def track(self, array: Array, category: str) -> Array:
@@ -31,6 +32,8 @@ class Ledger:
         with self._lock:
             self._current[category] += nbytes
             self._peak[category] = max(self._peak[category], self._current[category])
+            self._total += nbytes
+            self._total_peak = max(self._total_peak, self._total)
 
     @property
     def current(self) -> dict[str, int]:
@@ -41,3 +44,8 @@ class Ledger:
     def peak(self) -> dict[str, int]:
         """The most bytes that were alive at once, each category for itself."""
         return {category: self._peak[category] for category in CATEGORIES}
+
+    @property
+    def peak_total(self) -> int:
+        """The most bytes that were alive at once, of all categories together."""
+        return self._total_peak

@@ -18,19 +18,23 @@ ALGORITHMS: Final = (
 )
 
 
+BUCKET_BYTES: Final = 4 << 20
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommunicationConfig:
     """How ranks exchange gradients.
 
     ``algorithm`` is an allreduce by name, or ``auto``, which is resolved at the start of a run and kept in its
-    checkpoints. A bucket of gradients is sent once ``bucket_bytes`` of it are complete. A communication that takes
+    checkpoints. With the strategy allreduce a bucket of gradients is sent once ``bucket_bytes`` of it are
+    complete; the other strategies send layer by layer. A communication that takes
     longer than ``deadline_s`` ends the job. ``ranks_per_node`` treats that many consecutive ranks as a node, to try
     code for several nodes on one; 0 takes the nodes as they are found.
     """
 
     algorithm: str = "auto"
     compression: str = "none"
-    bucket_bytes: int = 4 << 20
+    bucket_bytes: int = BUCKET_BYTES
     deadline_s: float = 300.0
     ranks_per_node: int = 0
 

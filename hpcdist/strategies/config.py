@@ -67,10 +67,11 @@ class ParallelConfig:
                 f"parallel.strategy = {self.strategy!r} with parallel.pipeline = {self.pipeline} is known, but not "
                 f"built in this version; a pipeline goes with {' or '.join(WITH_PIPELINE)}"
             )
-        if self.recompute and self.order == "sequential":
+        kept = self.microbatches > 1 and (self.pipeline > 1 or self.order == "gpipe")
+        if self.recompute and not kept:
             raise ConfigurationError(
-                "parallel.recompute = true without a pipeline saves nothing: a micro-batch goes back right after it "
-                "came; set it to false, or choose parallel.schedule = 'gpipe' or '1f1b'"
+                "parallel.recompute = true saves nothing here: every micro-batch goes back right after it came; set it "
+                "to false, or use a pipeline (or parallel.schedule = 'gpipe') of several parallel.microbatches"
             )
 
 

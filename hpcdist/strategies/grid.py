@@ -22,18 +22,23 @@ class Grid:
     context: int = 1
 
     @classmethod
-    def of(cls, world: int, *, data: int = 0, pipeline: int = 1, tensor: int = 1, context: int = 1) -> "Grid":
+    def of(
+        cls, world: int, *, data: int = 0, pipeline: int = 1, tensor: int = 1, context: int = 1, servers: int = 0
+    ) -> "Grid":
         """Return the grid of ``world`` ranks; ``data = 0`` takes what the other degrees leave.
 
-        Raises ConfigurationError, with the whole equation, when the product is not the world.
+        ``servers`` of the ranks do not compute. Raises ConfigurationError, with the whole equation, when the product is
+        not the number of those that do.
         """
+        total, world = world, world - servers
         others = pipeline * tensor * context
         grid = cls(data=data or max(1, world // others), pipeline=pipeline, tensor=tensor, context=context)
         if grid.size != world:
             divisors = [d for d in range(1, world + 1) if world % d == 0]
+            left = f"{total} ranks - {servers} dedicated servers = {world} workers" if servers else f"{world} ranks"
             raise ConfigurationError(
                 f"parallel.data {grid.data} x parallel.pipeline {pipeline} x parallel.tensor {tensor} x "
-                f"parallel.context {context} = {grid.size}, but the world has {world} ranks; "
+                f"parallel.context {context} = {grid.size}, but the world has {left}; "
                 f"each degree must be a divisor of {world}: {divisors}"
             )
         return grid

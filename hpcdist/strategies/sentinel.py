@@ -15,7 +15,7 @@ from hpcdist.errors import DivergenceError
 
 
 def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
-    """Raise DivergenceError on every rank, naming the first tensor that differs and the ranks.
+    """Raise DivergenceError on every rank of ``comm``, naming the first tensor that differs and the ranks.
 
     Collective over ``comm``.
 

@@ -14,6 +14,7 @@ parameters, m micro-batches a step and p ranks, each rank sends on the ring, in 
 A layer that others are tied to stays gathered from its first use in a micro-batch to its last: stage 3 then sends less.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,39 +35,47 @@ from hpcdist.strategies.seat import Seat
 
 
 class Transient:
-    """Whole layers that come and go in memory taken once: at most as many at a time as were ever alive together."""
+    """Whole layers that come and go in memory taken once: at most as many at a time as were ever alive together.
+
+    Layers that only their own stage uses share blocks as long as the longest of them. One that others are tied to lives
+    long, may be far longer, and has a block of its own.
+    """
 
     def __init__(self, seat: Seat, category: str) -> None:
         self._seat, self._category = seat, category
-        self._longest = max(part.size for part in seat.ranges.values())
-        self._free: list[Array] = []
+        users = Counter(unit for used in seat.model.needs.values() for unit in used)
+        sizes = {seat.model.stages[unit].layer: (part.size, users[unit]) for unit, part in seat.ranges.items()}
+        longest = max((size for size, count in sizes.values() if count == 1), default=0)
+        self._block_size = {layer: longest if count == 1 else size for layer, (size, count) in sizes.items()}
+        self._free: dict[int, list[Array]] = {}  # by size
         self._blocks: dict[int, Array] = {}
         self._stores: dict[int, FlatStore] = {}
-
-    def __contains__(self, layer: int) -> bool:
-        return layer in self._stores
 
     def at(self, layer: int) -> FlatStore:
         """Return the store of ``layer``; its memory is uninitialised when it was not there (local)."""
         if layer not in self._stores:
-            block = self._free.pop() if self._free else self._new()
+            size = self._block_size[layer]
+            free = self._free.setdefault(size, [])
+            block = free.pop() if free else self._new(size)
             self._blocks[layer] = block
             whole = self._seat.layout.units[layer]
-            self._stores[layer] = self._seat.store(self._category, whole, lambda size, dtype: block[:size])
+            self._stores[layer] = self._seat.store(self._category, whole, lambda count, dtype: block[:count])
         return self._stores[layer]
 
     def free(self, layer: int) -> None:
         """Give the memory of ``layer`` back (local)."""
         del self._stores[layer]
-        self._free.append(self._blocks.pop(layer))
+        self._free[self._block_size[layer]].append(self._blocks.pop(layer))
 
-    def _new(self) -> Array:
-        block = backend.zeros(self._longest, np.dtype(self._seat.dtype), self._seat.on)
+    def _new(self, size: int) -> Array:
+        block = backend.zeros(size, np.dtype(self._seat.dtype), self._seat.on)
         return block if self._seat.ledger is None else self._seat.ledger.track(block, self._category)
 
 
 class ZeroExchange:
     """ZeRO ``stage`` 1, 2 or 3. Collective over the data axis, but for what is said to be local."""
+
+    lock_step = True
 
     def __init__(self, seat: Seat, stage: int) -> None:
         if seat.algorithm not in SHARDED:

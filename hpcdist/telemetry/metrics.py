@@ -24,6 +24,7 @@ STEPS: Final = (
     Column("loss", "f8", "1", "mean training loss of the step in nats"),
     Column("learning_rate", "f8", "1", "learning rate of the step"),
     Column("tokens", "i8", "1", "tokens (samples, for a classifier) of the global batch"),
+    Column("step_s", "f8", "s", "time from the row before to this one, everything included", wide=True),
     Column("compute_s", "f8", "s", "time in forward and backward", wide=True),
     Column("communication_s", "f8", "s", "time in communication that nothing hid", wide=True),
     Column("update_s", "f8", "s", "time in the optimizer", wide=True),
@@ -90,7 +91,8 @@ class MetricsWriter:
         loss: float,
         learning_rate: float,
         tokens: int,
-        compute_s: np.ndarray,  # (world,) as the following
+        step_s: np.ndarray,  # (world,) as the following
+        compute_s: np.ndarray,
         communication_s: np.ndarray,
         update_s: np.ndarray,
         sent_bytes: np.ndarray,
@@ -98,7 +100,7 @@ class MetricsWriter:
         """Take the row of a step; NaN is what was not measured. Written now and then, see `flush`."""
         row: dict[str, Any] = {"step": step, "session": self._session, "world": self.world, "loss": loss}
         row |= {"learning_rate": learning_rate, "tokens": tokens}
-        wide = zip(PER_RANK, (compute_s, communication_s, update_s, sent_bytes), strict=True)
+        wide = zip(PER_RANK, (step_s, compute_s, communication_s, update_s, sent_bytes), strict=True)
         row |= {name: np.broadcast_to(np.asarray(values, np.float64), self.world).copy() for name, values in wide}
         self._steps.append(row)
         self._flush_when_due()
@@ -178,21 +180,25 @@ def _plain(value: Any) -> Any:
 def summarise(metrics: Metrics, last: int = 20) -> dict[str, Any]:
     """Return the figures of a run: JSON values, None for what was not measured.
 
-    ``train_loss`` is the mean over the ``last`` steps. Times leave out the first step of each session, which compiles
-    and allocates; a step takes as long as its slowest rank. ``bytes_sent_per_step`` is the median step's maximum over
-    the ranks. ``slowest_rank`` computes longest in the median, ``imbalance`` is its time over the median rank's.
+    ``train_loss`` is that of the last step, ``train_loss_mean`` the mean over the ``last`` ones. Times leave out the
+    first step of each session, which compiles and allocates; a step takes as long as its slowest rank.
+    ``bytes_sent_per_step`` is the median step's maximum over the ranks. ``slowest_rank`` computes longest in the
+    median, ``imbalance`` is its time over the median rank's.
     """
     steps = metrics.steps
     count = len(steps["step"])
     loss = steps["loss"][-last:]
     result: dict[str, Any] = {"steps": int(steps["step"][-1]) if count else 0}
     result["world"] = int(steps["world"][-1]) if count else 0
-    result["train_loss"] = _number(np.mean(loss)) if count else None
+    result["train_loss"] = _number(loss[-1]) if count else None
+    result["train_loss_mean"] = _number(np.mean(loss)) if count else None
     result["val_loss"] = _number(metrics.evaluations["val_loss"][-1]) if len(metrics.evaluations["step"]) else None
     # The first step of a session is the one whose predecessor is of another.
     warm = np.flatnonzero(np.diff(steps["session"], prepend=-1) == 0)
     times = {name: steps[f"{name}_s"][warm] for name in ("compute", "communication", "update")}
-    of_rank = times["compute"] + times["communication"] + times["update"]  # (steps, ranks)
+    phases = times["compute"] + times["communication"] + times["update"]  # (steps, ranks)
+    # Files of the first version know the phases only, not what lay between them.
+    of_rank = steps["step_s"][warm] if "step_s" in steps else phases
     step_s = _over_ranks(of_rank)
     result["step_s_median"] = _median(step_s)
     result["step_s_p95"] = _number(np.nanpercentile(step_s, 95)) if np.isfinite(step_s).any() else None

@@ -49,7 +49,10 @@ def text(found: Report) -> str:
     lines += [f"{label:10} {figures[key]}" for label, key in _HEAD if figures.get(key)]
     sessions = f" in {figures['sessions']} sessions" if figures.get("sessions", 1) > 1 else ""
     lines.append(f"steps      {figures['steps']} on {figures['world']} ranks{sessions}")
-    lines.append(f"loss       train {_nats(figures['train_loss'])}, validation {_nats(figures['val_loss'])}")
+    lines.append(
+        f"loss       train {_nats(figures['train_loss'])} ({_nats(figures['train_loss_mean'])} over the last steps), "
+        f"validation {_nats(figures['val_loss'])}"
+    )
     entropies = [f"{key.removesuffix('_nats')} {_nats(figures[key])}" for key in ENTROPIES if figures.get(key)]
     if entropies:
         lines.append(f"entropies  {', '.join(entropies)} (of the training data)")

@@ -1,10 +1,10 @@
 """The run directory: one directory, one recipe, one run."""
 
 import os
-import tomllib
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 from hpcdist.checkpoint.restore import newest
 from hpcdist.comm.communicator import Communicator
@@ -16,12 +16,21 @@ from hpcdist.training.recipe import Recipe
 RECIPE_FILE = "recipe.toml"
 
 
+# What a run is made with, not what it is: a run may go on with other values, in another layout, on other machines.
+OPERATIONAL: Final = ("parallel.", "parameter_server.", "communication.", "checkpoint.", "energy.")
+OPERATIONAL_KEYS: Final = ("run.steps", "run.device", "run.sentinel_every_steps", "run.log_every_s")
+
+
 @dataclass(frozen=True)
 class RunDirectory:
-    """Where a run keeps everything, and the checkpoint it goes on from (None: it starts)."""
+    """Where a run keeps everything, and the checkpoint it goes on from (None: it starts).
+
+    ``changed`` tells the operational keys in which the recipe differs from that of the start before.
+    """
 
     path: Path
     resume_from: Path | None
+    changed: str = ""
 
 
 def prepare(comm: Communicator, recipe: Recipe, out: Path | None, resume: str) -> RunDirectory:
@@ -50,25 +59,47 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str) -> RunDirectory:
     path = out or _fresh(recipe.parallel.strategy)
     stored = path / RECIPE_FILE
     if stored.exists() and _begun(path):
-        difference = _difference(stored, recipe)
-        if difference:
+        keys = _differences(stored, recipe)
+        other = [text for key, text in keys.items() if not operational(key)]
+        if other:
             raise ConfigurationError(
-                f"{path} holds another run: {difference}; choose another --out, or run it with its own {RECIPE_FILE}"
+                f"{path} holds another run: {_listed(other)}; choose another --out, or run it with its own "
+                f"{RECIPE_FILE}"
             )
         if resume == "never":
             raise UsageError(
                 f"{path} holds this run already; add --resume auto to go on with it, or choose another --out"
             )
-        return RunDirectory(path, newest(path))
+        if keys:
+            _keep(stored)
+            _write(stored, recipe)
+        return RunDirectory(path, newest(path), _listed(list(keys.values())))
     if path.exists() and not path.is_dir():
         raise StorageError(f"{path} is a file; --out must name a directory")
     if path.is_dir() and not stored.exists() and any(path.iterdir()):
         raise ConfigurationError(f"{path} is not empty and holds no run of hpcdist; choose another --out")
     path.mkdir(parents=True, exist_ok=True)
+    _write(stored, recipe)
+    return RunDirectory(path, None)
+
+
+def operational(key: str) -> bool:
+    """Whether a run may go on with another value of ``key`` (local)."""
+    return key.startswith(OPERATIONAL) or key in OPERATIONAL_KEYS
+
+
+def _write(stored: Path, recipe: Recipe) -> None:
     temporary = stored.with_suffix(".tmp")
     temporary.write_text(recipes.dump(recipe))
     os.replace(temporary, stored)
-    return RunDirectory(path, None)
+
+
+def _keep(stored: Path) -> None:
+    """Give the recipe of the starts so far a name of its own: recipe-1.toml, recipe-2.toml, ..."""
+    number = 1
+    while (kept := stored.with_stem(f"{stored.stem}-{number}")).exists():
+        number += 1
+    os.replace(stored, kept)
 
 
 def _begun(path: Path) -> bool:
@@ -85,20 +116,14 @@ def _fresh(strategy: str) -> Path:
     return path
 
 
-def _difference(stored: Path, recipe: Recipe) -> str:
-    """Return the keys in which the stored recipe differs, with both values; empty when it is the same run."""
-    try:
-        before = _flat(tomllib.loads(stored.read_text()))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise StorageError(f"{stored} cannot be read: {error}") from error
-    now = _flat(tomllib.loads(recipes.dump(recipe)))
-    keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
-    shown = ", ".join(f"{key} = {before.get(key)!r} there, {now.get(key)!r} now" for key in keys[:3])
-    return shown + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+def _differences(stored: Path, recipe: Recipe) -> dict[str, str]:
+    """Return, for each key in which the stored recipe differs, both values as text; none when it is the same run.
+
+    A recipe of an older version lacks keys: they had their defaults.
+    """
+    before, now = recipes.flat(recipes.load_stored(stored)), recipes.flat(recipe)
+    return {key: f"{key} = {before[key]!r} there, {value!r} now" for key, value in now.items() if before[key] != value}
 
 
-def _flat(tree: dict[str, object], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
-    return flat
+def _listed(texts: list[str]) -> str:
+    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")

@@ -11,10 +11,13 @@ def mean_validation_loss(trainer: Trainer) -> float:
     The windows are fixed by the data and the recipe and shared among the ranks, so the figure does not depend on the
     number of ranks.
     """
+    computes, parts = trainer.seat.computes, trainer.grid.data
     sums = np.zeros(2)
-    computed = trainer.source.validation_batches(trainer.recipe, trainer.data_axis) if trainer.seat.computes else ()
-    for batch in computed:
-        inputs, targets = trainer.place(batch)
-        sums += (trainer.executor.evaluate(inputs, targets), targets.size if trainer.last_stage else 0)
-    trainer.exchange.agree(sums)
+    for batch in trainer.source.validation_batches(trainer.recipe, parts, trainer.data_axis.rank if computes else None):
+        found = np.zeros(2)
+        if computes:
+            inputs, targets = trainer.place(batch)
+            found += (trainer.executor.evaluate(inputs, targets), targets.size if trainer.last_stage else 0)
+        # Batch by batch, since the deadline of a communication runs for servers that wait for the others.
+        sums += trainer.exchange.agree(found)
     return float(sums[0] / sums[1]) if sums[1] else float("nan")

@@ -80,7 +80,7 @@ class Trained:
                 "give back the data it was trained on"
             )
         sums = np.zeros(2)
-        for inputs, targets in source.validation_batches(recipe, self.comm):
+        for inputs, targets in source.validation_batches(recipe, self.comm.size, self.comm.rank):
             if len(inputs):
                 batch = source.place((inputs, targets), recipe)
                 sums += (self.model.evaluate(self._views, *batch, self.arena), targets.size)

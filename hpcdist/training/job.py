@@ -72,10 +72,17 @@ def _introduce(
         f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}; "
         f"{architecture.described(trainer)}; MPI: {session.library}"
     )
+    if trainer.proof is not None and trainer.comm.size > 1:
+        progress.say(
+            f"step proven: {trainer.proof.messages} messages between stages, {trainer.proof.meetings} collectives, "
+            "no circle of waiting, nothing lost or done twice"
+        )
     progress.say(f"data: {trainer.source.description}")
     known = [f"{name} {nats:.3f}" for name, nats in entropies.items() if nats is not None]
     if known:
         progress.say(f"entropy of the training split in nats a token: {', '.join(known)}")
+    if run.changed:
+        progress.say(f"other than in the start before: {run.changed}")
     if run.resume_from is not None:
         progress.say(f"resumed from {run.resume_from} after {trainer.first_step} steps")
     progress.say(f"run directory {run.path}")

@@ -33,6 +33,7 @@ class Outcome:
     step_s: list[float] = field(default_factory=list)
     communication_s: list[float] = field(default_factory=list)
     sent_bytes: list[float] = field(default_factory=list)  # NaN where the MPI library chose the algorithm
+    targets: list[int] = field(default_factory=list)  # of this rank alone, where ranks do not share steps
     checkpoint: Path | None = None
 
 
@@ -90,20 +91,22 @@ class Loop:
         found = self._train(step, batches)
         bytes_sent = float(self.traffic.sent_bytes - sent) if self.traffic.unknown.total() == unknown else float("nan")
         targets = trainer.recipe.run.global_batch * trainer.model.tokens_per_sample
-        self.metrics.add(step, found.loss, trainer.learning_rate(step), targets, found.seconds, bytes_sent)
+        # From row to row: waiting for data is part of a step, and what came after the one before it (metrics, sentinel,
+        # checkpoint) too, so that the steps of a run add up to its time.
+        now = time.perf_counter()
+        step_s, self._boundary = now - self._boundary, now
+        seconds = {**found.seconds, "step_s": step_s}
+        self.metrics.add(step, found.loss, trainer.learning_rate(step), targets, seconds, bytes_sent)
         outcome = self.outcome
         outcome.done, outcome.loss, outcome.wish = step, found.loss, agreed(found.wishes)
+        outcome.step_s.append(step_s)
         outcome.communication_s.append(found.seconds["communication_s"])
         outcome.sent_bytes.append(bytes_sent)
         outcome.checkpoint = None
         if found.wishes[len(Wish)] > 0:
             self.metrics.flush()
         self._look(step)
-        # From boundary to boundary: waiting for data, metrics, the sentinel and checkpoints are part of the step.
-        now = time.perf_counter()
-        outcome.step_s.append(now - self._boundary)
-        self._boundary = now
-        self.progress.step(step, found.loss, targets, found.seconds["communication_s"] / outcome.step_s[-1])
+        self.progress.step(step, found.loss, targets, found.seconds["communication_s"] / step_s)
 
     def _train(self, step: int, batches: list[MicroBatch]) -> Step:
         trainer = self.trainer
@@ -120,7 +123,9 @@ class Loop:
         """Do what is due after ``step``: compare the replicas, save."""
         trainer, run = self.trainer, self.trainer.recipe.run
         if run.sentinel_every_steps and step % run.sentinel_every_steps == 0 and trainer.exchange.replicas_identical:
-            check_replicas(trainer.data_axis, trainer.exchange.parameters, step, trainer.seat.agree_algorithm)
+            for store in (trainer.exchange.parameters, trainer.executor.copies.parameters):
+                if store.size:
+                    check_replicas(trainer.data_axis, store, step, trainer.seat.agree_algorithm)
         every = trainer.recipe.checkpoint.every_steps
         if every and step % every == 0:
             self._save(step)

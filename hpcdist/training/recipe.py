@@ -9,13 +9,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from hpcdist.checkpoint.config import CheckpointConfig
-from hpcdist.comm.config import CommunicationConfig
+from hpcdist.comm.config import BUCKET_BYTES, CommunicationConfig
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
@@ -47,12 +47,33 @@ class Recipe:
         self.check_world(self.parallel.data)
         if self.parallel.strategy == "parameter_server":
             self.parameter_server.check_beside(self.optimizer.name)
+        self._refuse_without_effect()
         microbatches, pipeline = self.parallel.microbatches, self.parallel.pipeline
+        if microbatches > self.run.global_batch:
+            raise ConfigurationError(
+                f"parallel.microbatches = {microbatches} of run.global_batch = {self.run.global_batch} samples: some "
+                f"would always be empty; use at most {self.run.global_batch}"
+            )
         if pipeline > 1 and self.run.global_batch % microbatches:
             raise ConfigurationError(
                 f"run.global_batch = {self.run.global_batch} does not divide into parallel.microbatches = "
                 f"{microbatches} for a pipeline of {pipeline}; choose a multiple of {microbatches} samples"
             )
+
+    def _refuse_without_effect(self) -> None:
+        """Raise ConfigurationError for keys that the strategy would ignore."""
+        strategy = self.parallel.strategy
+        for section, given, default, needed in (
+            ("parameter_server", self.parameter_server, ParameterServerConfig(), "parameter_server"),
+            ("communication", self.communication, replace(self.communication, bucket_bytes=BUCKET_BYTES), "allreduce"),
+        ):
+            changed = [item.name for item in fields(given) if getattr(given, item.name) != getattr(default, item.name)]
+            if changed and strategy != needed:
+                key = f"{section}.{changed[0]}"
+                raise ConfigurationError(
+                    f"{key} = {getattr(given, changed[0])!r} has no effect with parallel.strategy = {strategy!r}; "
+                    f"remove it, or choose the strategy {needed!r}"
+                )
 
     def check_world(self, data_ranks: int) -> None:
         """Raise ConfigurationError when a step has fewer samples than there are ranks along the data axis."""

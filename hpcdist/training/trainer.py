@@ -22,6 +22,7 @@ from hpcdist.strategies.parameter_server import build as parameter_server
 from hpcdist.strategies.parameter_server.roles import Roles
 from hpcdist.strategies.schedule.executor import Executor, MicroBatch
 from hpcdist.strategies.schedule.operations import Operation
+from hpcdist.strategies.schedule.verify import Proof
 from hpcdist.strategies.seat import Seat
 from hpcdist.training import data
 from hpcdist.training.data import Prefetcher
@@ -45,6 +46,7 @@ class Trainer:
     operations: list[Operation]
     ledger: Ledger
     first_step: int = 0
+    proof: Proof | None = None  # of the lists of all ranks; None where they were not looked at
 
     @property
     def model(self) -> Model:
@@ -128,9 +130,13 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
     """Build the run of ``recipe`` on this rank, initialised or restored. Collective."""
     comm, parallel = session.comm, recipe.parallel
     roles = Roles.of(recipe.parameter_server, comm.size) if parallel.strategy == "parameter_server" else None
-    computing = len(roles.workers) if roles else comm.size
     grid = Grid.of(
-        computing, data=parallel.data, pipeline=parallel.pipeline, tensor=parallel.tensor, context=parallel.context
+        comm.size,
+        data=parallel.data,
+        pipeline=parallel.pipeline,
+        tensor=parallel.tensor,
+        context=parallel.context,
+        servers=comm.size - len(roles.workers) if roles else 0,
     )
     recipe.check_world(grid.data)
     source = data.open_source(recipe.data, recipe.model, comm)
@@ -145,6 +151,9 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
     executor = build.build_executor(seat, exchange)
     operations = build.operations(seat, exchange, executor.copies, parallel)
     trainer = Trainer(comm, recipe, grid, seat, source, exchange, executor, operations, ledger)
+    asynchronous = parallel.strategy == "parameter_server" and recipe.parameter_server.consistency == "asp"
+    if not asynchronous:  # no two of its ranks share a step
+        trainer.proof = build.prove(seat, grid, operations, parallel.microbatches, accumulates=exchange.accumulates)
     if resume_from is None:
         trainer.initialise()
     else:

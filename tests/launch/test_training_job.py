@@ -104,6 +104,17 @@ def _start(
     )
 
 
+def test_a_run_goes_on_in_another_layout_and_for_longer(text: Path, tmp_path: Path) -> None:
+    out, double = tmp_path / "run", ["--set", "precision.mode=float64", "--set", "optimizer.decay=constant"]
+    train(2, text, "--out", out, *double, steps=6)
+    layout = ["--set", "parallel.strategy=zero3", "--set", "communication.algorithm=ring"]
+    done = train(3, text, "--out", out, "--resume", "auto", *layout, *double, steps=12)
+    assert "other than in the start before: " in done.stderr and "parallel.strategy = 'allreduce' there" in done.stderr
+    whole = summary(train(1, text, "--out", tmp_path / "whole", *double, steps=12))
+    assert summary(done)["steps"] == 12
+    assert summary(done)["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-12)
+
+
 # name -> (ranks, keys)
 LAYOUTS = {
     "allreduce": (2, ()),

@@ -14,7 +14,8 @@ from hpcdist.comm.placement import locate
 from hpcdist.comm.recording import recording
 from hpcdist.comm.solo import solo
 from hpcdist.comm.start import Session
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, NonFiniteError
+from hpcdist.strategies.nonfinite import explain
 from hpcdist.training import recipe as recipes
 from hpcdist.training.data import microbatches
 from hpcdist.training.evaluation import mean_validation_loss
@@ -224,6 +225,17 @@ def test_rank_bytes_are_those_of_the_closed_form(comm: Communicator, folder: Pat
     assert sent == pytest.approx(expected, rel=0.01, abs=1024), f"{sent / max(psi, 1):.4f} Psi"
 
 
+def test_rank_stage_3_of_a_tied_model_holds_the_table_once(comm: Communicator, folder: Path) -> None:
+    keys = {"parallel.strategy": "zero3", "model.tied": "true", "model.vocabulary": 4096, "model.layers": 4}
+    trainer = _trainer(comm, folder, keys)
+    _losses(trainer, 2)
+    table, *others = (part.size * 4 for part in trainer.seat.ranges.values())
+    share = trainer.model.layout.size * 4 / comm.size + 64 * len(trainer.model.stages)
+    assert table > 4 * max(others)
+    for kind in ("parameters", "gradients"):
+        assert trainer.ledger.peak[kind] <= share + table + max(others), kind
+
+
 def test_rank_stage_3_holds_a_share_and_no_more_than_it_needs(comm: Communicator, folder: Path) -> None:
     peaks = {}
     for strategy in ("allreduce", "zero1", "zero2", "zero3"):
@@ -256,6 +268,40 @@ def test_rank_hierarchical_serves_every_layout(comm: Communicator, folder: Path)
             assert together.comm.nodes().count == -(-comm.size // 2)
             expected = _alone(folder, {"precision.mode": "float64"}, 10).losses
             np.testing.assert_allclose(_losses(together, 10), expected, rtol=1e-12)
+
+
+def _blamed(trainer: Trainer) -> list[int]:
+    """The ranks that the explanation of a failed first step names."""
+    with trainer.batches(1) as batches:
+        parts = microbatches(next(iter(batches)), trainer.recipe.parallel.microbatches)
+    samples = trainer.recipe.run.global_batch
+    with pytest.raises(NonFiniteError) as failed, np.errstate(all="ignore"):
+        trainer.executor.run(trainer.operations, parts, samples, 1, np.zeros(2))
+    with np.errstate(all="ignore"):
+        said = str(explain(trainer.comm, trainer.executor, trainer.operations, parts, failed.value))
+    return [rank for rank in range(trainer.comm.size) if f"rank {rank}: " in said]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_rank_only_the_stage_that_overflows_is_blamed(comm: Communicator, folder: Path, schedule: str) -> None:
+    if comm.size == 1:
+        pytest.skip("a pipeline of one has nobody else to blame")
+    keys = {"parallel.pipeline": comm.size, "parallel.schedule": schedule, "parallel.microbatches": 3}
+    for culprit in range(comm.size):
+        trainer = _trainer(comm, folder, keys | {"model.tied": "true"})
+        if comm.rank == culprit:
+            trainer.exchange.parameters.array[...] = 3e38  # finite, but no product of two of them is
+        assert _blamed(trainer) == [culprit]
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "zero2", "zero3"])
+def test_rank_only_the_owner_of_a_nan_is_blamed(comm: Communicator, folder: Path, strategy: str) -> None:
+    culprit = comm.size - 1
+    trainer = _trainer(comm, folder, {"parallel.strategy": strategy})
+    if comm.rank == culprit:
+        *_, (_, touched) = trainer.exchange.parameters.tensors()  # of the head, which every token meets
+        trainer.exchange.parameters.range(touched)[...] = np.nan
+    assert _blamed(trainer) == [culprit]
 
 
 def test_rank_what_cannot_be_laid_out_is_refused(comm: Communicator, folder: Path) -> None:

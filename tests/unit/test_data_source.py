@@ -56,7 +56,7 @@ def test_the_same_tokens_from_any_file_are_the_same_samples(tmp_path: Path, toke
     x, y = source.training.take(np.array([3]), 5)
     assert np.array_equal(x[0], tokens[53:69])
     assert np.array_equal(y[0], tokens[54:70])
-    (x, y), *_ = source.validation_batches(Recipe(data=config), solo())
+    (x, y), *_ = source.validation_batches(Recipe(data=config), 1, 0)
     assert np.array_equal(x[0], tokens[1800:1816])
     assert source.description.endswith("2,000 bytes")
 
@@ -85,7 +85,7 @@ def test_without_validation(tmp_path: Path, tokens: np.ndarray) -> None:
     config = DataConfig(path=_store(tmp_path, "text", tokens), context=1999, validation_fraction=0.0)
     source = open_source(config, GPT, solo())
     assert source.training.count == source.training.shifts == 1
-    assert list(source.validation_batches(Recipe(data=config), solo())) == []
+    assert list(source.validation_batches(Recipe(data=config), 1, 0)) == []
 
 
 def test_validation_is_shared_exactly(tmp_path: Path, tokens: np.ndarray) -> None:
@@ -93,7 +93,7 @@ def test_validation_is_shared_exactly(tmp_path: Path, tokens: np.ndarray) -> Non
     recipe = Recipe(data=config, run=RunConfig(validation_samples=101, global_batch=7))
 
     def shares(comm) -> list[np.ndarray]:
-        return [x for x, _ in open_source(config, GPT, comm).validation_batches(recipe, comm)]
+        return [x for x, _ in open_source(config, GPT, comm).validation_batches(recipe, comm.size, comm.rank)]
 
     alone = np.concatenate(shares(solo()))
     assert alone.shape == (101, 4)

@@ -140,8 +140,8 @@ from hpcdist.telemetry.metrics import MetricsWriter
 with MetricsWriter(sys.argv[1], 8) as writer:
     for step in range(1, 10**6):
         one = np.full(8, float(step))
-        writer.append(step=step, loss=step, learning_rate=0, tokens=1, compute_s=one, communication_s=one,
-                      update_s=one, sent_bytes=one)
+        writer.append(step=step, loss=step, learning_rate=0, tokens=1, step_s=one, compute_s=one,
+                      communication_s=one, update_s=one, sent_bytes=one)
         writer.flush()
         print(step, flush=True)
 """
@@ -172,6 +172,7 @@ def test_summary(tmp_path):
                 loss=10.0 - step,
                 learning_rate=0.1,
                 tokens=60,
+                step_s=np.array([2 * slow, 1.5 * slow]),
                 compute_s=np.array([slow, 2 * slow]),
                 communication_s=np.array([slow, 0.0]),
                 update_s=np.zeros(2),
@@ -180,10 +181,10 @@ def test_summary(tmp_path):
         writer.evaluation(4, 1.25)
     result = summarise(read(path), last=2)
     assert result["steps"] == 4 and result["world"] == 2
-    assert result["train_loss"] == 6.5 and result["val_loss"] == 1.25
+    assert result["train_loss"] == 6.0 and result["train_loss_mean"] == 6.5 and result["val_loss"] == 1.25
     assert result["step_s_median"] == 4.0  # 2, 4, 6: the first step is left out
     assert result["tokens_per_s"] == 180 / 12
-    assert result["comm_fraction"] == 0.25 and result["compute_fraction"] == 0.75
+    assert result["comm_fraction"] == pytest.approx(1 / 3.5) and result["compute_fraction"] == pytest.approx(3 / 3.5)
     assert result["bytes_sent_per_step"] == 20.0
     assert result["slowest_rank"] == 1 and result["imbalance"] == pytest.approx(4 / 3)
 
@@ -201,6 +202,7 @@ def test_summary_of_nothing_measured(tmp_path):
                 loss=float("nan"),
                 learning_rate=0.0,
                 tokens=1,
+                step_s=nothing,
                 compute_s=nothing,
                 communication_s=nothing,
                 update_s=nothing,

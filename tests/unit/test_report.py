@@ -26,6 +26,7 @@ def run_dir(tmp_path, rng):
                 loss=5.0 / step**0.5,
                 learning_rate=0.01,
                 tokens=512,
+                step_s=times.sum(axis=0),
                 compute_s=times[0],
                 communication_s=times[1],
                 update_s=times[2],

@@ -61,8 +61,8 @@ def partition(layout: Layout, servers: int) -> Partition:
                 return Partition(tuple(keys), tuple(owners), servers)
         elif shortest:
             raise ConfigurationError(
-                f"parameter_server.servers = {servers}, but {layout.parameters} parameters cut into at most "
-                f"{len(keys)} keys of {ALIGN_ELEMENTS} elements; use at most {len(keys)} servers"
+                f"{servers} servers, but {layout.parameters} parameters cut into at most {len(keys)} keys of "
+                f"{ALIGN_ELEMENTS} elements; set parameter_server.servers to at most {len(keys)}"
             )
         longest = max(ALIGN_ELEMENTS, align_up(longest // 2, ALIGN_ELEMENTS))
 

@@ -19,6 +19,7 @@ from hpcdist.strategies.pipeline import Copies
 from hpcdist.strategies.schedule.generators import forward_only, gathered
 from hpcdist.strategies.schedule.messages import Neighbours
 from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.watch import Watch
 from hpcdist.strategies.seat import Seat
 
 MicroBatch = tuple[Array, Array]  # inputs (samples, ...), targets (samples, ...)
@@ -59,7 +60,7 @@ class Executor:
         self._parameters: dict[int, Parameters] = {}  # views, bound while the memory of a unit stays where it is
         self._gradients: dict[int, BoundGradients] = {}
         self._written: set[str] = set()
-        self._watch: Callable[[str, Array], None] | None = None  # looks at values when a step has gone wrong
+        self._watch = Watch()
         evaluation = forward_only(seat.units, seat.pipeline.rank, seat.pipeline.size)
         self._forward_only = gathered(evaluation, self.model.needs) if exchange.gathers else evaluation
         self._handlers: dict[Kind, Callable[[Operation], None]] = {
@@ -130,22 +131,14 @@ class Executor:
         Only what this rank computed itself counts, so exactly the culprits report something. Collective, as `run`;
         nothing is updated.
         """
-        tensor = clip.first_nonfinite(self.exchange.parameters)
-        found = [f"parameter {tensor}"] if tensor else []
-
-        def watch(what: str, values: Array) -> None:
-            if not found and not bool(backend.namespace(values).isfinite(values).all()):
-                found.append(what)
-
-        self._watch = watch
+        self._watch.begin(self.exchange.parameters)
         self._begin(operations, batches)
         for operation in operations:
             if operation.kind is Kind.AGREE:
                 break
             self._handlers[operation.kind](operation)
         self._neighbours.finish()
-        self._watch = None
-        return found[0] if found else None
+        return self._watch.end()
 
     def _begin(self, operations: Sequence[Operation], batches: Sequence[MicroBatch]) -> None:
         self._batches = batches
@@ -164,13 +157,13 @@ class Executor:
         x = self._neighbours.received(op.microbatch, inputs) if first else self._carried[op.microbatch]
         saved = self.arena.saved(stage.layer, op.microbatch)
         y = stage.forward(self._parameters_of(op.unit), x, self.model.operations, saved)
-        self._look(f"output of layer {stage.layer} in micro-batch {op.microbatch}", y)
+        self._watch.look(f"output of layer {stage.layer} in micro-batch {op.microbatch}", y)
         dropped = op.microbatch in self._dropped and not op.recompute
         if dropped and not first:
             self.arena.saved(self.model.stages[op.unit - 1].layer, op.microbatch).release()
         if op.unit == self._last:
             loss = self.model.loss.forward(y, targets, self.model.operations, saved)
-            self._look(f"loss of micro-batch {op.microbatch}", np.array(loss))
+            self._watch.look(f"loss of micro-batch {op.microbatch}", np.array(loss))
             self._loss_sum += 0.0 if op.recompute else loss
             if dropped:
                 saved.release()
@@ -199,7 +192,10 @@ class Executor:
                 self.arena.saved(self.model.stages[self.seat.units[-1]].layer, op.microbatch).release()
 
     def _recv_activation(self, op: Operation) -> None:
-        self._neighbours.recv_activation(op.microbatch, len(self._batches[op.microbatch][0]))
+        inputs = self._batches[op.microbatch][0]
+        self._neighbours.recv_activation(op.microbatch, len(inputs))
+        if len(inputs):
+            self._watch.distrust(self._neighbours.received(op.microbatch, inputs))
 
     def _send_gradient(self, op: Operation) -> None:
         if len(self._batches[op.microbatch][0]):
@@ -209,11 +205,15 @@ class Executor:
         samples = len(self._batches[op.microbatch][0])
         if samples:
             self._carried[op.microbatch] = self._neighbours.recv_gradient(op.microbatch, samples)
+            self._watch.distrust(self._carried[op.microbatch])
 
     def _gather(self, op: Operation) -> None:
         """Gather or free a unit: where its parameters come and go, views of them are bound anew."""
         self.exchange.carries_out[op.kind](op)
         if self.exchange.gathers:
+            if op.kind is Kind.GATHER:
+                store = self.exchange.parameters_at(self.model.stages[op.unit].layer)
+                self._watch.distrust(store.range(self.units[op.unit]))
             for unit in [unit for unit in self._parameters if op.unit in self.model.needs[unit]]:
                 del self._parameters[unit]
 
@@ -224,10 +224,7 @@ class Executor:
             if unit not in self._complete:
                 self._gradients_of(unit).finish()  # what no micro-batch wrote is zero, not last step's
                 self._complete.add(unit)
-        for unit in units if self._watch is not None else ():
-            store = self.exchange.gradients_at(self.model.stages[unit].layer)
-            for segment, touched in self.model.layout.within(self.units[unit].intersect(op.range)):
-                self._look(f"gradient of {segment.key}", store.range(touched))
+            self._watch.look_at_gradients(self._gradients_of_layer(unit), self.units[unit].intersect(op.range))
         self.exchange.carries_out[op.kind](op)
         if not self.exchange.accumulates:
             for unit in units:  # the next micro-batch begins with memory of its own
@@ -239,7 +236,13 @@ class Executor:
             self._gradients_of(op.unit).finish()
         for key in self.copies.keys - self._written:
             self.copies.gradients.view(key)[...] = 0
-        self.copies.gradient(op)
+        if op.unit in self.units:
+            own, part = self._gradients_of_layer(op.unit), self.units[op.unit]
+            self._watch.look_at_gradients(own, part)
+            self.copies.gradient(op)
+            self._watch.distrust(own.range(part))
+        else:
+            self.copies.gradient(op)
 
     def _agree(self, op: Operation) -> None:
         before = time.perf_counter()
@@ -275,6 +278,5 @@ class Executor:
     def _gradients_at(self, layer: int) -> FlatStore:
         return self.copies.gradients if layer in self.copies.layers else self.exchange.gradients_at(layer)
 
-    def _look(self, what: str, values: Array) -> None:
-        if self._watch is not None:
-            self._watch(what, values)
+    def _gradients_of_layer(self, unit: int) -> FlatStore:
+        return self.exchange.gradients_at(self.model.stages[unit].layer)

@@ -45,12 +45,17 @@ class Source:
         """Return the arguments of `models.build` that the data decides."""
         return dict(self.inputs)
 
-    def validation_batches(self, recipe: "Recipe", data_axis: Communicator) -> Iterator[Batch]:
-        """Yield this rank's share of the validation samples (local): the ranks' shares together are always the same."""
+    def validation_batches(self, recipe: "Recipe", parts: int, part: int | None) -> Iterator[Batch]:
+        """Yield the validation samples of ``part`` of ``parts``, in batches as large as a micro-batch (local).
+
+        Together the parts are always the same samples. All yield equally many batches, some without samples; so does
+        None, which has none.
+        """
         if self.validation is None:
             return
-        longest = -(-recipe.run.global_batch // data_axis.size)
-        yield from in_order(self.validation, recipe.run.validation_samples, data_axis.size, data_axis.rank, longest)
+        longest = -(-recipe.run.global_batch // (parts * recipe.parallel.microbatches))
+        for batch in in_order(self.validation, recipe.run.validation_samples, parts, part or 0, longest):
+            yield batch if part is not None else (batch[0][:0], batch[1][:0])
 
     def place(self, batch: Batch, recipe: "Recipe") -> Batch:
         """Return a batch where ``recipe`` computes (local). Raises DataError on tokens that its model does not know."""
