@@ -27,7 +27,7 @@ TEARDOWN_S: Final = 10.0  # and `hpcdist run` to end what is left of them
 TAIL_BYTES: Final = 4000
 METRICS: Final = "hpcdist.metrics"
 PHASES: Final = ("compute_s", "communication_s", "update_s")
-PER_RANK: Final = (*PHASES, "sent_bytes")
+PER_RANK: Final = ("step_s", *PHASES, "sent_bytes")
 COMMON: Final = ("loss", "tokens")
 ITERATION: Final = "iteration"  # the sample that numbers the others: the optimizer steps that were completed
 
@@ -160,8 +160,7 @@ def _measured(path: Path) -> tuple[dict[str, Sample], str]:
             for name, copied in {"step": ITERATION, **{name: name for name in (*PER_RANK, *COMMON)}}.items()
         }
         library = str(file.attrs.get("mpi_library", ""))
-    step_s = sum((rows[name] for name in PHASES), np.zeros_like(rows[PHASES[0]]))
-    return {**samples, "step_s": Sample(step_s, "s", f"sum of {', '.join(PHASES)}")}, library
+    return samples, library
 
 
 def _tail(path: Path) -> str:

@@ -58,7 +58,7 @@ def test_a_failed_trial_is_recorded_and_can_be_tried_again(folder: Path) -> None
     (repeat,) = good.repeats
     assert repeat.samples["step_s"].shape == repeat.samples["sent_bytes"].shape == (12, 2)
     parts = [repeat.samples[name] for name in ("compute_s", "communication_s", "update_s")]
-    assert np.allclose(sum(parts), repeat.samples["step_s"]) and (repeat.samples["step_s"] > 0).all()
+    assert (sum(parts) <= repeat.samples["step_s"]).all() and (repeat.samples["step_s"] > 0).all(), "and the rest"
     gradients = repeat.summary["peak_bytes.gradients"]
     assert gradients * 0.99 <= np.median(repeat.samples["sent_bytes"]) <= gradients * 1.01 + 200, "2 Psi (p - 1) / p"
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import numpy as np
@@ -23,7 +24,7 @@ MEASURED = """
     with MetricsWriter(out + "/metrics.h5", ranks, attributes={"mpi_library": "Fake MPI 1"}) as writer:
         for step in range(1, 4):
             wide = np.arange(ranks) + 10.0 * step
-            writer.append(step=step, loss=1 / step, learning_rate=0.1, tokens=64, compute_s=wide,
+            writer.append(step=step, loss=1 / step, learning_rate=0.1, tokens=64, step_s=7 * wide, compute_s=wide,
                           communication_s=2 * wide, update_s=3 * wide, sent_bytes=np.full(ranks, np.nan))
     print("noise")
     print(json.dumps({"recipe": open(recipe).read(), "val_loss": None}))
@@ -66,7 +67,7 @@ def test_a_good_trial_keeps_summary_and_samples(measure):
     assert outcome.summary == {"recipe": TRIAL.recipe, "val_loss": None}
     wide = 10.0 * np.arange(1, 4)[:, None] + np.arange(2)
     assert (outcome.samples["compute_s"].values == wide).all()
-    assert (outcome.samples["step_s"].values == 6 * wide).all() and outcome.samples["step_s"].units == "s"
+    assert (outcome.samples["step_s"].values == 7 * wide).all() and outcome.samples["step_s"].units == "s"
     assert np.isnan(outcome.samples["sent_bytes"].values).all() and outcome.samples["sent_bytes"].units == "By"
     assert outcome.samples["iteration"].values.tolist() == [1, 2, 3]
     assert outcome.wall_s > 0
@@ -119,6 +120,31 @@ def test_a_trial_that_ignores_the_wish_to_end_is_killed(measure, monkeypatch):
     )
     outcome = measure(source, limit_s=3.0)
     assert (outcome.reason, outcome.exit_code) == ("no end within 3 s", -signal.SIGKILL)
+
+
+def test_an_exception_of_this_process_ends_the_trial(measure, tmp_path):
+    class Asked(BaseException):
+        pass
+
+    def stop(number, frame):
+        raise Asked
+
+    def alarm():
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    name = str(tmp_path / "pid")
+    source = f"import os, time\nopen({name!r} + '.new', 'w').write(str(os.getpid()))\n"
+    source += f"os.rename({name!r} + '.new', {name!r})\ntime.sleep(600)"
+    before = signal.signal(signal.SIGUSR2, stop)
+    try:
+        threading.Thread(target=alarm, daemon=True).start()
+        with pytest.raises(Asked):
+            measure(source)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert not _runs(int((tmp_path / "pid").read_text()))
 
 
 def test_a_trial_does_not_outlive_a_killed_sweep(tmp_path):
