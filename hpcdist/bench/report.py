@@ -21,8 +21,8 @@ class Row:
 
     ``tokens_per_s`` is the median, minimum and maximum over the repeats. ``step_s`` is the median, 95th and 99th
     percentile over all steps of all repeats but the first step of each, which compiles and connects; a step takes as
-    long as its slowest rank, counting compute, communication and update. ``bytes_sent_per_step`` is the median step's
-    maximum over the ranks, ``peak_bytes`` the most bytes that one rank held. The rest are medians.
+    long as its slowest rank, from one row of its metrics to the next, everything included. ``bytes_sent_per_step`` is
+    the median step's maximum over the ranks, ``peak_bytes`` the most bytes that one rank held. The rest are medians.
     """
 
     name: str
@@ -136,7 +136,7 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[Row], str]], ...]] = (
     ("ranks", lambda row: str(row.ranks)),
     ("tokens/s median [range]", lambda row: _range(row.tokens_per_s)),
     ("step ms median / p95 / p99", lambda row: _times(row.step_s)),
-    ("MB sent a step", lambda row: _form(1e6, ",.3f")(row.bytes_sent_per_step)),
+    ("MB sent a step (max over ranks)", lambda row: _form(1e6, ",.3f")(row.bytes_sent_per_step)),
     ("peak MiB a rank", lambda row: _form(2**20, ",.1f")(row.peak_bytes)),
     ("train loss", lambda row: _form(1, ".4f")(row.train_loss)),
     ("energy J", lambda row: _form(1, ",.1f")(row.energy_j)),
@@ -191,9 +191,11 @@ def notes(found: Results, table: Sequence[Row]) -> list[str]:
     for (name, reason), names in by_reason.items():
         whose = "all" if len(names) == measured > 1 else ", ".join(names)
         lines.append(f"{', '.join(names)}: {reason}" if name == "failed" else f"no {name} of {whose}: {reason}")
-    commits = {repeat.git_commit for configuration in found.configurations for repeat in configuration.repeats}
-    if len(commits) > 1:
-        lines.append(f"measured at {len(commits)} commits, which may differ in speed: {', '.join(sorted(commits))}")
+    repeats = [repeat for configuration in found.configurations for repeat in configuration.repeats]
+    commits, versions = ({getattr(repeat, name) for repeat in repeats} for name in ("git_commit", "hpcdist_version"))
+    for made, what in ((commits, "at {} commits"), (versions - {""}, "with {} versions of hpcdist")):
+        if len(made) > 1:
+            lines.append(f"measured {what.format(len(made))}, which may differ in speed: {', '.join(sorted(made))}")
     return lines
 
 

@@ -8,14 +8,18 @@
 The file is opened, appended to and closed for each trial, all or nothing (`hpcdist.hdf5.files.edit`).
 """
 
+import fcntl
 import math
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from hpcdist import __version__
 from hpcdist.bench.sweep import Trial
 from hpcdist.bench.trial import ITERATION, Outcome, Sample
 from hpcdist.errors import StorageError
@@ -25,6 +29,7 @@ SCHEMA: Final = "hpcdist.bench"
 VERSION: Final = 1
 TRIALS: Final = "trials"
 SUMMARY: Final = "summary"
+LOCK: Final = ".lock"  # the file beside the results while a sweep runs, whose name ends so
 _REPEAT: Final = "repeat-"
 _NOT_PROVENANCE: Final = ("schema", "schema_version", "NX_class")
 
@@ -39,6 +44,7 @@ class Repeat:
     reason: str
     wall_s: float
     git_commit: str
+    hpcdist_version: str
     summary: Mapping[str, Any]  # flat: "peak_bytes.gradients"; None where not measured
     samples: Mapping[str, np.ndarray]
 
@@ -60,6 +66,50 @@ class Results:
 
     provenance: Mapping[str, str]
     configurations: tuple[Configuration, ...]
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep every other sweep from the results at ``path``, without waiting; a lock ends with its process at the latest.
+
+    Raises StorageError when another has them, or when the directory cannot be written.
+    """
+    name = path.with_name(path.name + LOCK)
+    try:
+        held = _lock(name)
+    except BlockingIOError:
+        raise StorageError(f"another sweep writes {path}; wait for its end, or choose another --output") from None
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {name.name} cannot be locked: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        name.unlink(missing_ok=True)  # while it is held: whoever opened it in time sees that it has lost its name
+        os.close(held)
+
+
+def _lock(name: Path) -> int:
+    """Return the descriptor of the locked file ``name``. Raises BlockingIOError when somebody else has it."""
+    while True:
+        held = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(held), os.stat(name)):
+                return held
+        except FileNotFoundError:
+            pass  # removed by the one that held it: try again with a new file
+        except BaseException:
+            os.close(held)
+            raise
+        os.close(held)
+
+
+def check_place(path: Path) -> None:
+    """Raise StorageError when results could not be written at ``path``; changes nothing."""
+    folder = path.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        reason = "may not be written" if folder.is_dir() else "is no directory"
+        raise StorageError(f"{path}: cannot be written: {folder} {reason}")
 
 
 def prepare(path: Path, provenance: Mapping[str, str]) -> None:
@@ -91,6 +141,7 @@ def append(path: Path, trial: Trial, position: int, repeat: int, outcome: Outcom
 def _write(group: Any, ranks: int, outcome: Outcome, git_commit: str) -> None:
     said = {name: getattr(outcome, name) for name in ("status", "started_utc", "exit_code", "reason", "stderr_tail")}
     group.attrs.update({**said, "wall_s": outcome.wall_s, "git_commit": git_commit, "mpi_library": outcome.mpi_library})
+    group.attrs["hpcdist_version"] = __version__
     if not outcome.samples:
         return
     group.attrs.update({"NX_class": "NXdata", "signal": "step_s", "axes": [ITERATION, "rank"]})
@@ -161,6 +212,7 @@ def _repeat(number: int, group: Any) -> Repeat:
         str(attributes["reason"]),
         float(attributes["wall_s"]),
         str(attributes["git_commit"]),
+        str(attributes.get("hpcdist_version", "")),
         {name: _plain(value) for name, value in group[SUMMARY].attrs.items()} if SUMMARY in group else {},
         {name: member[...] for name, member in group.items() if name not in (SUMMARY, "rank")},
     )

@@ -73,7 +73,8 @@ def run(
     """Run the items that are not recorded yet and append each to the results at ``path`` (local).
 
     A failed trial does not end the sweep. An item that would not end within the budget, going by how long its other
-    repeats took (or the longest trial so far), is left, and so is all that is not done when `Stopped` is raised.
+    good repeats took (or the longest good trial so far) and by its limit, is left, and so is all that is not done when
+    `Stopped` is raised.
     """
     end = time.monotonic() + limits.budget_s
     done: dict[tuple[str, int], str] = {(item.trial.id, item.repeat): item.status for item in items if item.status}
@@ -85,7 +86,7 @@ def run(
             remaining = end - time.monotonic()
             if item.status:
                 continue
-            if _expected(walls, item.trial.id) > remaining:
+            if min(_expected(walls, item.trial.id), limits.trial_s) > remaining:
                 say(f"{what}: left, it would not end within the budget")
                 continue
             outcome = measure(item.trial, min(limits.trial_s, remaining))
@@ -94,7 +95,8 @@ def run(
                 continue
             results.append(path, item.trial, item.position, item.repeat, outcome, provenance.get("git_commit", ""))
             done[item.trial.id, item.repeat] = outcome.status
-            walls.setdefault(item.trial.id, []).append(outcome.wall_s)
+            if outcome.status == OK:
+                walls.setdefault(item.trial.id, []).append(outcome.wall_s)
             say(f"{what}: {_told(outcome)}")
     except Stopped:
         say("stopped; the trial under way is not recorded, and the next call goes on with it")
@@ -111,9 +113,9 @@ def anonymous(outcome: Outcome, hosts: Sequence[str]) -> Outcome:
 
 
 def _walls(path: Path) -> dict[str, list[float]]:
-    """Return how long the trials in the file took, by id."""
+    """Return how long the good trials in the file took, by id: how long a failure took says nothing of the next."""
     return {
-        configuration.id: [repeat.wall_s for repeat in configuration.repeats]
+        configuration.id: [repeat.wall_s for repeat in configuration.repeats if repeat.status == OK]
         for configuration in results.read(path).configurations
     }
 

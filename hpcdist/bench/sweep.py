@@ -17,17 +17,17 @@
     ranks = 2
     communication.bucket_bytes = [1048576]          # any of these
 
-Keys are those of recipes; values must be of the types that a recipe has.
+Keys are those of recipes; values must be of the types that a recipe has. A condition that no trial meets is an error.
 """
 
 import difflib
 import hashlib
 import itertools
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from hpcdist.errors import ConfigurationError
 
@@ -42,8 +42,24 @@ class Resolved(NamedTuple):
     values: Mapping[str, Any]
 
 
-# Puts the settings of a trial (by key) over the base recipe; raises ConfigurationError for what cannot be run.
-Resolve = Callable[[Mapping[str, Any]], Resolved]
+class Recipes(Protocol):
+    """What knows recipes, and the base recipe of a sweep. Both raise ConfigurationError."""
+
+    def convert(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the values of ``settings`` (by key) in the types of a recipe; refuse unknown keys and wrong types."""
+
+    def resolve(self, settings: Mapping[str, Any], ranks: int | None = None) -> Resolved:
+        """Put ``settings`` over the base recipe; refuse what cannot be run, and with ``ranks`` not on so many."""
+
+
+class Candidate(NamedTuple):
+    """A trial that the ``[[exclude]]`` tables may drop; ``values`` are the settings in the types of a recipe."""
+
+    name: str
+    variant: str
+    ranks: int
+    settings: Mapping[str, Any]
+    values: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -132,63 +148,94 @@ def _variants(tables: Any, axes: Mapping[str, Any], path: Path) -> Iterator[Vari
         yield Variant(name, flat, ranks)
 
 
-def expand(sweep: Sweep, resolve: Resolve) -> list[Trial]:
+def expand(sweep: Sweep, recipes: Recipes) -> list[Trial]:
     """Return the trials of ``sweep`` in the order of the file.
 
-    Raises ConfigurationError for a key, type or value that ``resolve`` refuses, for two trials that are the same, and
-    when nothing is left.
+    Raises ConfigurationError for a key, type or value that ``recipes`` refuses, for degrees of parallelism that do not
+    fit the ranks of a trial, for two trials that are the same, for an exclusion that drops nothing, and when nothing is
+    left.
     """
-    excludes = _excludes(sweep, resolve)
+    candidates = list(_candidates(sweep, recipes))
+    dropped = _dropped(sweep, recipes, candidates)
     trials: dict[str, Trial] = {}
-    for variant in sweep.variants or (Variant("", {}, ()),):
-        for values in itertools.product(*sweep.axes.values()):
-            choice = dict(zip(sweep.axes, values, strict=True))
-            settings = {**variant.settings, **choice}
-            name = " ".join([*([variant.name] if variant.name else []), *_labels(choice)]) or "base"
-            for ranks in variant.ranks or sweep.ranks:
-                if not any(_meets(conditions, variant.name, ranks, settings) for conditions in excludes):
-                    trial = _trial(sweep, name, ranks, settings, resolve)
-                    if trial.id in trials:
-                        raise ConfigurationError(
-                            f"trials {trials[trial.id].name!r} and {name!r} of {sweep.path} are the same configuration "
-                            f"on {ranks} ranks; remove one"
-                        )
-                    trials[trial.id] = trial
+    for number, candidate in enumerate(candidates):
+        if number in dropped:
+            continue
+        trial = _trial(candidate, recipes)
+        if trial.id in trials:
+            raise ConfigurationError(
+                f"trials {trials[trial.id].name!r} and {trial.name!r} of {sweep.path} are the same configuration "
+                f"on {trial.ranks} ranks; remove one"
+            )
+        trials[trial.id] = trial
     if not trials:
         raise ConfigurationError(f"sweep {sweep.path} has no trial left; loosen its [[exclude]] tables")
     return list(trials.values())
 
 
-def _trial(sweep: Sweep, name: str, ranks: int, settings: Mapping[str, Any], resolve: Resolve) -> Trial:
+def _candidates(sweep: Sweep, recipes: Recipes) -> Iterator[Candidate]:
+    for variant in sweep.variants or (Variant("", {}, ()),):
+        for chosen in itertools.product(*sweep.axes.values()):
+            choice = dict(zip(sweep.axes, chosen, strict=True))
+            settings = {**variant.settings, **choice}
+            name = " ".join([*([variant.name] if variant.name else []), *_labels(choice)]) or "base"
+            values = recipes.convert(settings)
+            for ranks in variant.ranks or sweep.ranks:
+                yield Candidate(name, variant.name, ranks, settings, values)
+
+
+def _trial(candidate: Candidate, recipes: Recipes) -> Trial:
+    name, _, ranks, settings, _ = candidate
     try:
-        text = resolve(settings).text
+        text = recipes.resolve(settings, ranks).text
     except ConfigurationError as error:
-        raise ConfigurationError(f"trial {name!r}: {error}") from error
+        raise ConfigurationError(f"trial {name!r} on {ranks} ranks: {error}") from error
     digest = hashlib.blake2b(f"{ranks}\n{text}".encode(), digest_size=6).hexdigest()
     return Trial(digest, name, ranks, settings, text)
 
 
-def _excludes(sweep: Sweep, resolve: Resolve) -> list[Mapping[str, Any]]:
-    """Return the conditions of the ``[[exclude]]`` tables, their keys checked, each with the value of the base recipe.
+def _dropped(sweep: Sweep, recipes: Recipes, candidates: Sequence[Candidate]) -> set[int]:
+    """Return which of ``candidates`` meet all conditions of an ``[[exclude]]`` table.
 
-    A condition is the list of values that meet it, and the value that a trial has which does not set the key.
+    A trial that does not set the key of a condition has the value of the base recipe. A table, or one of its values,
+    that no trial meets is a slip of the pen: it raises ConfigurationError.
     """
     if not sweep.excludes:
-        return []
-    base = resolve({}).values
-    found: list[Mapping[str, Any]] = []
-    for conditions in sweep.excludes:
-        for key, value in conditions.items():
-            if key not in base and key not in ("ranks", "trial"):
-                resolve({key: value})  # raises, and knows the nearest key
-                raise ConfigurationError(f"[[exclude]] of {sweep.path}: {key} is no key of a recipe")
-        found.append({key: (_as_list(value), base.get(key)) for key, value in conditions.items()})
+        return set()
+    try:
+        base = recipes.resolve({}).values
+    except ConfigurationError as error:
+        raise ConfigurationError(f"the base recipe of {sweep.path}, which its [[exclude]] compares: {error}") from error
+    known = [{**base, **of.values, "ranks": of.ranks, "trial": of.variant} for of in candidates]
+    found: set[int] = set()
+    for number, table in enumerate(sweep.excludes, 1):
+        place = f"[[exclude]] {number} of {sweep.path}"
+        conditions = {key: _condition(key, value, recipes, place) for key, value in table.items()}
+        for key, values in conditions.items():
+            there = list(dict.fromkeys(actual[key] for actual in known))
+            for value in values:
+                if value not in there:
+                    raise ConfigurationError(f"{key} = {value!r} in {place} meets no trial: they have {there}")
+        met = {n for n, actual in enumerate(known) if all(actual[key] in conditions[key] for key in conditions)}
+        if not met:
+            raise ConfigurationError(f"{place} drops nothing: no trial meets all of its conditions, {dict(table)}")
+        found |= met
     return found
 
 
-def _meets(conditions: Mapping[str, Any], name: str, ranks: int, settings: Mapping[str, Any]) -> bool:
-    actual = {**settings, "ranks": ranks, "trial": name}
-    return all(actual.get(key, unset) in values for key, (values, unset) in conditions.items())
+def _condition(key: str, value: Any, recipes: Recipes, place: str) -> list[Any]:
+    """Return the values that meet a condition, as a recipe would have them. Raises ConfigurationError."""
+    values = _as_list(value)
+    if not values:
+        raise ConfigurationError(f"{key} = [] in {place} meets no trial; give a value or more")
+    if key == "ranks":
+        return list(_ranks(value, f"ranks in {place}"))
+    if key == "trial":
+        return values
+    try:
+        return [recipes.convert({key: each})[key] for each in values]
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{place}: {error}") from error
 
 
 def _labels(choice: Mapping[str, Any]) -> list[str]:

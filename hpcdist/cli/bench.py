@@ -1,15 +1,19 @@
 """`hpcdist bench`: what configurations cost, measured one after the other."""
 
 import functools
+import glob
 import json
 import os
+import re
 import shlex
+import shutil
 import signal
 import socket
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -17,8 +21,13 @@ from hpcdist.errors import FAILURE, OK, REQUEUE, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
     from hpcdist.bench.series import Item, Limits, Tally
-    from hpcdist.bench.sweep import Resolve, Sweep, Trial
+    from hpcdist.bench.sweep import Resolved, Sweep, Trial
     from hpcdist.bench.trial import Outcome
+    from hpcdist.training.settings import Settings
+
+_ASKS_FOR_AN_END: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_OF_A_TRIAL: Final = ".trial-"  # in the name of a run directory beside the results
+_RANDOM: Final = re.compile(r"[a-z0-9_]{8}")  # what tempfile puts behind it
 
 
 @click.group()
@@ -56,22 +65,28 @@ def sweep(
     """Train every configuration of SWEEP.toml on every number of ranks, and keep what each step took.
 
     Trials that OUTPUT holds already are not run again, so the same command goes on after an end of any kind. The run
-    directory of a trial lies beside OUTPUT while it is needed. `hpcdist report OUTPUT` shows the table.
+    directory of a trial lies beside OUTPUT while it is needed, and so does OUTPUT.lock, which keeps other sweeps from
+    OUTPUT. `hpcdist report OUTPUT` shows the table.
 
     Exit code 0 when all trials are recorded as ok, 1 when any failed (the sweep goes on all the same), 75 when some are
-    left for the next call: the budget was spent, or SIGTERM or SIGUSR1 came.
+    left for the next call: the budget was spent, or SIGTERM, SIGHUP or SIGUSR1 came.
     """
-    from hpcdist.bench import series
+    from hpcdist.bench import results, series
     from hpcdist.bench import sweep as sweeps
 
     _check_alone()
     wanted = sweeps.read(sweep_file)
-    items = series.plan(sweeps.expand(wanted, _resolver(wanted)), wanted.repeats, output, retry_failed)
+    trials = sweeps.expand(wanted, Recipes(wanted))
+    results.check_place(output)
     if dry_run:
-        _show(items)
+        _show(series.plan(trials, wanted.repeats, output, retry_failed))
         return OK
-    tally = _run(items, output, series.Limits(limit_s, budget_s or float("inf")), anonymous)
-    click.echo(f"{tally.ok} ok, {tally.failed} failed, {tally.left} left; `hpcdist report {output}`", err=True)
+    with results.locked(output):
+        _remove_leftovers(output)
+        items = series.plan(trials, wanted.repeats, output, retry_failed)
+        tally = _run(items, output, series.Limits(limit_s, budget_s or float("inf")), anonymous)
+    again = "; --retry-failed runs the failed again" if tally.failed else ""
+    click.echo(f"{tally.ok} ok, {tally.failed} failed, {tally.left} left; `hpcdist report {output}`{again}", err=True)
     return REQUEUE if tally.left else FAILURE if tally.failed else OK
 
 
@@ -86,21 +101,43 @@ def _check_alone() -> None:
         )
 
 
-def _resolver(wanted: "Sweep") -> "Resolve":
-    """Return what puts the settings of a trial over the base recipe, as `train` would put `--set` over a recipe."""
-    from hpcdist.bench.sweep import Resolved
-    from hpcdist.training import recipe as recipes
-    from hpcdist.training import settings
+@dataclass(frozen=True)
+class Recipes:
+    """What `hpcdist.bench.sweep` asks for; the settings of a trial go over the base recipe, as those of `--set` do."""
 
-    known, place, folder = recipes.defaults(), f"sweep {wanted.path}", wanted.path.parent
-    inline = None if isinstance(wanted.recipe, Path) else settings.table(wanted.recipe, place, known, folder)
+    wanted: "Sweep"
 
-    def resolve(values: Mapping[str, Any]) -> Resolved:
-        base = wanted.recipe if isinstance(wanted.recipe, Path) else inline
-        recipe = recipes.load(base, settings.table(values, place, known, folder)).recipe
+    def convert(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the values of ``settings`` in the types of a recipe."""
+        return self._settings(settings).values
+
+    def resolve(self, settings: Mapping[str, Any], ranks: int | None = None) -> "Resolved":
+        """Return the recipe of ``settings`` over the base recipe; with ``ranks`` it can be trained on so many."""
+        from hpcdist.bench.sweep import Resolved
+        from hpcdist.cli.degrees import equation
+        from hpcdist.training import recipe as recipes
+
+        base = self.wanted.recipe
+        inline = base if isinstance(base, Path) else self._settings(base)
+        recipe = recipes.load(inline, self._settings(settings)).recipe
+        if ranks is not None:
+            equation(recipe, ranks)
         return Resolved(recipes.dump(recipe), recipes.flat(recipe))
 
-    return resolve
+    def _settings(self, tree: Mapping[str, Any]) -> "Settings":
+        from hpcdist.training import recipe as recipes
+        from hpcdist.training import settings
+
+        path = self.wanted.path
+        return settings.table(tree, f"sweep {path}", recipes.defaults(), path.parent)
+
+
+def _remove_leftovers(output: Path) -> None:
+    """Remove the run directories of trials whose sweep was killed; the lock says that nobody else's are among them."""
+    prefix = str(output.absolute()) + _OF_A_TRIAL
+    for found in glob.glob(glob.escape(prefix) + "*"):
+        if _RANDOM.fullmatch(found.removeprefix(prefix)) and os.path.isdir(found) and not os.path.islink(found):
+            shutil.rmtree(found, ignore_errors=True)  # ranks of a sweep killed just now may still be in it
 
 
 def _run(items: "list[Item]", output: Path, limits: "Limits", anonymous: bool) -> "Tally":
@@ -109,11 +146,12 @@ def _run(items: "list[Item]", output: Path, limits: "Limits", anonymous: bool) -
     from hpcdist.telemetry.provenance import provenance
 
     environment, hosts, origin = _environment(), [socket.gethostname()], provenance(anonymous=anonymous)
-    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    watched = [number for number in _ASKS_FOR_AN_END if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+    before = {number: signal.signal(number, _stop) for number in watched}
 
     def measure(of: "Trial", limit_s: float) -> "Outcome":
         # Beside the results, where all nodes of a job can see it; /tmp may be a node's own.
-        with tempfile.TemporaryDirectory(prefix=f"{output.name}.trial-", dir=output.absolute().parent) as folder:
+        with tempfile.TemporaryDirectory(prefix=output.name + _OF_A_TRIAL, dir=output.absolute().parent) as folder:
             outcome = trial.run(of, Path(folder), limit_s, trial.command, environment)
         return series.anonymous(outcome, hosts) if anonymous else outcome
 

@@ -2,10 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Final
 
 import click
 
-from hpcdist.errors import UsageError
+from hpcdist.errors import StorageError, UsageError
+
+METRICS_FILE: Final = "metrics.h5"  # of a run directory
+_WHAT: Final = "give the directory of a training (its --out), or the results of a sweep (its --output)"
 
 
 @click.command("report")
@@ -22,6 +26,10 @@ def report(place: Path, plot: Path | None, as_json: bool, markdown: bool) -> Non
     """
     if as_json and markdown:
         raise UsageError("--json and --markdown are two ways to print the same; choose one")
+    if not place.exists():
+        raise StorageError(f"{place}: there is no such directory or file; {_WHAT}")
+    if place.name == METRICS_FILE and place.is_file():
+        raise UsageError(f"{place} is one file of a run; give its directory: hpcdist report {place.parent}")
     if place.is_file():
         _sweep(place, plot, as_json, markdown)
     elif markdown:

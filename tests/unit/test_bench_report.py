@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from hpcdist import __version__
 from hpcdist.bench import report, results
 from hpcdist.bench.sweep import Trial
 from hpcdist.bench.trial import FAILED, OK, Outcome, Sample
@@ -14,6 +15,7 @@ from hpcdist.cli.report import report as command
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
 STEPS = 40
+VERSIONS = sorted([__version__, "99.0"])
 
 
 def measured(rng, ranks, *, rate, counted=True, energy_j=None):
@@ -102,6 +104,14 @@ def test_table(found):
     assert "no bytes_sent_per_step of native (2): the library does not tell" in lines
     assert "zero | 1 (4): exit code 1: boom" in lines
     assert any(line.startswith("measured at 2 commits") for line in lines)
+    assert "MB sent a step (max over ranks)" in lines[at] and "versions of hpcdist" not in said
+
+
+def test_two_versions_are_told_apart(found, monkeypatch):
+    monkeypatch.setattr(results, "__version__", "99.0")
+    results.append(found[0], Trial("new", "new", 2, {}, ""), 9, 0, Outcome(FAILED, "", 1.0, 1, "no"), "c1")
+    said = report.text(found[0], report.read(found[0]))
+    assert f"measured with 2 versions of hpcdist, which may differ in speed: {', '.join(VERSIONS)}" in said
 
 
 def test_markdown(found):
@@ -154,3 +164,10 @@ def test_ways_to_print_that_do_not_fit(found, tmp_path):
         assert isinstance(CliRunner().invoke(command, arguments).exception, UsageError)
     (tmp_path / "notes.txt").write_text("no HDF5")
     assert isinstance(CliRunner().invoke(command, [str(tmp_path / "notes.txt")]).exception, StorageError)
+
+
+def test_a_wrong_place_is_told_what_to_give(tmp_path):
+    (tmp_path / "metrics.h5").touch()
+    missing, part = (CliRunner().invoke(command, [str(tmp_path / name)]).exception for name in ("none", "metrics.h5"))
+    assert isinstance(missing, StorageError) and "no such directory or file; give the directory" in str(missing)
+    assert isinstance(part, UsageError) and f"hpcdist report {tmp_path}" in str(part)

@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 
+import hpcdist
 from hpcdist.bench import results, series
 from hpcdist.bench.series import Item, Limits, Stopped, Tally
 from hpcdist.bench.sweep import Trial
@@ -55,6 +56,7 @@ def test_what_is_appended_comes_back(path, rng):
     assert found.configurations[0].recipe == trial("z").recipe
     failed, well = found.configurations[0].repeats
     assert (failed.number, failed.status, failed.exit_code, failed.reason) == (0, FAILED, 1, "no end within 3 s")
+    assert failed.hpcdist_version == well.hpcdist_version == hpcdist.__version__
     assert (failed.git_commit, failed.wall_s, dict(failed.summary), dict(failed.samples)) == ("def", 1.0, {}, {})
     assert well.summary == {
         "tokens_per_s": 10.5, "strategy": "ring", "val_loss": None, "peak_bytes.gradients": 7
@@ -225,13 +227,46 @@ def test_the_budget_starts_nothing_that_cannot_end(tmp_path):
     results.prepare(path, {})
     results.append(path, trials[0], 0, 0, good(_RNG, wall_s=1000.0), "")
     results.append(path, trials[1], 1, 0, good(_RNG, wall_s=0.001), "")
-    ran, tally, said = run(path, trials, 2, limits=Limits(60.0, 500.0))
+    ran, tally, said = run(path, trials, 2, limits=Limits(2000.0, 500.0))
     assert ran == ["short"], "of the second repeat; the new one may take 1000 s too"
     assert tally == Tally(ok=3, failed=0, left=3)
     assert sum("left, it would not end within the budget" in line for line in said) == 3
     limits = []
     run(path, trials[2:], measure=lambda _, limit_s: limits.append(limit_s) or good(_RNG), limits=Limits(60.0, 5000.0))
     assert limits == [60.0]
+
+
+def test_a_trial_that_ran_into_its_limit_is_run_again_under_a_smaller_one(tmp_path):
+    path, trials = tmp_path / "r.h5", [trial("late"), trial("new"), trial("known")]
+    results.prepare(path, {})
+    results.append(path, trials[0], 0, 0, bad("no end within 600 s", wall_s=600.0), "")
+    run_, tally, _ = run(path, trials, limits=Limits(600.0, 500.0), retry_failed=True)
+    assert (run_, tally) == (["late", "new", "known"], Tally(3, 0, 0)), "how long a failure took tells nothing"
+    results.append(path, trials[2], 2, 0, good(_RNG, wall_s=1000.0), "")
+    assert run(path, trials, 2, limits=Limits(30.0, 500.0))[0] == ["known", "new", "late"], "30 s at most, each"
+
+
+def test_the_lock_is_one_of_many_processes(tmp_path):
+    """A holder removes the file: whoever waits at a file without a name must not believe that it has the lock."""
+    path, count = tmp_path / "r.h5", tmp_path / "count"
+    count.write_text("0")
+    program = f"""
+    import sys
+    from pathlib import Path
+    from hpcdist.bench import results
+    from hpcdist.errors import StorageError
+    path, count, done = Path({str(path)!r}), Path({str(count)!r}), 0
+    while done < 200:
+        try:
+            with results.locked(path):
+                count.write_text(str(int(count.read_text()) + 1))
+                done += 1
+        except StorageError as error:
+            assert "another sweep writes" in str(error), error
+    """
+    started = [subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)]) for _ in range(3)]
+    assert [process.wait(120) for process in started] == [0, 0, 0]
+    assert count.read_text() == "600" and os.listdir(tmp_path) == ["count"]
 
 
 def test_a_trial_that_the_budget_ended_is_not_recorded(tmp_path):

@@ -1,0 +1,27 @@
+"""Whether a recipe fits a number of ranks: asked before anything is started, on machines without MPI too."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpcdist.training.recipe import Recipe
+
+
+def equation(recipe: "Recipe", world: int) -> str:
+    """Return the degrees of parallelism of ``recipe`` on ``world`` ranks, or raise ConfigurationError."""
+    from hpcdist.strategies.grid import Grid
+    from hpcdist.strategies.parameter_server.roles import Roles
+
+    parallel = recipe.parallel
+    roles = Roles.of(recipe.parameter_server, world) if parallel.strategy == "parameter_server" else None
+    servers = world - len(roles.workers) if roles else 0
+    grid = Grid.of(
+        world,
+        data=parallel.data,
+        pipeline=parallel.pipeline,
+        tensor=parallel.tensor,
+        context=parallel.context,
+        servers=servers,
+    )
+    recipe.check_world(grid.data)
+    product = f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}"
+    return f"{world} = {product}" + (f" + servers {servers}" if servers else "")
