@@ -12,7 +12,25 @@ SIGNAL_LIMIT_S: Final = 65535  # of sbatch --signal
 _WALLTIME: Final = re.compile(
     r"(?:(?P<days>\d{1,4})-)?(?P<hours>\d{1,4}):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)", re.ASCII
 )
-_SBATCH_ARGUMENT: Final = re.compile(r"--[a-z][a-z0-9-]*(=.*)?", re.DOTALL)
+_SBATCH_ARGUMENT: Final = re.compile(r"(?P<option>--[a-z][a-z0-9-]*)(=.*)?", re.DOTALL)
+# Options of sbatch that the script has, and what to use in place of them; it would not work with others.
+_OWNED: Final = {
+    "--job-name": "use --job-name",
+    "--nodes": "use --nodes",
+    "--ntasks": "use --nodes and --ranks-per-node",
+    "--ntasks-per-node": "use --ranks-per-node",
+    "--cpus-per-task": "use --cpus-per-task",
+    "--time": "use --time",
+    "--partition": "use --partition",
+    "--account": "use --account",
+    "--signal": "use --signal-seconds",
+    "--output": "the log of all starts is hpcdist-<job>.out",
+    "--open-mode": "the log of all starts is hpcdist-<job>.out",
+    "--requeue": "the job is requeued until all steps are done",
+    "--no-requeue": "the job is requeued until all steps are done; see the comments in the script for how to end it",
+    "--chdir": "submit from that directory",
+}
+_OWNED_WITH_GPU: Final = dict.fromkeys(("--gpus-per-node", "--gpu-bind"), "each rank has a GPU, and is not bound to it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +38,14 @@ class BatchJob:
     """A training on ``nodes`` x ``ranks_per_node`` ranks.
 
     ``walltime`` is written as Slurm reads it, and None leaves it to the partition. ``signal_s`` seconds before its end
-    the job saves and is started again. ``run_dir`` None means one named after the job's number, ``recipe`` None the
-    default recipe. ``settings`` are overrides KEY=VALUE, ``sbatch_args`` further options of sbatch, ``mpi_args`` of
-    mpirun. ``python`` runs hpcdist, and finds it in ``python_path`` where that is not None.
+    the job saves and is started again. ``recipe`` is the text of a whole recipe, which every start trains. ``run_dir``
+    None means one named after the job's number. ``sbatch_args`` are further options of sbatch, ``mpi_args`` of mpirun.
+    ``python`` runs hpcdist, and finds it in ``python_path`` where that is not None.
     """
 
     nodes: int
     python: str
+    recipe: str
     ranks_per_node: int = 1
     cpus_per_task: int = 1
     name: str = "hpcdist"
@@ -34,9 +53,7 @@ class BatchJob:
     signal_s: int = 120
     partition: str | None = None
     account: str | None = None
-    recipe: Path | None = None
     run_dir: Path | None = None
-    settings: tuple[str, ...] = ()
     sbatch_args: tuple[str, ...] = ()
     mpi_args: str = ""
     gpu: bool = False
@@ -50,9 +67,16 @@ class BatchJob:
             if getattr(self, name) == "":
                 raise UsageError(f"{_option(name)} is empty; give a name, or leave the option out")
         for argument in self.sbatch_args:
-            if not _SBATCH_ARGUMENT.fullmatch(argument):
-                raise UsageError(f"--sbatch-arg {argument!r}: expected a long option, e.g. --sbatch-arg=--qos=debug")
+            self._check_further(argument)
         self._check_times()
+
+    def _check_further(self, argument: str) -> None:
+        found = _SBATCH_ARGUMENT.fullmatch(argument)
+        if found is None:
+            raise UsageError(f"--sbatch-arg {argument!r}: expected a long option, e.g. --sbatch-arg=--qos=debug")
+        for owned, cure in (_OWNED | (_OWNED_WITH_GPU if self.gpu else {})).items():
+            if owned.startswith(found["option"]):  # sbatch takes abbreviations
+                raise UsageError(f"--sbatch-arg {argument!r} contradicts {owned} of the script; {cure}")
 
     def _check_times(self) -> None:
         limit_s = None if self.walltime is None else walltime_s(self.walltime)

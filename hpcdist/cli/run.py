@@ -35,10 +35,11 @@ def command(
     Ctrl-C, or the end of the grace, kills them. The first failure of a rank is shown last.
     """
     _check(command)
+    options = mpi_options(mpi_args)
     found = mpirun.find()
     settings = {**mpirun.settings(found), **importable()}
     program = [sys.executable, "-P", "-m", "hpcdist", *command]
-    extra = [*mpirun.per_node(found, ranks_per_node), *shlex.split(mpi_args)]
+    extra = [*mpirun.per_node(found, ranks_per_node), *options]
     if dry_run:
         line = mpirun.command(found, ranks, program, settings, extra)
         click.echo(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), shlex.join(line)]))
@@ -52,9 +53,17 @@ def command(
     return code
 
 
+def mpi_options(text: str) -> list[str]:
+    """Return the options in ``text``, which is quoted as for a shell. Raises UsageError."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--mpi-args {text!r}: {error}; quote it as for a shell, e.g. --mpi-args '-x NAME'") from error
+
+
 def _check(command: tuple[str, ...]) -> None:
     """Refuse what would fail on every rank at once."""
-    known = ", ".join(name for name in COMMANDS if name not in ("run", "submit"))
+    known = ", ".join(name for name in COMMANDS if name not in ("run", "submit", "bench"))
     if command[0] not in known.split(", "):
         raise click.UsageError(f"{command[0]!r} is no command to run on ranks; known: {known}")
     said = launcher.announced()

@@ -2,12 +2,9 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-
-if TYPE_CHECKING:
-    from hpcdist.training.recipe import Recipe
 
 
 @click.command("submit")
@@ -33,24 +30,27 @@ def command(recipe: Path | None, overrides: tuple[str, ...], out: Path | None, d
     """Submit the training of RECIPE (TOML), or of the default recipe, to Slurm and print the number of the job.
 
     Before the walltime ends the job saves, stops and is requeued, until all steps are done: it goes on from its newest
-    checkpoint. It runs in this directory, with this environment and this Python.
+    checkpoint. It runs in this directory, with this environment and this Python. Every start trains the recipe as it is
+    now: the script holds all of its values, and the file may change. The job writes it to hpcdist-<job>.toml, beside
+    its log.
     """
     from hpcdist.batch import script, slurm
     from hpcdist.batch.job import BatchJob
-    from hpcdist.cli.run import outside_python
+    from hpcdist.cli.degrees import equation
+    from hpcdist.cli.run import mpi_options, outside_python
     from hpcdist.training import recipe as recipes
 
+    mpi_options(shape["mpi_args"])  # raises here what it would on the node
     resolved = recipes.load(recipe, overrides).recipe
     job = BatchJob(
-        recipe=recipe and recipe.absolute(),
+        recipe=recipes.dump(resolved),
         run_dir=out and out.absolute(),
-        settings=overrides,
         gpu=resolved.run.device == "gpu",
         python=sys.executable,
         python_path=outside_python(),
         **shape,
     )
-    click.echo(f"{job.nodes} nodes x {job.ranks_per_node} ranks: {_equation(resolved, job.ranks)}", err=True)
+    click.echo(f"{job.nodes} nodes x {job.ranks_per_node} ranks: {equation(resolved, job.ranks)}", err=True)
     text = script.render(job)
     if dry_run:
         click.echo(text, nl=False)
@@ -58,19 +58,3 @@ def command(recipe: Path | None, overrides: tuple[str, ...], out: Path | None, d
     number = slurm.submit(text)
     click.echo(f"log hpcdist-{number}.out, run directory {job.run_dir or f'runs/slurm-{number}'}", err=True)
     click.echo(number)
-
-
-def _equation(recipe: "Recipe", world: int) -> str:
-    """Return the degrees of parallelism of ``recipe`` on ``world`` ranks, or raise ConfigurationError."""
-    from hpcdist.strategies.grid import Grid
-    from hpcdist.strategies.parameter_server.roles import Roles
-
-    parallel = recipe.parallel
-    roles = Roles.of(recipe.parameter_server, world) if parallel.strategy == "parameter_server" else None
-    computing = len(roles.workers) if roles else world
-    grid = Grid.of(
-        computing, data=parallel.data, pipeline=parallel.pipeline, tensor=parallel.tensor, context=parallel.context
-    )
-    recipe.check_world(grid.data)
-    product = f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}"
-    return f"{world} = {product}" + (f" + servers {world - computing}" if computing < world else "")

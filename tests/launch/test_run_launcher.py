@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpcdist.cli import main
 from hpcdist.cli import run as run_command
 from hpcdist.comm import mpirun, supervisor
+from hpcdist.errors import USAGE
 from hpcdist.hdf5 import files
 
 MARK = "HPCDIST_TEST_MARK"
@@ -273,3 +275,20 @@ def test_the_first_failure_is_shown_last(tmp_path, capsys):
     shown = capsys.readouterr().err
     assert "the first failure (of 2 that failed)" in shown
     assert "[rank 2] the cause" in shown and "echo" not in shown
+
+
+def test_options_of_mpirun_that_end_in_a_quotation(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["run", "-n", "2", "--mpi-args", "-x 'A", "train"])
+    said = capsys.readouterr().err
+    assert leaving.value.code == USAGE
+    assert "--mpi-args" in said and "No closing quotation" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("name", ["bench", "submit", "run", "nonsense"])
+def test_what_starts_ranks_itself_is_no_command_for_ranks(name, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["run", "-n", "2", name])
+    known = capsys.readouterr().err.partition("known: ")[2].strip().split(", ")
+    assert leaving.value.code == USAGE
+    assert "train" in known and name not in known

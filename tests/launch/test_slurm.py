@@ -168,12 +168,16 @@ class Jobs:
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
 
-    def submit(self, *arguments: str, steps: int = STEPS) -> "subprocess.CompletedProcess[str]":
-        line = [sys.executable, "-P", "-m", "hpcdist", "submit", "recipe.toml", "--set", f"run.steps={steps}"]
+    def submit(
+        self, *arguments: str, steps: int = STEPS, recipe: str = "recipe.toml"
+    ) -> "subprocess.CompletedProcess[str]":
+        line = [sys.executable, "-P", "-m", "hpcdist", "submit", recipe, "--set", f"run.steps={steps}"]
         return self.cluster.run(*line, *arguments, cwd=self.folder)
 
-    def begin(self, *arguments: str, nodes: int = NODES, ranks: int = 2, steps: int = STEPS) -> str:
-        done = self.submit(f"--nodes={nodes}", f"--ranks-per-node={ranks}", *arguments, steps=steps)
+    def begin(
+        self, *arguments: str, nodes: int = NODES, ranks: int = 2, steps: int = STEPS, recipe: str = "recipe.toml"
+    ) -> str:
+        done = self.submit(f"--nodes={nodes}", f"--ranks-per-node={ranks}", *arguments, steps=steps, recipe=recipe)
         assert done.returncode == 0, done.stderr
         assert re.fullmatch(r"\d+\n", done.stdout), done.stdout
         return done.stdout.strip()
@@ -229,7 +233,11 @@ def test_stopped_and_requeued_on_two_nodes_it_ends_with_the_same_bits(jobs: Jobs
     jobs.until(whole, JobState="COMPLETED")
     assert "4 ranks on 2 node(s)" in jobs.log(whole)
 
-    stopped = jobs.begin("--out", "stopped")
+    shutil.copy(jobs.folder / "recipe.toml", jobs.folder / "edited.toml")
+    stopped = jobs.begin("--out", "stopped", recipe="edited.toml")
+    (jobs.folder / "edited.toml").write_text(
+        "[model]\nlayers = 2\n"
+    )  # the job trains what was submitted, at every start
     jobs.cluster.wait(lambda: "\nstep 1/" in jobs.log(stopped), "first step")
     # As the walltime does it: the batch shell alone is signalled.
     assert jobs.cluster.run("scancel", "--signal=USR1", "--batch", stopped).returncode == 0

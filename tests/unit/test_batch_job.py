@@ -51,8 +51,39 @@ def test_what_is_no_walltime(text):
 )
 def test_what_is_no_job(values, words):
     with pytest.raises(UsageError, match=words):
-        BatchJob(**{"nodes": 1, "python": "python"} | values)
+        BatchJob(**{"nodes": 1, "python": "python", "recipe": ""} | values)
 
 
 def test_ranks():
-    assert BatchJob(nodes=3, ranks_per_node=4, python="python", walltime="2", signal_s=119).ranks == 12
+    assert BatchJob(nodes=3, ranks_per_node=4, python="python", recipe="", walltime="2", signal_s=119).ranks == 12
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--output=mine.txt", "contradicts --output of the script; the log of all starts is hpcdist-<job>.out"),
+        ("--open-mode=truncate", "contradicts --open-mode"),
+        ("--nodes=3", "contradicts --nodes of the script; use --nodes"),
+        ("--ntasks=3", "contradicts --ntasks of the script; use --nodes and --ranks-per-node"),
+        ("--ntasks-per-node=3", "use --ranks-per-node"),
+        ("--time=5", "use --time"),
+        ("--signal=B:TERM@9", "use --signal-seconds"),
+        ("--sig=TERM", "contradicts --signal"),  # an abbreviation, as sbatch takes it
+        ("--requeue", "contradicts --requeue"),
+        ("--no-requeue", "contradicts --no-requeue"),
+        ("--chdir=/tmp", "submit from that directory"),
+    ],
+)
+def test_a_further_option_may_not_contradict_the_script(argument, words):
+    with pytest.raises(UsageError) as error:
+        BatchJob(nodes=1, python="python", recipe="", sbatch_args=("--qos=a", argument))
+    assert words in str(error.value) and repr(argument) in str(error.value)
+
+
+def test_options_of_gpus_are_the_scripts_where_it_asks_for_gpus():
+    given = {"nodes": 1, "python": "python", "recipe": "", "sbatch_args": ("--gpus-per-node=2",)}
+    assert BatchJob(**given).sbatch_args
+    with pytest.raises(UsageError, match="contradicts --gpus-per-node"):
+        BatchJob(**given, gpu=True)
+    near = ("--time-min=3", "--nodelist=n1", "--signal-x", "--nodefile=a", "--gres=gpu:2", "--error=err.txt")
+    assert BatchJob(nodes=1, python="python", recipe="", gpu=True, sbatch_args=near).sbatch_args == near

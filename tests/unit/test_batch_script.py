@@ -23,7 +23,10 @@ from hpcdist.batch.job import BatchJob
 from hpcdist.errors import UsageError
 
 GOLDEN = Path(__file__).parent / "golden"
-PLAIN = BatchJob(nodes=2, ranks_per_node=4, cpus_per_task=8, walltime="1-00:00:00", python="/opt/env/bin/python")
+RECIPE = '[data]\npath = "/scratch/text"\n\n[run]\nsteps = 5\n'
+PLAIN = BatchJob(
+    nodes=2, ranks_per_node=4, cpus_per_task=8, walltime="1-00:00:00", python="/opt/env/bin/python", recipe=RECIPE
+)
 EVIL = "$(touch x) `touch y` \"two\" 'one' \\ # ; & | > <"
 JOBS = {
     "plain": PLAIN,
@@ -33,9 +36,8 @@ JOBS = {
         partition="gpu",
         account="project_1",
         signal_s=600,
-        recipe=Path("/home/me/my recipes/gpt.toml"),
+        recipe="[data]\npath = \"/scratch/me/a 'new' $text\"\n",
         run_dir=Path("/scratch/me/runs/gpt"),
-        settings=("run.device=gpu", "data.path=/scratch/me/$text"),
         sbatch_args=("--qos=debug", "--mail-user=me@example.org", "--comment=a # b"),
         mpi_args="--report-bindings",
         gpu=True,
@@ -124,6 +126,7 @@ def sbatch_words(line: str) -> list[str]:
 LAUNCHER = """#!/bin/bash
 # Plays python -P -m hpcdist: keeps its arguments, and makes a checkpoint unless told otherwise.
 printf '%s\\0' "$@" > arguments
+env | grep ^HPCDIST_SET__ > variables
 trap 'echo USR1 > told; exit 75' USR1
 trap 'echo TERM > told; exit 75' TERM
 if [[ -n ${CHECKPOINT:-} ]]; then mkdir -p run/checkpoints; echo "$CHECKPOINT" > run/checkpoints/latest; fi
@@ -161,15 +164,28 @@ def ended(process):
 
 
 def test_shell_metacharacters_arrive_as_they_are(stage, tmp_path):
-    setting, recipe = f"data.path={EVIL}\nand a second line", Path(f"/home/{EVIL}.toml")
-    job = dataclasses.replace(PLAIN, recipe=recipe, run_dir=tmp_path / EVIL, settings=(setting,), mpi_args=EVIL)
+    recipe = f"data.path = {EVIL}\nEOF\n#SBATCH --nodes=7\n%s %d \\n {{{{ job }}}}\n"
+    job = dataclasses.replace(PLAIN, recipe=recipe, run_dir=tmp_path / EVIL, mpi_args=EVIL)
     code, _ = ended(stage(dataclasses.replace(job, name=EVIL, account=EVIL, python_path=EVIL), CODE="0"))
     assert code == 0
     assert (tmp_path / "arguments").read_text().split("\0")[:-1] == [
-        *("-P", "-m", "hpcdist", "run", "-n", "8", "--ranks-per-node", "4", "--mpi-args", EVIL, "train", str(recipe)),
-        *("--out", str(tmp_path / EVIL), "--resume", "auto", "--set", setting),
+        *("-P", "-m", "hpcdist", "run", "-n", "8", "--ranks-per-node", "4", "--mpi-args", EVIL, "train"),
+        *(str(tmp_path / "hpcdist-7.toml"), "--out", str(tmp_path / EVIL), "--resume", "auto"),
     ]
+    assert (tmp_path / "hpcdist-7.toml").read_text() == recipe
     assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()
+
+
+def test_no_variable_of_the_job_changes_the_recipe(stage, tmp_path):
+    code, errors = ended(stage(CODE="0", HPCDIST_SET__RUN__STEPS="9", HPCDIST_SET__RUN__SEED="a b"))
+    assert (code, (tmp_path / "variables").read_text()) == (0, ""), errors
+    assert (tmp_path / "hpcdist-7.toml").read_text() == RECIPE
+
+
+def test_a_recipe_that_cannot_be_written_ends_the_job(stage, tmp_path):
+    (tmp_path / "hpcdist-7.toml").mkdir()
+    code, errors = ended(stage(CODE="0"))
+    assert code == 1 and "hpcdist-7.toml" in errors and not (tmp_path / "arguments").exists()
 
 
 @pytest.mark.parametrize("code", ["0", "1", "69", "78", "130"])

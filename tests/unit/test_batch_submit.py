@@ -9,6 +9,7 @@ import pytest
 
 from hpcdist.batch import resources, slurm
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
+from hpcdist.training import recipe as recipes
 
 # Keeps each call: its options, and the script it read.
 SBATCH = """#!/bin/bash
@@ -47,7 +48,29 @@ def test_the_number_alone_is_on_stdout(sbatch):
     assert (sbatch / "calls").read_text().split() == ["--test-only", "--parsable"]
     dry = submit("recipe.toml", "--nodes", "2", "--ranks-per-node", "2", "--dry-run", folder=sbatch)
     assert (sbatch / "script").read_text() == dry.stdout
-    assert f"train {sbatch}/recipe.toml --out" in dry.stdout, "the job may start in another directory"
+    assert "\nsteps = 5\n" in dry.stdout and "recipe.toml" not in dry.stdout, (
+        "the file may change before the job starts"
+    )
+    assert 'train "$recipe" --out' in dry.stdout
+
+
+def test_the_recipe_of_the_script_is_the_one_that_was_resolved(sbatch, monkeypatch):
+    """Of the file, the user, the environment and the options, with every key; as training itself would read it."""
+    (sbatch / "in").mkdir()
+    (sbatch / "in" / "recipe.toml").write_text('[run]\nsteps = 5\n[data]\npath = "it\'s.txt"\n')
+    (sbatch / "config" / "hpcdist").mkdir(parents=True)
+    (sbatch / "config" / "hpcdist" / "config.toml").write_text("[run]\nseed = 3\nsteps = 4\n")
+    given = {"XDG_CONFIG_HOME": str(sbatch / "config"), "HPCDIST_SET__RUN__GLOBAL_BATCH": "12"}
+    done = submit("in/recipe.toml", "--nodes=1", "--set=model.layers=3", "--dry-run", folder=sbatch, **given)
+    assert done.returncode == 0, done.stderr
+    written = "set -e\nSLURM_JOB_ID=7\n" + done.stdout[done.stdout.index("recipe=$PWD") : done.stdout.index("unset")]
+    subprocess.run(["bash", "-c", written], cwd=sbatch, check=True, timeout=60)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    expected = recipes.load(sbatch / "in" / "recipe.toml", ["model.layers=3"], os.environ).recipe
+    assert recipes.load_stored(sbatch / "hpcdist-7.toml") == expected
+    assert (expected.run.seed, expected.run.steps, expected.run.global_batch, expected.model.layers) == (3, 5, 12, 3)
+    assert expected.data.path == str(sbatch / "in" / "it's.txt")
 
 
 def test_options_reach_the_script(sbatch):
@@ -57,9 +80,9 @@ def test_options_reach_the_script(sbatch):
     assert done.returncode == 0, done.stderr
     for part in ("--time=00:30:00", "--partition=debug", "--account=me", '--job-name="a b"', "--signal=B:USR1@90"):
         assert f"#SBATCH {part}\n" in done.stdout
-    for part in ("#SBATCH --qos=x\n", f"run_dir={sbatch}/here\n", "--set run.steps=7 ", "OMP_NUM_THREADS=3\n"):
+    for part in ("#SBATCH --qos=x\n", f"run_dir={sbatch}/here\n", "\nsteps = 7\n", "OMP_NUM_THREADS=3\n"):
         assert part in done.stdout
-    assert re.search(r"run -n 1 --ranks-per-node 1 --mpi-args -q \\\n  train --out", done.stdout)
+    assert re.search(r"run -n 1 --ranks-per-node 1 --mpi-args -q \\\n  train ", done.stdout)
     assert not (sbatch / "calls").exists(), "--dry-run asks Slurm nothing"
 
 
@@ -78,7 +101,7 @@ def test_the_degrees_are_counted_as_in_a_training(sbatch, options, equation):
 def test_a_gpu_is_asked_for_only_by_a_recipe_that_computes_on_one(sbatch):
     cpu = submit("--nodes=2", "--ranks-per-node=4", "--dry-run", folder=sbatch).stdout
     gpu = submit("--nodes=2", "--ranks-per-node=4", "--dry-run", "--set=run.device=gpu", folder=sbatch).stdout
-    assert "gpu" not in cpu.replace("run.device", "")
+    assert "--gpu" not in cpu
     assert "#SBATCH --gpus-per-node=4\n" in gpu and "#SBATCH --gpu-bind=none\n" in gpu
 
 
@@ -94,6 +117,8 @@ def test_a_gpu_is_asked_for_only_by_a_recipe_that_computes_on_one(sbatch):
         (["--nodes=1", "--time=1"], 2, "--signal-seconds 120"),
         (["--nodes=1", "--job-name=a\nb"], 2, "no #SBATCH line can hold"),
         (["--nodes=1", "--sbatch-arg=-x"], 2, "expected a long option"),
+        (["--nodes=1", "--sbatch-arg=--output=mine"], 2, "contradicts --output"),
+        (["--nodes=1", "--mpi-args=-x 'A"], 2, "No closing quotation"),
         (["--nodes=0"], 2, "--nodes"),
         ([], 2, "--nodes"),
     ],
