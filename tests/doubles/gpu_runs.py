@@ -148,14 +148,13 @@ SETTINGS: dict[str, object] = {
     "optimizer.warmup_steps": 2,
     "optimizer.clip_norm": 0.5,
     "communication.algorithm": "ring",
-    "communication.bucket_bytes": 4096,
 }
 TWO = {"parallel.microbatches": 2}
 PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12}
 SERVER = {"parallel.strategy": "parameter_server", **TWO}
 # An architecture: the numbers of ranks that it runs on, and its keys.
 LAYOUTS: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
-    "allreduce": ((1, 2, 4), {"parallel.strategy": "allreduce", **TWO}),
+    "allreduce": ((1, 2, 4), {"parallel.strategy": "allreduce", "communication.bucket_bytes": 4096, **TWO}),
     "zero1": ((1, 2, 4), {"parallel.strategy": "zero1", **TWO}),
     "zero2": ((1, 2, 4), {"parallel.strategy": "zero2", **TWO}),
     "zero3": ((1, 2, 4), {"parallel.strategy": "zero3", **TWO}),
