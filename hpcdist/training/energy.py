@@ -81,7 +81,8 @@ def energy_attributes(figures: Mapping[str, Any]) -> dict[str, float | str]:
 def described(figures: Mapping[str, Any]) -> str:
     """Return the line that a person reads."""
     if figures["energy_j"] is None:
-        return f"energy not measured: {figures['energy_reason']}"
+        reason, _, details = figures["energy_reason"].partition(": ")
+        return f"energy not measured: {reason}{' (see `hpcdist energy sources`)' if details else ''}"
     kinds = " + ".join(figures["energy_j_by_kind"])
     phases = ", ".join(
         f"{name} {'unknown' if joules is None else format(joules, '.1f')}"
