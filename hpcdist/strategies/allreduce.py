@@ -41,6 +41,7 @@ def buckets(layout: Layout, itemsize: int, bucket_bytes: int, part: Range | None
 class AllreduceExchange:
     """Buckets of gradients reduced by one of the algorithms of `hpcdist.collectives`. Collective over the data axis."""
 
+    lock_step = True
     replicas_identical = True
     accumulates = True
     gathers = False

@@ -22,6 +22,7 @@ class Exchange(Protocol):
     """
 
     algorithm: str  # of the reductions; kept in checkpoints
+    lock_step: bool  # whether all ranks make each step together
     replicas_identical: bool  # whether the sentinel may compare ``parameters`` over the data axis
     accumulates: bool  # whether gradients of all micro-batches are added up first and exchanged once
     gathers: bool  # whether the parameters of a unit must be gathered before each use, and freed after it

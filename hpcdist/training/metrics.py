@@ -15,7 +15,6 @@ from hpcdist.training.energy import Energy
 METRICS_FILE: Final = "metrics.h5"
 EVERY_S: Final = 5.0  # a killed run loses the rows of so many seconds
 Common: TypeAlias = tuple[int, float, float, int]  # step, loss, learning rate, tokens
-Row: TypeAlias = tuple[Common, list[float]]  # and the figures of one rank, in the order of PER_RANK
 
 
 class Metrics:
@@ -45,24 +44,28 @@ class Metrics:
 
     def due(self) -> bool:
         """Whether rank 0 wants a flush; the other ranks never do (local)."""
-        return self._writer is not None and time.monotonic() - self._flushed >= EVERY_S
+        return self._writer is not None and self._overdue()
+
+    def _overdue(self) -> bool:
+        return time.monotonic() - self._flushed >= EVERY_S
 
     def flush(self) -> None:
         """Gather the rows of all ranks and write them. Raises StorageError on rank 0 when the disk is full."""
-        ranks = self._comm.allgather_object([*zip(self._common, self._own, strict=True)])
+        self._gather()
         if self._writer is not None:
-            self._take(self._writer, ranks)
             self._writer.flush()
         nodes = self._energy.collect()
         if self._writer is not None and nodes:
             self._writer.include(lambda file, session: store.append(file, session, nodes))
-        self._common, self._own = [], []
         self._flushed = time.monotonic()
 
-    def _take(self, writer: MetricsWriter, ranks: list[list[Row]]) -> None:
-        """Hand the rows of all ranks, which are of the same steps, to the writer."""
-        for rows in zip(*ranks, strict=True):
-            self._append(writer, rows[0][0], np.array([own for _, own in rows]))
+    def _gather(self) -> None:
+        """Hand the rows of all ranks, which are of the same steps, to the writer. Collective."""
+        ranks = self._comm.allgather_object([*zip(self._common, self._own, strict=True)])
+        self._common, self._own = [], []
+        if self._writer is not None:
+            for rows in zip(*ranks, strict=True):
+                self._append(self._writer, rows[0][0], np.array([own for _, own in rows]))
 
     def _append(self, writer: MetricsWriter, common: Common, ranks: np.ndarray) -> None:
         """Append the row of a step; ``ranks`` has the figures of each rank, NaN where there are none."""

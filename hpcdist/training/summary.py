@@ -2,8 +2,10 @@
 
 import math
 import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.grid import ORDER
@@ -12,25 +14,94 @@ from hpcdist.training.energy import described
 from hpcdist.training.loop import Outcome
 from hpcdist.training.trainer import Trainer
 
+NOTHING: Final = "no step was made in this start"
+NOT_VISIBLE: Final = (
+    "the MPI library's own collective was used, and what it sends is not visible; set communication.algorithm to ring, "
+    "or any but native, to count"
+)
+Rank: TypeAlias = Mapping[str, Any]  # what one rank measured, by name; of its steps, a list
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast the steps of this start were; NaN where none was made, or where nobody knows."""
+
+    tokens_per_s: float = math.nan
+    step_s: float = math.nan
+    training_s: float = 0.0
+    sent_bytes: float = math.nan
+
+
+def in_lock_step(ranks: Sequence[Rank], workers: Sequence[Rank], targets: int) -> Pace:
+    """Return the pace of ``workers``, among ``ranks``, that make each step together, on ``targets`` (local).
+
+    A step takes as long as its slowest worker, and sends what the rank sent that sent most.
+    """
+    slowest = [max(times) for times in zip(*(rank["step_s"] for rank in workers), strict=True)]
+    if not slowest:
+        return Pace()
+    steady = _steady(slowest)
+    sent = [_most(counts) for counts in zip(*(rank["sent"] for rank in ranks), strict=True)]
+    return Pace(
+        tokens_per_s=targets * len(steady) / sum(steady),
+        step_s=statistics.median(steady),
+        training_s=sum(slowest),
+        sent_bytes=math.nan if math.isnan(sum(sent)) else statistics.median(_steady(sent)),
+    )
+
+
+def each_at_its_own(ranks: Sequence[Rank], workers: Sequence[Rank]) -> Pace:
+    """Return the pace of ``workers``, among ``ranks``, of which none waits for another (local).
+
+    Training lasts from the beginning of the loop to the end of the last step of all. Tokens are those of all steps but
+    the first of each worker, and the time in which they were processed begins when the first worker has ended its
+    first. A step takes the median over the workers of their own medians. A worker sends the median of its own steps, a
+    rank that serves a mean; what is told is the rank that sends most.
+    """
+    made = [rank for rank in workers if rank["step_s"]]
+    if not made:
+        return Pace()
+    training_s = max(sum(rank["step_s"]) for rank in made)
+    targets = sum(sum(rank["targets"][1:]) for rank in made)
+    if targets:
+        tokens_per_s = targets / (training_s - min(rank["step_s"][0] for rank in made))
+    else:
+        tokens_per_s = sum(sum(rank["targets"]) for rank in made) / training_s
+    return Pace(
+        tokens_per_s=tokens_per_s,
+        step_s=statistics.median(statistics.median(_steady(rank["step_s"])) for rank in made),
+        training_s=training_s,
+        sent_bytes=max(statistics.median(_steady(rank["sent"])) for rank in ranks if rank["sent"]),
+    )
+
+
+def _most(counts: Sequence[float]) -> float:
+    """Return the maximum; NaN where any is: it might be the most."""
+    return math.nan if math.isnan(sum(counts)) else max(counts)
+
+
+def _steady(values: Sequence[float]) -> Sequence[float]:
+    """Leave out the first step, which compiles kernels and opens connections, unless there is no other."""
+    return values[1:] or values
+
 
 def summarise(
     comm: Communicator, trainer: Trainer, outcome: Outcome, directory: Path, val_loss: float, entropies: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the summary, the same on every rank. Collective.
 
-    A step takes as long as its slowest rank; bytes are the maximum over the ranks; what was not measured is None, with
-    the reason beside it. Medians leave out the first step, which compiles kernels and opens connections.
+    What was not measured is None, with the reason beside it. ``comm_fraction`` is the mean over the ranks that compute:
+    a rank that only serves waits for most of its time, and that is no communication.
     """
-    own = {"step_s": outcome.step_s, "sent": outcome.sent_bytes, "comm": outcome.communication_s}
-    ranks = comm.allgather_object(own | {"peak": trainer.ledger.peak})
-    slowest = [max(times) for times in zip(*(rank["step_s"] for rank in ranks), strict=True)]
-    steady = slowest[1:] or slowest
-    targets = trainer.recipe.run.global_batch * trainer.model.tokens_per_sample
-    median = statistics.median(steady) if steady else float("nan")
-    shares = [sum(rank["comm"][1:]) / sum(rank["step_s"][1:]) for rank in ranks if len(rank["step_s"]) > 1]
-    sent = [max(counts) for counts in zip(*(rank["sent"] for rank in ranks), strict=True)]
-    sent = sent[1:] or sent
-    known = bool(sent) and not any(math.isnan(count) for count in sent)
+    own: dict[str, Any] = {"step_s": outcome.step_s, "sent": outcome.sent_bytes, "comm": outcome.communication_s}
+    own |= {"targets": outcome.targets, "computes": trainer.seat.computes}
+    ranks = comm.allgather_object(own | {"peak": trainer.ledger.peak, "held": trainer.ledger.peak_total})
+    workers = [rank for rank in ranks if rank["computes"]]
+    if trainer.exchange.lock_step:
+        pace = in_lock_step(ranks, workers, trainer.recipe.run.global_batch * trainer.model.tokens_per_sample)
+    else:
+        pace = each_at_its_own(ranks, workers)
+    shares = [sum(_steady(rank["comm"])) / sum(_steady(rank["step_s"])) for rank in workers if rank["step_s"]]
     summary = {
         "steps": outcome.done,
         "world": comm.size,
@@ -42,21 +113,20 @@ def summarise(
         "train_loss": _number(outcome.loss),
         "val_loss": _number(val_loss),
         "entropy": entropies,
-        "tokens_per_s": _number(targets * len(steady) / sum(steady)) if steady else None,
-        "step_s_median": _number(median),
+        "tokens_per_s": _number(pace.tokens_per_s),
+        "step_s_median": _number(pace.step_s),
         "comm_fraction": _number(statistics.mean(shares)) if shares else None,
-        "bytes_sent_per_step": round(statistics.median(sent)) if known else None,
+        "bytes_sent_per_step": None if math.isnan(pace.sent_bytes) else round(pace.sent_bytes),
         "peak_bytes": {kind: max(rank["peak"][kind] for rank in ranks) for kind in trainer.ledger.peak},
-        "peak_bytes_total": max(sum(rank["peak"].values()) for rank in ranks),
-        "training_s": _number(sum(slowest)),
+        "peak_bytes_total": max(rank["held"] for rank in ranks),
+        "training_s": pace.training_s,
         "run_dir": str(directory),
         "stopped_by": outcome.wish.name.lower() if outcome.wish is not None else None,
     }
-    if not known:
-        summary["bytes_sent_reason"] = (
-            "the MPI library's own collective was used, and what it sends is not visible; set communication.algorithm "
-            "to ring, or any but native, to count"
-        )
+    if not shares:
+        summary |= {f"{figure}_reason": NOTHING for figure in ("train", "tokens", "step", "comm", "bytes_sent")}
+    elif summary["bytes_sent_per_step"] is None:
+        summary["bytes_sent_reason"] = NOT_VISIBLE
     return summary
 
 
@@ -77,6 +147,8 @@ def describe(summary: dict[str, Any]) -> str:
         described(summary),
         f"run directory {summary['run_dir']}",
     ]
+    if "tokens_reason" in summary:
+        lines[2:4] = [f"{summary['tokens_reason']}: no speed was measured ({summary['architecture']})"]
     if summary["bytes_sent_per_step"] is not None:
         lines.insert(3, f"{summary['bytes_sent_per_step']:,} bytes sent a step and rank")
     for name, nats in summary["entropy"].items():

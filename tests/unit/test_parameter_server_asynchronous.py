@@ -15,6 +15,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
 from hpcdist.comm.threads import run_threads
+from hpcdist.errors import NonFiniteError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim.config import OptimizerConfig
@@ -222,10 +223,11 @@ class Open:
 
     def __init__(self) -> None:
         self.tokens: dict[int, str] = {}
-        self.begun = 0
+        self.begun = self.pushes = 0
 
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
         self.begun += 1
+        self.pushes += op == "isend" and "values" in comm
         self.tokens[self.begun] = f"{op} on {comm}"
         return self.begun
 
@@ -333,6 +335,43 @@ def test_a_push_that_comes_twice_is_applied_once(rng: np.random.Generator) -> No
         return place.updates, place.parameters.array.tobytes()
 
     assert [updates for updates, _ in run_threads(3, body)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("size", "config"), [PLACES[1], PLACES[4], PLACES[2], PLACES[8]], ids=str)
+def test_a_step_that_is_given_up_leaves_no_gradient_behind(
+    size: int, config: ParameterServerConfig, rng: np.random.Generator
+) -> None:
+    """It is computed once more to find the tensor; the servers have then taken neither that nor the first."""
+    data = text(rng)
+
+    def body(comm: Communicator, fails: bool) -> tuple[int, list[float], np.ndarray]:
+        run = Run(comm, config)
+        place = run.exchange
+        place.part()
+        if comm.rank == 0 and fails:
+            segment = run.model.layout.segments[0]
+            good = place.parameters.view(segment.key).copy()
+            place.parameters.view(segment.key)[...] = np.nan
+            comm.events = begun = Open()
+            with pytest.raises(NonFiniteError):
+                run.step(data)
+            pushed = begun.pushes
+            with place.unpushed():
+                under_way = [what for what in begun.tokens.values() if "values" in what]
+                assert not under_way, "gradients are with the servers before they are overwritten"
+                batch = [(data[0, 0][:, :-1], data[0, 0][:, 1:])]
+                assert run.executor.inspect(run.operations, batch) == f"parameter {segment.key}"
+            assert begun.pushes == pushed > 0
+            place.parameters.view(segment.key)[...] = good
+        run.train(data)
+        return place.updates, run.losses, place.parameters.array
+
+    for (updates, losses, values), (wanted, others, same) in zip(
+        run_threads(size, lambda comm: body(comm, True)), run_threads(size, lambda comm: body(comm, False)), strict=True
+    ):
+        assert updates == wanted and np.isfinite(losses).all() and np.isfinite(values).all()
+        if config.placement == "dedicated" and size == 2:  # one worker: there is one order of updates
+            assert losses == others and np.array_equal(values, same)
 
 
 def test_bytes_of_a_step(rng: np.random.Generator) -> None:

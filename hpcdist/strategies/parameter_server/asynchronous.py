@@ -19,7 +19,9 @@ A server sends new values before it takes the next push, and a worker takes them
 does not run at all (SIGSTOP, a frozen node) holds up the others, until the deadline names it.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -33,7 +35,7 @@ from hpcdist.optim import clip, rates
 from hpcdist.strategies.exchange import Handlers, pieces_of
 from hpcdist.strategies.parameter_server.keys import partition
 from hpcdist.strategies.parameter_server.meetings import Meetings
-from hpcdist.strategies.parameter_server.notes import Note, Notes
+from hpcdist.strategies.parameter_server.notes import SHORTEST_S, Note, Notes
 from hpcdist.strategies.parameter_server.roles import Roles
 from hpcdist.strategies.parameter_server.shard import Shard, per_update
 from hpcdist.strategies.schedule.operations import Kind, Operation
@@ -61,7 +63,7 @@ class AsynchronousExchange:
         self.works = self.rank in roles.workers
         self._values = seat.world.dup("values")
         self._notes = Notes(seat.world.dup("notes"))
-        self._notes.answers |= {Note.PUSH: self._on_push, Note.REPLY: self._on_reply}
+        self._notes.answers |= {Note.PUSH: self._on_push, Note.REPLY: self._on_reply, Note.DROP: self._on_drop}
         self.meetings = Meetings(self.rank, roles, self._notes)
         found = partition(seat.layout, len(roles.servers))
         self._messages = [(part, roles.servers[index]) for part, index in found.messages(seat.layout.units)]
@@ -75,6 +77,7 @@ class AsynchronousExchange:
         self._pushed: list[Request] = []
         self._expected: dict[int, list[Request]] = {}  # server -> the values that it will send
         self._scale = 1.0
+        self._pushes = True
         self.meet_at, self.together = 0, True
         self.clock, self.updates, self.clocks = 0, 0, [0] * len(roles.workers)
         self.carries_out: Handlers = {Kind.PUSH: self.push, Kind.PULL: self.pull, Kind.COLLECT: self.attend}
@@ -97,7 +100,7 @@ class AsynchronousExchange:
         """Begin to send the gradients of a range to its server, which does not look at them before `pull` (local)."""
         assert op.range is not None
         server = self._owner_of[op.range]
-        if server != self.rank:
+        if server != self.rank and self._pushes:
             self._pushed.append(self._values.isend(self.gradients.range(op.range), server, GRADIENT))
 
     def attend(self, op: Operation) -> None:
@@ -122,6 +125,26 @@ class AsynchronousExchange:
         self._pushed.clear()
         self._copy_own()
 
+    @contextmanager
+    def unpushed(self) -> Iterator[None]:
+        """Take back what was pushed of a step that is given up, and push nothing inside (local).
+
+        The step can be computed again there: gradients must stay as they are until the servers have them, or they
+        would be overwritten on their way, and a second push would be taken for that of the next step. Others are
+        served until then.
+        """
+        for server in self._others:
+            self._notes.tell(server, Note.DROP)
+        while not all(request.test() for request in self._pushed):
+            self._notes.attend()
+            time.sleep(SHORTEST_S)
+        self._pushed.clear()
+        self._pushes = False
+        try:
+            yield
+        finally:
+            self._pushes = True
+
     def _take_from(self, server: int) -> list[Request]:
         return [self._values.irecv(self.parameters.range(part), server, PARAMETER) for part in self._parts[server]]
 
@@ -130,17 +153,25 @@ class AsynchronousExchange:
             for part in self.shard.parts:
                 self.parameters.range(part)[...] = self.shard.parameters.range(part)
 
-    def _on_push(self, worker: int, fields: Mapping[str, float]) -> None:
+    def _collect(self, worker: int) -> Shard:
+        """Take all that ``worker`` has pushed of a step; return the shard, in whose inbox it is."""
         assert self.shard is not None
         for part, server in self._messages:
             if server == self.rank:
                 self._values.recv(self.shard.inbox.range(part), worker, GRADIENT)
-        self.shard.update(worker, int(fields["clock"]), fields["scale"], self.shard.inbox)
+        return self.shard
+
+    def _on_drop(self, worker: int, fields: Mapping[str, float]) -> None:
+        self._collect(worker)
+
+    def _on_push(self, worker: int, fields: Mapping[str, float]) -> None:
+        shard = self._collect(worker)
+        shard.update(worker, int(fields["clock"]), fields["scale"], shard.inbox)
         self._updated()
         called = int(self.meetings.called)
-        self._notes.tell(worker, Note.REPLY, int(fields["clock"]), updates=self.shard.updates, called=called)
-        for part in self.shard.parts:
-            self._values.send(self.shard.parameters.range(part), worker, PARAMETER)
+        self._notes.tell(worker, Note.REPLY, int(fields["clock"]), updates=shard.updates, called=called)
+        for part in shard.parts:
+            self._values.send(shard.parameters.range(part), worker, PARAMETER)
         self._notes.tidy()
 
     def _updated(self) -> None:

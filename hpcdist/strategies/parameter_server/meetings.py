@@ -1,4 +1,4 @@
-"""How ranks that run freely under asp come together: for a checkpoint, to write metrics, to stop.
+"""How ranks that run freely under asp come together: for a checkpoint, to stop.
 
 Anybody calls (`call`); the first server tells every worker with its next values; a worker that knows it, or that has
 done all its steps, tells every server that it pushes no more (`meet`). A server has a meeting when all workers have
@@ -18,13 +18,17 @@ LOOK_S: Final = 0.5  # how often a rank that waits for a meeting asks whether it
 
 
 class Meetings:
-    """The meetings of one rank. ``wants`` tells whether it wishes for one, ``called`` that one is called."""
+    """The meetings of one rank. ``wants`` tells whether it wishes for one, ``called`` that one is called.
+
+    ``meanwhile`` is called every now and then on a worker that waits for the others to come.
+    """
 
     def __init__(self, rank: int, roles: Roles, notes: Notes) -> None:
         self._rank, self._roles, self._notes = rank, roles, notes
         self._first, self._serves, self._works = roles.servers[0], rank in roles.servers, rank in roles.workers
         notes.answers |= {Note.CALL: self._on_call, Note.MEET: self._on_meet, Note.GATHERED: self._on_gathered}
         self.wants: Callable[[], bool] = lambda: False
+        self.meanwhile: Callable[[], None] = lambda: None
         self.called = False
         self.calls = 0  # that this rank has sent, since the start
         self._held = self._taken = 0  # meetings held, calls received
@@ -80,6 +84,7 @@ class Meetings:
         if time.monotonic() - self._looked >= LOOK_S:
             self._looked = time.monotonic()
             self.consider()
+            self.meanwhile()
 
     def _on_call(self, rank: int, fields: Mapping[str, float]) -> None:
         self._taken += 1

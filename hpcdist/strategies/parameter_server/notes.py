@@ -21,6 +21,7 @@ class Note(IntEnum):
     CALL = 2  # anybody to the first server: let us meet for the ``clock``-th time
     MEET = 3  # worker to server: I push no more before the meeting
     GATHERED = 4  # first server to a worker that serves nothing: all workers have said so
+    DROP = 5  # worker to server: what I have pushed is no gradient, take it and forget it
 
 
 FIELDS: Final = ("note", "clock", "scale", "updates", "called")

@@ -1,0 +1,244 @@
+"""The loop under asp: nobody waits for a slow worker, and the rows of all come to the file nevertheless."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_runs import assembled, write_text
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import NonFiniteError
+from hpcdist.strategies.schedule.executor import MicroBatch
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.telemetry import metrics as files
+from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
+from hpcdist.training import metrics
+from hpcdist.training.asynchronous import AsynchronousLoop, loop_of
+from hpcdist.training.energy import Energy
+from hpcdist.training.loop import Loop
+from hpcdist.training.progress import Progress
+from hpcdist.training.rows import ROWS, UnevenMetrics
+from hpcdist.training.summary import NOTHING, describe, summarise
+from hpcdist.training.survival import StopWishes, Wish
+
+STEPS, LIMIT_S = 12, 30
+ASP: dict[str, object] = {
+    "parallel.strategy": "parameter_server",
+    "parameter_server.consistency": "asp",
+    "run.steps": STEPS,
+    "checkpoint.every_steps": 0,
+    "energy.sources": "none",
+}
+
+
+class Watched(AsynchronousLoop):
+    """Calls ``before`` each of its steps, and ``after`` it when its rows are on their way, with the step."""
+
+    before: Callable[["Watched", int], None]
+    after: Callable[["Watched", int], None]
+
+    def _step(self, step: int, batches: list[MicroBatch]) -> None:
+        self.before(self, step)
+        super()._step(step, batches)
+        self._attend()
+        self.after(self, step)
+
+    @property
+    def held(self) -> int:
+        """Meetings so far."""
+        return self.exchange.meetings._held
+
+
+def nothing(loop: Watched, step: int) -> None:
+    return None
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+    return {**ASP, "data.path": write_text(tmp_path / "text.txt", rng)}
+
+
+def loop_on(
+    comm: Communicator,
+    settings: dict[str, object],
+    out: Path,
+    before: Callable[[Watched, int], None] = nothing,
+    after: Callable[[Watched, int], None] = nothing,
+    clocks: list[int] | None = None,
+) -> Watched:
+    """The loop of one rank; ``clocks`` are those of a checkpoint from which it goes on."""
+    trainer = assembled(comm, settings)
+    assert loop_of(trainer) is AsynchronousLoop
+    if clocks is not None:
+        trainer.first_step = min(clocks)
+        trainer.exchange.restore({"count": min(clocks), "clocks": clocks, "updates": sum(clocks)})
+    session = Session(comm, locate(comm, None), "threads", lambda code: None)
+    energy = Energy(comm, trainer.recipe, None)
+    loop = Watched(session, trainer, out, Progress(STEPS, 0, 1e9, shown=False), {}, StopWishes(), energy)
+    loop.before, loop.after = before, after
+    return loop
+
+
+def serve_until(loop: Watched, ready: Callable[[], bool]) -> None:
+    """Compute for a long time: a colocated rank looks after those whom it serves meanwhile."""
+    limit = time.monotonic() + LIMIT_S
+    while not ready():
+        assert time.monotonic() < limit, f"worker {loop.trainer.comm.rank} was waited for"
+        loop.exchange.attend(Operation(Kind.COLLECT))
+        time.sleep(1e-3)
+
+
+def test_loops_follow_from_the_architecture(text: dict[str, object]) -> None:
+    for name in ("allreduce", "zero1", "zero3"):
+        settings = {**text, "parallel.strategy": name, "parameter_server.consistency": "bsp"}
+        assert run_threads(1, lambda comm, settings=settings: loop_of(assembled(comm, settings))) == [Loop]
+    settings = {**text, "parameter_server.consistency": "bsp"}
+    assert run_threads(2, lambda comm: loop_of(assembled(comm, settings))) == [Loop] * 2
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+def test_no_worker_waits_for_another_though_rows_are_always_due(
+    placement: str, slow: int, text: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quick one makes all its steps during the third of the slow one; rows are written without any meeting."""
+    monkeypatch.setattr(metrics, "EVERY_S", 0.0)
+    quick_is_done = threading.Event()
+    meetings_at_steps: list[int] = []
+    written: list[int] = []
+    append = MetricsWriter.append
+
+    def noted(writer: MetricsWriter, **row: Any) -> None:
+        written.append(row["step"])
+        append(writer, **row)
+
+    monkeypatch.setattr(MetricsWriter, "append", noted)
+
+    def before(loop: Watched, step: int) -> None:
+        if loop.trainer.comm.rank == slow and step == 3:
+            serve_until(loop, quick_is_done.is_set)
+        if loop.trainer.comm.rank == slow and step == STEPS:
+            # Rank 0 writes what has come, be it at work or done with it.
+            serve_until(loop, lambda: loop.metrics.attend() or len(written) >= 5)
+
+    def after(loop: Watched, step: int) -> None:
+        meetings_at_steps.append(loop.held)
+        if loop.trainer.comm.rank != slow and step == STEPS:
+            quick_is_done.set()
+
+    def body(comm: Communicator) -> tuple[int, int]:
+        loop = loop_on(comm, {**text, "parameter_server.placement": placement}, tmp_path, before, after)
+        return loop.run().done, loop.held
+
+    size = 2 + (placement == "dedicated")
+    assert run_threads(size, body) == [(STEPS, 1)] * size
+    assert meetings_at_steps == [0] * 2 * STEPS
+    rows = files.read(tmp_path / "metrics.h5").steps
+    assert rows["step"].tolist() == written == list(range(1, STEPS + 1))
+    assert np.isfinite(rows["loss"]).all() and (rows["tokens"] == 7 * 8).all()
+    assert (rows["compute_s"][:, :2] > 0).all() and np.isnan(rows["compute_s"][:, 2:]).all()
+
+
+def test_rows_of_many_steps_come_in_short_messages_and_in_order(text: dict[str, object], tmp_path: Path) -> None:
+    """Worker 1 is ahead, then behind; rank 2 has no steps. What is written are the steps of both, with their mean."""
+    ends = [(3 * ROWS, 2 * ROWS + 5), (3 * ROWS + 1, 4 * ROWS)]
+    size = 3
+
+    def row(rank: int, step: int) -> list[float]:
+        return [float(100 * step + 10 * rank + column) for column in range(len(PER_RANK))]
+
+    def body(comm: Communicator) -> int:
+        recipe = assembled(comm, text).recipe
+        rows = UnevenMetrics(comm, tmp_path / "metrics.h5", None, {}, Energy(comm, recipe, None))
+        rows.begin({0: 0, 1: 0})
+        made = 0
+        for end in ends:
+            for step in range(made + 1, end[comm.rank] + 1) if comm.rank < 2 else ():
+                figures = dict(zip(PER_RANK, row(comm.rank, step), strict=True))
+                sent = figures.pop("sent_bytes")
+                rows.add(step, float(step + comm.rank), 0.5, 1 + 2 * comm.rank, figures, sent)
+                rows.attend()
+            made = end[comm.rank] if comm.rank < 2 else 0
+            rows.flush()
+            if comm.rank == 0:
+                count = len(files.read(tmp_path / "metrics.h5").steps["step"])
+                assert count == min(end), "the rows of the slowest"
+            comm.barrier()
+        return rows._messages
+
+    assert run_threads(size, body) == [0, 3 + 2, 0], "full messages, and one that is not"
+    found = files.read(tmp_path / "metrics.h5").steps
+    steps = np.arange(1, min(ends[-1]) + 1)
+    assert found["step"].tolist() == steps.tolist()
+    np.testing.assert_allclose(found["loss"], (steps + 3 * (steps + 1)) / 4)
+    assert (found["tokens"] == 4).all() and (found["learning_rate"] == 0.5).all()
+    for column, name in enumerate(PER_RANK):
+        wanted = [[row(rank, step)[column] for rank in range(2)] for step in steps]
+        assert found[name][:, :2].tolist() == wanted and np.isnan(found[name][:, 2]).all()
+
+
+def test_a_stop_needs_one_meeting(text: dict[str, object], tmp_path: Path) -> None:
+    def after(loop: Watched, step: int) -> None:
+        if loop.trainer.comm.rank == 1 and step == 4:
+            loop.wishes._wanted[Wish.REQUEUE] = 1
+
+    def body(comm: Communicator) -> tuple[int, int, Wish | None]:
+        loop = loop_on(comm, {**text, "run.steps": 10_000}, tmp_path, after=after)
+        outcome = loop.run()
+        return loop.held, outcome.done, outcome.wish
+
+    found = run_threads(3, body)
+    assert len(set(found)) == 1 and found[0][0] == 1 and found[0][2] is Wish.REQUEUE
+    assert found[0][1] < 10_000
+    assert len(files.read(tmp_path / "metrics.h5").steps["step"]) == found[0][1]
+
+
+@pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+@pytest.mark.parametrize("clocks", [[STEPS, 4], [STEPS, STEPS]], ids=["one is done", "all are done"])
+def test_a_start_is_summarised_by_the_steps_of_each_worker(
+    clocks: list[int], placement: str, text: dict[str, object], tmp_path: Path
+) -> None:
+    """No step of a worker is left out because another made none."""
+
+    def body(comm: Communicator) -> dict[str, Any]:
+        loop = loop_on(comm, {**text, "parameter_server.placement": placement}, tmp_path, clocks=clocks)
+        outcome = loop.run()
+        assert len(outcome.step_s) == len(outcome.targets) == (STEPS - 4 if comm.rank == 1 and 4 in clocks else 0)
+        return summarise(comm, loop.trainer, outcome, tmp_path, 1.0, {}) | {"energy_j": None, "energy_reason": "no"}
+
+    found = run_threads(2 + (placement == "dedicated"), body)
+    assert all(one == found[0] for one in found) and found[0]["steps"] == STEPS
+    measured = ("tokens_per_s", "step_s_median", "comm_fraction", "bytes_sent_per_step", "train_loss")
+    if 4 in clocks:
+        assert all(found[0][name] is not None for name in measured) and "tokens_reason" not in found[0]
+        assert not [name for name in found[0] if name.endswith("_reason") and name != "energy_reason"]
+        # The worker and the server send Psi each; where both serve, each sends the half of the other.
+        psi = 4 * found[0]["parameters"]
+        sent = psi if placement == "dedicated" else psi / 2
+        assert found[0]["bytes_sent_per_step"] == pytest.approx(sent, rel=0.05)
+    else:
+        assert [found[0][name] for name in measured] == [None] * len(measured)
+        reasons = {found[0][f"{name}_reason"] for name in ("tokens", "step", "comm", "bytes_sent", "train")}
+        assert reasons == {NOTHING} and NOTHING in describe(found[0])
+
+
+def test_a_loss_that_is_not_finite_stops_all_and_names_the_tensor(text: dict[str, object], tmp_path: Path) -> None:
+    def before(loop: Watched, step: int) -> None:
+        if loop.trainer.comm.rank == 1 and step == 3:
+            segment = loop.trainer.model.layout.segments[0]
+            loop.exchange.parameters.view(segment.key)[...] = np.nan
+
+    def body(comm: Communicator) -> str:
+        with pytest.raises(NonFiniteError) as error:
+            loop_on(comm, text, tmp_path, before).run()
+        return str(error.value)
+
+    first, *others = run_threads(3, body)
+    assert others == [first] * 2 and "worker 1: step 3" in first and "(parameter " in first

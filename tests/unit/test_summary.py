@@ -1,0 +1,109 @@
+"""The figures that a run ends with, from what its ranks measured."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_runs import assembled, write_text
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.training.loop import Outcome
+from hpcdist.training.summary import NOT_VISIBLE, NOTHING, describe, each_at_its_own, in_lock_step, summarise
+
+SERVED: dict[str, object] = {"parallel.strategy": "parameter_server"}
+TARGETS = 7 * 8  # of a whole step in these recipes
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+    return {"data.path": write_text(tmp_path / "text.txt", rng)}
+
+
+def summaries(settings: dict[str, object], outcomes: list[Outcome]) -> dict[str, Any]:
+    """The summary of ranks that measured this; the same on all of them, and JSON."""
+
+    def body(comm: Communicator) -> dict[str, Any]:
+        return summarise(comm, assembled(comm, settings), outcomes[comm.rank], Path("run"), math.nan, {})
+
+    found = run_threads(len(outcomes), body)
+    assert all(one == found[0] for one in found)
+    json.dumps(found[0], allow_nan=False)
+    return found[0]
+
+
+def outcome(
+    step_s: list[float], comm_s: list[float], sent: list[float], targets: list[int] | None = None, loss: float = 2.0
+) -> Outcome:
+    return Outcome(0, 5, None, loss, step_s, comm_s, sent, targets or [])
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank(text: dict[str, object]) -> None:
+    ranks = [
+        outcome([9.0, 1.0, 2.0, 4.0], [8.0, 0.5, 0.5, 0.75], [5, 10, 10, 12]),
+        outcome([9.5, 2.0, 1.0, 3.0], [8.0, 1.0, 0.5, 1.5], [5, 11, 10, 10]),
+    ]
+    found = summaries(text, ranks)
+    assert found["step_s_median"] == 2.0 and found["training_s"] == 9.5 + 2 + 2 + 4
+    assert found["tokens_per_s"] == 3 * TARGETS / 8
+    assert found["comm_fraction"] == pytest.approx((1.75 / 7 + 3 / 6) / 2)
+    assert found["bytes_sent_per_step"] == 11
+    assert not [name for name in found if name.endswith("_reason")]
+
+
+def test_a_dedicated_server_only_waits_and_sends(text: dict[str, object]) -> None:
+    """Of its time nothing is told; of bytes, what it sent when that is the most."""
+    workers = [outcome([9.0, 1.0, 2.0], [8.0, 0.5, 1.0], [5, 10, 10]) for _ in range(2)]
+    server = outcome([9.0, 7.0, 7.0], [9.0, 6.9, 6.9], [5, 20, 20])
+    found = summaries({**text, **SERVED}, [*workers, server])
+    assert found["comm_fraction"] == 0.5 and found["step_s_median"] == 1.5 and found["training_s"] == 12.0
+    assert found["tokens_per_s"] == 2 * TARGETS / 3
+    assert found["bytes_sent_per_step"] == 20
+
+
+def test_without_lock_step_every_worker_counts_its_own_steps(text: dict[str, object]) -> None:
+    """Worker 0 is quick and done after 8 s of the 23 that the other takes; both took 3 or 2 s for the first step."""
+    quick = outcome([3.0, 1.0, 1.0, 1.0, 2.0], [2.0, 0.5, 0.5, 0.5, 1.0], [9, 10, 10, 10, 11], [30] * 5)
+    slow = outcome([2.0, 10.0, 11.0], [1.0, 1.0, 1.1], [9, 10, 10], [26] * 3)
+    server = outcome([], [], [20.0])
+    found = summaries({**text, **SERVED, "parameter_server.consistency": "asp"}, [quick, slow, server])
+    assert found["training_s"] == 23.0
+    assert found["tokens_per_s"] == (4 * 30 + 2 * 26) / (23 - 2)
+    assert found["step_s_median"] == (1.0 + 10.5) / 2
+    assert found["comm_fraction"] == pytest.approx((2.5 / 5 + 2.1 / 21) / 2)
+    assert found["bytes_sent_per_step"] == 20
+
+
+def test_one_step_is_better_than_none() -> None:
+    one = {"step_s": [4.0], "sent": [7.0], "targets": [28]}
+    none: dict[str, Any] = {"step_s": [], "sent": [], "targets": []}
+    pace = each_at_its_own([one, none], [one, none])
+    assert (pace.tokens_per_s, pace.step_s, pace.training_s, pace.sent_bytes) == (7.0, 4.0, 4.0, 7.0)
+    pace = in_lock_step([one, one], [one, one], 56)
+    assert (pace.tokens_per_s, pace.step_s, pace.training_s, pace.sent_bytes) == (14.0, 4.0, 4.0, 7.0)
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+def test_a_start_without_a_step_says_so(consistency: str, text: dict[str, object]) -> None:
+    empty = [outcome([], [], [], loss=math.nan) for _ in range(3)]
+    found = summaries({**text, **SERVED, "parameter_server.consistency": consistency}, empty)
+    for figure, reason in {
+        "train_loss": "train",
+        "tokens_per_s": "tokens",
+        "step_s_median": "step",
+        "comm_fraction": "comm",
+        "bytes_sent_per_step": "bytes_sent",
+    }.items():
+        assert found[figure] is None and found[f"{reason}_reason"] == NOTHING
+    assert found["training_s"] == 0
+    assert NOTHING in describe(found | {"energy_j": None, "energy_reason": "none"})
+
+
+def test_what_the_library_sends_is_not_visible(text: dict[str, object]) -> None:
+    unknown = [outcome([1.0, 1.0], [0.5, 0.5], [8.0, count]) for count in (8.0, math.nan)]
+    found = summaries(text, unknown)
+    assert found["bytes_sent_per_step"] is None and found["bytes_sent_reason"] == NOT_VISIBLE
+    assert "tokens_reason" not in found and found["tokens_per_s"] == TARGETS
