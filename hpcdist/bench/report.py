@@ -61,7 +61,8 @@ def _row(configuration: Configuration) -> Row:
         "step_s": {"median": _median(steps), "p95": _percentile(steps, 95), "p99": _percentile(steps, 99)}
         if len(steps)
         else None,
-        "bytes_sent_per_step": _sent(good),
+        # A rank that serves without steps of its own has no such column; the run's summary knows.
+        "bytes_sent_per_step": _sent(good) or _median(_summaries(good, "bytes_sent_per_step")),
         "peak_bytes": max(filter(None, map(_peak, good)), default=None),
         **{name: _median(_summaries(good, name)) for name in ("train_loss", "val_loss", "energy_j")},
     }

@@ -195,26 +195,30 @@ def summarise(metrics: Metrics, last: int = 20) -> dict[str, Any]:
     result["val_loss"] = _number(metrics.evaluations["val_loss"][-1]) if len(metrics.evaluations["step"]) else None
     # The first step of a session is the one whose predecessor is of another.
     warm = np.flatnonzero(np.diff(steps["session"], prepend=-1) == 0)
-    times = {name: steps[f"{name}_s"][warm] for name in ("compute", "communication", "update")}
+    # A rank that only serves has no step of its own: what it waits for the others is no share of theirs.
+    works = np.nansum(steps["compute_s"], axis=0) > 0
+    times = {name: steps[f"{name}_s"][warm][:, works] for name in ("compute", "communication", "update")}
     phases = times["compute"] + times["communication"] + times["update"]  # (steps, ranks)
     # Files of the first version know the phases only, not what lay between them.
-    of_rank = steps["step_s"][warm] if "step_s" in steps else phases
+    of_rank = steps["step_s"][warm][:, works] if "step_s" in steps else phases
     step_s = _over_ranks(of_rank)
     result["step_s_median"] = _median(step_s)
     result["step_s_p95"] = _number(np.nanpercentile(step_s, 95)) if np.isfinite(step_s).any() else None
     known = np.isfinite(step_s)
-    spent_s = float(step_s[known].sum())
+    # Where no worker waits for another, the longest of their times is that of all.
+    lock_step = metrics.attributes.get("lock_step", 1)
+    spent_s = float(step_s[known].sum()) if lock_step else max((_sum(column) for column in of_rank.T), default=0.0)
     result["tokens_per_s"] = float(steps["tokens"][warm][known].sum()) / spent_s if spent_s else None
     total_s = _sum(of_rank)
     for name, values in times.items():
         short = "comm" if name == "communication" else name
         result[f"{short}_fraction"] = _sum(values) / total_s if total_s else None
     result["bytes_sent_per_step"] = _median(_over_ranks(steps["sent_bytes"]))
-    return result | _stragglers(times["compute"])
+    return result | _stragglers(times["compute"], np.flatnonzero(works))
 
 
-def _stragglers(compute_s: np.ndarray) -> dict[str, Any]:
-    medians = {rank: _median(compute_s[:, rank]) for rank in range(compute_s.shape[1])}
+def _stragglers(compute_s: np.ndarray, ranks: np.ndarray) -> dict[str, Any]:
+    medians = {int(rank): _median(compute_s[:, column]) for column, rank in enumerate(ranks)}
     known = {rank: value for rank, value in medians.items() if value}
     if not known:
         return {"slowest_rank": None, "imbalance": None}

@@ -32,7 +32,7 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool) -> None:
     if rank0:
         _introduce(progress, session, trainer, run, entropies)
     energy = Energy(session.comm, recipe, run.resume_from)
-    attributes = _attributes(session, entropies) if rank0 else {}
+    attributes = _attributes(session, trainer, entropies) if rank0 else {}
     loop = loop_of(trainer)(session, trainer, run.path, progress, attributes, wishes, energy)
     with energy.monitor:
         with energy.window("training"):
@@ -53,10 +53,10 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool) -> None:
     session.leave(OK if outcome.wish is None else EXIT_CODES[outcome.wish])
 
 
-def _attributes(session: Session, entropies: dict[str, float | None]) -> dict[str, float | str]:
+def _attributes(session: Session, trainer: Trainer, entropies: dict[str, float | None]) -> dict[str, float | str]:
     """Return what the metrics file says of its run beside the rows."""
     known = {f"{name}_nats": nats for name, nats in entropies.items() if nats is not None}
-    return {**provenance(mpi_library=session.library), **known}
+    return {**provenance(mpi_library=session.library), **known, "lock_step": int(trainer.exchange.lock_step)}
 
 
 def _introduce(

@@ -189,6 +189,29 @@ def test_summary(tmp_path):
     assert result["slowest_rank"] == 1 and result["imbalance"] == pytest.approx(4 / 3)
 
 
+@pytest.mark.parametrize("lock_step", [1, 0])
+def test_a_rank_that_only_serves_has_no_share_and_without_lock_step_times_do_not_add_up(tmp_path, lock_step):
+    path = tmp_path / "metrics.h5"
+    with MetricsWriter(path, 3, attributes={"lock_step": lock_step}) as writer:
+        for step, slow in enumerate([50.0, 1.0, 3.0], start=1):
+            other = abs(4.0 - slow)
+            writer.append(
+                step=step,
+                loss=1.0,
+                learning_rate=0.1,
+                tokens=60,
+                step_s=np.array([slow, other, 9.0]),
+                compute_s=np.array([slow / 2, other / 2, 0.0]),
+                communication_s=np.array([slow / 2, other / 2, 9.0]),
+                update_s=np.zeros(3),
+                sent_bytes=np.zeros(3),
+            )
+    result = summarise(read(path))
+    assert result["comm_fraction"] == result["compute_fraction"] == 0.5, "the server's waiting is left out"
+    assert result["tokens_per_s"] == 120 / (6.0 if lock_step else 4.0)
+    assert result["slowest_rank"] in (0, 1)
+
+
 def test_summary_of_nothing_measured(tmp_path):
     with MetricsWriter(tmp_path / "metrics.h5", 2):
         pass
