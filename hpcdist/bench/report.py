@@ -101,8 +101,11 @@ def _over_ranks(samples: np.ndarray) -> np.ndarray:
 
 
 def _sent(good: Sequence[Repeat]) -> float | None:
-    """Return the bytes of the median step; None when any rank of any step does not know: a maximum would lie."""
-    if any(np.isnan(repeat.samples["sent_bytes"]).any() for repeat in good):
+    """Return the bytes of the median step; None when any rank of any step does not know: a maximum would lie.
+
+    The first step is left out, as for times: it splits communicators.
+    """
+    if any(np.isnan(repeat.samples["sent_bytes"][1:]).any() for repeat in good):
         return None
     return _median(_pooled(good, "sent_bytes"))
 

@@ -41,12 +41,12 @@ def in_lock_step(ranks: Sequence[Rank], workers: Sequence[Rank], targets: int) -
     if not slowest:
         return Pace()
     steady = _steady(slowest)
-    sent = [_most(counts) for counts in zip(*(rank["sent"] for rank in ranks), strict=True)]
+    sent = _steady([_most(counts) for counts in zip(*(rank["sent"] for rank in ranks), strict=True)])
     return Pace(
         tokens_per_s=targets * len(steady) / sum(steady),
         step_s=statistics.median(steady),
         training_s=sum(slowest),
-        sent_bytes=math.nan if math.isnan(sum(sent)) else statistics.median(_steady(sent)),
+        sent_bytes=math.nan if math.isnan(sum(sent)) else statistics.median(sent),
     )
 
 
