@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -65,6 +66,15 @@ def _signals_held() -> Iterator[set[signal.Signals]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@dataclass(eq=False)
+class _Held:
+    """A signal for ranks that may still be starting: those in ``told`` have it, others get it up to ``until``."""
+
+    number: signal.Signals
+    until: float  # of time.monotonic()
+    told: set[int] = field(default_factory=set)
+
+
 class _Supervision:
     def __init__(
         self,
@@ -78,8 +88,7 @@ class _Supervision:
         self._told: signal.Signals | None = None  # the first signal that asks for an end
         self._deadline = float("inf")
         self._killed = False
-        self._held: list[signal.Signals] = []  # for ranks that have not announced themselves yet
-        self._held_until = float("inf")
+        self._held: list[_Held] = []  # for ranks that have not announced themselves yet
         self._watched = _watched()
         libc = ctypes.CDLL(None)
 
@@ -123,10 +132,9 @@ class _Supervision:
             self._told = number
             self._kill()
             return
-        self._held.append(_PASSED[number])
         # Whoever presses Ctrl-C before anything has begun has nothing to save.
         patience_s = 0.0 if number is signal.SIGINT else STARTING_S
-        self._held_until = min(self._held_until, time.monotonic() + patience_s)
+        self._held.append(_Held(_PASSED[number], time.monotonic() + patience_s))
         # USR1: the scheduler knows how long saving may take; USR2: the ranks dump their stacks and go on.
         if number not in (signal.SIGUSR1, signal.SIGUSR2) and self._told is None:
             self._told = number
@@ -138,20 +146,21 @@ class _Supervision:
     def _pass_on(self) -> None:
         """Give what is held to the ranks of this host; ranks elsewhere agree with them to stop.
 
-        A rank announces itself once it listens: before that a signal would end it, and so the job.
+        A rank announces itself once it listens: before that a signal would end it, and so the job. One that announces
+        itself later than others gets the signal then.
         """
         pids = [pid for pid in self._announced_pids() if self._is_ours(pid)]
-        if not pids and time.monotonic() < self._held_until:
-            return
-        for number in self._held:
-            for pid in pids:
-                _signal(pid, number)
-            if not pids:  # launchers forward the user signals
-                user = number in (signal.SIGUSR1, signal.SIGUSR2)
-                _signal(self._process.pid, number if user else signal.SIGTERM)
+        for held in self._held:
+            for pid in set(pids) - held.told:
+                _signal(pid, held.number)
+                held.told.add(pid)
+        expired = [held for held in self._held if time.monotonic() >= held.until]
+        self._held = [held for held in self._held if held not in expired]
+        for held in expired:
+            if not held.told:  # launchers forward the user signals
+                user = held.number in (signal.SIGUSR1, signal.SIGUSR2)
+                _signal(self._process.pid, held.number if user else signal.SIGTERM)
                 self._deadline = self._deadline if user else time.monotonic() + TEARDOWN_S
-        self._held.clear()
-        self._held_until = float("inf")
 
     def _announced_pids(self) -> list[int]:
         return [int(path.read_text()) for path in self._launch_dir.glob("pid-*") if not path.suffix]

@@ -42,7 +42,7 @@ def leave(code):
     return lambda number, frame: os._exit(code)
 
 if behaviour == "late":
-    time.sleep(2.0)  # a signal would end it now
+    time.sleep(1.0 + rank)  # a signal would end it now
 if behaviour in ("polite", "late"):
     signal.signal(signal.SIGINT, leave(130))
     signal.signal(signal.SIGTERM, leave(75))
@@ -187,7 +187,9 @@ def test_an_interrupt_before_the_ranks_have_started_ends_the_launcher(start):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["TERM", "USR1"])
 def test_a_signal_waits_for_ranks_that_are_still_starting(start, number):
     job = start("late", wait=False)
-    until(lambda: any("rank.py" in line and "mpi" not in line for line in survivors(job.mark)), "processes of ranks")
+    words = [os.fsencode(word) + b"\0" for word in (sys.executable, str(job.folder / "rank.py"), "late")]
+    rank = repr(b"".join(words))
+    until(lambda: sum(line.partition(" ")[2] == rank for line in survivors(job.mark)) == 2, "processes of ranks")
     job.send(number)
     assert job.end() == 75
 
