@@ -25,6 +25,7 @@ from hpcdist.comm.communicator import Communicator
 PATIENCE_S = float(os.environ.get("HPCDIST_TEST_PATIENCE_S", "30"))  # a failed rank waits so long for the others
 LIMIT_S = float(os.environ.get("HPCDIST_TEST_LIMIT_S", "240"))  # of one test; then all stacks are dumped
 VERDICT_BYTES = 16384
+DRAIN_S = 1.0  # for the launcher to pass on the last words: an abort may overtake them
 
 # Examples drawn by each rank on its own would differ.
 hypothesis.settings.register_profile("ranks", deadline=None, derandomize=True, database=None)
@@ -77,6 +78,7 @@ class Agreement:
             f"\n[rank {self.world.rank}] {own.test} failed in {own.phase}, and after {PATIENCE_S:g} s the other ranks "
             f"have not come to agree (they wait in the test?):\n{own.text}\n".encode(),
         )
+        time.sleep(DRAIN_S)
         self._abort(1)
 
 
