@@ -26,8 +26,12 @@ class Exchange(Protocol):
     replicas_identical: bool  # whether the sentinel may compare ``parameters`` over the data axis
     accumulates: bool  # whether gradients of all micro-batches are added up first and exchanged once
     gathers: bool  # whether the parameters of a unit must be gathered before each use, and freed after it
-    parameters: FlatStore  # what this rank keeps between steps
     carries_out: Handlers
+
+    @property
+    def parameters(self) -> FlatStore:
+        """What this rank keeps between steps."""
+        ...
 
     def plan(self) -> list[Operation]:
         """Return the operations of one step that are not the schedule's (local)."""

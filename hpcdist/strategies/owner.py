@@ -1,16 +1,20 @@
 """The update of the ranges that a rank owns: the same for every architecture, whatever brought the gradients there."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from hpcdist import collectives
+from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.optim import clip
 from hpcdist.optim.optimizer import Optimizer
+from hpcdist.strategies.exchange import pieces_of
 from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.seat import Seat
 
 
 class Owner:
@@ -77,3 +81,71 @@ class Owner:
     def slots(self) -> dict[str, FlatStore]:
         """Return the stores of the optimizer's state, by the kind that a checkpoint gives them (local)."""
         return {f"optimizer.{name}": store for name, store in self.optimizer.slots.items()}
+
+
+class OwnerExchange:
+    """What exchanges in lock-step share: one store of parameters and gradients each, and an `Owner` of parts of them.
+
+    See `hpcdist.strategies.exchange.Exchange` for what each method promises. A subclass sets ``owner`` and adds how
+    gradients come to their owners, and parameters back.
+    """
+
+    lock_step = True
+    accumulates = True
+    gathers = False
+    owner: Owner
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat, self.algorithm = seat, seat.algorithm
+
+    @property
+    def parameters(self) -> FlatStore:
+        """What this rank keeps between steps."""
+        return self.owner.parameters
+
+    @property
+    def gradients(self) -> FlatStore:
+        """What this rank keeps of the gradients until the update."""
+        return self.owner.gradients
+
+    def parameters_at(self, layer: int) -> FlatStore:
+        """Return the one store of parameters."""
+        return self.parameters
+
+    def gradients_at(self, layer: int) -> FlatStore:
+        """Return the one store of gradients."""
+        return self.gradients
+
+    def norm_squared(self) -> float:
+        """Return the share of the owned parts: together they are the model, once."""
+        return self.owner.norm_squared()
+
+    def agree(self, values: np.ndarray) -> np.ndarray:
+        """Sum ``values`` over the world, in place. Collective."""
+        collectives.allreduce(self.seat.world, values, self.seat.agree_algorithm)
+        return values
+
+    def begin_update(self, scale: float) -> None:
+        """Begin the update of the step."""
+        self.owner.begin_update(scale)
+
+    def take(self, initial: FlatStore) -> None:
+        """Take over the initial values."""
+        self.parameters.copy_from(initial)
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return parameters and optimizer state of the owned parts."""
+        return pieces_of({"parameters": self.parameters, **self.owner.slots()}, self.owner.parts)
+
+    def wanted(self) -> Sequence[Piece]:
+        """Return all parameters that this rank keeps, and the optimizer state of the owned parts."""
+        kept = pieces_of({"parameters": self.parameters}, self.parameters.parts)
+        return kept + pieces_of(self.owner.slots(), self.owner.parts)
+
+    def state(self) -> dict[str, Any]:
+        """Return the optimizer's clock."""
+        return self.owner.optimizer.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back the optimizer's clock."""
+        self.owner.optimizer.restore(dict(state))

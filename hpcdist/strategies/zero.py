@@ -15,21 +15,17 @@ A layer that others are tied to stays gathered from its first use in a micro-bat
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.sharded import SHARDED
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.exchange import Handlers, pieces_of
-from hpcdist.strategies.owner import Owner
+from hpcdist.strategies.exchange import Handlers
+from hpcdist.strategies.owner import Owner, OwnerExchange
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
 
@@ -72,10 +68,8 @@ class Transient:
         return block if self._seat.ledger is None else self._seat.ledger.track(block, self._category)
 
 
-class ZeroExchange:
+class ZeroExchange(OwnerExchange):
     """ZeRO ``stage`` 1, 2 or 3. Collective over the data axis, but for what is said to be local."""
-
-    lock_step = True
 
     def __init__(self, seat: Seat, stage: int) -> None:
         if seat.algorithm not in SHARDED:
@@ -83,7 +77,7 @@ class ZeroExchange:
                 f"communication.algorithm = {seat.algorithm!r} cannot be halved into a reduce-scatter and an "
                 f"all-gather, as parallel.strategy = 'zero{stage}' needs; choose one of {', '.join(SHARDED)}"
             )
-        self.seat, self.stage, self.algorithm = seat, stage, seat.algorithm
+        super().__init__(seat)
         self.replicas_identical = stage < 3
         self.accumulates = stage == 1
         self.gathers = stage == 3
@@ -96,10 +90,9 @@ class ZeroExchange:
         own = [self._own(layer) for layer in self._layers]
         self._whole_parameters = Transient(seat, "parameters")
         self._whole_gradients = Transient(seat, "gradients")
-        self.parameters = seat.store("parameters", own if self.gathers else None)
-        self.gradients = seat.store("gradients", None if self.accumulates else own)
-        optimizer = seat.build_optimizer(own)
-        self.owner = Owner(self.parameters, self.gradients, optimizer, own, seat.data, seat.agree_algorithm)
+        parameters = seat.store("parameters", own if self.gathers else None)
+        gradients = seat.store("gradients", None if self.accumulates else own)
+        self.owner = Owner(parameters, gradients, seat.build_optimizer(own), own, seat.data, seat.agree_algorithm)
         self._added: set[int] = set()  # layers whose gradient shard holds a micro-batch of this step already
         self.carries_out: Handlers = {
             Kind.REDUCE: self.reduce,
@@ -154,37 +147,7 @@ class ZeroExchange:
         """Return the whole layer: from stage 2 on it is there until its REDUCE."""
         return self.gradients if self.accumulates else self._whole_gradients.at(layer)
 
-    def norm_squared(self) -> float:
-        """Return the share of the own cuts: they tile the model."""
-        return self.owner.norm_squared()
-
-    def agree(self, values: np.ndarray) -> np.ndarray:
-        """Sum ``values`` over the world, in place."""
-        collectives.allreduce(self.seat.world, values, self.seat.agree_algorithm)
-        return values
-
     def begin_update(self, scale: float) -> None:
         """Begin the update of the step."""
         self._added.clear()
         self.owner.begin_update(scale)
-
-    def take(self, initial: FlatStore) -> None:
-        """Take over the initial values."""
-        self.parameters.copy_from(initial)
-
-    def pieces(self) -> Sequence[Piece]:
-        """Return the own cuts of parameters and optimizer state."""
-        return pieces_of({"parameters": self.parameters, **self.owner.slots()}, self.owner.parts)
-
-    def wanted(self) -> Sequence[Piece]:
-        """Return what this rank keeps: the own cuts, and whole parameters below stage 3."""
-        kept = pieces_of({"parameters": self.parameters}, self.parameters.parts)
-        return kept + pieces_of(self.owner.slots(), self.owner.parts)
-
-    def state(self) -> dict[str, Any]:
-        """Return the optimizer's clock."""
-        return self.owner.optimizer.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back the optimizer's clock."""
-        self.owner.optimizer.restore(dict(state))

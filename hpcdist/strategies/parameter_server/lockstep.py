@@ -17,21 +17,17 @@ With ``communication.algorithm = "hierarchical"`` the workers of a node sum thei
 speaks for the node: servers get one push a node, and answer it once.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from hpcdist import collectives
-from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
-from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.hierarchical import LEADER, reduce_to_leader, spread_from_leader
 from hpcdist.collectives.reduction import ufunc
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator, Request
-from hpcdist.strategies.exchange import Handlers, pieces_of
-from hpcdist.strategies.owner import Owner
+from hpcdist.strategies.exchange import Handlers
+from hpcdist.strategies.owner import Owner, OwnerExchange
 from hpcdist.strategies.parameter_server.keys import partition
 from hpcdist.strategies.parameter_server.roles import Roles
 from hpcdist.strategies.schedule.operations import Kind, Operation
@@ -41,18 +37,15 @@ GRADIENT: Final = 0  # tags; messages of one tag stay in the order of the plan, 
 PARAMETER: Final = 1
 
 
-class LockStepExchange:
+class LockStepExchange(OwnerExchange):
     """Workers push, servers sum in rank order and update, workers pull. Collective over the world.
 
     ``servers`` joins the ranks that serve; None on the others.
     """
 
-    lock_step = True
-    accumulates = True
-    gathers = False
-
     def __init__(self, seat: Seat, roles: Roles, servers: Communicator | None) -> None:
-        self.seat, self.roles, self.algorithm = seat, roles, seat.algorithm
+        super().__init__(seat)
+        self.roles = roles
         self.comm = seat.world.dup("parameters")
         self.rank = self.comm.rank
         self.works, self.serves = self.rank in roles.workers, self.rank in roles.servers
@@ -65,10 +58,8 @@ class LockStepExchange:
         self._owner_of = dict(self._messages)
         parts = found.parts(roles.servers.index(self.rank)) if self.serves else []
         kept = None if self.works else parts
-        self.parameters, self.gradients = seat.store("parameters", kept), seat.store("gradients", kept)
-        self.owner = Owner(
-            self.parameters, self.gradients, seat.build_optimizer(parts), parts, servers, seat.agree_algorithm
-        )
+        stores = seat.store("parameters", kept), seat.store("gradients", kept)
+        self.owner = Owner(*stores, seat.build_optimizer(parts), parts, servers, seat.agree_algorithm)
         self._sent: list[Request] = []
         self._last = self.plan()[-1]
         self.carries_out: Handlers = {
@@ -159,45 +150,7 @@ class LockStepExchange:
             request.wait()
         self._sent.clear()
 
-    def parameters_at(self, layer: int) -> FlatStore:
-        """Return the one store of parameters."""
-        return self.parameters
-
-    def gradients_at(self, layer: int) -> FlatStore:
-        """Return the one store of gradients."""
-        return self.gradients
-
-    def norm_squared(self) -> float:
-        """Return the share of what this rank serves."""
-        return self.owner.norm_squared()
-
     def agree(self, values: np.ndarray) -> np.ndarray:
         """Sum ``values`` over the world, in place; what this rank pushed has then arrived. Collective."""
         self._wait()
-        collectives.allreduce(self.seat.world, values, self.seat.agree_algorithm)
-        return values
-
-    def begin_update(self, scale: float) -> None:
-        """Begin the update of the step; on a worker that serves nothing, its clock goes on."""
-        self.owner.begin_update(scale)
-
-    def take(self, initial: FlatStore) -> None:
-        """Take over the initial values."""
-        self.parameters.copy_from(initial)
-
-    def pieces(self) -> Sequence[Piece]:
-        """Return what this rank serves, parameters and optimizer state; a dedicated worker saves nothing."""
-        return pieces_of({"parameters": self.parameters, **self.owner.slots()}, self.owner.parts)
-
-    def wanted(self) -> Sequence[Piece]:
-        """Return what this rank keeps: all parameters on a worker, and the state of what it serves."""
-        kept = pieces_of({"parameters": self.parameters}, self.parameters.parts)
-        return kept + pieces_of(self.owner.slots(), self.owner.parts)
-
-    def state(self) -> dict[str, Any]:
-        """Return the optimizer's clock."""
-        return self.owner.optimizer.state()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back the optimizer's clock."""
-        self.owner.optimizer.restore(dict(state))
+        return super().agree(values)
