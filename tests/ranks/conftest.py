@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -166,3 +167,15 @@ def comm(request: pytest.FixtureRequest) -> Iterator[Communicator]:
     yield own
     if not request.session.testsfailed:
         own.free()
+
+
+@pytest.fixture
+def folder(comm: Communicator, tmp_path: Path) -> Path:
+    """A directory that all ranks see, with a text of words drawn at random: the same text for all tests of a run."""
+    shared = Path(comm.broadcast_object(str(tmp_path)))
+    if comm.rank == 0:
+        drawn = np.random.default_rng(_seed)
+        words = ["".join(drawn.choice(list("abcdefgh"), 4)) for _ in range(30)]
+        (shared / "text.txt").write_text(" ".join(drawn.choice(words, 3000)))
+    comm.barrier()
+    return shared

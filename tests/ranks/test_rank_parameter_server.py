@@ -76,17 +76,6 @@ def _extremes(size: int) -> list[tuple[int, str]]:
     return [(size, "colocated"), *([(size // 2, "dedicated")] if size > 1 else [])]
 
 
-@pytest.fixture
-def folder(comm: Communicator, tmp_path: Path, rng: np.random.Generator) -> Path:
-    """A directory that all ranks see, with a text of words drawn at random (the same for all: rank 0's)."""
-    shared = Path(comm.broadcast_object(str(tmp_path)))
-    if comm.rank == 0:
-        words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
-        (shared / "text.txt").write_text(" ".join(rng.choice(words, 3000)))
-    comm.barrier()
-    return shared
-
-
 @pytest.mark.parametrize("mode", ["float32", "float64"])
 def test_rank_lock_step_equals_one_process(comm: Communicator, folder: Path, mode: str) -> None:
     alone = _losses(_trainer(solo(), folder, precision__mode=mode))

@@ -1,7 +1,6 @@
 """Every architecture and layout is the same run as one process: losses, weights, bytes, checkpoints."""
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,19 +133,6 @@ def _difference(trainer: Trainer, theirs: dict[tuple[str, str], np.ndarray]) -> 
     weights = [key for key in theirs if key[0] == "parameters" and not key[1].endswith(NOISE)]
     differences = [np.linalg.norm(mine[key].astype(np.float64) - theirs[key]) for key in weights]
     return float(np.linalg.norm(differences) / np.linalg.norm([np.linalg.norm(theirs[key]) for key in weights]))
-
-
-@pytest.fixture
-def folder(comm: Communicator, tmp_path: Path) -> Path:
-    """A directory that all ranks see, with a text of words drawn at random: the same text for all tests of a run."""
-    shared = Path(comm.broadcast_object(str(tmp_path)))
-    seed = comm.broadcast_object(os.environ["HPCDIST_TEST_SEED"])
-    if comm.rank == 0:
-        rng = np.random.default_rng(int(seed))
-        words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
-        (shared / "text.txt").write_text(" ".join(rng.choice(words, 3000)))
-    comm.barrier()
-    return shared
 
 
 def _keys(name: str, comm: Communicator) -> dict[str, object]:

@@ -49,17 +49,6 @@ def _losses(trainer: Trainer, last: int = STEPS) -> list[float]:
     return losses
 
 
-@pytest.fixture
-def folder(comm: Communicator, tmp_path: Path, rng: np.random.Generator) -> Path:
-    """A directory that all ranks see, with a text of words drawn at random (the same for all: rank 0's)."""
-    shared = Path(comm.broadcast_object(str(tmp_path)))
-    if comm.rank == 0:
-        words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
-        (shared / "text.txt").write_text(" ".join(rng.choice(words, 3000)))
-    comm.barrier()
-    return shared
-
-
 @pytest.mark.parametrize("mode", ["float32", "float64"])
 @pytest.mark.parametrize("algorithm", sorted(collectives.ALLREDUCE))
 def test_rank_losses_equal_one_process(comm: Communicator, folder: Path, algorithm: str, mode: str) -> None:
