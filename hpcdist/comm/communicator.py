@@ -124,6 +124,14 @@ class Communicator(Protocol):
         """Reduce over the members by the native algorithm, in place. Not for 16-bit floats."""
         ...
 
+    def iallreduce(self, buffer: Array, op: str = "sum") -> Request:
+        """Begin to reduce natively, in place: ``buffer`` belongs to the request until that is complete.
+
+        Not for 16-bit floats. Whether anything moves before the request is waited for is the MPI library's affair; its
+        sum may differ from that of `allreduce` in the last bits.
+        """
+        ...
+
     def reduce_scatter(self, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
         """Reduce natively; afterwards only ``buffer[ranges[rank]]`` is defined.
 

@@ -9,16 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.dtypes import is_16bit_float, name_of
+from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm.communicator import ANY, REDUCTIONS, Communicator, Message, Nodes, Request, SharedBlock
+from hpcdist.comm.checks import check_reduction, check_tiling
+from hpcdist.comm.communicator import ANY, Communicator, Message, Nodes, Request, SharedBlock
 from hpcdist.comm.events import NULL_SINK, UNKNOWN_BYTES, EventSink
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.pending import Pending
-from hpcdist.errors import BufferHandoverError, CommunicationError, UsageError
+from hpcdist.errors import UsageError
 
 
 class Endpoint(ABC):
@@ -124,7 +123,7 @@ class Endpoint(ABC):
 
     def allreduce(self, buffer: Array, op: str = "sum") -> None:
         """Reduce natively in place."""
-        _check_reduction(buffer, op)
+        check_reduction(buffer, op)
         message, finish = self.handover.both(buffer)
         token = self._begin("allreduce", buffer, UNKNOWN_BYTES)
         self._allreduce(message, op)
@@ -132,10 +131,17 @@ class Endpoint(ABC):
             finish()
         self.events.end(token)
 
+    def iallreduce(self, buffer: Array, op: str = "sum") -> Request:
+        """Begin to reduce natively in place."""
+        check_reduction(buffer, op)
+        message, finish = self.handover.both(buffer)
+        token = self._begin("iallreduce", buffer, UNKNOWN_BYTES)
+        return Pending(self.events, token, self._iallreduce(message, op), finish)
+
     def reduce_scatter(self, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
         """Reduce natively; the own range is defined afterwards."""
-        _check_reduction(buffer, op)
-        self._check_tiling(buffer, ranges)
+        check_reduction(buffer, op)
+        check_tiling(buffer, ranges, self.size)
         message, finish = self.handover.both(buffer)
         token = self._begin("reduce_scatter", buffer, UNKNOWN_BYTES)
         self._reduce_scatter(message, ranges, op)
@@ -145,7 +151,7 @@ class Endpoint(ABC):
 
     def all_gather(self, buffer: Array, ranges: Sequence[Range]) -> None:
         """Gather natively in place."""
-        self._check_tiling(buffer, ranges)
+        check_tiling(buffer, ranges, self.size)
         message, finish = self.handover.both(buffer)
         token = self._begin("all_gather", buffer, UNKNOWN_BYTES)
         self._all_gather(message, ranges)
@@ -229,15 +235,6 @@ class Endpoint(ABC):
         self.events.end(token)
         return block
 
-    def _check_tiling(self, buffer: Array, ranges: Sequence[Range]) -> None:
-        ends = [0, *(part.stop for part in ranges)]
-        starts = [*(part.start for part in ranges), buffer.size]
-        if len(ranges) != self.size or ends != starts:
-            raise CommunicationError(
-                f"the ranges must tile the buffer of {buffer.size} elements in the order of the {self.size} ranks, "
-                f"got {[(part.start, part.stop) for part in ranges]}"
-            )
-
     @abstractmethod
     def _send(self, message: Array, peer: int, tag: int) -> None: ...
     @abstractmethod
@@ -260,6 +257,8 @@ class Endpoint(ABC):
     def _broadcast(self, message: Array, root: int) -> None: ...
     @abstractmethod
     def _allreduce(self, message: Array, op: str) -> None: ...
+    @abstractmethod
+    def _iallreduce(self, message: Array, op: str) -> Request: ...
     @abstractmethod
     def _reduce_scatter(self, message: Array, ranges: Sequence[Range], op: str) -> None: ...
     @abstractmethod
@@ -287,13 +286,3 @@ class Endpoint(ABC):
     @abstractmethod
     def free(self) -> None:
         """Give the communicator back."""
-
-
-def _check_reduction(buffer: Array, op: str) -> None:
-    if op not in REDUCTIONS:
-        raise UsageError(f"reduction {op!r} is not one of {', '.join(REDUCTIONS)}")
-    if is_16bit_float(np.dtype(buffer.dtype)):
-        raise BufferHandoverError(
-            f"{name_of(buffer.dtype)} is not reduced by the MPI library (it would round at every partial sum); "
-            "use hpcdist.collectives.allreduce, which sums in float32 and rounds once"
-        )

@@ -45,6 +45,7 @@ class Group:
         self.posted: list[list[Posted]] = [[] for _ in range(self.size)]  # receives whose letter is still to come
         self.slots: list[Any] = [None] * self.size
         self.meeting = threading.Barrier(self.size)
+        self.rounds: dict[int, dict[int, np.ndarray]] = {}  # number of an iallreduce -> rank -> what it brought
         self.children: dict[str, Group] = {}
 
     def abort(self) -> None:

@@ -107,6 +107,9 @@ class MpiCommunicator(Endpoint):
     def _allreduce(self, message: Array, op: str) -> None:
         self._comm.Allreduce(self._mpi.IN_PLACE, message, self._ops[op])
 
+    def _iallreduce(self, message: Array, op: str) -> Request:
+        return _MpiRequest(self._comm.Iallreduce(self._mpi.IN_PLACE, message, self._ops[op]))
+
     def _reduce_scatter(self, message: Array, ranges: Sequence[Range], op: str) -> None:
         own = message[ranges[self.rank].slice]
         # MPI_IN_PLACE would leave the result at the start of the buffer, over a range of rank 0.

@@ -17,10 +17,10 @@ from hpcdist.comm.communicator import Communicator, Message, Request, SharedBloc
 from hpcdist.comm.endpoint import Endpoint
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.mailbox import Group, Letter, Posted
+from hpcdist.comm.rounds import Round, combined
 from hpcdist.errors import CommunicationError, DeadlineError
 
 DEADLINE_S = 60.0
-_UFUNC = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 Result = TypeVar("Result")
 
 
@@ -83,6 +83,7 @@ class ThreadCommunicator(Endpoint):
     def __init__(self, group: Group, name: str, rank: int, declared_node: int | None) -> None:
         super().__init__(name, rank, group.size, Handover(device_pointers=False), declared_node)
         self._group = group
+        self._rounds = 0
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         """Wait under the group's lock, which the caller holds."""
@@ -92,6 +93,10 @@ class ThreadCommunicator(Endpoint):
                 raise CommunicationError(f"rank {self.rank}: another rank failed while this one waited in {what}")
             if not self._group.changed.wait(max(0.0, limit - time.monotonic())) and time.monotonic() >= limit:
                 raise DeadlineError(f"rank {self.rank}: {what} took longer than {self._group.deadline_s} s")
+
+    def _until(self, ready: Callable[[], bool]) -> None:
+        with self._group.changed:
+            self._wait(ready, "an iallreduce")
 
     def _post(self, peer: int, tag: int) -> Posted:
         """Begin to receive: take the first letter that fits, or stand in line for it."""
@@ -182,21 +187,22 @@ class ThreadCommunicator(Endpoint):
         data = self._everyone(message.copy() if self.rank == root else None)[root]
         message[...] = data
 
-    def _reduced(self, message: Array, op: str) -> Array:
-        parts = self._everyone(message.copy())
-        if any(part.shape != message.shape or part.dtype != message.dtype for part in parts):
-            raise CommunicationError(f"the ranks brought buffers of {[(p.size, str(p.dtype)) for p in parts]}")
-        total: Array = parts[0].copy()
-        for part in parts[1:]:
-            _UFUNC[op](total, part, out=total)
-        return total
-
     def _allreduce(self, message: Array, op: str) -> None:
-        message[...] = self._reduced(message, op)
+        message[...] = combined(self._everyone(message.copy()), message, op)
+
+    def _iallreduce(self, message: Array, op: str) -> Request:
+        with self._group.changed:
+            parts = self._group.rounds.setdefault(self._rounds, {})
+            parts[self.rank] = message.copy()
+            if len(parts) == self.size:
+                del self._group.rounds[self._rounds]  # every rank holds it
+            self._group.changed.notify_all()
+        self._rounds += 1
+        return Round(parts, self.size, message, op, self._until)
 
     def _reduce_scatter(self, message: Array, ranges: Sequence[Range], op: str) -> None:
         own = ranges[self.rank].slice
-        message[own] = self._reduced(message, op)[own]
+        message[own] = combined(self._everyone(message.copy()), message, op)[own]
 
     def _all_gather(self, message: Array, ranges: Sequence[Range]) -> None:
         for part, data in zip(ranges, self._everyone(message[ranges[self.rank].slice].copy()), strict=True):
