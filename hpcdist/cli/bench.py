@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from hpcdist.cli import bench_collectives
 from hpcdist.errors import FAILURE, OK, REQUEUE, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
@@ -32,7 +33,10 @@ _RANDOM: Final = re.compile(r"[a-z0-9_]{8}")  # what tempfile puts behind it
 
 @click.group()
 def command() -> None:
-    """Measure configurations of a training."""
+    """Measure configurations of a training, or collective operations."""
+
+
+command.add_command(bench_collectives.command)
 
 
 @command.command()

@@ -1,0 +1,147 @@
+"""`hpcdist bench collectives`: measures every contender on every cell, and hands rank 0's results on as they come."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
+from hpcdist.bench import collectives_buffers as buffers
+from hpcdist.bench import collectives_contenders as sides
+from hpcdist.bench.collectives_contenders import Contender
+from hpcdist.bench.collectives_file import OURS, Configuration, Key
+from hpcdist.bench.collectives_measure import Limits, Samples, Timing
+from hpcdist.bench.collectives_plan import COLD, HOT, ORDINARY, SHARED, Cell, Wanted, cells
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import UsageError
+
+Say = Callable[[str], None]
+Keep = Callable[[Sequence[Configuration]], None]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the pools of all cells lie in, one piece of each kind, and one for results that do not fit in place."""
+
+    pieces: dict[str, np.ndarray]
+    result: np.ndarray
+    counts: dict[int, int]  # bytes of a cell -> slots
+
+
+def run(comm: Communicator, wanted: Wanted, mpi_library: str, keep: Keep, say: Say) -> None:
+    """Measure all that is ``wanted``; ``keep`` and ``say`` are called on rank 0. Collective over ``comm``.
+
+    ``keep`` gets the configurations of a cell when it is done. An algorithm that was named and does not run here raises
+    UsageError; one that was not named is left out, and ``say`` told why.
+    """
+    order, notes = cells(wanted)
+    memory = _memory(comm, wanted, order, notes)
+    contents = {name: buffers.Contents(comm.size, dtype_of(name)) for name in wanted.dtypes}
+    said: set[str] = set()
+
+    def say_once(text: str) -> None:
+        if comm.rank == 0 and text not in said:
+            said.add(text)
+            say(text)
+
+    if comm.size == 1:
+        notes.append("one rank: nothing is exchanged, and no bandwidth is shown")
+    for note in notes:
+        say_once(note)
+    limits = Limits(wanted.seconds, wanted.iterations, wanted.warmup, wanted.check)
+    for number, cell in enumerate(order):
+        pools = _pools(memory, cell)
+        taking_part = _taking_part(comm, wanted, cell, pools, say_once)
+        timing = Timing(comm, taking_part, pools, contents[cell.dtype], wanted.check)
+        samples = timing.run(limits, (wanted.seed, number), cell.op == "all_to_all")
+        if comm.rank == 0:
+            pool = pools[ORDINARY]
+            cache = HOT if wanted.hot else COLD
+            keep(
+                [
+                    _configuration(comm, cell, one, found, pool.count, cache, mpi_library)
+                    for one, found in zip(taking_part, samples, strict=True)
+                ]
+            )
+
+
+def _configuration(
+    comm: Communicator, cell: Cell, one: Contender, found: Samples, slots: int, cache: str, mpi_library: str
+) -> Configuration:
+    key = Key(
+        op=cell.op,
+        dtype=cell.dtype,
+        bytes=cell.bytes,
+        ranks=comm.size,
+        nodes=comm.nodes().count,
+        algorithm=one.algorithm,
+        buffers=one.buffers,
+        cache=cache,
+        implementation=OURS,
+        mpi_library=mpi_library,
+    )
+    session = np.zeros(len(found.time_s), np.int32)
+    is_reference = one.expected is None
+    return Configuration(key, is_reference, slots, found.verified, found.wrong, found.time_s, found.start_s, session)
+
+
+def _memory(comm: Communicator, wanted: Wanted, order: Sequence[Cell], notes: list[str]) -> Memory:
+    """Take memory for all cells at once, and touch it. Collective over ``comm``."""
+    shared = sides.allocator() if SHARED in wanted.buffers else None
+    kinds = [ORDINARY, *([SHARED] if shared is not None else [])]
+    limit = int(buffers.MEMORY_SHARE * buffers.available_bytes()) // comm.nodes().intra.size // (len(kinds) + 1)
+    cache = buffers.last_level_cache_bytes()
+    said = comm.allgather_object((limit, cache or buffers.UNKNOWN_CACHE_BYTES))
+    limit, cache_bytes = min(one for one, _ in said), max(one for _, one in said)
+    largest = max(cell.bytes for cell in order)
+    if largest > limit:
+        raise UsageError(
+            f"a buffer of {largest} bytes does not fit: {limit} bytes are left for each kind of buffer of a rank on "
+            "the fullest node; choose smaller --bytes, or fewer ranks on a node"
+        )
+    counts = {cell.bytes: buffers.slots(cell.bytes, cache_bytes, limit, wanted.hot) for cell in order}
+    if not wanted.hot and any(nbytes * count <= cache_bytes for nbytes, count in counts.items()):
+        notes.append("the memory left is too small for buffers beyond the last-level cache: some lie in it")
+    total = max(align_up(nbytes, ALIGN_BYTES) * count for nbytes, count in counts.items())
+    result = max(_result_bytes(nbytes, comm.size) * count for nbytes, count in counts.items())
+    pieces = {ORDINARY: np.zeros(total, np.uint8)}
+    if shared is not None:
+        pieces[SHARED] = shared(comm, total, np.dtype(np.uint8))
+    received = np.empty(result, np.uint8)
+    received.fill(0)
+    return Memory(pieces, received, counts)
+
+
+def _result_bytes(nbytes: int, ranks: int) -> int:
+    """Return the room of a result: the equal parts of an all-to-all are each rounded up to a cache line."""
+    return align_up(nbytes, ALIGN_BYTES) + ranks * ALIGN_BYTES
+
+
+def _pools(memory: Memory, cell: Cell) -> dict[str, buffers.Pool]:
+    dtype, count = dtype_of(cell.dtype), memory.counts[cell.bytes]
+    return {kind: buffers.Pool(piece, memory.result, cell.size, dtype, count) for kind, piece in memory.pieces.items()}
+
+
+def _taking_part(
+    comm: Communicator, wanted: Wanted, cell: Cell, pools: dict[str, buffers.Pool], say: Say
+) -> list[Contender]:
+    """Return the contenders of ``cell``, native first and references last. Collective over ``comm``."""
+    known = sides.algorithms(cell.op)
+    named = [name for name in wanted.algorithms if name in known]
+    found = []
+    for name in dict.fromkeys([sides.NATIVE, *(named if wanted.algorithms else known)]):
+        for kind in sides.kinds(name, cell.op, wanted.buffers, by_name=name in named):
+            if kind not in pools:
+                continue
+            contender = sides.contenders(comm, cell, name, kind)
+            reason = sides.refusal(comm, contender, pools[kind].buffer(0), pools[kind].result(0))
+            if not reason:
+                found.append(contender)
+            elif name in named:
+                raise UsageError(f"{name} does not run {cell.op} of {cell.dtype} here: {reason}")
+            else:
+                say(f"{name} is left out of {cell.op} of {cell.dtype}: {reason}")
+    if not found:
+        raise UsageError(f"nothing runs {cell.op} of {cell.dtype} here; choose another --dtype or --op")
+    return [*found, *sides.references(comm, cell)]

@@ -1,0 +1,164 @@
+"""Buffers that a cache cannot remember: enough of them in turn, with contents whose sums are exact in any order.
+
+Every timed call gets the next slot of a pool that is larger than the last-level cache, so that its data come from
+memory, as a gradient's do. A pool that has gone round is verified and filled again, outside of the timed part.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from hpcdist.arrays.dtypes import accumulation_dtype
+from hpcdist.arrays.ranges import ALIGN_BYTES, Range, align_up
+
+CACHES: Final = 2  # the pool of a rank holds so many last-level caches
+UNKNOWN_CACHE_BYTES: Final = 64 << 20
+MEMORY_SHARE: Final = 0.4  # of what is available on the node, for the pools of all its ranks
+PERIOD: Final = 127  # of the contents: a prime, so that no chunk, slice or slot begins like another by chance
+VALUES: Final = 5  # contents are 0 .. 4: sums are exact in float32 up to millions of ranks
+_REPEATS: Final = 128
+_UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def last_level_cache_bytes(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int | None:
+    """Return the size of the largest cache of a core; None where the system does not tell (local)."""
+    found = []
+    for path in root.glob("index*/size"):
+        match = re.fullmatch(r"(\d+)([KMG])", path.read_text().strip())
+        if match:
+            found.append(int(match[1]) * _UNITS[match[2]])
+    return max(found, default=None)
+
+
+def available_bytes(path: Path = Path("/proc/meminfo")) -> int:
+    """Return the memory of this node that can be had (local)."""
+    try:
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", path.read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return int(match[1]) << 10 if match else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def slots(nbytes: int, cache_bytes: int, limit_bytes: int, hot: bool) -> int:
+    """Return how many buffers of ``nbytes`` take turns: more than the cache holds, within the limit, one if hot."""
+    if hot:
+        return 1
+    return max(1, min(1 + -(-CACHES * cache_bytes // nbytes), limit_bytes // nbytes))
+
+
+class Contents:
+    """The values of each rank's input and of their sum, periodic; slot k begins at phase k."""
+
+    def __init__(self, ranks: int, dtype: np.dtype) -> None:
+        index = np.arange(PERIOD, dtype=np.int64)
+        self._bits = np.dtype(f"u{dtype.itemsize}")
+        wide = accumulation_dtype(dtype)
+        tiles = [((index * (rank + 1) + rank) % PERIOD % VALUES).astype(wide) for rank in range(ranks)]
+        total = np.zeros(PERIOD, wide)
+        for tile in tiles:
+            total += tile
+        self._of = [tile.astype(dtype) for tile in tiles]
+        self._total = total.astype(dtype)
+        self._long: dict[int | None, np.ndarray] = {}
+
+    def _tile(self, rank: int | None) -> np.ndarray:
+        """Return many periods of the input of ``rank``, or of the sum for None."""
+        if rank not in self._long:
+            self._long[rank] = np.tile(self._total if rank is None else self._of[rank], _REPEATS + 1)
+        return self._long[rank]
+
+    def fill(self, buffer: np.ndarray, rank: int, phase: int) -> None:
+        """Write the input of ``rank`` (local)."""
+        tile, step = self._tile(rank)[phase % PERIOD :], PERIOD * _REPEATS
+        for start in range(0, buffer.size, step):
+            part = buffer[start : start + step]
+            part[...] = tile[: part.size]
+
+    def first_difference(self, buffer: np.ndarray, rank: int | None, phase: int) -> int:
+        """Return the first index at which ``buffer`` is not the input of ``rank`` (None: the sum); -1 for none."""
+        tile, step = self._tile(rank)[phase % PERIOD :], PERIOD * _REPEATS
+        for start in range(0, buffer.size, step):
+            part = buffer[start : start + step]
+            wrong = part.view(self._bits) != tile[: part.size].view(self._bits)  # no value is a negative zero
+            if wrong.any():
+                return start + int(np.argmax(wrong))
+        return -1
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a call leaves: in ``part`` of its result the data of ``rank`` (None: the sum), from index ``origin`` on."""
+
+    part: Range
+    rank: int | None
+    origin: int
+
+
+@dataclass
+class _Use:
+    slot: int
+    contender: int
+
+
+class Pool:
+    """Slots of one size in one piece of memory, used one after the other by all contenders of a cell."""
+
+    def __init__(self, memory: np.ndarray, receive: np.ndarray, size: int, dtype: np.dtype, count: int) -> None:
+        self.stride_bytes = align_up(size * dtype.itemsize, ALIGN_BYTES)
+        self.receive_bytes = receive.size // count // ALIGN_BYTES * ALIGN_BYTES
+        self.memory, self.receive, self.size, self.dtype, self.count = memory, receive, size, dtype, count
+        self._used: list[_Use] = []
+
+    def buffer(self, slot: int) -> np.ndarray:
+        """Return the buffer that a collective works on."""
+        start = slot * self.stride_bytes
+        return self.memory[start : start + self.size * self.dtype.itemsize].view(self.dtype)
+
+    def result(self, slot: int) -> np.ndarray:
+        """Return the buffer that an all-to-all, or a copy, writes to; it may be longer than the first."""
+        start = slot * self.receive_bytes
+        return self.receive[start : start + self.receive_bytes // self.dtype.itemsize * self.dtype.itemsize].view(
+            self.dtype
+        )
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether every slot has been taken since they were filled."""
+        return len(self._used) == self.count
+
+    def take(self, contender: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the next slot's buffer and result; the pool is not used up."""
+        slot = len(self._used)
+        self._used.append(_Use(slot, contender))
+        return self.buffer(slot), self.result(slot)
+
+    def fill(self, contents: Contents, rank: int) -> None:
+        """Write the inputs of ``rank`` into all slots; nothing is in use afterwards (local)."""
+        self._used.clear()
+        for slot in range(self.count):
+            contents.fill(self.buffer(slot), rank, slot)
+
+    def wrong(
+        self, contents: Contents, expected: Sequence[Sequence[Expected] | None], in_result: bool
+    ) -> dict[int, str]:
+        """Return, by contender, what is first wrong in the slots used since they were filled (local).
+
+        ``expected`` is one list for each contender; None is not verified.
+        """
+        found: dict[int, str] = {}
+        for use in self._used:
+            wanted = expected[use.contender]
+            if wanted is None or use.contender in found:
+                continue
+            data = self.result(use.slot) if in_result else self.buffer(use.slot)
+            for item in wanted:
+                index = contents.first_difference(data[item.part.slice], item.rank, use.slot + item.origin)
+                if index >= 0:
+                    found[use.contender] = f"element {item.part.start + index} is {data[item.part.start + index]}"
+                    break
+        return found
