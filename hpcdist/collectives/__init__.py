@@ -13,7 +13,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import is_16bit_float, name_of
 from hpcdist.collectives import node_shared, workspace
 from hpcdist.collectives.all_to_all import all_to_all_allreduce
-from hpcdist.collectives.hierarchical import hierarchical, hierarchical_allreduce, leader_allreduce
+from hpcdist.collectives.hierarchical import hierarchical, hierarchical_allreduce
 from hpcdist.collectives.low_precision import widened_allreduce
 from hpcdist.collectives.native import native_allreduce
 from hpcdist.collectives.node_shared import node_shared_allreduce
@@ -37,7 +37,6 @@ __all__ = [
     "allreduce",
     "hierarchical",
     "hierarchical_allreduce",
-    "leader_allreduce",
     "native_allreduce",
     "node_shared_allreduce",
     "rabenseifner_allreduce",

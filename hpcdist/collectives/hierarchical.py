@@ -1,93 +1,228 @@
-"""Hierarchical allreduce: much traffic inside the nodes, little between them.
+"""Hierarchical allreduce: much traffic inside the nodes, little between them, and both at the same time.
 
-With m ranks on each of k nodes, rank i of every node owns chunk i:
+With m ranks on each of k nodes, rank i of every node carries part i of m between the nodes:
 
-    reduce_scatter inside the node,  allreduce of the own chunk between the nodes,  all_gather inside the node
+    reduce_scatter inside the node,  allreduce of the own part between the nodes,  all_gather inside the node
 
     inside   2 (m-1) α + 2 (m-1)/m n β + (m-1)/m n γ
-    between  2 (k-1) α + 2 (k-1)/k (n/m) β + (k-1)/k (n/m) γ
+    between  2 (k-1) α + 2 (k-1)/k (n/m) β + (k-1)/k (n/m) γ          (k = 2: α and n/m γ instead)
 
-Between nodes a rank sends 1/m of what a flat ring would, and all ranks of a node use the network at once. Where nodes
-have unequal numbers of ranks, chunks of one node are not those of another, and one leader per node speaks for it: n
-instead of n/m bytes through the leader. The first form is the 2D torus of H. Mikami et al., arXiv:1811.05233 (2018),
-the second that of X. Jia et al., arXiv:1807.11205 (2018).
+Between nodes a rank sends 1/m of what a flat ring would, and all ranks of a node use the network at once: the 2D torus
+of H. Mikami et al., arXiv:1811.05233 (2018). Where nodes have unequal numbers of ranks, m is the smallest, and the
+other ranks help inside their node only.
 
-All ranks end with the same bits: a ring's result is the same on its members, and is handed on unchanged.
+The buffer goes through in segments, so that nothing waits for a whole phase: while segments are on the wire, the node
+reduces those that leave next and hands round those that have arrived. What is not hidden is one segment at either end.
+Two nodes exchange their sums of a segment (the bytes of a ring of 2, but no message waits for another); more nodes form
+a ring in which each node starts at another chunk of the buffer, its messages queued one chunk ahead.
+
+The order of all sums follows from the sizes alone, so the same call gives the same bits; each is handed on unchanged or
+computed from the same operands in the same order, so all ranks end with the same bits.
+
+Ranks of a node make the same calls inside the node in the same order, whatever arrives first. A rank that waits there
+may not be moving messages, so before each step there it has completed all sends that others need to come as far:
+the rank that is furthest behind can always go on.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives.reduction import combiner
-from hpcdist.collectives.ring import all_gather, reduce_scatter, ring_allreduce
-from hpcdist.comm.communicator import Communicator
+from hpcdist.collectives.reduction import Combine, combiner
+from hpcdist.collectives.ring import all_gather, reduce_scatter
+from hpcdist.collectives.workspace import scratch
+from hpcdist.comm.communicator import Communicator, Nodes, Request
 
-LEADER = 0
+SEGMENT_BYTES: Final = 512 << 10  # of a message: large beside its latency, small beside a buffer (empirical)
+AHEAD: Final = 8  # messages that may arrive before they are needed, and the scratch for them (empirical)
 
 
 def hierarchical_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
     """Reduce ``buffer`` in place to the same bits on every rank. Collective over ``comm``, which is cut by node."""
-    combiner(buffer, op)  # refuse before the first split, on any number of ranks
+    combine = combiner(buffer, op)  # refuse before the first split, on any number of ranks
     nodes = comm.nodes()
-    if nodes.uniform:
-        hierarchical(nodes.intra, nodes.peers, buffer, op)
-    else:
-        leader_allreduce(nodes.intra, nodes.leaders, buffer, op)
+    streams = min(len(members) for members in nodes.members)
+    _reduce(_place_in(nodes, streams), buffer, op, combine)
 
 
 def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: str = "sum") -> None:
     """Reduce ``buffer`` in place over the product of ``intra`` and ``inter``. Collective over both.
 
-    Every ``intra`` must have the same size, and ``inter`` must join the ranks of equal number in their ``intra``.
+    Every ``intra`` must have the same size, and ``inter`` must join the ranks of equal number in their ``intra``, in
+    the same order for all ranks of an ``intra``.
     """
-    chunks = split(buffer.size, intra.size, buffer.itemsize)
-    reduce_scatter(intra, buffer, chunks, op)
-    ring_allreduce(inter, buffer[chunks[intra.rank].slice], op)
-    all_gather(intra, buffer, chunks)
+    combine = combiner(buffer, op)
+    place = _Place(intra, inter, inter.rank, inter.size, intra.size, tuple(range(inter.size)))
+    _reduce(place, buffer, op, combine)
 
 
-def leader_allreduce(intra: Communicator, leaders: Communicator | None, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer`` in place over all ranks of all ``intra``, of any sizes. Collective over both.
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where this rank is: node ``index`` of ``count``, of whose ranks the first ``streams`` send to other nodes.
 
-    ``leaders`` joins rank 0 of every ``intra`` and is None on the others.
+    ``ranks`` are, for each node, the rank in ``inter`` that carries the same part as this one; none on ranks that send
+    nothing to other nodes.
     """
-    reduce_to_leader(intra, buffer, op)
-    if leaders is not None:
-        ring_allreduce(leaders, buffer, op)
-    spread_from_leader(intra, buffer)
+
+    intra: Communicator
+    inter: Communicator
+    index: int
+    count: int
+    streams: int
+    ranks: tuple[int, ...]
+
+    def peer(self, distance: int) -> int:
+        """Return the rank in ``inter`` of the node ``distance`` ahead in the ring of nodes."""
+        return self.ranks[(self.index + distance) % self.count]
 
 
-def reduce_to_leader(intra: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer`` to rank 0 in place; on the others it is undefined afterwards. Collective over ``intra``."""
-    chunks = split(buffer.size, intra.size, buffer.itemsize)
-    reduce_scatter(intra, buffer, chunks, op)
-    _gather(intra, buffer, chunks)
+def _place_in(nodes: Nodes, streams: int) -> _Place:
+    column = [members[nodes.intra.rank] for members in nodes.members if nodes.intra.rank < streams]
+    ranks = tuple(sorted(column).index(rank) for rank in column)  # ranks need not fill node by node
+    return _Place(nodes.intra, nodes.peers, nodes.index, nodes.count, streams, ranks)
 
 
-def spread_from_leader(intra: Communicator, buffer: Array) -> None:
-    """Give the ``buffer`` of rank 0 to all, in place. Collective over ``intra``."""
-    # To send n/m to each and have them pass it on is cheaper than to send n to each.
-    chunks = split(buffer.size, intra.size, buffer.itemsize)
-    _scatter(intra, buffer, chunks)
-    all_gather(intra, buffer, chunks)
+def _reduce(place: _Place, buffer: Array, op: str, combine: Combine) -> None:
+    chunks = split(buffer.size, place.count if place.count > 2 else 1, buffer.itemsize)
+    most = place.streams * SEGMENT_BYTES // buffer.itemsize
+    flow = _Flow(
+        place, buffer, op, [_cut(chunk, max(1, -(-chunks[0].size // most)), buffer.itemsize) for chunk in chunks]
+    )
+    if place.count == 1:
+        for segment in flow.chunks[0]:
+            flow.reduce_inside(segment)
+            flow.gather_inside(segment)
+    elif place.count == 2:
+        _exchange(flow, combine)
+    else:
+        _ring(flow, combine)
 
 
-def _gather(comm: Communicator, buffer: Array, chunks: Sequence[Range]) -> None:
-    """Bring the chunk of each rank to the leader."""
-    if comm.rank != LEADER:
-        comm.send(buffer[chunks[comm.rank].slice], LEADER)
-        return
-    requests = [comm.irecv(buffer[chunks[peer].slice], peer) for peer in range(1, comm.size)]
-    for request in requests:
-        request.wait()
+def _cut(chunk: Range, segments: int, itemsize: int) -> list[Range]:
+    return [part.shift(chunk.start) for part in split(chunk.size, segments, itemsize)]
 
 
-def _scatter(comm: Communicator, buffer: Array, chunks: Sequence[Range]) -> None:
-    """Bring the chunk of each rank from the leader."""
-    if comm.rank != LEADER:
-        comm.recv(buffer[chunks[comm.rank].slice], LEADER)
-        return
-    requests = [comm.isend(buffer[chunks[peer].slice], peer) for peer in range(1, comm.size)]
-    for request in requests:
-        request.wait()
+def _exchange(flow: "_Flow", combine: Combine) -> None:
+    """Reduce over two nodes: each sends its sum of every segment, and both add the two."""
+    segments, first = flow.chunks[0], flow.place.index == 0
+    for step in range(len(segments) + AHEAD):
+        if step < len(segments):
+            flow.receive(segments[step], 1)
+            flow.reduce_inside(segments[step])
+            flow.send(segments[step], 1)
+        if step >= AHEAD:
+            arrived, own = flow.complete(), flow.own(segments[step - AHEAD])
+            if arrived is not None:
+                combine(own if first else arrived, arrived if first else own, own)
+            flow.gather_inside(segments[step - AHEAD])
+
+
+def _ring(flow: "_Flow", combine: Combine) -> None:
+    """Reduce over the ring of nodes: chunks of sums go round once, and the totals once more.
+
+    In hop h, node i gets chunk i-2-h from behind: a sum to be completed for h < k-1, a total from then on. It sends
+    each segment on when it has it, one hop later.
+    """
+    nodes, index = flow.place.count, flow.place.index
+    expected = [(hop, segment) for hop in range(2 * nodes - 2) for segment in flow.chunks[(index - 2 - hop) % nodes]]
+    ahead = min(AHEAD, len(flow.chunks[0]))  # a total must not be received over a sum that is still being sent
+
+    def expect(step: int) -> None:
+        if step < len(expected):
+            hop, segment = expected[step]
+            flow.receive(segment, -1, into_place=hop >= nodes - 1)
+
+    for step in range(ahead):
+        expect(step)
+    for segment in flow.chunks[(index - 1) % nodes]:
+        flow.reduce_inside(segment)
+        flow.send(segment, 1)
+    for step, (hop, segment) in enumerate(expected):
+        expect(step + ahead)
+        if hop < nodes - 1:
+            flow.reduce_inside(segment)
+        arrived = flow.complete()
+        if arrived is not None and hop < nodes - 1:
+            own = flow.own(segment)
+            combine(arrived, own, own)
+        if hop < 2 * nodes - 3:
+            flow.send(segment, 1)
+        if hop >= nodes - 2:
+            flow.gather_inside(segment)
+
+
+class _Flow:
+    """Steps inside the node, and messages that are completed in the order in which they were begun."""
+
+    def __init__(self, place: _Place, buffer: Array, op: str, chunks: Sequence[Sequence[Range]]) -> None:
+        self.place, self.buffer, self.op, self.chunks = place, buffer, op, chunks
+        self._parts: dict[int, list[Range]] = {}
+        self._sends: deque[Request | None] = deque()
+        self._arrivals: deque[tuple[Request, Array] | None] = deque()
+        self._room = self.own(chunks[0][0]).size  # the first part is the longest
+        self._slots = scratch("hierarchical", (AHEAD + 1) * self._room, buffer.dtype, buffer)
+        self._taken = 0
+
+    def parts(self, segment: Range) -> list[Range]:
+        """Return, relative to ``segment``, the part of each rank of the node (local)."""
+        found = self._parts.get(segment.size)
+        if found is None:
+            end = Range(segment.size, segment.size)
+            found = split(segment.size, self.place.streams, self.buffer.itemsize)
+            found = found + [end] * (self.place.intra.size - len(found))
+            self._parts[segment.size] = found
+        return found
+
+    def own(self, segment: Range) -> Array:
+        """Return the part of ``segment`` that this rank carries; empty where it carries none (local)."""
+        part: Array = self.buffer[segment.slice][self.parts(segment)[self.place.intra.rank].slice]
+        return part
+
+    def reduce_inside(self, segment: Range) -> None:
+        """Reduce ``segment`` inside the node; the own part is defined afterwards. Collective over the node."""
+        if self.place.intra.size > 1 and segment:
+            reduce_scatter(self.place.intra, self.buffer[segment.slice], self.parts(segment), self.op)
+            self._progress()
+
+    def gather_inside(self, segment: Range) -> None:
+        """Give the own part of ``segment`` to the node and take the others. Collective over the node."""
+        if self.place.intra.size > 1 and segment:
+            all_gather(self.place.intra, self.buffer[segment.slice], self.parts(segment))
+            self._progress()
+
+    def _progress(self) -> None:
+        """Let the message layer work: it does so only while it is called (local)."""
+        waited = next((arrival for arrival in self._arrivals if arrival is not None), None)
+        if waited is not None:
+            waited[0].test()
+
+    def send(self, segment: Range, distance: int) -> None:
+        """Begin to send the own part of ``segment`` to the node ``distance`` ahead (local)."""
+        part = self.own(segment)
+        self._sends.append(self.place.inter.isend(part, self.place.peer(distance)) if part.size else None)
+
+    def receive(self, segment: Range, distance: int, *, into_place: bool = False) -> None:
+        """Begin to receive the part of the node ``distance`` ahead, into scratch or where it belongs (local).
+
+        At most AHEAD + 1 receives may be under way, or not yet used.
+        """
+        part = self.own(segment)
+        if not part.size:
+            self._arrivals.append(None)
+            return
+        if not into_place:
+            self._taken = (self._taken + 1) % (AHEAD + 1)
+            part = self._slots[self._taken * self._room :][: part.size]
+        self._arrivals.append((self.place.inter.irecv(part, self.place.peer(distance)), part))
+
+    def complete(self) -> Array | None:
+        """Wait for the oldest receive, then the oldest send; return what came, None where nothing had to (local)."""
+        arrival, send = self._arrivals.popleft(), self._sends.popleft()
+        if arrival is not None:
+            arrival[0].wait()
+        if send is not None:
+            send.wait()
+        return None if arrival is None else arrival[1]

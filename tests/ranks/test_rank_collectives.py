@@ -100,26 +100,20 @@ def test_rank_node_shared_in_many_pieces(comm: Communicator, rng: np.random.Gene
 
 
 def test_rank_hierarchical_over_pretended_nodes(comm: Communicator, rng: np.random.Generator) -> None:
-    """Nodes of one rank and of two; with an odd number of ranks the last node is smaller."""
+    """Nodes of one rank and of two, one segment and several; with an odd number of ranks the last node is smaller."""
     for ranks_per_node in (1, 2):
-        intra = comm.split(comm.rank // ranks_per_node)
-        inter = comm.split(comm.rank % ranks_per_node)
-        leaders = comm.split(0 if comm.rank % ranks_per_node == 0 else None)
-        assert intra is not None and inter is not None
-        for count in COUNTS:
+        declared = comm.dup()
+        declared.declared_node = comm.rank // ranks_per_node
+        assert declared.nodes().count == -(-comm.size // ranks_per_node)
+        for count in (*COUNTS, 700_001):
             inputs = rng.standard_normal((comm.size, count))
-            exact = inputs.sum(axis=0)
-            buffer, other = inputs[comm.rank].copy(), inputs[comm.rank].copy()
-            if comm.size % ranks_per_node == 0:
-                collectives.hierarchical(intra, inter, buffer)
-                agree(comm, buffer)
-                assert np.allclose(buffer, exact, rtol=0, atol=1e-13)
-            collectives.leader_allreduce(intra, leaders, other)
-            agree(comm, other)
-            assert np.allclose(other, exact, rtol=0, atol=1e-13)
-        for part in (intra, inter, leaders):
-            if part is not None:
-                part.free()
+            buffer, again = inputs[comm.rank].copy(), inputs[comm.rank].copy()
+            collectives.hierarchical_allreduce(declared, buffer)
+            agree(comm, buffer)
+            assert np.allclose(buffer, inputs.sum(axis=0), rtol=0, atol=1e-13)
+            collectives.hierarchical_allreduce(declared, again)
+            assert np.array_equal(buffer, again)
+        declared.free()
 
 
 def test_rank_all_to_all_keeps_16_bits_on_the_wire(comm: Communicator) -> None:

@@ -1,14 +1,25 @@
-"""The hierarchical algorithm: nodes of equal and unequal numbers of ranks, and what travels between them."""
+"""The hierarchical algorithm: nodes of equal and unequal numbers of ranks, many segments, what travels between them."""
+
+import importlib
+import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from hpcdist.collectives import hierarchical, hierarchical_allreduce, leader_allreduce
+from hpcdist.collectives import hierarchical, hierarchical_allreduce
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
 from hpcdist.comm.threads import run_threads
 
+MODULE = importlib.import_module("hpcdist.collectives.hierarchical")  # the package has the function under this name
 DTYPES = (np.float32, np.float64, np.int64)
+SHAPES = [(8, 4), (8, 2), (8, 3), (7, 2), (6, 2), (6, 3), (5, 3), (4, 1), (3, 1), (2, 1), (12, 3)]  # ranks, per node
+
+
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer of a few KiB goes through in more segments than may be ahead."""
+    monkeypatch.setattr(MODULE, "SEGMENT_BYTES", 64)
 
 
 @pytest.mark.parametrize("size", range(1, 9))
@@ -27,52 +38,124 @@ def test_hierarchical_over_nodes_equal_or_not(size: int, ranks_per_node: int, rn
     run_threads(size, body, ranks_per_node)
 
 
-@pytest.mark.parametrize(("size", "ranks_per_node"), [(8, 4), (8, 3), (7, 2), (6, 2)])
-def test_hierarchical_gives_all_ranks_the_same_bits(size: int, ranks_per_node: int, rng: np.random.Generator) -> None:
-    inputs = rng.standard_normal((size, 999)).astype(np.float32)
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize(("size", "ranks_per_node"), SHAPES)
+def test_hierarchical_in_many_segments(size: int, ranks_per_node: int, rng: np.random.Generator) -> None:
+    cases = [rng.integers(-50, 50, (size, count)).astype(np.float32) for count in (1, 17, 500, 2001)]
+
+    def body(comm: Communicator) -> None:
+        for inputs in cases:
+            buffer = inputs[comm.rank].copy()
+            hierarchical_allreduce(comm, buffer)
+            assert np.array_equal(buffer, inputs.sum(axis=0))
+
+    run_threads(size, body, ranks_per_node)
+
+
+@pytest.mark.parametrize("node_of", [[0, 1, 0, 1], [0, 1, 1, 0], [0, 1, 1, 0, 2, 2], [1, 0, 0, 2, 1, 0]])
+def test_hierarchical_over_ranks_that_do_not_fill_node_by_node(node_of: list[int], rng: np.random.Generator) -> None:
+    inputs = rng.standard_normal((len(node_of), 700))
 
     def body(comm: Communicator) -> bytes:
+        comm.declared_node = node_of[comm.rank]
         buffer = inputs[comm.rank].copy()
         hierarchical_allreduce(comm, buffer)
+        assert np.allclose(buffer, inputs.sum(axis=0), rtol=0, atol=1e-13)
         return buffer.tobytes()
 
-    assert len(set(run_threads(size, body, ranks_per_node))) == 1
+    assert len(set(run_threads(len(node_of), body))) == 1
 
 
-def test_hierarchical_sends_one_part_in_m_between_nodes() -> None:
-    """8 ranks on 2 nodes of 4: a quarter of the buffer takes the ring of 2 between the nodes."""
+class Sink:
+    """Looks on; counts what goes between nodes, and how many sends are under way when a message has come."""
 
+    def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
+        self.pause = pause
+        self.sent_bytes, self.sends, self.open_sends = 0, 0, 0
+        self.queued: list[tuple[int, int]] = []  # at each arrival: sends begun, and those of them not complete
+        self.operations = {0: ""}
+
+    def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
+        self.pause()
+        if "/peers" not in comm:
+            return 0
+        if op == "isend":
+            self.sends, self.open_sends, self.sent_bytes = (
+                self.sends + 1,
+                self.open_sends + 1,
+                self.sent_bytes + sent_bytes,
+            )
+        self.operations[len(self.operations)] = op
+        return len(self.operations) - 1
+
+    def end(self, token: int) -> None:
+        operation = self.operations[token]
+        if operation == "isend":
+            self.open_sends -= 1
+        if operation == "irecv":
+            self.queued.append((self.sends, self.open_sends))
+
+
+def watched(size: int, ranks_per_node: int, inputs: np.ndarray, pauses: bool = False) -> list[tuple[bytes, Sink]]:
+    """Reduce ``inputs`` (ranks, elements) and return what each rank got and its sink."""
+
+    def body(comm: Communicator) -> tuple[bytes, Sink]:
+        own = np.random.default_rng(comm.rank)
+        comm.nodes()
+        comm.events = sink = Sink((lambda: time.sleep(own.choice([0, 0, 1e-4, 2e-3]))) if pauses else lambda: None)
+        buffer = inputs[comm.rank].copy()
+        hierarchical_allreduce(comm, buffer)
+        return buffer.tobytes(), sink
+
+    return run_threads(size, body, ranks_per_node)
+
+
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize(("size", "ranks_per_node"), SHAPES)
+def test_bits_are_those_of_all_ranks_and_of_every_timing(
+    size: int, ranks_per_node: int, rng: np.random.Generator
+) -> None:
+    special = np.array([0x7FC00001, 0xFFC00002, 0x80000000, 0x7F800000, 0xFF800000], np.uint32).view(np.float32)
+    inputs = rng.standard_normal((size, 333)).astype(np.float32)
+    inputs[:, ::7] = rng.choice(special, inputs[:, ::7].shape)  # payloads of NaN tell the order of the operands
+    with np.errstate(invalid="ignore"):
+        expected = inputs.astype(np.float64).sum(axis=0)
+    results = {got for turn in range(3) for got, _ in watched(size, ranks_per_node, inputs, pauses=turn > 0)}
+    assert len(results) == 1
+    np.testing.assert_allclose(np.frombuffer(results.pop(), np.float32), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("segment_bytes", [64, 1 << 20])
+@pytest.mark.parametrize(("size", "ranks_per_node"), SHAPES)
+def test_bytes_between_nodes(
+    size: int, ranks_per_node: int, segment_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 (k-1)/k of n/m on each rank, m the smallest number of ranks on a node; nothing from ranks beyond it."""
+    monkeypatch.setattr(MODULE, "SEGMENT_BYTES", segment_bytes)
+    nodes = -(-size // ranks_per_node)
+    streams = ranks_per_node if size % ranks_per_node == 0 else size % ranks_per_node
+    inputs = np.ones((size, nodes * streams * 16 * 20), np.float32)
+    for rank, (_, sink) in enumerate(watched(size, ranks_per_node, inputs)):
+        expected = 2 * (nodes - 1) * inputs[0].nbytes // (nodes * streams)
+        assert sink.sent_bytes == (expected if rank % ranks_per_node < streams else 0)
+
+
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize(("size", "ranks_per_node"), [(4, 2), (2, 1), (6, 2), (4, 1)])
+def test_the_wire_is_not_idle_while_messages_are_waited_for(size: int, ranks_per_node: int) -> None:
+    """Whenever a message has come and its successor is not yet made, others are queued behind it, until all are."""
+    for _, sink in watched(size, ranks_per_node, np.ones((size, 64 * size * 16), np.float32)):
+        assert sink.sends > 4 * MODULE.AHEAD
+        assert all(waiting >= MODULE.AHEAD for begun, waiting in sink.queued if MODULE.AHEAD <= begun < sink.sends)
+
+
+def test_hierarchical_over_given_communicators() -> None:
     def body(comm: Communicator) -> None:
         buffer = np.full(512, 2.0**comm.rank)
         intra = comm.split(comm.rank // 4)
         inter = comm.dup().split(comm.rank % 4)
         assert intra is not None and inter is not None
-        with recording(comm) as traffic:
-            hierarchical(intra, inter, buffer)
+        hierarchical(intra, inter, buffer)
         assert (buffer == 255).all()
-        inside, between = 2 * 3 * buffer.nbytes // 4, buffer.nbytes // 4
-        assert traffic.sent_bytes == inside + between
 
     run_threads(8, body)
-
-
-def test_leaders_speak_for_nodes_of_any_size() -> None:
-    """Nodes of 4 and 2 ranks: the leaders send the whole buffer between the nodes, the others nothing."""
-
-    def body(comm: Communicator) -> None:
-        buffer = np.full(512, 2.0**comm.rank)
-        intra = comm.split(comm.rank // 4)
-        leaders = comm.split(0 if comm.rank % 4 == 0 else None)
-        assert intra is not None
-        with recording(comm) as traffic:
-            leader_allreduce(intra, leaders, buffer)
-        assert (buffer == 63).all()
-        m = intra.size
-        chunk = buffer.nbytes // m
-        ring = 2 * (m - 1) * chunk
-        if leaders is None:
-            assert traffic.sent_bytes == ring + chunk  # the own chunk to the leader
-        else:
-            assert traffic.sent_bytes == ring + (m - 1) * chunk + buffer.nbytes  # a chunk to each, and the ring of 2
-
-    run_threads(6, body)

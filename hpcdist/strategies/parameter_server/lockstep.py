@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 
 from hpcdist.arrays.ranges import Range
-from hpcdist.collectives.hierarchical import LEADER, reduce_to_leader, spread_from_leader
+from hpcdist.collectives.leader import LEADER, reduce_to_leader, spread_from_leader
 from hpcdist.collectives.reduction import ufunc
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator, Request

@@ -1,0 +1,40 @@
+"""The leader of a node gets the sum of its ranks, and its buffer reaches them."""
+
+import numpy as np
+import pytest
+
+from hpcdist.collectives.leader import LEADER, reduce_to_leader, spread_from_leader
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_leader_gets_the_sum_and_gives_its_buffer(size: int, rng: np.random.Generator) -> None:
+    cases = [rng.integers(-9, 9, (size, count)).astype(np.float64) for count in (0, 1, 5, 300)]
+
+    def body(comm: Communicator) -> None:
+        for inputs in cases:
+            buffer = inputs[comm.rank].copy()
+            reduce_to_leader(comm, buffer)
+            if comm.rank == LEADER:
+                assert np.array_equal(buffer, inputs.sum(axis=0))
+                buffer *= 2
+            spread_from_leader(comm, buffer)
+            assert np.array_equal(buffer, 2 * inputs.sum(axis=0))
+
+    run_threads(size, body)
+
+
+def test_leader_sends_what_the_formula_says() -> None:
+    def body(comm: Communicator) -> None:
+        buffer = np.ones(512)
+        chunk = buffer.nbytes // comm.size
+        with recording(comm) as traffic:
+            reduce_to_leader(comm, buffer)
+        assert traffic.sent_bytes == (comm.size - 1) * chunk + (0 if comm.rank == LEADER else chunk)
+        with recording(comm) as traffic:
+            spread_from_leader(comm, buffer)
+        assert traffic.sent_bytes == (comm.size - 1) * chunk * (2 if comm.rank == LEADER else 1)
+
+    run_threads(4, body)
