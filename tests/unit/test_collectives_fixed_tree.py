@@ -1,0 +1,161 @@
+"""The fixed tree: the same shards give the same bits on any number of ranks, at the bytes of the ring."""
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hpcdist.arrays.ranges import Range
+from hpcdist.collectives.fixed_tree import FixedTree, fixed_tree_allreduce, nodes_within, shards_of, tree_sum
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import UsageError
+
+SHARDS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16, 23)
+
+
+def recursive(values: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """The definition, written apart: the left part of a node is the largest power of two that is smaller than it."""
+    if stop - start == 1:
+        return values[start]
+    width = max(2**k for k in range(10) if 2**k < stop - start)
+    return recursive(values, start, start + width) + recursive(values, start + width, stop)
+
+
+def reduced(comm: Communicator, inputs: np.ndarray, op: str = "sum", repeats: int = 1) -> np.ndarray:
+    """The result of a tree over ``inputs`` (shards, elements), of which this rank adds its own."""
+    tree = FixedTree(comm, len(inputs), op)
+    own = shards_of(len(inputs), comm.size)[comm.rank]
+    for _ in range(repeats):
+        buffer = np.empty_like(inputs[0])
+        for shard in range(own.start, own.stop):
+            buffer[...] = inputs[shard]  # one memory for all of them, as gradients have
+            tree.add(shard, buffer, copy=shard < own.stop - 1)
+        tree.reduce(buffer)
+    return buffer
+
+
+@pytest.mark.parametrize("shards", SHARDS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_bits_do_not_depend_on_the_number_of_ranks(shards: int, dtype: type, rng: np.random.Generator) -> None:
+    inputs = (rng.standard_normal((shards, 333)) * 10.0 ** rng.integers(-6, 6, (shards, 333))).astype(dtype)
+    expected = recursive(inputs, 0, shards)
+    if shards > 4:
+        assert expected.tobytes() != inputs.sum(axis=0).tobytes(), "the order of these sums matters"
+    for size in range(1, min(shards, 8) + 1):
+        for result in run_threads(size, lambda comm: reduced(comm, inputs, repeats=2)):
+            assert result.tobytes() == expected.tobytes(), f"{size} ranks"
+    assert float(tree_sum(inputs[:, 0].astype(np.float64))) == recursive(inputs.astype(np.float64), 0, shards)[0]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shards", [4, 7])
+def test_16_bits_are_summed_in_float32_and_rounded_once(dtype: type, shards: int, rng: np.random.Generator) -> None:
+    inputs = rng.standard_normal((shards, 100)).astype(dtype)
+    expected = recursive(inputs.astype(np.float32), 0, shards).astype(dtype)
+    for size in (1, 2, 3, 4):
+        for result in run_threads(size, lambda comm: reduced(comm, inputs, repeats=2)):
+            assert result.tobytes() == expected.tobytes()
+
+
+def test_what_is_not_finite_and_signs_of_zeros_are_kept(rng: np.random.Generator) -> None:
+    inputs = rng.choice(np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0], np.float32), (6, 500))
+    with np.errstate(invalid="ignore"):
+        expected = recursive(inputs, 0, 6)
+    for size in range(1, 7):
+        for result in run_threads(size, lambda comm: reduced(comm, inputs)):
+            assert np.array_equal(np.isnan(result), np.isnan(expected))
+            there = ~np.isnan(expected)
+            assert result[there].tobytes() == expected[there].tobytes()
+
+
+@pytest.mark.parametrize(("op", "function"), [("max", np.max), ("min", np.min)])
+def test_maxima_and_minima(op: str, function: object, rng: np.random.Generator) -> None:
+    inputs = rng.integers(-1000, 1000, (5, 40))
+    for size in (1, 2, 3, 5):
+        for result in run_threads(size, lambda comm: reduced(comm, inputs, op)):
+            assert np.array_equal(result, function(inputs, axis=0))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("elements", [0, 1, 7, 17])
+def test_fewer_elements_than_ranks(elements: int, rng: np.random.Generator) -> None:
+    inputs = rng.standard_normal((9, elements)).astype(np.float32)
+    for size in (1, 2, 5, 8):
+        for result in run_threads(size, lambda comm: reduced(comm, inputs)):
+            assert result.tobytes() == recursive(inputs, 0, 9).tobytes()
+
+
+def test_nodes_tile_a_part_and_no_larger_ones_would_fit() -> None:
+    for shards in range(1, 40):
+        for start, stop in itertools.combinations(range(shards + 1), 2):
+            nodes = nodes_within(shards, Range(start, stop))
+            assert [node.start for node in nodes] == [start, *(node.stop for node in nodes[:-1])]
+            assert nodes[-1].stop == stop
+            for first, second in itertools.pairwise(nodes):
+                joined = Range(first.start, second.stop)
+                assert nodes_within(shards, joined) != [joined]
+            assert len(nodes) <= 2 * np.log2(stop - start) + 1
+
+
+@pytest.mark.parametrize(("shards", "sizes"), [(8, (1, 2, 4, 8)), (16, (2, 4)), (6, (3,)), (12, (3, 6))])
+def test_one_partial_sum_a_rank_sends_the_bytes_of_the_ring(shards: int, sizes: tuple[int, ...]) -> None:
+    def body(comm: Communicator) -> None:
+        inputs = np.ones((shards, 16 * 8 * 3), np.float32)
+        with recording(comm) as traffic:
+            assert (reduced(comm, inputs) == shards).all()
+        assert not traffic.unknown
+        assert traffic.sent_bytes == 2 * inputs[0].nbytes * (comm.size - 1) // comm.size
+
+    for size in sizes:
+        run_threads(size, body)
+
+
+def test_every_further_partial_sum_is_sent_once() -> None:
+    def body(comm: Communicator) -> None:
+        inputs = np.ones((6, 64), np.float32)  # [0, 3) is (0, 2) and 2, [3, 6) is 3 and (4, 6)
+        with recording(comm) as traffic:
+            reduced(comm, inputs)
+        assert traffic.sent_bytes == (2 + 1) * inputs[0].nbytes // 2
+
+    run_threads(2, body)
+
+
+def test_partial_sums_take_a_buffer_for_each_binary_digit() -> None:
+    tree = FixedTree(solo(), 64)
+    for shard in range(64):
+        tree.add(shard, np.ones(10, np.float32))
+        assert len(tree._partials) == (shard + 1).bit_count()
+    assert len(tree._partials) + len(tree._free) <= 7
+
+
+def test_a_tree_over_ranks_is_an_allreduce(rng: np.random.Generator) -> None:
+    inputs = rng.standard_normal((7, 50)).astype(np.float32)
+
+    def body(comm: Communicator) -> np.ndarray:
+        buffer = inputs[comm.rank].copy()
+        fixed_tree_allreduce(comm, buffer)
+        return buffer
+
+    for size in (1, 2, 5, 7):
+        for result in run_threads(size, body):
+            assert result.tobytes() == recursive(inputs, 0, size).tobytes()
+
+
+def test_wrong_calls_say_what_is_due() -> None:
+    with pytest.raises(UsageError, match="2 logical shards for 3 ranks"):
+        run_threads(3, lambda comm: FixedTree(comm, 2))
+    tree = FixedTree(solo(), 3)
+    buffer = np.zeros(4, np.float32)
+    tree.add(0, buffer)
+    for wrong in (0, 2, 3):
+        with pytest.raises(UsageError, match=f"shard {wrong} is added when rank 0 has added 1 of its shards 0 to 2"):
+            tree.add(wrong, buffer)
+    with pytest.raises(UsageError, match="reduce is called when rank 0 has added 1"):
+        tree.reduce(buffer)
+    with pytest.raises(UsageError, match="a buffer of 5 elements comes to a tree of 4"):
+        tree.add(1, np.zeros(5, np.float32))
+    with pytest.raises(UsageError, match="reduction 'mean' is unknown"):
+        fixed_tree_allreduce(solo(), buffer, "mean")
