@@ -48,6 +48,11 @@ def account(ledger: Ledger | None) -> None:
     _here.ledger = ledger
 
 
+def ledger() -> Ledger | None:
+    """Return the ledger that counts the scratch of this thread, for a thread that works for it (local)."""
+    return _here.ledger
+
+
 def release() -> None:
     """Drop the scratch of this thread (local)."""
     _here.arrays.clear()

@@ -1,0 +1,132 @@
+"""Nonblocking collectives without a thread: algorithms in steps, moved on whenever somebody looks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float
+from hpcdist.collectives.progress import Handle, Progress
+from hpcdist.collectives.resumable import RESUMABLE, Lane
+from hpcdist.collectives.workspace import scratch
+from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.errors import CommunicationError
+
+TAGS: Final = 1 << 15  # MPI promises tags up to 32767
+
+
+class _Operation:
+    """Lanes under way, each with the requests that it waits for."""
+
+    def __init__(self, owner: "PollProgress", slot: int, lanes: Sequence[Lane], finish: Callable[[], None]) -> None:
+        self._owner, self.slot, self._finish = owner, slot, finish
+        self._lanes: list[tuple[Lane, Sequence[Request]]] = [(lane, ()) for lane in lanes]
+        self._over = False
+
+    def advance(self) -> bool:
+        """Take each lane as far as it goes without waiting; whether all are at their end (local)."""
+        lanes = []
+        for lane, pending in self._lanes:
+            following: Sequence[Request] | None = pending
+            while following is not None and all(request.test() for request in following):
+                following = next(lane, None)
+            if following is not None:
+                lanes.append((lane, following))
+        self._lanes = lanes
+        if not lanes and not self._over:
+            self._finish()
+            self._over = True
+        return self._over
+
+    def waits_for(self) -> list[Request]:
+        """Return the requests that are not complete (local)."""
+        return [request for _, pending in self._lanes for request in pending if not request.test()]
+
+    def wait(self) -> None:
+        """Move everything that is under way until this is complete."""
+        while not self._over:
+            self._owner.wait_a_little()
+
+    def test(self) -> bool:
+        """Move everything that is under way; whether this is complete."""
+        if not self._over:
+            self._owner.progress()
+        return self._over
+
+
+class PollProgress(Progress):
+    """Moves its operations within `progress`, `Handle.test` and `Handle.wait`, and nowhere else.
+
+    After a failure nothing moves any more: the ranks may be out of step. "native" gives the bits of MPI_Iallreduce,
+    which may add in another order than MPI_Allreduce; "ring" those of the blocking ring.
+    """
+
+    algorithms = tuple(RESUMABLE)
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(comm, "polled")
+        self._active: list[_Operation] = []
+        self._tag = 0
+        self._failed: BaseException | None = None
+
+    def _start(self, buffer: Array, algorithm: str, op: str, ended: Callable[[], None]) -> Handle:
+        self._check()
+        slots = {operation.slot for operation in self._active}
+        slot = next(number for number in range(len(slots) + 1) if number not in slots)
+        wide = buffer
+        if is_16bit_float(buffer.dtype):  # summed in float32 and rounded once, as by the blocking algorithms
+            wide = scratch(f"polled {slot} widened", buffer.size, accumulation_dtype(buffer.dtype), buffer)
+            wide[...] = buffer
+
+        def arrivals(size: int) -> Array:
+            return scratch(f"polled {slot}", size, wide.dtype, wide)
+
+        def finish() -> None:
+            if wide is not buffer:
+                with np.errstate(over="ignore"):  # infinity is the message: loss scaling looks for it
+                    buffer[...] = wide
+            ended()
+
+        lanes = RESUMABLE[algorithm](self._own, wide, op, arrivals, self._next_tag)
+        operation = _Operation(self, slot, lanes, finish)
+        self._active.append(operation)
+        self.progress()  # the first messages leave now
+        return operation
+
+    def _next_tag(self) -> int:
+        self._tag = (self._tag + 1) % TAGS
+        return self._tag
+
+    def progress(self) -> None:
+        """Take every operation as far as it goes without waiting (local)."""
+        self._check()
+        with self._in_step():
+            self._active = [operation for operation in self._active if not operation.advance()]
+
+    def wait_a_little(self) -> None:
+        """Move what can move, and wait until one more message is complete (local)."""
+        self.progress()
+        with self._in_step():
+            pending = [request for each in self._active for request in each.waits_for()]
+            if pending:
+                self._own.wait_any(pending)
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise CommunicationError(
+                f"a nonblocking collective failed before ({self._failed!r}): nothing is moved any more"
+            ) from self._failed
+
+    def _finish(self) -> None:
+        for operation in list(self._active):
+            operation.wait()

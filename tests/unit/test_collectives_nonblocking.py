@@ -1,0 +1,329 @@
+"""Nonblocking allreduce: the bits of the blocking one, in any order of waiting; failures surface where one waits."""
+
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hpcdist import collectives
+from hpcdist.arrays import backend
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.collectives import nonblocking, resumable
+from hpcdist.collectives.nonblocking import Handle, Progress
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recorder import Recorder
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads, single
+from hpcdist.errors import BufferHandoverError, CommunicationError, MissingCapabilityError, UsageError
+from hpcdist.telemetry import hang
+
+KINDS = sorted(nonblocking.KINDS)
+SIZES = (1, 2, 3, 4)
+PAIRS = [("poll", name) for name in sorted(resumable.RESUMABLE)]
+PAIRS += [("thread", name) for name in sorted(collectives.ALLREDUCE)]
+
+
+def running() -> list[threading.Thread]:
+    """The progress threads of this process."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("collectives of")]
+
+
+def inputs(rng: np.random.Generator, count: int, dtype: object = np.float32) -> np.ndarray:
+    return rng.standard_normal((max(SIZES), count)).astype(dtype)
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), PAIRS)
+@pytest.mark.parametrize("size", SIZES)
+def test_bits_are_those_of_the_blocking_algorithm(
+    kind: str, algorithm: str, size: int, rng: np.random.Generator
+) -> None:
+    buffers = [inputs(rng, count) for count in (0, 1, 5, 1000)]
+
+    def body(comm: Communicator) -> None:
+        expected = [data[comm.rank].copy() for data in buffers]
+        for data in expected:
+            collectives.allreduce(comm, data, algorithm)
+        found = [data[comm.rank].copy() for data in buffers]
+        with nonblocking.begin(comm, kind) as progress:
+            handles = [progress.iallreduce(data, algorithm) for data in found]
+            for handle in reversed(handles):  # all under way at once, waited for in another order
+                handle.wait()
+                assert handle.test()
+            handles[0].wait()
+        assert [data.tobytes() for data in found] == [data.tobytes() for data in expected]
+
+    run_threads(size, body, 2 if algorithm == "hierarchical" else None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64, np.int64])
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_dtypes_and_reductions(kind: str, dtype: type, op: str, rng: np.random.Generator) -> None:
+    data = (3 * inputs(rng, 77)).astype(dtype)
+
+    def body(comm: Communicator) -> None:
+        expected, found = data[comm.rank].copy(), data[comm.rank].copy()
+        collectives.allreduce(comm, expected, "ring", op)
+        with nonblocking.begin(comm, kind) as progress:
+            progress.iallreduce(found, "ring", op).wait()
+        assert found.tobytes() == expected.tobytes()
+
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("segment_bytes", [4, 64, 1 << 20])
+def test_segments_of_the_ring_change_no_bit_and_no_volume(
+    size: int, segment_bytes: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resumable, "SEGMENT_BYTES", segment_bytes)
+    data = inputs(rng, 96 * size)
+    lanes = min(resumable.MOST_LANES, max(1, 96 * 4 // segment_bytes))
+
+    def body(comm: Communicator) -> None:
+        expected, found = data[comm.rank].copy(), data[comm.rank].copy()
+        collectives.allreduce(comm, expected, "ring")
+        with nonblocking.begin(comm, "poll") as progress, recording(comm) as traffic:
+            progress.iallreduce(found, "ring").wait()
+        assert found.tobytes() == expected.tobytes()
+        assert traffic.sent_bytes == 2 * (size - 1) * found.nbytes // size and not traffic.unknown
+        assert traffic.calls["isend"] == traffic.calls["irecv"] == 2 * (size - 1) * lanes
+        assert traffic.calls["ring_iallreduce"] == 1
+
+    run_threads(size, body)
+
+
+def test_polling_moves_only_when_asked_and_never_waits(rng: np.random.Generator) -> None:
+    data = inputs(rng, 1000)
+    late, looked = threading.Event(), threading.Event()
+
+    def body(comm: Communicator) -> None:
+        found = data[comm.rank].copy()
+        with nonblocking.begin(comm, "poll") as progress:
+            if comm.rank == 1:
+                looked.wait(30)
+            handle = progress.iallreduce(found, "ring")
+            if comm.rank == 0:
+                progress.progress()
+                assert not handle.test()
+                looked.set()
+                late.wait(30)
+            else:
+                late.set()
+            while not handle.test():
+                pass
+        np.testing.assert_allclose(found, data[:2].sum(axis=0), rtol=1e-5)
+
+    run_threads(2, body)
+
+
+def test_a_thread_goes_on_while_its_rank_does_something_else(rng: np.random.Generator) -> None:
+    data = inputs(rng, 1000)
+
+    def body(comm: Communicator) -> None:
+        found = data[comm.rank].copy()
+        with nonblocking.begin(comm, "thread") as progress:
+            handle = progress.iallreduce(found, "ring")
+            while not handle.test():  # nothing in here moves it
+                pass
+            assert progress.busy_s > 0
+        np.testing.assert_allclose(found, data[:2].sum(axis=0), rtol=1e-5)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocking_collectives_go_on_beside(kind: str, rng: np.random.Generator) -> None:
+    data = inputs(rng, 500)
+
+    def body(comm: Communicator) -> None:
+        first, between = data[comm.rank].copy(), data[comm.rank].copy()
+        with nonblocking.begin(comm, kind) as progress, nonblocking.begin(comm, kind) as other:
+            handles = [progress.iallreduce(first, "ring"), other.iallreduce(first.copy(), "ring")]
+            collectives.allreduce(comm, between, "ring")
+            for handle in handles:
+                handle.wait()
+        assert first.tobytes() == between.tobytes()
+
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_fails_releases_the_others(kind: str) -> None:
+    def body(comm: Communicator) -> None:
+        with nonblocking.begin(comm, kind) as progress:
+            if comm.rank == 1:
+                raise ValueError("no gradient")
+            handle = progress.iallreduce(np.zeros(10), "ring")
+            with pytest.raises(CommunicationError, match="another rank failed"):
+                handle.wait()
+            raise CommunicationError("and the job ends")
+
+    with pytest.raises(ValueError, match="no gradient"):
+        run_threads(3, body)
+    assert not running()
+
+
+def unequal(comm: Communicator, progress: Progress) -> list[Handle]:
+    """The same calls in another order: what the ranks must not do."""
+    sizes = (10, 20) if comm.rank == 0 else (20, 10)
+    return [progress.iallreduce(np.zeros(size), "ring") for size in sizes]
+
+
+def fail_in_step(comm: Communicator, kind: str) -> Progress:
+    """Return a progress on which an operation failed, once its failure has surfaced."""
+    progress = nonblocking.begin(comm, kind)
+    with pytest.raises(CommunicationError, match="met a buffer of") as caught:
+        [handle.wait() for handle in unequal(comm, progress)]
+    assert "_deliver" in [entry.name for entry in caught.traceback], "where it happened, in whatever thread"
+    return progress
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_a_failure_nothing_goes_on(kind: str) -> None:
+    def body(comm: Communicator) -> None:
+        progress = fail_in_step(comm, kind)
+        with pytest.raises(CommunicationError, match="failed before|not started"):
+            progress.iallreduce(np.zeros(3), "ring").wait()
+        with pytest.raises(CommunicationError):
+            progress.close()
+
+    run_threads(2, body, deadline_s=20)
+    assert not running()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_leaves_through_the_context_without_the_other_ranks(kind: str) -> None:
+    def body(comm: Communicator) -> None:
+        with nonblocking.begin(comm, kind) as progress:
+            progress.iallreduce(np.zeros(3), "ring").wait()
+            raise ValueError(f"rank {comm.rank} has an error of its own")
+
+    with pytest.raises(ValueError, match="has an error of its own"):
+        run_threads(2, body)
+    assert not running()
+
+
+def test_close_raises_what_nobody_waited_for() -> None:
+    def body(comm: Communicator) -> None:
+        progress = nonblocking.begin(comm, "thread")
+        first, second = unequal(comm, progress)
+        with pytest.raises(CommunicationError, match="met a buffer of"):
+            progress.close()
+        with pytest.raises(CommunicationError, match="met a buffer of"):
+            first.wait()
+        with pytest.raises(CommunicationError, match="not started"):
+            second.test()
+        progress.close()
+
+    run_threads(2, body, deadline_s=20)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_recorder_sees_calls_in_another_order(kind: str, tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        comm.events = recorder = Recorder(tmp_path / f"rank-{comm.rank:05d}.rec", comm.rank, comm.size)
+        progress = fail_in_step(comm, kind)
+        with pytest.raises(CommunicationError):
+            progress.close()
+        assert any("iallreduce" in recorder.describe(token) for _, token in recorder.running()), "it never ends"
+
+    run_threads(2, body, deadline_s=20)
+    finding = hang.analyse(hang.load(tmp_path)).findings[0]
+    assert finding.kind == "mismatch"
+    assert "ring_iallreduce" in finding.text and "test_collectives_nonblocking.py" in finding.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_close(kind: str) -> None:
+    def body(comm: Communicator) -> None:
+        data = np.ones(100)
+        progress = nonblocking.begin(comm, kind)
+        handle = progress.iallreduce(data)
+        progress.close()  # waits for what is under way
+        assert (data == comm.size).all() and handle.test()
+        handle.wait()
+        progress.close()
+        with pytest.raises(UsageError, match=r"start it before close"):
+            progress.iallreduce(data)
+
+    for size in (1, 3):
+        run_threads(size, body)
+    assert not running()
+
+
+def test_a_thread_ends_with_the_last_reference_to_its_progress() -> None:
+    progress = nonblocking.begin(single(), "thread")
+    (thread,) = running()
+    assert thread.is_alive()
+    del progress
+    gc.collect()
+    assert not thread.is_alive()
+
+
+def test_a_process_ends_though_nobody_closed() -> None:
+    code = (
+        "import numpy as np\n"
+        "from hpcdist.collectives import nonblocking\n"
+        "from hpcdist.comm.threads import run_threads\n"
+        "kept = run_threads(2, lambda comm: nonblocking.begin(comm, 'thread'))\n"
+        "print('left')"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scratch_is_kept_and_counted(kind: str) -> None:
+    def body(comm: Communicator) -> tuple[int, int]:
+        ledger = Ledger()
+        collectives.account(ledger)
+        try:
+            with nonblocking.begin(comm, kind) as progress:
+                for _ in range(3):
+                    progress.iallreduce(np.ones(1024, np.float32), "ring").wait()
+                during = ledger.current["communication"]
+        finally:
+            collectives.account(None)
+        return during, ledger.peak["communication"]
+
+    for during, peak in run_threads(2, body):
+        assert during == peak == 512 * 4, "a chunk of the ring, once"
+
+
+def test_what_cannot_be_had_is_refused(gpu: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals: list[tuple[type[Exception], str, Callable[[], object]]] = []
+    comm = single()
+    poll, thread = nonblocking.begin(comm, "poll"), nonblocking.begin(comm, "thread")
+    refusals += [
+        (UsageError, "choose one of thread, poll", lambda: nonblocking.begin(comm, "magic")),
+        (UsageError, "'rabenseifner' is none of native, ring", lambda: poll.iallreduce(np.ones(3), "rabenseifner")),
+        (UsageError, "reduction 'mean' is unknown", lambda: thread.iallreduce(np.ones(3), op="mean")),
+        (BufferHandoverError, "1-D contiguous", lambda: poll.iallreduce(np.ones((3, 3)))),
+        (BufferHandoverError, "read-only", lambda: thread.iallreduce(np.broadcast_to(np.ones(1), (1,)))),
+    ]
+    for kind, match, call in refusals:
+        with pytest.raises(kind, match=match):
+            call()
+    thread.close()
+    monkeypatch.setattr(comm, "supports", lambda feature: False)
+    with pytest.raises(MissingCapabilityError, match=r"communication.overlap = 'poll'"):
+        nonblocking.begin(comm, "thread")
+
+
+def test_a_thread_takes_no_device_memory(gpu: object) -> None:
+    def body(comm: Communicator) -> None:
+        buffer = backend.place(np.full(10, comm.rank + 1.0), "gpu")
+        with nonblocking.begin(comm, "thread") as progress, pytest.raises(BufferHandoverError, match="host memory"):
+            progress.iallreduce(buffer, "ring")
+        with nonblocking.begin(comm, "poll") as progress:
+            progress.iallreduce(buffer, "ring").wait()
+        assert (backend.to_host(buffer) == 3).all()
+
+    run_threads(2, body)
