@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any, overload
 
 from hpcdist.arrays.device import is_device_array
@@ -40,6 +41,25 @@ def _prepare_cache() -> None:
         os.environ["NUMBA_CACHE_DIR"] = str(directory)
 
 
+class Primitive:
+    """An instruction that numba has no name for, to be called inside compiled functions; ``build(numba)`` makes it."""
+
+    def __init__(self, build: Callable[[Any], Any], says: str) -> None:
+        self.__doc__ = says
+        self._build = build
+
+    @functools.cached_property
+    def intrinsic(self) -> Any:
+        """What numba takes in place of this."""
+        import numba
+
+        return self._build(numba)
+
+    def __call__(self, *args: Any) -> Any:
+        """Only compiled code can."""
+        raise TypeError(f"to be called inside a function under arrays.jit only: {self.__doc__}")
+
+
 class Kernel:
     """A function that is compiled for the types of its arguments when it is first called with them."""
 
@@ -50,6 +70,7 @@ class Kernel:
         self.function = function
         self.fastmath = fastmath
         self._compiled: Callable[..., Any] | None = None
+        self._inner: Any = None
         self._samples: list[Callable[..., tuple[Any, ...]]] = []
         _kernels.append(self)
 
@@ -61,15 +82,23 @@ class Kernel:
                 if self._compiled is None:
                     _prepare_cache()
                     import numba  # 0.4 s: paid by the first kernel, not by `hpcdist --help`
+                    import numba.extending
 
                     self._compiled = numba.njit(
-                        self.function,
+                        _linked(self.function, numba),
                         nogil=True,
                         cache=True,
                         fastmath=self.fastmath,
                         error_model="numpy",  # a check for zero before every division keeps loops scalar
                     )
         return self._compiled
+
+    def inner(self, numba: Any) -> Any:
+        """Return what other kernels call: the same for all, so that it is compiled once (under the lock)."""
+        if self._inner is None:
+            linked = _linked(self.function, numba)
+            self._inner = numba.njit(linked, fastmath=self.fastmath, error_model="numpy")
+        return self._inner
 
     def __call__(self, *args: Any) -> Any:
         """Run the compiled function. Raises TypeError for an array on a GPU: the caller has missed its own branch."""
@@ -86,6 +115,21 @@ class Kernel:
     def sample(self, arguments: Callable[..., tuple[Any, ...]]) -> None:
         """Register arguments with which `warm` calls the kernel, once for each set of types."""
         self._samples.append(arguments)
+
+
+def _linked(function: Callable[..., Any], numba: Any) -> FunctionType:
+    """Return ``function`` with the kernels and primitives that it names replaced by what numba can call."""
+    assert isinstance(function, FunctionType)
+    names = {**function.__globals__}
+    for name in function.__code__.co_names:
+        value = names.get(name)
+        if isinstance(value, Kernel):
+            names[name] = value.inner(numba)
+        elif isinstance(value, Primitive):
+            names[name] = value.intrinsic
+    linked = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    linked.__qualname__, linked.__module__ = function.__qualname__, function.__module__
+    return linked
 
 
 FastMath = bool | set[str]  # all of LLVM's liberties, or those named

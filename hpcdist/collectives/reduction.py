@@ -28,6 +28,14 @@ class AllreduceFunction(Protocol):
         ...
 
 
+class ScaledFunction(Protocol):
+    """An algorithm that multiplies the result by ``scale``, once, before it is rounded. Collective over ``comm``."""
+
+    def __call__(self, comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
+        """Reduce ``buffer`` by ``op`` and multiply it."""
+        ...
+
+
 def combiner(buffer: Array, op: str) -> Combine:
     """Return the ufunc of ``op`` for ``buffer``, which must be one that can be reduced as it is.
 
@@ -45,9 +53,10 @@ def combiner(buffer: Array, op: str) -> Combine:
 
 def ufunc(buffer: Array, op: str) -> Combine:
     """Return the ufunc of ``op`` for ``buffer``, whatever its dtype. Raises UsageError."""
-    if op not in _UFUNCS:
-        raise UsageError(f"reduction {op!r} is unknown; choose one of {', '.join(_UFUNCS)}")
+    check_op(op)
     function = getattr(namespace(buffer), _UFUNCS[op])
+    if buffer.dtype.kind in "iu":  # integers wrap around and warn of nothing
+        return lambda left, right, out: function(left, right, out=out)
 
     def combine(left: Array, right: Array, out: Array) -> None:
         # Infinity and NaN are for the caller to find: no MPI library warns of them either.
@@ -55,6 +64,12 @@ def ufunc(buffer: Array, op: str) -> Combine:
             function(left, right, out=out)
 
     return combine
+
+
+def check_op(op: str) -> None:
+    """Raise UsageError for an unknown reduction (local)."""
+    if op not in _UFUNCS:
+        raise UsageError(f"reduction {op!r} is unknown; choose one of {', '.join(_UFUNCS)}")
 
 
 def check_buffer(buffer: Array) -> None:

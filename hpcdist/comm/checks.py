@@ -1,14 +1,25 @@
 """What every communicator checks of a native collective before it begins."""
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.dtypes import is_16bit_float, name_of
+from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_16bit_float, name_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import REDUCTIONS
 from hpcdist.errors import BufferHandoverError, CommunicationError, UsageError
+
+_KNOWN_TO_MPI: Final = frozenset((*INTEGERS.values(), FLOATS["float32"], FLOATS["float64"]))
+
+
+def is_plain(buffer: Array) -> bool:
+    """Whether messages and reductions may work on ``buffer`` as it is: nothing to refuse, nothing to stage (local).
+
+    The hand-over, which finds out what is the matter with the others, is for those alone.
+    """
+    return type(buffer) is np.ndarray and buffer.ndim == 1 and buffer.flags.carray and buffer.dtype in _KNOWN_TO_MPI
 
 
 def check_tiling(buffer: Array, ranges: Sequence[Range], ranks: int) -> None:
@@ -28,6 +39,6 @@ def check_reduction(buffer: Array, op: str) -> None:
         raise UsageError(f"reduction {op!r} is not one of {', '.join(REDUCTIONS)}")
     if is_16bit_float(np.dtype(buffer.dtype)):
         raise BufferHandoverError(
-            f"{name_of(buffer.dtype)} is not reduced by the MPI library (it would round at every partial sum); "
+            f"{name_of(buffer.dtype)} is not reduced by the MPI library (it would be rounded at every partial sum); "
             "use hpcdist.collectives.allreduce, which sums in float32 and rounds once"
         )
