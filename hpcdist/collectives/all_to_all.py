@@ -1,4 +1,14 @@
-"""Allreduce by all-to-all: every rank gets one chunk from everybody, sums it in rank order, and hands the sum on.
+"""All-to-all: every rank sends a part to every other; and an allreduce made of one.
+
+    pairwise   (p-1) α + (p-1)/p n β                       any sizes, one pair of messages at a time
+    bruck      ceil(log2 p) (α + n/2 β) at most            all blocks of one size; n more bytes of scratch
+    native     the MPI library's
+
+Pairwise exchange sends each block once. J. Bruck, C.-T. Ho, S. Kipnis et al., "Efficient algorithms for all-to-all
+communications in multiport message-passing systems", IEEE Trans. Parallel Distrib. Syst. 8 (1997) 1143-1156, sends a
+block once for each bit in the distance it has to go, together with all others that have this bit: for small blocks.
+
+The allreduce: every rank gets one chunk from everybody, sums it in rank order, and hands the sum on.
 
     2 (p-1) α + 2 (p-1)/p n β + (p-1)/p n γ
 
@@ -7,14 +17,130 @@ are still summed in float32 and rounded once: half the bytes of every other algo
 scratch, and p-1 messages at once in the network. The sum is in rank order, whatever the size of the buffer.
 """
 
+from collections.abc import Sequence
+from typing import Final, Protocol
+
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.dtypes import accumulation_dtype
+from hpcdist.arrays.dtypes import accumulation_dtype, name_of
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives.low_precision import round_into
+from hpcdist.collectives.pieces import check_ranges
 from hpcdist.collectives.reduction import check_buffer, ufunc
 from hpcdist.collectives.ring import all_gather
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import BufferHandoverError, UsageError
+
+
+class AllToAllFunction(Protocol):
+    """An algorithm; see `all_to_all` for what it does. Collective over ``comm``."""
+
+    def __call__(
+        self,
+        comm: Communicator,
+        send: Array,
+        receive: Array,
+        send_ranges: Sequence[Range],
+        receive_ranges: Sequence[Range],
+    ) -> None:
+        """Exchange a part with every rank."""
+        ...
+
+
+def all_to_all(
+    comm: Communicator,
+    send: Array,
+    receive: Array,
+    send_ranges: Sequence[Range],
+    receive_ranges: Sequence[Range],
+    algorithm: str = "pairwise",
+) -> None:
+    """Send ``send[send_ranges[q]]`` to each rank q; its part comes to ``receive[receive_ranges[q]]``. Collective.
+
+    Both buffers are 1-D, contiguous, of one dtype, and apart in memory; outside its ranges ``receive`` stays as it is.
+    "bruck" needs blocks of one size on all ranks: no rank can see that of all others, so nothing chooses it by itself.
+    Raises UsageError for an unknown algorithm or ranges that do not fit, BufferHandoverError for the buffers.
+    """
+    function = ALL_TO_ALL.get(algorithm)
+    if function is None:
+        raise UsageError(f"all-to-all algorithm {algorithm!r} is unknown; choose one of {', '.join(ALL_TO_ALL)}")
+    _check(comm, send, receive, send_ranges, receive_ranges)
+    # One event over the messages within: a rank that skips the call is then named, whatever the algorithm.
+    token = comm.events.begin(comm.name, f"{algorithm}_all_to_all", name_of(send.dtype), send.size, 0, -1, 0)
+    function(comm, send, receive, send_ranges, receive_ranges)
+    comm.events.end(token)
+
+
+def pairwise_all_to_all(
+    comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
+) -> None:
+    """Send to the rank k ahead while receiving from the one k behind, for k = 1 to p-1. Collective over ``comm``."""
+    _check(comm, send, receive, send_ranges, receive_ranges)
+    receive[receive_ranges[comm.rank].slice] = send[send_ranges[comm.rank].slice]
+    for distance in range(1, comm.size):
+        to, source = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
+        comm.sendrecv(send[send_ranges[to].slice], to, receive[receive_ranges[source].slice], source)
+
+
+def bruck_all_to_all(
+    comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
+) -> None:
+    """Pass blocks on by powers of two, all those together whose way has this bit. Collective over ``comm``."""
+    _check(comm, send, receive, send_ranges, receive_ranges)
+    sizes = {part.size for part in (*send_ranges, *receive_ranges)}
+    if len(sizes) > 1:
+        raise UsageError(f"bruck needs blocks of one size on all ranks, got {sorted(sizes)}; choose pairwise")
+    block = sizes.pop()
+    # Row i is the block that has i ranks to go, or came from i ranks behind.
+    rows = scratch("bruck", comm.size * block, send.dtype, send).reshape(comm.size, block)  # (ranks, block)
+    bundle = scratch("bruck bundle", 2 * -(-comm.size // 2) * block, send.dtype, send)
+    for distance in range(comm.size):
+        rows[distance] = send[send_ranges[(comm.rank + distance) % comm.size].slice]
+    step = 1
+    while step < comm.size:
+        moving = [distance for distance in range(comm.size) if distance & step]
+        half = len(moving) * block
+        outgoing, incoming = bundle[:half], bundle[half : 2 * half]
+        for place, distance in enumerate(moving):
+            outgoing[place * block : (place + 1) * block] = rows[distance]
+        comm.sendrecv(outgoing, (comm.rank + step) % comm.size, incoming, (comm.rank - step) % comm.size)
+        for place, distance in enumerate(moving):
+            rows[distance] = incoming[place * block : (place + 1) * block]
+        step *= 2
+    for distance in range(comm.size):
+        receive[receive_ranges[(comm.rank - distance) % comm.size].slice] = rows[distance]
+
+
+def native_all_to_all(
+    comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
+) -> None:
+    """Exchange by MPI_Alltoallv. Collective over ``comm``."""
+    _check(comm, send, receive, send_ranges, receive_ranges)
+    comm.all_to_all(send, receive, send_ranges, receive_ranges)
+
+
+ALL_TO_ALL: Final[dict[str, AllToAllFunction]] = {
+    "native": native_all_to_all,
+    "pairwise": pairwise_all_to_all,
+    "bruck": bruck_all_to_all,
+}
+
+
+def _check(
+    comm: Communicator, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
+) -> None:
+    """Raise before anything is sent (local)."""
+    check_buffer(receive)
+    if send.ndim != 1 or not send.flags.c_contiguous or send.dtype != receive.dtype:
+        raise BufferHandoverError(
+            f"an all-to-all needs 1-D contiguous buffers of one dtype, got {send.dtype} of shape {send.shape} with "
+            f"strides {send.strides} to send and {receive.dtype} to receive; copy or convert one of them"
+        )
+    check_ranges(comm, send, send_ranges)
+    check_ranges(comm, receive, receive_ranges)
+    own = (send_ranges[comm.rank].size, receive_ranges[comm.rank].size)
+    if own[0] != own[1]:
+        raise UsageError(f"rank {comm.rank} sends itself {own[0]} elements and receives {own[1]}; make them equal")
 
 
 def all_to_all_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:

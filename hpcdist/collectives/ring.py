@@ -11,32 +11,56 @@ No allreduce sends fewer bytes per rank than 2 (p-1)/p n; the latency grows with
 recursive doubling. ``bidirectional`` sends one half of each chunk clockwise and the other counter-clockwise at the
 same time: the same bytes, half the time per step where a rank's links to its two neighbours are separate.
 
+Chunks longer than ``segment_bytes`` pass in segments: a segment is sent on as soon as it has been combined, while the
+next ones arrive, so that γ hides behind β. With m segments a chunk each α above becomes m α, most of them hidden too.
+
 Each chunk is summed once, by one rank after the other, and its owner's bits are handed on: all ranks end with the same
-bits, and the same (p, size, direction) always gives the same sum.
+bits, and the same (p, size, direction) always gives the same sum, whatever the segments.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Final
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives.reduction import check_buffer, combiner
+from hpcdist.collectives.pieces import Inbox, check_ranges, check_segment, cut_evenly, slots, wait_all
+from hpcdist.collectives.reduction import Combine, check_buffer, combiner
 from hpcdist.collectives.workspace import scratch
-from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import UsageError
+from hpcdist.comm.communicator import Communicator, Request
 
 CLOCKWISE, COUNTER_CLOCKWISE = 1, -1
+SEGMENT_BYTES: Final = 512 << 10  # found by measurement; see `segment_bytes` above
 
 
-def ring_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *, bidirectional: bool = False) -> None:
+def ring_allreduce(
+    comm: Communicator,
+    buffer: Array,
+    op: str = "sum",
+    *,
+    bidirectional: bool = False,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> None:
     """Reduce ``buffer`` in place to the same bits on every rank. Collective over ``comm``."""
     chunks = split(buffer.size, comm.size, buffer.itemsize)
-    reduce_scatter(comm, buffer, chunks, op, bidirectional=bidirectional)
-    all_gather(comm, buffer, chunks, bidirectional=bidirectional)
+    reduce_scatter(comm, buffer, chunks, op, bidirectional=bidirectional, segment_bytes=segment_bytes)
+    all_gather(comm, buffer, chunks, bidirectional=bidirectional, segment_bytes=segment_bytes)
+
+
+def ring_bidirectional_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
+    """Reduce ``buffer`` in place, half of it each way round. Collective over ``comm``."""
+    ring_allreduce(comm, buffer, op, bidirectional=True)
 
 
 def reduce_scatter(
-    comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum", *, bidirectional: bool = False
+    comm: Communicator,
+    buffer: Array,
+    ranges: Sequence[Range],
+    op: str = "sum",
+    *,
+    bidirectional: bool = False,
+    segment_bytes: int = SEGMENT_BYTES,
 ) -> None:
     """Reduce in place: afterwards ``buffer[ranges[rank]]`` is the result, the rest undefined. Collective over ``comm``.
 
@@ -44,11 +68,14 @@ def reduce_scatter(
     """
     combine = combiner(buffer, op)
     lanes = _lanes(comm, buffer, ranges, bidirectional)
+    if _in_segments(buffer, lanes, segment_bytes):
+        # The chunk of rank r starts one behind r and has gone all the way round when it arrives there.
+        _relay(buffer, lanes, 1, segment_bytes, combine)
+        return
     arrivals = [
         scratch(f"ring {lane.direction}", max(r.size for r in lane.chunks), buffer.dtype, buffer) for lane in lanes
     ]
     for step in range(comm.size - 1):
-        # The chunk of rank r starts one behind r and has gone all the way round when it arrives there.
         outgoing = [buffer[lane.behind(step + 1).slice] for lane in lanes]
         kept = [buffer[lane.behind(step + 2).slice] for lane in lanes]
         incoming = [arrival[: keep.size] for arrival, keep in zip(arrivals, kept, strict=True)]
@@ -57,13 +84,23 @@ def reduce_scatter(
             combine(partial, keep, keep)
 
 
-def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range], *, bidirectional: bool = False) -> None:
+def all_gather(
+    comm: Communicator,
+    buffer: Array,
+    ranges: Sequence[Range],
+    *,
+    bidirectional: bool = False,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> None:
     """Give ``buffer[ranges[rank]]`` to all and fill the other ranges, in place. Collective over ``comm``.
 
     ``ranges`` are one for each rank, the same on every rank; any may be empty. Any dtype: nothing is computed.
     """
     check_buffer(buffer)
     lanes = _lanes(comm, buffer, ranges, bidirectional)
+    if comm.size > 2 and _in_segments(buffer, lanes, segment_bytes):  # two ranks pass nothing on
+        _relay(buffer, lanes, 0, segment_bytes, None)
+        return
     for step in range(comm.size - 1):
         outgoing = [buffer[lane.behind(step).slice] for lane in lanes]
         incoming = [buffer[lane.behind(step + 1).slice] for lane in lanes]
@@ -88,11 +125,7 @@ class _Lane:
 
 
 def _lanes(comm: Communicator, buffer: Array, ranges: Sequence[Range], bidirectional: bool) -> list[_Lane]:
-    if len(ranges) != comm.size or any(part.stop > buffer.size for part in ranges):
-        raise UsageError(
-            f"a ring of {comm.size} ranks over {buffer.size} elements needs one range inside them for each rank, "
-            f"got {[(part.start, part.stop) for part in ranges]}"
-        )
+    check_ranges(comm, buffer, ranges)
     if not bidirectional:
         return [_Lane(comm, CLOCKWISE, ranges)]
     halves = [[half.shift(part.start) for half in split(part.size, 2, buffer.itemsize)] for part in ranges]
@@ -110,5 +143,43 @@ def _pass_on(comm: Communicator, lanes: Sequence[_Lane], outgoing: Sequence[Arra
     # Among two ranks both lanes join the same pair: the tag tells them apart.
     requests = [comm.irecv(incoming[tag], lane.neighbour(-1), tag) for tag, lane in enumerate(lanes)]
     requests += [comm.isend(outgoing[tag], lane.neighbour(1), tag) for tag, lane in enumerate(lanes)]
-    for request in requests:
-        request.wait()
+    wait_all(requests)
+
+
+def _in_segments(buffer: Array, lanes: Sequence[_Lane], segment_bytes: int) -> bool:
+    """Whether any chunk is longer than a segment. The same on all ranks: they know the same chunks."""
+    check_segment(segment_bytes)
+    return max(chunk.size for lane in lanes for chunk in lane.chunks) * buffer.itemsize > segment_bytes
+
+
+def _relay(buffer: Array, lanes: Sequence[_Lane], first: int, segment_bytes: int, combine: Combine | None) -> None:
+    """Send the chunk ``first`` behind, and pass the p-1 further behind on as they arrive; the last one stays.
+
+    With ``combine`` what arrives is combined into the own elements of the chunk, without it replaces them.
+    """
+    sends: list[Request] = []
+    inboxes, arrivals = [], []
+    for tag, lane in enumerate(lanes):
+        steps = [
+            cut_evenly(lane.behind(first + step), buffer.itemsize, segment_bytes) for step in range(lane.comm.size)
+        ]
+        pieces = [piece for step in steps[1:] for piece in step]
+        if combine is None:
+            targets = [buffer[piece.slice] for piece in pieces]
+        else:
+            targets = slots(f"ring {lane.direction}", pieces, buffer.dtype, buffer)
+        inboxes.append(Inbox(lane.comm, lane.neighbour(-1), targets, tag))
+        sends += [lane.comm.isend(buffer[piece.slice], lane.neighbour(1), tag) for piece in steps[0]]
+        arrivals.append(steps[1:])
+    # A segment of one step is only waited for after those of the steps before, on all lanes: nobody waits in a circle.
+    for step, chunks in enumerate(zip(*arrivals, strict=True)):
+        for row in zip_longest(*chunks):
+            for tag, piece in enumerate(row):
+                if piece is None:
+                    continue
+                segment, arrived = buffer[piece.slice], inboxes[tag].take()
+                if combine is not None:
+                    combine(arrived, segment, segment)
+                if step < len(arrivals[tag]) - 1:
+                    sends.append(lanes[tag].comm.isend(segment, lanes[tag].neighbour(1), tag))
+    wait_all(sends)

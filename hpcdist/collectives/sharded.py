@@ -4,6 +4,7 @@ These are the two halves of an allreduce, for strategies that work on a shard in
 
     native        the MPI library's; shares in the order of the ranks
     ring          (p-1) α + (p-1)/p n β for each half; shares in the order of the ranks
+    circulant     ceil(log2 p) α + (p-1)/p n β for each half; shares in the order of the ranks
     hierarchical  much traffic inside the nodes, little between them
 
 Hierarchical, with m ranks on each of k nodes: a reduce-scatter inside the node leaves chunk i of m to its rank i, and a
@@ -24,7 +25,7 @@ from typing import Final, Protocol
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import ring
+from hpcdist.collectives import circulant, ring
 from hpcdist.collectives.reduction import check_buffer, combiner
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import UsageError
@@ -163,5 +164,10 @@ def _watched(
 SHARDED: Final[dict[str, Sharding]] = {
     "native": _watched("native", _in_rank_order, _native_reduce_scatter, _native_all_gather),
     "ring": _watched("ring", _in_rank_order, ring.reduce_scatter, ring.all_gather),
+    "circulant": _watched("circulant", _in_rank_order, circulant.reduce_scatter, circulant.all_gather),
     "hierarchical": _watched("hierarchical", _nested, _hierarchical_reduce_scatter, _hierarchical_all_gather),
 }
+
+# The same halves by name alone, for what sweeps over collectives: each takes the shares of its own sharding.
+REDUCE_SCATTER: Final[dict[str, ReduceScatterFunction]] = {name: way.reduce_scatter for name, way in SHARDED.items()}
+ALL_GATHER: Final[dict[str, AllGatherFunction]] = {name: way.all_gather for name, way in SHARDED.items()}

@@ -22,23 +22,43 @@ def test_rabenseifner_sends_as_much_as_a_ring_in_fewer_messages(size: int) -> No
     run_threads(size, body)
 
 
-@pytest.mark.parametrize("size", [3, 5, 6, 7])
-def test_rabenseifner_pays_for_the_ranks_above_a_power_of_two(size: int) -> None:
+@pytest.mark.parametrize("size", [3, 5, 6, 7, 9, 13])
+def test_rabenseifner_pays_for_the_ranks_above_a_power_of_two(size: int, rng: np.random.Generator) -> None:
+    """A rank of a pair that goes on: 5/2 - 2/q of the buffer; the other one 3/2. To fold whole buffers: 3 - 2/q and 1."""
     cube = 1 << (size.bit_length() - 1)
     pairs = size - cube
+    inputs = rng.integers(-100, 100, (size, 16 * cube)).astype(np.float64)
 
     def body(comm: Communicator) -> None:
-        buffer = np.full(16 * cube, 2.0**comm.rank)
+        buffer = inputs[comm.rank].copy()
         with recording(comm) as traffic:
             rabenseifner_allreduce(comm, buffer)
-        assert (buffer == 2**size - 1).all()
-        inside = 2 * (cube - 1) * buffer.nbytes // cube
+        assert np.array_equal(buffer, inputs.sum(axis=0))
         if comm.rank >= 2 * pairs:
-            assert traffic.sent_bytes == inside
-        else:
-            assert traffic.sent_bytes == (inside if comm.rank % 2 else 0) + buffer.nbytes
+            assert traffic.sent_bytes == 2 * (cube - 1) * buffer.nbytes // cube
+            return
+        vertex, held = divmod(comm.rank, 2)
+        goes_on = held == (vertex >= cube // 2)
+        assert traffic.sent_bytes == (
+            5 * buffer.nbytes // 2 - 2 * buffer.nbytes // cube if goes_on else 3 * buffer.nbytes // 2
+        )
 
     run_threads(size, body)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 9, 100, 1003])
+@pytest.mark.parametrize("size", [*range(1, 10), 13, 16])
+def test_rabenseifner_at_any_number_of_ranks(size: int, count: int, rng: np.random.Generator) -> None:
+    inputs = rng.standard_normal((size, count))
+    bound = size * np.finfo(np.float64).eps * np.abs(inputs).sum(axis=0)
+
+    def body(comm: Communicator) -> bytes:
+        buffer = inputs[comm.rank].copy()
+        rabenseifner_allreduce(comm, buffer)
+        assert (np.abs(buffer - inputs.sum(axis=0)) <= bound).all()
+        return buffer.tobytes()
+
+    assert len(set(run_threads(size, body))) == 1
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 9, 63, 64, 65, 129])
