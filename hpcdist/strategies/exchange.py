@@ -56,6 +56,13 @@ class Exchange(Protocol):
         """Return the sums of ``values`` (float64) over the world, in place, the same bits on all ranks. Collective."""
         ...
 
+    def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
+        """Return the sum of all ranks' ``losses``, one of each micro-batch, and the sums of ``values`` as `agree` does.
+
+        Collective.
+        """
+        ...
+
     def begin_update(self, scale: float) -> None:
         """Take note that this step updates, with gradients multiplied by ``scale`` (local)."""
         ...

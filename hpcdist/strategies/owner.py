@@ -125,6 +125,11 @@ class OwnerExchange:
         collectives.allreduce(self.seat.world, values, self.seat.agree_algorithm)
         return values
 
+    def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
+        """Sum ``losses`` and ``values`` over the world. Collective."""
+        sums = self.agree(np.concatenate([[sum(losses)], values]))
+        return float(sums[0]), sums[1:]
+
     def begin_update(self, scale: float) -> None:
         """Begin the update of the step."""
         self.owner.begin_update(scale)

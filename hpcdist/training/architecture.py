@@ -1,5 +1,6 @@
 """The architecture of a run in one line, for people."""
 
+from hpcdist.strategies.fixed_tree import FixedTreeExchange
 from hpcdist.strategies.parameter_server.roles import Roles
 from hpcdist.training.trainer import Trainer
 
@@ -17,6 +18,8 @@ def described(trainer: Trainer) -> str:
         roles = Roles.of(servers, trainer.comm.size)
         count = len(roles.servers)
         parts[1:] = [f"{count} {servers.placement} server{'s' if count > 1 else ''}", servers.consistency]
+    if isinstance(trainer.exchange, FixedTreeExchange):
+        parts.append(f"{recipe.run.logical_shards} logical shards, arithmetic {trainer.exchange.arithmetic}")
     if grid.pipeline > 1:
         stages, microbatches = grid.pipeline, parallel.microbatches
         bubble = (stages - 1) / (microbatches + stages - 1)

@@ -58,6 +58,10 @@ class RunConfig:
     order of the samples. Replicas are compared every ``sentinel_every_steps`` steps (0: not). The validation loss is
     taken over ``validation_samples`` samples spread evenly over the validation data (0: all of them). A log gets a line
     every ``log_every_s`` seconds.
+
+    ``logical_shards`` is the deterministic mode: a step is cut into that many equal parts, whose gradients and losses
+    are summed in an order of their own, so that losses and weights have the same bits on any number of ranks up to it.
+    0: sums follow the ranks.
     """
 
     steps: int = 1000
@@ -77,10 +81,20 @@ class RunConfig:
             raise ConfigurationError(f"run.device = {self.device!r}; choose one of {', '.join(DEVICES)}")
         if not (math.isfinite(self.log_every_s) and self.log_every_s >= 0):
             raise ConfigurationError(f"run.log_every_s = {self.log_every_s}; it must be finite and at least 0")
-        if self.logical_shards:
+        self._check_logical_shards()
+
+    def _check_logical_shards(self) -> None:
+        self._at_least("logical_shards", 0)
+        if self.logical_shards and self.global_batch % self.logical_shards:
             raise ConfigurationError(
-                f"run.logical_shards = {self.logical_shards}: the deterministic mode is known, but not built in this "
-                "version; set it to 0"
+                f"run.global_batch = {self.global_batch} does not divide into run.logical_shards = "
+                f"{self.logical_shards} equal parts; choose a multiple of {self.logical_shards} samples, or a divisor "
+                f"of {self.global_batch} for the shards"
+            )
+        if self.logical_shards and self.device != "cpu":
+            raise ConfigurationError(
+                f"run.logical_shards = {self.logical_shards} with run.device = {self.device!r}: a GPU adds up rows of "
+                "embeddings in an order of its own; set run.device = 'cpu', or run.logical_shards = 0"
             )
 
     def _at_least(self, name: str, least: int) -> None:

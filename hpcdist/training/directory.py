@@ -18,7 +18,13 @@ RECIPE_FILE = "recipe.toml"
 
 # What a run is made with, not what it is: a run may go on with other values, in another layout, on other machines.
 OPERATIONAL: Final = ("parallel.", "parameter_server.", "communication.", "checkpoint.", "energy.")
-OPERATIONAL_KEYS: Final = ("run.steps", "run.device", "run.sentinel_every_steps", "run.log_every_s")
+OPERATIONAL_KEYS: Final = (
+    "run.steps",
+    "run.device",
+    "run.logical_shards",
+    "run.sentinel_every_steps",
+    "run.log_every_s",
+)
 
 
 @dataclass(frozen=True)

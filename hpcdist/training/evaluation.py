@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from hpcdist.collectives.fixed_tree import shards_of
 from hpcdist.training.trainer import Trainer
 
 
@@ -9,15 +10,19 @@ def mean_validation_loss(trainer: Trainer) -> float:
     """Return the mean loss in nats over the validation windows; NaN where there are none. Collective.
 
     The windows are fixed by the data and the recipe and shared among the ranks, so the figure does not depend on the
-    number of ranks.
+    number of ranks; with logical shards, which are then shared out, not in a bit.
     """
-    computes, parts = trainer.seat.computes, trainer.grid.data
-    sums = np.zeros(2)
-    for batch in trainer.source.validation_batches(trainer.recipe, parts, trainer.data_axis.rank if computes else None):
-        found = np.zeros(2)
-        if computes:
-            inputs, targets = trainer.place(batch)
-            found += (trainer.executor.evaluate(inputs, targets), targets.size if trainer.last_stage else 0)
+    computes, source = trainer.seat.computes, trainer.source
+    parts = trainer.recipe.run.logical_shards or trainer.grid.data
+    own = shards_of(parts, trainer.data_axis.size)[trainer.data_axis.rank] if computes else None
+    mine = [None] if own is None else list(range(own.start, own.stop))
+    batches = [source.validation_batches(trainer.recipe, parts, part) for part in mine]
+    total, count = 0.0, 0.0
+    for together in zip(*batches, strict=True):
+        placed = [trainer.place(batch) for batch in together] if computes else []
+        losses = [trainer.executor.evaluate(inputs, targets) for inputs, targets in placed]
+        targets = sum(targets.size for _, targets in placed) if trainer.last_stage else 0
         # Batch by batch, since the deadline of a communication runs for servers that wait for the others.
-        sums += trainer.exchange.agree(found)
-    return float(sums[0] / sums[1]) if sums[1] else float("nan")
+        loss, found = trainer.exchange.agree_losses(losses, np.array([float(targets)]))
+        total, count = total + loss, count + float(found[0])
+    return total / count if count else float("nan")

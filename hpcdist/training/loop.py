@@ -14,7 +14,6 @@ from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.schedule.executor import MicroBatch, Step
 from hpcdist.strategies.sentinel import check_replicas
-from hpcdist.training.data import microbatches
 from hpcdist.training.energy import Energy
 from hpcdist.training.metrics import METRICS_FILE, Metrics
 from hpcdist.training.progress import Progress
@@ -72,7 +71,7 @@ class Loop:
         self._boundary = time.perf_counter()
         with trainer.batches(steps) as batches:
             for step, batch in enumerate(batches, start=trainer.first_step + 1):
-                self._step(step, microbatches(trainer.place(batch), trainer.recipe.parallel.microbatches))
+                self._step(step, trainer.cut(trainer.place(batch)))
                 if step == trainer.first_step + 1 and self.session.watchdog is not None:
                     self.session.watchdog.tighten()  # kernels are compiled and connections open: no grace any more
                 if outcome.wish is not None:

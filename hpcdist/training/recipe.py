@@ -48,6 +48,7 @@ class Recipe:
         if self.parallel.strategy == "parameter_server":
             self.parameter_server.check_beside(self.optimizer.name)
         self._refuse_without_effect()
+        self._refuse_beside_logical_shards()
         microbatches, pipeline = self.parallel.microbatches, self.parallel.pipeline
         if microbatches > self.run.global_batch:
             raise ConfigurationError(
@@ -75,12 +76,33 @@ class Recipe:
                     f"remove it, or choose the strategy {needed!r}"
                 )
 
+    def _refuse_beside_logical_shards(self) -> None:
+        """Raise ConfigurationError for keys that decide otherwise in which order gradients are summed."""
+        for key, given, only in (
+            ("parallel.strategy", self.parallel.strategy, "allreduce"),
+            ("parallel.pipeline", self.parallel.pipeline, 1),
+            ("parallel.microbatches", self.parallel.microbatches, 1),
+            ("parallel.schedule", self.parallel.order, "sequential"),
+            ("communication.algorithm", self.communication.algorithm, "auto"),
+        ):
+            if self.run.logical_shards and given != only:
+                raise ConfigurationError(
+                    f"{key} = {given!r} with run.logical_shards = {self.run.logical_shards}: the order of its sums "
+                    f"would depend on the ranks; set {key} = {only!r}, or run.logical_shards = 0"
+                )
+
     def check_world(self, data_ranks: int) -> None:
-        """Raise ConfigurationError when a step has fewer samples than there are ranks along the data axis."""
+        """Raise ConfigurationError when a step has fewer samples, or logical shards, than ranks on the data axis."""
         if self.run.global_batch < data_ranks:
             raise ConfigurationError(
                 f"run.global_batch = {self.run.global_batch} is fewer samples than the {data_ranks} data ranks "
                 f"(parallel.data); each needs at least one: use at least {data_ranks} samples, or fewer ranks"
+            )
+        if 0 < self.run.logical_shards < data_ranks:
+            raise ConfigurationError(
+                f"run.logical_shards = {self.run.logical_shards} is fewer than the {data_ranks} data ranks "
+                f"(parallel.data); each needs at least one: use at most {self.run.logical_shards} ranks, or as many "
+                "shards from the start of the run"
             )
 
 

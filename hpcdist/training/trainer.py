@@ -1,6 +1,6 @@
 """From a recipe to the parts of a run: grid, seat, model, exchange, operations, data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hpcdist.models.model import Model
 from hpcdist.optim import rates
 from hpcdist.strategies import build, pipeline
 from hpcdist.strategies.exchange import Exchange
+from hpcdist.strategies.fixed_tree import ALGORITHM, FixedTreeExchange
 from hpcdist.strategies.grid import Axes, Grid
 from hpcdist.strategies.parameter_server import build as parameter_server
 from hpcdist.strategies.parameter_server.roles import Roles
@@ -74,6 +75,13 @@ class Trainer:
     def place(self, batch: MicroBatch) -> MicroBatch:
         """Return a batch where the model computes (local). Raises DataError on tokens that it does not know."""
         return self.source.place(batch, self.recipe)
+
+    def cut(self, batch: MicroBatch) -> list[MicroBatch]:
+        """Return the micro-batches of this rank's share of a step (local)."""
+        run = self.recipe.run
+        if run.logical_shards:
+            return data.shards(batch, run.global_batch // run.logical_shards, _microbatches(self.recipe, self.grid))
+        return data.microbatches(batch, self.recipe.parallel.microbatches)
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of the update in step ``step``, counted from 1 (local)."""
@@ -143,22 +151,33 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
     ledger = Ledger()
     collectives.account(ledger)
     seat = _seat(comm, recipe, grid, roles, source, ledger, resume_from)
-    exchange = (
-        parameter_server.exchange(seat, recipe.parameter_server)
-        if parallel.strategy == "parameter_server"
-        else build.EXCHANGES[parallel.strategy](seat)
-    )
+    exchange = _exchange(seat, recipe)
     executor = build.build_executor(seat, exchange)
-    operations = build.operations(seat, exchange, executor.copies, parallel)
+    microbatches = _microbatches(recipe, grid)
+    operations = build.operations(seat, exchange, executor.copies, replace(parallel, microbatches=microbatches))
     trainer = Trainer(comm, recipe, grid, seat, source, exchange, executor, operations, ledger)
     asynchronous = parallel.strategy == "parameter_server" and recipe.parameter_server.consistency == "asp"
     if not asynchronous:  # no two of its ranks share a step
-        trainer.proof = build.prove(seat, grid, operations, parallel.microbatches, accumulates=exchange.accumulates)
+        trainer.proof = build.prove(seat, grid, operations, microbatches, accumulates=exchange.accumulates)
     if resume_from is None:
         trainer.initialise()
     else:
         trainer.restore(resume_from)
     return trainer
+
+
+def _exchange(seat: Seat, recipe: Recipe) -> Exchange:
+    """Return what turns gradients into parameters. Collective."""
+    if recipe.parallel.strategy == "parameter_server":
+        return parameter_server.exchange(seat, recipe.parameter_server)
+    if recipe.run.logical_shards:
+        return FixedTreeExchange(seat, recipe.run.logical_shards)
+    return build.EXCHANGES[recipe.parallel.strategy](seat)
+
+
+def _microbatches(recipe: Recipe, grid: Grid) -> int:
+    """Return how many micro-batches every rank has in a step, some perhaps without samples (local)."""
+    return -(-recipe.run.logical_shards // grid.data) or recipe.parallel.microbatches
 
 
 def _seat(
@@ -177,8 +196,11 @@ def _seat(
     members = roles.part_of(comm) if roles else comm
     axes = Axes(grid if computes else Grid(data=members.size), members)
     algorithm = recipe.communication.algorithm
-    if algorithm == "auto":
-        algorithm = manifest.load(resume_from).scalars["algorithm"] if resume_from else AUTO
+    if recipe.run.logical_shards:
+        algorithm = ALGORITHM
+    elif algorithm == "auto":
+        before = manifest.load(resume_from).scalars["algorithm"] if resume_from else AUTO
+        algorithm = AUTO if before == ALGORITHM else before  # a run that gave its logical shards up chooses anew
     return Seat(
         world=comm,
         data=axes.data,

@@ -181,7 +181,6 @@ def test_an_override_without_a_value_is_a_wrong_call(home: dict[str, str]) -> No
         "precision.mode=bfloat16",
         "communication.compression=topk",
         "model.dropout=0.1",
-        "run.logical_shards=4",
         "parameter_server.consistency=ssp",
         "parameter_server.staleness=2",
     ],

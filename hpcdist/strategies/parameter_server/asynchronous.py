@@ -242,6 +242,11 @@ class AsynchronousExchange:
             collectives.allreduce(self.seat.world, values, self.seat.agree_algorithm)
         return values
 
+    def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
+        """Sum ``losses`` and ``values`` as `agree` does."""
+        sums = self.agree(np.concatenate([[sum(losses)], values]))
+        return float(sums[0]), sums[1:]
+
     def begin_update(self, scale: float) -> None:
         """Remember by what the servers shall multiply this rank's gradient."""
         self._scale = scale

@@ -123,7 +123,7 @@ class Executor:
         for operation in self._forward_only:
             self._handlers[operation.kind](operation)
         self._neighbours.finish()
-        return self._loss_sum
+        return sum(self._losses)
 
     def inspect(self, operations: Sequence[Operation], batches: Sequence[MicroBatch]) -> str | None:
         """Compute a step that `run` gave up once more; return where its first value that is not finite appeared.
@@ -142,7 +142,7 @@ class Executor:
 
     def _begin(self, operations: Sequence[Operation], batches: Sequence[MicroBatch]) -> None:
         self._batches = batches
-        self._loss_sum = 0.0
+        self._losses: list[float] = []  # summed over its targets, of each micro-batch that has samples
         self._carried: dict[int, Array] = {}
         self._complete: set[int] = set()
         # Their activations are computed again before the backward, or there is none.
@@ -164,7 +164,8 @@ class Executor:
         if op.unit == self._last:
             loss = self.model.loss.forward(y, targets, self.model.operations, saved)
             self._watch.look(f"loss of micro-batch {op.microbatch}", np.array(loss))
-            self._loss_sum += 0.0 if op.recompute else loss
+            if not op.recompute:
+                self._losses.append(loss)
             if dropped:
                 saved.release()
         self._carried[op.microbatch] = y
@@ -250,17 +251,16 @@ class Executor:
         norm_s = time.perf_counter() - before  # a pass over the gradients is no communication
         self._outcome.seconds["update_s"] += norm_s
         self._outcome.seconds["communication_s"] -= norm_s
-        values = np.concatenate([[self._loss_sum, norm_squared], self._sent])
-        self.exchange.agree(values)
-        self._outcome.loss = float(values[0]) * self._scale
-        self._outcome.gradient_norm = float(np.sqrt(values[1]))
-        self._outcome.wishes = values[2:]
+        loss, values = self.exchange.agree_losses(self._losses, np.concatenate([[norm_squared], self._sent]))
+        self._outcome.loss = loss * self._scale
+        self._outcome.gradient_norm = float(np.sqrt(values[0]))
+        self._outcome.wishes = values[1:]
         if not np.isfinite(self._outcome.loss) or not np.isfinite(self._outcome.gradient_norm):
             self._neighbours.finish()
             raise NonFiniteError(
                 f"step {self._number}: loss {self._outcome.loss}, gradient norm {self._outcome.gradient_norm}"
             )
-        self.exchange.begin_update(clip.clip_scale(float(values[1]), self.clip_norm) if self.clip_norm else 1.0)
+        self.exchange.begin_update(clip.clip_scale(float(values[0]), self.clip_norm) if self.clip_norm else 1.0)
 
     def _parameters_of(self, unit: int) -> Parameters:
         if unit not in self._parameters:

@@ -1,7 +1,7 @@
 """Training data: memory-mapped sources, samples by global index, and reading ahead."""
 
 from hpcdist.training.data.prefetch import Prefetcher
-from hpcdist.training.data.sampler import microbatches
+from hpcdist.training.data.sampler import microbatches, shards
 from hpcdist.training.data.source import Source, open_source
 
-__all__ = ["Prefetcher", "Source", "microbatches", "open_source"]
+__all__ = ["Prefetcher", "Source", "microbatches", "open_source", "shards"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import numpy as np
 
+from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator
 from hpcdist.training.data.sampler import Sampler, share
 from hpcdist.training.data.samples import Batch
@@ -107,7 +108,9 @@ class Prefetcher(ReadAhead[Batch]):
         reads: bool = True,
     ) -> None:
         size = recipe.run.global_batch
-        own = share(size, data_axis.size, data_axis.rank)
+        parts = recipe.run.logical_shards or size  # no rank cuts a logical shard
+        each, some = size // parts, share(parts, data_axis.size, data_axis.rank)
+        own = Range(each * some.start, each * some.stop)
         sampler = Sampler(source.training, recipe.run.seed)
         blank = np.empty((own.size, 0), np.uint8)
         super().__init__(

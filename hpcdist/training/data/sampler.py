@@ -23,6 +23,12 @@ def microbatches(batch: Batch, count: int) -> list[Batch]:
     return [(x[part.slice], y[part.slice]) for part in split(len(x), count, itemsize=1, align_bytes=1)]
 
 
+def shards(batch: Batch, each: int, count: int) -> list[Batch]:
+    """Cut a batch into ``count`` views of ``each`` samples; the last may be empty, as on ranks with a shard less."""
+    x, y = batch
+    return [(x[first : first + each], y[first : first + each]) for first in range(0, count * each, each)]
+
+
 class Sampler:
     """Endless training samples: each epoch takes every sample once, in its own order and at its own shift."""
 

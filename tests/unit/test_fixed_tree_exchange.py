@@ -1,0 +1,210 @@
+"""The deterministic mode: one recipe, one sequence of bits, on any number of ranks; and a list that is proven."""
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.recording import recording
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, NonFiniteError
+from hpcdist.strategies import fixed_tree
+from hpcdist.strategies.nonfinite import explain
+from hpcdist.training import recipe as recipes
+from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.trainer import Trainer, assemble
+
+STEPS = 4
+SAMPLES = 24
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(rng.integers(97, 123, 4000).astype(np.uint8).tobytes())
+    return path
+
+
+def trainer_of(comm: Communicator, path: Path, keys: dict[str, Any], resume: Path | None = None) -> Trainer:
+    settings = {
+        "model.layers": 1,
+        "model.hidden": 16,
+        "model.heads": 2,
+        "data.path": path,
+        "data.context": 8,
+        "run.steps": 20,
+        "run.global_batch": SAMPLES,
+        "run.validation_samples": 20,
+        "run.logical_shards": 8,
+        "optimizer.warmup_steps": 2,
+        **keys,
+    }
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
+    return assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe, resume)
+
+
+def train(trainer: Trainer, last: int) -> list[tuple[float, float]]:
+    """Loss and norm of each step up to ``last``."""
+    found = []
+    with trainer.batches(last) as batches:
+        for step, batch in enumerate(batches, start=trainer.first_step + 1):
+            done = trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.ones(2))
+            assert done.wishes.tolist() == [trainer.comm.size] * 2
+            found.append((done.loss, done.gradient_norm))
+    return found
+
+
+def digest(trainer: Trainer) -> str:
+    stores = {"parameters": trainer.exchange.parameters, **trainer.exchange.owner.slots()}  # type: ignore[attr-defined]
+    return hashlib.sha256(b"".join(store.array.tobytes() for store in stores.values())).hexdigest()
+
+
+def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[object, ...]:
+    trainer = trainer_of(comm, path, keys)
+    assert trainer.proof is not None
+    return train(trainer, STEPS), digest(trainer), mean_validation_loss(trainer)
+
+
+@pytest.mark.parametrize(
+    ("shards", "keys"),
+    [
+        (8, {"optimizer.name": "adamw", "optimizer.clip_norm": 0.1}),
+        (8, {"optimizer.name": "lamb", "model.tied": "true", "optimizer.clip_norm": 0.1}),
+        (6, {"optimizer.name": "lars", "communication.bucket_bytes": 1000}),
+        (12, {"optimizer.name": "sgd", "precision.mode": "float64", "model.kind": "mlp"}),
+    ],
+)
+def test_losses_weights_and_metrics_have_the_same_bits_on_any_number_of_ranks(
+    text: Path, shards: int, keys: dict[str, Any]
+) -> None:
+    keys = keys | {"run.logical_shards": shards}
+    expected = run_threads(1, lambda comm: whole_run(comm, text, keys))[0]
+    assert all(math.isfinite(number) for step in expected[0] for number in step)  # type: ignore[attr-defined]
+    for size in (2, 3, 4, 5, 8):
+        if size <= shards:
+            for result in run_threads(size, lambda comm: whole_run(comm, text, keys)):
+                assert result == expected, f"{size} ranks"
+
+
+def test_it_is_the_run_without_shards_but_for_rounding(text: Path) -> None:
+    plain = run_threads(1, lambda comm: whole_run(comm, text, {"run.logical_shards": 0, "precision.mode": "float64"}))
+    sharded = run_threads(3, lambda comm: whole_run(comm, text, {"precision.mode": "float64"}))
+    np.testing.assert_allclose(sharded[0][0], plain[0][0], rtol=1e-11)  # type: ignore[arg-type]
+    assert sharded[0][2] == pytest.approx(plain[0][2], rel=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(4, 1), (2, 3), (1, 8)])
+def test_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(
+    text: Path, tmp_path: Path, sizes: tuple[int, int]
+) -> None:
+    def first(comm: Communicator) -> tuple[list[tuple[float, float]], Path]:
+        trainer = trainer_of(comm, text, {})
+        return train(trainer, 3), trainer.save(tmp_path / "checkpoints", 3)
+
+    def second(comm: Communicator) -> tuple[list[tuple[float, float]], str]:
+        trainer = trainer_of(comm, text, {}, resume=saved)
+        return train(trainer, 6), digest(trainer)
+
+    def whole(comm: Communicator) -> tuple[list[tuple[float, float]], str]:
+        trainer = trainer_of(comm, text, {})
+        return train(trainer, 6), digest(trainer)
+
+    losses, saved = run_threads(sizes[0], first)[0]
+    expected, weights = run_threads(2, whole)[0]
+    for rest, found in run_threads(sizes[1], second):
+        assert (losses + rest, found) == (expected, weights)
+
+
+def test_a_step_sends_the_bytes_of_the_ring(text: Path) -> None:
+    def body(comm: Communicator) -> None:
+        trainer = trainer_of(comm, text, {"model.hidden": 64})
+        with recording(comm) as traffic:
+            train(trainer, 1)
+        assert not traffic.unknown
+        psi = trainer.model.layout.parameters * 4
+        agreed = 8 * (8 + 3) * 2  # losses, norm and two wishes, doubled at most twice
+        assert abs(traffic.sent_bytes - 2 * psi * (comm.size - 1) / comm.size) < 0.005 * psi + agreed
+
+    for size in (2, 4, 8):
+        run_threads(size, body)
+
+
+def test_partial_sums_take_the_memory_that_is_promised(text: Path) -> None:
+    trainer = run_threads(1, lambda comm: _trained(comm, text))[0]
+    psi = trainer.model.layout.size * 4
+    assert trainer.ledger.peak["gradients"] == psi
+    assert trainer.ledger.peak["communication"] <= 3.1 * psi  # log2(8 shards)
+
+
+def _trained(comm: Communicator, text: Path) -> Trainer:
+    trainer = trainer_of(comm, text, {"model.hidden": 64})
+    train(trainer, 2)
+    return trainer
+
+
+def test_only_the_rank_with_a_bad_value_is_blamed(text: Path) -> None:
+    def body(comm: Communicator) -> str:
+        trainer = trainer_of(comm, text, {})
+        if comm.rank == 1:
+            trainer.exchange.parameters.array[...] = np.nan
+        with trainer.batches(1) as batches:
+            parts = trainer.cut(next(iter(batches)))
+        with pytest.raises(NonFiniteError) as failed:
+            trainer.executor.run(trainer.operations, parts, SAMPLES, 1, np.zeros(2))
+        return str(explain(comm, trainer.executor, trainer.operations, parts, failed.value))
+
+    said = run_threads(3, body)[0]
+    assert "rank 1: parameter" in said and "rank 0: " not in said and "rank 2: " not in said
+
+
+def test_other_arithmetic_is_refused(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(comm: Communicator, resume: Path | None = None, **keys: Any) -> Trainer:
+        return trainer_of(comm, text, {key.replace("__", "."): value for key, value in keys.items()}, resume)
+
+    saved = run_threads(2, lambda comm: start(comm).save(tmp_path / "checkpoints", 1))[0]
+    monkeypatch.setattr(fixed_tree, "arithmetic", lambda dtype: "0123abcd")
+    with pytest.raises(ConfigurationError, match="arithmetic .*, and here it is 0123abcd.*OMP_NUM_THREADS"):
+        run_threads(2, lambda comm: start(comm, saved))
+    resumed = run_threads(2, lambda comm: start(comm, saved, run__logical_shards=0))[0]
+    assert resumed.first_step == 1 and resumed.exchange.algorithm != fixed_tree.ALGORITHM
+
+    def two(comm: Communicator) -> None:
+        names = ["0123abcd", "4567cdef"]
+        monkeypatch.setattr(fixed_tree, "arithmetic", lambda dtype: names.pop())
+        comm.barrier()
+        start(comm)
+
+    with pytest.raises(ConfigurationError, match="compute other bits than rank 0"):
+        run_threads(2, two)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("parallel.strategy=zero1", "parallel.strategy"),
+        ("parallel.strategy=parameter_server", "parallel.strategy"),
+        ("parallel.pipeline=2", "parallel.pipeline"),
+        ("parallel.microbatches=2", "parallel.microbatches"),
+        ("parallel.schedule=gpipe", "parallel.schedule"),
+        ("communication.algorithm=ring", "communication.algorithm"),
+        ("run.device=gpu", "run.device"),
+        ("run.global_batch=18", "run.global_batch = 18 does not divide into run.logical_shards = 4"),
+        ("parallel.data=5", "fewer than the 5 data ranks"),
+        ("run.logical_shards=-1", "run.logical_shards"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_by_name(override: str, key: str) -> None:
+    with pytest.raises(ConfigurationError, match=key.replace(".", r"\.")) as refused:
+        recipes.load(None, ["run.logical_shards=4", "run.global_batch=16", override], {})
+    assert refused.value.exit_code == 78
+
+
+def test_more_ranks_than_shards_are_refused(text: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"run\.logical_shards = 2 is fewer than the 3 data ranks"):
+        run_threads(3, lambda comm: trainer_of(comm, text, {"run.logical_shards": 2}))
