@@ -1,0 +1,115 @@
+"""The deterministic mode over real messages: every number of ranks trains to the bits of one process."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdist.collectives.fixed_tree import FixedTree, shards_of
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.recording import recording
+from hpcdist.comm.solo import solo
+from hpcdist.comm.start import Session
+from hpcdist.strategies.sentinel import check_replicas
+from hpcdist.training import recipe as recipes
+from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.trainer import Trainer, assemble
+
+STEPS = 5
+SAMPLES = 24
+SHARDS = 12  # one partial sum a rank on 3 ranks, several on 2 and 4
+
+
+def _abort(code: int) -> None:
+    raise SystemExit(code)
+
+
+def _trainer(comm: Communicator, folder: Path, keys: dict[str, Any], resume: Path | None = None) -> Trainer:
+    settings = {
+        "model.layers": 1,
+        "model.hidden": 32,
+        "model.heads": 2,
+        "data.path": folder / "text.txt",
+        "data.context": 16,
+        "run.steps": 20,
+        "run.global_batch": SAMPLES,
+        "run.validation_samples": 50,
+        "run.logical_shards": SHARDS,
+        "optimizer.warmup_steps": 2,
+        **keys,
+    }
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
+    return assemble(Session(comm, locate(comm, None), "test", _abort), recipe, resume)
+
+
+def _losses(trainer: Trainer, last: int) -> list[tuple[float, float]]:
+    found = []
+    with trainer.batches(last) as batches:
+        for step, batch in enumerate(batches, start=trainer.first_step + 1):
+            done = trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.zeros(2))
+            found.append((done.loss, done.gradient_norm))
+    return found
+
+
+def _digest(trainer: Trainer) -> str:
+    stores = {"parameters": trainer.exchange.parameters, **trainer.exchange.owner.slots()}  # type: ignore[attr-defined]
+    return hashlib.sha256(b"".join(store.array.tobytes() for store in stores.values())).hexdigest()
+
+
+@pytest.mark.parametrize("shards", [8, 12, 13])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_rank_a_fixed_tree_has_the_bits_of_one_process(
+    comm: Communicator, shards: int, dtype: type, rng: np.random.Generator
+) -> None:
+    inputs = rng.standard_normal((shards, 10_001)).astype(dtype)
+
+    def reduced(over: Communicator) -> bytes:
+        tree = FixedTree(over, shards)
+        own = shards_of(shards, over.size)[over.rank]
+        for shard in range(own.start, own.stop):
+            tree.add(shard, inputs[shard])
+        buffer = np.empty_like(inputs[0])
+        tree.reduce(buffer)
+        return buffer.tobytes()
+
+    with recording(comm) as traffic:
+        together = reduced(comm)
+    assert together == reduced(solo())
+    assert not traffic.unknown
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"optimizer.clip_norm": 0.1},
+        {"optimizer.name": "lamb", "optimizer.clip_norm": 0.1, "model.tied": "true"},
+        {"optimizer.name": "lars", "precision.mode": "float64", "communication.bucket_bytes": 2000},
+        {"model.kind": "mlp", "optimizer.name": "sgd", "run.logical_shards": 8},
+    ],
+)
+def test_rank_training_has_the_bits_of_one_process(comm: Communicator, folder: Path, keys: dict[str, Any]) -> None:
+    alone, together = _trainer(solo(), folder, keys), _trainer(comm, folder, keys)
+    assert _losses(together, STEPS) == _losses(alone, STEPS)
+    assert _digest(together) == _digest(alone)
+    assert mean_validation_loss(together) == mean_validation_loss(alone)
+    check_replicas(comm, together.exchange.parameters, STEPS)
+
+
+def test_rank_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(comm: Communicator, folder: Path) -> None:
+    whole = _trainer(solo(), folder, {})
+    losses = _losses(whole, 9)
+    together = _trainer(comm, folder, {})
+    first = _losses(together, 3)
+    saved = together.save(folder / "checkpoints", 3)
+    comm.barrier()
+    mine = folder / f"alone-{comm.rank}"
+    alone = _trainer(solo(), folder, {}, resume=saved)  # from all ranks to one
+    second = _losses(alone, 6)
+    back = alone.save(mine, 6)
+    resumed = _trainer(comm, folder, {}, resume=Path(comm.broadcast_object(str(back))))  # and from one to all
+    assert resumed.first_step == 6
+    assert first + second + _losses(resumed, 9) == losses
+    assert _digest(resumed) == _digest(whole)
