@@ -9,6 +9,7 @@ from typing import Final, Protocol, Self
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.collectives.reduction import check_buffer
+from hpcdist.collectives.selection import parse
 from hpcdist.comm.communicator import REDUCTIONS, Communicator
 from hpcdist.errors import UsageError
 
@@ -48,6 +49,8 @@ class Progress(ABC):
         """
         if self._closed:
             raise UsageError("iallreduce on a Progress that was closed; start it before close()")
+        if "<=" in algorithm:
+            algorithm = parse(algorithm).at(buffer.nbytes)  # a table of them by size
         if algorithm not in self.algorithms:
             raise UsageError(
                 f"nonblocking allreduce algorithm {algorithm!r} is none of {', '.join(self.algorithms)}, which this "

@@ -1,0 +1,91 @@
+"""Candidates against each other on the same buffer: in turns, from a barrier on, the slowest rank, the median.
+
+All ranks compute the same numbers from the same maxima over ranks, so all drop the same candidates and make the same
+number of rounds, whatever their clocks say.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import numpy as np
+
+from hpcdist.collectives.probe import Clock, slowest
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import BufferHandoverError, ConfigurationError, MissingCapabilityError, UsageError
+
+Candidate = Callable[[], None]
+
+REFUSALS: Final = (UsageError, ConfigurationError, MissingCapabilityError, BufferHandoverError)
+FIRST_LOOKS: Final = 2  # rounds before any is dropped; the better one of each counts
+HOPELESS: Final = 2.0  # times the best in the first looks: not measured any further
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 25
+FEWEST_CALLS: Final = 1 + FIRST_LOOKS + FEWEST_ROUNDS  # of each candidate that is not dropped
+SAMPLE_S: Final = 100e-6  # short calls are repeated to fill it: the clock and the barrier are then small beside them
+MOST_REPEATS: Final = 32
+
+
+class Race:
+    """Candidates by name. ``comm`` is what they reduce over, ``everyone`` joins all who must agree on the winner."""
+
+    def __init__(
+        self, comm: Communicator, everyone: Communicator, candidates: Mapping[str, Candidate], clock: Clock
+    ) -> None:
+        self.comm, self.everyone, self.clock = comm, everyone, clock
+        self.candidates = dict(candidates)
+
+    def run(self, share_s: float, kept: str) -> dict[str, float]:
+        """Return the median time of each candidate that was not hopeless, in about ``share_s`` seconds. Collective.
+
+        ``kept`` stays to the end however slow it is. A candidate that refuses to run here is left out.
+        """
+        began = self.clock()
+        self._drop_refusals()
+        repeats = dict.fromkeys(self.candidates, 1)
+        looks = [self._round(repeats, turn) for turn in range(FIRST_LOOKS)]
+        first = {name: min(times[name] for times in looks) for name in self.candidates}
+        best = min(first.values(), default=0.0)
+        self.candidates = {
+            name: call for name, call in self.candidates.items() if first[name] <= HOPELESS * best or name == kept
+        }
+        repeats = {name: _repeats(first[name]) for name in self.candidates}
+        round_s = sum(first[name] * repeats[name] for name in self.candidates)
+        spent_s = slowest(self.everyone, self.clock() - began)
+        wanted = int((share_s - spent_s) / round_s) if round_s else MOST_ROUNDS
+        rounds = [self._round(repeats, turn) for turn in range(max(FEWEST_ROUNDS, min(wanted, MOST_ROUNDS)))]
+        return {name: statistics.median(times[name] for times in rounds) for name in self.candidates}
+
+    def _drop_refusals(self) -> None:
+        """Call each candidate once, which also opens its connections; drop those that any rank cannot run.
+
+        An algorithm refuses on all ranks of its communicator alike, before it has sent anything.
+        """
+        refused = np.zeros(len(self.candidates))
+        for index, call in enumerate(self.candidates.values()):
+            try:
+                call()
+            except REFUSALS:
+                refused[index] = 1
+        self.everyone.allreduce(refused, "max")
+        self.candidates = {
+            name: call for (name, call), no in zip(self.candidates.items(), refused, strict=True) if not no
+        }
+
+    def _round(self, repeats: Mapping[str, int], turn: int) -> dict[str, float]:
+        """Return the time of one call of each candidate on the slowest rank. Each round begins with another."""
+        names = list(self.candidates)
+        seconds = np.zeros(len(names))
+        for offset in range(len(names)):
+            index = (turn + offset) % len(names)
+            call, times = self.candidates[names[index]], repeats[names[index]]
+            self.comm.barrier()
+            began = self.clock()
+            for _ in range(times):
+                call()
+            seconds[index] = (self.clock() - began) / times
+        self.everyone.allreduce(seconds, "max")
+        return dict(zip(names, seconds.tolist(), strict=True))
+
+
+def _repeats(seconds: float) -> int:
+    return MOST_REPEATS if seconds <= SAMPLE_S / MOST_REPEATS else max(1, round(SAMPLE_S / seconds))

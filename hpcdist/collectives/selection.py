@@ -1,0 +1,72 @@
+"""Which allreduce for which size: a table whose text is itself the name of an algorithm.
+
+    recursive_doubling<=4096,native<=262144,node_shared
+
+reads: recursive doubling up to 4096 bytes, the MPI library's up to 256 KiB, shared memory beyond. A single name is a
+table of one row. The text is what checkpoints and summaries keep, and `hpcdist.collectives.allreduce` takes it. The
+size of a buffer is the same on all ranks, so all take the same row.
+"""
+
+import functools
+import re
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Final
+
+from hpcdist.errors import UsageError
+
+_ROW: Final = re.compile(r"([a-z][a-z0-9_]*)(?:<=(0|[1-9][0-9]{0,17}))?")
+_TEXT_LENGTH: Final = 4096  # no table that is worth its rows is longer
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Algorithms by size: ``names[i]`` for buffers up to ``limits[i]`` bytes, ascending, the last name beyond."""
+
+    names: tuple[str, ...]
+    limits: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.limits) + 1 or list(self.limits) != sorted(set(self.limits)):
+            raise UsageError(
+                f"a choice of allreduce has limits that ascend and one name more than limits, got {self.names} and "
+                f"{self.limits}"
+            )
+
+    def at(self, nbytes: int) -> str:
+        """Return the algorithm for a buffer of ``nbytes`` bytes (local)."""
+        return self.names[bisect_left(self.limits, nbytes)]
+
+    def __str__(self) -> str:
+        rows = [f"{name}<={limit}" for name, limit in zip(self.names, self.limits, strict=False)]
+        return ",".join([*rows, self.names[-1]])
+
+    @classmethod
+    def of(cls, rows: list[tuple[int, str]]) -> "Choice":
+        """Return the table in which ``rows`` are (largest size in bytes, name), ascending; the last has no end."""
+        kept = [row for row, after in zip(rows, rows[1:], strict=False) if row[1] != after[1]]
+        return cls((*(name for _, name in kept), rows[-1][1]), tuple(limit for limit, _ in kept))
+
+
+@functools.lru_cache(maxsize=64)
+def parse(text: "str | Choice") -> Choice:
+    """Return the choice that ``text`` stands for, of algorithms that exist (local). Raises UsageError."""
+    from hpcdist.collectives import ALLREDUCE  # late: it is made of modules beside this one
+
+    choice = text if isinstance(text, Choice) else _rows(text)
+    unknown = [name for name in choice.names if name not in ALLREDUCE]
+    if unknown:
+        raise UsageError(f"allreduce algorithm {unknown[0]!r} is unknown; choose one of {', '.join(ALLREDUCE)}")
+    return choice
+
+
+def _rows(text: str) -> Choice:
+    found = [_ROW.fullmatch(row) for row in text.split(",")] if len(text) <= _TEXT_LENGTH else [None]
+    names = tuple(row[1] for row in found if row is not None)
+    limits = [row[2] for row in found if row is not None]
+    if len(names) < len(found) or limits[-1] is not None or None in limits[:-1]:
+        raise UsageError(
+            f"allreduce algorithm {text!r} is neither a name nor a table of them; write NAME<=BYTES,...,NAME, for "
+            "example recursive_doubling<=4096,ring"
+        )
+    return Choice(names, tuple(int(limit) for limit in limits[:-1]))

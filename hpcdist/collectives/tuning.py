@@ -1,0 +1,270 @@
+"""Choosing the allreduce by measurement: the model names the candidates, a short race decides, the result is kept.
+
+Sizes are looked at from small to large, each with its share of what is left of the budget. At a size the model
+(`costs`) leaves out what it predicts to be far behind; what has no formula takes part wherever it runs, and that of the
+MPI library always does: nothing else is chosen unless it was clearly faster in the same race. Where the time does not
+reach for a size, the algorithm of the size before it is taken.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isqrt
+from typing import Final
+
+import numpy as np
+
+from hpcdist import collectives
+from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float, name_of
+from hpcdist.collectives import tuning_cache
+from hpcdist.collectives.costs import FORMULAS, Machine, Topology
+from hpcdist.collectives.probe import Clock, probe, slowest
+from hpcdist.collectives.race import FEWEST_CALLS, Candidate, Race
+from hpcdist.collectives.selection import Choice, parse
+from hpcdist.collectives.tuning_cache import Row, Tuning
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import UsageError
+
+NATIVE: Final = "native"
+ONE_NODE: Final = ("node_shared",)
+ALLREDUCE_KIND, SHARDED_KIND = "allreduce", "sharded"
+SMALLEST_BYTES, FACTOR = 64, 4
+BUDGET_S: Final = 1.5  # together with the set-up of communicators a start takes less than 2 s
+RESERVE: Final = 0.1  # of the budget, for the sizes between two winners
+PREDICTED_WITHIN: Final = 2.0  # times the best prediction: worth measuring
+CLEARLY: Final = 0.95  # of the MPI library's time, or of the algorithm before it: worth a change
+
+Allocate = Callable[[int], Array]  # number of elements -> the memory that a run will reduce
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a choice is for. ``allocate`` makes zeroed memory of the kind ``buffer`` names; None: plain memory."""
+
+    max_bytes: int
+    dtype: np.dtype
+    kind: str = ALLREDUCE_KIND
+    buffer: str = "host"
+    allocate: Allocate | None = None
+    budget_s: float = BUDGET_S
+
+    def memory(self) -> Array:
+        """Return a zeroed buffer of the greatest size. Collective where ``allocate`` is."""
+        size = max(1, self.max_bytes // self.dtype.itemsize)
+        if self.allocate is not None:
+            return self.allocate(size)
+        return backend.zeros(size, self.dtype, "gpu" if self.buffer == "device" else "cpu")
+
+
+def select(
+    comm: Communicator,
+    everyone: Communicator,
+    wanted: Wanted,
+    library: str,
+    *,
+    cached: bool = True,
+    clock: Clock = time.perf_counter,
+) -> Tuning:
+    """Return the choice for reductions over ``comm``, the same on all ranks of ``everyone``. Collective over both.
+
+    ``comm`` is one of several of the same size that together are ``everyone``: all measure at the same time, as they
+    will reduce. ``library`` is the version string of the MPI library. With ``cached`` an earlier result for the same
+    ranks, machines and software is taken instead, and a new one is kept.
+    """
+    began = clock()
+    if slowest(everyone, comm.size) == 1:
+        return Tuning(NATIVE, source="default")
+    topology = _agreed(everyone, Topology.of(comm))
+    key = tuning_cache.key(
+        everyone, topology.ranks_per_node, library, wanted.kind, name_of(wanted.dtype), wanted.buffer, wanted.max_bytes
+    )
+    note = ""
+    if cached:
+        found, note = everyone.broadcast_object(tuning_cache.read(key) if everyone.rank == 0 else None)
+        if found is not None and usable(found.text, wanted.kind, topology.nodes):
+            kept: Tuning = found
+            return kept
+    look = _sharded if wanted.kind == SHARDED_KIND else _allreduce
+    rows, machine = look(comm, everyone, wanted, topology, clock)
+    collectives.release(comm)
+    seconds = slowest(everyone, clock() - began)
+    tuning = Tuning(str(Choice.of(_limits(rows))), tuple(rows), machine, seconds, "measured", note)
+    if cached and everyone.rank == 0:
+        tuning = tuning_cache.kept(tuning, key)
+    agreed: Tuning = everyone.broadcast_object(tuning)
+    return agreed
+
+
+def _agreed(everyone: Communicator, topology: Topology) -> Topology:
+    """Return the topology of most nodes: what runs on it runs on all."""
+    found = everyone.allgather_object(topology.ranks_per_node)
+    return Topology(max(found, key=lambda ranks: (len(ranks), ranks)))
+
+
+def usable(text: str, kind: str, nodes: int) -> bool:
+    """Whether ``text`` names algorithms of ``kind`` that run on so many nodes (local)."""
+    if kind == SHARDED_KIND:
+        return text in collectives.SHARDED and runs_on(nodes, text)
+    try:
+        return all(runs_on(nodes, name) for name in parse(text).names)
+    except UsageError:
+        return False
+
+
+def runs_on(nodes: int, name: str) -> bool:
+    """Whether the algorithm can be called at all; others that cannot refuse when they are tried (local)."""
+    return nodes == 1 or name not in ONE_NODE
+
+
+def _limits(rows: list[Row]) -> list[tuple[int, str]]:
+    """Return the winners with the sizes up to which they are taken: a power of two half-way to the next size."""
+    between = [_halfway(row.nbytes, after.nbytes) for row, after in zip(rows, rows[1:], strict=False)]
+    return [(limit, row.chosen) for limit, row in zip([*between, 0], rows, strict=True)]
+
+
+def _halfway(low: int, high: int) -> int:
+    """Return the power of two that the geometric mean has passed, which is no less than ``low`` (local)."""
+    return max(low, 1 << (isqrt(low * high).bit_length() - 1))
+
+
+def _sharded(
+    comm: Communicator, everyone: Communicator, wanted: Wanted, topology: Topology, clock: Clock
+) -> tuple[list[Row], Machine | None]:
+    """Return the one row of a reduce-scatter and an all-gather: who owns what must not depend on the size."""
+    buffer = wanted.memory()
+
+    def both(sharding: collectives.Sharding) -> Candidate:
+        def call() -> None:
+            shares = sharding.shares(comm, buffer.size, buffer.itemsize)
+            sharding.reduce_scatter(comm, buffer, shares)
+            sharding.all_gather(comm, buffer, shares)
+            backend.synchronise(buffer)
+
+        return call
+
+    halves = {name: both(each) for name, each in collectives.SHARDED.items() if runs_on(topology.nodes, name)}
+    race = Race(comm, everyone, halves, clock)
+    measured = race.run(wanted.budget_s / 2, NATIVE)
+    return [Row(buffer.nbytes, {}, measured, choose(measured, NATIVE))], None
+
+
+def _allreduce(
+    comm: Communicator, everyone: Communicator, wanted: Wanted, topology: Topology, clock: Clock
+) -> tuple[list[Row], Machine | None]:
+    buffer = wanted.memory()
+    machine = probe(comm, everyone, topology, buffer, clock)
+    field = Field(comm, everyone, buffer, Model(topology, machine, wanted.dtype), wanted.budget_s, clock)
+    field.look(sizes(wanted.max_bytes), wanted.budget_s * (1 - RESERVE))
+    field.look_between()
+    return field.rows, machine
+
+
+def sizes(max_bytes: int) -> list[int]:
+    """Return the sizes to look at, ascending, the last ``max_bytes`` (local)."""
+    found, size = [], SMALLEST_BYTES
+    while size * 2 <= max_bytes:  # a size nearer to the last one tells nothing new
+        found.append(size)
+        size *= FACTOR
+    return [*found, max_bytes]
+
+
+def choose(measured: Mapping[str, float], before: str | None) -> str:
+    """Return the fastest, unless the algorithm of the size before, or the MPI library's, is about as fast (local)."""
+    best = min(measured, key=measured.__getitem__)
+    for steady in (before, NATIVE):
+        if steady is not None and steady in measured and measured[best] > CLEARLY * measured[steady]:
+            best = steady
+    return best
+
+
+@dataclass(frozen=True)
+class Model:
+    """The formulas on the machine that was measured."""
+
+    topology: Topology
+    machine: Machine
+    dtype: np.dtype
+
+    def predicted(self, nbytes: int) -> dict[str, float]:
+        """Return seconds by algorithm, of those that have a formula (local)."""
+        wide = nbytes * accumulation_dtype(self.dtype).itemsize // self.dtype.itemsize
+        sent = {name: nbytes if name == "all_to_all" and is_16bit_float(self.dtype) else wide for name in FORMULAS}
+        return {
+            name: formula(self.topology, sent[name]).seconds(self.machine)
+            for name, formula in FORMULAS.items()
+            if name in collectives.ALLREDUCE
+        }
+
+
+class Field:
+    """The rows found so far, and the time that is left. Every method is collective."""
+
+    def __init__(
+        self, comm: Communicator, everyone: Communicator, buffer: Array, model: Model, budget_s: float, clock: Clock
+    ) -> None:
+        self.comm, self.everyone, self.buffer, self.model, self.clock = comm, everyone, buffer, model, clock
+        self.budget_s, self._began = budget_s, clock()
+        self.rows: list[Row] = []
+        self._latest: dict[str, tuple[int, float]] = {}  # by algorithm: the size of its last race, and the time
+
+    def look(self, nbytes: list[int], until_s: float) -> None:
+        """Add a row for each size, ascending, each with an equal share of what is left until ``until_s``."""
+        for index, size in enumerate(nbytes):
+            share_s = (until_s - self._spent_s()) / (len(nbytes) - index)
+            before = self.rows[-1].chosen if self.rows else None
+            self.rows.append(self._row(size, self._candidates(size, before), share_s, before))
+
+    def look_between(self) -> None:
+        """Add a row half-way between two sizes with different winners, from a race of the two."""
+        pairs = [(a, b) for a, b in zip(self.rows, self.rows[1:], strict=False) if a.chosen != b.chosen]
+        for index, (low, high) in enumerate(pairs):
+            share_s = (self.budget_s - self._spent_s()) / (len(pairs) - index)
+            names = list(dict.fromkeys([low.chosen, high.chosen, NATIVE]))
+            row = self._row(_halfway(low.nbytes, high.nbytes), names, share_s, low.chosen)
+            if row.measured and row.nbytes > low.nbytes:
+                self.rows.append(row)
+        self.rows.sort(key=lambda row: row.nbytes)
+
+    def _spent_s(self) -> float:
+        return slowest(self.everyone, self.clock() - self._began)
+
+    def _candidates(self, nbytes: int, before: str | None) -> list[str]:
+        """Return the algorithms worth measuring, the most promising first."""
+        predicted = self.model.predicted(nbytes)
+        best = min(predicted.values())
+        able = [name for name in collectives.ALLREDUCE if runs_on(self.model.topology.nodes, name)]
+        near = [name for name in able if predicted.get(name, best) <= PREDICTED_WITHIN * best]
+        near.sort(key=lambda name: predicted.get(name, 0.0))
+        return list(dict.fromkeys([NATIVE, *([before] if before else []), *near]))
+
+    def _row(self, nbytes: int, names: list[str], share_s: float, before: str | None) -> Row:
+        """Race as many of ``names``, in their order, as a share pays for."""
+        predicted = self.model.predicted(nbytes)
+        affordable, cost_s = [], 0.0
+        for name in names:
+            cost_s += FEWEST_CALLS * self._expected_s(name, nbytes, predicted)
+            if cost_s <= share_s or not self.rows:  # the smallest size is always looked at
+                affordable.append(name)
+        if len(affordable) < 2:
+            return Row(nbytes, predicted, {}, before or NATIVE)
+        part = self.buffer[: max(1, nbytes // self.buffer.itemsize)]
+        race = Race(self.comm, self.everyone, {name: self._call(name, part) for name in affordable}, self.clock)
+        measured = race.run(share_s, NATIVE)
+        self._latest |= {name: (nbytes, seconds) for name, seconds in measured.items()}
+        return Row(nbytes, predicted, measured, choose(measured, before))
+
+    def _expected_s(self, name: str, nbytes: int, predicted: Mapping[str, float]) -> float:
+        """Return what a call may take: the last time it took, in proportion, or what the model says."""
+        if name in self._latest:
+            size, seconds = self._latest[name]
+            return seconds * max(1.0, nbytes / size)
+        return predicted.get(name, max(predicted.values()))
+
+    def _call(self, name: str, part: Array) -> Candidate:
+        def call() -> None:
+            collectives.allreduce(self.comm, part, name)
+            backend.synchronise(part)
+
+        return call

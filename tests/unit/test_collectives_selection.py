@@ -1,0 +1,92 @@
+"""A table of algorithms by size: its text, what it chooses, and that it can be called by its text."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcdist import collectives
+from hpcdist.collectives.selection import Choice, parse
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import UsageError
+
+TEXT = "recursive_doubling<=4096,native<=262144,ring"
+NAMES = st.sampled_from(sorted(collectives.ALLREDUCE))
+
+
+@given(st.dictionaries(st.integers(0, 1 << 50), NAMES, max_size=6), NAMES)
+def test_a_text_is_read_back_as_what_it_was(limits, last):
+    choice = Choice((*(limits[limit] for limit in sorted(limits)), last), tuple(sorted(limits)))
+    assert parse(str(choice)) == choice
+    assert str(parse(str(choice))) == str(choice)
+
+
+def test_limits_belong_to_the_row():
+    choice = parse(TEXT)
+    sizes = {0: "recursive_doubling", 4096: "recursive_doubling", 4097: "native", 262144: "native", 262145: "ring"}
+    assert {size: choice.at(size) for size in sizes} == sizes
+    assert parse("ring").at(0) == parse("ring").at(1 << 60) == "ring"
+
+
+def test_neighbours_of_one_name_are_one_row():
+    assert str(Choice.of([(64, "ring"), (256, "ring"), (1024, "native"), (0, "native")])) == "ring<=256,native"
+    assert str(Choice.of([(64, "ring"), (0, "ring")])) == "ring"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            ",",
+            "ring,",
+            "ring<=4096",
+            "ring,native",
+            "ring<=x,native",
+            "ring<=-1,native",
+            "ring<=4, native",
+            "RING",
+        ),
+        *("ring<=8,native<=4,ring", "ring<=8,native<=8,ring", "ring<=08,native", "ring<4,native", "ring<=1e3,native"),
+        *("auto", "nothing", "nothing<=8,ring", "ring<=8,nothing", "ring<=" + "9" * 19 + ",native", "ring<=1," * 1000),
+    ],
+)
+def test_other_texts_are_refused(text):
+    with pytest.raises(UsageError, match=r"allreduce"):
+        parse(text)
+    with pytest.raises(UsageError, match=r"allreduce"):
+        run_threads(1, lambda comm: collectives.allreduce(comm, np.ones(1), text))
+
+
+def test_limits_must_ascend_and_names_be_one_more():
+    for names, limits in (((), ()), (("ring",), (1,)), (("ring", "ring", "ring"), (2, 1))):
+        with pytest.raises(UsageError, match="limits"):
+            Choice(names, limits)
+
+
+@pytest.mark.parametrize("algorithm", [TEXT, parse(TEXT)])
+def test_a_table_is_called_like_an_algorithm(rng, algorithm):
+    inputs = {size: rng.standard_normal((3, size)).astype(np.float32) for size in (1024, 1025, 65537)}
+
+    def body(comm: Communicator) -> tuple[list[bytes], set[str]]:
+        found = []
+        with recording(comm) as traffic:
+            for data in inputs.values():
+                buffer = data[comm.rank].copy()
+                collectives.allreduce(comm, buffer, algorithm)
+                found.append(buffer.tobytes())
+        return found, {name for name in traffic.calls if name.endswith("_allreduce")}
+
+    def forced(comm: Communicator) -> list[bytes]:
+        found = []
+        for data, name in zip(inputs.values(), ("recursive_doubling", "native", "ring"), strict=True):
+            buffer = data[comm.rank].copy()
+            collectives.allreduce(comm, buffer, name)
+            found.append(buffer.tobytes())
+        return found
+
+    table, by_name = run_threads(3, body), run_threads(3, forced)
+    assert [found for found, _ in table] == by_name
+    assert table[0][1] == {"recursive_doubling_allreduce", "native_allreduce", "ring_allreduce"}

@@ -1,0 +1,225 @@
+"""Choosing by measurement on threads: what is measured is the clock, so the clock is made up where times matter."""
+
+import itertools
+import json
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hpcdist import collectives
+from hpcdist.collectives import tuning
+from hpcdist.collectives.costs import NODE, Link, Machine, Topology
+from hpcdist.collectives.race import Race
+from hpcdist.collectives.tuning import Model, Wanted, choose, select, sizes
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import MissingCapabilityError
+
+FLOAT = np.dtype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def of(ranks: int, max_bytes: int = 4096, ranks_per_node: int | None = None, **keys: object) -> list[tuning.Tuning]:
+    def body(comm: Communicator) -> tuning.Tuning:
+        return select(comm, comm, Wanted(max_bytes=max_bytes, dtype=FLOAT, budget_s=0.1), "threads", **keys)
+
+    return run_threads(ranks, body, ranks_per_node)
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_node"), [(2, None), (3, None), (4, 2), (5, 2)])
+def test_all_ranks_choose_the_same_by_measuring_every_size(ranks, ranks_per_node):
+    found = of(ranks, ranks_per_node=ranks_per_node)
+    assert all(tuned == found[0] for tuned in found)
+    assert found[0].source == "measured"
+    assert {64, 256, 1024, 4096} <= {row.nbytes for row in found[0].rows}
+    for row in found[0].rows:
+        assert row.chosen == found[0].choice.at(row.nbytes)
+        assert not row.measured or {"native", row.chosen} <= set(row.measured)
+    if ranks_per_node is not None:
+        assert all("node_shared" not in row.measured for row in found[0].rows), "it needs one node"
+
+
+def test_ranks_agree_whatever_their_clocks_say():
+    tick = itertools.count()
+    own = threading.local()
+
+    def clock() -> float:
+        """Clocks that run at different speeds, forward by random steps, a rank's own."""
+        if not hasattr(own, "time"):
+            own.speed = 10.0 ** next(tick) * 1e-6
+            own.random = np.random.default_rng(next(tick))
+            own.time = 0.0
+        own.time += own.speed * own.random.random()
+        return own.time
+
+    found = of(4, clock=clock)
+    assert all(tuned == found[0] for tuned in found)
+
+
+def test_alone_there_is_nothing_to_choose():
+    assert [(tuned.text, tuned.source, tuned.rows) for tuned in of(1)] == [("native", "default", ())]
+
+
+def test_a_second_start_takes_what_the_first_measured():
+    first, second, third = of(2), of(2), of(2, cached=False)
+    assert (first[0].source, second[0].source, third[0].source) == ("measured", "cache", "measured")
+    assert second[0].text == first[0].text and second[0].rows == first[0].rows
+    assert of(3)[0].source == "measured", "other ranks, another choice"
+    assert of(2, max_bytes=8192)[0].source == "measured"
+
+
+def test_a_kept_choice_that_cannot_run_is_made_anew(tmp_path):
+    def body(comm: Communicator) -> tuning.Tuning:
+        return select(comm, comm, Wanted(max_bytes=64, dtype=FLOAT, kind="sharded", budget_s=0.1), "threads")
+
+    run_threads(2, body)
+    (file,) = (tmp_path / "hpcdist" / "tuning").iterdir()
+    forged = json.loads(file.read_text()) | {"text": "recursive_doubling"}  # an allreduce that has no halves
+    file.write_text(json.dumps(forged))
+    found = run_threads(2, body)[0]
+    assert (found.source, found.text in collectives.SHARDED) == ("measured", True)
+
+
+def test_where_nothing_can_be_kept_the_run_goes_on(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    found = of(2)
+    assert found[0].source == "measured"
+    assert "not kept" in found[0].note
+
+
+def test_several_groups_that_measure_at_once_agree():
+    def body(comm: Communicator) -> tuple[tuning.Tuning, tuning.Tuning]:
+        pair = comm.split(comm.rank // 2)
+        assert pair is not None
+        first = select(pair, comm, Wanted(max_bytes=1024, dtype=FLOAT, budget_s=0.1), "threads")
+        return first, select(pair, comm, Wanted(max_bytes=1024, dtype=FLOAT), "threads")
+
+    found = run_threads(4, body)
+    assert all(pair == found[0] for pair in found)
+    assert [tuned.source for tuned in found[0]] == ["measured", "cache"]
+
+
+def test_sharding_has_one_algorithm_for_all_sizes():
+    def body(comm: Communicator) -> tuning.Tuning:
+        wanted = Wanted(max_bytes=4096, dtype=FLOAT, kind="sharded", budget_s=0.1)
+        return select(comm, comm, wanted, "threads")
+
+    found = run_threads(4, body, 2)
+    assert found[0].text in collectives.SHARDED
+    assert all(tuned == found[0] for tuned in found)
+
+
+def test_sizes_end_with_the_greatest():
+    assert sizes(1) == [1]
+    assert sizes(64) == [64]
+    assert sizes(100) == [100]
+    assert sizes(128) == [64, 128]
+    assert sizes(5000) == [64, 256, 1024, 5000]
+
+
+@pytest.mark.parametrize(
+    ("measured", "before", "chosen"),
+    [
+        ({"native": 1.0, "ring": 0.5}, None, "ring"),
+        ({"native": 1.0, "ring": 0.96}, None, "native"),  # not clearly faster
+        ({"native": 1.0, "ring": 0.5, "circulant": 0.51}, "circulant", "circulant"),  # about as fast: no change
+        ({"native": 1.0, "ring": 0.5, "circulant": 0.6}, "circulant", "ring"),
+        ({"native": 1.0, "ring": 0.5}, "rabenseifner", "ring"),  # dropped from the race
+        ({"native": 1.0, "ring": 0.94, "circulant": 0.97}, "circulant", "native"),
+    ],
+)
+def test_nothing_displaces_the_mpi_library_unless_clearly_faster(measured, before, chosen):
+    assert choose(measured, before) == chosen
+
+
+class Course:
+    """Candidates that take the time they are told, by a clock that only they move."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds, self.now, self.calls = seconds, 0.0, dict.fromkeys(seconds, 0)
+
+    def clock(self) -> float:
+        return self.now
+
+    def call(self, name: str) -> None:
+        self.calls[name] += 1
+        self.now += self.seconds[name]
+
+    def race(self, comm: Communicator, share_s: float, kept: str = "native") -> dict[str, float]:
+        calls = {name: lambda name=name: self.call(name) for name in self.seconds}
+        return Race(comm, comm, calls, self.clock).run(share_s, kept)
+
+
+def test_the_time_is_that_of_the_slowest_rank():
+    def body(comm: Communicator) -> dict[str, float]:
+        return Course({"native": 1.0 + comm.rank, "ring": 3.5 - comm.rank}).race(comm, 100.0)
+
+    for found in run_threads(3, body):
+        assert found == pytest.approx({"native": 3.0, "ring": 3.5})
+
+
+def test_hopeless_candidates_are_dropped_early_and_the_share_is_kept():
+    def body(comm: Communicator) -> tuple[dict[str, float], dict[str, int], float]:
+        course = Course({"native": 9.0, "ring": 1.0, "double_tree": 2.5})
+        return course.race(comm, 150.0), course.calls, course.now
+
+    found, calls, spent_s = run_threads(2, body)[0]
+    assert found == pytest.approx({"native": 9.0, "ring": 1.0}), "native stays"
+    assert calls["double_tree"] == 3
+    assert calls["native"] == calls["ring"] > 6
+    assert spent_s <= 150.0
+
+
+def test_what_one_rank_cannot_run_nobody_runs():
+    def body(comm: Communicator) -> dict[str, float]:
+        def refuse() -> None:
+            if comm.rank == 1:
+                raise MissingCapabilityError("not here")
+
+        calls = {"native": lambda: None, "ring": refuse}
+        return Race(comm, comm, calls, time.perf_counter).run(0.01, "native")
+
+    assert [set(found) for found in run_threads(2, body)] == [{"native"}] * 2
+
+
+def test_other_failures_are_not_swallowed():
+    def fail() -> None:
+        raise OSError("a bug")
+
+    with pytest.raises(OSError, match="a bug"):
+        run_threads(1, lambda comm: Race(comm, comm, {"native": fail}, time.perf_counter).run(0.01, "native"))
+
+
+def test_the_budget_holds_where_every_call_is_slow():
+    """A clock on which each look at it takes a tenth of a second: after the first sizes, time is up."""
+    own = threading.local()
+
+    def clock() -> float:
+        own.time = getattr(own, "time", 0.0) + 0.1
+        return own.time
+
+    found = of(2, max_bytes=1 << 20, clock=clock)[0]
+    assert found.rows[0].measured, "the smallest size is always looked at"
+    assert [row.measured for row in found.rows[2:]] == [{}] * len(found.rows[2:])
+    assert {row.chosen for row in found.rows[2:]} == {found.rows[1].chosen}
+
+
+def test_16_bit_floats_travel_as_they_are_or_widened():
+    machine = Machine({NODE: Link(0.0, 1e-9)}, 0.0)
+    narrow = Model(Topology((4,)), machine, np.dtype(np.float16)).predicted(1 << 20)
+    wide = Model(Topology((4,)), machine, np.dtype(np.float32)).predicted(1 << 20)
+    assert narrow["ring"] == pytest.approx(2 * wide["ring"])
+    assert narrow["all_to_all"] == pytest.approx(wide["all_to_all"])
+
+
+def test_the_cache_is_where_the_system_says(tmp_path):
+    of(2)
+    assert len(os.listdir(tmp_path / "hpcdist" / "tuning")) == 1
