@@ -68,7 +68,7 @@ def reduce_scatter(
     """
     combine = combiner(buffer, op)
     lanes = _lanes(comm, buffer, ranges, bidirectional)
-    if _in_segments(buffer, lanes, segment_bytes):
+    if _in_segments(buffer, lanes, segment_bytes) and comm.size > 1:
         # The chunk of rank r starts one behind r and has gone all the way round when it arrives there.
         _relay(buffer, lanes, 1, segment_bytes, combine)
         return
@@ -98,7 +98,7 @@ def all_gather(
     """
     check_buffer(buffer)
     lanes = _lanes(comm, buffer, ranges, bidirectional)
-    if comm.size > 2 and _in_segments(buffer, lanes, segment_bytes):  # two ranks pass nothing on
+    if _in_segments(buffer, lanes, segment_bytes) and comm.size > 2:  # two ranks pass nothing on
         _relay(buffer, lanes, 0, segment_bytes, None)
         return
     for step in range(comm.size - 1):
