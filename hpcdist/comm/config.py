@@ -18,6 +18,8 @@ ALGORITHMS: Final = (
 )
 
 
+OVERLAPS: Final = ("none", "thread", "poll")
+POLLED: Final = ("ring",)  # algorithms in steps, with the bits that they have otherwise
 BUCKET_BYTES: Final = 4 << 20
 
 
@@ -27,14 +29,17 @@ class CommunicationConfig:
 
     ``algorithm`` is an allreduce by name, or ``auto``, which is resolved at the start of a run and kept in its
     checkpoints. With the strategy allreduce a bucket of gradients is sent once ``bucket_bytes`` of it are
-    complete; the other strategies send layer by layer. A communication that takes
-    longer than ``deadline_s`` ends the job. ``ranks_per_node`` treats that many consecutive ranks as a node, to try
-    code for several nodes on one; 0 takes the nodes as they are found.
+    complete; the other strategies send layer by layer. With ``overlap`` a bucket
+    travels while the gradients before it are computed: a "thread" of each rank moves it, or between two layers the rank
+    itself does ("poll"); the results are the same bits. A communication that takes longer than ``deadline_s`` ends the
+    job. ``ranks_per_node`` treats that many consecutive ranks as a node, to try code for several nodes on one; 0 takes
+    the nodes as they are found.
     """
 
     algorithm: str = "auto"
     compression: str = "none"
     bucket_bytes: int = BUCKET_BYTES
+    overlap: str = "none"
     deadline_s: float = 300.0
     ranks_per_node: int = 0
 
@@ -43,6 +48,7 @@ class CommunicationConfig:
             raise ConfigurationError(
                 f"communication.algorithm = {self.algorithm!r}; choose one of {', '.join(ALGORITHMS)}"
             )
+        self._check_overlap()
         if self.compression != "none":
             raise ConfigurationError(
                 f"communication.compression = {self.compression!r}: compression of gradients is not built in this "
@@ -55,4 +61,13 @@ class CommunicationConfig:
         if self.ranks_per_node < 0:
             raise ConfigurationError(
                 f"communication.ranks_per_node = {self.ranks_per_node}; give a number of ranks, or 0 for nodes as found"
+            )
+
+    def _check_overlap(self) -> None:
+        if self.overlap not in OVERLAPS:
+            raise ConfigurationError(f"communication.overlap = {self.overlap!r}; choose one of {', '.join(OVERLAPS)}")
+        if self.overlap == "poll" and self.algorithm not in POLLED:
+            raise ConfigurationError(
+                f"communication.overlap = 'poll' with communication.algorithm = {self.algorithm!r}, which has no "
+                f"steps with the same bits; choose the algorithm {' or '.join(POLLED)}, or the overlap 'thread'"
             )

@@ -12,6 +12,7 @@ from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, cut, split
 from hpcdist.strategies.exchange import Handlers, pieces_of
+from hpcdist.strategies.overlap import Overlap
 from hpcdist.strategies.owner import Owner, OwnerExchange
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
@@ -44,17 +45,31 @@ class AllreduceExchange(OwnerExchange):
         stores = seat.store("parameters"), seat.store("gradients")
         self.owner = Owner(*stores, seat.build_optimizer(seat.part), [seat.part], None, seat.agree_algorithm)
         self.carries_out: Handlers = {Kind.REDUCE: self.reduce, **self.owner.carries_out}
+        if seat.overlap != "none" and seat.data.size > 1:
+            self.overlap = overlap = Overlap(seat.data, seat.overlap)
+            self.carries_out |= {Kind.START: self.start, Kind.WAIT: self.wait, Kind.POLL: lambda op: overlap.poll()}
 
     def plan(self) -> list[Operation]:
-        """Return REDUCE per bucket, AGREE, then the update of everything."""
+        """Return REDUCE per bucket, or START and WAIT, AGREE, then the update of everything."""
         found = buckets(self.seat.layout, self.gradients.array.itemsize, self.seat.bucket_bytes, self.seat.part)
-        reduces = [Operation(Kind.REDUCE, range=bucket) for bucket in found]
+        kinds = (Kind.REDUCE,) if self.overlap is None else (Kind.START, Kind.WAIT)
+        reduces = [Operation(kind, range=bucket) for kind in kinds for bucket in found]
         return [*reduces, Operation(Kind.AGREE), *self.owner.plan()]
 
     def reduce(self, op: Operation) -> None:
         """Sum the gradients of the range in place. Collective over the data axis."""
         assert op.range is not None
         collectives.allreduce(self.seat.data, self.gradients.range(op.range), self.algorithm)
+
+    def start(self, op: Operation) -> None:
+        """Begin to sum the gradients of the range in place. Collective over the data axis."""
+        assert op.range is not None and self.overlap is not None
+        self.overlap.start(op.range, self.gradients.range(op.range), self.algorithm)
+
+    def wait(self, op: Operation) -> None:
+        """Return when the sum of the range is there."""
+        assert op.range is not None and self.overlap is not None
+        self.overlap.wait(op.range)
 
     def norm_squared(self) -> float:
         """Return this stage's share of the squared norm; one of the replicas, which all hold the same, speaks."""

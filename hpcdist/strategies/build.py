@@ -12,7 +12,7 @@ from hpcdist.strategies.exchange import Exchange
 from hpcdist.strategies.grid import Grid
 from hpcdist.strategies.pipeline import Copies, cut, ties
 from hpcdist.strategies.schedule.executor import Executor
-from hpcdist.strategies.schedule.generators import compute, gathered, interleave
+from hpcdist.strategies.schedule.generators import compute, gathered, interleave, polled
 from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.verify import Proof, verify
 from hpcdist.strategies.seat import Seat
@@ -45,6 +45,8 @@ def operations(seat: Seat, exchange: Exchange, copies: Copies, parallel: Paralle
         steps = gathered(steps, seat.model.needs)
     steps += copies.after_backward()
     whole = interleave(steps, exchange.plan(), seat.ranges, every_microbatch=not exchange.accumulates)
+    if exchange.overlap is not None and exchange.overlap.polls:
+        whole = polled(whole)
     return whole + copies.after_update()
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
+from hpcdist.strategies.overlap import Overlap
 from hpcdist.strategies.schedule.operations import Kind, Operation
 
 Handlers: TypeAlias = Mapping[Kind, Callable[[Operation], None]]
@@ -26,6 +27,7 @@ class Exchange(Protocol):
     replicas_identical: bool  # whether the sentinel may compare ``parameters`` over the data axis
     accumulates: bool  # whether gradients of all micro-batches are added up first and exchanged once
     gathers: bool  # whether the parameters of a unit must be gathered before each use, and freed after it
+    overlap: Overlap | None  # the reductions that go on beside the computation, where there are any
     carries_out: Handlers
 
     @property

@@ -13,6 +13,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.optim import clip
 from hpcdist.optim.optimizer import Optimizer
 from hpcdist.strategies.exchange import pieces_of
+from hpcdist.strategies.overlap import Overlap
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
 
@@ -93,6 +94,7 @@ class OwnerExchange:
     lock_step = True
     accumulates = True
     gathers = False
+    overlap: Overlap | None = None
     owner: Owner
 
     def __init__(self, seat: Seat) -> None:

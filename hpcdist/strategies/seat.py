@@ -34,6 +34,7 @@ class Seat:
     total_steps: int
     algorithm: str = "native"
     bucket_bytes: int = 4 << 20
+    overlap: str = "none"
     on: str = "cpu"
     ledger: Ledger | None = None
     computes: bool = True

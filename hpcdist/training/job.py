@@ -50,6 +50,7 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool) -> None:
         print(describe(summary), file=sys.stderr if as_json else sys.stdout)
         if as_json:
             print(json.dumps(summary), flush=True)
+    trainer.close()
     session.leave(OK if outcome.wish is None else EXIT_CODES[outcome.wish])
 
 

@@ -34,6 +34,8 @@ class Outcome:
     sent_bytes: list[float] = field(default_factory=list)  # NaN where the MPI library chose the algorithm
     targets: list[int] = field(default_factory=list)  # of this rank alone, where ranks do not share steps
     checkpoint: Path | None = None
+    # Of reductions beside the computation: seconds that the rank gave to them, and that they took; see `Overlap.taken`.
+    overlapped: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Loop:
@@ -101,6 +103,8 @@ class Loop:
         outcome.step_s.append(step_s)
         outcome.communication_s.append(found.seconds["communication_s"])
         outcome.sent_bytes.append(bytes_sent)
+        if trainer.exchange.overlap is not None:
+            outcome.overlapped.append(trainer.exchange.overlap.taken())
         outcome.checkpoint = None
         if found.wishes[len(Wish)] > 0:
             self.metrics.flush()

@@ -48,6 +48,11 @@ class Recipe:
         if self.parallel.strategy == "parameter_server":
             self.parameter_server.check_beside(self.optimizer.name)
         self._refuse_without_effect()
+        if self.communication.overlap != "none" and self.run.device != "cpu":
+            raise ConfigurationError(
+                f"communication.overlap = {self.communication.overlap!r} with run.device = {self.run.device!r} is not "
+                "built in this version; set it to 'none'"
+            )
         self._refuse_beside_logical_shards()
         microbatches, pipeline = self.parallel.microbatches, self.parallel.pipeline
         if microbatches > self.run.global_batch:
@@ -64,9 +69,10 @@ class Recipe:
     def _refuse_without_effect(self) -> None:
         """Raise ConfigurationError for keys that the strategy would ignore."""
         strategy = self.parallel.strategy
+        elsewhere = replace(self.communication, bucket_bytes=BUCKET_BYTES, overlap="none")
         for section, given, default, needed in (
             ("parameter_server", self.parameter_server, ParameterServerConfig(), "parameter_server"),
-            ("communication", self.communication, replace(self.communication, bucket_bytes=BUCKET_BYTES), "allreduce"),
+            ("communication", self.communication, elsewhere, "allreduce"),
         ):
             changed = [item.name for item in fields(given) if getattr(given, item.name) != getattr(default, item.name)]
             if changed and strategy != needed:
@@ -84,6 +90,7 @@ class Recipe:
             ("parallel.microbatches", self.parallel.microbatches, 1),
             ("parallel.schedule", self.parallel.order, "sequential"),
             ("communication.algorithm", self.communication.algorithm, "auto"),
+            ("communication.overlap", self.communication.overlap, "none"),
         ):
             if self.run.logical_shards and given != only:
                 raise ConfigurationError(

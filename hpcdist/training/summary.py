@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.grid import ORDER
@@ -19,6 +19,8 @@ NOT_VISIBLE: Final = (
     "the MPI library's own collective was used, and what it sends is not visible; set communication.algorithm to ring, "
     "or any but native, to count"
 )
+NOT_HIDDEN: Final = "while a rank does not look, it does not know what moves: set communication.overlap to thread"
+Measured = TypeVar("Measured")
 Rank: TypeAlias = Mapping[str, Any]  # what one rank measured, by name; of its steps, a list
 
 
@@ -80,7 +82,7 @@ def _most(counts: Sequence[float]) -> float:
     return math.nan if math.isnan(sum(counts)) else max(counts)
 
 
-def _steady(values: Sequence[float]) -> Sequence[float]:
+def _steady(values: Sequence[Measured]) -> Sequence[Measured]:
     """Leave out the first step, which compiles kernels and opens connections, unless there is no other."""
     return values[1:] or values
 
@@ -94,7 +96,7 @@ def summarise(
     a rank that only serves waits for most of its time, and that is no communication.
     """
     own: dict[str, Any] = {"step_s": outcome.step_s, "sent": outcome.sent_bytes, "comm": outcome.communication_s}
-    own |= {"targets": outcome.targets, "computes": trainer.seat.computes}
+    own |= {"overlapped": outcome.overlapped, "targets": outcome.targets, "computes": trainer.seat.computes}
     ranks = comm.allgather_object(own | {"peak": trainer.ledger.peak, "held": trainer.ledger.peak_total})
     workers = [rank for rank in ranks if rank["computes"]]
     if trainer.exchange.lock_step:
@@ -116,6 +118,7 @@ def summarise(
         "tokens_per_s": _number(pace.tokens_per_s),
         "step_s_median": _number(pace.step_s),
         "comm_fraction": _number(statistics.mean(shares)) if shares else None,
+        "communication_hidden_share": _number(_hidden(workers)),
         "bytes_sent_per_step": None if math.isnan(pace.sent_bytes) else round(pace.sent_bytes),
         "peak_bytes": {kind: max(rank["peak"][kind] for rank in ranks) for kind in trainer.ledger.peak},
         "peak_bytes_total": max(rank["held"] for rank in ranks),
@@ -123,11 +126,23 @@ def summarise(
         "run_dir": str(directory),
         "stopped_by": outcome.wish.name.lower() if outcome.wish is not None else None,
     }
+    if trainer.exchange.overlap is not None and summary["communication_hidden_share"] is None:
+        summary["communication_hidden_reason"] = NOT_HIDDEN
     if not shares:
         summary |= {f"{figure}_reason": NOTHING for figure in ("train", "tokens", "step", "comm", "bytes_sent")}
     elif summary["bytes_sent_per_step"] is None:
         summary["bytes_sent_reason"] = NOT_VISIBLE
     return summary
+
+
+def _hidden(workers: Sequence[Rank]) -> float:
+    """Return the mean share of reductions for which a rank did not wait; NaN where there are none, or nobody knows."""
+    shares = []
+    for rank in workers:
+        steady = _steady(rank["overlapped"])
+        exposed_s, total_s = sum(exposed for exposed, _ in steady), sum(total for _, total in steady)
+        shares.append(1 - exposed_s / total_s if total_s else math.nan)
+    return statistics.mean(shares) if shares else math.nan
 
 
 def _number(value: float) -> float | None:
@@ -151,6 +166,8 @@ def describe(summary: dict[str, Any]) -> str:
         lines[2:4] = [f"{summary['tokens_reason']}: no speed was measured ({summary['architecture']})"]
     if summary["bytes_sent_per_step"] is not None:
         lines.insert(3, f"{summary['bytes_sent_per_step']:,} bytes sent a step and rank")
+    if summary["communication_hidden_share"] is not None:
+        lines.insert(3, f"{summary['communication_hidden_share']:.0%} of the reductions hidden behind the backward")
     for name, nats in summary["entropy"].items():
         if nats is not None and summary["val_loss"] is not None:
             side = "below" if summary["val_loss"] < nats else "above"

@@ -124,6 +124,11 @@ class Trainer:
         self.first_step = int(resumed["steps"])
         self.executor.copies.refresh()
 
+    def close(self) -> None:
+        """End what runs beside the steps. Collective; no step can be made afterwards."""
+        if self.exchange.overlap is not None:
+            self.exchange.overlap.close()
+
     def initialise(self) -> None:
         """Take the initial values: those of a stage are the same whatever rank draws them. Collective."""
         for unit, part in self.seat.ranges.items():
@@ -211,6 +216,7 @@ def _seat(
         total_steps=recipe.run.steps,
         algorithm=algorithm,
         bucket_bytes=recipe.communication.bucket_bytes,
+        overlap=recipe.communication.overlap,
         on=recipe.run.device,
         ledger=ledger,
         computes=computes,

@@ -33,6 +33,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Request
 from hpcdist.optim import clip, rates
 from hpcdist.strategies.exchange import Handlers, pieces_of
+from hpcdist.strategies.overlap import Overlap
 from hpcdist.strategies.parameter_server.keys import partition
 from hpcdist.strategies.parameter_server.meetings import Meetings
 from hpcdist.strategies.parameter_server.notes import SHORTEST_S, Note, Notes
@@ -56,6 +57,7 @@ class AsynchronousExchange:
     replicas_identical = False
     accumulates = True
     gathers = False
+    overlap: Overlap | None = None
 
     def __init__(self, seat: Seat, roles: Roles) -> None:
         self.seat, self.roles, self.algorithm = seat, roles, seat.algorithm

@@ -5,16 +5,17 @@ from dataclasses import dataclass
 
 from hpcdist.arrays.ranges import Range, coverage
 from hpcdist.errors import ScheduleError
-from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.operations import EXCHANGED, Kind, Operation
 from hpcdist.strategies.schedule.pipelines import Pass, expand
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 MESSAGES = (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
-BEFORE_AGREE = (Kind.BACKWARD, Kind.REDUCE, Kind.PUSH, Kind.COLLECT, Kind.COPY_GRADIENT)
+BEFORE_AGREE = (Kind.BACKWARD, *EXCHANGED, Kind.WAIT, Kind.COLLECT, Kind.COPY_GRADIENT)
 AFTER_AGREE = (Kind.DIRECTION, Kind.NORMS, Kind.APPLY, Kind.PUBLISH, Kind.COPY_VALUE)
 # (what, what of its range comes before it, whether all of its range must have it)
 ORDERS = (
     (Kind.DIRECTION, Kind.REDUCE, False),
+    (Kind.DIRECTION, Kind.WAIT, False),
     (Kind.DIRECTION, Kind.COLLECT, False),
     (Kind.APPLY, Kind.DIRECTION, True),
     (Kind.PUBLISH, Kind.APPLY, True),
@@ -57,6 +58,7 @@ def check(share: Share) -> None:
     """Raise ScheduleError when the list of ``share`` is no training step."""
     _check_passes(share)
     _check_gradients(share)
+    _check_waits(share)
     _check_update(share)
     _check_copies(share)
     _check_residence(share)
@@ -108,7 +110,7 @@ def _check_passes(share: Share) -> None:
 
 def _check_gradients(share: Share) -> None:
     """Gradients of each unit are exchanged once, complete: after the last BACKWARD, or after every one."""
-    exchanged = share.where(Kind.REDUCE, Kind.PUSH)
+    exchanged = share.where(*EXCHANGED)
     for unit, whole in share.units.items():
         backwards = [index for index, op in share.where(Kind.BACKWARD) if op.unit == unit]
         for number, start in enumerate([-1, *backwards]):
@@ -126,6 +128,21 @@ def _check_gradients(share: Share) -> None:
                 if due == 0:
                     raise share.refuse(f"{named[0]} comes before {share.steps[stop]}, which adds to its gradients")
                 raise share.refuse(f"{named[1]} exchanges the gradients of {_text(piece)} a second time")
+
+
+def _check_waits(share: Share) -> None:
+    """What is started is waited for, once, as it was started: until then nobody may look at its range."""
+    under_way: list[Operation] = []
+    for _, op in share.where(Kind.START, Kind.WAIT):
+        if op.kind is Kind.START:
+            under_way.append(op)
+            continue
+        begun = next((other for other in under_way if other.range == op.range), None)
+        if begun is None:
+            raise share.refuse(f"{op} waits for what was not started, or was waited for before")
+        under_way.remove(begun)
+    if under_way:
+        raise share.refuse(f"{under_way[0]} is never waited for")
 
 
 def _check_update(share: Share) -> None:
@@ -164,7 +181,7 @@ def _check_copies(share: Share) -> None:
             if copy.unit in (op.unit, *share.needs.get(op.unit, ())) and at > index:
                 raise share.refuse(f"{copy} comes before {op}, which adds to its gradients")
         owned = share.units.get(copy.unit)
-        for at, op in share.where(Kind.REDUCE, Kind.PUSH) if owned else ():
+        for at, op in share.where(*EXCHANGED) if owned else ():
             if owned and op.range is not None and op.range.intersect(owned) and at < index and share.accumulates:
                 raise share.refuse(f"{op} comes before {copy}, which adds to its gradients")
     for index, copy in share.where(Kind.COPY_VALUE):

@@ -74,6 +74,7 @@ class Executor:
             Kind.GATHER: self._gather,
             Kind.FREE: self._gather,
             Kind.REDUCE: self._reduce,
+            Kind.START: self._reduce,
             Kind.PUSH: self._reduce,
             Kind.COPY_GRADIENT: self._copy_gradient,
             Kind.COPY_VALUE: copies.value,

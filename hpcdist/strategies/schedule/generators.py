@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from hpcdist.arrays.ranges import Range
-from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.operations import EXCHANGED, Kind, Operation
 from hpcdist.strategies.schedule.pipelines import PIPELINES, Pass, Passes, expand
 
 SCHEDULES: Final = ("sequential", *PIPELINES)
@@ -66,6 +66,18 @@ def gathered(steps: Sequence[Operation], needs: Mapping[int, Sequence[int]]) -> 
     return found
 
 
+def polled(steps: Sequence[Operation]) -> list[Operation]:
+    """Put POLL behind each operation that computes while something is under way that was started."""
+    found: list[Operation] = []
+    under_way = 0
+    for op in steps:
+        found.append(op)
+        under_way += (op.kind is Kind.START) - (op.kind is Kind.WAIT)
+        if under_way and op.kind in (Kind.FORWARD, Kind.BACKWARD):
+            found.append(Operation(Kind.POLL))
+    return found
+
+
 def interleave(
     steps: Sequence[Operation],
     exchange: Sequence[Operation],
@@ -73,7 +85,7 @@ def interleave(
     *,
     every_microbatch: bool = False,
 ) -> list[Operation]:
-    """Put the operations of an exchange among ``steps``, each REDUCE or PUSH as early as its gradients are complete.
+    """Put the operations of an exchange among ``steps``, those of `EXCHANGED` as early as their gradients are complete.
 
     The gradients of a range are complete after the last BACKWARD, and COPY_GRADIENT, of every unit that the range
     touches; ``units`` maps unit to range. With ``every_microbatch`` they are reduced after the backward of each
@@ -87,7 +99,7 @@ def interleave(
     due: dict[int, list[Operation]] = {}
     rest = []
     for op in exchange:
-        if op.kind in (Kind.REDUCE, Kind.PUSH):
+        if op.kind in EXCHANGED:
             assert op.range is not None
             touched = [unit for unit, part in units.items() if part.intersect(op.range)]
             for microbatch in rounds:

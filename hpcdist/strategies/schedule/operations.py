@@ -6,6 +6,7 @@ or verifies a schedule reads the same list.
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from hpcdist.arrays.ranges import Range
 
@@ -22,6 +23,9 @@ class Kind(Enum):
     GATHER = "gather"  # (unit): its parameters, whole, over the data axis
     FREE = "free"  # (unit): its parameters go back to their shards
     REDUCE = "reduce"  # (range): gradients over the replicas
+    START = "start"  # (range): the same, but it goes on beside what follows, until WAIT
+    POLL = "poll"  # whatever was started is moved on, where no thread does it
+    WAIT = "wait"  # (range): the end of a START
     PUSH = "push"  # (range): gradients from a worker to the server that owns them
     COLLECT = "collect"  # (range): a server takes what the workers push
     PUBLISH = "publish"  # (range): a server gives new parameters to the workers
@@ -32,6 +36,9 @@ class Kind(Enum):
     DIRECTION = "direction"  # (range): gradients become update directions
     NORMS = "norms"  # norms of tensors that several ranks share, for layer-wise rates
     APPLY = "apply"  # (range): parameters take a step along them
+
+
+EXCHANGED: Final = (Kind.REDUCE, Kind.START, Kind.PUSH)  # what takes gradients, which must be complete
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,11 @@
 
 The lists are run without computing anything. A send is buffered and never waits (the executor sends with isend), a
 receive waits for the first message from its neighbour, a collective for all its members, COLLECT for what the workers
-push, PULL for what servers publish. No rank ever has a choice, so the order in which ranks are tried here cannot change
-what happens: a run that ends here ends always, as long as sends find room.
+push, PULL for what servers publish. START waits for nobody, but the members of an axis start in the same order; WAIT is
+taken for a collective: where nothing moves by itself, what others wait for moves when a rank comes there itself.
+
+No rank ever has a choice, so the order in which ranks are tried here cannot change what happens: a run that ends here
+ends always, as long as sends find room.
 """
 
 from collections import deque
@@ -20,7 +23,7 @@ SENDS: Final = {
     Kind.SEND_GRADIENT: (Kind.RECV_GRADIENT, False),
 }
 RECEIVES: Final = {receive: (send, not onward) for send, (receive, onward) in SENDS.items()}
-OVER_DATA: Final = (Kind.REDUCE, Kind.GATHER, Kind.NORMS)
+OVER_DATA: Final = (Kind.REDUCE, Kind.START, Kind.WAIT, Kind.GATHER, Kind.NORMS)
 OVER_COPIES: Final = (Kind.COPY_GRADIENT, Kind.COPY_VALUE)
 SERVED: Final = {Kind.COLLECT: Kind.PUSH, Kind.PULL: Kind.PUBLISH}  # what waits -> what it waits for
 
@@ -64,6 +67,8 @@ class Rehearsal:
         self._at = [0] * len(lists)
         self._messages: dict[Channel, deque[int]] = {}
         self._arrived: dict[tuple[object, ...], dict[int, Operation]] = {}
+        self._begun: dict[tuple[object, ...], list[tuple[int, Operation]]] = {}  # STARTs, with the rank that came first
+        self._starts = [0] * len(lists)
         self._data = [neighbours.along("data", rank) for rank in range(len(lists))]
         self._next = {
             onward: [neighbours.neighbour(rank, onward) for rank in range(len(lists))] for onward in (True, False)
@@ -103,6 +108,8 @@ class Rehearsal:
         elif op.kind in SERVED:
             if self._missing(rank, op):
                 return False
+        elif op.kind is Kind.START:
+            self._start(rank, op)
         elif op.kind is Kind.AGREE or op.kind in OVER_DATA or op.kind in OVER_COPIES:
             return self._meet(rank, op)
         self._at[rank] += 1
@@ -163,6 +170,20 @@ class Rehearsal:
             self._at[member] += 1
         self.meetings += 1
         return True
+
+    def _start(self, rank: int, op: Operation) -> None:
+        """Take the next place in the order in which the members of the axis start."""
+        key, _ = self._group(rank, op)
+        begun = self._begun.setdefault(key, [])
+        place = self._starts[rank]
+        if place == len(begun):
+            begun.append((rank, op))
+        first, theirs = begun[place]
+        if theirs != op:
+            raise ScheduleError(
+                f"rank {rank}: {op} meets {theirs} of rank {first}; the members of an axis need the same order"
+            )
+        self._starts[rank] += 1
 
     def _missing(self, rank: int, op: Operation) -> list[int]:
         """Return the ranks that have still to push, or publish, what COLLECT, or PULL, waits for."""

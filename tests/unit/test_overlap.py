@@ -1,0 +1,304 @@
+"""Reductions behind the backward: the list is proven, the bits are those without, and what cannot be had is refused."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from hpcdist import collectives, models
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.collectives import resumable
+from hpcdist.comm import config
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import ThreadCommunicator, run_threads
+from hpcdist.errors import ConfigurationError, MissingCapabilityError, NonFiniteError, ScheduleError
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.allreduce import AllreduceExchange
+from hpcdist.strategies.build import build_executor, operations
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.grid import Axes, Grid
+from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.pipeline import cut
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.verify import verify
+from hpcdist.strategies.seat import Seat
+from hpcdist.training import recipe as recipes
+
+SAMPLES, STEPS = 7, 4
+KINDS = ("thread", "poll")
+
+
+class Run:
+    """A run of a tiny gpt on one rank of ``grid``; a context manager."""
+
+    def __init__(
+        self, comm: Communicator, overlap: str, algorithm: str, grid: Grid | None = None, microbatches: int = 1
+    ):
+        self.comm, self.microbatches = comm, microbatches
+        self.grid = grid or Grid(data=comm.size)
+        axes = Axes(self.grid, comm)
+        self.model = models.build(ModelConfig(layers=2, hidden=16, heads=2, tied=True), "float32", context=8)
+        self.seat = Seat(
+            world=comm,
+            data=axes.data,
+            pipeline=axes.pipeline,
+            model=self.model,
+            units=cut(self.model, self.grid.pipeline)[axes.pipeline.rank],
+            optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5),
+            total_steps=STEPS,
+            algorithm=algorithm,
+            bucket_bytes=4096,
+            overlap=overlap,
+        )
+        self.exchange = AllreduceExchange(self.seat)
+        for unit, part in self.seat.ranges.items():
+            initial = FlatStore(self.model.layout, self.model.dtype, part)
+            self.model.initialise_stage(unit, initial, 3)
+            self.exchange.take(initial)
+        self.executor = build_executor(self.seat, self.exchange)
+        self.executor.copies.refresh()
+        parallel = ParallelConfig(pipeline=self.grid.pipeline, microbatches=microbatches)
+        self.operations = operations(self.seat, self.exchange, self.executor.copies, parallel)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None and self.exchange.overlap is not None:
+            self.exchange.overlap.close()
+
+    def step(self, samples: np.ndarray, number: int) -> float:
+        mine = np.array_split(samples, self.seat.data.size)[self.seat.data.rank]
+        batches = [(part[:, :-1], part[:, 1:]) for part in np.array_split(mine, self.microbatches)]
+        return self.executor.run(self.operations, batches, SAMPLES, number, np.zeros(2)).loss
+
+    def train(self, data: np.ndarray) -> tuple[list[float], bytes]:
+        losses = [self.step(samples, number) for number, samples in enumerate(data)]
+        return losses, self.exchange.parameters.array.tobytes()
+
+
+def text(rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(0, 256, (STEPS, SAMPLES, 9)).astype(np.uint8)
+
+
+def trained(
+    overlap: str, algorithm: str, data: np.ndarray, size: int, **keys: object
+) -> list[tuple[list[float], bytes]]:
+    def body(comm: Communicator) -> tuple[list[float], bytes]:
+        with Run(comm, overlap, algorithm, **keys) as run:  # type: ignore[arg-type]
+            return run.train(data)
+
+    return run_threads(size, body, 2 if algorithm == "hierarchical" else None)
+
+
+@pytest.mark.parametrize("algorithm", sorted(collectives.ALLREDUCE))
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_thread_trains_to_the_same_bits(algorithm: str, size: int, rng: np.random.Generator) -> None:
+    data = text(rng)
+    assert trained("thread", algorithm, data, size) == trained("none", algorithm, data, size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_polling_trains_to_the_same_bits(size: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resumable, "SEGMENT_BYTES", 512)  # several lanes
+    data = text(rng)
+    for algorithm in config.POLLED:
+        assert trained("poll", algorithm, data, size) == trained("none", algorithm, data, size)
+
+
+@pytest.mark.parametrize("overlap", KINDS)
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_microbatches_and_pipelines_train_to_the_same_bits(
+    overlap: str, pipeline: int, rng: np.random.Generator
+) -> None:
+    data = text(rng)
+    keys = {"grid": Grid(data=2, pipeline=pipeline), "microbatches": 3}
+    ranks = 2 * pipeline
+    assert trained(overlap, "ring", data, ranks, **keys) == trained("none", "ring", data, ranks, **keys)
+
+
+def test_what_is_polled_in_training_comes_in_steps() -> None:
+    assert set(config.POLLED) < set(resumable.RESUMABLE)
+
+
+@pytest.mark.parametrize("overlap", KINDS)
+def test_a_value_that_is_not_finite_is_named_and_updates_nothing(overlap: str, rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator) -> tuple[str, bool]:
+        with Run(comm, overlap, "ring") as run:
+            if comm.rank == 1:
+                run.exchange.parameters.view(run.model.layout.segments[4].key)[...] = np.nan
+            before = run.exchange.parameters.array.tobytes()
+            try:
+                run.step(data[0], 17)
+            except NonFiniteError as error:
+                mine = np.array_split(data[0], comm.size)[comm.rank]
+                said = explain(comm, run.executor, run.operations, [(mine[:, :-1], mine[:, 1:])], error)
+                return str(said), before == run.exchange.parameters.array.tobytes()
+            return "no error", False
+
+    for said, untouched in run_threads(3, body):
+        assert "step 17" in said and "rank 1: parameter" in said and untouched
+
+
+@pytest.mark.parametrize("overlap", KINDS)
+def test_what_is_exposed_is_measured(overlap: str, rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator) -> list[tuple[float, float]]:
+        with Run(comm, overlap, "ring") as run:
+            overlapped = run.exchange.overlap
+            assert overlapped is not None
+            first = overlapped.taken()
+            run.train(data)
+            return [first, overlapped.taken(), overlapped.taken()]
+
+    for first, training, after in run_threads(2, body):
+        assert first[0] == after[0] == 0.0 < training[0]
+        if overlap == "thread":
+            assert first[1] == after[1] == 0.0 < training[1]
+        else:
+            assert math.isnan(training[1]), "nobody knows what moves while nobody looks"
+
+
+# --- the list -------------------------------------------------------------------------------------------------------
+
+
+def lists(overlap: str, grid: Grid, microbatches: int) -> tuple[list[list[Operation]], Run]:
+    def body(comm: Communicator) -> Run:
+        with Run(comm, overlap, "ring", grid, microbatches) as run:
+            return run
+
+    runs = run_threads(grid.size, body)
+    return [run.operations for run in runs], runs[0]
+
+
+def prove(steps: list[list[Operation]], run: Run) -> None:
+    units = dict(enumerate(run.model.layout.units.values()))
+    verify(steps, grid=run.grid, units=units, microbatches=run.microbatches, needs=run.model.needs)
+
+
+@pytest.mark.parametrize("overlap", KINDS)
+@pytest.mark.parametrize("grid", [Grid(data=1), Grid(data=2), Grid(data=3), Grid(data=2, pipeline=2)], ids=str)
+def test_the_list_is_proven(overlap: str, grid: Grid) -> None:
+    steps, run = lists(overlap, grid, 3)
+    prove(steps, run)
+    for own in steps:
+        kinds = [op.kind for op in own]
+        if grid.data == 1:
+            assert not {Kind.START, Kind.WAIT, Kind.POLL} & set(kinds), "there is nobody to wait for"
+            continue
+        assert Kind.REDUCE not in kinds and kinds.count(Kind.START) == kinds.count(Kind.WAIT) > 1
+        last = max(index for index, kind in enumerate(kinds) if kind is Kind.BACKWARD)
+        assert last < kinds.index(Kind.WAIT) < kinds.index(Kind.AGREE)
+        if grid.pipeline == 1:  # else the first stage waits for the gradient of the tied tensor first
+            assert kinds.index(Kind.START) < last
+            assert (Kind.POLL in kinds) == (overlap == "poll")
+
+
+Break = Callable[[list[Operation]], object]
+
+
+def where(steps: list[Operation], kind: Kind) -> int:
+    return [op.kind for op in steps].index(kind)
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda own: own.pop(where(own, Kind.WAIT)), r"START\(.*\) is never waited for"),
+        (lambda own: own.pop(where(own, Kind.START)), r"is never exchanged"),
+        (lambda own: own.insert(where(own, Kind.WAIT), own[where(own, Kind.WAIT)]), r"was waited for before"),
+        (lambda own: own.insert(0, own.pop(where(own, Kind.WAIT))), r"waits for what was not started"),
+        (lambda own: own.insert(0, own.pop(where(own, Kind.START))), r"START\(.*\) comes before BACKWARD"),
+        (
+            lambda own: own.insert(where(own, Kind.WAIT), own.pop(where(own, Kind.AGREE))),
+            r"WAIT\(.*\) comes after AGREE",
+        ),
+    ],
+)
+def test_a_broken_list_is_refused(damage: Break, match: str) -> None:
+    steps, run = lists("thread", Grid(data=2), 1)
+    damage(steps[1])
+    with pytest.raises(ScheduleError, match=rf"rank 1: .*{match}"):
+        prove(steps, run)
+
+
+@pytest.mark.parametrize("kind", [Kind.START, Kind.WAIT])
+def test_another_order_on_one_rank_is_refused(kind: Kind) -> None:
+    steps, run = lists("thread", Grid(data=2), 1)
+    own = steps[1]
+    indices = [index for index, op in enumerate(own) if op.kind is kind]
+    first, second = indices[-2:]  # of START: both complete behind the last BACKWARD, or the check before refuses
+    if kind is Kind.START:
+        own.insert(second, own.pop(first))
+    else:
+        own[first], own[second] = own[second], own[first]
+    with pytest.raises(ScheduleError, match=rf"rank \d: {kind.name}.* meets {kind.name}.*the same order"):
+        prove(steps, run)
+
+
+def test_a_direction_before_the_wait_is_refused() -> None:
+    steps, run = lists("thread", Grid(data=2), 1)
+    for own in steps:  # no AGREE says so before
+        own.pop(where(own, Kind.AGREE))
+        own.append(own.pop(where(own, Kind.WAIT)))
+    with pytest.raises(ScheduleError, match=r"DIRECTION\(.*\) comes before WAIT"):
+        prove(steps, run)
+
+
+# --- what cannot be had ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"overlap": "always"}, r"communication.overlap = 'always'; choose one of none, thread, poll"),
+        ({"overlap": "poll"}, r"'auto', which has no steps .* choose the algorithm ring"),
+        ({"overlap": "poll", "algorithm": "native"}, r"'native', which has no steps"),
+    ],
+)
+def test_a_recipe_that_cannot_be_had_is_refused(keys: dict[str, str], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        recipes.load(None, [f"communication.{key}={value}" for key, value in keys.items()])
+
+
+@pytest.mark.parametrize(
+    ("setting", "match"),
+    [
+        ("parallel.strategy=zero1", "choose the strategy 'allreduce'"),
+        ("parallel.strategy=parameter_server", "choose the strategy 'allreduce'"),
+        ("run.device=gpu", "run.device = 'gpu' is not built"),
+        ("run.logical_shards=4", "set communication.overlap = 'none'"),
+    ],
+)
+def test_other_strategies_and_devices_refuse(setting: str, match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match) as caught:
+        recipes.load(None, ["communication.overlap=thread", setting])
+    assert caught.value.exit_code == 78 and "communication.overlap = 'thread'" in str(caught.value)
+
+
+def test_a_library_without_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThreadCommunicator, "supports", lambda self, feature: False)
+    with pytest.raises(MissingCapabilityError, match=r"MPI_THREAD_MULTIPLE") as caught:
+        run_threads(2, lambda comm: Run(comm, "thread", "ring"))
+    assert caught.value.exit_code == 69
+
+
+def test_gradients_of_a_range_are_those_that_travel() -> None:
+    """START takes the range itself, no copy: what is waited for is in the store."""
+
+    def body(comm: Communicator) -> bool:
+        with Run(comm, "thread", "ring") as run:
+            part = Range(3, 103)
+            run.exchange.gradients.array[...] = comm.rank + 1
+            run.exchange.start(Operation(Kind.START, range=part))
+            run.exchange.wait(Operation(Kind.WAIT, range=part))
+            inside = run.exchange.gradients.range(part)
+            return bool((inside == 6).all()) and bool((run.exchange.gradients.array[103:] == comm.rank + 1).all())
+
+    assert run_threads(3, body) == [True] * 3
