@@ -97,7 +97,9 @@ class Kernel:
         """Return what other kernels call: the same for all, so that it is compiled once (under the lock)."""
         if self._inner is None:
             linked = _linked(self.function, numba)
-            self._inner = numba.njit(linked, fastmath=self.fastmath, error_model="numpy")
+            self._inner = numba.njit(
+                linked, fastmath=self.fastmath, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
+            )
         return self._inner
 
     def __call__(self, *args: Any) -> Any:

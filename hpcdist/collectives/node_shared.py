@@ -1,100 +1,166 @@
-"""Allreduce through memory that the ranks of a node share: no message but the barriers.
+"""Collectives through memory that the ranks of a node share: no message, no barrier of the MPI library.
 
-Every rank copies its buffer where all can read it, sums one slice over all ranks, and copies the other slices of the
-result out. With memory bandwidth 1/μ (bytes a second of one rank) and barriers of α log2(p):
+With n bytes on p ranks, memory bandwidth 1/μ of a rank, and flags that take σ to be seen:
 
-    2 (α log2(p)) + n μ (copy in) + n μ (sum p slices of n/p) + n μ (copy out)    for each piece
+    buffers from `allocate`     2 σ + 2 n μ             the owner of a range reads it p times and writes it p times
+    any other buffer            about 2 σ a piece + 2 n μ, and as much between the caches for the copies in and out
+    small buffers               σ + p n μ               everybody sums everything
 
-Each element is summed in rank order by one rank, and its bits are copied: all ranks end with the same bits.
-
-A buffer goes through in pieces, so that the shared memory is small and fixed. Two halves of it take turns: before a
-half is written again, all ranks have passed the first barrier of the other half's piece, so they have copied this half
-out.
+An MPI library cannot do the first: its buffers are the caller's, and the other ranks cannot see them. Gradients that
+lie in `allocate` are summed where backward left them. Each element is summed in the order of the ranks, by every rank
+that needs it or by one whose bits are copied: all ways give all ranks the same bits.
 """
 
 import weakref
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.ranges import Range, cut, split
-from hpcdist.collectives import workspace
-from hpcdist.collectives.reduction import Combine, combiner
-from hpcdist.comm.communicator import Communicator, SharedBlock
-from hpcdist.errors import UsageError
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.collectives import node_machine as machine
+from hpcdist.collectives.low_precision import multiply
+from hpcdist.collectives.node_memory import NodeMemory
+from hpcdist.collectives.reduction import check_buffer, check_op
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import CommunicationError, MissingCapabilityError, UsageError
 
-PIECE_BYTES: Final = 1 << 20  # per rank and half: large beside a barrier, small beside the cache (empirical)
-
-
-@dataclass
-class _Shared:
-    block: SharedBlock
-    turn: int = 0
-
-    def next_half(self) -> list[np.ndarray]:
-        """Return, as bytes of each rank, the half whose turn it is."""
-        self.turn ^= 1
-        return [view[self.turn * PIECE_BYTES :][:PIECE_BYTES] for view in self.block.views]
+_memory: weakref.WeakKeyDictionary[Communicator, NodeMemory] = weakref.WeakKeyDictionary()
+_inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKeyDictionary()  # whose node holds arrays
 
 
-_shared: weakref.WeakKeyDictionary[Communicator, _Shared] = weakref.WeakKeyDictionary()
+def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *, scale: float = 1.0) -> None:
+    """Reduce ``buffer`` times ``scale`` in place to the same bits on every rank. Collective over ``comm``, on one node.
 
-
-def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer`` in place to the same bits on every rank. Collective over ``comm``, all of it on one node.
-
-    The shared memory is taken at the first call and kept for ``comm``. Raises UsageError over several nodes,
-    MissingCapabilityError where no memory can be shared.
+    Any dtype, 16-bit floats included: those are summed in float32 and rounded once. The shared memory is taken at the
+    first call and kept for ``comm``. Raises UsageError over several nodes, MissingCapabilityError where no memory can
+    be shared, CommunicationError when the ranks bring different buffers or one of them has died.
     """
-    combine = combiner(buffer, op)
+    check_buffer(buffer)
+    check_op(op)
     if comm.size == 1:
-        return
-    shared = _shared_of(comm)
-    host = backend.to_host(buffer)
-    for piece in cut(Range(0, host.size), PIECE_BYTES // host.itemsize):
-        views = [half.view(host.dtype)[: piece.size] for half in shared.next_half()]
-        _reduce_piece(comm, host[piece.slice], views, combine if host is buffer else combiner(host, op))
-    if host is not buffer:
-        buffer[...] = backend.namespace(buffer).asarray(host)
+        if scale != 1.0:
+            multiply(buffer, scale)
+    else:
+        host = backend.to_host(buffer)
+        _call(comm, host, op, scale, None, machine.REDUCE | machine.GATHER)
+        if host is not buffer:
+            buffer[...] = backend.namespace(buffer).asarray(host)
 
 
-def _reduce_piece(comm: Communicator, data: np.ndarray, views: list[np.ndarray], combine: Combine) -> None:
-    """Reduce ``data`` over the ranks; ``views`` hold as many elements of each."""
-    slices = [part.slice for part in split(data.size, comm.size, data.itemsize)]
-    own = slices[comm.rank]
-    # Nobody else reads the own slice before the sum is in it, so it takes the sum, and the operand stays in `data`.
-    views[comm.rank][: own.start] = data[: own.start]
-    views[comm.rank][own.stop :] = data[own.stop :]
-    comm.barrier()
-    operands = [data[own] if rank == comm.rank else view[own] for rank, view in enumerate(views)]
-    total = views[comm.rank][own]
-    combine(operands[0], operands[1], total)
-    for operand in operands[2:]:
-        combine(total, operand, total)
-    comm.barrier()
-    for view, part in zip(views, slices, strict=True):
-        data[part] = view[part]
+def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
+    """Reduce in place: afterwards ``buffer[ranges[rank]]`` is the result. Collective over ``comm``, on one node.
+
+    The rest is undefined. ``ranges`` are one for each rank, the same on every rank, disjoint; any may be empty.
+    """
+    check_buffer(buffer)
+    check_op(op)
+    _check_ranges(comm, buffer, ranges)
+    if comm.size > 1:
+        host = backend.to_host(buffer)
+        _call(comm, host, op, 1.0, ranges, machine.REDUCE)
+        if host is not buffer:
+            own = ranges[comm.rank].slice
+            buffer[own] = backend.namespace(buffer).asarray(host[own])
 
 
-def _shared_of(comm: Communicator) -> _Shared:
-    found = _shared.get(comm)
-    if found is None:
-        nodes = comm.nodes()
-        if nodes.count > 1:
-            raise UsageError(
-                f"node_shared needs all ranks on one node, and the {comm.size} ranks of {comm.name} are on "
-                f"{nodes.count}; choose hierarchical, or another algorithm that sends messages"
-            )
-        found = _shared[comm] = _Shared(comm.shared(2 * PIECE_BYTES))
-        workspace.count(found.block.views[comm.rank])
-    return found
+def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> None:
+    """Give ``buffer[ranges[rank]]`` to all and fill the other ranges. Collective over ``comm``, on one node."""
+    check_buffer(buffer)
+    _check_ranges(comm, buffer, ranges)
+    if comm.size > 1:
+        host = backend.to_host(buffer)
+        _call(comm, host, "sum", 1.0, ranges, machine.GATHER)
+        if host is not buffer:
+            buffer[...] = backend.namespace(buffer).asarray(host)
+
+
+def allocate(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
+    """Return zeroed memory that the other ranks of the node can read. Collective over ``comm``.
+
+    Collectives over ``comm``, or over its ``nodes().intra`` where it spans nodes, then need no copy of what lies there.
+    Every rank asks for the same. Plain memory where nothing can be shared. It is kept until `release`.
+    """
+    nodes = comm.nodes()
+    on = comm if nodes.count == 1 else nodes.intra
+    memory = None if on.size == 1 else _memory_of(on)
+    if memory is None or not memory.is_shared:
+        return np.zeros(size, dtype)
+    if on is not comm:
+        _inside[comm] = on
+    return memory.region(on, size * np.dtype(dtype).itemsize).view(dtype)
+
+
+def is_available(comm: Communicator) -> bool:
+    """Whether all ranks of ``comm`` are on one node that lets them share memory. Collective over ``comm``."""
+    return comm.size > 1 and comm.nodes().count == 1 and _memory_of(comm).is_shared
 
 
 def release(comm: Communicator) -> None:
-    """Give back what is shared for ``comm``, if anything is. Collective over ``comm``."""
-    found = _shared.pop(comm, None)
-    if found is not None:
-        found.block.close()
+    """Give back what is shared for ``comm``: arrays of `allocate` must not be used again. Collective over ``comm``."""
+    for one in (comm, _inside.pop(comm, None)):
+        found = None if one is None else _memory.pop(one, None)
+        if found is not None:
+            found.close()
+
+
+def _memory_of(comm: Communicator) -> NodeMemory:
+    found = _memory.get(comm)
+    if found is None:
+        if comm.nodes().count > 1:
+            raise UsageError(
+                f"node_shared needs all ranks on one node, and the {comm.size} ranks of {comm.name} are on "
+                f"{comm.nodes().count}; choose hierarchical, or another algorithm that sends messages"
+            )
+        found = _memory[comm] = NodeMemory(comm)
+    return found
+
+
+def _call(
+    comm: Communicator, buffer: np.ndarray, op: str, scale: float, ranges: Sequence[Range] | None, mode: int
+) -> None:
+    """Carry out one collective on a host buffer."""
+    memory = _memory.get(comm) or _memory_of(comm)
+    if not memory.is_shared:
+        raise MissingCapabilityError(
+            f"the {comm.size} ranks of {comm.name} cannot share memory (neither an anonymous mapping nor an MPI "
+            "window: see the free memory, /dev/shm and the containers' process namespaces); choose another "
+            "communication.algorithm than node_shared"
+        )
+    if ranges is None:
+        bounds = _balanced(buffer.size, comm.size, buffer.itemsize)
+    else:
+        bounds = _Bounds([part.start for part in ranges], [part.stop for part in ranges])
+    if not memory.run(buffer, op, scale, mode, bounds.starts, bounds.stops, bounds.longest, bounds.digest):
+        brought = memory.brought()
+        raise CommunicationError(
+            f"the ranks of {comm.name} brought different buffers: "
+            + "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(brought))
+        )
+
+
+class _Bounds:
+    """Ranges as compiled loops take them."""
+
+    __slots__ = ("digest", "longest", "starts", "stops")
+
+    def __init__(self, starts: list[int], stops: list[int]) -> None:
+        self.starts, self.stops = np.array(starts, np.int64), np.array(stops, np.int64)
+        self.longest = int((self.stops - self.starts).max())
+        self.digest = hash((*starts, *stops))  # of integers: the same in every process
+
+
+@lru_cache(1024)
+def _balanced(size: int, ranks: int, itemsize: int) -> _Bounds:
+    parts = split(size, ranks, itemsize)
+    return _Bounds([part.start for part in parts], [part.stop for part in parts])
+
+
+def _check_ranges(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> None:
+    if len(ranges) != comm.size or any(part.stop > buffer.size for part in ranges):
+        raise UsageError(
+            f"{comm.size} ranks over {buffer.size} elements need one range inside them for each rank, "
+            f"got {[(part.start, part.stop) for part in ranges]}"
+        )

@@ -44,9 +44,20 @@ class Message(Protocol):
 
 
 class SharedBlock(Protocol):
-    """Memory that all members of a communicator can read and write."""
+    """Memory that all members of a communicator can read and write, or that is private where none can be shared.
+
+    ``views`` are the bytes of each member; where ``is_shared`` is false, only the own ones are there.
+    """
 
     views: list[np.ndarray]
+    is_shared: bool
+
+    def check_alive(self, since: float) -> None:
+        """Let messages progress, and raise CommunicationError when a member is seen to have died (local).
+
+        To be called by whoever has waited in the memory ``since`` this reading of `time.monotonic`.
+        """
+        ...
 
     def close(self) -> None:
         """Give the memory back; the views must not be used again. Collective."""
@@ -79,6 +90,8 @@ class Communicator(Protocol):
     rank: int
     size: int
     events: EventSink
+    checked: bool  # the ranks compare their calls before each collective; the same on every rank
+    settled: dict[Any, Any]  # what callers keep for this communicator, by keys of their own; a new `checked` empties it
 
     def send(self, buffer: Array, peer: int, tag: int = 0) -> None:
         """Send ``buffer`` to ``peer``; it may be changed when the call returns."""
@@ -170,7 +183,10 @@ class Communicator(Protocol):
         ...
 
     def shared(self, nbytes: int) -> SharedBlock:
-        """Return ``nbytes`` of zeroed memory of each member, readable by all. All members must be on one node."""
+        """Return ``nbytes`` of zeroed memory of each member, readable by all. All members must be on one node.
+
+        Where they cannot share memory (containers, no room), the block says so and holds private memory.
+        """
         ...
 
     def supports(self, feature: str) -> bool:

@@ -1,27 +1,62 @@
 """Memory that the ranks of a node share: an anonymous mapping, or an MPI window where processes cannot see each other.
 
 The mapping has no name: nothing is left behind after SIGKILL, and it stays readable for the survivors of a dead rank.
-Ordering of reads and writes is the caller's affair: barriers, or the flags of an algorithm.
+Where neither can be had, each rank gets memory of its own, and the block says so. Ordering of reads and writes is the
+caller's affair: barriers, or the flags of an algorithm.
 """
 
+import contextlib
 import mmap
 import os
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
-from hpcdist.errors import MissingCapabilityError
+from hpcdist.comm.recordfile import start_ticks
+from hpcdist.errors import CommunicationError
 
-_PAGE = mmap.PAGESIZE
+_STRIDE: Final = max(mmap.PAGESIZE, ALIGN_BYTES)
+_SHM: Final = Path("/dev/shm")  # where MPI libraries put their windows
+
+
+class Members:
+    """The processes behind a communicator of one node, as this one sees them."""
+
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        self._mpi, self._comm = mpi, comm
+        announced = comm.allgather((os.getpid(), start_ticks(os.getpid())))
+        # In containers of their own, a number may be that of another process: its start tells them apart.
+        visible = all(start_ticks(pid) == began != 0 for pid, began in announced)
+        self._processes = announced if visible else []
+
+    def check_alive(self, since: float) -> None:
+        """Let MPI progress, and raise CommunicationError when a member has died (local).
+
+        Deadlines are the watchdog's: the operation is open in the record.
+
+        A rank that waits in shared memory would otherwise never send what another one needs to come there.
+        """
+        self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
+        dead = [rank for rank, (pid, began) in enumerate(self._processes) if start_ticks(pid) != began]
+        if dead:
+            raise CommunicationError(
+                f"rank {', '.join(map(str, dead))} of {self._comm.Get_name()} (process "
+                f"{', '.join(str(self._processes[rank][0]) for rank in dead)}) has died, and this rank waited for it "
+                "in shared memory"
+            )
 
 
 class MappedBlock:
     """One anonymous mapping of the node, cut into a part for each rank."""
 
-    def __init__(self, mapping: mmap.mmap, stride: int, sizes: list[int]) -> None:
+    is_shared = True
+
+    def __init__(self, mapping: mmap.mmap, stride: int, sizes: list[int], members: Members) -> None:
         whole = np.frombuffer(mapping, np.uint8)
         self.views = [whole[rank * stride : rank * stride + size] for rank, size in enumerate(sizes)]
+        self.check_alive = members.check_alive
 
     def close(self) -> None:
         """Drop the views; the mapping goes when the last array over it does."""
@@ -31,7 +66,9 @@ class MappedBlock:
 class WindowBlock:
     """An MPI shared-memory window of the node."""
 
-    def __init__(self, mpi: Any, comm: Any, sizes: list[int]) -> None:
+    is_shared = True
+
+    def __init__(self, mpi: Any, comm: Any, sizes: list[int], members: Members) -> None:
         self._window = mpi.Win.Allocate_shared(max(1, sizes[comm.rank]), 1, comm=comm)
         self._window.Lock_all(mpi.MODE_NOCHECK)  # MPICH lets nobody synchronise outside an epoch
         self.views = []
@@ -39,6 +76,7 @@ class WindowBlock:
             memory, _ = self._window.Shared_query(rank)
             self.views.append(np.frombuffer(memory, np.uint8)[:size])
         self.views[comm.rank][...] = 0
+        self.check_alive = members.check_alive
         comm.Barrier()
 
     def close(self) -> None:
@@ -48,47 +86,93 @@ class WindowBlock:
         self._window.Free()
 
 
-def allocate(mpi: Any, comm: Any, nbytes: int) -> MappedBlock | WindowBlock:
+class PrivateBlock:
+    """Memory of this rank alone, where nothing can be shared: the views of the others are empty."""
+
+    is_shared = False
+
+    def __init__(self, rank: int, sizes: list[int], members: Members) -> None:
+        self.views = [np.zeros(size if other == rank else 0, np.uint8) for other, size in enumerate(sizes)]
+        self.check_alive = members.check_alive
+
+    def close(self) -> None:
+        """Drop the views."""
+        self.views = []
+
+
+def allocate(mpi: Any, comm: Any, nbytes: int) -> MappedBlock | WindowBlock | PrivateBlock:
     """Return zeroed shared memory, ``nbytes`` for each rank of ``comm``. Collective.
 
     ``comm`` is an mpi4py communicator of one node.
     """
     sizes = comm.allgather(nbytes)
-    stride = align_up(max(sizes), max(_PAGE, ALIGN_BYTES))
-    mapping = _map(comm, stride * comm.size)
+    members = Members(mpi, comm)
+    stride = align_up(max(sizes), _STRIDE)
+    mapping = _map(comm, stride)
     if all(comm.allgather(mapping is not None)):
         assert mapping is not None
-        return MappedBlock(mapping, stride, sizes)
-    try:
-        return WindowBlock(mpi, comm, sizes)
-    except mpi.Exception as error:
-        raise MissingCapabilityError(
-            f"neither an anonymous mapping nor an MPI window of {nbytes} bytes a rank can be shared on this node "
-            f"({error}); enlarge /dev/shm or choose another communication.algorithm than node_shared"
-        ) from error
+        return MappedBlock(mapping, stride, sizes, members)
+    # An MPI library that finds too little room may die of a SIGBUS at the first touch: ask before it does.
+    if all(comm.allgather(room_in(_SHM) >= sum(sizes))):
+        with contextlib.suppress(mpi.Exception):
+            return WindowBlock(mpi, comm, sizes, members)
+    return PrivateBlock(comm.rank, sizes, members)
 
 
-def _map(comm: Any, total: int) -> mmap.mmap | None:
-    """Map memory of the node's first rank into every rank; None where this one cannot open it."""
-    descriptor, failure = -1, ""
+def _map(comm: Any, stride: int) -> mmap.mmap | None:
+    """Map memory of the node's first rank into every rank; None where this one cannot open it, or it has no room."""
+    total = stride * comm.size
+    descriptor, failed = -1, False
     if comm.rank == 0:
         try:
             descriptor = os.memfd_create("hpcdist", os.MFD_CLOEXEC)
-            os.ftruncate(descriptor, max(total, _PAGE))
-        except OSError as error:
-            failure = str(error)
-    owner, number, failure = comm.bcast((os.getpid(), descriptor, failure), root=0)
-    mapping = None
-    if not failure:
-        try:
-            # The descriptor is reached through /proc, which needs one pid namespace and the same user.
-            own = descriptor if comm.rank == 0 else os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-            mapping = mmap.mmap(own, max(total, _PAGE))
-            if comm.rank != 0:
-                os.close(own)
+            os.ftruncate(descriptor, max(total, _STRIDE))
         except OSError:
-            mapping = None  # told to the others by the caller's vote, which then takes the window
+            failed = True
+        failed = failed or available_bytes() < total
+    owner, number, failed = comm.bcast((os.getpid(), descriptor, failed), root=0)
+    mapping = None
+    if not failed:
+        # The descriptor is reached through /proc, which needs one pid namespace and the same user. What this rank
+        # cannot do is told to the others by the caller's vote.
+        with contextlib.suppress(OSError):
+            own = descriptor if comm.rank == 0 else os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                mapping = _populated(own, comm.rank * stride, stride, max(total, _STRIDE))
+            finally:
+                if comm.rank != 0:
+                    os.close(own)
     comm.Barrier()  # nobody closes the owner's descriptor before all have mapped it
     if descriptor >= 0:
         os.close(descriptor)
     return mapping
+
+
+def _populated(descriptor: int, start: int, size: int, total: int) -> mmap.mmap:
+    """Map the whole, and take the pages of the own part: near this rank's core, and not as a SIGBUS later."""
+    if size:
+        os.posix_fallocate(descriptor, start, size)
+    return mmap.mmap(descriptor, total)
+
+
+def available_bytes() -> float:
+    """Return how much memory this process may still take: the machine's, or what its control group leaves (local)."""
+    limits = [float("inf")]
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        own = next(line.split(":", 2)[2] for line in groups if line.startswith("0::")).lstrip("/")
+        group = Path("/sys/fs/cgroup") / own
+        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min(limits)
+
+
+def room_in(folder: Path) -> float:
+    """Return the free bytes of the file system that holds ``folder``; 0 where there is none (local)."""
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize

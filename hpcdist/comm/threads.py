@@ -61,8 +61,17 @@ class _Probed:
 
 
 class _Block:
-    def __init__(self, views: list[np.ndarray]) -> None:
+    is_shared = True
+
+    def __init__(self, comm: "ThreadCommunicator", views: list[np.ndarray]) -> None:
         self.views = views
+        self._group, self._rank = comm._group, comm.rank
+
+    def check_alive(self, since: float) -> None:
+        if self._group.failed:
+            raise CommunicationError(f"rank {self._rank}: another rank failed while this one waited in shared memory")
+        if time.monotonic() - since > self._group.deadline_s:
+            raise DeadlineError(f"rank {self._rank}: nobody came to shared memory within {self._group.deadline_s} s")
 
     def close(self) -> None:
         self.views = []
@@ -239,7 +248,7 @@ class ThreadCommunicator(Endpoint):
         return 0
 
     def _shared(self, nbytes: int) -> SharedBlock:
-        return _Block(self._everyone(np.zeros(nbytes, np.uint8)))
+        return _Block(self, self._everyone(np.zeros(nbytes, np.uint8)))
 
     def supports(self, feature: str) -> bool:
         """Threads have no special feature but that of being threads."""

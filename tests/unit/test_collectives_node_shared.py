@@ -1,19 +1,41 @@
-"""The algorithm through shared memory: no bytes in messages, pieces in turn, one node only."""
+"""Collectives through shared memory: no bytes in messages, the same bits on every way, one node only."""
 
 import numpy as np
 import pytest
 
 from hpcdist import collectives
+from hpcdist.arrays.dtypes import FLOATS, INTEGERS, accumulation_dtype
 from hpcdist.arrays.ledger import Ledger
-from hpcdist.collectives import node_shared, node_shared_allreduce
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.collectives import node_machine, node_memory, node_shared, node_shared_allreduce
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
+from hpcdist.comm.shared import PrivateBlock
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import UsageError
+from hpcdist.errors import BufferHandoverError, CommunicationError, MissingCapabilityError, UsageError
+
+NUMPY = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+FLOAT32 = np.dtype(np.float32)
+
+
+def in_rank_order(inputs: np.ndarray, op: str = "sum") -> np.ndarray:
+    """Return the reduction of the rows, one after the other, rounded once."""
+    wide = inputs.astype(accumulation_dtype(inputs.dtype))
+    total = wide[0].copy()
+    for row in wide[1:]:
+        total = NUMPY[op](total, row)
+    return total.astype(inputs.dtype)
+
+
+@pytest.fixture
+def small_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staging areas so small that a few thousand elements need many pieces."""
+    monkeypatch.setattr(node_memory, "HALF_BYTES", 4096)
+    monkeypatch.setattr(node_memory, "SLOT_BYTES", 512)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_node_shared_sends_no_bytes(size: int) -> None:
+def test_node_shared_sends_no_message(size: int) -> None:
     def body(comm: Communicator) -> None:
         buffer = np.full(1000, 2.0**comm.rank)
         node_shared_allreduce(comm, buffer)  # takes the memory
@@ -21,42 +43,193 @@ def test_node_shared_sends_no_bytes(size: int) -> None:
         with recording(comm) as traffic:
             node_shared_allreduce(comm, buffer)
         assert (buffer == 2**size - 1).all()
-        assert traffic.calls == {"barrier": 2} and traffic.sent_bytes == 0
+        assert not traffic.calls and traffic.sent_bytes == 0
 
     run_threads(size, body)
 
 
+@pytest.mark.usefixtures("small_halves")
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_every_way_gives_the_sum_in_rank_order(size: int, rng: np.random.Generator) -> None:
+    """Small, staged in pieces, and in place: on counts around every boundary, in random turn."""
+    row = 4096 // size // 64 * 16
+    counts = [0, 1, 127, 128, 129, *(size * row * pieces + extra for pieces in (1, 2, 5) for extra in (-1, 0, 1))]
+    inputs = {count: rng.standard_normal((size, count)).astype(np.float32) for count in counts}
+    turns = rng.permutation([(count, way) for count in counts for way in range(2)])
+
+    def body(comm: Communicator) -> None:
+        shared = node_shared.allocate(comm, max(counts), FLOAT32)
+        for count, way in turns:
+            buffer = shared[:count] if way else np.empty(count, np.float32)
+            buffer[...] = inputs[count][comm.rank]
+            node_shared_allreduce(comm, buffer, scale=0.75)
+            assert np.array_equal(buffer, in_rank_order(inputs[count]) * np.float32(0.75)), (count, way)
+
+    run_threads(size, body)
+
+
+@pytest.mark.usefixtures("small_halves")
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_node_shared_takes_large_buffers_in_pieces(
-    size: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_shared, "PIECE_BYTES", 4096)
-    counts = [512 * pieces + extra for pieces in (1, 2, 5) for extra in (-1, 0, 1)]
-    inputs = [rng.integers(0, 1000, (size, count)).astype(np.float64) for count in counts]
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_halves_are_reductions_to_owners_and_their_way_back(size: int, op: str, rng: np.random.Generator) -> None:
+    """Uneven ranges, empty ones, and ranges that do not ascend with the ranks."""
+    count = 5000
+    inputs = rng.standard_normal((size, count)).astype(np.float32)
+    expected = in_rank_order(inputs, op)
+    cuts = [0, *sorted(rng.integers(0, count, size - 1).tolist()), count]
+    uneven = [Range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+    lonely = [Range(0, count), *[Range(count, count)] * (size - 1)]
+    cases = [split(count, size, 4), uneven, uneven[::-1], lonely]
 
     def body(comm: Communicator) -> None:
-        for brought in inputs:
-            buffer = brought[comm.rank].copy()
-            node_shared_allreduce(comm, buffer)
-            assert np.array_equal(buffer, brought.sum(axis=0))
+        shared = node_shared.allocate(comm, count, FLOAT32)
+        for ranges in cases:
+            own = ranges[comm.rank].slice
+            for buffer in (np.empty(count, np.float32), shared):
+                buffer[...] = inputs[comm.rank]
+                node_shared.reduce_scatter(comm, buffer, ranges, op)
+                assert np.array_equal(buffer[own], expected[own])
+                kept = buffer[own].copy()
+                buffer[...] = np.nan
+                buffer[own] = kept
+                node_shared.all_gather(comm, buffer, ranges)
+                assert np.array_equal(buffer, expected)
 
     run_threads(size, body)
 
 
-def test_node_shared_sums_in_rank_order(rng: np.random.Generator) -> None:
-    inputs = rng.standard_normal((6, 400)).astype(np.float32)
+@pytest.mark.parametrize("dtype", [*FLOATS.values(), *INTEGERS.values()], ids=[*FLOATS, *INTEGERS])
+def test_every_dtype_and_op(dtype: np.dtype, rng: np.random.Generator) -> None:
+    inputs = rng.integers(0, 30, (3, 3000)).astype(dtype)
 
     def body(comm: Communicator) -> None:
-        buffer = inputs[comm.rank].copy()
-        node_shared_allreduce(comm, buffer)
-        assert np.array_equal(buffer, np.add.reduce(inputs, axis=0))
+        shared = node_shared.allocate(comm, 3000, dtype)
+        for op in NUMPY:
+            for buffer in (inputs[comm.rank].copy(), shared, inputs[comm.rank][:100].copy()):
+                buffer[...] = inputs[comm.rank][: buffer.size]
+                node_shared_allreduce(comm, buffer, op)
+                assert buffer.tobytes() == in_rank_order(inputs, op)[: buffer.size].tobytes()
 
-    run_threads(6, body)
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_a_nan_is_not_lost_in_a_maximum(op: str) -> None:
+    def body(comm: Communicator) -> None:
+        for holder in range(comm.size):
+            buffer = np.arange(4.0)
+            buffer[1] = np.nan if comm.rank == holder else 1
+            node_shared_allreduce(comm, buffer, op)
+            assert np.array_equal(np.isnan(buffer), [False, True, False, False])
+
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (lambda comm: node_shared_allreduce(comm, np.zeros(9)), r"rank 1: allreduce \(sum\) of 9 float64"),
+        (lambda comm: node_shared_allreduce(comm, np.zeros(8, FLOAT32)), r"rank 1: .* of 8 float32"),
+        (lambda comm: node_shared_allreduce(comm, np.zeros(8), "max"), r"rank 1: allreduce \(max\)"),
+        (lambda comm: node_shared_allreduce(comm, np.zeros(8), scale=0.5), "different"),
+        (lambda comm: node_shared.all_gather(comm, np.zeros(8), split(8, 2, 8)), "rank 1: all-gather"),
+    ],
+)
+def test_what_differs_between_ranks_is_refused_on_all(other, says: str) -> None:
+    def usual(comm: Communicator) -> None:
+        node_shared_allreduce(comm, np.zeros(8))
+
+    def body(comm: Communicator) -> None:
+        for _ in range(2):  # and nothing is left behind that would spoil the next call
+            bring = other if comm.rank else usual
+            with pytest.raises(CommunicationError, match=says):
+                bring(comm)
+            buffer = np.ones(5000)
+            node_shared_allreduce(comm, buffer)
+            assert (buffer == comm.size).all()
+
+    run_threads(2, body)
+
+
+def test_a_buffer_in_shared_memory_on_one_rank_only_goes_the_ordinary_way() -> None:
+    def body(comm: Communicator) -> None:
+        shared = node_shared.allocate(comm, 20_000, FLOAT32)
+        ordinary = np.empty(10_000, np.float32)
+        for buffer in (shared[:10_000] if comm.rank else ordinary, shared[comm.rank * 16 :][:10_000]):
+            buffer[...] = comm.rank + 1
+            node_shared_allreduce(comm, buffer)
+            assert (buffer == 6).all()
+
+    run_threads(3, body)
+
+
+def test_a_rank_that_fails_releases_those_who_wait_in_shared_memory() -> None:
+    def body(comm: Communicator) -> None:
+        node_shared_allreduce(comm, np.zeros(4))
+        if comm.rank == 1:
+            raise ArithmeticError("of rank 1")
+        with pytest.raises(CommunicationError, match="another rank failed while this one waited in shared memory"):
+            node_shared_allreduce(comm, np.zeros(4))
+
+    with pytest.raises(ArithmeticError):
+        run_threads(3, body)
+
+
+def test_a_rank_that_never_comes_is_an_error() -> None:
+    def body(comm: Communicator) -> None:
+        node_shared_allreduce(comm, np.zeros(4))
+        if comm.rank:
+            with pytest.raises(CommunicationError, match=r"nobody came to shared memory within 0\.5 s"):
+                node_shared_allreduce(comm, np.zeros(4))
+
+    run_threads(2, body, deadline_s=0.5)
+
+
+def test_bad_buffers_are_refused() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(UsageError, match="choose one of sum, max, min"):
+            node_shared_allreduce(comm, np.zeros(4), "mean")
+        with pytest.raises(BufferHandoverError, match="contiguous"):
+            node_shared_allreduce(comm, np.zeros(8)[::2])
+        with pytest.raises(UsageError, match="one range inside them for each rank"):
+            node_shared.reduce_scatter(comm, np.zeros(4), [Range(0, 4)])
+
+    run_threads(2, body)
 
 
 def test_node_shared_refuses_several_nodes() -> None:
     with pytest.raises(UsageError, match="4 ranks of world are on 2; choose hierarchical"):
         run_threads(4, lambda comm: node_shared_allreduce(comm, np.zeros(8)), ranks_per_node=2)
+
+
+def test_memory_for_buffers_over_several_nodes_is_shared_inside_each() -> None:
+    def body(comm: Communicator) -> None:
+        buffer = node_shared.allocate(comm, 5000, FLOAT32)
+        buffer[...] = comm.rank
+        node_shared_allreduce(comm.nodes().intra, buffer)
+        assert (buffer == 4 * (comm.rank // 2) + 1).all()
+        collectives.release(comm)
+
+    run_threads(4, body, ranks_per_node=2)
+
+
+def test_where_nothing_can_be_shared_memory_is_private_and_the_algorithm_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Alone:
+        def check_alive(self, since: float) -> None:
+            raise AssertionError
+
+    def body(comm: Communicator) -> None:
+        comm._shared = lambda nbytes: PrivateBlock(comm.rank, [nbytes] * comm.size, Alone())
+        assert not node_shared.is_available(comm)
+        buffer = node_shared.allocate(comm, 100, FLOAT32)
+        assert buffer.size == 100 and not buffer.any()
+        with pytest.raises(MissingCapabilityError, match="cannot share memory"):
+            node_shared_allreduce(comm, buffer)
+        collectives.allreduce(comm, buffer, "ring")
+
+    run_threads(2, body)
 
 
 def test_what_is_kept_between_calls_is_counted_and_can_be_given_back() -> None:
@@ -66,8 +239,8 @@ def test_what_is_kept_between_calls_is_counted_and_can_be_given_back() -> None:
         for _ in range(2):
             collectives.allreduce(comm, np.zeros(1000), "node_shared")
             collectives.allreduce(comm, np.zeros(1000, np.float16), "recursive_doubling")
-        expected = 2 * node_shared.PIECE_BYTES + 4000 * 2  # shared memory, widened copy, received copy
-        assert ledger.current["communication"] == expected
+        shared = node_machine.LINE_BYTES + 2 * node_memory.SLOT_BYTES + 2 * node_memory.HALF_BYTES
+        assert ledger.current["communication"] == shared + 4000 * 2  # and a widened copy, a received copy
         collectives.release(comm)
         comm.allgather_object(None)  # threads see the arrays of each other until all have let go
         assert ledger.current["communication"] == 0

@@ -1,0 +1,101 @@
+"""Ordered access to memory that other processes write, for compiled loops.
+
+A loop of numba knows no other writer: it may keep a flag in a register for ever, and may store the data after the flag
+that announces it. These go through LLVM's atomics: a value written before `store_release` is seen by whoever has read
+the flag with `load_acquire`. On x86-64 both are plain moves, so a missing one shows on ARM first.
+
+The names can be called inside functions under `arrays.jit`, not from Python. An address is an integer.
+"""
+
+from typing import Any
+
+from hpcdist.arrays.jit import Primitive
+
+
+def _load_acquire(numba: Any) -> Any:
+    from llvmlite import ir
+
+    def intrinsic(context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+            return builder.load_atomic(pointer, "acquire", 8)
+
+        return numba.types.int64(numba.types.intp), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+def _store_release(numba: Any) -> Any:
+    from llvmlite import ir
+
+    def intrinsic(context: Any, address: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+            builder.store_atomic(args[1], pointer, "release", 8)
+            return context.get_dummy_value()
+
+        return numba.types.void(numba.types.intp, numba.types.int64), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+def _yield_core(numba: Any) -> Any:
+    from llvmlite import ir
+
+    def intrinsic(context: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kind = ir.FunctionType(ir.IntType(32), [])
+            function = numba.core.cgutils.get_or_insert_function(builder.module, kind, "sched_yield")
+            builder.call(function, [])
+            return context.get_dummy_value()
+
+        return numba.types.void(), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+def _pause(numba: Any) -> Any:
+    import platform
+
+    from llvmlite import ir
+
+    # What tells the core that this is a wait: without it, the loop's speculative loads flush the pipeline at its end.
+    name = {"x86_64": "llvm.x86.sse2.pause", "aarch64": "llvm.aarch64.hint"}.get(platform.machine())
+
+    def intrinsic(context: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            if name is not None:
+                hint = [ir.Constant(ir.IntType(32), 1)] if name.endswith("hint") else []  # 1: YIELD
+                kind = ir.FunctionType(ir.VoidType(), [value.type for value in hint])
+                builder.call(numba.core.cgutils.get_or_insert_function(builder.module, kind, name), hint)
+            return context.get_dummy_value()
+
+        return numba.types.void(), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+def _array_at(numba: Any) -> Any:
+    def intrinsic(context: Any, address: Any, size: Any, like: Any) -> Any:
+        kind = numba.types.Array(like.dtype, 1, "C")
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            array = numba.np.arrayobj.make_array(kind)(context, builder)
+            itemsize = context.get_abi_sizeof(context.get_data_type(kind.dtype))
+            step = context.get_constant(numba.types.intp, itemsize)
+            pointer = builder.inttoptr(args[0], array.data.type)
+            numba.np.arrayobj.populate_array(
+                array, data=pointer, shape=[args[1]], strides=[step], itemsize=step, meminfo=None
+            )
+            return array._getvalue()
+
+        return kind(numba.types.intp, numba.types.intp, like), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+load_acquire = Primitive(_load_acquire, "(address) -> int64: what is at the aligned address, and all written before it")
+store_release = Primitive(_store_release, "(address, value): store an int64 after everything written before")
+pause = Primitive(_pause, "(): a moment of waiting, for the body of a spinning loop")
+yield_core = Primitive(_yield_core, "(): let another process run on this core")
+array_at = Primitive(_array_at, "(address, size, like): a 1-D view of memory, of the dtype of the array `like`")
