@@ -1,0 +1,130 @@
+"""Nonblocking allreduce over real MPI: the bits of the blocking one, alone and in training."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist import collectives
+from hpcdist.collectives import nonblocking
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.recording import recording
+from hpcdist.comm.start import Session
+from hpcdist.errors import MissingCapabilityError
+from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.training import recipe as recipes
+from hpcdist.training.data import microbatches
+from hpcdist.training.trainer import Trainer, assemble
+
+KINDS = sorted(nonblocking.KINDS)
+PAIRS = [("poll", "ring"), *(("thread", name) for name in sorted(collectives.ALLREDUCE))]
+COUNTS = (0, 1, 7, 5000, 200_000)  # the last one travels in several lanes, by the protocol for large messages
+
+
+def begun(comm: Communicator, kind: str) -> nonblocking.Progress:
+    """Return the progress of ``kind``; where the library has no threads, see that it is refused, and skip."""
+    if kind == "thread" and not comm.supports("thread_multiple"):
+        with pytest.raises(MissingCapabilityError, match="MPI_THREAD_MULTIPLE"):
+            nonblocking.begin(comm, kind)
+        pytest.skip("the MPI library was started below MPI_THREAD_MULTIPLE")
+    return nonblocking.begin(comm, kind)
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), PAIRS)
+def test_rank_bits_are_those_of_the_blocking_algorithm(
+    comm: Communicator, kind: str, algorithm: str, rng: np.random.Generator
+) -> None:
+    inputs = [rng.standard_normal((comm.size, count)).astype(np.float32)[comm.rank] for count in COUNTS]
+    expected = [data.copy() for data in inputs]
+    for data in expected:
+        collectives.allreduce(comm, data, algorithm)
+    with begun(comm, kind) as progress:
+        for _ in range(2):  # the second time in memory that is there
+            found = [data.copy() for data in inputs]
+            handles = [progress.iallreduce(data, algorithm) for data in found]
+            for index in (3, 0, 4, 1, 2):
+                handles[index].wait()
+                assert handles[index].test()
+                assert found[index].tobytes() == expected[index].tobytes()
+    collectives.release(comm)
+
+
+def test_rank_the_librarys_own_is_polled(comm: Communicator, rng: np.random.Generator) -> None:
+    inputs = rng.standard_normal((comm.size, 50_000))
+    with nonblocking.begin(comm, "poll") as progress, recording(comm) as traffic:
+        found = [inputs[comm.rank].copy() for _ in range(3)]
+        handles = [progress.iallreduce(data) for data in found]
+        while not all(handle.test() for handle in handles):
+            pass
+        assert comm.size == 1 or traffic.calls["native_iallreduce"] == traffic.unknown["iallreduce"] == 3
+    for data in found:
+        np.testing.assert_allclose(data, inputs.sum(axis=0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rank_other_messages_go_on_beside(comm: Communicator, kind: str, rng: np.random.Generator) -> None:
+    inputs = rng.standard_normal((comm.size, 100_000))
+    beside, found = inputs[comm.rank].copy(), [inputs[comm.rank].copy() for _ in range(4)]
+    with begun(comm, kind) as progress:
+        handles = [progress.iallreduce(data, "ring") for data in found[:2]]
+        collectives.allreduce(comm, beside, "ring")
+        handles += [progress.iallreduce(data, "ring") for data in found[2:]]
+        comm.barrier()
+        progress.progress()
+    assert all(handle.test() for handle in handles), "leaving waits"
+    assert {data.tobytes() for data in found} == {beside.tobytes()}
+
+
+def test_rank_polled_ring_sends_what_the_ring_sends(comm: Communicator) -> None:
+    data = np.ones(960 * 1024, np.float32)
+    with nonblocking.begin(comm, "poll") as progress, recording(comm) as traffic:
+        progress.iallreduce(data, "ring").wait()
+    assert (data == comm.size).all()
+    assert traffic.sent_bytes == 2 * (comm.size - 1) * data.nbytes // comm.size
+    assert comm.size == 1 or traffic.calls["isend"] > 2 * (comm.size - 1), "several lanes"
+
+
+def _abort(code: int) -> None:
+    raise SystemExit(code)
+
+
+def _trained(comm: Communicator, folder: Path, **keys: object) -> tuple[list[float], bytes, Trainer]:
+    settings = {
+        "model.layers": 2,
+        "model.hidden": 32,
+        "model.heads": 2,
+        "data.path": folder / "text.txt",
+        "data.context": 16,
+        "run.steps": 6,
+        "run.global_batch": 9,
+        "communication.bucket_bytes": 16384,
+        **{key.replace("__", "."): value for key, value in keys.items()},
+    }
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()]).recipe
+    trainer = assemble(Session(comm, locate(comm, None), "test", _abort), recipe)
+    losses = []
+    with trainer.batches(recipe.run.steps) as batches:
+        for step, batch in enumerate(batches, start=1):
+            parts = microbatches(batch, recipe.parallel.microbatches)
+            losses.append(trainer.executor.run(trainer.operations, parts, 9, step, np.zeros(2)).loss)
+    trainer.close()
+    return losses, trainer.exchange.parameters.array.tobytes(), trainer
+
+
+@pytest.mark.parametrize(
+    ("overlap", "algorithm"), [("poll", "ring"), ("thread", "ring"), ("thread", "native"), ("thread", "node_shared")]
+)
+def test_rank_training_has_the_same_bits(comm: Communicator, folder: Path, overlap: str, algorithm: str) -> None:
+    keys = {"communication__algorithm": algorithm, "parallel__microbatches": 2}
+    if overlap == "thread":
+        begun(comm, overlap).close()
+    losses, weights, _ = _trained(comm, folder, **keys)
+    behind, found, trainer = _trained(comm, folder, communication__overlap=overlap, **keys)
+    assert (behind, found) == (losses, weights)
+    starts = sum(op.kind is Kind.START for op in trainer.operations)
+    assert starts == sum(op.kind is Kind.WAIT for op in trainer.operations)
+    assert (starts > 2) == (comm.size > 1)
+    if comm.size > 1:
+        overlapped = trainer.exchange.overlap
+        assert overlapped is not None and overlapped.taken()[0] > 0
