@@ -29,8 +29,9 @@ CURE: Final = "Give every rank the same OMP_NUM_THREADS, the same kind of proces
 class FixedTreeExchange(AllreduceExchange):
     """Gradients of ``shards`` logical shards in a fixed tree. Collective over the data axis.
 
-    Every rank has as many micro-batches as the one with the most shards; on others the last may have no samples. REDUCE
-    of a micro-batch adds its gradients to the partial sums of this rank, that of the last one meets the other ranks.
+    Every rank has as many micro-batches as the one with the most shards; where it has a shard less, the last is empty.
+    After each but the last, ADD takes its gradients into the partial sums of this rank, without a message; REDUCE takes
+    those of the last one, and finishes the sums with the other ranks.
 
     ``arithmetic`` names the bits that the ranks compute; construction and `restore` raise ConfigurationError, on all of
     them, where it is not the same on all ranks or not that of the run so far.
@@ -43,8 +44,8 @@ class FixedTreeExchange(AllreduceExchange):
         self.algorithm = ALGORITHM
         self.shards = shards
         self.arithmetic = _common(seat)
-        parts = shards_of(shards, seat.data.size)
-        self.own, self._last = parts[seat.data.rank], parts[0].size - 1
+        self.own = shards_of(shards, seat.data.size)[seat.data.rank]
+        self.carries_out = {**self.carries_out, Kind.ADD: self.add}
         self._trees = {
             reduced: [(piece, FixedTree(seat.data, shards)) for piece in cut(reduced, self._longest)]
             for reduced in self._reduced()
@@ -64,20 +65,26 @@ class FixedTreeExchange(AllreduceExchange):
                 stop = unit.start
 
     def plan(self) -> list[Operation]:
-        """Return REDUCE of whole layers, AGREE, then the update of everything."""
-        reduces = [Operation(Kind.REDUCE, range=reduced) for reduced in self._trees]
-        return [*reduces, Operation(Kind.AGREE), *self.owner.plan()]
+        """Return ADD and REDUCE of whole layers, AGREE, then the update of everything."""
+        sums = [Operation(kind, range=reduced) for kind in (Kind.ADD, Kind.REDUCE) for reduced in self._trees]
+        return [*sums, Operation(Kind.AGREE), *self.owner.plan()]
 
     def reduce(self, op: Operation) -> None:
-        """Add the gradients of a shard; after the last one, put the sum over all shards in their place."""
+        """Put the sum over all shards in the place of the last one's gradients. Collective over the data axis."""
         assert op.range is not None
-        last = op.microbatch == self._last
+        self._take_in(op, copy=False)
         for piece, tree in self._trees[op.range]:
-            gradients = self.gradients.range(piece)
-            if op.microbatch < self.own.size:
-                tree.add(self.own.start + op.microbatch, gradients, copy=not last)
-            if last:
-                tree.reduce(gradients)
+            tree.reduce(self.gradients.range(piece))
+
+    def add(self, op: Operation) -> None:
+        """Take in the gradients of a shard, which the next one overwrites (local)."""
+        self._take_in(op, copy=True)
+
+    def _take_in(self, op: Operation, *, copy: bool) -> None:
+        assert op.range is not None
+        if op.microbatch < self.own.size:
+            for piece, tree in self._trees[op.range]:
+                tree.add(self.own.start + op.microbatch, self.gradients.range(piece), copy=copy)
 
     def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
         """Sum ``losses``, one of each own shard, in the order of the tree, and ``values`` as `agree`. Collective."""

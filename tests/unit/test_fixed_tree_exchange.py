@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from hpcdist.comm.placement import locate
 from hpcdist.comm.recording import recording
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import ConfigurationError, NonFiniteError
+from hpcdist.errors import ConfigurationError, NonFiniteError, ScheduleError
 from hpcdist.strategies import fixed_tree
+from hpcdist.strategies.grid import Grid
 from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.schedule.verify import verify
 from hpcdist.training import recipe as recipes
 from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.trainer import Trainer, assemble
@@ -121,6 +125,39 @@ def test_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(
         assert (losses + rest, found) == (expected, weights)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_a_step_is_proven_and_meets_once_a_range(text: Path, size: int) -> None:
+    trainers = run_threads(size, lambda comm: trainer_of(comm, text, {"communication.bucket_bytes": 2000}))
+    lists = [trainer.operations for trainer in trainers]
+    reduces = [op for op in lists[0] if op.kind is Kind.REDUCE]
+    adds = [op for op in lists[0] if op.kind is Kind.ADD]
+    assert len(reduces) > 2 and len(adds) == len(reduces) * (-(-8 // size) - 1)
+    assert all(trainer.proof is not None and trainer.proof.meetings == len(reduces) + 1 for trainer in trainers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({Kind.ADD: None}, "never exchanged"),
+        ({Kind.ADD: Kind.REDUCE}, "one REDUCE of all of its range"),
+        ({Kind.REDUCE: Kind.ADD}, "one REDUCE of all of its range"),
+        ({Kind.REDUCE: None}, "never exchanged"),
+        ({Kind.ADD: Kind.REDUCE, Kind.REDUCE: Kind.ADD}, r"REDUCE\(0, .* comes before ADD\(1, "),
+    ],
+)
+def test_a_broken_step_is_refused(text: Path, changes: dict[Kind, Kind | None], match: str) -> None:
+    trainer = run_threads(1, lambda comm: trainer_of(comm, text, {}))[0]
+    steps = list(trainer.operations)
+    for old, new in changes.items():  # of the first of its kind
+        at = next(index for index, op in enumerate(trainer.operations) if op.kind is old)
+        steps[at : at + 1] = [] if new is None else [replace(steps[at], kind=new)]
+    grid = Grid(data=2)  # a step of one rank alone needs no exchange
+    units = dict(trainer.seat.ranges)
+    verify([trainer.operations] * 2, grid=grid, units=units, microbatches=8, accumulates=False)
+    with pytest.raises(ScheduleError, match=match):
+        verify([steps] * 2, grid=grid, units=units, microbatches=8, accumulates=False)
+
+
 def test_a_step_sends_the_bytes_of_the_ring(text: Path) -> None:
     def body(comm: Communicator) -> None:
         trainer = trainer_of(comm, text, {"model.hidden": 64})
@@ -193,6 +230,7 @@ def test_other_arithmetic_is_refused(text: Path, tmp_path: Path, monkeypatch: py
         ("parallel.microbatches=2", "parallel.microbatches"),
         ("parallel.schedule=gpipe", "parallel.schedule"),
         ("communication.algorithm=ring", "communication.algorithm"),
+        ("communication.overlap=thread", "communication.overlap"),
         ("run.device=gpu", "run.device"),
         ("run.global_batch=18", "run.global_batch = 18 does not divide into run.logical_shards = 4"),
         ("parallel.data=5", "fewer than the 5 data ranks"),

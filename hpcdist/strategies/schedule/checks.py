@@ -14,6 +14,7 @@ BEFORE_AGREE = (Kind.BACKWARD, *EXCHANGED, Kind.WAIT, Kind.COLLECT, Kind.COPY_GR
 AFTER_AGREE = (Kind.DIRECTION, Kind.NORMS, Kind.APPLY, Kind.PUBLISH, Kind.COPY_VALUE)
 # (what, what of its range comes before it, whether all of its range must have it)
 ORDERS = (
+    (Kind.REDUCE, Kind.ADD, False),
     (Kind.DIRECTION, Kind.REDUCE, False),
     (Kind.DIRECTION, Kind.WAIT, False),
     (Kind.DIRECTION, Kind.COLLECT, False),
@@ -58,6 +59,7 @@ def check(share: Share) -> None:
     """Raise ScheduleError when the list of ``share`` is no training step."""
     _check_passes(share)
     _check_gradients(share)
+    _check_sums(share)
     _check_waits(share)
     _check_update(share)
     _check_copies(share)
@@ -128,6 +130,14 @@ def _check_gradients(share: Share) -> None:
                 if due == 0:
                     raise share.refuse(f"{named[0]} comes before {share.steps[stop]}, which adds to its gradients")
                 raise share.refuse(f"{named[1]} exchanges the gradients of {_text(piece)} a second time")
+
+
+def _check_sums(share: Share) -> None:
+    """What is added up is reduced once."""
+    reduced = share.ranges(Kind.REDUCE)
+    for _, op in share.where(Kind.ADD):
+        if op.range is not None and any(times != 1 for _, times in coverage(op.range, reduced)):
+            raise share.refuse(f"{op} adds to a sum that needs one REDUCE of all of its range")
 
 
 def _check_waits(share: Share) -> None:

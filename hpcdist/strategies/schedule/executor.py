@@ -28,6 +28,7 @@ MicroBatch = tuple[Array, Array]  # inputs (samples, ...), targets (samples, ...
 PHASES = {
     Kind.FORWARD: "compute_s",
     Kind.BACKWARD: "compute_s",
+    Kind.ADD: "compute_s",
     Kind.DIRECTION: "update_s",
     Kind.APPLY: "update_s",
 }
@@ -73,6 +74,7 @@ class Executor:
             Kind.RECV_GRADIENT: self._recv_gradient,
             Kind.GATHER: self._gather,
             Kind.FREE: self._gather,
+            Kind.ADD: self._reduce,
             Kind.REDUCE: self._reduce,
             Kind.START: self._reduce,
             Kind.PUSH: self._reduce,

@@ -89,20 +89,23 @@ def interleave(
 
     The gradients of a range are complete after the last BACKWARD, and COPY_GRADIENT, of every unit that the range
     touches; ``units`` maps unit to range. With ``every_microbatch`` they are reduced after the backward of each
-    micro-batch. All other operations follow in their order behind the last of ``steps``.
+    micro-batch; where ``exchange`` has an ADD of the range, they are added up after all but the last, and then reduced.
+    All other operations follow in their order behind the last of ``steps``.
     """
     complete: dict[tuple[int, int], int] = {}  # (micro-batch, unit) -> where its gradients are complete
     for index, op in enumerate(steps):
         if op.kind in (Kind.BACKWARD, Kind.COPY_GRADIENT):
             complete[op.microbatch if every_microbatch else -1, op.unit] = index
     rounds = sorted({microbatch for microbatch, _ in complete})
+    added = {op.range for op in exchange if op.kind is Kind.ADD}
     due: dict[int, list[Operation]] = {}
     rest = []
     for op in exchange:
         if op.kind in EXCHANGED:
             assert op.range is not None
             touched = [unit for unit, part in units.items() if part.intersect(op.range)]
-            for microbatch in rounds:
+            turns = rounds[:-1] if op.kind is Kind.ADD else rounds[-1:] if op.range in added else rounds
+            for microbatch in turns:
                 at = max(complete[microbatch, unit] for unit in touched)
                 if at + 1 < len(steps) and steps[at + 1].kind is Kind.SEND_GRADIENT:
                     at += 1  # the previous stage waits for it, nobody for the reduction

@@ -22,6 +22,7 @@ class Kind(Enum):
     RECV_GRADIENT = "recv_gradient"  # (microbatch): from the next stage
     GATHER = "gather"  # (unit): its parameters, whole, over the data axis
     FREE = "free"  # (unit): its parameters go back to their shards
+    ADD = "add"  # (microbatch, range): gradients to those of earlier micro-batches, before they are overwritten
     REDUCE = "reduce"  # (range): gradients over the replicas
     START = "start"  # (range): the same, but it goes on beside what follows, until WAIT
     POLL = "poll"  # whatever was started is moved on, where no thread does it
@@ -38,7 +39,7 @@ class Kind(Enum):
     APPLY = "apply"  # (range): parameters take a step along them
 
 
-EXCHANGED: Final = (Kind.REDUCE, Kind.START, Kind.PUSH)  # what takes gradients, which must be complete
+EXCHANGED: Final = (Kind.ADD, Kind.REDUCE, Kind.START, Kind.PUSH)  # what takes gradients, which must be complete
 
 
 @dataclass(frozen=True, slots=True)
