@@ -12,16 +12,12 @@ of H. Mikami et al., arXiv:1811.05233 (2018). Where nodes have unequal numbers o
 other ranks help inside their node only.
 
 The buffer goes through in segments, so that nothing waits for a whole phase: while segments are on the wire, the node
-reduces those that leave next and hands round those that have arrived. What is not hidden is one segment at either end.
+sums those that leave next and hands round those that have arrived. What is not hidden is one segment at either end.
 Two nodes exchange their sums of a segment (the bytes of a ring of 2, but no message waits for another); more nodes form
 a ring in which each node starts at another chunk of the buffer, its messages queued one chunk ahead.
 
-The order of all sums follows from the sizes alone, so the same call gives the same bits; each is handed on unchanged or
-computed from the same operands in the same order, so all ranks end with the same bits.
-
-Ranks of a node make the same calls inside the node in the same order, whatever arrives first. A rank that waits there
-may not be moving messages, so before each step there it has completed all sends that others need to come as far:
-the rank that is furthest behind can always go on.
+The order of all sums follows from the sizes alone, so the same call gives the same bits. They are handed on unchanged,
+or computed from the same operands in the same order, so all ranks end with the same bits.
 """
 
 from collections import deque
@@ -31,21 +27,21 @@ from typing import Final
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives.reduction import Combine, combiner
-from hpcdist.collectives.ring import all_gather, reduce_scatter
+from hpcdist.collectives.node_flow import NodeFlow
+from hpcdist.collectives.reduction import combiner
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator, Nodes, Request
 
-SEGMENT_BYTES: Final = 512 << 10  # of a message: large beside its latency, small beside a buffer (empirical)
-AHEAD: Final = 8  # messages that may arrive before they are needed, and the scratch for them (empirical)
+SEGMENT_BYTES: Final = 256 << 10  # of a message: large beside its latency, small beside a buffer (empirical)
+AHEAD: Final = 16  # messages that may arrive before they are needed, and the scratch for them (empirical)
 
 
 def hierarchical_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
     """Reduce ``buffer`` in place to the same bits on every rank. Collective over ``comm``, which is cut by node."""
-    combine = combiner(buffer, op)  # refuse before the first split, on any number of ranks
+    combiner(buffer, op)  # refuse before the first split, on any number of ranks
     nodes = comm.nodes()
     streams = min(len(members) for members in nodes.members)
-    _reduce(_place_in(nodes, streams), buffer, op, combine)
+    _reduce(_place_in(nodes, streams), buffer, op)
 
 
 def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: str = "sum") -> None:
@@ -54,9 +50,9 @@ def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: st
     Every ``intra`` must have the same size, and ``inter`` must join the ranks of equal number in their ``intra``, in
     the same order for all ranks of an ``intra``.
     """
-    combine = combiner(buffer, op)
+    combiner(buffer, op)
     place = _Place(intra, inter, inter.rank, inter.size, intra.size, tuple(range(inter.size)))
-    _reduce(place, buffer, op, combine)
+    _reduce(place, buffer, op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,123 +81,87 @@ def _place_in(nodes: Nodes, streams: int) -> _Place:
     return _Place(nodes.intra, nodes.peers, nodes.index, nodes.count, streams, ranks)
 
 
-def _reduce(place: _Place, buffer: Array, op: str, combine: Combine) -> None:
+def _reduce(place: _Place, buffer: Array, op: str) -> None:
     chunks = split(buffer.size, place.count if place.count > 2 else 1, buffer.itemsize)
-    most = place.streams * SEGMENT_BYTES // buffer.itemsize
-    flow = _Flow(
-        place, buffer, op, [_cut(chunk, max(1, -(-chunks[0].size // most)), buffer.itemsize) for chunk in chunks]
-    )
+    longest = place.streams * SEGMENT_BYTES // buffer.itemsize
+    count = max(1, -(-chunks[0].size // longest))
+    segments = [[part.shift(chunk.start) for part in split(chunk.size, count, buffer.itemsize)] for chunk in chunks]
+    turns = [segments[(place.index - 1 - turn) % len(segments)] for turn in range(len(segments))]
+    node = NodeFlow(place.intra, place.streams, buffer, op, [segment for turn in turns for segment in turn])
     if place.count == 1:
-        for segment in flow.chunks[0]:
-            flow.reduce_inside(segment)
-            flow.gather_inside(segment)
+        for segment in segments[0]:
+            node.sum_next()
+            node.spread(segment)
     elif place.count == 2:
-        _exchange(flow, combine)
+        _exchange(_Wire(place, node), segments[0])
     else:
-        _ring(flow, combine)
+        _ring(_Wire(place, node), turns)
+    node.finish()
 
 
-def _cut(chunk: Range, segments: int, itemsize: int) -> list[Range]:
-    return [part.shift(chunk.start) for part in split(chunk.size, segments, itemsize)]
-
-
-def _exchange(flow: "_Flow", combine: Combine) -> None:
+def _exchange(wire: "_Wire", segments: Sequence[Range]) -> None:
     """Reduce over two nodes: each sends its sum of every segment, and both add the two."""
-    segments, first = flow.chunks[0], flow.place.index == 0
+    node, first = wire.node, wire.place.index == 0
     for step in range(len(segments) + AHEAD):
         if step < len(segments):
-            flow.receive(segments[step], 1)
-            flow.reduce_inside(segments[step])
-            flow.send(segments[step], 1)
+            wire.receive(segments[step], 1)
+            node.sum_next()
+            wire.send(segments[step], 1)
         if step >= AHEAD:
-            arrived, own = flow.complete(), flow.own(segments[step - AHEAD])
+            arrived, own = wire.complete(), node.own(segments[step - AHEAD])
             if arrived is not None:
-                combine(own if first else arrived, arrived if first else own, own)
-            flow.gather_inside(segments[step - AHEAD])
+                node.combine(own if first else arrived, arrived if first else own, own)
+            node.spread(segments[step - AHEAD])
 
 
-def _ring(flow: "_Flow", combine: Combine) -> None:
-    """Reduce over the ring of nodes: chunks of sums go round once, and the totals once more.
+def _ring(wire: "_Wire", turns: Sequence[Sequence[Range]]) -> None:
+    """Reduce over the ring of k nodes: chunks of sums go round once, and the totals once more.
 
-    In hop h, node i gets chunk i-2-h from behind: a sum to be completed for h < k-1, a total from then on. It sends
-    each segment on when it has it, one hop later.
+    ``turns`` are the segments of each chunk, that of the node behind first. What is received in hop h is that of turn
+    h+1: a sum to be completed for h < k-1, a total from then on. It is sent on in the next hop.
     """
-    nodes, index = flow.place.count, flow.place.index
-    expected = [(hop, segment) for hop in range(2 * nodes - 2) for segment in flow.chunks[(index - 2 - hop) % nodes]]
-    ahead = min(AHEAD, len(flow.chunks[0]))  # a total must not be received over a sum that is still being sent
+    node, nodes = wire.node, wire.place.count
+    expected = [(hop, segment) for hop in range(2 * nodes - 2) for segment in turns[(hop + 1) % nodes]]
+    ahead = min(AHEAD, len(turns[0]))  # a total must not be received over a sum that is still being sent
 
     def expect(step: int) -> None:
         if step < len(expected):
             hop, segment = expected[step]
-            flow.receive(segment, -1, into_place=hop >= nodes - 1)
+            wire.receive(segment, -1, into_place=hop >= nodes - 1)
 
     for step in range(ahead):
         expect(step)
-    for segment in flow.chunks[(index - 1) % nodes]:
-        flow.reduce_inside(segment)
-        flow.send(segment, 1)
+    for segment in turns[0]:
+        node.sum_next()
+        wire.send(segment, 1)
     for step, (hop, segment) in enumerate(expected):
         expect(step + ahead)
         if hop < nodes - 1:
-            flow.reduce_inside(segment)
-        arrived = flow.complete()
+            node.sum_next()
+        arrived = wire.complete()
         if arrived is not None and hop < nodes - 1:
-            own = flow.own(segment)
-            combine(arrived, own, own)
+            own = node.own(segment)
+            node.combine(arrived, own, own)
         if hop < 2 * nodes - 3:
-            flow.send(segment, 1)
+            wire.send(segment, 1)
         if hop >= nodes - 2:
-            flow.gather_inside(segment)
+            node.spread(segment)
 
 
-class _Flow:
-    """Steps inside the node, and messages that are completed in the order in which they were begun."""
+class _Wire:
+    """Messages between nodes, completed in the order in which they were begun."""
 
-    def __init__(self, place: _Place, buffer: Array, op: str, chunks: Sequence[Sequence[Range]]) -> None:
-        self.place, self.buffer, self.op, self.chunks = place, buffer, op, chunks
-        self._parts: dict[int, list[Range]] = {}
+    def __init__(self, place: _Place, node: NodeFlow) -> None:
+        self.place, self.node = place, node
         self._sends: deque[Request | None] = deque()
         self._arrivals: deque[tuple[Request, Array] | None] = deque()
-        self._room = self.own(chunks[0][0]).size  # the first part is the longest
-        self._slots = scratch("hierarchical", (AHEAD + 1) * self._room, buffer.dtype, buffer)
+        self._room = node.longest
+        self._slots = scratch("hierarchical", (AHEAD + 1) * self._room, node.buffer.dtype, node.buffer)
         self._taken = 0
-
-    def parts(self, segment: Range) -> list[Range]:
-        """Return, relative to ``segment``, the part of each rank of the node (local)."""
-        found = self._parts.get(segment.size)
-        if found is None:
-            end = Range(segment.size, segment.size)
-            found = split(segment.size, self.place.streams, self.buffer.itemsize)
-            found = found + [end] * (self.place.intra.size - len(found))
-            self._parts[segment.size] = found
-        return found
-
-    def own(self, segment: Range) -> Array:
-        """Return the part of ``segment`` that this rank carries; empty where it carries none (local)."""
-        part: Array = self.buffer[segment.slice][self.parts(segment)[self.place.intra.rank].slice]
-        return part
-
-    def reduce_inside(self, segment: Range) -> None:
-        """Reduce ``segment`` inside the node; the own part is defined afterwards. Collective over the node."""
-        if self.place.intra.size > 1 and segment:
-            reduce_scatter(self.place.intra, self.buffer[segment.slice], self.parts(segment), self.op)
-            self._progress()
-
-    def gather_inside(self, segment: Range) -> None:
-        """Give the own part of ``segment`` to the node and take the others. Collective over the node."""
-        if self.place.intra.size > 1 and segment:
-            all_gather(self.place.intra, self.buffer[segment.slice], self.parts(segment))
-            self._progress()
-
-    def _progress(self) -> None:
-        """Let the message layer work: it does so only while it is called (local)."""
-        waited = next((arrival for arrival in self._arrivals if arrival is not None), None)
-        if waited is not None:
-            waited[0].test()
 
     def send(self, segment: Range, distance: int) -> None:
         """Begin to send the own part of ``segment`` to the node ``distance`` ahead (local)."""
-        part = self.own(segment)
+        part = self.node.own(segment)
         self._sends.append(self.place.inter.isend(part, self.place.peer(distance)) if part.size else None)
 
     def receive(self, segment: Range, distance: int, *, into_place: bool = False) -> None:
@@ -209,7 +169,7 @@ class _Flow:
 
         At most AHEAD + 1 receives may be under way, or not yet used.
         """
-        part = self.own(segment)
+        part = self.node.own(segment)
         if not part.size:
             self._arrivals.append(None)
             return
