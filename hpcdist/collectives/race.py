@@ -22,7 +22,7 @@ HOPELESS: Final = 2.0  # times the best in the first looks: not measured any fur
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 25
 FEWEST_CALLS: Final = 1 + FIRST_LOOKS + FEWEST_ROUNDS  # of each candidate that is not dropped
 SAMPLE_S: Final = 100e-6  # short calls are repeated to fill it: the clock and the barrier are then small beside them
-MOST_REPEATS: Final = 32
+MOST_REPEATS: Final = 8
 
 
 class Race:
@@ -33,26 +33,36 @@ class Race:
     ) -> None:
         self.comm, self.everyone, self.clock = comm, everyone, clock
         self.candidates = dict(candidates)
+        self.warming_s = 0.0  # what the first calls took: they may compile kernels, which a run has to do anyhow
+        self._began = clock()
 
     def run(self, share_s: float, kept: str) -> dict[str, float]:
         """Return the median time of each candidate that was not hopeless, in about ``share_s`` seconds. Collective.
 
-        ``kept`` stays to the end however slow it is. A candidate that refuses to run here is left out.
+        The first call of each is not part of the share. ``kept`` stays to the end however slow it is. A candidate that refuses to run here is left out.
         """
         began = self.clock()
         self._drop_refusals()
+        self._began = self.clock()
+        self.warming_s = slowest(self.everyone, self._began - began)
         repeats = dict.fromkeys(self.candidates, 1)
         looks = [self._round(repeats, turn) for turn in range(FIRST_LOOKS)]
-        first = {name: min(times[name] for times in looks) for name in self.candidates}
-        best = min(first.values(), default=0.0)
+        first = {name: min(times[name] for times, _ in looks) for name in self.candidates}
+        if looks[-1][1] > share_s:
+            return first  # the time is up already
+        best = min(first.values())
         self.candidates = {
             name: call for name, call in self.candidates.items() if first[name] <= HOPELESS * best or name == kept
         }
         repeats = {name: _repeats(first[name]) for name in self.candidates}
-        round_s = sum(first[name] * repeats[name] for name in self.candidates)
-        spent_s = slowest(self.everyone, self.clock() - began)
-        wanted = int((share_s - spent_s) / round_s) if round_s else MOST_ROUNDS
-        rounds = [self._round(repeats, turn) for turn in range(max(FEWEST_ROUNDS, min(wanted, MOST_ROUNDS)))]
+        rounds: list[dict[str, float]] = []
+        while len(rounds) < MOST_ROUNDS:
+            times, since_s = self._round(repeats, len(rounds))
+            rounds.append(times)
+            # Another round may take as long as this one did on the slowest rank.
+            round_s = sum(times[name] * repeats[name] for name in times)
+            if len(rounds) >= FEWEST_ROUNDS and since_s + round_s > share_s:
+                break
         return {name: statistics.median(times[name] for times in rounds) for name in self.candidates}
 
     def _drop_refusals(self) -> None:
@@ -71,10 +81,13 @@ class Race:
             name: call for (name, call), no in zip(self.candidates.items(), refused, strict=True) if not no
         }
 
-    def _round(self, repeats: Mapping[str, int], turn: int) -> dict[str, float]:
-        """Return the time of one call of each candidate on the slowest rank. Each round begins with another."""
+    def _round(self, repeats: Mapping[str, int], turn: int) -> tuple[dict[str, float], float]:
+        """Return the time of one call of each candidate, and since the race began, on the slowest rank.
+
+        Each round begins with another candidate.
+        """
         names = list(self.candidates)
-        seconds = np.zeros(len(names))
+        seconds = np.zeros(len(names) + 1)
         for offset in range(len(names)):
             index = (turn + offset) % len(names)
             call, times = self.candidates[names[index]], repeats[names[index]]
@@ -83,8 +96,10 @@ class Race:
             for _ in range(times):
                 call()
             seconds[index] = (self.clock() - began) / times
+        seconds[-1] = self.clock() - self._began
         self.everyone.allreduce(seconds, "max")
-        return dict(zip(names, seconds.tolist(), strict=True))
+        *times, since = seconds.tolist()
+        return dict(zip(names, times, strict=True)), since
 
 
 def _repeats(seconds: float) -> int:

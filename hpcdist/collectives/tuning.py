@@ -1,9 +1,9 @@
 """Choosing the allreduce by measurement: the model names the candidates, a short race decides, the result is kept.
 
-Sizes are looked at from small to large, each with its share of what is left of the budget. At a size the model
-(`costs`) leaves out what it predicts to be far behind; what has no formula takes part wherever it runs, and that of the
-MPI library always does: nothing else is chosen unless it was clearly faster in the same race. Where the time does not
-reach for a size, the algorithm of the size before it is taken.
+The greatest size is looked at first, because most bytes travel in such buffers, then the others from small to large,
+each with its share of what is left of the budget. At a size the model (`costs`) leaves out what it predicts to be far
+behind; what has no formula takes part wherever it runs, and that of the MPI library always does: nothing else is chosen
+unless it was clearly faster in the same race. A size for which the time does not reach is left out.
 """
 
 import time
@@ -31,7 +31,7 @@ NATIVE: Final = "native"
 ONE_NODE: Final = ("node_shared",)
 ALLREDUCE_KIND, SHARDED_KIND = "allreduce", "sharded"
 SMALLEST_BYTES, FACTOR = 64, 4
-BUDGET_S: Final = 1.5  # together with the set-up of communicators a start takes less than 2 s
+BUDGET_S: Final = 1.2  # with communicators to split and kernels to load a start takes less than 2 s
 RESERVE: Final = 0.1  # of the budget, for the sizes between two winners
 PREDICTED_WITHIN: Final = 2.0  # times the best prediction: worth measuring
 CLEARLY: Final = 0.95  # of the MPI library's time, or of the algorithm before it: worth a change
@@ -156,9 +156,10 @@ def _allreduce(
     buffer = wanted.memory()
     machine = probe(comm, everyone, topology, buffer, clock)
     field = Field(comm, everyone, buffer, Model(topology, machine, wanted.dtype), wanted.budget_s, clock)
-    field.look(sizes(wanted.max_bytes), wanted.budget_s * (1 - RESERVE))
+    *smaller, greatest = sizes(wanted.max_bytes)
+    field.look([greatest, *smaller])
     field.look_between()
-    return field.rows, machine
+    return field.rows(), machine
 
 
 def sizes(max_bytes: int) -> list[int]:
@@ -199,68 +200,75 @@ class Model:
 
 
 class Field:
-    """The rows found so far, and the time that is left. Every method is collective."""
+    """The times found so far by size, and the budget that is left. Every method is collective unless said."""
 
     def __init__(
         self, comm: Communicator, everyone: Communicator, buffer: Array, model: Model, budget_s: float, clock: Clock
     ) -> None:
         self.comm, self.everyone, self.buffer, self.model, self.clock = comm, everyone, buffer, model, clock
         self.budget_s, self._began = budget_s, clock()
-        self.rows: list[Row] = []
+        self.measured: dict[int, dict[str, float]] = {}
         self._latest: dict[str, tuple[int, float]] = {}  # by algorithm: the size of its last race, and the time
 
-    def look(self, nbytes: list[int], until_s: float) -> None:
-        """Add a row for each size, ascending, each with an equal share of what is left until ``until_s``."""
+    def look(self, nbytes: list[int]) -> None:
+        """Race at each size, with an equal share of what is left."""
         for index, size in enumerate(nbytes):
-            share_s = (until_s - self._spent_s()) / (len(nbytes) - index)
-            before = self.rows[-1].chosen if self.rows else None
-            self.rows.append(self._row(size, self._candidates(size, before), share_s, before))
+            share_s = (self.budget_s * (1 - RESERVE) - self._spent_s()) / (len(nbytes) - index)
+            self._race(size, self._candidates(size), share_s)
 
     def look_between(self) -> None:
-        """Add a row half-way between two sizes with different winners, from a race of the two."""
-        pairs = [(a, b) for a, b in zip(self.rows, self.rows[1:], strict=False) if a.chosen != b.chosen]
+        """Race the two winners half-way between sizes where they differ."""
+        rows = self.rows()
+        pairs = [(a, b) for a, b in zip(rows, rows[1:], strict=False) if a.chosen != b.chosen]
         for index, (low, high) in enumerate(pairs):
-            share_s = (self.budget_s - self._spent_s()) / (len(pairs) - index)
-            names = list(dict.fromkeys([low.chosen, high.chosen, NATIVE]))
-            row = self._row(_halfway(low.nbytes, high.nbytes), names, share_s, low.chosen)
-            if row.measured and row.nbytes > low.nbytes:
-                self.rows.append(row)
-        self.rows.sort(key=lambda row: row.nbytes)
+            middle = _halfway(low.nbytes, high.nbytes)
+            if middle > low.nbytes:
+                share_s = (self.budget_s - self._spent_s()) / (len(pairs) - index)
+                self._race(middle, list(dict.fromkeys([low.chosen, high.chosen, NATIVE])), share_s)
+
+    def rows(self) -> list[Row]:
+        """Return a row for each size that was measured, ascending (local)."""
+        found: list[Row] = []
+        for size in sorted(self.measured):
+            chosen = choose(self.measured[size], found[-1].chosen if found else None)
+            found.append(Row(size, self.model.predicted(size), self.measured[size], chosen))
+        return found
 
     def _spent_s(self) -> float:
         return slowest(self.everyone, self.clock() - self._began)
 
-    def _candidates(self, nbytes: int, before: str | None) -> list[str]:
-        """Return the algorithms worth measuring, the most promising first."""
+    def _candidates(self, nbytes: int) -> list[str]:
+        """Return the algorithms worth measuring, the most promising first (local)."""
         predicted = self.model.predicted(nbytes)
         best = min(predicted.values())
         able = [name for name in collectives.ALLREDUCE if runs_on(self.model.topology.nodes, name)]
         near = [name for name in able if predicted.get(name, best) <= PREDICTED_WITHIN * best]
         near.sort(key=lambda name: predicted.get(name, 0.0))
-        return list(dict.fromkeys([NATIVE, *([before] if before else []), *near]))
+        winners = [row.chosen for row in self.rows()]
+        return list(dict.fromkeys([NATIVE, *winners, *near]))
 
-    def _row(self, nbytes: int, names: list[str], share_s: float, before: str | None) -> Row:
-        """Race as many of ``names``, in their order, as a share pays for."""
-        predicted = self.model.predicted(nbytes)
+    def _race(self, nbytes: int, names: list[str], share_s: float) -> None:
+        """Race as many of ``names``, in their order, as a share pays for; fewer than two are no race."""
         affordable, cost_s = [], 0.0
         for name in names:
-            cost_s += FEWEST_CALLS * self._expected_s(name, nbytes, predicted)
-            if cost_s <= share_s or not self.rows:  # the smallest size is always looked at
+            cost_s += FEWEST_CALLS * self._expected_s(name, nbytes)
+            if cost_s <= share_s or not self.measured:  # one size is always looked at
                 affordable.append(name)
-        if len(affordable) < 2:
-            return Row(nbytes, predicted, {}, before or NATIVE)
-        part = self.buffer[: max(1, nbytes // self.buffer.itemsize)]
-        race = Race(self.comm, self.everyone, {name: self._call(name, part) for name in affordable}, self.clock)
-        measured = race.run(share_s, NATIVE)
-        self._latest |= {name: (nbytes, seconds) for name, seconds in measured.items()}
-        return Row(nbytes, predicted, measured, choose(measured, before))
+        if len(affordable) > 1:
+            part = self.buffer[: max(1, nbytes // self.buffer.itemsize)]
+            race = Race(self.comm, self.everyone, {name: self._call(name, part) for name in affordable}, self.clock)
+            first = not self.measured
+            self.measured[nbytes] = race.run(share_s, NATIVE)
+            if first:
+                self.budget_s += race.warming_s
+            self._latest |= {name: (nbytes, seconds) for name, seconds in self.measured[nbytes].items()}
 
-    def _expected_s(self, name: str, nbytes: int, predicted: Mapping[str, float]) -> float:
-        """Return what a call may take: the last time it took, in proportion, or what the model says."""
-        if name in self._latest:
-            size, seconds = self._latest[name]
-            return seconds * max(1.0, nbytes / size)
-        return predicted.get(name, max(predicted.values()))
+    def _expected_s(self, name: str, nbytes: int) -> float:
+        """Return what a call may take: its last time and what the model adds to it, or the model alone (local)."""
+        size, seconds = self._latest.get(name, (0, 0.0))
+        predicted, before = (self.model.predicted(each) for each in (nbytes, size))
+        like = name if name in predicted else max(predicted, key=predicted.__getitem__)
+        return max(seconds, seconds + predicted[like] - before[like]) if seconds else predicted[like]
 
     def _call(self, name: str, part: Array) -> Candidate:
         def call() -> None:
