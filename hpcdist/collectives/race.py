@@ -39,7 +39,8 @@ class Race:
     def run(self, share_s: float, kept: str) -> dict[str, float]:
         """Return the median time of each candidate that was not hopeless, in about ``share_s`` seconds. Collective.
 
-        The first call of each is not part of the share. ``kept`` stays to the end however slow it is. A candidate that refuses to run here is left out.
+        The first call of each is not part of the share. ``kept`` stays to the end however slow it is. A candidate that
+        refuses to run here is left out.
         """
         began = self.clock()
         self._drop_refusals()
@@ -98,8 +99,8 @@ class Race:
             seconds[index] = (self.clock() - began) / times
         seconds[-1] = self.clock() - self._began
         self.everyone.allreduce(seconds, "max")
-        *times, since = seconds.tolist()
-        return dict(zip(names, times, strict=True)), since
+        found = seconds.tolist()
+        return dict(zip(names, found[:-1], strict=True)), found[-1]
 
 
 def _repeats(seconds: float) -> int:
