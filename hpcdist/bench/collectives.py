@@ -13,6 +13,7 @@ from hpcdist.bench.collectives_contenders import Contender
 from hpcdist.bench.collectives_file import OURS, Configuration, Key
 from hpcdist.bench.collectives_measure import Limits, Samples, Timing
 from hpcdist.bench.collectives_plan import COLD, HOT, ORDINARY, SHARED, Cell, Wanted, cells
+from hpcdist.collectives.selection import Choice
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import UsageError
 
@@ -35,7 +36,7 @@ def run(comm: Communicator, wanted: Wanted, mpi_library: str, keep: Keep, say: S
     ``keep`` gets the configurations of a cell when it is done. An algorithm that was named and does not run here raises
     UsageError; one that was not named is left out, and ``say`` told why.
     """
-    order, notes = cells(wanted)
+    order, notes = cells(wanted, comm.size)
     memory = _memory(comm, wanted, order, notes)
     contents = {name: buffers.Contents(comm.size, dtype_of(name)) for name in wanted.dtypes}
     said: set[str] = set()
@@ -49,12 +50,16 @@ def run(comm: Communicator, wanted: Wanted, mpi_library: str, keep: Keep, say: S
         notes.append("one rank: nothing is exchanged, and no bandwidth is shown")
     for note in notes:
         say_once(note)
-    limits = Limits(wanted.seconds, wanted.iterations, wanted.warmup, wanted.check)
+    limits, measured = Limits(wanted.seconds, wanted.iterations, wanted.warmup, wanted.least), False
+    field = _Field(comm, wanted, mpi_library, say_once)
     for number, cell in enumerate(order):
         pools = _pools(memory, cell)
-        taking_part = _taking_part(comm, wanted, cell, pools, say_once)
+        taking_part = field.of(cell, pools, contents[cell.dtype])
+        if not taking_part:
+            continue
+        measured = True
         timing = Timing(comm, taking_part, pools, contents[cell.dtype], wanted.check)
-        samples = timing.run(limits, (wanted.seed, number), cell.op == "all_to_all")
+        samples = timing.run(limits, (wanted.seed, number))
         if comm.rank == 0:
             pool = pools[ORDINARY]
             cache = HOT if wanted.hot else COLD
@@ -64,6 +69,10 @@ def run(comm: Communicator, wanted: Wanted, mpi_library: str, keep: Keep, say: S
                     for one, found in zip(taking_part, samples, strict=True)
                 ]
             )
+    if not measured:
+        raise UsageError(
+            "no algorithm runs what was asked for here, for the reasons above; choose another --op or --dtype"
+        )
 
 
 def _configuration(
@@ -104,18 +113,12 @@ def _memory(comm: Communicator, wanted: Wanted, order: Sequence[Cell], notes: li
     if not wanted.hot and any(nbytes * count <= cache_bytes for nbytes, count in counts.items()):
         notes.append("the memory left is too small for buffers beyond the last-level cache: some lie in it")
     total = max(align_up(nbytes, ALIGN_BYTES) * count for nbytes, count in counts.items())
-    result = max(_result_bytes(nbytes, comm.size) * count for nbytes, count in counts.items())
-    pieces = {ORDINARY: np.zeros(total, np.uint8)}
+    pieces = {ORDINARY: np.empty(total, np.uint8)}  # filled before they are used
     if shared is not None:
         pieces[SHARED] = shared(comm, total, np.dtype(np.uint8))
-    received = np.empty(result, np.uint8)
-    received.fill(0)
-    return Memory(pieces, received, counts)
-
-
-def _result_bytes(nbytes: int, ranks: int) -> int:
-    """Return the room of a result: the equal parts of an all-to-all are each rounded up to a cache line."""
-    return align_up(nbytes, ALIGN_BYTES) + ranks * ALIGN_BYTES
+    result = np.empty(total, np.uint8)
+    result.fill(0)
+    return Memory(pieces, result, counts)
 
 
 def _pools(memory: Memory, cell: Cell) -> dict[str, buffers.Pool]:
@@ -123,25 +126,38 @@ def _pools(memory: Memory, cell: Cell) -> dict[str, buffers.Pool]:
     return {kind: buffers.Pool(piece, memory.result, cell.size, dtype, count) for kind, piece in memory.pieces.items()}
 
 
-def _taking_part(
-    comm: Communicator, wanted: Wanted, cell: Cell, pools: dict[str, buffers.Pool], say: Say
-) -> list[Contender]:
-    """Return the contenders of ``cell``, native first and references last. Collective over ``comm``."""
-    known = sides.algorithms(cell.op)
-    named = [name for name in wanted.algorithms if name in known]
-    found = []
-    for name in dict.fromkeys([sides.NATIVE, *(named if wanted.algorithms else known)]):
-        for kind in sides.kinds(name, cell.op, wanted.buffers, by_name=name in named):
-            if kind not in pools:
-                continue
-            contender = sides.contenders(comm, cell, name, kind)
-            reason = sides.refusal(comm, contender, pools[kind].buffer(0), pools[kind].result(0))
-            if not reason:
-                found.append(contender)
-            elif name in named:
-                raise UsageError(f"{name} does not run {cell.op} of {cell.dtype} here: {reason}")
-            else:
-                say(f"{name} is left out of {cell.op} of {cell.dtype}: {reason}")
-    if not found:
-        raise UsageError(f"nothing runs {cell.op} of {cell.dtype} here; choose another --dtype or --op")
-    return [*found, *sides.references(comm, cell)]
+class _Field:
+    """Finds who takes part in a cell; what "auto" stands for is found once for each dtype and kind of memory."""
+
+    def __init__(self, comm: Communicator, wanted: Wanted, mpi_library: str, say: Say) -> None:
+        self._comm, self._wanted, self._library, self._say = comm, wanted, mpi_library, say
+        self._chosen: dict[tuple[str, str], Choice] = {}
+
+    def of(self, cell: Cell, pools: dict[str, buffers.Pool], contents: buffers.Contents) -> list[Contender]:
+        """Return the contenders, native first and references last; none where no algorithm runs. Collective."""
+        known = sides.algorithms(cell.op)
+        named = [name for name in self._wanted.algorithms if name in known]
+        found = []
+        for name in dict.fromkeys([sides.NATIVE, *(named if self._wanted.algorithms else known)]):
+            for kind in sides.kinds(name, cell.op, self._wanted.buffers):
+                if kind not in pools:
+                    continue
+                chosen = self._auto(cell, kind) if name == sides.AUTO else ""
+                contender = sides.contender(self._comm, cell, name, kind, chosen)
+                contents.fill(pools[kind].buffer(0), self._comm.rank, 0)
+                reason = sides.refusal(self._comm, contender, pools[kind].buffer(0), pools[kind].result(0))
+                if not reason:
+                    found.append(contender)
+                elif name in named:
+                    raise UsageError(f"{name} does not run {cell.op} of {cell.dtype} here: {reason}")
+                else:
+                    self._say(f"{name} is left out of {cell.op} of {cell.dtype}: {reason}")
+        return [*found, *sides.references(self._comm, cell)] if found else []
+
+    def _auto(self, cell: Cell, kind: str) -> str:
+        key = cell.dtype, kind
+        if key not in self._chosen:
+            dtype, most = dtype_of(cell.dtype), max(self._wanted.bytes)
+            self._chosen[key] = sides.chosen(self._comm, dtype, kind, most, self._library)
+            self._say(f"auto is {self._chosen[key]} for {cell.dtype} in {kind} memory")
+        return self._chosen[key].at(cell.bytes)

@@ -110,21 +110,20 @@ class Pool:
 
     def __init__(self, memory: np.ndarray, receive: np.ndarray, size: int, dtype: np.dtype, count: int) -> None:
         self.stride_bytes = align_up(size * dtype.itemsize, ALIGN_BYTES)
-        self.receive_bytes = receive.size // count // ALIGN_BYTES * ALIGN_BYTES
         self.memory, self.receive, self.size, self.dtype, self.count = memory, receive, size, dtype, count
         self._used: list[_Use] = []
 
     def buffer(self, slot: int) -> np.ndarray:
         """Return the buffer that a collective works on."""
-        start = slot * self.stride_bytes
-        return self.memory[start : start + self.size * self.dtype.itemsize].view(self.dtype)
+        return self._of(self.memory, slot)
 
     def result(self, slot: int) -> np.ndarray:
-        """Return the buffer that an all-to-all, or a copy, writes to; it may be longer than the first."""
-        start = slot * self.receive_bytes
-        return self.receive[start : start + self.receive_bytes // self.dtype.itemsize * self.dtype.itemsize].view(
-            self.dtype
-        )
+        """Return the buffer of the same size that an all-to-all, or a copy, writes to."""
+        return self._of(self.receive, slot)
+
+    def _of(self, memory: np.ndarray, slot: int) -> np.ndarray:
+        start = slot * self.stride_bytes
+        return memory[start : start + self.size * self.dtype.itemsize].view(self.dtype)
 
     @property
     def is_used_up(self) -> bool:
@@ -143,22 +142,17 @@ class Pool:
         for slot in range(self.count):
             contents.fill(self.buffer(slot), rank, slot)
 
-    def wrong(
-        self, contents: Contents, expected: Sequence[Sequence[Expected] | None], in_result: bool
-    ) -> dict[int, str]:
-        """Return, by contender, what is first wrong in the slots used since they were filled (local).
-
-        ``expected`` is one list for each contender; None is not verified.
-        """
-        found: dict[int, str] = {}
+    def first_wrong(
+        self, contents: Contents, contender: int, expected: Sequence[Expected], *, in_result: bool = False
+    ) -> str:
+        """Return what is first wrong in the slots that ``contender`` used since they were filled, "" for nothing."""
         for use in self._used:
-            wanted = expected[use.contender]
-            if wanted is None or use.contender in found:
+            if use.contender != contender:
                 continue
             data = self.result(use.slot) if in_result else self.buffer(use.slot)
-            for item in wanted:
+            for item in expected:
                 index = contents.first_difference(data[item.part.slice], item.rank, use.slot + item.origin)
                 if index >= 0:
-                    found[use.contender] = f"element {item.part.start + index} is {data[item.part.start + index]}"
-                    break
-        return found
+                    place = item.part.start + index
+                    return f"element {place} is {data[place]}, which no order of summation gives"
+        return ""

@@ -1,33 +1,37 @@
-"""Who takes part in a benchmark of collectives: our algorithms, the MPI library's own, and what no one can beat.
+"""Who takes part in a benchmark of collectives: our algorithms, the MPI library's own, and two yardsticks.
 
 References are measured beside the algorithms in every round:
 
-    memcpy   every rank copies the buffer once, all at the same time: on one node no algorithm that leaves a result on
-             every rank in memory of its own can be faster
+    memcpy   every rank copies the buffer to other memory once, all at the same time. On one node that is about what an
+             allreduce must cost; one that works in place can be a little faster, since it touches less memory
     wire     where there are several nodes, the first ranks of two of them send each other the buffer at the same time
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.ranges import Range
 from hpcdist.bench.collectives_buffers import Expected
 from hpcdist.bench.collectives_plan import ORDINARY, SHARED, Cell
+from hpcdist.collectives import tuning
+from hpcdist.collectives.all_to_all import ALL_TO_ALL, all_to_all
+from hpcdist.collectives.broadcast import BROADCAST, broadcast
+from hpcdist.collectives.selection import Choice, parse
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import BufferHandoverError, ConfigurationError, MissingCapabilityError, UsageError
 
 NATIVE: Final = "native"
+AUTO: Final = "auto"  # what `hpcdist.collectives.tuning` chooses for the size, as it does at the start of a training
 MEMCPY: Final = "memcpy"
 WIRE: Final = "wire"
 REFERENCES: Final = (MEMCPY, WIRE)
-BOTH_WAYS: Final = "ring_both_ways"
 # Those that read the buffers of other ranks where they lie, if they can: only these are measured on shared memory too.
-READS_SHARED: Final = ("node_shared", "hierarchical", "auto")
+READS_SHARED: Final = ("node_shared", "hierarchical", AUTO)
 
 # (buffer, result) -> nothing; a result is only written by what cannot work in place
 Run = Callable[[np.ndarray, np.ndarray], None]
@@ -42,6 +46,7 @@ class Contender:
     run: Run
     expected: tuple[Expected, ...] | None
     takes_part: bool = True  # False on ranks that a reference has nothing to do for
+    in_result: bool = False  # what is expected is not left in the buffer, but in the result
 
     @property
     def label(self) -> str:
@@ -51,15 +56,14 @@ class Contender:
 
 def algorithms(op: str) -> tuple[str, ...]:
     """Return the names of what there is for ``op``, the MPI library's own first (local)."""
-    if op == "allreduce":
-        return (*collectives.ALLREDUCE, BOTH_WAYS)
-    if op in ("reduce_scatter", "all_gather"):
-        return tuple(collectives.SHARDED)
-    return (NATIVE,)
+    return (*_BY_NAME[op], AUTO) if op == "allreduce" else tuple(_BY_NAME[op])
 
 
-def contenders(comm: Communicator, cell: Cell, algorithm: str, buffers: str) -> Contender:
-    """Return ``algorithm`` for ``cell`` on memory of the kind ``buffers``. Collective over ``comm``."""
+def contender(comm: Communicator, cell: Cell, algorithm: str, buffers: str, chosen: str = "") -> Contender:
+    """Return ``algorithm`` for ``cell`` on memory of the kind ``buffers``. Collective over ``comm``.
+
+    ``chosen`` is the algorithm that "auto" stands for.
+    """
     make: dict[str, Callable[[Communicator, Cell, str], tuple[Run, list[Expected]]]] = {
         "allreduce": _allreduce,
         "reduce_scatter": _reduce_scatter,
@@ -67,15 +71,15 @@ def contenders(comm: Communicator, cell: Cell, algorithm: str, buffers: str) -> 
         "broadcast": _broadcast,
         "all_to_all": _all_to_all,
     }
-    run, expected = make[cell.op](comm, cell, algorithm)
-    return Contender(algorithm, buffers, run, tuple(expected))
+    run, expected = make[cell.op](comm, cell, chosen or algorithm)
+    return Contender(algorithm, buffers, run, tuple(expected), in_result=cell.op == "all_to_all")
 
 
 def references(comm: Communicator, cell: Cell) -> list[Contender]:
     """Return what bounds every algorithm on this machine. Collective over ``comm``."""
 
     def copy(buffer: np.ndarray, result: np.ndarray) -> None:
-        np.copyto(result[: buffer.size], buffer)
+        np.copyto(result, buffer)
 
     found = [Contender(MEMCPY, ORDINARY, copy, None)]
     members = comm.nodes().members
@@ -85,7 +89,7 @@ def references(comm: Communicator, cell: Cell) -> list[Contender]:
 
         def exchange(buffer: np.ndarray, result: np.ndarray) -> None:
             if peer is not None:
-                comm.sendrecv(buffer, peer, result[: buffer.size], peer)
+                comm.sendrecv(buffer, peer, result, peer)
 
         found.append(Contender(WIRE, ORDINARY, exchange, None, takes_part=peer is not None))
     return found
@@ -112,20 +116,31 @@ def allocator() -> Callable[[Communicator, int, np.dtype], np.ndarray] | None:
     return found
 
 
-def kinds(algorithm: str, op: str, wanted: Sequence[str], *, by_name: bool) -> list[str]:
-    """Return the kinds of memory on which ``algorithm`` is measured; all that are wanted if it was named itself."""
-    fits = algorithm in READS_SHARED or (by_name and algorithm != NATIVE)
-    if op == "all_to_all" or not fits:
-        return [ORDINARY] if ORDINARY in wanted or algorithm == NATIVE else []
-    return [kind for kind in (ORDINARY, SHARED) if kind in wanted]
+def chosen(comm: Communicator, dtype: np.dtype, buffers: str, max_bytes: int, mpi_library: str) -> Choice:
+    """Return which algorithm "auto" is for each size up to ``max_bytes``, measured now. Collective over ``comm``."""
+    allocate = allocator() if buffers == SHARED else None
+    wanted = tuning.Wanted(
+        max_bytes=max_bytes,
+        dtype=dtype,
+        allocate=None if allocate is None else lambda size: allocate(comm, size, dtype),
+    )
+    return parse(tuning.select(comm, comm, wanted, mpi_library, cached=False).text)
+
+
+def kinds(algorithm: str, op: str, wanted: Sequence[str]) -> list[str]:
+    """Return the kinds of memory on which ``algorithm`` is measured (local).
+
+    Beside ordinary memory, shared memory is for those that make use of it; alone it is for all but native.
+    """
+    if algorithm == NATIVE:
+        return [ORDINARY]
+    fits = op != "all_to_all" and (algorithm in READS_SHARED or ORDINARY not in wanted)
+    return [kind for kind in wanted if kind == ORDINARY or fits]
 
 
 def _allreduce(comm: Communicator, cell: Cell, algorithm: str) -> tuple[Run, list[Expected]]:
     def run(buffer: np.ndarray, result: np.ndarray) -> None:
-        if algorithm == BOTH_WAYS:
-            collectives.ring_allreduce(comm, buffer, bidirectional=True)
-        else:
-            collectives.allreduce(comm, buffer, algorithm)
+        collectives.allreduce(comm, buffer, algorithm)
 
     return run, [Expected(Range(0, cell.size), None, 0)]
 
@@ -147,15 +162,26 @@ def _all_gather(comm: Communicator, cell: Cell, algorithm: str) -> tuple[Run, li
 
 
 def _broadcast(comm: Communicator, cell: Cell, algorithm: str) -> tuple[Run, list[Expected]]:
-    return lambda buffer, result: comm.broadcast(buffer), [Expected(Range(0, cell.size), 0, 0)]
+    def run(buffer: np.ndarray, result: np.ndarray) -> None:
+        broadcast(comm, buffer, 0, algorithm)
+
+    return run, [Expected(Range(0, cell.size), 0, 0)]
 
 
 def _all_to_all(comm: Communicator, cell: Cell, algorithm: str) -> tuple[Run, list[Expected]]:
-    parts = split(cell.size, comm.size, dtype_of(cell.dtype).itemsize)
-    own = parts[comm.rank]
-    rows = [Range(own.size * peer, own.size * (peer + 1)) for peer in range(comm.size)]
+    each = cell.size // comm.size
+    rows = [Range(each * peer, each * (peer + 1)) for peer in range(comm.size)]
 
     def run(buffer: np.ndarray, result: np.ndarray) -> None:
-        comm.all_to_all(buffer, result, parts, rows)
+        all_to_all(comm, buffer, result[: each * comm.size], rows, rows, algorithm)
 
-    return run, [Expected(row, peer, own.start) for peer, row in enumerate(rows)]
+    return run, [Expected(row, peer, each * comm.rank) for peer, row in enumerate(rows)]
+
+
+_BY_NAME: Final[dict[str, Mapping[str, Any]]] = {
+    "allreduce": collectives.ALLREDUCE,
+    "reduce_scatter": collectives.SHARDED,
+    "all_gather": collectives.SHARDED,
+    "broadcast": BROADCAST,
+    "all_to_all": ALL_TO_ALL,
+}

@@ -11,6 +11,7 @@ loses those under way. A configuration that is there already gets longer.
 """
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -56,6 +57,12 @@ class Key:
         """Name in tables and plots."""
         name = self.algorithm if self.buffers == "ordinary" else f"{self.algorithm} ({self.buffers})"
         return name if self.implementation == OURS else f"{self.implementation} {name}"
+
+    @property
+    def vendor(self) -> str:
+        """Whose MPI library it is, without the version."""
+        match = re.match(r"[A-Za-z() ]+?(?= v?\d| Version|$)", self.mpi_library)
+        return match[0] if match else self.mpi_library
 
 
 @dataclass(frozen=True)

@@ -17,20 +17,22 @@ from hpcdist.bench.collectives_buffers import Contents, Pool
 from hpcdist.bench.collectives_contenders import Contender
 from hpcdist.comm.communicator import Communicator
 
-LEAST: Final = 10  # iterations, however long they take
 MOST: Final = 5000
-_FIRST: Final = 4  # rounds before the first look at the clock
+_FIRST: Final = 3  # rounds before the first look at the clock
 _TAG: Final = 7001
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a cell is measured: ``iterations`` of each contender, or about ``seconds`` in all for None."""
+    """How long a cell is measured: ``iterations`` of each contender; for None about ``seconds`` in all.
+
+    In those seconds ``least`` iterations are made, however long they take.
+    """
 
     seconds: float
     iterations: int | None
     warmup: int
-    check: bool
+    least: int
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Samples:
 
 
 class Timing:
-    """One cell under way on one rank."""
+    """One cell under way on one rank. Making it is collective over ``comm``."""
 
     def __init__(
         self,
@@ -58,15 +60,16 @@ class Timing:
         contents: Contents,
         check: bool,
     ) -> None:
-        self._comm, self._contenders, self._pools = comm, contenders, pools
+        self._comm, self._contenders = comm, contenders
+        used = {contender.buffers for contender in contenders}
+        self._pools = {kind: pool for kind, pool in pools.items() if kind in used}
         self._contents, self._check = contents, check
+        self._one_clock = comm.nodes().count == 1  # here, on every rank: the first call is collective
         self._wrong: dict[int, str] = {}
         self._rows: list[tuple[list[float], list[float]]] = []  # per round: begin and duration of each contender
-        self._in_result = False
 
-    def run(self, limits: Limits, seed: Sequence[int], in_result: bool) -> list[Samples]:
+    def run(self, limits: Limits, seed: Sequence[int]) -> list[Samples]:
         """Measure and return the samples of each contender. Collective over the communicator."""
-        self._in_result = in_result
         order = np.random.default_rng(list(seed))  # the same on every rank
         for pool in self._pools.values():
             pool.fill(self._contents, self._comm.rank)
@@ -87,13 +90,13 @@ class Timing:
         if limits.iterations is not None:
             self._rounds(limits.iterations, order)
             return
-        begin, count = time.perf_counter(), _FIRST
+        begin, count = time.perf_counter(), min(_FIRST, limits.least)
         while count:
             self._rounds(count, order)
             # Rank 0 decides by its clock, refills and checks included.
             done, spent_s = len(self._rows), time.perf_counter() - begin
             fits = int((limits.seconds - spent_s) / spent_s * done)
-            count = self._comm.broadcast_object(min(max(fits, LEAST - done), MOST - done, 4 * done))
+            count = self._comm.broadcast_object(min(max(fits, limits.least - done), MOST - done, 4 * done))
             count = max(0, count)
 
     def _rounds(self, count: int, order: np.random.Generator) -> None:
@@ -120,10 +123,12 @@ class Timing:
         return pool.take(contender)
 
     def _verify(self, kind: str) -> None:
-        if self._check:
-            expected = [contender.expected for contender in self._contenders]
-            for contender, what in self._pools[kind].wrong(self._contents, expected, self._in_result).items():
-                self._wrong.setdefault(contender, what)
+        for index, one in enumerate(self._contenders):
+            if self._check and one.buffers == kind and one.expected is not None and index not in self._wrong:
+                pool = self._pools[kind]
+                what = pool.first_wrong(self._contents, index, one.expected, in_result=one.in_result)
+                if what:
+                    self._wrong[index] = what
 
     def _gather(self) -> list[Samples]:
         """Bring all times to rank 0. Collective."""
@@ -138,7 +143,7 @@ class Timing:
             self._comm.recv(ranks[peer].reshape(-1), peer, _TAG)
         begin_s, time_s = ranks[:, :, 0], ranks[:, :, 1]  # (ranks, rounds, contenders)
         start_s = begin_s - begin_s.min(axis=0)
-        if self._comm.nodes().count > 1:
+        if not self._one_clock:
             start_s[...] = np.nan
         return [
             Samples(

@@ -62,6 +62,7 @@ class Wanted:
     seconds: float
     iterations: int | None
     warmup: int
+    least: int
     check: bool
     hot: bool
     seed: int
@@ -121,16 +122,22 @@ def choice(what: str, names: Sequence[str], known: Iterable[str]) -> tuple[str, 
     return tuple(dict.fromkeys(names))
 
 
-def cells(wanted: Wanted) -> tuple[list[Cell], list[str]]:
-    """Return the cells in the order in which they are measured, the same on all ranks, and what was rounded."""
+def cells(wanted: Wanted, ranks: int) -> tuple[list[Cell], list[str]]:
+    """Return the cells in the order in which they are measured, the same on all ranks, and what was rounded (local).
+
+    The parts of an all-to-all are of one size, as in nccl-tests.
+    """
     found, notes = [], []
     for name in wanted.dtypes:
-        itemsize = dtype_of(name).itemsize
-        for nbytes in wanted.bytes:
-            rounded = max(itemsize, nbytes // itemsize * itemsize)
-            if rounded != nbytes:
-                notes.append(f"{nbytes} bytes are no whole number of {name} elements: {rounded} are measured")
-            found += [Cell(op, name, rounded) for op in wanted.operations]
+        for op in wanted.operations:
+            parts = ranks if op == "all_to_all" else 1
+            unit = dtype_of(name).itemsize * parts
+            for nbytes in wanted.bytes:
+                rounded = max(unit, nbytes // unit * unit)
+                if rounded != nbytes:
+                    what = f"{name} elements" + (f" for each of {ranks} ranks" if parts > 1 else "")
+                    notes.append(f"{op}: {nbytes} bytes are no whole number of {what}; {rounded} are measured")
+                found.append(Cell(op, name, rounded))
     distinct = list(dict.fromkeys(found))
     order = np.random.default_rng(wanted.seed).permutation(len(distinct))
     return [distinct[index] for index in order], notes

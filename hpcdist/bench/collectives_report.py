@@ -1,15 +1,15 @@
 """The report of a benchmark of collectives: a table, JSON, and times and bandwidths against the size."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from hpcdist.bench.collectives_contenders import MEMCPY, NATIVE, REFERENCES
-from hpcdist.bench.collectives_file import Configuration, Results
-from hpcdist.bench.collectives_plan import COLD, bus_factor
+from hpcdist.bench.collectives_file import OURS, Configuration, Results
+from hpcdist.bench.collectives_plan import COLD, SHARED, bus_factor
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
 MISSING: Final = "-"
@@ -53,9 +53,18 @@ def rows(configurations: Iterable[Configuration]) -> list[Row]:
     native = {
         _cell(one): float(np.median(one.slowest_s))
         for one in known
-        if one.key.algorithm == NATIVE and one.key.buffers == "ordinary" and not one.wrong
+        if one.key.algorithm == NATIVE
+        and one.key.implementation == OURS
+        and one.key.buffers == "ordinary"
+        and not one.wrong
     }
     found = [_row(one, native.get(_cell(one))) for one in known]
+    if len({row.mpi_library for row in found if row.implementation == OURS}) > 1:
+        vendors = {one.key.mpi_library: one.key.vendor for one in known}
+        found = [
+            replace(row, label=f"{row.label}, {vendors[row.mpi_library]}") if row.implementation == OURS else row
+            for row in found
+        ]
     return sorted(found, key=lambda row: (row.op, row.dtype, row.ranks, row.bytes, _place(row), row.label))
 
 
@@ -201,10 +210,16 @@ def plot(table: Sequence[Row], file: Path) -> None:
 
 def _lines(left: Any, right: Any, table: Sequence[Row]) -> None:
     """Draw the rows of one panel: the MPI library's own thick, references dashed."""
+    from matplotlib import colormaps
+
+    for axis in (left, right):
+        axis.set_prop_cycle(color=colormaps["tab20"].colors)
     for label in dict.fromkeys(row.label for row in table):
         line = sorted((row for row in table if row.label == label), key=lambda row: row.bytes)
         sizes = [row.bytes for row in line]
         style: dict[str, Any] = {"marker": ".", "label": label}
+        if line[0].buffers == SHARED:
+            style |= {"linestyle": "-."}
         if line[0].reference:
             style |= {"linestyle": "--", "color": "0.4" if line[0].algorithm == MEMCPY else "0.7"}
         elif line[0].algorithm == NATIVE:

@@ -64,6 +64,7 @@ _ENVIRONMENT: Final = (
     help="About how long all algorithms together are measured for each operation, size and dtype.",
 )
 @click.option("--iterations", type=click.IntRange(min=1), help="Iterations of each algorithm, in place of --seconds.")
+@click.option("--least", type=click.IntRange(min=1), default=10, help="Iterations, however long they take.")
 @click.option("--warmup", type=click.IntRange(min=0), default=3, help="Iterations before, which are not kept.")
 @click.option("--seed", type=click.IntRange(min=0), help="Of the order of everything.  [default: a new one, shown]")
 @click.option("--check/--no-check", default=True, help="Compare every result, outside of the timed part.")
@@ -85,6 +86,7 @@ def command(
     seed: int | None,
     seconds: float,
     iterations: int | None,
+    least: int,
     warmup: int,
     output: Path | None,
     as_json: bool,
@@ -112,7 +114,7 @@ def command(
     session = start.start()
     drawn = int.from_bytes(os.urandom(4), "little") if seed is None else seed
     chosen = session.comm.broadcast_object(drawn)
-    wanted = Wanted(*known[:2], nbytes, known[2], kinds, seconds, iterations, warmup, check, hot, chosen)
+    wanted = Wanted(*known[:2], nbytes, known[2], kinds, seconds, iterations, warmup, least, check, hot, chosen)
     _check_places(session, output, plot)
     code = _measure(session, wanted, output, as_json, plot, anonymous)
     session.leave(code)

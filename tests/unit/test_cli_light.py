@@ -18,7 +18,18 @@ def hpcdist(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--version"], ["run", "--help"], ["train", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["-h"],
+        ["--version"],
+        ["run", "--help"],
+        ["train", "--help"],
+        ["bench", "collectives", "--help"],
+        ["compare", "--help"],
+    ],
+)
 def test_help_loads_nothing_heavy(arguments):
     code = (
         "import sys\nfrom hpcdist.cli.main import main\n"

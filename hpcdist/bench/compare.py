@@ -1,0 +1,262 @@
+"""Two results of the same benchmark, configuration by configuration: how much slower, and how sure that is.
+
+The figure is the ratio of medians, the second file's over the first's. Its interval comes from the bootstrap (B. Efron,
+Ann. Statist. 7 (1979) 1-26): the iterations of both sides are drawn again, with replacement, many times. Where a side
+was measured by several processes (sessions of a benchmark, repeats of a sweep), processes are drawn first and then
+iterations within each: what differs from process to process is then part of the interval. One process a side cannot
+know that part, so its interval speaks of these two runs, not of the next two.
+
+A regression is a ratio whose whole interval lies beyond the threshold.
+"""
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.bench import collectives_file, results
+from hpcdist.bench.collectives_plan import COLD
+from hpcdist.bench.trial import OK
+from hpcdist.errors import StorageError, UsageError
+from hpcdist.hdf5 import files
+
+REGRESSION: Final = "slower"
+IMPROVEMENT: Final = "faster"
+UNDECIDED: Final = "same"
+FEW: Final = "too few"
+LEAST: Final = 5  # iterations of a side, below which a median has no interval worth the name
+_DRAWN_ELEMENTS: Final = 1 << 22  # at once, to keep memory small
+
+
+@dataclass(frozen=True)
+class Side:
+    """One configuration of one file: the time of the slowest rank of each iteration, and who measured it."""
+
+    times_s: np.ndarray
+    session: np.ndarray
+    reference: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What counts as a difference; ``threshold`` 0.05 is five percent."""
+
+    threshold: float = 0.05
+    confidence: float = 0.95
+    resamples: int = 2000
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Change:
+    """One configuration that both files have; ``ratio`` above 1 is slower in the second."""
+
+    name: str
+    verdict: str
+    ratio: float
+    low: float
+    high: float
+    before_s: float
+    after_s: float
+    iterations: tuple[int, int]
+    sessions: tuple[int, int]
+    reference: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All changes, the largest slowdown first, and the names of what only one file has."""
+
+    changes: tuple[Change, ...]
+    only_before: tuple[str, ...]
+    only_after: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def regressions(self) -> list[Change]:
+        """What became slower beyond doubt and threshold; references (memcpy, wire) are no regressions of ours."""
+        return [change for change in self.changes if change.verdict == REGRESSION and not change.reference]
+
+
+def compare(before: Path, after: Path, rule: Rule) -> Comparison:
+    """Compare two files of `hpcdist bench collectives`, or two of `hpcdist bench sweep`.
+
+    Raises StorageError for a file that is neither, UsageError for files that have no configuration in common.
+    """
+    kinds = {path: _schema(path) for path in (before, after)}
+    if kinds[before] != kinds[after]:
+        raise UsageError(f"{before} is of schema {kinds[before]}, {after} of {kinds[after]}; give two of a kind")
+    left, right = (_READERS[kinds[path]](path) for path in (before, after))
+    common = [name for name in left if name in right]
+    if not common:
+        raise UsageError(
+            f"{before} and {after} have no configuration in common: {', '.join(list(left)[:3]) or 'nothing'}, ... "
+            f"against {', '.join(list(right)[:3]) or 'nothing'}, ..."
+        )
+    changes = sorted((change(name, left[name], right[name], rule) for name in common), key=_effect)
+    return Comparison(
+        tuple(changes),
+        tuple(name for name in left if name not in right),
+        tuple(name for name in right if name not in left),
+        tuple(_notes(changes)),
+    )
+
+
+def change(name: str, before: Side, after: Side, rule: Rule) -> Change:
+    """Return how ``after`` differs from ``before``; the same for the same samples, rule and name."""
+    medians = [float(np.median(side.times_s)) for side in (before, after)]
+    ratio = medians[1] / medians[0]
+    # The draws depend on the name, so that one configuration more does not change the intervals of the others.
+    rng = np.random.default_rng([rule.seed, zlib.crc32(name.encode())])
+    drawn = _medians(after, rule.resamples, rng) / _medians(before, rule.resamples, rng)
+    tail = 50.0 * (1.0 - rule.confidence)
+    low, high = (float(value) for value in np.percentile(drawn, [tail, 100.0 - tail]))
+    if min(len(before.times_s), len(after.times_s)) < LEAST:
+        verdict = FEW
+    elif low > 1.0 + rule.threshold:
+        verdict = REGRESSION
+    elif high < 1.0 / (1.0 + rule.threshold):
+        verdict = IMPROVEMENT
+    else:
+        verdict = UNDECIDED
+    counts = (len(before.times_s), len(after.times_s))
+    sessions = (len(np.unique(before.session)), len(np.unique(after.session)))
+    return Change(name, verdict, ratio, low, high, medians[0], medians[1], counts, sessions, before.reference)
+
+
+def _medians(side: Side, resamples: int, rng: np.random.Generator) -> np.ndarray:
+    """Return the medians of ``resamples`` samples drawn from ``side``: processes first, then their iterations."""
+    processes = [side.times_s[side.session == number] for number in np.unique(side.session)]
+    found = np.empty(resamples)
+    if len(processes) == 1:
+        times = processes[0]
+        step = max(1, _DRAWN_ELEMENTS // len(times))
+        for start in range(0, resamples, step):
+            rows = min(step, resamples - start)
+            found[start : start + rows] = np.median(times[rng.integers(0, len(times), (rows, len(times)))], axis=1)
+        return found
+    for index in range(resamples):
+        chosen = [processes[number] for number in rng.integers(0, len(processes), len(processes))]
+        found[index] = np.median(np.concatenate([times[rng.integers(0, len(times), len(times))] for times in chosen]))
+    return found
+
+
+def _effect(one: Change) -> tuple[bool, float, str]:
+    return (one.reference, -one.ratio, one.name)
+
+
+def _notes(changes: Sequence[Change]) -> list[str]:
+    notes = []
+    moved = [one for one in changes if one.reference and one.verdict in (REGRESSION, IMPROVEMENT)]
+    if moved:
+        worst = max(moved, key=lambda one: abs(np.log(one.ratio)))
+        notes.append(
+            f"{len(moved)} of the references (memcpy, wire), which are no code of ours, changed as well, by up to "
+            f"{worst.ratio:.2f}x: the two files are from different machines, or from different loads"
+        )
+    single = sum(1 in one.sessions for one in changes)
+    if single:
+        notes.append(
+            f"{single} of {len(changes)} intervals come from one process a side: what differs by start is not in them"
+        )
+    few = sum(one.verdict == FEW for one in changes)
+    if few:
+        notes.append(f"{few} configurations have fewer than {LEAST} iterations a side, and no verdict")
+    return notes
+
+
+def _schema(path: Path) -> str:
+    with files.open_read(path) as file:
+        found = str(file.attrs.get("schema"))
+    if found not in _READERS:
+        raise StorageError(
+            f"{path}: a file of schema {found!r}, expected {' or '.join(_READERS)}: the --output of "
+            "`hpcdist bench collectives` or `hpcdist bench sweep`"
+        )
+    return found
+
+
+def _collectives(path: Path) -> dict[str, Side]:
+    """Return the good configurations of a benchmark of collectives; versions of the MPI library may differ."""
+    found = {}
+    for one in collectives_file.read(path).configurations:
+        key = one.key
+        if not one.wrong:
+            cache = "" if key.cache == COLD else f", {key.cache}"
+            where = f"{key.ranks} ranks on {key.nodes}, {key.vendor}"
+            name = f"{key.op} {key.dtype} {key.bytes} B, {where}, {key.label}{cache}"
+            found[name] = Side(one.slowest_s, one.session, one.reference)
+    return found
+
+
+def _sweep(path: Path) -> dict[str, Side]:
+    """Return the steps of each configuration of a sweep over its good repeats, without the first, which compiles."""
+    found = {}
+    for configuration in results.read(path).configurations:
+        times, sessions = [], []
+        for repeat in configuration.repeats:
+            if repeat.status == OK:
+                step_s = repeat.samples["step_s"][1:]
+                slowest = np.where(np.isnan(step_s), -np.inf, step_s).max(axis=1, initial=-np.inf)
+                times.append(slowest[np.isfinite(slowest)])
+                sessions.append(np.full(len(times[-1]), repeat.number))
+        if sum(map(len, times)):
+            name = f"{configuration.name} on {configuration.ranks} ranks"
+            found[name] = Side(np.concatenate(times), np.concatenate(sessions))
+    return found
+
+
+_READERS: Final[Mapping[str, Callable[[Path], dict[str, Side]]]] = {
+    collectives_file.SCHEMA: _collectives,
+    results.SCHEMA: _sweep,
+}
+
+_HEAD: Final = ("configuration", "before us", "after us", "ratio", "interval", "n", "verdict")
+
+
+def _cells(found: Comparison) -> list[list[str]]:
+    return [
+        [
+            one.name,
+            f"{1e6 * one.before_s:,.1f}",
+            f"{1e6 * one.after_s:,.1f}",
+            f"{one.ratio:.3f}",
+            f"{one.low:.3f} - {one.high:.3f}",
+            f"{one.iterations[0]}/{one.iterations[1]}",
+            one.verdict + (" (reference)" if one.reference else ""),
+        ]
+        for one in found.changes
+    ]
+
+
+def text(found: Comparison) -> str:
+    """Return the table as lines for people, the largest slowdown first, and below what only one file has."""
+    cells = [list(_HEAD), *_cells(found)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(_HEAD))]
+    left = (0, len(_HEAD) - 1)
+    lines = [
+        "  ".join(f"{cell:{'<' if n in left else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip()
+        for row in cells
+    ]
+    return "\n".join([*lines, *_below(found)])
+
+
+def markdown(found: Comparison) -> str:
+    """Return the table as Markdown."""
+    marks = ["---", *["---:"] * (len(_HEAD) - 2), "---"]
+    body = [[cell.replace("|", "\\|") for cell in row] for row in _cells(found)]
+    return "\n".join([*("| " + " | ".join(row) + " |" for row in (_HEAD, marks, *body)), *_below(found)])
+
+
+def _below(found: Comparison) -> list[str]:
+    lines = [f"only in the first: {name}" for name in found.only_before]
+    lines += [f"only in the second: {name}" for name in found.only_after]
+    return [f"\n{line}" for line in (*lines, *found.notes)]
+
+
+def jsonable(found: Comparison, rule: Rule) -> dict[str, Any]:
+    """Return the comparison as JSON values."""
+    return {"rule": asdict(rule), **asdict(found), "regressions": [one.name for one in found.regressions]}

@@ -1,0 +1,61 @@
+"""`hpcdist compare`: did it become slower? With an exit code that a CI job can branch on."""
+
+import json
+import re
+from pathlib import Path
+
+import click
+
+from hpcdist.errors import FAILURE, OK, UsageError
+
+
+def _threshold(context: click.Context, parameter: click.Parameter, value: str) -> float:
+    """Return "5%", "5 %" or "0.05" as 0.05."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", value)
+    if match is None:
+        raise click.BadParameter(f"{value!r}: expected a share such as 5% or 0.05")
+    return float(match[1]) / (100 if match[2] else 1)
+
+
+@click.command("compare")
+@click.argument("before", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("after", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--threshold", callback=_threshold, default="5%", help="Slowdown that is still tolerated.")
+@click.option(
+    "--confidence", type=click.FloatRange(0.5, 1.0, max_open=True), default=0.95, help="Of the intervals of ratios."
+)
+@click.option("--resamples", type=click.IntRange(min=100), default=2000, help="Draws of the bootstrap.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the draws: the same seed, the same intervals.")
+@click.option("--json", "as_json", is_flag=True, help="Print the comparison as one JSON object.")
+@click.option("--markdown", is_flag=True, help="Print the table as Markdown.")
+def command(
+    before: Path,
+    after: Path,
+    threshold: float,
+    confidence: float,
+    resamples: int,
+    seed: int,
+    as_json: bool,
+    markdown: bool,
+) -> int:
+    """Say what of AFTER is slower or faster than in BEFORE: two results of `hpcdist bench collectives`, or of a sweep.
+
+    The ratio is that of the medians of the slowest rank's times, with a bootstrap interval over the iterations; the
+    largest slowdown comes first. What only one of the files has is listed.
+
+    Exit codes, for CI: 0 when nothing is slower beyond the threshold with its whole interval, 1 when something is, 2
+    for usage (also files that have nothing in common), 74 for a file that cannot be read.
+    """
+    from hpcdist.bench import compare as comparing  # late: --help must not load h5py
+
+    if as_json and markdown:
+        raise UsageError("--json and --markdown are two ways to print the same; choose one")
+    rule = comparing.Rule(threshold, confidence, resamples, seed)
+    found = comparing.compare(before, after, rule)
+    if as_json:
+        click.echo(json.dumps(comparing.jsonable(found, rule)))
+    else:
+        click.echo(comparing.markdown(found) if markdown else comparing.text(found))
+    slower = len(found.regressions)
+    click.echo(f"{slower} of {len(found.changes)} slower by more than {100 * threshold:g} %", err=True)
+    return FAILURE if slower else OK

@@ -1,0 +1,62 @@
+"""`hpcdist bench collectives` on real ranks, and what it refuses before it measures."""
+
+import json
+import subprocess
+import sys
+
+import h5py
+import numpy as np
+import pytest
+
+from hpcdist.errors import STORAGE, USAGE
+
+LIMIT_S = 120.0
+FEW = ["--algorithm", "ring", "--algorithm", "node_shared", "--bytes", "4K 64K", "--iterations", "12", "--hot"]
+
+
+def hpcdist(*arguments):
+    line = [sys.executable, "-P", "-m", "hpcdist", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, mpi):
+    path = tmp_path_factory.mktemp("bench") / "c.h5"
+    done = hpcdist("run", "-n", 2, "bench", "collectives", *FEW, "--output", path, "--json", "--anonymous")
+    assert done.returncode == 0, done.stderr
+    return path, json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_two_ranks_measure_and_every_sample_is_kept(measured):
+    path, told = measured
+    rows = told["configurations"]
+    assert {(row["algorithm"], row["bytes"]) for row in rows if row["buffers"] == "ordinary"} == {
+        (name, nbytes) for name in ("native", "ring", "node_shared", "memcpy") for nbytes in (4096, 65536)
+    }
+    assert any(row["buffers"] == "shared" and row["verified"] == 12 for row in rows)
+    with h5py.File(path) as file:
+        assert "hosts" not in file.attrs and file.attrs["mpi_library"] and len(file.attrs["cores_of_rank"]) == 2
+        groups = list(file["configurations"].values())
+        assert len(groups) == len(rows)
+        for group in groups:
+            assert group["time_s"].shape == (12, 2) and np.all(group["time_s"][...] > 0)
+
+
+def test_a_comparison_with_itself_finds_nothing(measured):
+    path, _ = measured
+    done = hpcdist("compare", path, path, "--markdown")
+    assert done.returncode == 0, done.stderr
+    assert "| 1.000 |" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--output", "/proc/results.h5"], STORAGE, "/proc/results.h5: cannot be written"),
+        (["--algorithm", "rings"], USAGE, "choose from native, ring"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_measured(mpi, arguments, code, said):
+    done = hpcdist("run", "-n", 2, "bench", "collectives", "--bytes", "4K", *arguments)
+    assert done.returncode == code
+    assert said in done.stderr and "median" not in done.stdout

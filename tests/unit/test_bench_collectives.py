@@ -1,0 +1,359 @@
+"""The benchmark of collectives: what it measures, that it finds wrong results, and what stands in its file."""
+
+import json
+
+import h5py
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from hpcdist import collectives as algorithms
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.ranges import Range
+from hpcdist.bench import collectives, collectives_buffers, collectives_file, collectives_plan, collectives_report
+from hpcdist.bench.collectives_contenders import Contender
+from hpcdist.bench.collectives_measure import Limits, Timing
+from hpcdist.cli.bench_collectives import _known
+from hpcdist.cli.compare import command as compare
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import StorageError, UsageError
+
+LIBRARY = "Threads 1.0"
+
+
+def wanted(**changes):
+    settings = {
+        "operations": collectives_plan.OPERATIONS,
+        "algorithms": ("ring",),
+        "bytes": (100, 3000),
+        "dtypes": ("float32",),
+        "buffers": ("ordinary",),
+        "seconds": 0.01,
+        "iterations": 4,
+        "warmup": 1,
+        "least": 2,
+        "check": True,
+        "hot": True,  # one slot, so that every iteration is verified and filled again
+        "seed": 5,
+    }
+    return collectives_plan.Wanted(**(settings | changes))
+
+
+def measured(ranks, **changes):
+    """The configurations of a benchmark over threads, and what it said."""
+    kept, said = [], []
+
+    def on_a_rank(comm):
+        collectives.run(comm, wanted(**changes), LIBRARY, kept.extend, said.append)
+
+    run_threads(ranks, on_a_rank)
+    return kept, said
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["4096"], [4096]),
+        (["16K 1M"], [16384, 1 << 20]),
+        (["1m,16k"], [16384, 1 << 20]),
+        (["4K-32K"], [4096, 8192, 16384, 32768]),
+        (["4K-64K x4"], [4096, 16384, 65536]),
+        (["4K-70Kx4 1K", "1K"], [1024, 4096, 16384, 65536]),
+        (["1G"], [1 << 30]),
+    ],
+)
+def test_sizes(texts, expected):
+    assert list(collectives_plan.sizes(texts)) == expected
+
+
+@pytest.mark.parametrize("text", ["", "4Q", "K", "16K-4K", "0", "4K-64K x1", "4K 1.5M", "-4K", "4K--8K"])
+def test_wrong_sizes_are_refused(text):
+    with pytest.raises(UsageError, match="--bytes"):
+        collectives_plan.sizes([text])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((("allreduce", "gather"), (), ("float32",)), "allreduce, reduce_scatter, all_gather"),
+        ((("allreduce",), ("rings",), ("float32",)), "native, ring"),
+        ((("allreduce",), (), ("float23",)), "float32"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_valid_ones(arguments, named):
+    with pytest.raises(UsageError, match="choose") as refused:
+        _known(*arguments)
+    assert named in str(refused.value)
+
+
+def test_bus_bandwidth_by_hand():
+    """The factors of nccl-tests, doc/PERFORMANCE.md."""
+    by_hand = {"allreduce": 1.5, "reduce_scatter": 0.75, "all_gather": 0.75, "broadcast": 1.0, "all_to_all": 0.75}
+    assert {op: collectives_plan.bus_factor(op, 4) for op in collectives_plan.OPERATIONS} == by_hand
+    assert all(collectives_plan.bus_factor(op, 1) == 0 for op in by_hand)
+
+
+def test_cells_are_rounded_and_shuffled_alike_everywhere():
+    cells, notes = collectives_plan.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16")), 3)
+    again, _ = collectives_plan.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16")), 3)
+    other, _ = collectives_plan.cells(wanted(bytes=(101, 1000), dtypes=("float32", "bfloat16"), seed=6), 3)
+    assert cells == again != other and set(cells) == set(other)
+    assert {cell.bytes for cell in cells if (cell.op, cell.dtype) == ("allreduce", "float32")} == {100, 1000}
+    # parts of one size for each of 3 ranks
+    assert {cell.bytes for cell in cells if (cell.op, cell.dtype) == ("all_to_all", "float32")} == {96, 996}
+    assert any("101 bytes are no whole number of float32 elements; 100 are measured" in note for note in notes)
+
+
+def test_buffers_exceed_the_cache_within_the_memory():
+    assert collectives_buffers.slots(1 << 20, 32 << 20, 1 << 30, hot=False) == 65
+    assert collectives_buffers.slots(256 << 20, 32 << 20, 1 << 30, hot=False) == 2
+    assert collectives_buffers.slots(256 << 20, 32 << 20, 300 << 20, hot=False) == 1
+    assert collectives_buffers.slots(1 << 20, 32 << 20, 16 << 20, hot=False) == 16
+    assert collectives_buffers.slots(1 << 20, 32 << 20, 1 << 30, hot=True) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float64"])
+def test_contents_are_exact_and_a_change_of_one_element_is_found(dtype, rng):
+    kind, size, ranks = dtype_of(dtype), 40_000, 5
+    contents = collectives_buffers.Contents(ranks, kind)
+    parts = [np.empty(size, kind) for _ in range(ranks)]
+    for rank, part in enumerate(parts):
+        contents.fill(part, rank, phase=3)
+        assert contents.first_difference(part, rank, 3) == -1
+    total = np.sum([part.astype(np.float64) for part in parts], axis=0).astype(kind)
+    assert contents.first_difference(total, None, 3) == -1
+    assert contents.first_difference(total, None, 4) >= 0, "another slot's sum must not pass"
+    assert contents.first_difference(parts[0], 1, 3) >= 0, "another rank's data must not pass"
+    index = int(rng.integers(size))
+    total[index] += kind.type(1)
+    assert contents.first_difference(total, None, 3) == index
+    assert contents.first_difference(total[17:], None, 3 + 17) == index - 17 or index < 17
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_operation_is_measured_verified_and_kept(ranks):
+    kept, said = measured(ranks)
+    ops = {one.key.op for one in kept}
+    assert ops == set(collectives_plan.OPERATIONS)
+    assert [one.wrong for one in kept if one.wrong] == []
+    for one in kept:
+        assert one.time_s.shape == one.start_s.shape == (4, ranks)
+        assert (one.time_s > 0).all() and (one.start_s.min(axis=1) == 0).all()
+        assert one.verified == (0 if one.reference else 4)
+        assert (one.key.ranks, one.key.cache, one.key.mpi_library) == (ranks, "hot", LIBRARY)
+    found = {one.key.algorithm for one in kept if one.key.op == "allreduce"}
+    assert found == {"native", "ring", "memcpy"}
+    assert any("nothing is exchanged" in line for line in said) == (ranks == 1)
+
+
+def test_cold_buffers_go_round_and_results_are_verified_before_they_are_filled_again(monkeypatch):
+    monkeypatch.setattr(collectives_buffers, "last_level_cache_bytes", lambda: 8192)
+    kept, _ = measured(2, operations=("allreduce",), bytes=(3000,), iterations=9, hot=False)
+    assert {(one.slots, one.key.cache, one.wrong) for one in kept} == {(7, "cold", "")}
+
+
+def test_all_that_runs_is_measured_without_names():
+    kept, said = measured(2, operations=("allreduce",), algorithms=(), bytes=(400,), iterations=1)
+    assert {one.key.algorithm for one in kept if not one.reference} == {*algorithms.ALLREDUCE, "auto"}
+    assert any(line.startswith("auto is ") for line in said)
+
+
+def test_the_wire_is_measured_between_nodes():
+    kept, said = [], []
+
+    def on_a_rank(comm):
+        collectives.run(comm, wanted(operations=("allreduce",), bytes=(400,)), LIBRARY, kept.extend, said.append)
+
+    run_threads(4, on_a_rank, ranks_per_node=2)
+    (wire,) = [one for one in kept if one.key.algorithm == "wire"]
+    assert wire.key.nodes == 2
+    assert np.isnan(wire.time_s[:, [1, 3]]).all() and np.isfinite(wire.slowest_s).all()
+    assert np.isnan(wire.start_s).all(), "two nodes have no common clock"
+
+
+def test_what_does_not_run_is_left_out_with_the_reason_unless_it_was_named():
+    kept, said = measured(2, operations=("reduce_scatter", "allreduce"), dtypes=("bfloat16",), algorithms=())
+    assert {one.key.op for one in kept} == {"allreduce"}
+    assert any(line.startswith("ring is left out of reduce_scatter of bfloat16: ") for line in said)
+    with pytest.raises(UsageError, match="ring does not run reduce_scatter of bfloat16 here"):
+        measured(2, operations=("reduce_scatter",), dtypes=("bfloat16",))
+
+
+def test_a_wrong_result_is_found_named_and_not_shown(monkeypatch):
+    right = algorithms.allreduce
+
+    def allreduce(comm, buffer, algorithm):
+        right(comm, buffer, "native" if algorithm == "wrong" else algorithm)
+        if algorithm == "wrong" and comm.rank == 1 and buffer.size == 750:
+            buffer[7] += 1
+
+    monkeypatch.setitem(algorithms.ALLREDUCE, "wrong", allreduce)
+    monkeypatch.setattr(algorithms, "allreduce", allreduce)
+    kept, _ = measured(2, operations=("allreduce",), algorithms=("wrong", "ring"))
+    found = {(one.key.algorithm, one.key.bytes): one.wrong for one in kept if one.wrong}
+    assert list(found) == [("wrong", 3000)]
+    assert found["wrong", 3000].startswith("rank 1: element 7 is ")
+    table = collectives_report.rows(kept)
+    line = next(line for line in collectives_report.text(table).splitlines() if "WRONG RESULT" in line)
+    assert "wrong" in line and "3000" in line and "GB" not in line
+    assert any("wrong, allreduce of 3000 bytes of float32: rank 1" in note for note in collectives_report.notes(table))
+    unchecked, _ = measured(2, operations=("allreduce",), algorithms=("wrong",), check=False)
+    assert {(one.wrong, one.verified) for one in unchecked} == {("", 0)}
+
+
+def test_iterations_alternate_in_an_order_that_all_ranks_share():
+    order = {0: [], 1: []}
+
+    def on_a_rank(comm):
+        def run(name):
+            return lambda buffer, result: order[comm.rank].append(name)
+
+        memory = [np.zeros(64 * 4, np.uint8) for _ in range(2)]
+        pool = collectives_buffers.Pool(*memory, 16, np.dtype(np.float32), 4)
+        contents = collectives_buffers.Contents(2, np.dtype(np.float32))
+        both = [Contender(name, "ordinary", run(name), None) for name in ("a", "b", "c")]
+        Timing(comm, both, {"ordinary": pool}, contents, check=False).run(Limits(1.0, 20, 0, 1), (3, 4))
+
+    run_threads(2, on_a_rank)
+    rounds = [tuple(order[0][start : start + 3]) for start in range(0, 60, 3)]
+    assert order[0] == order[1]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
+    assert len(set(rounds)) > 1
+
+
+def test_seconds_bound_the_iterations_from_below_and_above(monkeypatch):
+    kept, _ = measured(2, operations=("allreduce",), bytes=(100,), iterations=None, seconds=1e-9, least=6)
+    assert {len(one.time_s) for one in kept} == {6}
+    monkeypatch.setattr("hpcdist.bench.collectives_measure.MOST", 20)
+    kept, _ = measured(2, operations=("allreduce",), bytes=(100,), iterations=None, seconds=1000.0)
+    assert {len(one.time_s) for one in kept} == {20}
+
+
+def key(**changes):
+    settings = {
+        "op": "allreduce",
+        "dtype": "float32",
+        "bytes": 1_000_000,
+        "ranks": 4,
+        "nodes": 1,
+        "algorithm": "native",
+        "buffers": "ordinary",
+        "cache": "cold",
+        "implementation": "hpcdist",
+        "mpi_library": LIBRARY,
+    }
+    return collectives_file.Key(**(settings | changes))
+
+
+def configuration(times_s, **changes):
+    """One whose slowest rank is the last and takes ``times_s``."""
+    times = np.asarray(times_s)[:, None] * np.array([0.5, 0.25, 0.75, 1.0])
+    start = np.tile([0.0, 1e-6, 2e-6, 3e-6], (len(times), 1))
+    return collectives_file.Configuration(key(**changes), False, 9, len(times), "", times, start, np.zeros(len(times)))
+
+
+def test_figures_of_the_table_by_hand():
+    native = configuration([4e-3, 1e-3, 2e-3, 3e-3, 5e-3])
+    ring = configuration([1e-3] * 3, algorithm="ring")
+    first, second = collectives_report.rows([ring, native])
+    assert (first.algorithm, first.median_s, first.quartiles_s, first.x_native) == ("native", 3e-3, (2e-3, 4e-3), 1.0)
+    assert first.p95_s == pytest.approx(4.8e-3)
+    assert (second.x_native, second.algorithm_bandwidth) == (pytest.approx(3.0), pytest.approx(1e9))
+    assert second.bus_bandwidth == pytest.approx(1.5e9)
+    assert second.skew_s == pytest.approx(3e-6)
+    line = collectives_report.text([first, second]).splitlines()[-1].split()
+    assert line[:5] == ["allreduce", "float32", "4", "1000000", "ring"]
+    assert line[-3:] == ["3.00", "1.000", "1.500"]
+
+
+def test_the_file_read_back_with_h5py(tmp_path):
+    path = tmp_path / "c.h5"
+    one = configuration([1e-3, 2e-3, 3e-3])
+    collectives_file.append(path, [one], {"git_commit": "c1"})
+    collectives_file.append(
+        path, [configuration([4e-3]), configuration([9e-3], algorithm="ring")], {"git_commit": "c2"}
+    )
+    with h5py.File(path) as file:
+        assert dict(file.attrs)["schema"] == "hpcdist.collectives" and file.attrs["schema_version"] == 1
+        assert file.attrs["git_commit"] == "c1"
+        group = file["configurations"][one.key.id]
+        assert (group.attrs["NX_class"], group.attrs["signal"]) == ("NXdata", "time_s")
+        assert list(group.attrs["axes"]) == ["iteration", "rank"]
+        times = group["time_s"]
+        assert times.shape == (4, 4)
+        np.testing.assert_array_equal(times[:, 3], [1e-3, 2e-3, 3e-3, 4e-3])
+        assert [dim[0].name.rpartition("/")[2] for dim in times.dims] == ["iteration", "rank"]
+        assert times.attrs["units"] == "s" and "barrier" in times.attrs["long_name"]
+        assert group["iteration"].is_scale and list(group["iteration"]) == [0, 1, 2, 3]
+        assert list(group["session"]) == [0, 0, 0, 1]
+        assert (group.attrs["bytes"], group.attrs["verified"]) == (1_000_000, 4)
+    found = collectives_file.read(path)
+    assert found.provenance == {"git_commit": "c1"}
+    assert {one.key.algorithm: len(one.slowest_s) for one in found.configurations} == {"native": 4, "ring": 1}
+    assert json.loads(json.dumps(collectives_report.jsonable(found)))["configurations"][0]["median_s"] == 2.5e-3
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_and_left_as_it_was(tmp_path):
+    path = tmp_path / "new.h5"
+    collectives_file.check_place(path)
+    assert list(tmp_path.iterdir()) == []
+    path.write_bytes(b"mine")
+    with pytest.raises(StorageError, match="exists already"):
+        collectives_file.check_place(path)
+    assert path.read_bytes() == b"mine"
+    with pytest.raises(StorageError, match="cannot be written"):
+        collectives_file.check_place(tmp_path / "missing" / "new.h5")
+
+
+def test_the_plot_has_a_line_for_each_algorithm(tmp_path):
+    pytest.importorskip("matplotlib")
+    kept, _ = measured(2, operations=("allreduce", "broadcast"), algorithms=("ring",))
+    picture = tmp_path / "c.svg"
+    collectives_report.plot(collectives_report.rows(kept), picture)
+    text = picture.read_text()
+    assert all(f"<!-- {name} -->" in text for name in ("native", "ring", "memcpy"))
+    with pytest.raises(UsageError, match="nothing"):
+        collectives_report.plot([], picture)
+    with pytest.raises(StorageError, match="cannot be written"):
+        collectives_report.plot(collectives_report.rows(kept), tmp_path / "missing" / "c.svg")
+
+
+def test_shares_of_an_algorithm_are_verified_by_its_own_cut():
+    """Hierarchical shares do not ascend with the rank: what each rank must hold follows them."""
+    kept, said = [], []
+
+    def on_a_rank(comm):
+        asked = wanted(operations=("reduce_scatter", "all_gather"), algorithms=("hierarchical",), bytes=(4000,))
+        collectives.run(comm, asked, LIBRARY, kept.extend, said.append)
+
+    run_threads(4, on_a_rank, ranks_per_node=2)
+    checked = [one for one in kept if one.key.algorithm == "hierarchical"]
+    assert {(one.key.op, one.wrong, one.verified) for one in checked} == {
+        ("reduce_scatter", "", 4),
+        ("all_gather", "", 4),
+    }
+
+
+def test_a_comparison_of_a_benchmark_with_itself_finds_nothing(tmp_path):
+    kept, _ = measured(2, operations=("allreduce",), iterations=8)
+    path = tmp_path / "c.h5"
+    collectives_file.append(path, kept, {})
+    done = CliRunner().invoke(compare, [str(path), str(path), "--json"], standalone_mode=False)
+    assert done.return_value == 0, done.output
+    assert {one["ratio"] for one in json.loads(done.stdout)["changes"]} == {1.0}
+
+
+def test_a_range_beyond_the_slots_is_seen():
+    """The test of the test: the last element of the last slot counts."""
+    contents = collectives_buffers.Contents(2, np.dtype(np.int64))
+    memory = [np.zeros(64 * 3, np.uint8) for _ in range(2)]
+    pool = collectives_buffers.Pool(*memory, 8, np.dtype(np.int64), 3)
+    pool.fill(contents, rank=1)
+    for _ in range(3):
+        buffer, _ = pool.take(0)
+    assert pool.is_used_up
+    whole = [collectives_buffers.Expected(Range(0, 8), 1, 0)]
+    assert pool.first_wrong(contents, 0, whole) == ""
+    buffer[-1] += 1
+    assert pool.first_wrong(contents, 0, whole).startswith("element 7 is ")
+    assert pool.first_wrong(contents, 1, whole) == "", "another contender is not blamed"

@@ -1,0 +1,205 @@
+"""Comparing results: equal pairs give 0, slower ones 1, whatever the noise; and what CI branches on."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from hpcdist.bench import collectives_file, compare, results
+from hpcdist.bench.collectives_file import Configuration, Key
+from hpcdist.bench.sweep import Trial
+from hpcdist.bench.trial import FAILED, OK, Outcome, Sample
+from hpcdist.cli.compare import command
+from hpcdist.errors import FAILURE, StorageError, UsageError
+
+ITERATIONS = 400
+RULE = compare.Rule()
+
+
+def key(algorithm="ring", nbytes=4096, library="Open MPI v5.0.11", implementation="hpcdist"):
+    return Key("allreduce", "float32", nbytes, 2, 1, algorithm, "ordinary", "cold", implementation, library)
+
+
+def noisy(rng, median_s=1e-3, count=ITERATIONS):
+    """Times as they are measured: skewed, with a tail of preemptions."""
+    times = median_s * rng.lognormal(0.0, 0.1, count)
+    return np.where(rng.random(count) < 0.03, 20 * times, times)
+
+
+def side(times_s, sessions=1):
+    return compare.Side(np.asarray(times_s), np.arange(len(times_s)) % sessions)
+
+
+def write(path, rng, medians, sessions=1):
+    """A file of collectives: {key: median in s, or None for a wrong result}."""
+    for one, median_s in medians.items():
+        for _ in range(sessions):
+            slowest = noisy(rng, median_s or 1e-3)
+            times = np.stack([0.7 * slowest, slowest], axis=1)
+            zeros = np.zeros(len(times))
+            made = Configuration(
+                one, one.algorithm == "memcpy", 3, 0, "" if median_s else "rank 0: no", times, 0 * times, zeros
+            )
+            collectives_file.append(path, [made], {})
+    return path
+
+
+def ran(*arguments):
+    """(exit code, stdout) of the command."""
+    done = CliRunner().invoke(command, [str(argument) for argument in arguments], standalone_mode=False)
+    if done.exception is not None:
+        raise done.exception
+    return done.return_value, done.stdout
+
+
+def test_an_equal_pair_gives_0_and_a_slower_one_1(tmp_path, rng):
+    before = write(tmp_path / "a.h5", rng, {key(): 1e-3, key("native"): 2e-3})
+    equal = write(tmp_path / "b.h5", rng, {key(): 1e-3, key("native"): 2e-3})
+    slower = write(tmp_path / "c.h5", rng, {key(): 1.2e-3, key("native"): 2e-3})
+    assert ran(before, equal)[0] == 0
+    code, shown = ran(before, slower)
+    assert code == FAILURE
+    first, second = shown.splitlines()[1:3]
+    assert "ring" in first and first.endswith("slower") and second.endswith("same"), "the largest slowdown comes first"
+    assert ran(slower, before)[0] == 0, "to become faster is no regression"
+    assert ran(before, slower, "--threshold", "30%")[0] == 0
+    assert ran(before, slower, "--threshold", "0.1")[0] == FAILURE
+
+
+def test_the_whole_interval_must_lie_beyond_the_threshold(rng):
+    noise = np.linspace(0.5, 1.5, 9)  # a median that nobody can know to 5 %
+    wide = compare.change("x", side(1e-3 * noise), side(1.1e-3 * noise), RULE)
+    assert wide.ratio == pytest.approx(1.1) and wide.low < 1.05 < wide.high
+    assert wide.verdict == compare.UNDECIDED
+    sure = compare.change("x", side(noisy(rng)), side(1.1 * noisy(rng)), RULE)
+    assert sure.verdict == compare.REGRESSION
+
+
+def test_intervals_hold_the_true_ratio_about_as_often_as_they_say(rng):
+    rule = replace(RULE, confidence=0.9, resamples=300)
+    changes = [
+        compare.change(str(trial), side(noisy(rng, 1e-3, 60)), side(noisy(rng, 1.1e-3, 60)), rule)
+        for trial in range(120)
+    ]
+    held = sum(one.low <= 1.1 <= one.high for one in changes)
+    assert 0.8 * len(changes) <= held <= 0.99 * len(changes)  # 0.9 within 3.6 standard deviations
+    tighter = [compare.change("x", side(noisy(rng, 1e-3, 6000)), side(noisy(rng, 1e-3, 6000)), rule) for _ in range(5)]
+    assert max(one.high - one.low for one in tighter) < min(one.high - one.low for one in changes)
+
+
+def test_what_differs_from_process_to_process_widens_the_interval(rng):
+    """Four processes a side, each with a speed of its own: iterations alone would be far too sure."""
+    speeds = np.array([1.0, 1.05, 0.95, 1.02])
+    times = 1e-3 * (speeds[np.arange(ITERATIONS) % 4]) * rng.lognormal(0.0, 0.05, ITERATIONS)
+    together = compare.change("x", side(times), side(times), RULE)
+    apart = compare.change("x", side(times, 4), side(times, 4), RULE)
+    assert apart.high - apart.low > 2 * (together.high - together.low)
+    assert (apart.sessions, together.sessions) == ((4, 4), (1, 1))
+
+
+def test_the_same_seed_gives_the_same_intervals_whatever_else_is_compared(tmp_path, rng):
+    before = write(tmp_path / "a.h5", rng, {key(): 1e-3, key("native"): 2e-3})
+    after = write(tmp_path / "b.h5", rng, {key(): 1e-3, key("native"): 2e-3})
+    only = tmp_path / "only.h5"
+    collectives_file.append(only, collectives_file.read(after).configurations[-1:], {})
+    whole = json.loads(ran(before, after, "--json")[1])["changes"]
+    again = json.loads(ran(before, after, "--json")[1])["changes"]
+    part = json.loads(ran(before, only, "--json")[1])["changes"]
+    other = json.loads(ran(before, after, "--json", "--seed", "7")[1])["changes"]
+    assert whole == again and part[0] in whole
+    assert [one["low"] for one in other] != [one["low"] for one in whole]
+    assert [one["ratio"] for one in other] == [one["ratio"] for one in whole]
+
+
+def test_what_is_in_one_file_only_is_listed(tmp_path, rng):
+    before = write(tmp_path / "a.h5", rng, {key(): 1e-3, key("native"): 1e-3, key("lost"): None})
+    after = write(tmp_path / "b.h5", rng, {key(): 1e-3, key(nbytes=8192): 1e-3})
+    code, shown = ran(before, after)
+    assert code == 0
+    assert "only in the first: allreduce float32 4096 B, 2 ranks on 1, Open MPI, native" in shown
+    assert "only in the second: allreduce float32 8192 B, 2 ranks on 1, Open MPI, ring" in shown
+    assert "lost" not in shown, "a wrong result has no time to compare"
+    told = json.loads(ran(before, after, "--json")[1])
+    assert len(told["only_before"]) == len(told["only_after"]) == len(told["changes"]) == 1
+
+
+def test_a_version_of_the_mpi_library_may_differ_another_vendor_may_not(tmp_path, rng):
+    before = write(tmp_path / "a.h5", rng, {key(): 1e-3})
+    newer = write(tmp_path / "b.h5", rng, {key(library="Open MPI v6.1.0, package: x"): 1e-3})
+    other = write(tmp_path / "c.h5", rng, {key(library="MPICH Version:      5.0.2"): 1e-3})
+    assert ran(before, newer)[0] == 0
+    with pytest.raises(UsageError, match="no configuration in common"):
+        ran(before, other)
+
+
+def test_a_changed_reference_is_said_and_is_no_regression(tmp_path, rng):
+    before = write(tmp_path / "a.h5", rng, {key(): 1e-3, key("memcpy"): 1e-3})
+    after = write(tmp_path / "b.h5", rng, {key(): 1e-3, key("memcpy"): 2e-3})
+    code, shown = ran(before, after)
+    assert code == 0
+    assert "the two files are from different machines, or from different loads" in shown
+
+
+def test_few_iterations_have_no_verdict():
+    few = compare.change("x", side([1e-3] * 4), side([9e-3] * 400), RULE)
+    assert few.verdict == compare.FEW
+    enough = compare.change("x", side([1e-3] * 5), side([9e-3] * 5), RULE)
+    assert enough.verdict == compare.REGRESSION
+
+
+def test_markdown_is_a_table(tmp_path, rng):
+    path = write(tmp_path / "a.h5", rng, {key(): 1e-3})
+    lines = ran(path, path, "--markdown")[1].splitlines()
+    assert lines[0].startswith("| configuration |") and lines[1].startswith("| --- | ---: |")
+    assert lines[2].count("|") == lines[0].count("|") and "| 1.000 |" in lines[2]
+    with pytest.raises(UsageError, match="choose one"):
+        ran(path, path, "--markdown", "--json")
+
+
+@pytest.mark.parametrize("threshold", ["much", "-5%", "5%%", ""])
+def test_a_threshold_that_is_no_share_is_a_usage_error(tmp_path, rng, threshold):
+    path = write(tmp_path / "a.h5", rng, {key(): 1e-3})
+    done = CliRunner().invoke(command, [str(path), str(path), "--threshold", threshold])
+    assert done.exit_code == 2 and "expected a share" in done.output
+
+
+def test_files_that_cannot_be_read_or_are_of_another_kind(tmp_path, rng):
+    path = write(tmp_path / "a.h5", rng, {key(): 1e-3})
+    sweep = tmp_path / "sweep.h5"
+    results.prepare(sweep, {})
+    (tmp_path / "text.h5").write_text("no HDF5")
+    for other in (tmp_path / "missing.h5", tmp_path / "text.h5"):
+        with pytest.raises(StorageError):
+            ran(path, other)
+    with pytest.raises(UsageError, match="give two of a kind"):
+        ran(path, sweep)
+
+
+def sweep_of(path, rng, step_s, ranks=2):
+    results.prepare(path, {})
+    trial = Trial("id", "ring", ranks, {}, "")
+    for repeat in range(3):
+        times = np.stack([0.5 * (slowest := noisy(rng, step_s, 60)), slowest], axis=1)
+        times[0] = 100.0  # compiles
+        samples = {
+            "step_s": Sample(times, "s", ""),
+            "sent_bytes": Sample(0 * times, "By", ""),
+            "iteration": Sample(np.arange(60), "1", ""),
+        }
+        results.append(path, trial, 0, repeat, Outcome(OK, "", 1.0, 0, samples=samples), "c1")
+    results.append(path, trial, 0, 3, Outcome(FAILED, "", 1.0, 1, "boom"), "c1")
+    return path
+
+
+def test_sweeps_are_compared_by_their_steps(tmp_path, rng):
+    before, equal, slower = (
+        sweep_of(tmp_path / name, rng, step_s) for name, step_s in (("a.h5", 0.1), ("b.h5", 0.1), ("c.h5", 0.13))
+    )
+    assert ran(before, equal)[0] == 0
+    code, shown = ran(before, slower, "--json")
+    assert code == FAILURE
+    (one,) = json.loads(shown)["changes"]
+    assert one["name"] == "ring on 2 ranks" and one["sessions"] == [3, 3] and one["iterations"] == [177, 177]
+    assert one["low"] < 1.3 < one["high"]
