@@ -1,0 +1,177 @@
+"""One allreduce that is not ours, measured as `hpcdist bench collectives` measures ours; started by `collectives.py`.
+
+    mpirun -n 4 python benchmarks/collectives_worker.py mpi --implementation "Open MPI" --algorithm "tuned 3" \
+        --bytes 16384,1048576 --output one.h5
+
+The same buffers in turn, the same barrier, the same check of every result and the same file. "mpi" is MPI_Allreduce of
+mpi4py by itself, in place and into a second buffer; "gloo" is torch.distributed.all_reduce on CPU tensors.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.ranges import Range
+from hpcdist.bench import collectives_buffers as buffers
+from hpcdist.bench import collectives_file
+from hpcdist.bench.collectives_contenders import Contender
+from hpcdist.bench.collectives_measure import Limits, Samples, Timing
+from hpcdist.bench.collectives_plan import COLD, ORDINARY, Cell
+from hpcdist.telemetry.provenance import provenance
+
+Run = Callable[[np.ndarray, np.ndarray], None]
+PLACES = {"in place": "", "to a result": ", to a result"}
+
+
+class TorchGroup:
+    """What `Timing` asks of a communicator, over torch.distributed."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch, self._group = torch, torch.distributed
+        self.rank, self.size = self._group.get_rank(), self._group.get_world_size()
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        self._group.barrier()
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return the value of rank 0."""
+        box = [value]
+        self._group.broadcast_object_list(box, 0)
+        return box[0]
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Return the values of all."""
+        found: list[Any] = [None] * self.size
+        self._group.all_gather_object(found, value)
+        return found
+
+    def send(self, buffer: np.ndarray, peer: int, tag: int) -> None:
+        """Send to ``peer``."""
+        self._group.send(self._torch.from_numpy(buffer), peer, tag=tag)
+
+    def recv(self, buffer: np.ndarray, peer: int, tag: int) -> None:
+        """Receive from ``peer``."""
+        self._group.recv(self._torch.from_numpy(buffer), peer, tag=tag)
+
+    def nodes(self) -> SimpleNamespace:
+        """Return one node: gloo is started on this machine only."""
+        return SimpleNamespace(count=1)
+
+
+def arguments() -> argparse.Namespace:
+    """Return the command line, or end with its help."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["mpi", "gloo"])
+    parser.add_argument("--implementation", required=True, help="whose code it is, for tables")
+    parser.add_argument("--algorithm", required=True, help="which of its algorithms, for tables")
+    parser.add_argument("--bytes", required=True, help="sizes, separated by commas")
+    parser.add_argument("--seconds", type=float, default=0.5, help="about how long each size is measured")
+    parser.add_argument("--least", type=int, default=10, help="iterations, however long they take")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of sizes")
+    parser.add_argument("--output", type=Path, required=True, help="new HDF5 file")
+    return parser.parse_args()
+
+
+def with_mpi() -> tuple[Any, dict[str, Run], str, int]:
+    """Return a communicator, the ways to reduce, the library's name of itself, and the number of nodes. Collective."""
+    from hpcdist.comm import start
+
+    session = start.start()
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD.Dup()
+
+    def in_place(buffer: np.ndarray, result: np.ndarray) -> None:
+        world.Allreduce(MPI.IN_PLACE, buffer)
+
+    def to_a_result(buffer: np.ndarray, result: np.ndarray) -> None:
+        world.Allreduce(buffer, result)
+
+    return session.comm, {"in place": in_place, "to a result": to_a_result}, session.library, session.place.nodes
+
+
+def with_gloo() -> tuple[Any, dict[str, Run], str, int]:
+    """Return the same for gloo, as the variables RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say. Collective."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+
+    def in_place(buffer: np.ndarray, result: np.ndarray) -> None:
+        torch.distributed.all_reduce(torch.from_numpy(buffer))
+
+    return TorchGroup(torch), {"in place": in_place}, f"none (PyTorch {torch.__version__})", 1
+
+
+def measure(comm: Any, runs: dict[str, Run], cell: Cell, options: argparse.Namespace, slots: int) -> list[Samples]:
+    """Return the samples of each of ``runs``. Collective."""
+    dtype = dtype_of(cell.dtype)
+    expected = (buffers.Expected(Range(0, cell.size), None, 0),)
+    contenders = [
+        Contender(name, ORDINARY, run, expected, in_result=name == "to a result") for name, run in runs.items()
+    ]
+    memory = [np.zeros(slots * -(-cell.bytes // 64) * 64, np.uint8) for _ in range(2)]
+    for piece in memory:
+        piece.fill(1)  # pages of their own, before anything is timed
+    pool = buffers.Pool(*memory, cell.size, dtype, slots)
+    timing = Timing(comm, contenders, {ORDINARY: pool}, buffers.Contents(comm.size, dtype), check=True)
+    return timing.run(Limits(options.seconds, None, 2, options.least), (options.seed, cell.bytes))
+
+
+def configurations(
+    found: Sequence[Samples], names: Sequence[str], comm: Any, cell: Cell, options: argparse.Namespace, about: Any
+) -> list[collectives_file.Configuration]:
+    """Return what goes into the file."""
+    made = []
+    for name, one in zip(names, found, strict=True):
+        key = collectives_file.Key(
+            cell.op,
+            cell.dtype,
+            cell.bytes,
+            comm.size,
+            about.nodes,
+            options.algorithm + PLACES[name],
+            ORDINARY,
+            COLD,
+            options.implementation,
+            about.library,
+        )
+        session = np.zeros(len(one.time_s), np.int32)
+        made.append(
+            collectives_file.Configuration(
+                key, False, about.slots, one.verified, one.wrong, one.time_s, one.start_s, session
+            )
+        )
+    return made
+
+
+def main() -> None:
+    """Measure every size, in an order of its own, and write. Collective."""
+    options = arguments()
+    comm, runs, library, nodes = with_mpi() if options.what == "mpi" else with_gloo()
+    sizes = [int(text) for text in options.bytes.split(",")]
+    cache = buffers.last_level_cache_bytes() or buffers.UNKNOWN_CACHE_BYTES
+    limit = comm.broadcast_object(int(buffers.MEMORY_SHARE * buffers.available_bytes()) // comm.size // 2)
+    card = provenance(mpi_library=library, anonymous=True)
+    for index in np.random.default_rng(options.seed).permutation(len(sizes)):
+        cell = Cell("allreduce", "float32", sizes[index])
+        slots = buffers.slots(cell.bytes, cache, limit, hot=False)
+        found = measure(comm, runs, cell, options, slots)
+        if comm.rank == 0:
+            about = SimpleNamespace(nodes=nodes, library=library, slots=slots)
+            made = configurations(found, list(runs), comm, cell, options, about)
+            collectives_file.append(options.output, made, card)
+    comm.barrier()
+    if options.what == "gloo":
+        os._exit(0)  # its threads may outlive the group
+
+
+if __name__ == "__main__":
+    main()
