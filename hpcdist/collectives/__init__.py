@@ -7,34 +7,42 @@ Costs in the docstrings are for n bytes on p ranks: α is the latency of a messa
 s/byte, γ the time to reduce in s/byte.
 """
 
-from typing import Final
-
-from hpcdist.arrays.backend import Array
-from hpcdist.arrays.dtypes import is_16bit_float, name_of
 from hpcdist.collectives import node_shared, workspace
-from hpcdist.collectives.all_to_all import all_to_all_allreduce
+from hpcdist.collectives.all_to_all import ALL_TO_ALL, AllToAllFunction, all_to_all, all_to_all_allreduce
+from hpcdist.collectives.broadcast import BROADCAST, BroadcastFunction, broadcast
+from hpcdist.collectives.calls import ALLREDUCE, allreduce
+from hpcdist.collectives.circulant import circulant_allreduce
+from hpcdist.collectives.double_tree import double_tree_allreduce
 from hpcdist.collectives.hierarchical import hierarchical, hierarchical_allreduce
-from hpcdist.collectives.low_precision import widened_allreduce
 from hpcdist.collectives.native import native_allreduce
 from hpcdist.collectives.node_shared import node_shared_allreduce
 from hpcdist.collectives.rabenseifner import rabenseifner_allreduce
 from hpcdist.collectives.recursive_doubling import recursive_doubling_allreduce
-from hpcdist.collectives.reduction import AllreduceFunction, check_buffer
-from hpcdist.collectives.ring import all_gather, reduce_scatter, ring_allreduce
-from hpcdist.collectives.sharded import SHARDED, Sharding
+from hpcdist.collectives.reduction import AllreduceFunction
+from hpcdist.collectives.ring import all_gather, reduce_scatter, ring_allreduce, ring_bidirectional_allreduce
+from hpcdist.collectives.sharded import ALL_GATHER, REDUCE_SCATTER, SHARDED, Sharding
 from hpcdist.collectives.workspace import account
-from hpcdist.comm.communicator import REDUCTIONS, Communicator
-from hpcdist.errors import UsageError
+from hpcdist.comm.communicator import Communicator
 
 __all__ = [
     "ALLREDUCE",
+    "ALL_GATHER",
+    "ALL_TO_ALL",
+    "BROADCAST",
+    "REDUCE_SCATTER",
     "SHARDED",
+    "AllToAllFunction",
     "AllreduceFunction",
+    "BroadcastFunction",
     "Sharding",
     "account",
     "all_gather",
+    "all_to_all",
     "all_to_all_allreduce",
     "allreduce",
+    "broadcast",
+    "circulant_allreduce",
+    "double_tree_allreduce",
     "hierarchical",
     "hierarchical_allreduce",
     "native_allreduce",
@@ -44,41 +52,8 @@ __all__ = [
     "reduce_scatter",
     "release",
     "ring_allreduce",
+    "ring_bidirectional_allreduce",
 ]
-
-ALLREDUCE: Final[dict[str, AllreduceFunction]] = {
-    "native": native_allreduce,
-    "ring": ring_allreduce,
-    "recursive_doubling": recursive_doubling_allreduce,
-    "rabenseifner": rabenseifner_allreduce,
-    "node_shared": node_shared_allreduce,
-    "hierarchical": hierarchical_allreduce,
-    "all_to_all": all_to_all_allreduce,
-}
-
-_KEEPS_16_BITS: Final = ("all_to_all",)  # no partial sum travels, so none is rounded
-
-
-def allreduce(comm: Communicator, buffer: Array, algorithm: str = "native", op: str = "sum") -> None:
-    """Reduce ``buffer`` over all ranks in place; afterwards all hold the same bits. Collective over ``comm``.
-
-    ``buffer`` is 1-D, contiguous, of the same size and dtype on every rank; ``op`` is "sum", "max" or "min". 16-bit
-    floats are summed in float32 and rounded once: all algorithms but "all_to_all" send float32 for them. Raises
-    UsageError for an unknown algorithm or op, BufferHandoverError for a buffer that cannot travel.
-    """
-    function = ALLREDUCE.get(algorithm)
-    if function is None:
-        raise UsageError(f"allreduce algorithm {algorithm!r} is unknown; choose one of {', '.join(ALLREDUCE)}")
-    check_buffer(buffer)
-    if comm.size == 1 and op in REDUCTIONS:
-        return
-    # One event over the messages within: a rank that skips the call is then named, whatever the algorithm.
-    token = comm.events.begin(comm.name, f"{algorithm}_allreduce", name_of(buffer.dtype), buffer.size, 0, -1, 0)
-    if is_16bit_float(buffer.dtype) and algorithm not in _KEEPS_16_BITS:
-        widened_allreduce(function, comm, buffer, op)
-    else:
-        function(comm, buffer, op)
-    comm.events.end(token)
 
 
 def release(comm: Communicator) -> None:

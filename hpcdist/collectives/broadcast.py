@@ -15,11 +15,12 @@ from typing import Final, Protocol
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range, split
+from hpcdist.collectives import checked
 from hpcdist.collectives.circulant import all_gather
 from hpcdist.collectives.pieces import Inbox, check_segment, cut_evenly, wait_all
 from hpcdist.collectives.reduction import check_buffer
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import UsageError
+from hpcdist.errors import HpcdistError, UsageError
 
 BINOMIAL_BYTES: Final = 64 << 10  # `broadcast` takes the tree up to here; found by measurement
 SEGMENT_BYTES: Final = 128 << 10  # of the chain; found by measurement
@@ -44,11 +45,17 @@ def broadcast(comm: Communicator, buffer: Array, root: int = 0, algorithm: str =
     function = BROADCAST.get(algorithm)
     if function is None:
         raise UsageError(f"broadcast algorithm {algorithm!r} is unknown; choose auto or one of {', '.join(BROADCAST)}")
-    _check(comm, buffer, root)
+    try:
+        _check(comm, buffer, root)
+    except HpcdistError as error:
+        checked.refuse(comm, checked.described("broadcast", algorithm, buffer), error)
+        raise
     if comm.size == 1:
         return
     # One event over the messages within: a rank that skips the call is then named, whatever the algorithm.
     token = comm.events.begin(comm.name, f"{algorithm}_broadcast", name_of(buffer.dtype), buffer.size, 0, root, 0)
+    if comm.checked:
+        checked.compare(comm, checked.described("broadcast", algorithm, buffer, extra=f"from rank {root}"))
     function(comm, buffer, root)
     comm.events.end(token)
 

@@ -25,10 +25,10 @@ from typing import Final, Protocol
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import circulant, ring
+from hpcdist.collectives import checked, circulant, ring
 from hpcdist.collectives.reduction import check_buffer, combiner
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import UsageError
+from hpcdist.errors import HpcdistError, UsageError
 
 
 class SharesFunction(Protocol):
@@ -145,16 +145,30 @@ def _watched(
     """
 
     def watched_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum") -> None:
-        combiner(buffer, op)  # the same refusals for every algorithm, on any number of ranks
+        try:
+            combiner(buffer, op)  # the same refusals for every algorithm, on any number of ranks
+        except HpcdistError as error:
+            checked.refuse(comm, checked.described("reduce_scatter", name, buffer, op), error)
+            raise
         if comm.size > 1:
             token = comm.events.begin(comm.name, f"{name}_reduce_scatter", name_of(buffer.dtype), buffer.size, 0, -1, 0)
+            if comm.checked:
+                known = checked.fingerprint(shares)
+                checked.compare(comm, checked.described("reduce_scatter", name, buffer, op, known))
             reduce_scatter(comm, buffer, shares, op)
             comm.events.end(token)
 
     def watched_all_gather(comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
-        check_buffer(buffer)
+        try:
+            check_buffer(buffer)
+        except HpcdistError as error:
+            checked.refuse(comm, checked.described("all_gather", name, buffer), error)
+            raise
         if comm.size > 1:
             token = comm.events.begin(comm.name, f"{name}_all_gather", name_of(buffer.dtype), buffer.size, 0, -1, 0)
+            if comm.checked:
+                known = checked.fingerprint(shares)
+                checked.compare(comm, checked.described("all_gather", name, buffer, extra=known))
             all_gather(comm, buffer, shares)
             comm.events.end(token)
 

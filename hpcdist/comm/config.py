@@ -10,8 +10,11 @@ ALGORITHMS: Final = (
     "auto",
     "native",
     "ring",
+    "ring_bidirectional",
     "recursive_doubling",
     "rabenseifner",
+    "circulant",
+    "double_tree",
     "node_shared",
     "hierarchical",
     "all_to_all",
@@ -33,7 +36,8 @@ class CommunicationConfig:
     travels while the gradients before it are computed: a "thread" of each rank moves it, or between two layers the rank
     itself does ("poll"); the results are the same bits. A communication that takes longer than ``deadline_s`` ends the
     job. ``ranks_per_node`` treats that many consecutive ranks as a node, to try code for several nodes on one; 0 takes
-    the nodes as they are found.
+    the nodes as they are found. With ``checked`` the ranks compare what they are about to do before each collective,
+    and all fail with what each brought where it differs.
     """
 
     algorithm: str = "auto"
@@ -42,6 +46,7 @@ class CommunicationConfig:
     overlap: str = "none"
     deadline_s: float = 300.0
     ranks_per_node: int = 0
+    checked: bool = False
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:

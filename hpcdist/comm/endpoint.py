@@ -12,33 +12,25 @@ from typing import Any
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm.checks import check_reduction, check_tiling
-from hpcdist.comm.communicator import ANY, Communicator, Message, Nodes, Request, SharedBlock
-from hpcdist.comm.events import NULL_SINK, UNKNOWN_BYTES, EventSink
+from hpcdist.comm.checks import check_reduction, check_tiling, is_plain
+from hpcdist.comm.communicator import ANY, REDUCTIONS, Communicator, Message, Nodes, Request, SharedBlock
+from hpcdist.comm.events import UNKNOWN_BYTES
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.pending import Pending
+from hpcdist.comm.watched import Watched
 from hpcdist.errors import UsageError
 
 
-class Endpoint(ABC):
+class Endpoint(Watched, ABC):
     """Base of the communicators; see `communicator.Communicator` for what each method promises."""
 
     def __init__(self, name: str, rank: int, size: int, handover: Handover, declared_node: int | None) -> None:
+        super().__init__()
         self.name, self.rank, self.size = name, rank, size
-        self._looking_on: list[EventSink] = [NULL_SINK]  # one cell for all communicators made from this one
         self.handover = handover
         self.declared_node = declared_node  # stands in for the node that the machine would name; None asks the machine
         self._children = 0
         self._nodes: Nodes | None = None
-
-    @property
-    def events(self) -> EventSink:
-        """Where operations of this communicator, and of all that were made from it, are reported."""
-        return self._looking_on[0]
-
-    @events.setter
-    def events(self, sink: EventSink) -> None:
-        self._looking_on[0] = sink
 
     def _begin(self, op: str, buffer: Array, sent_bytes: int, peer: int = -1, tag: int = 0) -> int:
         return self.events.begin(self.name, op, name_of(buffer.dtype), buffer.size, sent_bytes, peer, tag)
@@ -123,8 +115,10 @@ class Endpoint(ABC):
 
     def allreduce(self, buffer: Array, op: str = "sum") -> None:
         """Reduce natively in place."""
-        check_reduction(buffer, op)
-        message, finish = self.handover.both(buffer)
+        message, finish = buffer, None
+        if op not in REDUCTIONS or not is_plain(buffer):  # the hand-over of a few bytes would cost as much as the rest
+            check_reduction(buffer, op)
+            message, finish = self.handover.both(buffer)
         token = self._begin("allreduce", buffer, UNKNOWN_BYTES)
         self._allreduce(message, op)
         if finish is not None:
@@ -195,6 +189,7 @@ class Endpoint(ABC):
         self.events.end(token)
         if child is not None:
             child._looking_on = self._looking_on
+            child.checked = self.checked
         return child
 
     def dup(self, label: str = "dup") -> Communicator:

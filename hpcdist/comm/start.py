@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hpcdist.comm import failfast, launcher, placement
 from hpcdist.comm.agreement import all_say
@@ -23,6 +23,8 @@ from hpcdist.comm.recorder import Recorder
 from hpcdist.comm.solo import solo
 from hpcdist.comm.watchdog import Watchdog
 from hpcdist.errors import ConfigurationError, StorageError
+
+CHECK_COLLECTIVES: Final = "HPCDIST_CHECK_COLLECTIVES"
 
 
 @dataclass
@@ -84,9 +86,10 @@ class Session:
         self._finalise()
 
 
-def start(device: str = "cpu", ranks_per_node: int | None = None) -> Session:
+def start(device: str = "cpu", ranks_per_node: int | None = None, checked: bool = False) -> Session:
     """Start MPI where a launcher announced a world, else a world of this process alone. Collective.
 
+    With ``checked``, or HPCDIST_CHECK_COLLECTIVES=1 on any rank, all ranks compare their calls before each collective.
     From here on an uncaught exception of any thread, or a non-zero SystemExit, ends the whole job with its exit code.
     Raises ConfigurationError when MPI's world is not the announced one.
     """
@@ -108,10 +111,19 @@ def start(device: str = "cpu", ranks_per_node: int | None = None) -> Session:
     handover = Handover(device_pointers=os.environ.get("HPCDIST_CUDA_AWARE", "auto") == "yes")
     node = None if ranks_per_node is None else own.Get_rank() // ranks_per_node
     comm = MpiCommunicator(mpi, own, "world", handover, node)
+    # Agreed on: a launcher need not hand the environment to other hosts, and a rank that does not compare would hang.
+    comm.checked = any(comm.allgather_object(_wants_checks(checked)))
     session = Session(comm, placement.locate(comm, said), library, world.Abort, _finalise=mpi.Finalize)
     if comm.size > 1:
         failfast.join(lambda text: all_say(comm, text), session.withdraw)
     return session
+
+
+def _wants_checks(checked: bool) -> bool:
+    said = os.environ.get(CHECK_COLLECTIVES, "0")
+    if said not in ("0", "1"):
+        raise ConfigurationError(f"{CHECK_COLLECTIVES}={said!r}; set it to 1 to compare all calls, or to 0")
+    return checked or said == "1"
 
 
 def start_alone() -> Session:

@@ -127,7 +127,9 @@ class Look:
         self.path, self.recipe = path, where_it_can(recipes.load_stored(path / directory.RECIPE_FILE))
         communication = self.recipe.communication
         self.session: Session = (
-            start_alone() if alone else start(self.recipe.run.device, communication.ranks_per_node or None)
+            start_alone()
+            if alone
+            else start(self.recipe.run.device, communication.ranks_per_node or None, communication.checked)
         )
         self._records = _folder_for_records(self.session.comm, path)
         self.session.record(self._records, communication.deadline_s)

@@ -22,7 +22,8 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool) -> None:
     """Train ``recipe`` on all ranks that the launcher started, and leave with the agreed exit code. Collective."""
     wishes = StopWishes()
     wishes.listen()  # a signal that comes while the job starts is answered after the first step
-    session = start(recipe.run.device, recipe.communication.ranks_per_node or None)
+    communication = recipe.communication
+    session = start(recipe.run.device, communication.ranks_per_node or None, communication.checked)
     rank0 = session.comm.rank == 0
     run = directory.prepare(session.comm, recipe, out, resume)
     session.record(run.path, recipe.communication.deadline_s)

@@ -1,0 +1,162 @@
+"""The checked mode: ranks that come to one collective with different calls all fail, and each knows who brought what."""
+
+import re
+
+import numpy as np
+import pytest
+
+from hpcdist import collectives
+from hpcdist.arrays.ranges import Range
+from hpcdist.collectives import ALLREDUCE, SHARDED, checked
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError
+
+
+def failures(size: int, call) -> list[str]:
+    """Return what the call on each rank raised; every rank must have raised a CommunicationError."""
+
+    def body(comm: Communicator) -> str:
+        comm.checked = True
+        with pytest.raises(CommunicationError, match="came to one collective with different calls") as caught:
+            call(comm)
+        return str(caught.value)
+
+    return run_threads(size, body)
+
+
+def different(comm: Communicator, usual, odd):
+    return odd if comm.rank == 1 else usual
+
+
+@pytest.mark.parametrize("algorithm", ALLREDUCE)
+def test_different_sizes_are_found_on_every_rank_whatever_the_algorithm(algorithm: str) -> None:
+    texts = failures(4, lambda comm: collectives.allreduce(comm, np.zeros(different(comm, 10, 12)), algorithm))
+    assert len(set(texts)) == 1
+    assert f"ranks 0, 2-3: {algorithm} allreduce (sum) of 10 float64, at " in texts[0]
+    assert f"rank 1: {algorithm} allreduce (sum) of 12 float64, at " in texts[0]
+    assert "same calls in the same order" in texts[0]
+
+
+CASES = {
+    "dtype": (
+        lambda comm: collectives.allreduce(comm, np.zeros(4, different(comm, np.float32, np.int32)), "ring"),
+        ("ring allreduce (sum) of 4 float32", "ring allreduce (sum) of 4 int32"),
+    ),
+    "op": (
+        lambda comm: collectives.allreduce(comm, np.zeros(4), "ring", different(comm, "sum", "max")),
+        ("ring allreduce (sum) of 4 float64", "ring allreduce (max) of 4 float64"),
+    ),
+    "algorithm": (
+        lambda comm: collectives.allreduce(comm, np.zeros(4, np.float16), different(comm, "ring", "native")),
+        ("ring allreduce (sum) of 4 float16", "native allreduce (sum) of 4 float16"),
+    ),
+    "scale": (
+        lambda comm: collectives.allreduce(comm, np.zeros(4), scale=different(comm, 0.5, 0.25)),
+        ("of 4 float64, times 0.5", "of 4 float64, times 0.25"),
+    ),
+    "root": (
+        lambda comm: collectives.broadcast(comm, np.zeros(4), different(comm, 0, 1), "chain"),
+        ("chain broadcast of 4 float64, from rank 0", "chain broadcast of 4 float64, from rank 1"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_the_ranks_must_agree_on(what: str, size: int) -> None:
+    call, (usual, odd) = CASES[what]
+    for text in failures(size, call):
+        assert usual in text and odd in text
+
+
+def test_different_collectives_at_different_places_are_found() -> None:
+    def call(comm: Communicator) -> None:
+        buffer, shares = np.zeros(8), SHARDED["ring"].shares(comm, 8, 8)
+        if comm.rank == 0:
+            collectives.allreduce(comm, buffer, "ring")
+        else:
+            SHARDED["ring"].all_gather(comm, buffer, shares)
+
+    text = failures(3, call)[2]
+    places = re.findall(rf"at {re.escape(__file__)}:(\d+)", text)
+    assert len(places) == 2 and int(places[1]) == int(places[0]) + 2
+    assert "rank 0: ring allreduce (sum) of 8 float64" in text and "ranks 1-2: ring all_gather of 8 float64" in text
+
+
+def test_shares_that_differ_are_found() -> None:
+    def call(comm: Communicator) -> None:
+        cut = different(comm, 4, 2)
+        SHARDED["native"].reduce_scatter(comm, np.zeros(8), [Range(0, cut), Range(cut, 8)])
+
+    assert failures(2, call)[0].count("native reduce_scatter (sum) of 8 float64, shares ") == 2
+
+
+@pytest.mark.parametrize("algorithm", ALLREDUCE)
+def test_equal_calls_from_different_places_are_no_error(algorithm: str) -> None:
+    def body(comm: Communicator) -> None:
+        comm.checked = True
+        buffer = np.full(5, 2.0**comm.rank, np.float32)
+        if comm.rank:
+            collectives.allreduce(comm, buffer, algorithm, scale=0.5)
+        else:
+            collectives.allreduce(comm, buffer, algorithm, scale=0.5)
+        assert (buffer == 3.5).all()
+        part = comm.split(comm.rank // 2)
+        assert part is not None and part.checked
+        collectives.allreduce(part, buffer, algorithm, "max")
+
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize(
+    ("error", "bring"),
+    [
+        (BufferHandoverError, lambda comm: (np.zeros(8)[::2], "ring", "sum")),
+        (BufferHandoverError, lambda comm: (np.zeros(8, ">f8"), "ring", "sum")),
+        (UsageError, lambda comm: (np.zeros(8), "ring", "mean")),
+        (UsageError, lambda comm: (np.zeros(8), "rong", "sum")),
+    ],
+)
+def test_a_rank_whose_call_is_refused_tells_the_others(error: type[HpcdistError], bring) -> None:
+    """Its own error stays; the others, who would wait for ever, learn of it."""
+
+    def body(comm: Communicator) -> str:
+        comm.checked = True
+        with pytest.raises(HpcdistError) as caught:
+            collectives.allreduce(comm, *(bring(comm) if comm.rank == 1 else (np.zeros(8), "ring", "sum")))
+        assert type(caught.value) is (error if comm.rank == 1 else CommunicationError)
+        return str(caught.value)
+
+    texts = run_threads(3, body)
+    assert "allreduce refused: " + texts[1][:40] in texts[0]
+    assert texts[0] == texts[2]
+
+
+def test_integers_that_one_rank_would_scale_are_refused_on_all() -> None:
+    def body(comm: Communicator) -> None:
+        comm.checked = True
+        buffer = np.zeros(3, np.int64)
+        with pytest.raises(UsageError if comm.rank else CommunicationError, match="cannot be multiplied by 0.5"):
+            collectives.allreduce(comm, buffer, "ring", scale=different(comm, 1.0, 0.5))
+
+    run_threads(2, body)
+
+
+def test_off_it_sends_nothing_and_on_it_sends_one_record() -> None:
+    def body(comm: Communicator) -> list[dict[str, int]]:
+        calls = []
+        for comm.checked in (False, True, False):
+            with recording(comm) as traffic:
+                collectives.allreduce(comm, np.zeros(4), "ring")
+            calls.append(dict(traffic.calls))
+        return calls
+
+    off, on, again = run_threads(2, body)[0]
+    assert off == again and on == {**off, "all_gather": 1}
+
+
+def test_a_long_call_site_keeps_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checked, "call_site", lambda: "/" + "x" * 5000 + "/train.py:7")
+    assert "x/train.py:7" in failures(2, lambda comm: collectives.allreduce(comm, np.zeros(different(comm, 1, 2))))[0]
