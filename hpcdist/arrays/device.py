@@ -1,4 +1,4 @@
-"""The one door to cupy: device arrays, the current stream, and the choice of a GPU.
+"""The one door to cupy: device arrays, streams and events, pinned memory, NCCL, and the choice of a GPU.
 
 cupy is imported at the first use, never at import; the reason why it is missing is kept for `hpcdist doctor`.
 """
@@ -7,6 +7,8 @@ import functools
 import importlib
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from hpcdist.errors import MissingCapabilityError
 
@@ -21,6 +23,25 @@ def cupy() -> ModuleType:
             f"cupy cannot be imported ({error}); install hpcdist[cuda12x] or hpcdist[cuda13x], "
             "or set run.device = 'cpu'"
         ) from error
+
+
+def nccl() -> Any:
+    """Return cupy's door to NCCL. Raises MissingCapabilityError, with the reason, where the library is missing."""
+    cuda = cupy().cuda
+    try:
+        module = getattr(cuda, "nccl", None) or importlib.import_module("cupy.cuda.nccl")
+    except ImportError as error:
+        raise MissingCapabilityError(_no_nccl(str(error))) from error
+    if not getattr(module, "available", False):
+        raise MissingCapabilityError(_no_nccl("this build of cupy has none"))
+    return module
+
+
+def _no_nccl(reason: str) -> str:
+    return (
+        f"cupy finds no NCCL ({reason}); pip install nvidia-nccl-cu12 (or -cu13), or choose another "
+        "communication.algorithm than nccl"
+    )
 
 
 def is_device_array(array: Any) -> bool:
@@ -53,6 +74,11 @@ def choose(local_rank: int) -> int:
     return index
 
 
+def index() -> int:
+    """Return the index of the current GPU, as this process counts them."""
+    return int(cupy().cuda.runtime.getDevice())
+
+
 def bus_id() -> str:
     """Return the PCI address of the current GPU: what it is called outside of CUDA, whose indices are its own."""
     runtime = cupy().cuda.runtime
@@ -60,5 +86,43 @@ def bus_id() -> str:
 
 
 def synchronise() -> None:
-    """Wait for the current stream: the one that produced the buffer which is about to be handed to MPI."""
+    """Wait for everything on the current stream."""
     cupy().cuda.get_current_stream().synchronize()
+
+
+def current_stream() -> Any:
+    """Return the stream on which this thread's kernels are launched."""
+    return cupy().cuda.get_current_stream()
+
+
+def new_stream() -> Any:
+    """Return a stream that waits for no other unless it is told to, not even for the default one."""
+    return cupy().cuda.Stream(non_blocking=True)
+
+
+def record(stream: Any = None) -> Any:
+    """Return an event behind all that ``stream`` (None: the current one) has been given so far."""
+    event = cupy().cuda.Event(disable_timing=True)
+    event.record(stream if stream is not None else current_stream())
+    return event
+
+
+def produced() -> None:
+    """Wait for what the current stream was given until now, and for nothing later: the buffer may then be read."""
+    record().synchronize()
+
+
+def pinned(nbytes: int) -> Any:
+    """Return page-locked memory of the host as an object with a buffer. Raises MissingCapabilityError if refused."""
+    module = cupy()
+    try:
+        return module.cuda.alloc_pinned_memory(nbytes)
+    except module.cuda.runtime.CUDARuntimeError as error:
+        raise MissingCapabilityError(
+            f"{nbytes} bytes of pinned memory were refused ({error}); raise the limit of locked memory (ulimit -l)"
+        ) from error
+
+
+def to_host_on(stream: Any, source: Any, target: np.ndarray) -> None:
+    """Begin to copy ``source`` into ``target`` of the host on ``stream``; read it after an event behind the copy."""
+    source.get(stream=stream, out=target, blocking=False)

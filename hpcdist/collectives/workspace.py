@@ -8,7 +8,7 @@ import threading
 
 import numpy as np
 
-from hpcdist.arrays import backend
+from hpcdist.arrays import backend, staging
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ledger import Ledger
 
@@ -46,6 +46,7 @@ def account(ledger: Ledger | None) -> None:
         for array in _here.arrays.values():
             ledger.track(array, "communication")
     _here.ledger = ledger
+    staging.account(ledger)
 
 
 def ledger() -> Ledger | None:
@@ -54,5 +55,6 @@ def ledger() -> Ledger | None:
 
 
 def release() -> None:
-    """Drop the scratch of this thread (local)."""
+    """Drop the scratch of this thread, and pinned memory that nobody uses (local)."""
     _here.arrays.clear()
+    staging.release()

@@ -1,57 +1,86 @@
 """The one place where a buffer is handed to messages: contiguity, dtype, stream and staging are decided here.
 
-mpi4py synchronises no stream and checks no layout; callers must not have to remember either.
+mpi4py synchronises no stream and checks no layout; callers must not have to remember either. For a buffer on a GPU:
+
+- What is sent was produced by kernels that may still run. An event is recorded behind them on the current stream, and
+  the host waits for that event before the message layer reads: not for the device, nor for kernels launched later.
+- Where the message layer takes device pointers for the operation (`cuda_aware` asks it, operation by operation), the
+  same event also stands before it writes.
+- Elsewhere the data goes through pinned memory: the copy to the host waits for the event on a stream of its own, and
+  the copy back is made on the current stream, so that kernels launched afterwards see it and no host waits for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Final
 
 import numpy as np
 
-from hpcdist.arrays import backend
+from hpcdist.arrays import backend, device, staging
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import is_16bit_float, is_supported, name_of
 from hpcdist.errors import BufferHandoverError
+
+MESSAGES: Final = "send"  # messages of all kinds: send, recv, sendrecv, isend, irecv, probe
+COLLECTIVES: Final = ("broadcast", "allreduce", "reduce_scatter", "all_gather", "all_to_all")
+OPERATIONS: Final = (MESSAGES, *COLLECTIVES)
 
 
 class Handover:
     """Turns the caller's buffers into what the message layer may read or write.
 
-    ``device_pointers`` says that the layer below takes pointers into GPU memory; where it does not, device buffers
-    travel through a host copy.
+    ``device_pointers`` says for which of `OPERATIONS` the layer below takes pointers into GPU memory (True: all of
+    them); where it does not, device buffers travel through pinned memory. Non-blocking collectives are never among
+    them: Open MPI reads device memory in those as if it were the host's.
     """
 
-    def __init__(self, device_pointers: bool) -> None:
-        self.device_pointers = device_pointers
+    def __init__(self, device_pointers: bool | Collection[str]) -> None:
+        if isinstance(device_pointers, bool):
+            device_pointers = OPERATIONS if device_pointers else ()
+        self.pointers = frozenset(device_pointers)
+        assert self.pointers <= set(OPERATIONS), f"{set(self.pointers)} has operations that are none of {OPERATIONS}"
 
-    def outgoing(self, buffer: Array) -> Array:
-        """Return ``buffer`` in a form that may be read at once: 16-bit floats as uint16, device memory synchronised."""
+    @property
+    def device_pointers(self) -> bool:
+        """Whether messages take device pointers."""
+        return MESSAGES in self.pointers
+
+    def outgoing(self, buffer: Array, operation: str = MESSAGES) -> Array:
+        """Return ``buffer`` in a form that may be read at once: 16-bit floats as uint16, device memory produced."""
         _check(buffer)
         if backend.is_device(buffer):
-            backend.synchronise(buffer)
-            if not self.device_pointers:
-                buffer = backend.to_host(buffer)
+            if operation in self.pointers:
+                device.produced()
+            else:
+                buffer = staging.to_host(buffer)
         return _bits(buffer)
 
-    def incoming(self, buffer: Array) -> tuple[Array, Callable[[], None] | None]:
+    def incoming(self, buffer: Array, operation: str = MESSAGES) -> tuple[Array, Callable[[], None] | None]:
         """Return memory to receive into, and what must be called when the data is there (None: nothing)."""
         _check(buffer)
         if isinstance(buffer, np.ndarray):
             if not buffer.flags.writeable:
                 raise BufferHandoverError("the buffer to receive into is read-only; pass a writable array")
         elif backend.is_device(buffer):
+            if operation not in self.pointers:
+                host = staging.lease(buffer.size, buffer.dtype)
+                return _bits(host), lambda: _take_back(host, buffer)
             # Pending kernels may still read what the message will overwrite.
-            backend.synchronise(buffer)
-            if not self.device_pointers:
-                host = np.empty(buffer.shape, buffer.dtype)
-                return _bits(host), lambda: buffer.set(host)
+            device.produced()
         return _bits(buffer), None
 
-    def both(self, buffer: Array) -> tuple[Array, Callable[[], None] | None]:
-        """Return memory that holds the buffer's data and takes the result, and what to call when it is there."""
-        message, finish = self.incoming(buffer)
+    def both(self, buffer: Array, operation: str = "") -> tuple[Array, Callable[[], None] | None]:
+        """Return memory that holds the buffer's data and takes the result, and what to call when it is there.
+
+        An operation that has no name among `OPERATIONS`, as a non-blocking one, is staged.
+        """
+        message, finish = self.incoming(buffer, operation)
         if finish is not None:
-            message[...] = _bits(backend.to_host(buffer))
+            staging.begin_to_host(buffer, message.view(buffer.dtype)).synchronize()
         return message, finish
+
+
+def _take_back(host: np.ndarray, buffer: Array) -> None:
+    staging.to_device(host, buffer)
 
 
 def _check(buffer: Array) -> None:

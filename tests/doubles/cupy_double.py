@@ -9,7 +9,6 @@ here, by the names of `__all__`; `tests/gpu` and `tests/unit/test_gpu_double.py`
 import operator
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,11 +16,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cuda_double
+import nccl_double
 import numpy as np
 
 H2D, D2H, SYNCHRONISE = "to device", "to host", "synchronise"
 # Frames that only pass a call on: the site is the one above them.
-_QUIET = (__file__, "/arrays/backend.py", "/arrays/device.py", "/numpy/")
+_QUIET = (__file__, cuda_double.__file__, "/arrays/backend.py", "/arrays/device.py", "/arrays/staging.py", "/numpy/")
 
 
 @dataclass(frozen=True)
@@ -35,24 +36,19 @@ class Event:
 
 
 class Log:
-    """Every event since the last `clear`, of all threads (ranks), and the threads whose kernels nobody waited for."""
+    """Every event since the last `clear`, of all threads (ranks)."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.pending: set[str] = set()
 
     def clear(self) -> None:
         self.events.clear()
 
-    def launch(self) -> None:
-        """A kernel was launched: its result is not there yet."""
-        self.pending.add(threading.current_thread().name)
+    def kernels_pending(self) -> bool:
+        """Whether this thread's kernels may still run: nobody has waited for the last of them."""
+        return not cuda_double.current_stream().done
 
     def note(self, kind: str, nbytes: int = 0) -> None:
-        if kind == H2D:
-            self.launch()  # the copy is a part of the stream
-        else:
-            self.pending.discard(threading.current_thread().name)
         frame = sys._getframe(1)
         while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _QUIET):
             frame = frame.f_back
@@ -77,6 +73,21 @@ class Log:
 LOG = Log()
 
 
+def _waited(stream: cuda_double.Stream, number: int) -> None:
+    LOG.note(SYNCHRONISE)
+    _wait(stream, number)
+
+
+_wait = cuda_double.WAITED
+cuda_double.WAITED = _waited
+
+
+def _wait_for_all() -> None:
+    """The host waits, as it does whenever it is given a value of the device."""
+    stream = cuda_double.current_stream()
+    _wait(stream, stream._given)
+
+
 class _Flags:
     def __init__(self, host: np.ndarray) -> None:
         self.c_contiguous, self.f_contiguous = host.flags.c_contiguous, host.flags.f_contiguous
@@ -84,21 +95,22 @@ class _Flags:
 
 
 class _Pointer:
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
+    def __init__(self, ptr: int, mem: Any) -> None:
+        self.ptr, self.mem = ptr, mem
 
 
 def _device(host: Any) -> "ndarray":
     """Show numpy memory as memory of the device; nothing is copied."""
     made = object.__new__(ndarray)
-    made._host = np.asarray(host)  # a ufunc gives a scalar where cupy has an array ()
+    made._raw = np.asarray(host)  # a ufunc gives a scalar where cupy has an array ()
     return made
 
 
 def _computed(host: Any) -> "ndarray":
     """Return the result of a kernel."""
-    LOG.launch()
-    return _device(host)
+    made = _device(host)
+    cuda_double.wrote(made._raw)
+    return made
 
 
 def _operand(value: Any) -> Any:
@@ -141,14 +153,22 @@ class ufunc:  # noqa: N801
         target = _into(out)
         with np.errstate(all="ignore"):  # a GPU warns of nothing
             result = self._function(*map(_operand, args), **_given(out=target, dtype=dtype))
-        LOG.launch()
-        return out if out is not None else _device(result)
+        return _stored(out, result)
 
     def at(self, array: "ndarray", indices: Any, values: Any = None) -> None:
         if self.name not in ("add", "subtract", "maximum", "minimum"):
             raise NotImplementedError(f"`{self.name}.at` is not supported yet")
         self._function.at(array._host, _index(indices), _operand(values))
-        LOG.launch()
+        cuda_double.wrote(array._raw)
+
+
+def _stored(out: Any, result: Any) -> "ndarray":
+    """Return where a kernel has written: ``out``, or new memory with ``result``."""
+    if out is None:
+        return _computed(result)
+    cuda_double.wrote(out._raw)
+    made: ndarray = out
+    return made
 
 
 def _given(**keywords: Any) -> dict[str, Any]:
@@ -159,26 +179,39 @@ class ndarray:  # noqa: N801
     """Memory of the device. Every way to the host is explicit and counted, or raises."""
 
     __hash__ = None  # type: ignore[assignment]
-    _host: np.ndarray
+    _raw: np.ndarray
 
-    def __init__(self, shape: Any, dtype: Any = float) -> None:
-        self._host = np.empty(shape, dtype)
+    def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None) -> None:
+        if memptr is None:
+            self._raw = np.empty(shape, dtype)
+            return
+        nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self._raw = cuda_double.memory_at(memptr, nbytes).view(dtype).reshape(shape)
+        self._mem = memptr.mem
 
-    dtype = property(lambda self: self._host.dtype)
-    shape = property(lambda self: self._host.shape)
-    strides = property(lambda self: self._host.strides)
-    ndim = property(lambda self: self._host.ndim)
-    size = property(lambda self: self._host.size)
-    nbytes = property(lambda self: self._host.nbytes)
-    itemsize = property(lambda self: self._host.itemsize)
-    flags = property(lambda self: _Flags(self._host))
-    data = property(lambda self: _Pointer(self._host.ctypes.data))
-    T = property(lambda self: _device(self._host.T))
+    @property
+    def _host(self) -> np.ndarray:
+        """The memory, for a kernel: what was put off on its stream has run."""
+        stream = cuda_double.current_stream()
+        stream._run(stream._given)
+        cuda_double.check_read(self._raw)
+        return self._raw
+
+    dtype = property(lambda self: self._raw.dtype)
+    shape = property(lambda self: self._raw.shape)
+    strides = property(lambda self: self._raw.strides)
+    ndim = property(lambda self: self._raw.ndim)
+    size = property(lambda self: self._raw.size)
+    nbytes = property(lambda self: self._raw.nbytes)
+    itemsize = property(lambda self: self._raw.itemsize)
+    flags = property(lambda self: _Flags(self._raw))
+    data = property(lambda self: _Pointer(self._raw.ctypes.data, getattr(self, "_mem", None)))
+    T = property(lambda self: _device(self._raw.T))
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         LOG.note(SYNCHRONISE)  # as cupy does where version 2 is asked for
-        pointer = (self._host.ctypes.data, False)
+        pointer = (self._raw.ctypes.data, False)
         return {"shape": self.shape, "typestr": self.dtype.str, "version": 3, "data": pointer, "stream": 1}
 
     # The ways to the host
@@ -191,11 +224,17 @@ class ndarray:  # noqa: N801
     def __reduce__(self) -> Any:
         raise TypeError("pickling an array of the device copies it quietly")
 
-    def get(self) -> np.ndarray:
+    def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> np.ndarray:
         LOG.note(D2H, self.nbytes)
-        return self._host.copy()
+        target = np.empty(self.shape, self.dtype) if out is None else out
+        if not isinstance(target, np.ndarray):
+            raise TypeError("Only numpy.ndarray can be obtained from cupy.ndarray")
+        if (target.dtype, target.shape) != (self.dtype, self.shape):
+            raise TypeError(f"{target.dtype} array {target.shape} cannot be obtained from {self.dtype} {self.shape}")
+        cuda_double.copy_to_host(self._raw, target, stream or cuda_double.current_stream(), blocking)
+        return target
 
-    def set(self, values: Any) -> None:
+    def set(self, values: Any, stream: Any = None) -> None:
         if not isinstance(values, np.ndarray):
             raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
         if values.dtype != self.dtype:
@@ -205,47 +244,52 @@ class ndarray:  # noqa: N801
         if not (self.flags.c_contiguous or self.flags.f_contiguous):
             raise RuntimeError("Cannot set to non-contiguous array")
         LOG.note(H2D, values.nbytes)
-        self._host[...] = values
+        cuda_double.copy_to_device(values, self._raw, stream or cuda_double.current_stream())
 
     def item(self) -> Any:
-        LOG.note(D2H, self.nbytes)
-        return self._host.item()
+        return self._brought().item()
 
     def tolist(self) -> Any:
-        LOG.note(D2H, self.nbytes)
-        return self._host.tolist()
+        return self._brought().tolist()
 
     def __bool__(self) -> bool:
-        LOG.note(D2H, self.nbytes)
-        return bool(self._host)
+        return bool(self._brought())
 
     def __int__(self) -> int:
-        LOG.note(D2H, self.nbytes)
-        return int(self._host)
+        return int(self._brought())
 
     def __float__(self) -> float:
-        LOG.note(D2H, self.nbytes)
-        return float(self._host)
+        return float(self._brought())
 
     def __index__(self) -> int:
+        return operator.index(self._brought())
+
+    def _brought(self) -> np.ndarray:
         LOG.note(D2H, self.nbytes)
-        return operator.index(self._host)
+        host = self._host
+        _wait_for_all()
+        return host
 
     def __repr__(self) -> str:  # of a failed test: no transfer
         return f"<array of the device, {self.shape} {self.dtype}>"
 
     # On the device
     def __len__(self) -> int:
-        return len(self._host)
+        return len(self._raw)
 
     def __iter__(self) -> Iterator["ndarray"]:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, key: Any) -> "ndarray":
-        result = self._host[_index(key)]
-        if not np.may_share_memory(result, self._host):
-            LOG.launch()  # gathered, not a view
-        return _device(result)
+        index = _index(key)
+        result = self._raw[index]
+        if isinstance(result, np.ndarray) and np.may_share_memory(result, self._raw):
+            return _device(result)
+        plain = all(isinstance(part, int | np.integer) for part in (index if isinstance(index, tuple) else (index,)))
+        if plain:  # cupy has a view of () where numpy has a scalar
+            parts = index if isinstance(index, tuple) else (index,)
+            return _device(self._raw[(*parts[:-1], slice(parts[-1], parts[-1] + 1 or None))].reshape(()))
+        return _computed(self._host[index])  # gathered, not a view
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(value, np.ndarray):
@@ -254,7 +298,7 @@ class ndarray:  # noqa: N801
             value = value[()]
         with np.errstate(all="ignore"):
             self._host[_index(key)] = _operand(value)
-        LOG.launch()
+        cuda_double.wrote(self._raw)
 
     def fill(self, value: Any) -> None:
         self[...] = value
@@ -263,33 +307,31 @@ class ndarray:  # noqa: N801
         return _computed(self._host.copy())
 
     def view(self, dtype: Any = None) -> "ndarray":
-        return _device(self._host.view() if dtype is None else self._host.view(dtype))
+        return _device(self._raw.view() if dtype is None else self._raw.view(dtype))
 
     def astype(self, dtype: Any, copy: bool = True) -> "ndarray":
         with np.errstate(all="ignore"):
             return _computed(self._host.astype(dtype, copy=copy))
 
     def reshape(self, *shape: Any) -> "ndarray":
-        return _device(self._host.reshape(*shape))
+        return _device(self._raw.reshape(*shape))
 
     def ravel(self) -> "ndarray":
-        return _device(self._host.ravel())
+        return _device(self._raw.ravel())
 
     def transpose(self, *axes: Any) -> "ndarray":
-        return _device(self._host.transpose(*axes))
+        return _device(self._raw.transpose(*axes))
 
     def swapaxes(self, first: int, second: int) -> "ndarray":
-        return _device(self._host.swapaxes(first, second))
+        return _device(self._raw.swapaxes(first, second))
 
     def take(self, indices: Any, axis: int | None = None, out: Any = None) -> "ndarray":
         if out is not None and out.dtype != self.dtype:
             raise TypeError("Output dtype mismatch")
         result = self._host.take(_operand(indices), axis, mode="wrap")  # cupy checks no index, it wraps around
-        LOG.launch()
-        if out is None:
-            return _device(result)
-        out._host[...] = result
-        return out
+        if out is not None:
+            out._host[...] = result
+        return _stored(out, result)
 
     def sum(self, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False) -> "ndarray":
         return self._reduced("sum", axis, out, keepdims, dtype)
@@ -312,8 +354,7 @@ class ndarray:  # noqa: N801
     def _reduced(self, name: str, axis: Any, out: Any, keepdims: bool, dtype: Any = None) -> "ndarray":
         given = _given(out=_into(out), dtype=dtype)
         result = getattr(self._host, name)(axis=axis, keepdims=keepdims, **given)
-        LOG.launch()
-        return out if out is not None else _device(result)
+        return _stored(out, result)
 
     def __array_ufunc__(self, function: np.ufunc, method: str, *inputs: Any, out: Any = (), **keywords: Any) -> Any:
         ours = _UFUNCS.get(function.__name__)
@@ -369,7 +410,7 @@ inf, nan, newaxis, pi = np.inf, np.nan, None, np.pi
 def empty(shape: Any, dtype: Any = float) -> ndarray:
     """Uninitialised: filled with what shows when it is read before it is written."""
     made = ndarray(shape, dtype)
-    made._host.reshape(-1).view(np.uint8)[...] = 0xFF  # NaN in every float, -1 in every integer
+    made._raw.reshape(-1).view(np.uint8)[...] = 0xFF  # NaN in every float, -1 in every integer
     return made
 
 
@@ -391,7 +432,7 @@ def asarray(values: Any, dtype: Any = None) -> ndarray:
         return values if dtype in (None, values.dtype) else values.astype(dtype)
     copied = np.array(values, dtype)
     LOG.note(H2D, copied.nbytes)
-    return _device(copied)
+    return _computed(copied)
 
 
 def asnumpy(array: Any) -> np.ndarray:
@@ -412,8 +453,7 @@ def matmul(left: Any, right: Any, out: Any = None) -> ndarray:
     if left.ndim < 2 or right.ndim < 2:
         raise ValueError("Invalid shape for out: cupy 13 wants the dim that a vector lacks in it")
     np.matmul(left._host, right._host, out=out._host)
-    LOG.launch()
-    return out
+    return _stored(out, None)
 
 
 def where(condition: Any, x: Any, y: Any) -> ndarray:
@@ -435,11 +475,18 @@ def may_share_memory(one: Any, other: Any) -> bool:
 
 
 class cuda:  # noqa: N801
-    """Devices, the one stream, and events on it."""
+    """Devices, and what `cuda_double` and `nccl_double` have."""
+
+    Stream, Event = cuda_double.Stream, cuda_double.Event
+    Memory, MemoryAsync = cuda_double.Memory, cuda_double.MemoryAsync
+    MemoryPointer, UnownedMemory = cuda_double.MemoryPointer, cuda_double.UnownedMemory
+    nccl = nccl_double
 
     class runtime:  # noqa: N801
-        class CUDARuntimeError(RuntimeError):
-            """What the driver complains of."""
+        CUDARuntimeError = cuda_double.CUDARuntimeError
+        ipcGetMemHandle = staticmethod(cuda_double.ipcGetMemHandle)  # noqa: N815
+        ipcOpenMemHandle = staticmethod(cuda_double.ipcOpenMemHandle)  # noqa: N815
+        ipcCloseMemHandle = staticmethod(cuda_double.ipcCloseMemHandle)  # noqa: N815
 
         @staticmethod
         def getDeviceCount() -> int:
@@ -473,25 +520,18 @@ class cuda:  # noqa: N801
             if self.id >= cuda.runtime.getDeviceCount():
                 raise cuda.runtime.CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
 
-    class Stream:
-        def synchronize(self) -> None:
-            LOG.note(SYNCHRONISE)
-
-    class Event:
-        def record(self) -> None:
-            self._time_s = time.perf_counter()
-
-        def synchronize(self) -> None:
-            LOG.note(SYNCHRONISE)
+    @staticmethod
+    def get_current_stream() -> cuda_double.Stream:
+        return cuda_double.current_stream()
 
     @staticmethod
-    def get_current_stream() -> "cuda.Stream":
-        return cuda.Stream()
+    def alloc_pinned_memory(size: int) -> cuda_double.Pinned:
+        return cuda_double.alloc_pinned_memory(size)
 
     @staticmethod
-    def get_elapsed_time(start: "cuda.Event", end: "cuda.Event") -> float:
+    def get_elapsed_time(start_event: cuda_double.Event, end_event: cuda_double.Event) -> float:
         """Milliseconds."""
-        return (end._time_s - start._time_s) * 1e3
+        return cuda_double.elapsed_ms(start_event, end_event)
 
 
 __all__ = [

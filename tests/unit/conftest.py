@@ -1,12 +1,13 @@
 """What unit tests share: a double of cupy in the place of the real one."""
 
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from hpcdist.arrays import device
+from hpcdist.arrays import device, ipc
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
 
@@ -18,5 +19,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The double: `run.device = "gpu"` works on this machine, and ``gpu.LOG`` has every transfer and wait."""
     made = cupy_double.module()
     monkeypatch.setattr(device, "cupy", lambda: made)
+    monkeypatch.setattr(ipc, "process", lambda: threading.current_thread().name)  # each rank is a process of its own
     cupy_double.LOG.clear()
     return cupy_double

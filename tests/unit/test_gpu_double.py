@@ -3,11 +3,15 @@
 import pickle
 from types import ModuleType
 
+import cuda_double
 import numpy as np
 import pytest
 
-from hpcdist.arrays import backend
+from hpcdist.arrays import backend, device, ipc, staging
 from hpcdist.arrays.jit import jit
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import MissingCapabilityError
 
 HOST = np.arange(6.0).reshape(2, 3)
 
@@ -144,6 +148,68 @@ def test_views_share_memory_and_writes_go_through(gpu: ModuleType) -> None:
 
 def test_memory_that_was_not_written_shows(gpu: ModuleType) -> None:
     assert np.isnan(backend.empty(3, np.dtype("float64"), "gpu").get()).all()
+
+
+def test_a_copy_to_pinned_memory_is_there_when_its_event_has_passed(gpu: ModuleType) -> None:
+    array, host = on_device(gpu), staging.lease(6, np.dtype(float)).reshape(2, 3)
+    stream = device.new_stream()
+    stream.wait_event(device.record())
+    array.get(stream=stream, out=host, blocking=False)
+    event = device.record(stream)
+    assert not event.done and np.isnan(host).all()  # reading early shows
+    event.synchronize()
+    assert event.done and np.array_equal(host, HOST)
+
+
+def test_a_copy_from_pinned_memory_reads_it_late(gpu: ModuleType) -> None:
+    array, host = on_device(gpu), staging.lease(6, np.dtype(float)).reshape(2, 3)
+    host[...] = 1
+    array.set(host)
+    host[...] = 2  # too early: the copy has not been made
+    assert (array.get() == 2).all()
+    host[...] = 3
+    array.set(host)
+    array += 1.0  # behind the copy on the stream
+    host[...] = 4
+    assert (array.get() == 4).all()
+
+
+def test_a_copy_that_does_not_wait_for_the_producer_is_refused(gpu: ModuleType) -> None:
+    array, host = on_device(gpu), staging.lease(6, np.dtype(float)).reshape(2, 3)
+    stream = device.new_stream()
+    before = device.record()
+    array += 1.0
+    stream.wait_event(before)
+    with pytest.raises(cuda_double.StreamOrderError, match="does not wait for the kernels"):
+        array.get(stream=stream, out=host, blocking=False)
+
+
+def test_memory_of_another_process_is_read_after_its_kernels(gpu: ModuleType) -> None:
+    def body(comm: Communicator, ordered: bool) -> list[float]:
+        own = ipc.allocate(64)
+        tickets = comm.allgather_object(ipc.export(own))
+        mapping = ipc.open_ticket(tickets[1 - comm.rank])
+        own[...] = comm.rank + 5
+        if ordered:
+            device.produced()
+        comm.barrier()
+        read = (mapping.array[:2] + np.uint8(1)).get().tolist()
+        comm.barrier()
+        mapping.close()
+        return read
+
+    assert run_threads(2, lambda comm: body(comm, True)) == [[7, 7], [6, 6]]
+    with pytest.raises(cuda_double.StreamOrderError, match="may still be writing"):
+        run_threads(2, lambda comm: body(comm, False))
+
+
+def test_what_cannot_be_shared_is_refused_with_the_reason(gpu: ModuleType) -> None:
+    cupy = device.cupy()
+    pooled = cupy.zeros(10, np.uint8)
+    stream_ordered = cupy.ndarray(64, np.uint8, cupy.cuda.MemoryPointer(cupy.cuda.MemoryAsync(64), 0))
+    for array, reason in ((pooled, "part of a pool"), (stream_ordered, "cudaMallocAsync cannot be shared")):
+        with pytest.raises(MissingCapabilityError, match=reason):
+            ipc.export(array)
 
 
 def test_every_name_is_one_of_cupy(gpu: ModuleType) -> None:

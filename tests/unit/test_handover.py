@@ -1,91 +1,81 @@
-"""Device buffers at the hand-over: synchronised, staged through the host, or passed on; never copied by accident."""
+"""Device buffers at the hand-over: produced, staged through pinned memory, or passed on; never copied by accident."""
 
+import gc
+from types import ModuleType
+
+import cuda_double
 import numpy as np
 import pytest
 
-from hpcdist.arrays import device
-from hpcdist.comm.handover import Handover
+from hpcdist.arrays import backend, device, staging
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.comm.handover import COLLECTIVES, MESSAGES, OPERATIONS, Handover
 
 
-class DeviceArray:
-    """Memory that the host cannot touch except by an explicit transfer, which is counted."""
-
-    __cuda_array_interface__ = {"version": 3}  # noqa: RUF012
-
-    def __init__(self, data: np.ndarray, log: list[str]) -> None:
-        self.data_, self.log = data, log
-        self.dtype, self.shape, self.size, self.ndim = data.dtype, data.shape, data.size, data.ndim
-        self.nbytes, self.itemsize, self.flags = data.nbytes, data.itemsize, data.flags
-
-    def __array__(self, *_: object, **__: object) -> np.ndarray:
-        raise TypeError("implicit copy from the device")
-
-    def set(self, values: np.ndarray) -> None:
-        self.log.append("to device")
-        self.data_[...] = values
-
-    def view(self, dtype: np.dtype) -> "DeviceArray":
-        return DeviceArray(self.data_.view(dtype), self.log)
+def on_device(gpu: ModuleType, values: np.ndarray) -> backend.Array:
+    """Return ``values`` on the device, as the result of a kernel that may still run."""
+    array = backend.place(values, "gpu")
+    array += values.dtype.type(1)
+    gpu.LOG.clear()
+    return array
 
 
-class Stream:
-    def __init__(self, log: list[str]) -> None:
-        self._log = log
-
-    def synchronize(self) -> None:
-        self._log.append("synchronise")
+def kinds(gpu: ModuleType) -> list[str]:
+    return [event.kind for event in gpu.LOG.events]
 
 
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happened, in order, on a double of cupy."""
-    events: list[str] = []
-
-    class Cupy:
-        class cuda:  # noqa: N801
-            @staticmethod
-            def get_current_stream() -> Stream:
-                return Stream(events)
-
-        @staticmethod
-        def asnumpy(array: DeviceArray) -> np.ndarray:
-            events.append("to host")
-            return array.data_.copy()
-
-    monkeypatch.setattr(device, "cupy", lambda: Cupy)
-    return events
+def test_staged_sending_waits_for_one_copy(gpu: ModuleType) -> None:
+    message = Handover(device_pointers=False).outgoing(on_device(gpu, np.arange(4.0)))
+    assert isinstance(message, np.ndarray) and message.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert cuda_double.is_pinned(message) and kinds(gpu) == [gpu.D2H, gpu.SYNCHRONISE]
 
 
-def test_staged_sending_synchronises_then_copies_once(log: list[str]) -> None:
-    message = Handover(device_pointers=False).outgoing(DeviceArray(np.arange(4.0), log))
-    assert isinstance(message, np.ndarray) and message.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert log == ["synchronise", "to host"]
-
-
-def test_staged_receiving_copies_back_when_the_message_is_there(log: list[str]) -> None:
-    target = DeviceArray(np.zeros(3, np.float16), log)
+def test_staged_receiving_waits_for_nothing(gpu: ModuleType) -> None:
+    target = on_device(gpu, np.zeros(3, np.float16))
     message, finish = Handover(device_pointers=False).incoming(target)
     message.view(np.float16)[...] = [1, 2, 3]
-    assert finish is not None and log == ["synchronise"]
+    assert finish is not None and kinds(gpu) == []
     finish()
-    assert target.data_.tolist() == [1, 2, 3] and log == ["synchronise", "to device"]
+    assert kinds(gpu) == [gpu.H2D]
+    target += np.float16(1)  # a kernel launched afterwards sees what came
+    assert target.get().tolist() == [2, 3, 4]
 
 
-def test_a_reduction_brings_the_data_and_takes_the_result(log: list[str]) -> None:
-    target = DeviceArray(np.arange(3.0), log)
-    message, finish = Handover(device_pointers=False).both(target)
+@pytest.mark.parametrize("operation", ["", *COLLECTIVES])
+def test_a_reduction_brings_the_data_and_takes_the_result(gpu: ModuleType, operation: str) -> None:
+    target = on_device(gpu, np.arange(3.0))
+    message, finish = Handover(device_pointers=(MESSAGES,)).both(target, operation)
     message += 1
     assert finish is not None
     finish()
-    assert target.data_.tolist() == [1.0, 2.0, 3.0] and log == ["synchronise", "to host", "to device"]
+    assert kinds(gpu) == [gpu.D2H, gpu.SYNCHRONISE, gpu.H2D]
+    assert target.get().tolist() == [2.0, 3.0, 4.0]
 
 
-def test_device_pointers_are_passed_on_after_synchronising(log: list[str]) -> None:
-    array = DeviceArray(np.arange(4.0), log)
-    handover = Handover(device_pointers=True)
-    assert handover.outgoing(array) is array
-    assert handover.incoming(array) == (array, None)
-    assert log == ["synchronise", "synchronise"]
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_device_pointers_are_passed_on_for_what_was_seen_to_work(gpu: ModuleType, operation: str) -> None:
+    array = on_device(gpu, np.arange(4.0))
+    handover = Handover(device_pointers=(operation,))
+    assert gpu.LOG.kernels_pending()
+    assert handover.outgoing(array, operation) is array and not gpu.LOG.kernels_pending()
+    assert handover.incoming(array, operation) == handover.both(array, operation) == (array, None)
+    assert kinds(gpu) == [gpu.SYNCHRONISE] * 3
+    for other in set(OPERATIONS) - {operation}:
+        assert cuda_double.is_pinned(handover.outgoing(array, other))
+    assert handover.device_pointers is (operation == MESSAGES)
+
+
+def test_what_has_no_name_is_staged_even_if_everything_takes_pointers(gpu: ModuleType) -> None:
+    message, _ = Handover(device_pointers=True).both(on_device(gpu, np.arange(4.0)))
+    assert isinstance(message, np.ndarray)
+
+
+def test_the_wait_is_for_what_was_produced_and_not_for_the_device(gpu: ModuleType) -> None:
+    array = on_device(gpu, np.arange(4.0))
+    event = device.record()
+    array += 1.0  # launched after the event
+    event.synchronize()
+    assert gpu.LOG.kernels_pending()
 
 
 def test_host_buffers_are_not_copied() -> None:
@@ -95,3 +85,60 @@ def test_host_buffers_are_not_copied() -> None:
     assert handover.incoming(array) == (array, None)
     half = np.zeros(4, np.float16)
     assert np.shares_memory(handover.outgoing(half), half) and handover.outgoing(half).dtype == np.uint16
+
+
+def test_staging_memory_comes_back_at_the_same_address(gpu: ModuleType) -> None:
+    staging.release()
+    handover = Handover(device_pointers=False)
+    addresses = set()
+    for _ in range(5):
+        array = on_device(gpu, np.arange(1000.0))
+        first = handover.outgoing(array)[10:]  # a view keeps the block
+        second = handover.outgoing(array)
+        assert not np.shares_memory(first, second)
+        addresses |= {first.ctypes.data, second.ctypes.data}
+        del first, second
+        gc.collect()
+    assert len(addresses) <= 4  # two blocks, seen from two offsets
+
+
+def test_a_block_is_kept_while_its_copy_to_the_device_is_under_way(gpu: ModuleType) -> None:
+    staging.release()
+    target = on_device(gpu, np.zeros(1000))
+    message, finish = Handover(device_pointers=False).incoming(target)
+    message[...] = 7
+    finish()
+    del message, finish
+    gc.collect()
+    other = staging.lease(1000, np.dtype(float))
+    other[...] = 9  # were it the same block, the copy would take this
+    assert (target.get() == 7).all()
+
+
+def test_the_ledger_counts_what_is_taken(gpu: ModuleType) -> None:
+    staging.release()
+    ledger = Ledger()
+    staging.account(ledger)
+    try:
+        block = staging.lease(5000, np.dtype(np.uint8))
+        assert ledger.current["communication"] == 8192
+        del block
+        gc.collect()
+        assert ledger.current["communication"] == 8192  # kept for the next
+        staging.release()
+        gc.collect()
+        assert ledger.current["communication"] == 0
+    finally:
+        staging.account(None)
+
+
+def test_pageable_memory_is_the_last_resort(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    staging.release()
+    monkeypatch.setitem(cuda_double.LIMIT, "pinned", 0)
+    message, finish = Handover(device_pointers=False).both(target := on_device(gpu, np.arange(3.0)), "allreduce")
+    assert not cuda_double.is_pinned(message) and message.tolist() == [1.0, 2.0, 3.0]
+    message *= 2
+    finish()
+    assert target.get().tolist() == [2.0, 4.0, 6.0]
+    assert "pinned memory were refused" in staging.refusal() and "ulimit -l" in staging.refusal()
+    staging.release()

@@ -1,0 +1,48 @@
+"""Allreduce of a buffer on a GPU through the host, in segments: copies run beside the messages.
+
+A segment is copied to pinned memory, reduced there by an algorithm of the host, and copied back:
+
+    device -> host   0 1 2 3 . .            of n bytes over a link of bandwidth B, with the algorithm's own time T,
+    reduce           . 0 1 2 3 .            about  max(n/B, T) + 2 n/(k B)  for k segments instead of  2 n/B + T
+    host -> device   . . 0 1 2 3
+
+All copies to the host come behind one event of the producing stream, on a stream of their own. Copies back are made on
+the current stream: kernels launched later see the result, and no host waits for it. The pinned memory is that of a few
+segments, so a copy to the host also waits until its block has been copied back.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays import device, staging
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ranges import Range, cut
+from hpcdist.collectives.reduction import AllreduceFunction
+from hpcdist.comm.communicator import Communicator
+
+SEGMENT_BYTES: Final = 8 << 20  # large beside a message and the start of a copy (to be measured on a GPU)
+BLOCKS: Final = 3  # one is filled, one is reduced, one is emptied
+
+
+def staged_allreduce(function: AllreduceFunction, comm: Communicator, buffer: Array, op: str = "sum") -> None:
+    """Reduce ``buffer``, on a GPU, in place by ``function`` on copies in pinned memory. Collective over ``comm``."""
+    produced = device.record()
+    segments = [part.slice for part in cut(Range(0, buffer.size), max(1, SEGMENT_BYTES // buffer.itemsize))]
+    size = min(buffer.size, max(1, SEGMENT_BYTES // buffer.itemsize))
+    blocks = [staging.lease(size, buffer.dtype) for _ in range(min(BLOCKS, len(segments)))]
+    filled = [_fill(buffer[part], block, produced) for part, block in zip(segments, blocks, strict=False)]
+    for index, part in enumerate(segments):
+        block = blocks[index % BLOCKS][: part.stop - part.start]
+        filled[index].synchronize()
+        function(comm, block, op)
+        emptied = staging.to_device(block, buffer[part])
+        if index + BLOCKS < len(segments):
+            # The event of the copy back is on the current stream, behind the kernels that produced the buffer as well.
+            following = segments[index + BLOCKS]
+            filled.append(_fill(buffer[following], blocks[index % BLOCKS], emptied))
+
+
+def _fill(source: Array, block: np.ndarray, after: Any) -> Any:
+    """Begin to copy ``source`` into ``block`` behind the event ``after``; return the event behind the copy (local)."""
+    return staging.begin_to_host(source, block[: source.size], after)

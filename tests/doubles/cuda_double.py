@@ -1,0 +1,279 @@
+"""Streams, events, pinned memory and shared handles of the double: copies happen late, and reading early shows.
+
+A copy between the device and pinned memory is put off until somebody waits for it, as DMA would be at its worst: until
+then the target is full of 0xFF. Kernels run at once, but in the order of their stream: what was put off on it runs
+first. A copy on one stream of what a kernel on another writes, without an event between them, raises; so does reading
+memory that another "process" (a thread) shares while its kernels may still be writing it.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+class StreamOrderError(AssertionError):
+    """Work on one stream uses what another may still be writing."""
+
+
+class CUDARuntimeError(RuntimeError):
+    """What the driver complains of."""
+
+
+class Local(threading.local):
+    """What a process has of its own: here a thread."""
+
+    def __init__(self) -> None:
+        self.null: Stream | None = None
+        self.opened: set[int] = set()
+
+
+class Stream:
+    """Work in order. ``given`` counts it, ``done`` is how much of it the host knows to be done."""
+
+    _numbers = iter(range(16, 1 << 60, 16))
+
+    def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False) -> None:
+        self.ptr = next(Stream._numbers)
+        self.thread = threading.current_thread().name
+        self._late: list[tuple[int, Callable[[], None]]] = []
+        self._lock = threading.RLock()
+        self._given = self._done = 0
+        self._behind: dict[Stream, int] = {}  # how much of other streams comes before what is given to this one next
+
+    def _give(self, work: Callable[[], None] | None = None) -> int:
+        """Put ``work`` off (None: a kernel, which has run) and return its number."""
+        with self._lock:
+            self._given += 1
+            if work is not None:
+                self._late.append((self._given, work))
+            return self._given
+
+    def _run(self, number: int) -> None:
+        """Do what was put off, up to ``number``."""
+        with self._lock:
+            while self._late and self._late[0][0] <= number:
+                self._late.pop(0)[1]()
+
+    def _finish(self, number: int) -> None:
+        """The host has waited for work ``number``, and so for all that this came behind."""
+        self._run(number)
+        self._done = max(self._done, number)
+
+    def _comes_behind(self, other: "Stream", number: int) -> bool:
+        return other is self or self._behind.get(other, 0) >= number or other._done >= number
+
+    def synchronize(self) -> None:
+        WAITED(self, self._given)
+
+    def wait_event(self, event: "Event") -> None:
+        stream, number = event._behind()
+
+        def wait() -> None:
+            stream._run(number)
+
+        self._behind[stream] = max(self._behind.get(stream, 0), number)
+        for other, far in stream._behind.items():
+            self._behind[other] = max(self._behind.get(other, 0), far)
+        self._give(wait)
+
+    def record(self, event: "Event | None" = None) -> "Event":
+        event = event or Event()
+        event.record(self)
+        return event
+
+    @property
+    def done(self) -> bool:
+        return self._done >= self._given
+
+
+class Event:
+    """A place in a stream."""
+
+    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+        self._place: tuple[Stream, int] | None = None
+        self._timed = not disable_timing
+
+    def _behind(self) -> tuple[Stream, int]:
+        if self._place is None:
+            raise CUDARuntimeError("cudaErrorInvalidResourceHandle: the event was never recorded")
+        return self._place
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or current_stream()
+        self._place = stream, stream._given
+        self._time_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        WAITED(*self._behind())
+
+    @property
+    def done(self) -> bool:
+        stream, number = self._behind()
+        return stream._done >= number
+
+
+LOCAL = Local()
+WRITTEN: dict[int, tuple[Stream, int]] = {}  # address of an allocation -> the last kernel that wrote to it
+
+
+def current_stream() -> Stream:
+    if LOCAL.null is None:
+        LOCAL.null = Stream(null=True)
+    return LOCAL.null
+
+
+def _waited(stream: Stream, number: int) -> None:
+    """The host waits: what comes before ``number`` in any stream is done."""
+    for other, far in stream._behind.items():
+        other._finish(far)
+    stream._finish(number)
+
+
+WAITED: Callable[[Stream, int], None] = _waited  # the double of cupy counts the call as well
+
+
+def elapsed_ms(start: Event, end: Event) -> float:
+    if not (start._timed and end._timed):
+        raise CUDARuntimeError("cudaErrorInvalidResourceHandle: invalid resource handle")
+    return (end._time_s - start._time_s) * 1e3
+
+
+def root_of(host: np.ndarray) -> int:
+    """Return the address of the allocation that an array lies in."""
+    while isinstance(host.base, np.ndarray):
+        host = host.base
+    return int(host.__array_interface__["data"][0])
+
+
+def wrote(host: np.ndarray) -> None:
+    """A kernel on the current stream wrote to ``host``."""
+    stream = current_stream()
+    WRITTEN[root_of(host)] = stream, stream._give()
+
+
+def check_read(host: np.ndarray) -> None:
+    """A kernel on the current stream reads ``host``: shared memory only when its writer is known to be done."""
+    root = root_of(host)
+    if root in SHARED:
+        stream, number = WRITTEN.get(root, (current_stream(), 0))
+        if not current_stream()._comes_behind(stream, number):
+            raise StreamOrderError(f"{stream.thread} may still be writing what this kernel reads")
+
+
+def check_copy(host: np.ndarray, stream: Stream) -> None:
+    """A copy is given to ``stream``: it must come behind the kernel that writes ``host``."""
+    writer, number = WRITTEN.get(root_of(host), (stream, 0))
+    if writer.thread == threading.current_thread().name and not stream._comes_behind(writer, number):
+        raise StreamOrderError("a copy is given to a stream that does not wait for the kernels that write its source")
+
+
+# Pinned memory: known by its addresses
+_PINNED: dict[int, int] = {}
+LIMIT: dict[str, int] = {}  # "pinned": how many bytes of pinned memory there may be; none: no limit
+
+
+class Pinned(bytearray):
+    """Page-locked memory of the host, full of what shows when it is read before it is written."""
+
+
+def alloc_pinned_memory(nbytes: int) -> Pinned:
+    if sum(end - start for start, end in _PINNED.items()) + nbytes > LIMIT.get("pinned", 1 << 62):
+        raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+    made = Pinned(b"\xff" * nbytes)
+    start = int(np.frombuffer(made, np.uint8).ctypes.data)
+    _PINNED[start] = start + nbytes
+    weakref.finalize(made, _PINNED.pop, start, None).atexit = False
+    return made
+
+
+def is_pinned(array: np.ndarray) -> bool:
+    address = int(array.__array_interface__["data"][0])
+    return any(start <= address < end for start, end in list(_PINNED.items()))
+
+
+def copy_to_host(source: np.ndarray, target: np.ndarray, stream: Stream, blocking: bool) -> None:
+    """Copy when the stream gets there: at once where the host waits, or where its memory is pageable."""
+    check_copy(source, stream)
+    if blocking or not is_pinned(target):
+        _waited(stream, stream._given)
+        target[...] = source
+        return
+    target.view(np.uint8)[...] = 0xFF
+    stream._give(lambda: np.copyto(target, source))
+
+
+def copy_to_device(source: np.ndarray, target: np.ndarray, stream: Stream) -> None:
+    if is_pinned(source):
+        number = stream._give(lambda: np.copyto(target, source))
+    else:
+        stream._run(stream._given)
+        target[...] = source
+        number = stream._give()
+    WRITTEN[root_of(target)] = stream, number
+
+
+# Memory straight from the driver, which processes can share
+SHARED: "weakref.WeakValueDictionary[int, np.ndarray]" = weakref.WeakValueDictionary()
+
+
+class Memory:
+    """An allocation of its own, not a part of a pool."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.bytes = np.full(size, 0xFF, np.uint8)
+        self.ptr = int(self.bytes.ctypes.data)
+        SHARED[self.ptr] = self.bytes
+
+
+class MemoryAsync(Memory):
+    """An allocation of cudaMallocAsync."""
+
+
+class UnownedMemory:
+    """Memory of somebody else, at an address."""
+
+    def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
+        if ptr not in SHARED:
+            raise CUDARuntimeError("cudaErrorInvalidValue: invalid argument")
+        self.ptr, self.size, self.owner = ptr, size, owner
+        self.bytes = SHARED[ptr][:size]
+
+
+class MemoryPointer:
+    def __init__(self, mem: Any, offset: int) -> None:
+        self.mem, self.ptr = mem, mem.ptr + offset
+
+
+def memory_at(pointer: MemoryPointer, nbytes: int) -> np.ndarray:
+    start = pointer.ptr - pointer.mem.ptr
+    assert start + nbytes <= pointer.mem.size
+    found: np.ndarray = pointer.mem.bytes[start : start + nbytes]
+    return found
+
+
+def ipcGetMemHandle(ptr: int) -> bytes:
+    if ptr not in SHARED:
+        raise CUDARuntimeError("cudaErrorInvalidValue: invalid argument")
+    return f"{ptr} {threading.current_thread().name}".encode().ljust(64, b"\0")
+
+
+def ipcOpenMemHandle(handle: bytes, flags: int = 1) -> int:
+    assert len(handle) == 64
+    ptr, owner = handle.rstrip(b"\0").decode().split(" ", 1)
+    if owner == threading.current_thread().name:
+        raise CUDARuntimeError("cudaErrorDeviceUninitialized: invalid device context")
+    if int(ptr) not in SHARED or LIMIT.get("ipc", 1) == 0:
+        raise CUDARuntimeError("cudaErrorMapBufferObjectFailed: mapping of buffer object failed")
+    LOCAL.opened.add(int(ptr))
+    return int(ptr)
+
+
+def ipcCloseMemHandle(ptr: int) -> None:
+    if ptr not in LOCAL.opened:
+        raise CUDARuntimeError("cudaErrorInvalidValue: invalid argument")
+    LOCAL.opened.remove(ptr)
