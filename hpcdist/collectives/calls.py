@@ -12,9 +12,9 @@ from typing import Final, cast
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.dtypes import INTEGERS, accumulation_dtype, is_16bit_float, name_of
-from hpcdist.collectives import checked
+from hpcdist.collectives import checked, on_device
 from hpcdist.collectives.all_to_all import all_to_all_allreduce
 from hpcdist.collectives.circulant import circulant_allreduce
 from hpcdist.collectives.double_tree import double_tree_allreduce
@@ -44,6 +44,9 @@ ALLREDUCE: Final[dict[str, AllreduceFunction]] = {
     "all_to_all": all_to_all_allreduce,
 }
 
+ON_GPUS: Final[dict[str, AllreduceFunction]] = {"nccl": on_device.on_host}  # what these do on the host
+_BY_NAME: Final = ALLREDUCE | ON_GPUS
+
 SUM_16_BITS: Final = ("all_to_all", "node_shared")  # no partial sum travels in 16 bits: they need no float32 copy
 
 
@@ -68,7 +71,7 @@ def allreduce(
     once; algorithms that are not in `SUM_16_BITS` send float32 for them. Raises UsageError for an unknown algorithm or
     op and for integers that are to be scaled, BufferHandoverError for a buffer that cannot travel.
     """
-    if algorithm not in ALLREDUCE:
+    if algorithm not in _BY_NAME:
         algorithm = _row(comm, buffer, algorithm, op)
     settled: _Settled | None = comm.settled.get((algorithm, op, buffer.dtype))
     if settled is None or type(buffer) is not np.ndarray or buffer.ndim != 1 or not buffer.flags.carray:
@@ -106,16 +109,19 @@ def _settle(comm: Communicator, buffer: Array, algorithm: str, op: str) -> _Sett
     except HpcdistError as error:
         checked.refuse(comm, checked.described("allreduce", algorithm, buffer, op), error)
         raise
-    key = algorithm, op, buffer.dtype
+    on_gpu = is_device(buffer)
+    key = (algorithm, op, buffer.dtype, "gpu") if on_gpu else (algorithm, op, buffer.dtype)
     if key not in comm.settled:
-        comm.settled[key] = _how(comm, algorithm, buffer.dtype)
+        comm.settled[key] = _how(comm, algorithm, buffer.dtype, on_gpu)
     found: _Settled = comm.settled[key]
     return found
 
 
-def _how(comm: Communicator, algorithm: str, dtype: np.dtype) -> _Settled:
+def _how(comm: Communicator, algorithm: str, dtype: np.dtype, on_gpu: bool) -> _Settled:
     """Return how an allreduce is done that nothing speaks against (local)."""
-    run: Callable[..., None] = ALLREDUCE[algorithm]
+    run: Callable[..., None] = _BY_NAME[algorithm]
+    if on_gpu:
+        run = on_device.route(algorithm, run)
     scaled = with_scale(run)
     if is_16bit_float(dtype) and not (algorithm in SUM_16_BITS and scaled is run):
         scaled = functools.partial(widened_allreduce, scaled)

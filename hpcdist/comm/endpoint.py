@@ -106,7 +106,7 @@ class Endpoint(Watched, ABC):
 
     def broadcast(self, buffer: Array, root: int = 0) -> None:
         """Broadcast in place."""
-        message, finish = self.handover.both(buffer)
+        message, finish = self.handover.both(buffer, "broadcast")
         token = self._begin("broadcast", buffer, UNKNOWN_BYTES, root)
         self._broadcast(message, root)
         if finish is not None:
@@ -118,7 +118,7 @@ class Endpoint(Watched, ABC):
         message, finish = buffer, None
         if op not in REDUCTIONS or not is_plain(buffer):  # the hand-over of a few bytes would cost as much as the rest
             check_reduction(buffer, op)
-            message, finish = self.handover.both(buffer)
+            message, finish = self.handover.both(buffer, "allreduce")
         token = self._begin("allreduce", buffer, UNKNOWN_BYTES)
         self._allreduce(message, op)
         if finish is not None:
@@ -136,7 +136,7 @@ class Endpoint(Watched, ABC):
         """Reduce natively; the own range is defined afterwards."""
         check_reduction(buffer, op)
         check_tiling(buffer, ranges, self.size)
-        message, finish = self.handover.both(buffer)
+        message, finish = self.handover.both(buffer, "reduce_scatter")
         token = self._begin("reduce_scatter", buffer, UNKNOWN_BYTES)
         self._reduce_scatter(message, ranges, op)
         if finish is not None:
@@ -146,7 +146,7 @@ class Endpoint(Watched, ABC):
     def all_gather(self, buffer: Array, ranges: Sequence[Range]) -> None:
         """Gather natively in place."""
         check_tiling(buffer, ranges, self.size)
-        message, finish = self.handover.both(buffer)
+        message, finish = self.handover.both(buffer, "all_gather")
         token = self._begin("all_gather", buffer, UNKNOWN_BYTES)
         self._all_gather(message, ranges)
         if finish is not None:
@@ -157,8 +157,8 @@ class Endpoint(Watched, ABC):
         self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
     ) -> None:
         """Exchange a part with every member; the event counts what goes to the others."""
-        outgoing = self.handover.outgoing(send)
-        incoming, finish = self.handover.incoming(receive)
+        outgoing = self.handover.outgoing(send, "all_to_all")
+        incoming, finish = self.handover.incoming(receive, "all_to_all")
         sent = sum(part.size for peer, part in enumerate(send_ranges) if peer != self.rank) * send.itemsize
         token = self._begin("all_to_all", send, sent)
         self._all_to_all(outgoing, incoming, send_ranges, receive_ranges)
