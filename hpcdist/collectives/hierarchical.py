@@ -33,7 +33,7 @@ from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator, Nodes, Request
 
 SEGMENT_BYTES: Final = 256 << 10  # of a message: large beside its latency, small beside a buffer (empirical)
-AHEAD: Final = 16  # messages that may arrive before they are needed, and the scratch for them (empirical)
+AHEAD: Final = 16  # messages that are under way behind the one that is waited for (empirical)
 
 
 def hierarchical_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
@@ -71,8 +71,8 @@ class _Place:
     ranks: tuple[int, ...]
 
     def peer(self, distance: int) -> int:
-        """Return the rank in ``inter`` of the node ``distance`` ahead in the ring of nodes."""
-        return self.ranks[(self.index + distance) % self.count]
+        """Return the rank in ``inter`` of the node ``distance`` ahead in the ring of nodes; -1 where there is none."""
+        return -1 if not self.ranks else self.ranks[(self.index + distance) % self.count]
 
 
 def _place_in(nodes: Nodes, streams: int) -> _Place:
@@ -149,10 +149,14 @@ def _ring(wire: "_Wire", turns: Sequence[Sequence[Range]]) -> None:
 
 
 class _Wire:
-    """Messages between nodes, completed in the order in which they were begun."""
+    """Messages between nodes, completed in the order in which they were begun.
+
+    No more than AHEAD + 1 each way are under way: Open MPI's TCP serves many at once, and then all of them slowly.
+    """
 
     def __init__(self, place: _Place, node: NodeFlow) -> None:
         self.place, self.node = place, node
+        self._ready: deque[tuple[Array, int]] = deque()
         self._sends: deque[Request | None] = deque()
         self._arrivals: deque[tuple[Request, Array] | None] = deque()
         self._room = node.longest
@@ -160,9 +164,14 @@ class _Wire:
         self._taken = 0
 
     def send(self, segment: Range, distance: int) -> None:
-        """Begin to send the own part of ``segment`` to the node ``distance`` ahead (local)."""
-        part = self.node.own(segment)
-        self._sends.append(self.place.inter.isend(part, self.place.peer(distance)) if part.size else None)
+        """Send the own part of ``segment`` to the node ``distance`` ahead, after what was to be sent before (local)."""
+        self._ready.append((self.node.own(segment), self.place.peer(distance)))
+        self._begin_sends()
+
+    def _begin_sends(self) -> None:
+        while self._ready and len(self._sends) <= AHEAD:
+            part, peer = self._ready.popleft()
+            self._sends.append(self.place.inter.isend(part, peer) if part.size else None)
 
     def receive(self, segment: Range, distance: int, *, into_place: bool = False) -> None:
         """Begin to receive the part of the node ``distance`` ahead, into scratch or where it belongs (local).
@@ -185,4 +194,5 @@ class _Wire:
             arrival[0].wait()
         if send is not None:
             send.wait()
+        self._begin_sends()
         return None if arrival is None else arrival[1]

@@ -1,0 +1,116 @@
+"""The hierarchical allreduce over hosts of their own: network namespaces joined by links, which this file makes.
+
+Needs root and the right to make network namespaces.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import hpcdist
+from hpcdist.comm import mpirun
+from hpcdist.errors import MissingCapabilityError
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "hosts"
+LIMIT_S = 90.0  # generous: a loaded machine must not fail a test
+
+pytestmark = pytest.mark.timeout(240)
+
+PROGRAM = """
+import json, pathlib, socket
+import numpy as np
+from hpcdist import collectives
+from hpcdist.comm import start
+
+def counters():
+    line = next(line for line in pathlib.Path("/proc/net/dev").read_text().splitlines() if "eth0:" in line)
+    return np.array(line.split(":")[1].split()).astype(np.int64)[[0, 8]]
+
+session = start.start()
+comm = session.comm
+count = 1 << 20
+inputs = np.arange(comm.size * count, dtype=np.float32).reshape(comm.size, count) % 17
+results = []
+for _ in range(2):  # the first opens connections
+    buffer = inputs[comm.rank].copy()
+    comm.barrier()
+    before = counters()
+    collectives.allreduce(comm, buffer, "hierarchical")
+    comm.barrier()
+    results.append(buffer)
+crossed = (counters() - before).tolist()
+assert all(np.array_equal(result, inputs.sum(axis=0)) for result in results)
+nodes = comm.nodes()
+seen = comm.allgather_object((socket.gethostname(), nodes.count, nodes.intra.size, crossed))
+if comm.rank == 0:
+    print("SEEN", json.dumps(seen), buffer.nbytes, flush=True)
+session.leave(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("cluster", FOLDER / "cluster.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def namespaces(prefix: str) -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line.split()[0] for line in listed.splitlines() if line.startswith(prefix)]
+
+
+@pytest.fixture
+def hosts(cluster: ModuleType) -> Iterator[object]:
+    """Two hosts with a link each; afterwards they are gone, whatever happened."""
+    made = cluster.Hosts(2)
+    try:
+        with made:
+            assert sorted(namespaces(made.prefix)) == sorted(made.prefix + end for end in ("1", "2", "sw"))
+            yield made
+    except MissingCapabilityError as error:
+        pytest.skip(str(error))
+    assert namespaces(made.prefix) == []
+
+
+def test_two_hosts_reduce_over_the_wire(hosts, mpi: mpirun.Launcher, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = hosts.environment(mpi)
+    root = str(Path(hpcdist.__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment["PYTHONPATH"]]))
+    done = hosts.run(hosts.command(mpi, 2, [sys.executable, str(program)]), environment, LIMIT_S)
+    assert done.returncode == 0, done.stdout
+    line = next(line for line in done.stdout.splitlines() if "SEEN " in line)
+    seen, nbytes = json.JSONDecoder().raw_decode(line[line.index("SEEN ") + 5 :])[0], int(line.split()[-1])
+    first, second = hosts.prefix + "1", hosts.prefix + "2"
+    assert [host for host, *_ in seen] == [first, first, second, second]
+    for _, count, local_size, crossed in seen:
+        assert (count, local_size) == (2, 2)
+        for counted in crossed:  # received, sent: n/2 of each of the two ranks, and headers
+            assert nbytes <= counted <= 1.1 * nbytes
+
+
+def test_hosts_are_taken_down_after_an_error(cluster: ModuleType) -> None:
+    made = cluster.Hosts(1)
+    try:
+        with pytest.raises(ZeroDivisionError), made:
+            raise ZeroDivisionError
+    except MissingCapabilityError as error:
+        pytest.skip(str(error))
+    assert namespaces(made.prefix) == []
+
+
+def test_who_may_not_make_hosts_is_told_why(cluster: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(MissingCapabilityError, match="needs root|not found"), cluster.Hosts(1):
+        pytest.fail("hosts were made without root")
