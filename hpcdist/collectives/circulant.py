@@ -12,8 +12,8 @@ every round halves them: with h = ceil(s / 2) it gives the sums h..s-1 to rank r
 adds what rank r - h gives it. The all-gather is the way back. A reduce-scatter sends everything but the own block; an
 all-gather receives everything but the own block.
 
-Blocks h..s-1 are neighbours in the buffer but for one wrap at its end: up to two messages a round. Small buffers are
-turned instead, so that the own block is first: a copy is then cheaper than a message.
+Blocks h..s-1 are neighbours in the buffer but for one wrap at its end: up to two messages a round, both on their way at
+once. To turn the buffer first, so that there is no wrap, was not faster from 4 KiB on.
 
 Each element is summed in one place and its bits are handed on, so all ranks end with the same bits.
 """
@@ -25,11 +25,11 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives.pieces import Inbox, check_ranges, check_segment, cut_evenly, join, slots, wait_all
 from hpcdist.collectives.reduction import Combine, check_buffer, combiner
-from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator
 
-TURNED_BYTES: Final = 64 << 10  # up to here a buffer is turned; found by measurement
-SEGMENT_BYTES: Final = 512 << 10  # what arrives is summed in pieces of this, while the rest arrives; measured
+# What arrives is summed in pieces of this while the rest arrives, in scratch of two of them. Through shared memory
+# shorter ones are slower: there the rank that sums is the one that moves the bytes.
+SEGMENT_BYTES: Final = 4 << 20
 
 
 def circulant_allreduce(
@@ -38,14 +38,9 @@ def circulant_allreduce(
     """Reduce ``buffer`` in place to the same bits on every rank. Collective over ``comm``."""
     combine = combiner(buffer, op)
     check_segment(segment_bytes)
-    ranges = split(buffer.size, comm.size, buffer.itemsize)
-    work, blocks, turned = _arranged(comm, buffer, ranges)
-    for block, part in turned:
-        work[block.slice] = buffer[part.slice]
-    _reduce(comm, work, blocks, combine, segment_bytes)
-    _gather(comm, work, blocks)
-    for block, part in turned:
-        buffer[part.slice] = work[block.slice]
+    blocks = _from_own(comm, split(buffer.size, comm.size, buffer.itemsize))
+    _reduce(comm, buffer, blocks, combine, segment_bytes)
+    _gather(comm, buffer, blocks)
 
 
 def reduce_scatter(
@@ -63,12 +58,7 @@ def reduce_scatter(
     combine = combiner(buffer, op)
     check_ranges(comm, buffer, ranges)
     check_segment(segment_bytes)
-    work, blocks, turned = _arranged(comm, buffer, ranges)
-    for block, part in turned:
-        work[block.slice] = buffer[part.slice]
-    _reduce(comm, work, blocks, combine, segment_bytes)
-    if turned:
-        buffer[ranges[comm.rank].slice] = work[blocks[0].slice]
+    _reduce(comm, buffer, _from_own(comm, ranges), combine, segment_bytes)
 
 
 def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> None:
@@ -78,42 +68,12 @@ def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> No
     """
     check_buffer(buffer)
     check_ranges(comm, buffer, ranges)
-    work, blocks, turned = _arranged(comm, buffer, ranges)
-    if turned:
-        work[blocks[0].slice] = buffer[ranges[comm.rank].slice]
-    _gather(comm, work, blocks)
-    for block, part in turned:
-        buffer[part.slice] = work[block.slice]
+    _gather(comm, buffer, _from_own(comm, ranges))
 
 
-_Turned = list[tuple[Range, Range]]
-
-
-def _arranged(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> tuple[Array, list[Range], _Turned]:
-    """Return where to work, the blocks there counted from the own, and for a turned copy (there, in ``buffer``) pairs.
-
-    A pair joins neighbours: two of them for ranges that tile the buffer in the order of the ranks.
-    """
-    parts = [ranges[(comm.rank + index) % comm.size] for index in range(comm.size)]
-    total = sum(part.size for part in parts)
-    if comm.size == 1 or total * buffer.itemsize > TURNED_BYTES:
-        return buffer, parts, []
-    blocks = list(_end_to_end(parts))
-    runs = join(parts)
-    return (
-        scratch("circulant turned", total, buffer.dtype, buffer),
-        blocks,
-        list(zip(_end_to_end(runs), runs, strict=True)),
-    )
-
-
-def _end_to_end(parts: Sequence[Range]) -> list[Range]:
-    """Return ranges as long as ``parts``, one after the other from 0 on."""
-    placed, stop = [], 0
-    for part in parts:
-        placed.append(Range(stop, stop + part.size))
-        stop += part.size
-    return placed
+def _from_own(comm: Communicator, ranges: Sequence[Range]) -> list[Range]:
+    """Return the ranges of all ranks, counted from the own one on."""
+    return [ranges[(comm.rank + index) % comm.size] for index in range(comm.size)]
 
 
 def _rounds(size: int) -> list[tuple[int, int]]:
@@ -125,34 +85,36 @@ def _rounds(size: int) -> list[tuple[int, int]]:
     return rounds
 
 
-def _reduce(comm: Communicator, work: Array, blocks: Sequence[Range], combine: Combine, segment_bytes: int) -> None:
+def _reduce(comm: Communicator, buffer: Array, blocks: Sequence[Range], combine: Combine, segment_bytes: int) -> None:
     """Halve the partial sums until only the own block is left."""
     for before, after in _rounds(comm.size):
         to, source = (comm.rank + after) % comm.size, (comm.rank - after) % comm.size
-        given = [piece for run in join(blocks[after:before]) for piece in cut_evenly(run, work.itemsize, segment_bytes)]
-        kept = [
-            piece for run in join(blocks[: before - after]) for piece in cut_evenly(run, work.itemsize, segment_bytes)
+        given = [
+            piece for run in join(blocks[after:before]) for piece in cut_evenly(run, buffer.itemsize, segment_bytes)
         ]
-        arrivals = slots("circulant", kept, work.dtype, work)
+        kept = [
+            piece for run in join(blocks[: before - after]) for piece in cut_evenly(run, buffer.itemsize, segment_bytes)
+        ]
+        arrivals = slots("circulant", kept, buffer.dtype, buffer)
         if len(given) == len(kept) == 1:
-            comm.sendrecv(work[given[0].slice], to, arrivals[0], source)
-            combine(arrivals[0], work[kept[0].slice], work[kept[0].slice])
+            comm.sendrecv(buffer[given[0].slice], to, arrivals[0], source)
+            combine(arrivals[0], buffer[kept[0].slice], buffer[kept[0].slice])
             continue
         inbox = Inbox(comm, source, arrivals)
-        sends = [comm.isend(work[piece.slice], to) for piece in given]
+        sends = [comm.isend(buffer[piece.slice], to) for piece in given]
         for piece in kept:
-            combine(inbox.take(), work[piece.slice], work[piece.slice])
+            combine(inbox.take(), buffer[piece.slice], buffer[piece.slice])
         wait_all(sends)
 
 
-def _gather(comm: Communicator, work: Array, blocks: Sequence[Range]) -> None:
+def _gather(comm: Communicator, buffer: Array, blocks: Sequence[Range]) -> None:
     """Double the finished blocks, from the own one on, until all are there."""
     for before, after in reversed(_rounds(comm.size)):
         to, source = (comm.rank - after) % comm.size, (comm.rank + after) % comm.size
         given, missing = join(blocks[: before - after]), join(blocks[after:before])
         if len(given) == len(missing) == 1:
-            comm.sendrecv(work[given[0].slice], to, work[missing[0].slice], source)
+            comm.sendrecv(buffer[given[0].slice], to, buffer[missing[0].slice], source)
             continue
-        requests = [comm.irecv(work[run.slice], source) for run in missing]
-        requests += [comm.isend(work[run.slice], to) for run in given]
+        requests = [comm.irecv(buffer[run.slice], source) for run in missing]
+        requests += [comm.isend(buffer[run.slice], to) for run in given]
         wait_all(requests)

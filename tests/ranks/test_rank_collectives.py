@@ -1,5 +1,6 @@
 """Every algorithm over real messages: right sums, the same bits on all ranks, the volumes that were promised."""
 
+import functools
 import hashlib
 
 import numpy as np
@@ -7,8 +8,8 @@ import pytest
 
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_16bit_float
-from hpcdist.arrays.ranges import split
-from hpcdist.collectives import ALLREDUCE
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.collectives import ALL_TO_ALL, ALLREDUCE, BROADCAST
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
 from hpcdist.errors import BufferHandoverError, UsageError
@@ -83,22 +84,6 @@ def test_rank_ring_all_gather_of_16_bits(comm: Communicator) -> None:
         assert all((buffer[part.slice] == rank + 1).all() for rank, part in enumerate(ranges))
 
 
-def test_rank_node_shared_in_many_pieces(comm: Communicator, rng: np.random.Generator) -> None:
-    """Several pieces and calls on end: a half that is overwritten too early would show here."""
-    piece = collectives.node_shared.PIECE_BYTES // 8
-    for count in (piece - 1, piece + 1, 5 * piece + 7, 1, 3 * piece):
-        inputs = rng.integers(0, 1000, (comm.size, count)).astype(np.float64)
-        buffer = inputs[comm.rank].copy()
-        with recording(comm) as traffic:
-            collectives.node_shared_allreduce(comm, buffer)
-        assert np.array_equal(buffer, inputs.sum(axis=0))
-        assert traffic.sent_bytes == 0
-    collectives.release(comm)
-    buffer = np.ones(10)
-    collectives.node_shared_allreduce(comm, buffer)
-    assert (buffer == comm.size).all()
-
-
 def test_rank_hierarchical_over_pretended_nodes(comm: Communicator, rng: np.random.Generator) -> None:
     """Nodes of one rank and of two, one segment and several; with an odd number of ranks the last node is smaller."""
     for ranks_per_node in (1, 2):
@@ -124,6 +109,54 @@ def test_rank_all_to_all_keeps_16_bits_on_the_wire(comm: Communicator) -> None:
             collectives.allreduce(comm, buffer, algorithm)
         sent[algorithm] = traffic.sent_bytes
     assert sent["ring"] == 2 * sent["all_to_all"] == 2 * (comm.size - 1) * 64 * 4
+
+
+@pytest.mark.parametrize(("segment_bytes", "counts"), [(1000, (0, 5, 3000, 20_003)), (60_000, (100_003, 700_001))])
+def test_rank_segments_give_the_same_bits(
+    comm: Communicator, segment_bytes: int, counts: tuple[int, ...], rng: np.random.Generator
+) -> None:
+    """Long and short messages, many on their way at once: eager and rendezvous."""
+    ways = {
+        "ring": collectives.ring_allreduce,
+        "ring in both directions": functools.partial(collectives.ring_allreduce, bidirectional=True),
+        "circulant": collectives.circulant_allreduce,
+        "double tree": collectives.double_tree_allreduce,
+    }
+    for count in counts:
+        inputs = rng.standard_normal((comm.size, count)).astype(np.float32)
+        exact = inputs.astype(np.float64).sum(axis=0)
+        bound = comm.size * np.finfo(np.float32).eps * np.abs(inputs).sum(axis=0)
+        for name, way in ways.items():
+            buffer, whole = inputs[comm.rank].copy(), inputs[comm.rank].copy()
+            with recording(comm) as traffic:
+                way(comm, buffer, segment_bytes=segment_bytes)
+            assert (np.abs(buffer - exact) <= bound).all(), f"{name} of {count}"
+            assert not traffic.unknown
+            way(comm, whole, segment_bytes=1 << 30)
+            assert np.array_equal(buffer, whole), f"{name} of {count}"
+            agree(comm, buffer)
+
+
+@pytest.mark.parametrize("algorithm", [*BROADCAST, "auto"])
+def test_rank_broadcast(comm: Communicator, algorithm: str, rng: np.random.Generator) -> None:
+    for dtype in (np.float64, FLOATS["bfloat16"], INTEGERS["uint8"]):
+        for count in COUNTS:
+            inputs = rng.standard_normal((comm.size, count)).astype(dtype)
+            for root in {0, comm.size - 1}:
+                buffer = inputs[comm.rank].copy()
+                collectives.broadcast(comm, buffer, root, algorithm)
+                assert buffer.tobytes() == inputs[root].tobytes(), f"{count} {dtype} from {root}"
+
+
+@pytest.mark.parametrize("algorithm", ALL_TO_ALL)
+def test_rank_all_to_all(comm: Communicator, algorithm: str, rng: np.random.Generator) -> None:
+    for dtype in (np.float64, FLOATS["float16"]):
+        for block in (0, 1, 37, 30_001):
+            values = rng.standard_normal((comm.size, comm.size, block)).astype(dtype)  # (from, to, elements)
+            ranges = [Range(block * rank, block * (rank + 1)) for rank in range(comm.size)]
+            received = np.empty(block * comm.size, dtype)
+            collectives.all_to_all(comm, values[comm.rank].reshape(-1), received, ranges, ranges, algorithm)
+            assert np.array_equal(received, values[:, comm.rank].reshape(-1))
 
 
 def test_rank_bad_calls_are_refused_on_every_rank_before_anything_is_sent(comm: Communicator) -> None:

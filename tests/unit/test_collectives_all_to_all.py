@@ -1,13 +1,23 @@
-"""Allreduce by all-to-all: 16 bits on the wire, float32 in the sum, one rounding, in rank order."""
+"""All-to-alls by name, and the allreduce made of one: 16 bits on the wire, one rounding, in rank order."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from hpcdist.collectives import all_to_all_allreduce
+from hpcdist.arrays.ranges import Range
+from hpcdist.collectives import ALL_TO_ALL, all_to_all, all_to_all_allreduce
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
 from hpcdist.comm.threads import run_threads
+from hpcdist.errors import BufferHandoverError, UsageError
+
+SIZES = [*range(1, 10), 13, 16]
+
+
+def end_to_end(sizes: list[int]) -> list[Range]:
+    """Return ranges of ``sizes`` with a gap of one element between them."""
+    starts = np.cumsum([0, *(size + 1 for size in sizes)])
+    return [Range(int(start), int(start) + size) for start, size in zip(starts, sizes, strict=False)]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int64])
@@ -37,3 +47,79 @@ def test_all_to_all_rounds_the_float32_sum_in_rank_order_once(size: int, dtype: 
         assert np.array_equal(buffer, total.astype(dtype))
 
     run_threads(size, body)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, ml_dtypes.bfloat16, np.uint8])
+@pytest.mark.parametrize("algorithm", ALL_TO_ALL)
+@pytest.mark.parametrize("size", SIZES)
+def test_all_to_all_of_equal_blocks(size: int, algorithm: str, dtype: type, rng: np.random.Generator) -> None:
+    for block in (0, 1, 37):
+        values = rng.integers(0, 200, (size, size, block)).astype(dtype)  # (from, to, elements)
+
+        def body(comm: Communicator, values: np.ndarray = values, block: int = block) -> None:
+            ranges = end_to_end([block] * size)
+            send, receive = np.zeros(size * (block + 1), dtype), np.full(size * (block + 1), 99, dtype)
+            for to, part in enumerate(ranges):
+                send[part.slice] = values[comm.rank, to]
+            before = send.copy()
+            send.flags.writeable = False
+            with recording(comm) as traffic:
+                all_to_all(comm, send, receive, ranges, ranges, algorithm)
+            for source, part in enumerate(ranges):
+                assert np.array_equal(receive[part.slice], values[source, comm.rank])
+                assert receive[part.stop] == np.array(99).astype(dtype)  # the gap
+            assert np.array_equal(send, before)
+            passed_on = sum(bin(distance).count("1") for distance in range(size))
+            blocks = passed_on if algorithm == "bruck" else size - 1
+            assert traffic.sent_bytes == blocks * block * send.itemsize
+            if algorithm != "native":
+                assert traffic.calls["sendrecv"] == ((size - 1).bit_length() if algorithm == "bruck" else size - 1)
+
+        run_threads(size, body)
+
+
+@pytest.mark.parametrize("algorithm", ["native", "pairwise"])
+@pytest.mark.parametrize("size", SIZES)
+def test_all_to_all_of_unequal_blocks(size: int, algorithm: str, rng: np.random.Generator) -> None:
+    sizes = rng.integers(0, 20, (size, size))  # (from, to)
+    values = [[rng.standard_normal(count) for count in row] for row in sizes]
+
+    def body(comm: Communicator) -> None:
+        outgoing, incoming = end_to_end(sizes[comm.rank].tolist()), end_to_end(sizes[:, comm.rank].tolist())
+        send, receive = np.zeros(outgoing[-1].stop), np.zeros(incoming[-1].stop)
+        for to, part in enumerate(outgoing):
+            send[part.slice] = values[comm.rank][to]
+        with recording(comm) as traffic:
+            all_to_all(comm, send, receive, outgoing, incoming, algorithm)
+        for source, part in enumerate(incoming):
+            assert np.array_equal(receive[part.slice], values[source][comm.rank])
+        assert traffic.sent_bytes == 8 * (sizes[comm.rank].sum() - sizes[comm.rank, comm.rank])
+
+    run_threads(size, body)
+
+
+def test_all_to_all_refuses_bad_calls_on_every_rank_before_anything_is_sent() -> None:
+    thirds = [Range(0, 2), Range(2, 4), Range(4, 6)]
+    unequal = [Range(0, 1), Range(1, 4), Range(4, 6)]
+
+    def body(comm: Communicator) -> None:
+        send, receive = np.zeros(6), np.zeros(6)
+        with recording(comm) as traffic:
+            with pytest.raises(UsageError, match="'ring' is unknown; choose one of native, pairwise, bruck"):
+                all_to_all(comm, send, receive, thirds, thirds, "ring")
+            with pytest.raises(UsageError, match=r"blocks of one size on all ranks, got \[1, 2, 3\]; choose pairwise"):
+                ALL_TO_ALL["bruck"](comm, send, receive, unequal, unequal)
+            for call in (all_to_all, *ALL_TO_ALL.values()):
+                with pytest.raises(UsageError, match="one range inside them for each rank"):
+                    call(comm, send, receive[:5], thirds, thirds)
+                with pytest.raises(UsageError, match="one range inside them for each rank"):
+                    call(comm, send, receive, thirds[:2], thirds)
+                with pytest.raises(UsageError, match=f"rank {comm.rank} sends itself 2 elements and receives 1"):
+                    call(comm, send, receive, thirds, [Range(part.start, part.start + 1) for part in thirds])
+                with pytest.raises(BufferHandoverError, match="of one dtype, got float64 .* float32 to receive"):
+                    call(comm, send, receive.astype(np.float32), thirds, thirds)
+                with pytest.raises(BufferHandoverError, match="1-D contiguous"):
+                    call(comm, np.zeros((3, 2)), receive, thirds, thirds)
+        assert not traffic.calls
+
+    run_threads(3, body)

@@ -24,7 +24,7 @@ def test_rabenseifner_sends_as_much_as_a_ring_in_fewer_messages(size: int) -> No
 
 @pytest.mark.parametrize("size", [3, 5, 6, 7, 9, 13])
 def test_rabenseifner_pays_for_the_ranks_above_a_power_of_two(size: int, rng: np.random.Generator) -> None:
-    """A rank of a pair that goes on: 5/2 - 2/q of the buffer; the other one 3/2. To fold whole buffers: 3 - 2/q and 1."""
+    """A rank of a pair that goes on sends 5/2 - 2/q of the buffer, the other one 3/2; with whole buffers 3 - 2/q, 1."""
     cube = 1 << (size.bit_length() - 1)
     pairs = size - cube
     inputs = rng.integers(-100, 100, (size, 16 * cube)).astype(np.float64)

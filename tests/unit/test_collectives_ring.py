@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import all_gather, reduce_scatter, ring_allreduce
+from hpcdist.collectives import ALLREDUCE, all_gather, reduce_scatter, ring_allreduce
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
 from hpcdist.comm.threads import run_threads
@@ -107,3 +107,81 @@ def test_ring_refuses_ranges_that_are_not_one_for_each_rank_inside_the_buffer(ra
     for half in (reduce_scatter, all_gather):
         with pytest.raises(UsageError, match="one range inside them for each rank"):
             run_threads(2, lambda comm, half=half: half(comm, np.zeros(4), ranges))
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("size", [*SIZES, 9, 13])
+def test_ring_in_segments_gives_the_same_bits(size: int, bidirectional: bool, rng: np.random.Generator) -> None:
+    """The sum of an element does not depend on how its chunk is cut, nor do the bytes sent."""
+    for count in (0, 1, 7, 300, 1003):
+        inputs = rng.standard_normal((size, count)).astype(np.float32)
+
+        def body(comm: Communicator, inputs: np.ndarray = inputs) -> None:
+            whole = inputs[comm.rank].copy()
+            with recording(comm) as expected:
+                ring_allreduce(comm, whole, bidirectional=bidirectional)
+            for segment_bytes in (1, 64, 100, 1000):
+                buffer = inputs[comm.rank].copy()
+                with recording(comm) as traffic:
+                    ring_allreduce(comm, buffer, bidirectional=bidirectional, segment_bytes=segment_bytes)
+                assert np.array_equal(buffer, whole)
+                assert traffic.sent_bytes == expected.sent_bytes
+
+        run_threads(size, body)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_ring_halves_in_segments_take_any_ranges(size: int, bidirectional: bool, rng: np.random.Generator) -> None:
+    bounds = np.cumsum([0, *rng.integers(0, 60, size)])
+    tiles = [Range(int(a), int(b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    ranges = [tiles[index] for index in rng.permutation(size)]
+    inputs = rng.integers(0, 100, (size, int(bounds[-1]))).astype(np.float64)
+
+    def body(comm: Communicator) -> None:
+        buffer = inputs[comm.rank].copy()
+        own = ranges[comm.rank].slice
+        with recording(comm) as traffic:
+            reduce_scatter(comm, buffer, ranges, bidirectional=bidirectional, segment_bytes=64)
+        assert np.array_equal(buffer[own], inputs.sum(axis=0)[own])
+        assert traffic.sent_bytes == buffer.nbytes - 8 * ranges[comm.rank].size
+        buffer = np.where(np.isin(np.arange(buffer.size), np.arange(buffer.size)[own]), buffer, -1)
+        all_gather(comm, buffer, ranges, bidirectional=bidirectional, segment_bytes=64)
+        assert np.array_equal(buffer, inputs.sum(axis=0))
+
+    run_threads(size, body)
+
+
+def test_ring_passes_short_chunks_in_one_message() -> None:
+    def body(comm: Communicator) -> None:
+        for segment_bytes, calls in ((400, {"sendrecv": 4}), (399, {"isend": 8, "irecv": 8})):
+            buffer = np.ones(300, np.float32)
+            chunks = [Range(0, 100), Range(100, 200), Range(200, 300)]
+            with recording(comm) as traffic:
+                reduce_scatter(comm, buffer, chunks, segment_bytes=segment_bytes)
+                all_gather(comm, buffer, chunks, segment_bytes=segment_bytes)
+            assert traffic.calls == calls
+            assert (buffer == 3).all()
+
+    run_threads(3, body)
+
+
+def test_ring_by_name_in_both_directions(rng: np.random.Generator) -> None:
+    inputs = rng.standard_normal((5, 500))
+
+    def body(comm: Communicator) -> None:
+        named, called = inputs[comm.rank].copy(), inputs[comm.rank].copy()
+        ALLREDUCE["ring_bidirectional"](comm, named)
+        ring_allreduce(comm, called, bidirectional=True)
+        assert np.array_equal(named, called)
+
+    run_threads(5, body)
+
+
+def test_ring_refuses_segments_of_nothing() -> None:
+    def body(comm: Communicator) -> None:
+        with recording(comm) as traffic, pytest.raises(UsageError, match="segment_bytes = 0; it must be at least 1"):
+            ring_allreduce(comm, np.zeros(100), segment_bytes=0)
+        assert not traffic.calls
+
+    run_threads(2, body)

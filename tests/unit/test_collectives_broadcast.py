@@ -1,0 +1,114 @@
+"""Broadcasts by name: any root, any dtype, any number of ranks, and the bytes that each promises."""
+
+import importlib
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.dtypes import FLOATS, INTEGERS
+from hpcdist.arrays.ranges import split
+from hpcdist.collectives import BROADCAST, broadcast
+from hpcdist.collectives.broadcast import chain_broadcast
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import BufferHandoverError, UsageError
+
+MODULE = importlib.import_module("hpcdist.collectives.broadcast")  # the package has the function under this name
+SIZES = [*range(1, 10), 13, 16]
+MESSAGES = sorted(set(BROADCAST) - {"native"})
+
+
+@pytest.mark.parametrize("algorithm", BROADCAST)
+@pytest.mark.parametrize("size", SIZES)
+def test_broadcast_from_any_root(algorithm: str, size: int, rng: np.random.Generator) -> None:
+    cases = [
+        (count, root, rng.standard_normal((size, count)).astype(dtype))
+        for dtype in (np.float64, FLOATS["bfloat16"], INTEGERS["uint8"])
+        for count in (0, 1, 3, 1003)
+        for root in sorted({0, size // 2, size - 1})
+    ]
+
+    def body(comm: Communicator) -> None:
+        for count, root, inputs in cases:
+            buffer = inputs[comm.rank].copy()
+            broadcast(comm, buffer, root, algorithm)
+            assert buffer.tobytes() == inputs[root].tobytes(), f"{count} {buffer.dtype} from {root}"
+
+    run_threads(size, body)
+
+
+@pytest.mark.parametrize("root", [0, 2])
+@pytest.mark.parametrize("algorithm", MESSAGES)
+@pytest.mark.parametrize("size", SIZES[2:])
+def test_broadcast_sends_what_it_promises(algorithm: str, size: int, root: int, rng: np.random.Generator) -> None:
+    inputs = rng.standard_normal((size, 16 * size))
+
+    def body(comm: Communicator) -> int:
+        buffer = inputs[comm.rank].copy()
+        with recording(comm) as traffic:
+            broadcast(comm, buffer, root, algorithm)
+        assert not traffic.unknown
+        return traffic.sent_bytes
+
+    sent = run_threads(size, body)
+    nbytes, rounds = 16 * size * 8, (size - 1).bit_length()
+    if algorithm == "scatter_all_gather":
+        # The root scatters all chunks but its own; an all-gather brings each rank all chunks but its own.
+        assert sent[root] == 2 * (size - 1) * nbytes // size
+        assert sum(sent) <= (size - 1 + rounds) * nbytes
+    else:
+        assert sum(sent) == (size - 1) * nbytes
+        assert sent[root] == nbytes * (rounds if algorithm == "binomial" else 1)
+        assert max(sent) == sent[root]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_chain_in_segments(size: int, rng: np.random.Generator) -> None:
+    inputs = rng.integers(0, 99, (size, 1003)).astype(np.int32)
+
+    def body(comm: Communicator) -> None:
+        for root in (0, size - 1):
+            buffer = inputs[comm.rank].copy()
+            with recording(comm) as traffic:
+                chain_broadcast(comm, buffer, root, segment_bytes=256)
+            assert np.array_equal(buffer, inputs[root])
+            is_last = (comm.rank - root) % size == size - 1
+            assert traffic.calls["isend"] == (0 if is_last else len(split(1003, -(-4012 // 256), 4)))
+
+    run_threads(size, body)
+
+
+def test_auto_chooses_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    for name in list(BROADCAST):
+        monkeypatch.setitem(MODULE.BROADCAST, name, lambda comm, buffer, root, name=name: called.append(name))
+    limit = MODULE.BINOMIAL_BYTES
+
+    def body(comm: Communicator) -> None:
+        broadcast(comm, np.zeros(limit, np.uint8))
+        broadcast(comm, np.zeros(limit + 1, np.uint8))
+
+    run_threads(3, body)
+    assert sorted(called) == ["binomial"] * 3 + ["scatter_all_gather"] * 3
+    called.clear()
+    run_threads(2, body)  # two ranks: nothing to scatter
+    assert called == ["binomial"] * 4
+
+
+def test_broadcast_refuses_bad_calls_on_every_rank_before_anything_is_sent() -> None:
+    def body(comm: Communicator) -> None:
+        with recording(comm) as traffic:
+            with pytest.raises(UsageError, match="'tree' is unknown; choose auto or one of native, binomial"):
+                broadcast(comm, np.zeros(4), 0, "tree")
+            for algorithm in (*BROADCAST, "auto"):
+                for root in (-1, 3):
+                    with pytest.raises(UsageError, match=f"root {root} does not exist among 3 ranks"):
+                        broadcast(comm, np.zeros(4), root, algorithm)
+                with pytest.raises(BufferHandoverError, match="1-D contiguous"):
+                    broadcast(comm, np.zeros((2, 2)), 0, algorithm)
+            with pytest.raises(UsageError, match="segment_bytes = 0"):
+                chain_broadcast(comm, np.zeros(4), segment_bytes=0)
+        assert not traffic.calls
+
+    run_threads(3, body)

@@ -1,0 +1,96 @@
+"""Two trees: every rank is inside one of them, segments follow one another up and down both."""
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.ranges import split
+from hpcdist.collectives import double_tree_allreduce
+from hpcdist.collectives.double_tree import trees
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import BufferHandoverError, UsageError
+
+SIZES = [*range(1, 10), 13, 16]
+
+
+@pytest.mark.parametrize("size", [*range(1, 34), 63, 64, 65, 100])
+def test_both_trees_join_all_ranks_and_each_rank_is_inside_one(size: int) -> None:
+    for index in (0, 1):
+        tree = [places[index] for places in trees(size)]
+        roots = [rank for rank, place in enumerate(tree) if place.parent is None]
+        assert len(roots) == 1 and tree[roots[0]].depth == 0
+        for rank, place in enumerate(tree):
+            assert len(place.children) <= 2
+            assert all(tree[child].parent == rank for child in place.children)
+            if place.parent is not None:
+                assert rank in tree[place.parent].children
+                assert place.depth == tree[place.parent].depth + 1
+        assert max(place.depth for place in tree) <= size.bit_length()
+    inside = [sum(bool(place.children) for place in places) for places in trees(size)]
+    assert all(count <= 1 or (size % 2 and rank == 0) for rank, count in enumerate(inside))
+
+
+@pytest.mark.parametrize("segment_bytes", [64, 200, 1 << 20])
+@pytest.mark.parametrize("size", SIZES)
+def test_double_tree_gives_all_ranks_the_same_bits(size: int, segment_bytes: int, rng: np.random.Generator) -> None:
+    for count in (0, 1, 3, 100, 1003):
+        inputs = rng.standard_normal((size, count))
+        bound = size * np.finfo(np.float64).eps * np.abs(inputs).sum(axis=0)
+
+        def body(comm: Communicator, inputs: np.ndarray = inputs, bound: np.ndarray = bound) -> bytes:
+            buffer = inputs[comm.rank].copy()
+            double_tree_allreduce(comm, buffer, segment_bytes=segment_bytes)
+            assert (np.abs(buffer - inputs.sum(axis=0)) <= bound).all()
+            return buffer.tobytes()
+
+        assert len(set(run_threads(size, body))) == 1
+
+
+@pytest.mark.parametrize("segment_bytes", [128, 1 << 20])
+@pytest.mark.parametrize("size", SIZES)
+def test_double_tree_sends_a_half_to_each_neighbour_in_each_tree(size: int, segment_bytes: int) -> None:
+    def body(comm: Communicator) -> int:
+        buffer = np.full(16 * 20, float(comm.rank), np.float32)
+        halves = split(buffer.size, 2, 4)
+        with recording(comm) as traffic:
+            double_tree_allreduce(comm, buffer, segment_bytes=segment_bytes)
+        places = trees(size)[comm.rank]
+        neighbours = [len(place.children) + (place.parent is not None) for place in places]
+        assert traffic.sent_bytes == sum(n * 4 * half.size for n, half in zip(neighbours, halves, strict=True))
+        assert traffic.sent_bytes <= 2 * buffer.nbytes
+        pieces = [-(-4 * half.size // segment_bytes) for half in halves]
+        assert traffic.calls["isend"] == sum(n * count for n, count in zip(neighbours, pieces, strict=True))
+        assert not traffic.unknown
+        assert (buffer == size * (size - 1) / 2).all()
+        return traffic.sent_bytes
+
+    assert sum(run_threads(size, body)) == 2 * (size - 1) * 16 * 20 * 4
+
+
+def test_the_sum_does_not_depend_on_the_segments(rng: np.random.Generator) -> None:
+    inputs = rng.standard_normal((6, 777)).astype(np.float32)
+
+    def body(comm: Communicator) -> None:
+        buffers = [inputs[comm.rank].copy() for _ in range(3)]
+        for buffer, segment_bytes in zip(buffers, (64, 500, 1 << 20), strict=True):
+            double_tree_allreduce(comm, buffer, segment_bytes=segment_bytes)
+        assert np.array_equal(buffers[0], buffers[1]) and np.array_equal(buffers[0], buffers[2])
+
+    run_threads(6, body)
+
+
+def test_double_tree_refuses_bad_calls_on_every_rank_before_anything_is_sent() -> None:
+    def body(comm: Communicator) -> None:
+        with recording(comm) as traffic:
+            with pytest.raises(UsageError, match="segment_bytes = 0; it must be at least 1"):
+                double_tree_allreduce(comm, np.zeros(6), segment_bytes=0)
+            with pytest.raises(UsageError, match="choose one of sum, max, min"):
+                double_tree_allreduce(comm, np.zeros(6), "mean")
+            with pytest.raises(BufferHandoverError, match="rounded at every partial sum"):
+                double_tree_allreduce(comm, np.zeros(6, np.float16))
+            with pytest.raises(BufferHandoverError, match="1-D contiguous"):
+                double_tree_allreduce(comm, np.zeros(12)[::2])
+        assert not traffic.calls
+
+    run_threads(3, body)
