@@ -100,9 +100,12 @@ class Ended:
 
 @pytest.fixture
 def launch(mpi: mpirun.Launcher, tmp_path: Path) -> Callable[..., Ended]:
-    """Write a program into a file and run it: ``launch(n, source, *arguments, **environment)``."""
+    """Write a program into a file and run it: ``launch(n, source, *arguments, options=(), **environment)``.
 
-    def start(n: int, source: str, *arguments: str, **extra: str) -> Ended:
+    ``options`` are those of the launcher itself.
+    """
+
+    def start(n: int, source: str, *arguments: str, options: Sequence[str] = (), **extra: str) -> Ended:
         program = tmp_path / "program.py"
         program.write_text(source)
         environment = clean_environment()
@@ -111,7 +114,7 @@ def launch(mpi: mpirun.Launcher, tmp_path: Path) -> Callable[..., Ended]:
         path = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
         added = mpirun.settings(mpi, environment) | {"PYTHONPATH": path} | extra
         line = mpirun.command(mpi, n, [sys.executable, str(program), *arguments], added, environment=environment)
-        done = run_limited(line, JOB_S, environment | added, apart=True)
+        done = run_limited([line[0], *options, *line[1:]], JOB_S, environment | added, apart=True)
         return Ended(done.returncode, done.stdout, done.stderr)
 
     return start

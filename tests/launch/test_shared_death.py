@@ -1,0 +1,43 @@
+"""A rank that dies while others wait for it in shared memory is an error there, and not a hang.
+
+Most launchers end a job at the first death, before a survivor can say anything. Open MPI's does not when it is started
+with its user-level fault tolerance.
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from hpcdist.comm import mpirun
+
+PROGRAM = """
+import os, signal, time
+import numpy as np
+from hpcdist.collectives import node_shared
+from hpcdist.comm import start
+from hpcdist.errors import CommunicationError
+
+session = start.start()
+comm = session.comm
+buffer = node_shared.allocate(comm, 100_000, np.dtype(np.float32))
+for call in range(50):
+    if call == 20 and comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        node_shared.node_shared_allreduce(comm, buffer[: (10, 100_000)[call % 2]])
+    except CommunicationError as error:
+        print(f"rank {comm.rank}, call {call}: {error}", flush=True)
+        time.sleep(2)  # until the other one has seen the same
+        os._exit(0)
+print("nobody missed rank 1", flush=True)
+os._exit(1)
+"""
+
+
+def test_survivors_in_shared_memory_name_the_dead(mpi: mpirun.Launcher, launch: Callable) -> None:
+    if mpi.vendor != mpirun.OPEN_MPI:
+        pytest.skip(f"{mpi.vendor} ends a job before its survivors can say anything")
+    ended = launch(3, PROGRAM, options=["--with-ft", "ulfm"])
+    for rank in (0, 2):
+        assert f"rank {rank}, call 20: rank 1 of world (process " in ended.stdout, ended.output
+    assert ended.stdout.count("has died, and this rank waited for it in shared memory") == 2

@@ -1,0 +1,83 @@
+"""Shared memory between real processes: every way, long runs of small calls, nothing sent as messages."""
+
+import os
+
+import numpy as np
+
+from hpcdist import collectives
+from hpcdist.arrays.ranges import split
+from hpcdist.collectives import node_memory, node_shared
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+
+FLOAT32 = np.dtype(np.float32)
+
+
+def test_rank_node_shared_in_pieces_and_in_place(comm: Communicator, rng: np.random.Generator) -> None:
+    """Several pieces and calls on end: a half that is overwritten too early would show here."""
+    row = node_memory.HALF_BYTES // 4
+    shared = node_shared.allocate(comm, 5 * row, FLOAT32)
+    for count in (row - 1, row + 1, 5 * row, 1, 3 * row, 0, 100):
+        inputs = rng.integers(0, 1000, (comm.size, count)).astype(np.float32)
+        for buffer in (np.empty(count, np.float32), shared[:count]):
+            buffer[...] = inputs[comm.rank]
+            with recording(comm) as traffic:
+                node_shared.node_shared_allreduce(comm, buffer, scale=0.5)
+            assert np.array_equal(buffer, inputs.sum(axis=0) * 0.5)
+            assert traffic.sent_bytes == 0 and set(traffic.unknown) <= {"shared"}
+    collectives.release(comm)
+    buffer = np.ones(10)
+    collectives.node_shared_allreduce(comm, buffer)
+    assert (buffer == comm.size).all()
+
+
+def test_rank_node_shared_halves(comm: Communicator, rng: np.random.Generator) -> None:
+    count = 300_000
+    inputs = rng.standard_normal((comm.size, count)).astype(np.float32)
+    expected = np.add.reduce(inputs, axis=0)
+    ranges = split(count, comm.size, 4)
+    own = ranges[comm.rank].slice
+    for buffer in (np.empty(count, np.float32), node_shared.allocate(comm, count, FLOAT32)):
+        buffer[...] = inputs[comm.rank]
+        node_shared.reduce_scatter(comm, buffer, ranges)
+        assert np.array_equal(buffer[own], expected[own])
+        kept = buffer[own].copy()
+        buffer[...] = np.nan
+        buffer[own] = kept
+        node_shared.all_gather(comm, buffer, ranges)
+        assert np.array_equal(buffer, expected)
+
+
+def test_rank_a_hundred_thousand_small_collectives(comm: Communicator) -> None:
+    """Values that no other call has: what was read too early, or overwritten too early, would show.
+
+    Sizes on both sides of the slot, so that calls with one meeting and with two follow each other; ranks lag by turns.
+    Where ranks share cores each call waits for the scheduler, and a tenth of them must do.
+    """
+    calls = 100_000 if comm.size <= len(os.sched_getaffinity(0)) else 10_000
+    slot = node_memory.SLOT_BYTES // 8
+    shared = node_shared.allocate(comm, 2 * slot, np.dtype(np.int64))
+    ordinary = np.empty(2 * slot, np.int64)
+    ranks = comm.size * (comm.size - 1) // 2
+    for call in range(calls):
+        count = (1, 3, 64, 8)[call & 3] if call % 50 else slot + call // 50 % slot
+        buffer = (shared if call & 16 else ordinary)[:count]
+        buffer.fill(call * comm.size + comm.rank)
+        if call % 1000 == comm.rank:
+            np.sort(np.arange(5000)[::-1])  # late
+        node_shared.node_shared_allreduce(comm, buffer)
+        expected = call * comm.size * comm.size + ranks
+        assert buffer[0] == expected and buffer[-1] == expected, (call, count, buffer[0], expected)
+        if not call % 50:
+            assert (buffer == expected).all()
+
+
+def test_rank_memory_of_a_node_is_one(comm: Communicator) -> None:
+    """What a rank writes, the others read at the place where it lies."""
+    block = comm.nodes().intra.shared(4096)
+    assert block.is_shared
+    block.views[comm.nodes().intra.rank][:] = comm.nodes().intra.rank + 1
+    comm.barrier()
+    assert [int(view[4095]) for view in block.views] == list(range(1, comm.nodes().intra.size + 1))
+    comm.barrier()
+    block.close()
