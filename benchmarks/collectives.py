@@ -18,6 +18,7 @@ for each size; so it compares one algorithm of ours with the best of many, chose
 """
 
 import argparse
+import re
 import shlex
 import sys
 import tempfile
@@ -53,6 +54,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.4, help="about how long a job measures one size")
     parser.add_argument("--least", type=int, default=3, help="iterations of a job and size, however long they take")
     parser.add_argument("--budget-s", type=float, default=700.0, help="no job is started after so many seconds")
+    parser.add_argument("--only", default="", metavar="REGEX", help="start only contenders whose name it is found in")
     parser.add_argument("--short", action="store_true", help="few sizes, two rounds, a budget of 170 s")
     parser.add_argument("--seed", type=int, default=0, help="of the order of jobs and sizes")
     parser.add_argument("--output", type=Path, required=True, help="new HDF5 file with all raw samples")
@@ -76,7 +78,11 @@ class Driver:
         """Run all rounds on ``ranks`` ranks, starting no job after ``budget_s``."""
         self.end = time.monotonic() + budget_s
         rng = np.random.default_rng([self.options.seed, ranks])
-        everyone = list(contenders(self.options.mpis, bool(self.options.torch)))
+        everyone = [
+            one
+            for one in contenders(self.options.mpis, bool(self.options.torch))
+            if re.search(self.options.only, one.name)
+        ]
         for turn in range(self.options.rounds):
             sizes = [n for n in self.options.bytes if turn or n <= SCREENING_BYTES]
             for index in rng.permutation(len(everyone)):
@@ -125,7 +131,7 @@ class Driver:
         common += ["--least", str(self.options.least), "--output", str(output)]
         if not one.algorithm:
             chosen = [part for name in OUR_ALGORITHMS for part in ("--algorithm", name)]
-            return ["-m", "hpcdist", "bench", "collectives", *chosen, "--anonymous", *common]
+            return ["-m", "hpcdist", "bench", "collectives", *chosen, "--warmup", "2", "--anonymous", *common]
         what, name = ("gloo", "gloo") if one.library is None else ("mpi", one.library.name)
         return [str(WORKER), what, "--implementation", name, "--algorithm", one.algorithm, *common]
 
@@ -177,7 +183,8 @@ def main() -> None:
         driver = Driver(options, Path(folder))
         end = time.monotonic() + options.budget_s
         for number, ranks in enumerate(options.ranks):
-            driver.run(ranks, (end - time.monotonic()) / (len(options.ranks) - number))
+            # On more ranks than cores everything takes longer.
+            driver.run(ranks, (end - time.monotonic()) * ranks / sum(options.ranks[number:]))
     if not options.output.exists():
         raise SystemExit("nothing was measured: no job ended well")
     found = collectives_file.read(options.output).configurations

@@ -1,13 +1,16 @@
 """`hpcdist bench collectives` on real ranks, and what it refuses before it measures."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 
+from hpcdist.bench import collectives_file
 from hpcdist.errors import STORAGE, USAGE
 
 LIMIT_S = 120.0
@@ -60,3 +63,22 @@ def test_what_cannot_be_done_is_said_before_anything_is_measured(mpi, arguments,
     done = hpcdist("run", "-n", 2, "bench", "collectives", "--bytes", "4K", *arguments)
     assert done.returncode == code
     assert said in done.stderr and "median" not in done.stdout
+
+
+def test_the_driver_measures_a_library_beside_ours_and_prints_the_ratio(tmp_path, mpi):
+    driver = Path(__file__).parents[2] / "benchmarks" / "collectives.py"
+    output = tmp_path / "all.h5"
+    only = ["--only", "^hpcdist|default", "--ranks", "2", "--bytes", "4K", "--seconds", "0.05", "--rounds", "1"]
+    line = [sys.executable, str(driver), "--mpi", f"Here={sys.executable}@{mpi.path}", *only, "--output", str(output)]
+    environment = {**os.environ, "PYTHONPATH": str(driver.parents[1])}
+    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = collectives_file.read(output).configurations
+    assert {one.key.implementation for one in found} == {"hpcdist", "Here"}
+    assert {"default", "default, to a result"} == {
+        one.key.algorithm for one in found if one.key.implementation == "Here"
+    }
+    for one in found:
+        assert one.reference or one.verified == len(one.time_s)
+    row = next(text for text in done.stdout.splitlines() if text.split()[:2] == ["2", "4096"])
+    assert "Here default" in row and row.count("x") == 2
