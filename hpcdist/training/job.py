@@ -13,7 +13,7 @@ from hpcdist.training.energy import Energy, energy_attributes
 from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.progress import Progress
 from hpcdist.training.recipe import Recipe
-from hpcdist.training.summary import describe, summarise
+from hpcdist.training.summary import OVERLAP_FIGURES, describe, summarise
 from hpcdist.training.survival import EXIT_CODES, StopWishes
 from hpcdist.training.trainer import Trainer, assemble
 
@@ -47,7 +47,8 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool) -> None:
     summary = summarise(session.comm, trainer, outcome, run.path, val_loss, entropies)
     summary |= energy.figures(outcome.done)
     if rank0:
-        loop.metrics.finish(outcome.done, val_loss, **energy_attributes(summary))
+        overlapped = {name: summary[name] for name in OVERLAP_FIGURES if summary[name] is not None}
+        loop.metrics.finish(outcome.done, val_loss, **energy_attributes(summary), **overlapped)
         print(describe(summary), file=sys.stderr if as_json else sys.stdout)
         if as_json:
             print(json.dumps(summary), flush=True)
@@ -74,6 +75,9 @@ def _introduce(
         f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}; "
         f"{architecture.described(trainer)}; MPI: {session.library}"
     )
+    chosen = trainer.selection.described()
+    if chosen:
+        progress.say(chosen)
     if trainer.proof is not None and trainer.comm.size > 1:
         progress.say(
             f"step proven: {trainer.proof.messages} messages between stages, {trainer.proof.meetings} collectives, "

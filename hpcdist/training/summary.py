@@ -20,6 +20,7 @@ NOT_VISIBLE: Final = (
     "or any but native, to count"
 )
 NOT_HIDDEN: Final = "while a rank does not look, it does not know what moves: set communication.overlap to thread"
+OVERLAP_FIGURES: Final = ("reductions_s", "reductions_exposed_s", "communication_hidden_share")
 Measured = TypeVar("Measured")
 Rank: TypeAlias = Mapping[str, Any]  # what one rank measured, by name; of its steps, a list
 
@@ -111,6 +112,8 @@ def summarise(
         "architecture": architecture.described(trainer),
         "grid": {axis: getattr(trainer.grid, axis) for axis in ORDER},
         "algorithm": trainer.exchange.algorithm,
+        "selection_from": trainer.selection.source,
+        "selection_s": trainer.selection.seconds,
         "parameters": trainer.model.layout.parameters,
         "train_loss": _number(outcome.loss),
         "val_loss": _number(val_loss),
@@ -118,7 +121,7 @@ def summarise(
         "tokens_per_s": _number(pace.tokens_per_s),
         "step_s_median": _number(pace.step_s),
         "comm_fraction": _number(statistics.mean(shares)) if shares else None,
-        "communication_hidden_share": _number(_hidden(workers)),
+        **overlap_figures(workers),
         "bytes_sent_per_step": None if math.isnan(pace.sent_bytes) else round(pace.sent_bytes),
         "peak_bytes": {kind: max(rank["peak"][kind] for rank in ranks) for kind in trainer.ledger.peak},
         "peak_bytes_total": max(rank["held"] for rank in ranks),
@@ -135,14 +138,17 @@ def summarise(
     return summary
 
 
-def _hidden(workers: Sequence[Rank]) -> float:
-    """Return the mean share of reductions for which a rank did not wait; NaN where there are none, or nobody knows."""
-    shares = []
-    for rank in workers:
-        steady = _steady(rank["overlapped"])
-        exposed_s, total_s = sum(exposed for exposed, _ in steady), sum(total for _, total in steady)
-        shares.append(1 - exposed_s / total_s if total_s else math.nan)
-    return statistics.mean(shares) if shares else math.nan
+def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
+    """Return what reductions beside the computation took, a step and rank, and the share for which nobody waited.
+
+    None where there were none, or where nobody knows; see `Overlap.taken`.
+    """
+    steps = [figures for rank in workers for figures in _steady(rank["overlapped"])]
+    exposed_s = statistics.mean(exposed for exposed, _ in steps) if steps else math.nan
+    total_s = statistics.mean(total for _, total in steps) if steps else math.nan
+    share = 1 - exposed_s / total_s if total_s else math.nan
+    found = (total_s, exposed_s, share)
+    return {name: _number(figure) for name, figure in zip(OVERLAP_FIGURES, found, strict=True)}
 
 
 def _number(value: float) -> float | None:

@@ -7,7 +7,6 @@ from typing import Any
 from hpcdist import collectives, models
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.restore import restore
 from hpcdist.checkpoint.save import save
 from hpcdist.comm.communicator import Communicator
@@ -17,7 +16,7 @@ from hpcdist.models.model import Model
 from hpcdist.optim import rates
 from hpcdist.strategies import build, pipeline
 from hpcdist.strategies.exchange import Exchange
-from hpcdist.strategies.fixed_tree import ALGORITHM, FixedTreeExchange
+from hpcdist.strategies.fixed_tree import FixedTreeExchange
 from hpcdist.strategies.grid import Axes, Grid
 from hpcdist.strategies.parameter_server import build as parameter_server
 from hpcdist.strategies.parameter_server.roles import Roles
@@ -28,9 +27,7 @@ from hpcdist.strategies.seat import Seat
 from hpcdist.training import data
 from hpcdist.training.data import Prefetcher
 from hpcdist.training.recipe import Recipe
-
-# What `auto` stands for until a measurement decides; the choice is part of the checkpoint and is kept on resume.
-AUTO = "native"
+from hpcdist.training.selection import Selection, resolve
 
 
 @dataclass
@@ -46,6 +43,7 @@ class Trainer:
     executor: Executor
     operations: list[Operation]
     ledger: Ledger
+    selection: Selection
     first_step: int = 0
     proof: Proof | None = None  # of the lists of all ranks; None where they were not looked at
 
@@ -98,6 +96,7 @@ class Trainer:
             "samples": steps * self.recipe.run.global_batch,
             "seed": self.recipe.run.seed,
             "world": self.comm.size,
+            "ranks_per_node": list(self.selection.ranks_per_node),
             "algorithm": self.exchange.algorithm,
             "data": self.source.fingerprint,
             "model_inputs": self.source.model_inputs(),
@@ -154,13 +153,13 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
     recipe.check_world(grid.data)
     source = data.open_source(recipe.data, recipe.model, comm)
     ledger = Ledger()
-    collectives.account(ledger)
-    seat = _seat(comm, recipe, grid, roles, source, ledger, resume_from)
+    seat, selection = _seat(session, recipe, grid, roles, source, ledger, resume_from)
+    collectives.account(ledger)  # what a measurement took is given back
     exchange = _exchange(seat, recipe)
     executor = build.build_executor(seat, exchange)
     microbatches = _microbatches(recipe, grid)
     operations = build.operations(seat, exchange, executor.copies, replace(parallel, microbatches=microbatches))
-    trainer = Trainer(comm, recipe, grid, seat, source, exchange, executor, operations, ledger)
+    trainer = Trainer(comm, recipe, grid, seat, source, exchange, executor, operations, ledger, selection)
     asynchronous = parallel.strategy == "parameter_server" and recipe.parameter_server.consistency == "asp"
     if not asynchronous:  # no two of its ranks share a step
         trainer.proof = build.prove(seat, grid, operations, microbatches, accumulates=exchange.accumulates)
@@ -186,27 +185,23 @@ def _microbatches(recipe: Recipe, grid: Grid) -> int:
 
 
 def _seat(
-    comm: Communicator,
+    session: Session,
     recipe: Recipe,
     grid: Grid,
     roles: Roles | None,
     source: data.Source,
     ledger: Ledger,
     resume_from: Path | None,
-) -> Seat:
-    """Return the place of this rank. Collective: communicators are split."""
+) -> tuple[Seat, Selection]:
+    """Return the place of this rank, and where its algorithm comes from. Collective: communicators are split."""
+    comm = session.comm
     model = models.build(recipe.model, recipe.precision.mode, **source.model_inputs())
     parts = pipeline.cut(model, grid.pipeline)
     computes = roles is None or comm.rank in roles.workers
     members = roles.part_of(comm) if roles else comm
     axes = Axes(grid if computes else Grid(data=members.size), members)
-    algorithm = recipe.communication.algorithm
-    if recipe.run.logical_shards:
-        algorithm = ALGORITHM
-    elif algorithm == "auto":
-        before = manifest.load(resume_from).scalars["algorithm"] if resume_from else AUTO
-        algorithm = AUTO if before == ALGORITHM else before  # a run that gave its logical shards up chooses anew
-    return Seat(
+    selection = resolve(session, recipe, model, axes.data, resume_from)
+    seat = Seat(
         world=comm,
         data=axes.data,
         pipeline=axes.pipeline,
@@ -214,10 +209,11 @@ def _seat(
         units=parts[axes.pipeline.rank],
         optimizer=recipe.optimizer,
         total_steps=recipe.run.steps,
-        algorithm=algorithm,
+        algorithm=selection.algorithm,
         bucket_bytes=recipe.communication.bucket_bytes,
         overlap=recipe.communication.overlap,
         on=recipe.run.device,
         ledger=ledger,
         computes=computes,
     )
+    return seat, selection

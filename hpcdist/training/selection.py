@@ -1,0 +1,119 @@
+"""Which algorithm a run reduces with, and where that comes from: the recipe, the checkpoint, or a measurement."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from hpcdist.checkpoint import manifest
+from hpcdist.collectives import node_shared, tuning
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.start import Session
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.model import Model
+from hpcdist.strategies import fixed_tree
+from hpcdist.strategies.parameter_server import build as parameter_server
+from hpcdist.training.recipe import Recipe
+
+AUTO: Final = "auto"
+TUNING: Final = "HPCDIST_TUNING"  # "off": `auto` is the MPI library's own, and nothing is measured
+DEADLINE_SHARE: Final = 0.25  # of communication.deadline_s: the most that a measurement may aim to take
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The algorithm of a run. ``source`` is "recipe", "checkpoint", "cache", "measured" or "default".
+
+    ``seconds`` is what choosing took in this start. ``ranks_per_node`` is the topology that it was chosen for.
+    """
+
+    algorithm: str
+    source: str
+    ranks_per_node: tuple[int, ...]
+    seconds: float = 0.0
+    note: str = ""
+
+    def described(self) -> str:
+        """Return what a log says of a choice, "" where there was none (local)."""
+        ways = {
+            "checkpoint": "kept from the checkpoint",
+            "cache": "measured in an earlier start",
+            "measured": f"measured in {self.seconds:.1f} s",
+            "default": "not measured",
+        }
+        lines = (
+            [f"communication.algorithm = auto: {self.algorithm}, {ways[self.source]}"] if self.source in ways else []
+        )
+        return "; ".join([*lines, self.note] if self.note else lines)
+
+
+def resolve(session: Session, recipe: Recipe, model: Model, data: Communicator, resume_from: Path | None) -> Selection:
+    """Return what the ranks of ``data`` reduce gradients with, the same on all ranks. Collective over the world."""
+    comm, wanted = session.comm, recipe.communication.algorithm
+    nodes = tuple(len(members) for members in comm.nodes().members)
+    if recipe.run.logical_shards:
+        return Selection(fixed_tree.ALGORITHM, "recipe", nodes)
+    if wanted != AUTO:
+        return Selection(wanted, "recipe", nodes)
+    kind = tuning.SHARDED_KIND if recipe.parallel.strategy.startswith("zero") else tuning.ALLREDUCE_KIND
+    served = recipe.parallel.strategy == "parameter_server"
+    known = parameter_server.ALGORITHMS[recipe.parameter_server.consistency] if served else None
+
+    def is_usable(name: str) -> bool:
+        return name in known if known is not None else tuning.usable(name, kind, len(nodes))
+
+    kept, note = _kept(comm, nodes, is_usable, resume_from)
+    if kept:
+        return Selection(kept, "checkpoint", nodes)
+    if served or _is_off(comm):
+        return Selection(tuning.NATIVE, "default", nodes, note=note)
+    found = tuning.select(data, comm, _wanted(recipe, model, data, kind), session.library)
+    seconds = found.seconds if found.source == "measured" else 0.0
+    return Selection(found.text, found.source, nodes, seconds, "; ".join(filter(None, [note, found.note])))
+
+
+def _kept(
+    comm: Communicator, nodes: tuple[int, ...], is_usable: Callable[[str], bool], resume_from: Path | None
+) -> tuple[str, str]:
+    """Return the algorithm of the checkpoint; or "", and why it is not kept (local)."""
+    if resume_from is None:
+        return "", ""
+    scalars = manifest.load(resume_from).scalars
+    before, algorithm = scalars.get("ranks_per_node"), str(scalars["algorithm"])
+    if scalars["world"] != comm.size or (before is not None and tuple(before) != nodes):
+        said = f"{scalars['world']} ranks" if before is None else f"nodes of {_listed(before)} ranks"
+        return "", f"{algorithm} of the checkpoint was for {said}, and these are {_listed(nodes)}: chosen anew"
+    if not is_usable(algorithm):
+        return "", f"{algorithm} of the checkpoint is no algorithm of this run: chosen anew"
+    return algorithm, ""
+
+
+def _listed(nodes: tuple[int, ...] | list[int]) -> str:
+    return " + ".join(map(str, nodes))
+
+
+def _is_off(comm: Communicator) -> bool:
+    """Whether rank 0 was told not to measure. Collective. Raises ConfigurationError on all ranks for another word."""
+    said = comm.broadcast_object(os.environ.get(TUNING, "on"))
+    if said not in ("on", "off"):
+        raise ConfigurationError(f"{TUNING} = {said!r}; set it to 'on' or 'off'")
+    return bool(said == "off")
+
+
+def _wanted(recipe: Recipe, model: Model, data: Communicator, kind: str) -> tuning.Wanted:
+    """Return what buffers the run will reduce: sizes are rounded up to a power of two, so that like models share."""
+    dtype, layout = np.dtype(model.dtype), model.layout
+    parts = len(layout.units) if kind == tuning.SHARDED_KIND else 1
+    nbytes = 1 << (max(1, layout.size * dtype.itemsize // parts) - 1).bit_length()
+    on_gpu = recipe.run.device == "gpu"
+    return tuning.Wanted(
+        kind=kind,
+        max_bytes=nbytes if kind == tuning.SHARDED_KIND else min(nbytes, recipe.communication.bucket_bytes),
+        dtype=dtype,
+        buffer="device" if on_gpu else "shared",
+        allocate=None if on_gpu else lambda size: node_shared.allocate(data, size, dtype),
+        budget_s=min(tuning.BUDGET_S, DEADLINE_SHARE * recipe.communication.deadline_s),
+    )
