@@ -26,6 +26,7 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.verify import verify
 from hpcdist.strategies.seat import Seat
 from hpcdist.training import recipe as recipes
+from hpcdist.training.summary import overlap_figures
 
 SAMPLES, STEPS = 7, 4
 KINDS = ("thread", "poll")
@@ -302,3 +303,16 @@ def test_gradients_of_a_range_are_those_that_travel() -> None:
             return bool((inside == 6).all()) and bool((run.exchange.gradients.array[103:] == comm.rank + 1).all())
 
     assert run_threads(3, body) == [True] * 3
+
+
+def test_the_summary_tells_what_was_exposed() -> None:
+    measured = [
+        {"overlapped": [(9.0, 9.0), (0.5, 2.0), (0.25, 2.0)]},
+        {"overlapped": [(9.0, 9.0), (0.5, 1.0), (0.75, 1.0)]},
+    ]
+    found = overlap_figures(measured)  # the first step is left out
+    assert found == {"reductions_s": 1.5, "reductions_exposed_s": 0.5, "communication_hidden_share": 1 - 0.5 / 1.5}
+    polled = overlap_figures([{"overlapped": [(9.0, math.nan), (0.5, math.nan)]}])
+    assert polled == {"reductions_s": None, "reductions_exposed_s": 0.5, "communication_hidden_share": None}
+    nothing = overlap_figures([{"overlapped": []}])
+    assert nothing == dict.fromkeys(found)
