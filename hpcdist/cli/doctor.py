@@ -52,6 +52,7 @@ def _examine_machine() -> list[Check]:
         *diagnosis.check_library_and_launcher(),
         diagnosis.check_device_pointers(),
         _gpu(),
+        _nccl(),
         _hdf5(),
         _shared_memory(),
         _cores(),
@@ -135,6 +136,23 @@ def _gpu() -> Check:
             )
         return Check("GPU", OK, "none; run.device = 'cpu' (no NVIDIA driver is loaded)")
     return Check("GPU", OK, f"{count} usable; CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}")
+
+
+def _nccl() -> Check:
+    from hpcdist.arrays import device
+
+    try:
+        if device.count() == 0:
+            return Check("NCCL", OK, "not needed: no GPU is usable here")
+    except MissingCapabilityError:
+        return Check("NCCL", OK, "not needed: no GPU is usable here")
+    try:
+        version = int(device.nccl().get_version())
+    except MissingCapabilityError as error:
+        return Check("NCCL", WARN, str(error).split(";")[0], "pip install nvidia-nccl-cu12 (or -cu13)")
+    return Check(
+        "NCCL", OK, f"{version // 10000}.{version // 100 % 100}.{version % 100} (communication.algorithm=nccl)"
+    )
 
 
 def _hdf5() -> Check:

@@ -15,16 +15,17 @@ from typing import Final
 
 import numpy as np
 
-from hpcdist.comm import mpirun
+from hpcdist.arrays import device
+from hpcdist.comm import cuda_aware, mpirun
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.handover import OPERATIONS
 from hpcdist.comm.launcher import Announced
-from hpcdist.errors import MissingCapabilityError
+from hpcdist.errors import ConfigurationError, MissingCapabilityError
 
 OK: Final = "OK"
 WARN: Final = "WARN"
 FAIL: Final = "FAIL"
 CHILD_LIMIT_S: Final = 60.0
-CUDA_AWARE: Final = "HPCDIST_CUDA_AWARE"
 
 
 @dataclass(frozen=True)
@@ -122,24 +123,25 @@ def match(loaded: Library, started: mpirun.Launcher) -> Check:
 
 
 def check_device_pointers(environment: Mapping[str, str] = os.environ) -> Check:
-    """Guess whether MPI takes device pointers. A guess: a wrong yes would be a segmentation fault, so no is assumed."""
+    """Say whether MPI takes device pointers: tried out in child processes where there is a GPU (takes seconds)."""
     name = "CUDA-aware MPI"
-    said = environment.get(CUDA_AWARE, "auto")
-    if said not in ("yes", "no", "auto"):
-        return Check(name, FAIL, f"{CUDA_AWARE}={said}", f"set {CUDA_AWARE} to yes, no or auto")
-    hints = []
-    info = Path(mpirun.candidates(environment)[0]).with_name("ompi_info") if mpirun.candidates(environment) else None
-    if info is not None and info.exists():
-        done = subprocess.run([info, "--parsable", "--all"], capture_output=True, text=True, timeout=30, check=False)
-        built = "mpi_built_with_cuda_support:value:true" in done.stdout
-        hints.append(f"Open MPI was built {'with' if built else 'without'} CUDA")
-    if environment.get("MPICH_GPU_SUPPORT_ENABLED") == "1":
-        hints.append("MPICH_GPU_SUPPORT_ENABLED=1 (needs the GTL library in the process)")
-    used = "device pointers are handed to MPI" if said == "yes" else "device buffers are staged through the host"
-    found = f"{used} ({CUDA_AWARE}={said}{''.join('; ' + hint for hint in hints)})"
-    if said == "yes" and any("without" in hint for hint in hints):
-        return Check(name, FAIL, found, f"unset {CUDA_AWARE}: this MPI would read device memory as host memory")
-    return Check(name, OK, found)
+    try:
+        said = cuda_aware.asked(environment)
+    except ConfigurationError as error:
+        return Check(name, FAIL, str(error), f"unset {cuda_aware.VARIABLE}")
+    staged = "device buffers are staged through pinned memory of the host"
+    if said != "auto":
+        used = "device pointers are handed to MPI, untried" if said == "yes" else staged
+        return Check(name, OK, f"{used} ({cuda_aware.VARIABLE}={said})")
+    try:
+        if device.count() > 0:
+            verdict = cuda_aware.probe(environment)
+            allowed = [operation for operation in OPERATIONS if operation in verdict.operations]
+            used = f"device pointers are handed to MPI in {', '.join(allowed)}" if allowed else staged
+            return Check(name, OK, f"{used}: {verdict.reason}")
+    except MissingCapabilityError:
+        pass  # the check of the GPU says why
+    return Check(name, OK, "not tried: no GPU is usable here")
 
 
 def check_world(comm: Communicator, said: Announced, library_text: str) -> list[Check]:

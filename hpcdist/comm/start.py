@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.comm import failfast, launcher, placement
+from hpcdist.comm import cuda_aware, failfast, launcher, placement
 from hpcdist.comm.agreement import all_say
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.events import NULL_SINK
@@ -37,6 +37,7 @@ class Session:
     abort: Callable[[int], None]
     recorder: Recorder | None = None
     watchdog: Watchdog | None = None
+    device_pointers: cuda_aware.Verdict | None = None  # what MPI takes of GPU memory; None for a run on the CPU
     _finalise: Callable[[], None] = field(default=lambda: None)
 
     def record(self, directory: Path, deadline_s: float) -> None:
@@ -97,8 +98,10 @@ def start(device: str = "cpu", ranks_per_node: int | None = None, checked: bool 
     _refuse_unknown_launcher(said)
     failfast.answer_requests_for_stacks()
     _announce_pid(said)
+    pointers = None
     if device == "gpu":
         placement.choose_gpu(said)
+        pointers = cuda_aware.find_out(said)
     if said is None:
         return start_alone()
     mpi = _import_mpi()
@@ -108,12 +111,16 @@ def start(device: str = "cpu", ranks_per_node: int | None = None, checked: bool 
     check_world(said, world.Get_size(), library)
     own = world.Dup()  # messages of ours never meet those of the user's code on COMM_WORLD
     own.Set_name("world")
-    handover = Handover(device_pointers=os.environ.get("HPCDIST_CUDA_AWARE", "auto") == "yes")
+    handover = Handover(device_pointers=False)  # until all ranks have agreed, which takes messages
     node = None if ranks_per_node is None else own.Get_rank() // ranks_per_node
     comm = MpiCommunicator(mpi, own, "world", handover, node)
     # Agreed on: a launcher need not hand the environment to other hosts, and a rank that does not compare would hang.
     comm.checked = any(comm.allgather_object(_wants_checks(checked)))
-    session = Session(comm, placement.locate(comm, said), library, world.Abort, _finalise=mpi.Finalize)
+    if device == "gpu":
+        pointers = cuda_aware.agree(comm, pointers)
+        handover.pointers = pointers.operations
+    place = placement.locate(comm, said)
+    session = Session(comm, place, library, world.Abort, device_pointers=pointers, _finalise=mpi.Finalize)
     if comm.size > 1:
         failfast.join(lambda text: all_say(comm, text), session.withdraw)
     return session

@@ -9,7 +9,7 @@ import pytest
 
 from hpcdist.arrays import device
 from hpcdist.cli import doctor
-from hpcdist.comm import diagnosis
+from hpcdist.comm import cuda_aware, diagnosis
 from hpcdist.comm.diagnosis import FAIL, OK, WARN, Check, Library
 from hpcdist.comm.launcher import Announced
 from hpcdist.comm.mpirun import INTEL_MPI, MPICH, OPEN_MPI, Launcher
@@ -89,19 +89,25 @@ def test_a_library_that_cannot_be_loaded_gives_the_reason(monkeypatch):
         diagnosis.library()
 
 
-@pytest.mark.parametrize(
-    ("said", "built", "status"),
-    [("auto", "false", OK), ("no", "true", OK), ("yes", "true", OK), ("yes", "false", FAIL), ("perhaps", "true", FAIL)],
-)
-def test_device_pointers(tmp_path, monkeypatch, said, built, status):
-    info = tmp_path / "ompi_info"
-    info.write_text(f"#!/bin/sh\necho mca:mpi:base:param:mpi_built_with_cuda_support:value:{built}\n")
-    info.chmod(0o755)
-    monkeypatch.setattr(diagnosis.mpirun, "candidates", lambda environment: [tmp_path / "mpirun"])
-    check = diagnosis.check_device_pointers({diagnosis.CUDA_AWARE: said})
+@pytest.mark.parametrize(("said", "status"), [("no", OK), ("yes", OK), ("perhaps", FAIL)])
+def test_device_pointers_as_they_are_set(said, status):
+    check = diagnosis.check_device_pointers({cuda_aware.VARIABLE: said})
     assert check.status == status
     if status == OK:
-        assert ("through the host" in check.found) is (said != "yes")
+        assert ("pinned memory" in check.found) is (said == "no")
+
+
+def test_device_pointers_are_tried_where_there_is_a_gpu(monkeypatch):
+    def missing():
+        raise MissingCapabilityError("no GPU")
+
+    monkeypatch.setattr(diagnosis.device, "count", missing)
+    assert "not tried" in diagnosis.check_device_pointers({}).found
+    verdict = cuda_aware.Verdict(frozenset({"send"}), "tried between two ranks; allreduce: SIGSEGV")
+    monkeypatch.setattr(diagnosis.device, "count", lambda: 1)
+    monkeypatch.setattr(cuda_aware, "probe", lambda environment: verdict)
+    found = diagnosis.check_device_pointers({}).found
+    assert found == "device pointers are handed to MPI in send: tried between two ranks; allreduce: SIGSEGV"
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -1,0 +1,209 @@
+"""Which operations of MPI take pointers into GPU memory: tried out, in processes that may die of it.
+
+Versions, build flags and environment variables have all been wrong somewhere, an answer for one operation says nothing
+of another, and a wrong yes is a segmentation fault or wrong data. So a child process sends device memory and compares
+what arrives, operation by operation. A signal, an error, wrong data or no end within the limit mean no, for the
+operation that was under way; the rest is tried again in a new child. There are two rounds:
+
+1. A world of one: the child is started by hand, without the launcher's variables, so it works in any job, under any
+   launcher. What fails here fails between ranks. It proves little else, since nothing leaves the process.
+2. A world of two, by the mpirun beside this Python, on this node only. What passes here takes device pointers. Where
+   that mpirun cannot start two ranks (none installed, another MPI's, forbidden in the job), messages are taken to work
+   if they passed round 1 and the library itself says that it was built and started for CUDA; collectives are not.
+
+`HPCDIST_CUDA_AWARE` overrides: ``yes`` and ``no`` ask nobody, ``auto`` (the default) probes.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hpcdist.arrays import device
+from hpcdist.comm import mpirun
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.handover import MESSAGES, OPERATIONS
+from hpcdist.comm.launcher import Announced
+from hpcdist.errors import ConfigurationError, MissingCapabilityError
+
+VARIABLE: Final = "HPCDIST_CUDA_AWARE"
+ANSWERS: Final = ("yes", "no", "auto")
+DEVICE_VARIABLE: Final = "HPCDIST_PROBE_DEVICE"  # for the child: the index of a GPU, or "cpu"
+CHILD_LIMIT_S: Final = 60.0
+END_LIMIT_S: Final = 5.0
+MODULE: Final = "hpcdist.comm.cuda_child"
+# What launchers tell their children; a child that keeps it would join, or wait for, the world of its parent.
+_LAUNCHERS: Final = (
+    "OMPI_COMM_",
+    "PMIX_",
+    "PMI_",
+    "PMI2_",
+    "PRTE_",
+    "PALS_",
+    "MPI_LOCAL",
+    "HYDI_",
+    "HYDRA_",
+    "FLUX_",
+    "SLURM_",
+)
+_LAUNCHERS_ALONE: Final = ("MPIEXEC_HOSTNAME", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_FILE_LOCATION", "OMPI_MCA_ess")
+
+Run = Callable[[Sequence[str], Mapping[str, str]], "Outcome"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The operations that take device pointers, and why those and no others."""
+
+    operations: frozenset[str]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a child said, line by line, and how it ended: "" for well."""
+
+    lines: tuple[str, ...]
+    end: str
+
+
+def asked(environment: Mapping[str, str] = os.environ) -> str:
+    """Return ``HPCDIST_CUDA_AWARE``: "yes", "no" or "auto". Raises ConfigurationError for another value."""
+    said = environment.get(VARIABLE, "auto")
+    if said not in ANSWERS:
+        raise ConfigurationError(f"{VARIABLE}={said}; set it to {', '.join(ANSWERS[:-1])} or {ANSWERS[-1]}")
+    return said
+
+
+def find_out(said: Announced | None, environment: Mapping[str, str] = os.environ) -> Verdict | None:
+    """Return the verdict of this process, None where another process of the node finds it (local).
+
+    Called before MPI starts: where MPI has the network registered, a process had better not fork.
+    """
+    answer = asked(environment)
+    if answer == "yes":
+        return Verdict(frozenset(OPERATIONS), f"{VARIABLE}=yes")
+    if answer == "no":
+        return Verdict(frozenset(), f"{VARIABLE}=no")
+    if said is None or said.size == 1:
+        return Verdict(frozenset(), "there is one rank, and nobody to send to")
+    if said.local_rank not in (None, 0):
+        return None
+    return probe(environment)
+
+
+def agree(comm: Communicator, verdict: Verdict | None) -> Verdict:
+    """Return what all ranks may do: an operation takes device pointers if every node has seen it. Collective."""
+    found = [one for one in comm.allgather_object(verdict) if one is not None]
+    operations = frozenset.intersection(*(one.operations for one in found)) if found else frozenset()
+    # The reason of whoever allows least.
+    least = min(found, key=lambda one: len(one.operations), default=Verdict(frozenset(), "no rank has probed"))
+    return Verdict(operations, least.reason)
+
+
+def probe(environment: Mapping[str, str] = os.environ, on: str = "gpu", run: Run | None = None) -> Verdict:
+    """Try every operation with buffers ``on`` "gpu", or "cpu" to try the probe itself (local, takes seconds)."""
+    run = run or _run
+    clean = stripped(environment) | {DEVICE_VARIABLE: str(device.index()) if on == "gpu" else "cpu"}
+    alone, failures, notes = _try(run, [], clean, OPERATIONS)
+    if not alone:
+        return Verdict(frozenset(), f"in a world of one: {failures.get(MESSAGES, 'no operation passed')}")
+    pair = _pair(environment)
+    together: list[str] = []
+    started = False
+    if pair is not None:
+        together, more, seen = _try(run, pair[0], clean | pair[1], alone)
+        started, failures = "two" in seen, failures | more
+    if not started:
+        reason = failures.get(alone[0], "no mpirun was found")
+        if "cuda" in notes and MESSAGES in alone:
+            text = f"self-messages arrive and the library says it takes them; two ranks could not be tried ({reason})"
+            return Verdict(frozenset((MESSAGES,)), text)
+        return Verdict(frozenset(), f"two ranks could not be tried ({reason}); {VARIABLE}=yes if the site says so")
+    missing = "; ".join(f"{name}: {failures[name]}" for name in OPERATIONS if name in failures)
+    return Verdict(frozenset(together), f"tried between two ranks{'; ' + missing if missing else ''}")
+
+
+def _try(
+    run: Run, launch: Sequence[str], environment: Mapping[str, str], operations: Sequence[str]
+) -> tuple[list[str], dict[str, str], set[str]]:
+    """Return what passed, why the rest did not, and what else the children said."""
+    passed: list[str] = []
+    failures: dict[str, str] = {}
+    notes: set[str] = set()
+    left = list(operations)
+    while left:
+        outcome = run([*launch, sys.executable, "-P", "-m", MODULE, *left], environment)
+        said = [json.loads(line) for line in outcome.lines if line.startswith("{")]
+        notes |= {note for row in said for note in row.get("notes", ())}
+        passed += [row["passed"] for row in said if "passed" in row]
+        failures |= {row["failed"]: row["why"] for row in said if "failed" in row}
+        done = {*passed, *failures}
+        left = [name for name in left if name not in done]
+        if left:  # the child died in the first of them
+            failures[left.pop(0)] = outcome.end or "the child ended without a word"
+        if not any("ready" in row for row in said):  # it died before: so would the next
+            return passed, failures | {name: outcome.end for name in left}, notes
+    return passed, failures, notes
+
+
+def _pair(environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]] | None:
+    """Return the words that start a program on two ranks of this host, and what they need in the environment."""
+    try:
+        launcher = mpirun.find(environment)
+    except MissingCapabilityError:
+        return None
+    local = ["-launcher", "fork"] if launcher.vendor in (mpirun.MPICH, mpirun.INTEL_MPI) else []
+    return mpirun.command(launcher, 2, [], {}, local, {}), mpirun.settings(launcher, environment)
+
+
+def stripped(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what the launcher of this job put there; settings of the MPI library stay."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(_LAUNCHERS) and name not in _LAUNCHERS_ALONE
+    }
+
+
+def _run(words: Sequence[str], environment: Mapping[str, str]) -> Outcome:
+    """Run a child in a session of its own, so that its end leaves nothing behind (local)."""
+    child = subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(environment),
+        start_new_session=True,
+    )
+    try:
+        out, complaints = child.communicate(timeout=CHILD_LIMIT_S)
+        end = _end(child.returncode, complaints)
+    except subprocess.TimeoutExpired:
+        out = _killed(child)
+        end = f"no end within {CHILD_LIMIT_S:g} s"
+    return Outcome(tuple(out.splitlines()), end)
+
+
+def _killed(child: "subprocess.Popen[str]") -> str:
+    """End a child and the ranks that it has started, if it has; return what it had said."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        os.killpg(child.pid, number)
+        try:
+            return child.communicate(timeout=END_LIMIT_S)[0]
+        except subprocess.TimeoutExpired:
+            continue
+    return ""
+
+
+def _end(code: int, complaints: str) -> str:
+    if code == 0:
+        return ""
+    name = signal.Signals(-code).name if -code in list(signal.Signals) else f"exit code {code}"
+    last = (complaints.strip().splitlines() or [""])[-1][:200]
+    return f"{name}{': ' + last if last else ''}"

@@ -1,0 +1,143 @@
+"""Device pointers are tried in children that may die of it: the rounds, what each end means, and the real thing."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from hpcdist.comm import cuda_aware
+from hpcdist.comm.cuda_aware import Outcome, Verdict
+from hpcdist.comm.handover import OPERATIONS
+from hpcdist.comm.launcher import Announced
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, MissingCapabilityError
+
+
+class Children:
+    """Stand-ins for the processes: each says what passed up to the first operation that it dies of."""
+
+    def __init__(self, deadly: dict[int, dict[str, str]], notes: Sequence[str] = (), starts: bool = True) -> None:
+        self.deadly, self.notes, self.starts = deadly, list(notes), starts
+        self.runs: list[tuple[int, list[str]]] = []
+
+    def __call__(self, words: Sequence[str], environment: Mapping[str, str]) -> Outcome:
+        ranks = 1 if words[0] == sys.executable else 2
+        operations = list(words[words.index(cuda_aware.MODULE) + 1 :])
+        self.runs.append((ranks, operations))
+        if ranks == 2 and not self.starts:
+            return Outcome((), "exit code 1: no slots")
+        lines = [json.dumps({"ready": ranks, "notes": [*self.notes, *(["two"] if ranks == 2 else [])]})]
+        for name in operations:
+            end = self.deadly.get(ranks, {}).get(name)
+            if end == "wrong":
+                lines.append(json.dumps({"failed": name, "why": "wrong data arrived"}))
+            elif end:
+                return Outcome(tuple(lines), end)
+            else:
+                lines.append(json.dumps({"passed": name}))
+        return Outcome(tuple(lines), "")
+
+
+@pytest.fixture(autouse=True)
+def pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_aware, "_pair", lambda environment: (["mpirun", "-n", "2"], {}))
+
+
+def test_everything_passes_in_both_rounds() -> None:
+    children = Children({})
+    verdict = cuda_aware.probe({}, "cpu", children)
+    assert verdict == Verdict(frozenset(OPERATIONS), "tried between two ranks")
+    assert children.runs == [(1, list(OPERATIONS)), (2, list(OPERATIONS))]
+
+
+def test_what_dies_alone_is_not_tried_between_two() -> None:
+    children = Children({1: dict.fromkeys(OPERATIONS, "SIGSEGV")})
+    verdict = cuda_aware.probe({}, "cpu", children)
+    assert verdict == Verdict(frozenset(), "in a world of one: SIGSEGV")
+    assert all(ranks == 1 for ranks, _ in children.runs)
+    assert [operations[0] for _, operations in children.runs] == list(OPERATIONS)  # a new child after each death
+
+
+def test_each_operation_has_an_answer_of_its_own() -> None:
+    children = Children({1: {"all_gather": "SIGSEGV"}, 2: {"allreduce": "no end within 60 s", "broadcast": "wrong"}})
+    verdict = cuda_aware.probe({}, "cpu", children)
+    assert verdict.operations == {"send", "reduce_scatter", "all_to_all"}
+    for part in ("allreduce: no end within 60 s", "broadcast: wrong data arrived", "all_gather: SIGSEGV"):
+        assert part in verdict.reason
+
+
+@pytest.mark.parametrize(("notes", "allowed"), [(["cuda"], {"send"}), ([], set())])
+def test_without_two_ranks_the_library_itself_must_say_so(notes: list[str], allowed: set[str]) -> None:
+    verdict = cuda_aware.probe({}, "cpu", Children({}, notes, starts=False))
+    assert verdict.operations == allowed and "two ranks could not be tried (exit code 1: no slots)" in verdict.reason
+
+
+def test_without_mpirun_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_aware, "_pair", lambda environment: None)
+    verdict = cuda_aware.probe({}, "cpu", Children({}))
+    assert not verdict.operations and "no mpirun was found" in verdict.reason
+
+
+def test_the_answer_of_the_environment_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(environment: Mapping[str, str]) -> Verdict:
+        raise AssertionError("a probe was started")
+
+    monkeypatch.setattr(cuda_aware, "probe", forbidden)
+    two = Announced("mpirun", 2, 0, 0)
+    yes, no = (cuda_aware.find_out(two, {cuda_aware.VARIABLE: said}) for said in ("yes", "no"))
+    assert yes is not None and yes.operations == set(OPERATIONS)
+    assert no is not None and no.operations == set()
+    with pytest.raises(ConfigurationError, match="HPCDIST_CUDA_AWARE=maybe; set it to yes, no or auto"):
+        cuda_aware.find_out(two, {cuda_aware.VARIABLE: "maybe"})
+    assert cuda_aware.find_out(Announced("mpirun", 2, 1, 1), {}) is None  # the first rank of the node probes
+    alone = cuda_aware.find_out(None, {})
+    assert alone is not None and not alone.operations
+    with pytest.raises(AssertionError, match="a probe was started"):
+        cuda_aware.find_out(two, {})
+
+
+def test_all_nodes_must_say_yes() -> None:
+    said = [
+        Verdict(frozenset({"send", "allreduce"}), "one"),
+        None,
+        Verdict(frozenset({"send"}), "two"),
+        None,
+    ]
+    for verdict in run_threads(4, lambda comm: cuda_aware.agree(comm, said[comm.rank])):
+        assert verdict == Verdict(frozenset({"send"}), "two")
+    for verdict in run_threads(2, lambda comm: cuda_aware.agree(comm, None)):
+        assert verdict.operations == frozenset()
+
+
+def test_children_inherit_no_world_but_the_settings_of_the_library() -> None:
+    job = dict.fromkeys(("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_JOB_ID", "HYDI_CONTROL_FD"), "1")
+    kept = dict.fromkeys(("PATH", "OMPI_MCA_pml", "UCX_TLS", "MPICH_GPU_SUPPORT_ENABLED", "CUDA_VISIBLE_DEVICES"), "1")
+    assert cuda_aware.stripped(job | kept) == kept
+
+
+def test_a_child_that_dies_or_hangs_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_aware, "CHILD_LIMIT_S", 1.0)
+
+    def child(code: str) -> Outcome:
+        return cuda_aware._run([sys.executable, "-c", f"print('{{}}', flush=True)\n{code}"], os.environ)
+
+    died = child(f"import os; os.kill(os.getpid(), {int(signal.SIGSEGV)})")
+    assert died == Outcome(("{}",), "SIGSEGV")
+    assert child("import time; time.sleep(60)").end == "no end within 1 s"
+    assert child("raise SystemExit('reason')").end == "exit code 1: reason"
+    assert child("").end == ""
+
+
+def test_the_real_children_on_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI takes pointers into the host's memory in every operation: the probe must find that."""
+    pytest.importorskip("mpi4py")
+    monkeypatch.undo()
+    try:
+        cuda_aware.mpirun.find()
+    except MissingCapabilityError as error:
+        pytest.skip(str(error))
+    verdict = cuda_aware.probe(on="cpu")
+    assert verdict.operations == set(OPERATIONS), verdict.reason
