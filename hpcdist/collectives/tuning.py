@@ -65,13 +65,15 @@ def select(
     library: str,
     *,
     cached: bool = True,
+    renewed: bool = False,
     clock: Clock = time.perf_counter,
 ) -> Tuning:
     """Return the choice for reductions over ``comm``, the same on all ranks of ``everyone``. Collective over both.
 
     ``comm`` is one of several of the same size that together are ``everyone``: all measure at the same time, as they
     will reduce. ``library`` is the version string of the MPI library. With ``cached`` an earlier result for the same
-    ranks, machines and software is taken instead, and a new one is kept.
+    ranks, machines and software is taken, unless it is to be ``renewed``, and a new one is kept. Scratch memory stays
+    until `collectives.release`.
     """
     began = clock()
     if slowest(everyone, comm.size) == 1:
@@ -81,14 +83,13 @@ def select(
         everyone, topology.ranks_per_node, library, wanted.kind, name_of(wanted.dtype), wanted.buffer, wanted.max_bytes
     )
     note = ""
-    if cached:
+    if cached and not renewed:
         found, note = everyone.broadcast_object(tuning_cache.read(key) if everyone.rank == 0 else None)
         if found is not None and usable(found.text, wanted.kind, topology.nodes):
             kept: Tuning = found
             return kept
     look = _sharded if wanted.kind == SHARDED_KIND else _allreduce
     rows, machine = look(comm, everyone, wanted, topology, clock)
-    collectives.release(comm)
     seconds = slowest(everyone, clock() - began)
     tuning = Tuning(str(Choice.of(_limits(rows))), tuple(rows), machine, seconds, "measured", note)
     if cached and everyone.rank == 0:

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from hpcdist import collectives
 from hpcdist.checkpoint import manifest
 from hpcdist.collectives import node_shared, tuning
 from hpcdist.comm.communicator import Communicator
@@ -71,6 +72,7 @@ def resolve(session: Session, recipe: Recipe, model: Model, data: Communicator, 
     if served or _is_off(comm):
         return Selection(tuning.NATIVE, "default", nodes, note=note)
     found = tuning.select(data, comm, _wanted(recipe, model, data, kind), session.library)
+    collectives.release(data)  # what is not chosen keeps no memory
     seconds = found.seconds if found.source == "measured" else 0.0
     return Selection(found.text, found.source, nodes, seconds, "; ".join(filter(None, [note, found.note])))
 

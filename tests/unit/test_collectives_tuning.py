@@ -71,6 +71,7 @@ def test_a_second_start_takes_what_the_first_measured():
     first, second, third = of(2), of(2), of(2, cached=False)
     assert (first[0].source, second[0].source, third[0].source) == ("measured", "cache", "measured")
     assert second[0].text == first[0].text and second[0].rows == first[0].rows
+    assert of(2, renewed=True)[0].source == "measured", "asked for"
     assert of(3)[0].source == "measured", "other ranks, another choice"
     assert of(2, max_bytes=8192)[0].source == "measured"
 

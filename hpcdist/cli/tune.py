@@ -1,0 +1,151 @@
+"""`hpcdist tune`: measure which allreduce is fastest here, and keep it for the trainings to come."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:  # late at run time: --help must not load numpy
+    from hpcdist.collectives.tuning_cache import Tuning
+    from hpcdist.comm.start import Session
+
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class Bytes(click.ParamType):
+    """A number of bytes: 4096, 16K, 1M, 2G."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number; refuse another text."""
+        text = str(value)
+        unit = UNITS.get(text[-1:], 1)
+        digits = text[:-1] if text[-1:] in UNITS else text
+        if not (digits.isascii() and digits.isdigit() and 0 < int(digits) * unit < 1 << 40):
+            self.fail(f"{text!r} is no number of bytes such as 4096, 16K or 1M", param, ctx)
+        return int(digits) * unit
+
+
+@click.command()
+@click.option("--max-bytes", type=Bytes(), default="4M", help="The largest buffer: communication.bucket_bytes.")
+@click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", help="Type of the gradients.")
+@click.option(
+    "--buffer",
+    type=click.Choice(["shared", "host", "device"]),
+    default="shared",
+    help="Where buffers lie; shared: in memory of the node, as gradients of `train` on CPUs do.",
+)
+@click.option("--sharded", is_flag=True, help="Choose a reduce-scatter and all-gather, as the strategies zero1-3 need.")
+@click.option("--budget-s", type=click.FloatRange(min=0.01), help="Seconds to aim at.  [default: as a training does]")
+@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Treat so many ranks as a node.")
+@click.option("--no-cache", is_flag=True, help="Measure, and keep nothing.")
+@click.option("--show", is_flag=True, help="Print what was measured before, and measure nothing.")
+@click.option("--clear", is_flag=True, help="Remove all that was kept.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(show: bool, clear: bool, as_json: bool, **measured: Any) -> None:
+    """Measure the algorithms of communication.algorithm = "auto" on the ranks that the launcher started.
+
+    `train` does the same at its start where nothing is kept for its ranks, machines and sizes. Kept are one file for
+    each of those in ~/.cache/hpcdist/tuning; the choice of an earlier measurement is replaced. Prints predicted and
+    measured microseconds by size, and the choice as a text that communication.algorithm takes.
+    """
+    if show and clear:
+        raise click.UsageError("--show and --clear exclude each other")
+    if show or clear:
+        _look(clear, as_json)
+    else:
+        _measure(as_json, **measured)
+
+
+def _look(clear: bool, as_json: bool) -> None:
+    """Print, or remove, what is kept."""
+    from hpcdist.collectives import tuning_cache
+
+    if clear:
+        count = tuning_cache.clear()
+        click.echo(json.dumps({"removed": count}) if as_json else f"{count} files removed")
+        return
+    found: dict[Path, dict[str, Any]] = {}
+    for path in sorted(tuning_cache.directory().glob("*.json")):
+        try:
+            key, tuning = tuning_cache.load(path)
+            found[path] = tuning_cache.content_of(tuning, key)
+        except (OSError, ValueError) as error:
+            found[path] = {"error": str(error)}
+    if as_json:
+        click.echo(json.dumps({str(path): content for path, content in found.items()}))
+        return
+    for path, content in found.items():
+        click.echo(path)
+        if "error" in content:
+            click.echo(f"  not used: {content['error']}")
+            continue
+        about = {name: value for name, value in content["key"].items() if value}
+        click.echo("".join(f"  {name}: {value}\n" for name, value in about.items()), nl=False)
+        click.echo(f"  chosen on {content['created_utc']}: {content['text']}")
+    click.echo(f"{len(found)} in {tuning_cache.directory()}")
+
+
+def _measure(
+    as_json: bool,
+    max_bytes: int,
+    dtype: str,
+    buffer: str,
+    sharded: bool,
+    budget_s: float | None,
+    ranks_per_node: int | None,
+    no_cache: bool,
+) -> None:
+    """Measure on all ranks, keep the result and print it. Collective."""
+    import numpy as np
+
+    from hpcdist.collectives import node_shared, tuning
+    from hpcdist.comm.start import start
+    from hpcdist.errors import OK
+
+    session = start("gpu" if buffer == "device" else "cpu", ranks_per_node)
+    of = np.dtype(dtype)
+    wanted = tuning.Wanted(
+        max_bytes=max_bytes,
+        dtype=of,
+        kind=tuning.SHARDED_KIND if sharded else tuning.ALLREDUCE_KIND,
+        buffer=buffer,
+        allocate=(lambda size: node_shared.allocate(session.comm, size, of)) if buffer == "shared" else None,
+        budget_s=budget_s or tuning.BUDGET_S,
+    )
+    comm = session.comm
+    found = tuning.select(comm, comm, wanted, session.library, cached=not no_cache, renewed=True)
+    if comm.rank == 0:
+        click.echo(json.dumps(_as_json(found, session)) if as_json else _table(found, session))
+    session.leave(OK)
+
+
+def _as_json(found: "Tuning", session: "Session") -> dict[str, Any]:
+    from hpcdist.collectives import tuning_cache
+
+    content = tuning_cache.content_of(found, {})
+    del content["key"]
+    return {**content, "ranks": session.comm.size, "mpi_library": session.library, "note": found.note or None}
+
+
+def _table(found: "Tuning", session: "Session") -> str:
+    """Return predicted and measured times, in us, with a star at the choice."""
+    lines = [f"{session.comm.size} ranks on {session.place.nodes} node(s); {session.library}"]
+    if found.machine is not None:
+        for name, link in found.machine.links.items():
+            lines.append(f"link {name}: {link.latency_s * 1e6:.1f} us and {_rate(link.s_per_byte)}")
+        lines.append(f"sums: {_rate(found.machine.reduce_s_per_byte)}")
+    for row in found.rows:
+        lines.append(f"{row.nbytes} bytes                  measured   predicted us")
+        for name in sorted(row.measured, key=row.measured.__getitem__):
+            predicted = f"{row.predicted[name] * 1e6:11.1f}" if name in row.predicted else f"{'-':>11}"
+            star = "*" if name == row.chosen else " "
+            lines.append(f"  {star} {name:22s}{row.measured[name] * 1e6:11.1f} {predicted}")
+    lines.append(f"communication.algorithm = {found.text!r} ({found.source} in {found.seconds:.2f} s)")
+    return "\n".join([*lines, found.note] if found.note else lines)
+
+
+def _rate(s_per_byte: float) -> str:
+    return f"{1e-9 / s_per_byte:.2f} GB/s" if s_per_byte else "too fast to measure"
