@@ -4,6 +4,7 @@ These are the two halves of an allreduce, for strategies that work on a shard in
 
     native        the MPI library's; shares in the order of the ranks
     ring          (p-1) α + (p-1)/p n β for each half; shares in the order of the ranks
+    node_shared   no message: memory that the ranks of one node share; shares in the order of the ranks
     circulant     ceil(log2 p) α + (p-1)/p n β for each half; shares in the order of the ranks
     hierarchical  much traffic inside the nodes, little between them
 
@@ -25,7 +26,7 @@ from typing import Final, Protocol
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import checked, circulant, ring
+from hpcdist.collectives import checked, circulant, node_shared, ring
 from hpcdist.collectives.reduction import check_buffer, combiner
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, UsageError
@@ -179,6 +180,7 @@ SHARDED: Final[dict[str, Sharding]] = {
     "native": _watched("native", _in_rank_order, _native_reduce_scatter, _native_all_gather),
     "ring": _watched("ring", _in_rank_order, ring.reduce_scatter, ring.all_gather),
     "circulant": _watched("circulant", _in_rank_order, circulant.reduce_scatter, circulant.all_gather),
+    "node_shared": _watched("node_shared", _in_rank_order, node_shared.reduce_scatter, node_shared.all_gather),
     "hierarchical": _watched("hierarchical", _nested, _hierarchical_reduce_scatter, _hierarchical_all_gather),
 }
 

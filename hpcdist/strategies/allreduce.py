@@ -42,7 +42,7 @@ class AllreduceExchange(OwnerExchange):
 
     def __init__(self, seat: Seat) -> None:
         super().__init__(seat)
-        stores = seat.store("parameters"), seat.store("gradients")
+        stores = seat.store("parameters"), seat.store("gradients", allocate=seat.for_replicas("gradients"))
         self.owner = Owner(*stores, seat.build_optimizer(seat.part), [seat.part], None, seat.agree_algorithm)
         self.carries_out: Handlers = {Kind.REDUCE: self.reduce, **self.owner.carries_out}
         if seat.overlap != "none" and seat.data.size > 1:

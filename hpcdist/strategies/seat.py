@@ -2,18 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
+from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import Allocate, FlatStore
+from hpcdist.collectives import node_shared
+from hpcdist.collectives.selection import parse
 from hpcdist.comm.communicator import Communicator
 from hpcdist.models.model import Model
 from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.optim.optimizer import Optimizer
+
+_FEW_BYTES: Final = 128
+_IN_SHARED_MEMORY: Final = {"node_shared", "hierarchical"}  # algorithms that work on buffers where they lie
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +71,12 @@ class Seat:
     def agree_algorithm(self) -> str:
         """The allreduce for a few numbers.
 
-        They do not deserve a ring: log2(p) messages, whose bytes are counted unless nothing is.
+        They do not deserve a ring: log2(p) messages, whose bytes are counted unless nothing is. Of a choice by size it
+        is that for small buffers, if it suits them on the world too.
         """
-        return "native" if self.algorithm == "native" else "recursive_doubling"
+        small = parse(self.algorithm).at(_FEW_BYTES) if "<=" in self.algorithm else self.algorithm
+        suits = small == "native" or (small == "node_shared" and self.data.size == self.world.size)
+        return small if suits else "recursive_doubling"
 
     def store(
         self, category: str, parts: Range | Sequence[Range] | None = None, allocate: Allocate | None = None
@@ -81,6 +91,21 @@ class Seat:
             category=category,
             ledger=None if allocate else self.ledger,
         )
+
+    def for_replicas(self, category: str) -> Allocate | None:
+        """Return how to take memory that the replicas on a node can read, or None where no collective would (local).
+
+        What it returns is collective over ``data``. Buffers that are summed or handed round there then need no copy.
+        """
+        names = {row.partition("<=")[0] for row in self.algorithm.split(",")}  # of a choice by size, each of its rows
+        if self.on != "cpu" or self.data.size == 1 or not names & _IN_SHARED_MEMORY:
+            return None
+
+        def allocate(size: int, dtype: "np.dtype[np.generic]") -> Array:
+            array = node_shared.allocate(self.data, size, np.dtype(dtype))
+            return array if self.ledger is None else self.ledger.track(array, category)
+
+        return allocate
 
     def build_optimizer(self, parts: Range | Sequence[Range]) -> Optimizer:
         """Return the optimizer of ``parts``, with zeroed state (local)."""

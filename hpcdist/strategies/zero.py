@@ -64,6 +64,9 @@ class Transient:
         self._free[self._block_size[layer]].append(self._blocks.pop(layer))
 
     def _new(self, size: int) -> Array:
+        allocate = self._seat.for_replicas(self._category)
+        if allocate is not None:  # all replicas need a new block at the same place of their lists
+            return allocate(size, np.dtype(self._seat.dtype))
         block = backend.zeros(size, np.dtype(self._seat.dtype), self._seat.on)
         return block if self._seat.ledger is None else self._seat.ledger.track(block, self._category)
 
@@ -90,8 +93,17 @@ class ZeroExchange(OwnerExchange):
         own = [self._own(layer) for layer in self._layers]
         self._whole_parameters = Transient(seat, "parameters")
         self._whole_gradients = Transient(seat, "gradients")
-        parameters = seat.store("parameters", own if self.gathers else None)
-        gradients = seat.store("gradients", None if self.accumulates else own)
+        # What is whole is summed or handed round among the replicas; a share of it is this rank's alone.
+        parameters = (
+            seat.store("parameters", own)
+            if self.gathers
+            else seat.store("parameters", allocate=seat.for_replicas("parameters"))
+        )
+        gradients = (
+            seat.store("gradients", allocate=seat.for_replicas("gradients"))
+            if self.accumulates
+            else seat.store("gradients", own)
+        )
         self.owner = Owner(parameters, gradients, seat.build_optimizer(own), own, seat.data, seat.agree_algorithm)
         self._added: set[int] = set()  # layers whose gradient shard holds a micro-batch of this step already
         self.carries_out: Handlers = {

@@ -35,6 +35,12 @@ LAYOUTS = {
         {"parallel.strategy": "zero3", "parallel.microbatches": 2, "model.tied": "true"},
         (1, 3),
     ),
+    "allreduce in shared memory": ({"communication.algorithm": "node_shared"}, (2, 4)),
+    "zero1 in shared memory": ({"parallel.strategy": "zero1", "communication.algorithm": "node_shared"}, (2, 3)),
+    "zero3 in shared memory": (
+        {"parallel.strategy": "zero3", "parallel.microbatches": 2, "communication.algorithm": "node_shared"},
+        (2, 4),
+    ),
     "gpipe": ({"parallel.pipeline": 2, "parallel.schedule": "gpipe", "parallel.microbatches": 4}, (2, 4)),
     "1f1b": ({"parallel.pipeline": 2, "parallel.microbatches": 4}, (2, 4)),
     "1f1b of 3": ({"parallel.pipeline": 3, "parallel.microbatches": 2}, (3,)),
@@ -93,7 +99,7 @@ _references: dict[tuple[object, ...], Reference] = {}  # every test trains on th
 
 
 def _alone(folder: Path, keys: dict[str, object], steps: int = STEPS) -> Reference:
-    kept = {key: value for key, value in keys.items() if not key.startswith("parallel.")}
+    kept = {key: value for key, value in keys.items() if not key.startswith(("parallel.", "communication."))}
     name = (steps, *sorted(kept.items()))
     if name not in _references:
         trainer = _trainer(solo(), folder, kept)
