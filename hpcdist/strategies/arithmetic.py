@@ -6,6 +6,7 @@ the same numbers to the same bits.
 """
 
 import hashlib
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -17,8 +18,9 @@ SHAPES: Final = ((512, 128, 384), (512, 512, 128), (67, 1001, 259))
 DIGEST_BYTES: Final = 4
 
 
+@cache
 def arithmetic(dtype: "np.dtype[Any]") -> str:
-    """Return eight hexadecimal digits, equal where ``dtype`` is computed to equal bits (local; tens of ms)."""
+    """Return eight hexadecimal digits, equal where ``dtype`` is computed to equal bits (local; tens of ms, once)."""
     found = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for rows, inner, columns in SHAPES:
         a, b = _numbers(rows, inner, dtype), _numbers(columns, inner, dtype)

@@ -78,10 +78,10 @@ def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[obj
 @pytest.mark.parametrize(
     ("shards", "keys"),
     [
-        (8, {"optimizer.name": "adamw", "optimizer.clip_norm": 0.1}),
+        (4, {"optimizer.name": "adamw", "optimizer.clip_norm": 0.1}),
         (8, {"optimizer.name": "lamb", "model.tied": "true", "optimizer.clip_norm": 0.1}),
         (6, {"optimizer.name": "lars", "communication.bucket_bytes": 1000}),
-        (12, {"optimizer.name": "sgd", "precision.mode": "float64", "model.kind": "mlp"}),
+        (6, {"optimizer.name": "sgd", "precision.mode": "float64", "model.kind": "mlp"}),
     ],
 )
 def test_losses_weights_and_metrics_have_the_same_bits_on_any_number_of_ranks(
@@ -90,10 +90,9 @@ def test_losses_weights_and_metrics_have_the_same_bits_on_any_number_of_ranks(
     keys = keys | {"run.logical_shards": shards}
     expected = run_threads(1, lambda comm: whole_run(comm, text, keys))[0]
     assert all(math.isfinite(number) for step in expected[0] for number in step)  # type: ignore[attr-defined]
-    for size in (2, 3, 4, 5, 8):
-        if size <= shards:
-            for result in run_threads(size, lambda comm: whole_run(comm, text, keys)):
-                assert result == expected, f"{size} ranks"
+    for size in (2, 3, shards):
+        for result in run_threads(size, lambda comm: whole_run(comm, text, keys)):
+            assert result == expected, f"{size} ranks"
 
 
 def test_it_is_the_run_without_shards_but_for_rounding(text: Path) -> None:
@@ -103,7 +102,7 @@ def test_it_is_the_run_without_shards_but_for_rounding(text: Path) -> None:
     assert sharded[0][2] == pytest.approx(plain[0][2], rel=1e-12)
 
 
-@pytest.mark.parametrize("sizes", [(4, 1), (2, 3), (1, 8)])
+@pytest.mark.parametrize("sizes", [(4, 1), (2, 3), (1, 5)])
 def test_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(
     text: Path, tmp_path: Path, sizes: tuple[int, int]
 ) -> None:
@@ -125,7 +124,7 @@ def test_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(
         assert (losses + rest, found) == (expected, weights)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_step_is_proven_and_meets_once_a_range(text: Path, size: int) -> None:
     trainers = run_threads(size, lambda comm: trainer_of(comm, text, {"communication.bucket_bytes": 2000}))
     lists = [trainer.operations for trainer in trainers]
@@ -168,7 +167,7 @@ def test_a_step_sends_the_bytes_of_the_ring(text: Path) -> None:
         agreed = 8 * (8 + 3) * 2  # losses, norm and two wishes, doubled at most twice
         assert abs(traffic.sent_bytes - 2 * psi * (comm.size - 1) / comm.size) < 0.005 * psi + agreed
 
-    for size in (2, 4, 8):
+    for size in (2, 4):
         run_threads(size, body)
 
 
