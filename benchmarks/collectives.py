@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from collectives_jobs import AS_IT_COMES, OURS, WORKER, Contender, contenders, launch, library_of
+from collectives_jobs import AS_IT_COMES, OURS, WORKER, Contender, contenders, launch, library_of, with_abi_name
 
 from hpcdist.bench import collectives_file, collectives_plan, collectives_report
 from hpcdist.bench.collectives_file import Configuration
@@ -180,6 +180,7 @@ def main() -> None:
     options = arguments()
     collectives_file.check_place(options.output)
     with tempfile.TemporaryDirectory(prefix="collectives-") as folder:
+        options.mpis = [with_abi_name(library, Path(folder)) for library in options.mpis]
         driver = Driver(options, Path(folder))
         end = time.monotonic() + options.budget_s
         for number, ranks in enumerate(options.ranks):

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpcdist.comm import mpirun
@@ -65,12 +65,17 @@ NEEDS_COMPONENT = ("han", "sm", "xhc")  # of Open MPI: forcing one that is not t
 
 @dataclass(frozen=True)
 class Library:
-    """An MPI: the Python whose mpi4py uses it, its launcher, and the library to load where that is not mpi4py's own."""
+    """An MPI: the Python whose mpi4py uses it, its launcher, and the library to load where that is not mpi4py's own.
+
+    Wheels of mpi4py for MPICH are linked to the name of its ABI, which not all systems have: in ``folder`` the library
+    has that name.
+    """
 
     name: str
     python: str
     launcher: mpirun.Launcher
     library: str = ""
+    folder: str = ""
 
     def line(
         self, ranks: int, program: Sequence[str], extra: Sequence[str], env: Mapping[str, str]
@@ -79,6 +84,8 @@ class Library:
         added = {**mpirun.settings(self.launcher), **env, "PYTHONPATH": str(ROOT)}
         if self.library:
             added["MPI4PY_LIBMPI"] = self.library
+        if self.folder:
+            added["LD_LIBRARY_PATH"] = os.pathsep.join([self.folder, os.environ.get("LD_LIBRARY_PATH", "")])
         line = mpirun.command(self.launcher, ranks, [self.python, "-P", *program], added, extra)
         return line, {**os.environ, **added}
 
@@ -111,6 +118,16 @@ def library_of(text: str) -> Library:
         return Library(name, python, mpirun.identify(Path(mpiexec)), more[1] if len(more) > 1 else "")
     except HpcdistError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def with_abi_name(library: Library, folder: Path) -> Library:
+    """Return ``library`` with a link of its ABI's name in ``folder``, where it is an MPICH to be loaded by path."""
+    if not library.library or library.launcher.vendor != mpirun.MPICH:
+        return library
+    own = folder / f"abi-{library.name.replace('/', '_')}"
+    own.mkdir()
+    (own / "libmpi.so.12").symlink_to(library.library)
+    return replace(library, folder=str(own))
 
 
 def components(library: Library) -> str:

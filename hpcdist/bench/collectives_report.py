@@ -59,10 +59,12 @@ def rows(configurations: Iterable[Configuration]) -> list[Row]:
         and not one.wrong
     }
     found = [_row(one, native.get(_cell(one))) for one in known]
-    if len({row.mpi_library for row in found if row.implementation == OURS}) > 1:
-        vendors = {one.key.mpi_library: one.key.vendor for one in known}
+    libraries = {one.key.mpi_library: one.key.vendor for one in known if one.key.implementation == OURS}
+    if len(libraries) > 1:  # the same algorithm on several: say which, with the version where a vendor is there twice
+        if len(set(libraries.values())) < len(libraries):
+            libraries = {library: " ".join(library.split(",")[0].split()) for library in libraries}
         found = [
-            replace(row, label=f"{row.label}, {vendors[row.mpi_library]}") if row.implementation == OURS else row
+            replace(row, label=f"{row.label}, {libraries[row.mpi_library]}") if row.implementation == OURS else row
             for row in found
         ]
     return sorted(found, key=lambda row: (row.op, row.dtype, row.ranks, row.bytes, _place(row), row.label))
@@ -213,7 +215,7 @@ def _lines(left: Any, right: Any, table: Sequence[Row]) -> None:
     from matplotlib import colormaps
 
     for axis in (left, right):
-        axis.set_prop_cycle(color=colormaps["tab20"].colors)
+        axis.set_prop_cycle(color=[colormaps["tab20"](number) for number in range(20)])
     for label in dict.fromkeys(row.label for row in table):
         line = sorted((row for row in table if row.label == label), key=lambda row: row.bytes)
         sizes = [row.bytes for row in line]

@@ -15,6 +15,7 @@ from hpcdist.bench.collectives_contenders import Contender
 from hpcdist.bench.collectives_measure import Limits, Timing
 from hpcdist.cli.bench_collectives import _known
 from hpcdist.cli.compare import command as compare
+from hpcdist.cli.report import report
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import StorageError, UsageError
 
@@ -266,6 +267,19 @@ def test_figures_of_the_table_by_hand():
     assert line[-3:] == ["3.00", "1.000", "1.500"]
 
 
+@pytest.mark.parametrize(
+    ("libraries", "labels"),
+    [
+        (["Open MPI v5.0.11, package: x"], ["ring"]),
+        (["Open MPI v5.0.11, package: x", "MPICH Version:      5.0.2"], ["ring, MPICH", "ring, Open MPI"]),
+        (["Open MPI v5.0.11, a", "Open MPI v4.1.4, b"], ["ring, Open MPI v4.1.4", "ring, Open MPI v5.0.11"]),
+    ],
+)
+def test_the_same_algorithm_on_several_libraries_is_told_apart(libraries, labels):
+    found = [configuration([1e-3], algorithm="ring", mpi_library=library) for library in libraries]
+    assert [row.label for row in collectives_report.rows(found)] == labels
+
+
 def test_the_file_read_back_with_h5py(tmp_path):
     path = tmp_path / "c.h5"
     one = configuration([1e-3, 2e-3, 3e-3])
@@ -334,10 +348,12 @@ def test_shares_of_an_algorithm_are_verified_by_its_own_cut():
     }
 
 
-def test_a_comparison_of_a_benchmark_with_itself_finds_nothing(tmp_path):
+def test_a_file_is_shown_again_and_does_not_differ_from_itself(tmp_path):
     kept, _ = measured(2, operations=("allreduce",), iterations=8)
     path = tmp_path / "c.h5"
     collectives_file.append(path, kept, {})
+    shown = CliRunner().invoke(report, [str(path)], standalone_mode=False)
+    assert shown.exception is None and sum("ring" in line for line in shown.stdout.splitlines()) == 2
     done = CliRunner().invoke(compare, [str(path), str(path), "--json"], standalone_mode=False)
     assert done.return_value == 0, done.output
     assert {one["ratio"] for one in json.loads(done.stdout)["changes"]} == {1.0}
