@@ -83,15 +83,22 @@ class Recorder:
         label = self._labels.get((comm, op, dtype))
         if label is None:
             label = self._new_label(comm, op, dtype)
-        inside = self._inside
+        inside, algorithms = self._inside, self._algorithms
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename in inside:
             frame = frame.f_back
-        # The offset of the instruction stands for the line, which is only worked out for a site not seen before.
-        site = 0 if frame is None else self._sites.get((id(frame.f_code), frame.f_lasti), -1)
-        if site < 0:
-            assert frame is not None
-            site = self._site(frame)
+        # Inside collectives/ the site is the caller's, and how it came here.
+        outer = frame
+        while outer is not None and outer.f_code.co_filename in algorithms:
+            outer = outer.f_back
+        site = 0
+        if frame is not None:
+            outer = outer or frame
+            # The offset of the instruction stands for the line, which is only worked out for a site not seen before.
+            key = id(frame.f_code), frame.f_lasti, id(outer.f_code), outer.f_lasti
+            site = self._sites.get(key, -1)
+            if site < 0:
+                site = self._new_site(key, [outer] if outer is frame else [outer, frame])
         index = self._advance()
         slot = index % self.capacity
         while slot in self._open:
@@ -99,7 +106,7 @@ class Recorder:
         now = time.monotonic_ns()
         self._open[slot] = now
         self._put(
-            self._map, self._ring + slot * 64, index, now, 0, label[1](), count, sent_bytes, site, label[0], peer, tag
+            self._words, self._ring + slot * 64, index, now, 0, label[1](), count, sent_bytes, site, label[0], peer, tag
         )
         return slot
 
@@ -122,17 +129,6 @@ class Recorder:
             if (comm, op, dtype) not in self._labels:
                 self._labels[comm, op, dtype] = self._add_text(layout.LABEL, f"{comm}\t{op}\t{dtype}"), clock
             return self._labels[comm, op, dtype]
-
-    def _site(self, frame: FrameType) -> int:
-        """Return the id of the call site; inside collectives/ it is the caller's, and how it came here."""
-        outer: FrameType | None = frame
-        while outer is not None and outer.f_code.co_filename in self._algorithms:
-            outer = outer.f_back
-        if outer is None or outer is frame:
-            return self._new_site((id(frame.f_code), frame.f_lasti), [frame])
-        key = (id(frame.f_code), frame.f_lasti, id(outer.f_code), outer.f_lasti)
-        site = self._sites.get(key)
-        return self._new_site(key, [outer, frame]) if site is None else site
 
     def _new_site(self, key: tuple[int, ...], frames: list[FrameType]) -> int:
         with self._lock:

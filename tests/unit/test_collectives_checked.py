@@ -1,4 +1,4 @@
-"""The checked mode: ranks that come to one collective with different calls all fail, and each knows who brought what."""
+"""The checked mode: ranks that come to one collective with different calls all fail, and know who brought what."""
 
 import re
 

@@ -28,6 +28,34 @@ def test_16_bit_sums_are_rounded_once(algorithm: str, dtype: type, rng: np.rando
     assert max(run_threads(4, body)) < 1e-3
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("algorithm", collectives.ALLREDUCE)
+def test_16_bit_sums_are_those_of_float64_to_one_ulp_and_mostly_exact(
+    algorithm: str, size: int, rng: np.random.Generator
+) -> None:
+    """Of the elements 999 in 1000 are the once-rounded sum in float64, scaled or not; the others are next to it."""
+    cases = [(np.dtype(dtype), scale) for dtype in HALVES for scale in (1.0, 1 / 3)]
+    inputs = [rng.standard_normal((size, 10_000)).astype(dtype) for dtype, _ in cases]
+
+    def body(comm: Communicator) -> list[np.ndarray]:
+        buffers = [brought[comm.rank].copy() for brought in inputs]
+        for buffer, (_, scale) in zip(buffers, cases, strict=True):
+            collectives.allreduce(comm, buffer, algorithm, scale=scale)
+        return buffers
+
+    for buffers in run_threads(size, body):
+        for buffer, brought, (dtype, scale) in zip(buffers, inputs, cases, strict=True):
+            exact = (brought.astype(np.float64).sum(axis=0) * scale).astype(dtype)
+            assert np.mean(buffer != exact) <= 1e-3
+            assert (np.abs(ordered(buffer) - ordered(exact)) <= 1).all()
+
+
+def ordered(halves: np.ndarray) -> np.ndarray:
+    """Return integers in the order of the numbers, one apart where these are neighbours."""
+    bits = halves.view(np.int16).astype(np.int64)
+    return np.where(bits < 0, -(bits & 0x7FFF), bits)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_widened_ring_sends_float32_and_says_so(dtype: type) -> None:
     def body(comm: Communicator) -> None:

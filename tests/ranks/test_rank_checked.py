@@ -1,0 +1,63 @@
+"""The checked mode and the scale over real messages: all ranks fail where their calls differ, and go on afterwards."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from hpcdist import collectives
+from hpcdist.arrays.dtypes import FLOATS
+from hpcdist.collectives import ALLREDUCE, SHARDED
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import BufferHandoverError, CommunicationError
+
+
+@pytest.fixture
+def checking(comm: Communicator) -> Iterator[Communicator]:
+    """A communicator in checked mode, of this test alone."""
+    own = comm.dup("checked")
+    own.checked = True
+    yield own
+    collectives.release(own)
+    own.free()
+
+
+@pytest.mark.parametrize("algorithm", ["native", "ring", "node_shared", "all_to_all", "hierarchical"])
+def test_rank_calls_that_differ_fail_on_every_rank(checking: Communicator, algorithm: str) -> None:
+    comm = checking
+    if comm.size == 1:
+        pytest.skip("one rank agrees with itself")
+    odd = comm.rank == comm.size - 1
+    shares = SHARDED["ring"].shares(comm, 64, 8)
+    differ = {
+        "size": lambda: collectives.allreduce(comm, np.zeros(65 if odd else 64), algorithm),
+        "dtype": lambda: collectives.allreduce(comm, np.zeros(64, np.int64 if odd else np.float64), algorithm),
+        "op": lambda: collectives.allreduce(comm, np.zeros(64), algorithm, "max" if odd else "sum"),
+        "algorithm": lambda: collectives.allreduce(comm, np.zeros(64), "rabenseifner" if odd else algorithm),
+    }
+    if odd:
+        differ["call"] = lambda: SHARDED["ring"].all_gather(comm, np.zeros(64), shares)
+    else:
+        differ["call"] = lambda: collectives.allreduce(comm, np.zeros(64), algorithm)
+    for call in differ.values():
+        with pytest.raises(CommunicationError, match="came to one collective with different calls") as caught:
+            call()
+        assert f"rank {comm.size - 1}: " in str(caught.value) and str(caught.value).count(__file__) == 2
+    buffer = np.full(64, 2.0**comm.rank)
+    collectives.allreduce(comm, buffer, algorithm)  # nothing of the calls before is left in the way
+    assert (buffer == 2.0**comm.size - 1).all()
+
+
+def test_rank_that_refuses_tells_the_others(checking: Communicator) -> None:
+    odd = checking.rank == checking.size - 1
+    with pytest.raises(BufferHandoverError if odd else CommunicationError, match="1-D contiguous"):
+        collectives.allreduce(checking, np.zeros(8)[::2] if odd else np.zeros(4), "ring")
+
+
+@pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
+@pytest.mark.parametrize("algorithm", ALLREDUCE)
+def test_rank_results_are_multiplied_once(comm: Communicator, algorithm: str, dtype: np.dtype) -> None:
+    for count in (0, 1, 3000):
+        buffer = np.full(count, comm.rank + 1, dtype)
+        collectives.allreduce(comm, buffer, algorithm, scale=0.5)
+        assert (buffer == comm.size * (comm.size + 1) / 4).all()

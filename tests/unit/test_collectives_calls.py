@@ -1,0 +1,112 @@
+"""The front door: the scale, what it refuses, what it settles once, and the events of a call."""
+
+import numpy as np
+import pytest
+
+from hpcdist import collectives
+from hpcdist.arrays.dtypes import INTEGERS
+from hpcdist.collectives import ALLREDUCE, calls
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import BufferHandoverError, UsageError
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("algorithm", ALLREDUCE)
+def test_the_result_is_multiplied_exactly_once(algorithm: str, size: int, dtype: type) -> None:
+    def body(comm: Communicator) -> None:
+        for count in (0, 1, 300):
+            for op, expected in (("sum", size * (size + 1) / 2), ("max", size), ("min", 1)):
+                buffer = np.full(count, comm.rank + 1, dtype)
+                collectives.allreduce(comm, buffer, algorithm, op, scale=0.25)
+                assert (buffer == 0.25 * expected).all()
+
+    run_threads(size, body)
+
+
+@pytest.mark.parametrize("algorithm", ALLREDUCE)
+def test_16_bits_are_scaled_before_they_are_rounded(algorithm: str) -> None:
+    """The sum is beyond the range of float16, its mean is not."""
+
+    def body(comm: Communicator) -> None:
+        buffer = np.full(70, 60_000, np.float16)
+        collectives.allreduce(comm, buffer, algorithm, scale=0.5)
+        assert (buffer == 60_000).all()
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dtype", INTEGERS.values(), ids=INTEGERS)
+def test_integers_are_not_scaled(size: int, dtype: np.dtype) -> None:
+    def body(comm: Communicator) -> None:
+        buffer = np.ones(4, dtype)
+        with recording(comm) as traffic, pytest.raises(UsageError, match=r"cannot be multiplied by 0\.5"):
+            collectives.allreduce(comm, buffer, "ring", scale=0.5)
+        assert not traffic.calls
+        collectives.allreduce(comm, buffer, "ring", scale=1)
+        assert (buffer == size).all()
+
+    run_threads(size, body)
+
+
+def test_what_was_settled_does_not_let_another_buffer_through() -> None:
+    """The first call settles algorithm, op and dtype; every later buffer is looked at all the same."""
+    read_only = np.zeros(4)
+    read_only.flags.writeable = False
+
+    def body(comm: Communicator) -> None:
+        collectives.allreduce(comm, np.zeros(4), "ring")
+        for message, buffer in {
+            "1-D contiguous": np.zeros(8)[::2],
+            "shape": np.zeros((2, 2)),
+            "read-only": read_only,
+            "native byte order": np.zeros(4, ">f8"),
+        }.items():
+            with recording(comm) as traffic, pytest.raises(BufferHandoverError, match=message):
+                collectives.allreduce(comm, buffer, "ring")
+            assert not traffic.calls
+        unaligned = np.zeros(33, np.uint8)[1:].view(np.float64)
+        unaligned[:] = 1
+        collectives.allreduce(comm, unaligned, "ring")
+        assert (unaligned == 2).all()
+
+    run_threads(2, body)
+
+
+def test_a_call_leaves_one_event_over_those_of_its_messages() -> None:
+    def body(comm: Communicator) -> None:
+        for algorithm, within in (("native", {"allreduce": 1}), ("recursive_doubling", {"sendrecv": 1})):
+            for _ in range(2):  # settled now, and settled before
+                with recording(comm) as traffic:
+                    collectives.allreduce(comm, np.zeros(1), algorithm)
+                assert traffic.calls == {f"{algorithm}_allreduce": 1, **within}
+
+    run_threads(2, body)
+
+
+def test_algorithms_that_take_a_scale_are_given_it() -> None:
+    def takes(comm: Communicator, buffer: np.ndarray, op: str = "sum", *, scale: float = 1.0) -> None:
+        buffer *= scale
+
+    def does_not(comm: Communicator, buffer: np.ndarray, op: str = "sum") -> None:
+        buffer += 1
+
+    assert calls.with_scale(takes) is takes
+    buffer = np.ones(3, np.float32)
+    calls.with_scale(does_not)(solo(), buffer, "sum", scale=0.5)
+    assert (buffer == 1).all()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("algorithm", ["native", "ring", "node_shared"])
+def test_a_product_beyond_the_range_is_infinite_without_a_warning(algorithm: str) -> None:
+    def body(comm: Communicator) -> None:
+        buffer = np.array([3e38, np.inf, 0, -3e38], np.float32)
+        collectives.allreduce(comm, buffer, algorithm, "max", scale=4.0)
+        assert buffer.tolist() == [np.inf, np.inf, 0, -np.inf]
+
+    run_threads(2, body)
