@@ -13,6 +13,7 @@ other ranks help inside their node only.
 
 The buffer goes through in segments, so that nothing waits for a whole phase: while segments are on the wire, the node
 sums those that leave next and hands round those that have arrived. What is not hidden is one segment at either end.
+On one node there is no wire, and the buffer is summed in the memory that its ranks share, if they can share any.
 Two nodes exchange their sums of a segment (the bytes of a ring of 2, but no message waits for another); more nodes form
 a ring in which each node starts at another chunk of the buffer, its messages queued one chunk ahead.
 
@@ -27,6 +28,7 @@ from typing import Final
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
+from hpcdist.collectives import node_shared
 from hpcdist.collectives.node_flow import NodeFlow
 from hpcdist.collectives.reduction import combiner
 from hpcdist.collectives.workspace import scratch
@@ -40,6 +42,9 @@ def hierarchical_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -
     """Reduce ``buffer`` in place to the same bits on every rank. Collective over ``comm``, which is cut by node."""
     combiner(buffer, op)  # refuse before the first split, on any number of ranks
     nodes = comm.nodes()
+    if nodes.count == 1 and node_shared.is_available(comm):
+        node_shared.node_shared_allreduce(comm, buffer, op)
+        return
     streams = min(len(members) for members in nodes.members)
     _reduce(_place_in(nodes, streams), buffer, op)
 
