@@ -1,5 +1,6 @@
 """The report of a benchmark of collectives: a table, JSON, and times and bandwidths against the size."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -184,28 +185,41 @@ def jsonable(found: Results) -> dict[str, Any]:
     return {"provenance": dict(found.provenance), "configurations": [asdict(row) for row in rows(found.configurations)]}
 
 
+def check_plot(file: Path) -> Any:
+    """Return matplotlib's module of figures, if it is there and can write a file of this name and place (local).
+
+    Raises MissingCapabilityError, UsageError, StorageError.
+    """
+    try:
+        from matplotlib import figure
+    except ImportError as error:
+        raise MissingCapabilityError(f"plots need matplotlib: pip install 'hpcdist[analysis]' ({error})") from error
+    known = figure.Figure().canvas.get_supported_filetypes()
+    if file.suffix.removeprefix(".").lower() not in known:
+        raise UsageError(f"{file}: matplotlib writes no such files; choose an ending from {', '.join(sorted(known))}")
+    folder = file.absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise StorageError(f"{file}: cannot be written: {folder} is missing or may not be written")
+    return figure
+
+
 def plot(table: Sequence[Row], file: Path) -> None:
     """Draw time and bus bandwidth against the size, one line an algorithm, a row of panels for each operation.
 
     Raises MissingCapabilityError without matplotlib, StorageError when the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingCapabilityError(f"plots need matplotlib: pip install 'hpcdist[analysis]' ({error})") from error
+    figures = check_plot(file)
     good = [row for row in table if not row.wrong]
     panels = list(dict.fromkeys((row.op, row.dtype, row.ranks) for row in good))
     if not panels:
         raise UsageError("nothing was measured well, so there is nothing to plot")
-    figure = Figure(figsize=(12, 4.5 * len(panels)), layout="constrained")
+    figure = figures.Figure(figsize=(12, 4.5 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), 2, squeeze=False)
     for (left, right), panel in zip(axes, panels, strict=True):
         _lines(left, right, [row for row in good if (row.op, row.dtype, row.ranks) == panel])
         left.set_title(f"{panel[0]}, {panel[1]}, {panel[2]} ranks", fontsize=10)
     try:
         figure.savefig(file, dpi=120)
-    except ValueError as error:  # an ending that matplotlib does not know
-        raise UsageError(f"{file}: {error}") from error
     except OSError as error:
         raise StorageError(f"{file}: cannot be written: {error.strerror}") from error
 

@@ -137,18 +137,15 @@ def _known(
 
 def _check_places(session: "Session", output: Path | None, plot: Path | None) -> None:
     """Raise, on every rank, what rank 0 finds in the way of its files. Collective over the world."""
-    from hpcdist.bench import collectives_file as results
-    from hpcdist.errors import StorageError
+    from hpcdist.bench import collectives_file, collectives_report
 
     error: HpcdistError | None = None
     if session.comm.rank == 0:
         try:
             if output is not None:
-                results.check_place(output)
-            if plot is not None and not (
-                plot.absolute().parent.is_dir() and os.access(plot.absolute().parent, os.W_OK)
-            ):
-                raise StorageError(f"{plot}: cannot be written: its folder is missing or may not be written")
+                collectives_file.check_place(output)
+            if plot is not None:
+                collectives_report.check_plot(plot)
         except HpcdistError as found:
             error = found
     error = session.comm.broadcast_object(error)

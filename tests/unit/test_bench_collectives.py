@@ -329,7 +329,9 @@ def test_the_plot_has_a_line_for_each_algorithm(tmp_path):
     with pytest.raises(UsageError, match="nothing"):
         collectives_report.plot([], picture)
     with pytest.raises(StorageError, match="cannot be written"):
-        collectives_report.plot(collectives_report.rows(kept), tmp_path / "missing" / "c.svg")
+        collectives_report.check_plot(tmp_path / "missing" / "c.svg")
+    with pytest.raises(UsageError, match="choose an ending from .*png"):
+        collectives_report.check_plot(tmp_path / "c.h5")
 
 
 def test_shares_of_an_algorithm_are_verified_by_its_own_cut():
