@@ -10,9 +10,10 @@ s/byte, γ the time to reduce in s/byte.
 from hpcdist.collectives import node_shared, on_device, workspace
 from hpcdist.collectives.all_to_all import ALL_TO_ALL, AllToAllFunction, all_to_all, all_to_all_allreduce
 from hpcdist.collectives.broadcast import BROADCAST, BroadcastFunction, broadcast
-from hpcdist.collectives.calls import ALLREDUCE, allreduce
+from hpcdist.collectives.calls import ALLREDUCE, ON_GPUS, allreduce
 from hpcdist.collectives.circulant import circulant_allreduce
 from hpcdist.collectives.double_tree import double_tree_allreduce
+from hpcdist.collectives.fixed_tree import FixedTree
 from hpcdist.collectives.hierarchical import hierarchical, hierarchical_allreduce
 from hpcdist.collectives.native import native_allreduce
 from hpcdist.collectives.node_shared import node_shared_allreduce
@@ -29,11 +30,13 @@ __all__ = [
     "ALL_GATHER",
     "ALL_TO_ALL",
     "BROADCAST",
+    "ON_GPUS",
     "REDUCE_SCATTER",
     "SHARDED",
     "AllToAllFunction",
     "AllreduceFunction",
     "BroadcastFunction",
+    "FixedTree",
     "Sharding",
     "account",
     "all_gather",

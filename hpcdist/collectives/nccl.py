@@ -38,8 +38,8 @@ def nccl_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
     combiner(buffer, op)
     if comm.size == 1 or buffer.size == 0:
         return
-    module, kind, stream = _prepared(buffer)
-    channel, address = communicator(comm), _address(buffer)
+    channel, module, kind, stream = _prepared(comm, buffer)
+    address = _address(buffer)
     channel.allReduce(address, address, buffer.size, kind, getattr(module, _OPS[op]), stream)
     device.produced()
 
@@ -54,8 +54,7 @@ def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], o
     combiner(buffer, op)
     if comm.size == 1 or buffer.size == 0:
         return
-    module, kind, stream = _prepared(buffer)
-    channel = communicator(comm)
+    channel, module, kind, stream = _prepared(comm, buffer)
     module.groupStart()
     for root, part in enumerate(ranges):
         if part:
@@ -71,8 +70,7 @@ def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> No
     if comm.size == 1 or buffer.size == 0:
         return
     # Bits are gathered, of any dtype: as bytes.
-    module, kind, stream = _prepared(buffer.view("uint8"))
-    channel = communicator(comm)
+    channel, module, kind, stream = _prepared(comm, buffer.view("uint8"))
     module.groupStart()
     for root, part in enumerate(ranges):
         if part:
@@ -82,15 +80,18 @@ def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> No
     device.produced()
 
 
-def _prepared(buffer: Array) -> tuple[Any, int, int]:
-    """Return NCCL, its number of the buffer's dtype, and the current stream (local). Raises BufferHandoverError."""
+def _prepared(comm: Communicator, buffer: Array) -> tuple[Any, Any, int, int]:
+    """Return the communicator, NCCL, its number of the buffer's dtype, and the current stream. Collective at first.
+
+    Raises BufferHandoverError, and MissingCapabilityError as `communicator` does.
+    """
     if not is_device(buffer):
         raise BufferHandoverError("NCCL works on memory of a GPU, and the buffer is on the host; use another algorithm")
     name = name_of(buffer.dtype)
     if name not in _DTYPES:
         raise BufferHandoverError(f"NCCL reduces no {name}; choose one of {', '.join(_DTYPES)}, or another algorithm")
-    module = device.nccl()
-    return module, int(getattr(module, f"NCCL_{name.upper()}")), int(device.current_stream().ptr)
+    channel, module = communicator(comm), device.nccl()
+    return channel, module, int(getattr(module, f"NCCL_{name.upper()}")), int(device.current_stream().ptr)
 
 
 def _address(buffer: Any) -> int:

@@ -1,6 +1,7 @@
 """The ``[communication]`` section of a recipe. Light: imports nothing but the errors."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,9 +19,11 @@ ALGORITHMS: Final = (
     "node_shared",
     "hierarchical",
     "all_to_all",
+    "nccl",
 )
 
 
+_TABLE: Final = re.compile(r"(?:(?!auto<)[a-z_]+<=[0-9]{1,18},)+(?!auto$)[a-z_]+")
 OVERLAPS: Final = ("none", "thread", "poll")
 POLLED: Final = ("ring",)  # algorithms in steps, with the bits that they have otherwise
 BUCKET_BYTES: Final = 4 << 20
@@ -30,7 +33,7 @@ BUCKET_BYTES: Final = 4 << 20
 class CommunicationConfig:
     """How ranks exchange gradients.
 
-    ``algorithm`` is an allreduce by name, or ``auto``, which is resolved at the start of a run and kept in its
+    ``algorithm`` is an allreduce by name, a table of names by size (see `collectives.selection`), or ``auto``, which is resolved at the start of a run and kept in its
     checkpoints. With the strategy allreduce a bucket of gradients is sent once ``bucket_bytes`` of it are
     complete; the other strategies send layer by layer. With ``overlap`` a bucket
     travels while the gradients before it are computed: a "thread" of each rank moves it, or between two layers the rank
@@ -49,9 +52,10 @@ class CommunicationConfig:
     checked: bool = False
 
     def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
+        if self.algorithm not in ALGORITHMS and not _is_table(self.algorithm):
             raise ConfigurationError(
-                f"communication.algorithm = {self.algorithm!r}; choose one of {', '.join(ALGORITHMS)}"
+                f"communication.algorithm = {self.algorithm!r}; choose one of {', '.join(ALGORITHMS)}, or a "
+                "table of them by size in bytes as `hpcdist tune` prints it, such as 'native<=4096,ring'"
             )
         self._check_overlap()
         if self.compression != "none":
@@ -76,3 +80,9 @@ class CommunicationConfig:
                 f"communication.overlap = 'poll' with communication.algorithm = {self.algorithm!r}, which has no "
                 f"steps with the same bits; choose the algorithm {' or '.join(POLLED)}, or the overlap 'thread'"
             )
+
+
+def _is_table(text: str) -> bool:
+    """Whether ``text`` has the form NAME<=BYTES,...,NAME; what sizes it takes is checked where the run is set up."""
+    rows = text.replace(",", "<=").split("<=")
+    return _TABLE.fullmatch(text) is not None and {row for row in rows if not row.isdigit()} <= set(ALGORITHMS)

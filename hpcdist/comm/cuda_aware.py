@@ -147,7 +147,7 @@ def _try(
         if left:  # the child died in the first of them
             failures[left.pop(0)] = outcome.end or "the child ended without a word"
         if not any("ready" in row for row in said):  # it died before: so would the next
-            return passed, failures | {name: outcome.end for name in left}, notes
+            return passed, failures | dict.fromkeys(left, outcome.end), notes
     return passed, failures, notes
 
 

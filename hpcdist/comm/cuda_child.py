@@ -36,7 +36,8 @@ def main(operations: list[str]) -> int:
         _say(comm, {"ready": comm.Get_size(), "notes": notes})
     for name in operations:
         try:
-            right = all([_try(_OPERATIONS[name], MPI, comm, size, on) for size in SIZES])
+            results = [_try(_OPERATIONS[name], MPI, comm, size, on) for size in SIZES]  # all: ranks keep step
+            right = all(results)
             why = "wrong data arrived"
         except MPI.Exception as error:
             right, why = False, str(error).splitlines()[0]
@@ -80,14 +81,17 @@ def _broadcast(mpi: Any, comm: Any, send: Any, receive: Any, inputs: list[np.nda
 def _allreduce(mpi: Any, comm: Any, send: Any, receive: Any, inputs: list[np.ndarray]) -> tuple[Any, np.ndarray]:
     comm.Allreduce(send, receive, mpi.SUM)
     comm.Allreduce(mpi.IN_PLACE, send, mpi.SUM)
-    total = np.sum(inputs, axis=0, dtype=np.float32)
-    return (receive if bool((receive == send).all()) else receive[:0]), total
+    return (receive if bool((receive == send).all()) else receive[:0]), _total(inputs)
+
+
+def _total(inputs: list[np.ndarray]) -> np.ndarray:
+    return np.asarray(np.sum(inputs, axis=0, dtype=np.float32))
 
 
 def _reduce_scatter(mpi: Any, comm: Any, send: Any, receive: Any, inputs: list[np.ndarray]) -> tuple[Any, np.ndarray]:
     rank, size = comm.Get_rank(), send.size // comm.Get_size()
     comm.Reduce_scatter(send, receive[:size], [size] * comm.Get_size(), mpi.SUM)
-    return receive[:size], np.sum(inputs, axis=0, dtype=np.float32)[rank * size :][:size]
+    return receive[:size], _total(inputs)[rank * size :][:size]
 
 
 def _all_gather(mpi: Any, comm: Any, send: Any, receive: Any, inputs: list[np.ndarray]) -> tuple[Any, np.ndarray]:

@@ -10,10 +10,10 @@ import numpy as np
 
 from hpcdist import collectives
 from hpcdist.checkpoint import manifest
-from hpcdist.collectives import node_shared, tuning
+from hpcdist.collectives import nccl, node_shared, tuning
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.start import Session
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.models.model import Model
 from hpcdist.strategies import fixed_tree
 from hpcdist.strategies.parameter_server import build as parameter_server
@@ -58,6 +58,7 @@ def resolve(session: Session, recipe: Recipe, model: Model, data: Communicator, 
     if recipe.run.logical_shards:
         return Selection(fixed_tree.ALGORITHM, "recipe", nodes)
     if wanted != AUTO:
+        _refuse_on_cpu(wanted, recipe.run.device, data)
         return Selection(wanted, "recipe", nodes)
     kind = tuning.SHARDED_KIND if recipe.parallel.strategy.startswith("zero") else tuning.ALLREDUCE_KIND
     served = recipe.parallel.strategy == "parameter_server"
@@ -75,6 +76,20 @@ def resolve(session: Session, recipe: Recipe, model: Model, data: Communicator, 
     collectives.release(data)  # what is not chosen keeps no memory
     seconds = found.seconds if found.source == "measured" else 0.0
     return Selection(found.text, found.source, nodes, seconds, "; ".join(filter(None, [note, found.note])))
+
+
+def _refuse_on_cpu(wanted: str, on: str, data: Communicator) -> None:
+    """Raise, on all ranks, if ``wanted`` is for GPUs and cannot run on these, before the first step. Collective."""
+    if wanted not in collectives.ON_GPUS:
+        return
+    if on != "gpu":
+        raise ConfigurationError(
+            f"communication.algorithm = {wanted} is for GPUs, and run.device = {on}; set run.device = 'gpu', or choose "
+            "another algorithm"
+        )
+    reason = nccl.refusal(data) if data.size > 1 else ""
+    if reason:
+        raise MissingCapabilityError(reason)
 
 
 def _kept(

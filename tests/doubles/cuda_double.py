@@ -118,6 +118,8 @@ class Event:
 
 LOCAL = Local()
 WRITTEN: dict[int, tuple[Stream, int]] = {}  # address of an allocation -> the last kernel that wrote to it
+UNSEEN: list[tuple[int, int, Stream, int]] = []  # parts of shared memory, and kernels that wrote to them
+READING: list[tuple[int, int]] = []  # pinned memory that copies to the device have still to read
 
 
 def current_stream() -> Stream:
@@ -152,16 +154,32 @@ def root_of(host: np.ndarray) -> int:
 def wrote(host: np.ndarray) -> None:
     """A kernel on the current stream wrote to ``host``."""
     stream = current_stream()
-    WRITTEN[root_of(host)] = stream, stream._give()
+    number = stream._give()
+    WRITTEN[root_of(host)] = stream, number
+    if root_of(host) in SHARED:
+        UNSEEN[:] = [row for row in UNSEEN if row[2]._done < row[3]]
+        UNSEEN.append((*_extent(host), stream, number))
+
+
+def _extent(host: np.ndarray) -> tuple[int, int]:
+    start = int(host.__array_interface__["data"][0])
+    return start, start + host.nbytes
+
+
+def forget(host: np.ndarray) -> None:
+    """Memory is taken: what was written where it lies, by somebody else, is gone."""
+    start, end = _extent(host)
+    WRITTEN.pop(root_of(host), None)
+    UNSEEN[:] = [row for row in UNSEEN if row[1] <= start or end <= row[0]]
 
 
 def check_read(host: np.ndarray) -> None:
     """A kernel on the current stream reads ``host``: shared memory only when its writer is known to be done."""
-    root = root_of(host)
-    if root in SHARED:
-        stream, number = WRITTEN.get(root, (current_stream(), 0))
-        if not current_stream()._comes_behind(stream, number):
-            raise StreamOrderError(f"{stream.thread} may still be writing what this kernel reads")
+    if root_of(host) in SHARED:
+        start, end = _extent(host)
+        for first, last, stream, number in tuple(UNSEEN):
+            if start < last and first < end and not current_stream()._comes_behind(stream, number):
+                raise StreamOrderError(f"{stream.thread} may still be writing what this kernel reads")
 
 
 def check_copy(host: np.ndarray, stream: Stream) -> None:
@@ -202,13 +220,22 @@ def copy_to_host(source: np.ndarray, target: np.ndarray, stream: Stream, blockin
         _waited(stream, stream._given)
         target[...] = source
         return
-    target.view(np.uint8)[...] = 0xFF
+    start, end = _extent(target)
+    if not any(start < last and first < end for first, last in list(READING)):
+        target.view(np.uint8)[...] = 0xFF
     stream._give(lambda: np.copyto(target, source))
 
 
 def copy_to_device(source: np.ndarray, target: np.ndarray, stream: Stream) -> None:
     if is_pinned(source):
-        number = stream._give(lambda: np.copyto(target, source))
+        extent = _extent(source)
+        READING.append(extent)
+
+        def copy() -> None:
+            target[...] = source
+            READING.remove(extent)
+
+        number = stream._give(copy)
     else:
         stream._run(stream._given)
         target[...] = source
@@ -227,6 +254,7 @@ class Memory:
         self.size = size
         self.bytes = np.full(size, 0xFF, np.uint8)
         self.ptr = int(self.bytes.ctypes.data)
+        forget(self.bytes)
         SHARED[self.ptr] = self.bytes
 
 

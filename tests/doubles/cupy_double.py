@@ -184,6 +184,7 @@ class ndarray:  # noqa: N801
     def __init__(self, shape: Any, dtype: Any = float, memptr: Any = None) -> None:
         if memptr is None:
             self._raw = np.empty(shape, dtype)
+            cuda_double.forget(self._raw)
             return
         nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         self._raw = cuda_double.memory_at(memptr, nbytes).view(dtype).reshape(shape)

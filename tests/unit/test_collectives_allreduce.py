@@ -5,7 +5,7 @@ import pytest
 
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS
-from hpcdist.collectives import ALLREDUCE
+from hpcdist.collectives import ALLREDUCE, ON_GPUS
 from hpcdist.collectives.calls import SUM_16_BITS
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.config import ALGORITHMS
@@ -95,7 +95,7 @@ def test_allreduce_is_reproducible_and_independent_of_calls_before(algorithm: st
 
 
 def test_every_algorithm_that_a_recipe_may_name_is_here() -> None:
-    assert set(ALGORITHMS) == {"auto", *ALLREDUCE}  # "auto" is resolved where the run is set up
+    assert set(ALGORITHMS) == {"auto", *ALLREDUCE, *ON_GPUS}  # "auto" is resolved where the run is set up
 
 
 @pytest.mark.parametrize("size", [1, 2])

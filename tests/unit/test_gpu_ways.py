@@ -1,0 +1,238 @@
+"""The ways of a buffer on a GPU, on the double: segments in pinned memory, memory of the other ranks, and NCCL."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import cuda_double
+import nccl_double
+import numpy as np
+import pytest
+from gpu_runs import LAYOUTS, Trained, assembled, check_same, write_text
+
+from hpcdist import collectives
+from hpcdist.arrays import backend, ipc
+from hpcdist.collectives import device_shared, nccl, on_device, staged
+from hpcdist.collectives.native import native_allreduce
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.handover import Handover
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import BufferHandoverError, ConfigurationError, MissingCapabilityError
+
+COUNT = 1003
+
+
+def reduced(
+    size: int, inputs: list[np.ndarray], call: Callable[[Communicator, backend.Array], None]
+) -> list[np.ndarray]:
+    """Return what each rank has after ``call`` on a buffer that a kernel has just produced, and one kernel more."""
+
+    def body(comm: Communicator) -> np.ndarray:
+        buffer = backend.place(inputs[comm.rank], "gpu")
+        buffer *= buffer.dtype.type(2)
+        call(comm, buffer)
+        buffer += buffer.dtype.type(1)
+        return buffer.get()  # type: ignore[attr-defined]
+
+    return run_threads(size, body)
+
+
+def integers(rng: np.random.Generator, size: int, dtype: str = "float32") -> list[np.ndarray]:
+    """Whole numbers, whose sums are exact in any order."""
+    return [rng.integers(0, 9, COUNT).astype(dtype) for _ in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("segments", [1, 2, 3, 4, 9])
+def test_segments_pass_through_three_blocks(
+    gpu: ModuleType, size: int, segments: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged, "SEGMENT_BYTES", 4 * -(-COUNT // segments))
+    inputs = integers(rng, size)
+    leased = []
+    lease = staged.staging.lease
+    monkeypatch.setattr(staged.staging, "lease", lambda *wanted: leased.append(wanted) or lease(*wanted))
+    found = reduced(size, inputs, lambda comm, buffer: staged.staged_allreduce(native_allreduce, comm, buffer))
+    for values in found:
+        assert np.array_equal(values, 2 * np.sum(inputs, axis=0) + 1)
+    assert len(leased) == size * min(segments, staged.BLOCKS)
+    for rank in range(size):
+        # the copies back to the test are one transfer each way more
+        assert gpu.LOG.count(gpu.D2H, f"rank {rank}") == gpu.LOG.count(gpu.H2D, f"rank {rank}") == segments + 1
+
+
+def test_the_host_waits_for_one_segment_at_a_time(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While segment 0 is reduced, the copies of segments 1 and 2 are under way and have not been waited for."""
+    monkeypatch.setattr(staged, "SEGMENT_BYTES", 40)
+    seen = []
+
+    def look(comm: Communicator, block: np.ndarray, op: str = "sum") -> None:
+        stream = staged.staging._here.stream
+        seen.append(stream._given - stream._done)
+
+    run_threads(1, lambda comm: staged.staged_allreduce(look, comm, backend.zeros(40, np.dtype("float32"), "gpu")))
+    assert seen == [4, 4, 2, 0]  # a wait for an event and a copy for each segment ahead
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "float16"])
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_kernels_read_the_memory_of_the_others(
+    gpu: ModuleType, size: int, op: str, dtype: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ipc, "UNIT_BYTES", 512)
+    monkeypatch.setattr(device_shared, "PIECE_BYTES", 512)  # several pieces, and both halves
+    inputs = integers(rng, size, dtype)
+
+    def twice(comm: Communicator, buffer: backend.Array) -> None:
+        device_shared.device_shared_allreduce(comm, buffer, op)
+        device_shared.device_shared_allreduce(comm, buffer, "max")  # all have the same
+        assert not device_shared.refusal(comm)
+        collectives.release(comm)
+        assert not cuda_double.LOCAL.opened
+
+    want = {"sum": np.sum, "max": np.max, "min": np.min}[op](inputs, axis=0)
+    for values in reduced(size, inputs, twice):
+        assert values.dtype == dtype and np.array_equal(values, (2 * want + 1).astype(dtype))
+
+
+def test_sixteen_bits_are_summed_in_float32_and_rounded_once(gpu: ModuleType, rng: np.random.Generator) -> None:
+    inputs = [rng.standard_normal(COUNT).astype(np.float16) for _ in range(4)]
+    wide = np.float32(0)
+    for part in inputs:
+        wide = wide + (2 * part).astype(np.float32)
+    want = wide.astype(np.float16) + np.float16(1)
+    for values in reduced(4, inputs, device_shared.device_shared_allreduce):
+        assert values.tobytes() == want.tobytes()
+
+
+def test_memory_that_cannot_be_mapped_is_refused_on_every_rank_and_staged(
+    gpu: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cuda_double.LIMIT, "ipc", 0)
+    inputs = integers(rng, 3)
+
+    def body(comm: Communicator, buffer: backend.Array) -> None:
+        with pytest.raises(MissingCapabilityError, match="rank 0: GPU .* cannot open memory of GPU .*--gpus-per-node"):
+            device_shared.device_shared_allreduce(comm, buffer)
+        collectives.allreduce(comm, buffer, "node_shared")
+
+    for values in reduced(3, inputs, body):
+        assert np.array_equal(values, 2 * np.sum(inputs, axis=0) + 1)
+
+
+@pytest.fixture
+def several_ranks_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_double, "VERSION", [nccl.SEVERAL_RANKS_A_GPU])
+    monkeypatch.setenv(nccl.SEVERAL_RANKS_VARIABLE, "1")
+
+
+@pytest.mark.usefixtures("several_ranks_a_gpu")
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "float16"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_nccl(gpu: ModuleType, size: int, dtype: str, rng: np.random.Generator) -> None:
+    inputs = integers(rng, size, dtype)
+
+    def body(comm: Communicator, buffer: backend.Array) -> None:
+        collectives.allreduce(comm, buffer, "nccl")
+        collectives.allreduce(comm, buffer, "nccl", "max")
+        collectives.release(comm)
+
+    for values in reduced(size, inputs, body):
+        assert np.array_equal(values, 2 * np.sum(inputs, axis=0) + 1)
+
+
+@pytest.mark.usefixtures("several_ranks_a_gpu")
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_shards_of_nccl(gpu: ModuleType, size: int, rng: np.random.Generator) -> None:
+    inputs = integers(rng, size)
+
+    def body(comm: Communicator, buffer: backend.Array) -> None:
+        shares = nccl.shares(comm, COUNT, 4)
+        nccl.reduce_scatter(comm, buffer, shares)
+        own = shares[comm.rank].slice
+        kept = buffer[own].copy()
+        buffer[...] = np.float32(0)
+        buffer[own] = kept
+        nccl.all_gather(comm, buffer, shares)
+
+    for values in reduced(size, inputs, body):
+        assert np.array_equal(values, 2 * np.sum(inputs, axis=0) + 1)
+
+
+@pytest.mark.parametrize(
+    ("version", "variable", "reason"),
+    [
+        (22703, "1", r"2 ranks share GPU 0000:00:00.0 of node 0, and NCCL 2\.27\.3.*a GPU of its own"),
+        (23000, "0", r"NCCL 2\.30\.0.*set NCCL_MULTI_RANK_GPU_ENABLE=1"),
+    ],
+)
+def test_nccl_refuses_ranks_that_share_a_gpu(
+    gpu: ModuleType, version: int, variable: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_double, "VERSION", [version])
+    monkeypatch.setenv(nccl.SEVERAL_RANKS_VARIABLE, variable)
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(MissingCapabilityError, match=reason):
+            collectives.allreduce(comm, backend.zeros(5, np.dtype("float32"), "gpu"), "nccl")
+
+    run_threads(2, body)
+
+
+def test_nccl_that_is_missing_is_said_on_every_rank(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_double, "available", False)
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(MissingCapabilityError, match="rank 0: cupy finds no NCCL .*nvidia-nccl-cu12"):
+            collectives.allreduce(comm, backend.zeros(5, np.dtype("float32"), "gpu"), "nccl")
+
+    run_threads(2, body)
+
+
+def test_nccl_on_buffers_of_the_host_is_the_mpi_library(gpu: ModuleType) -> None:
+    def body(comm: Communicator) -> list[float]:
+        buffer = np.full(3, comm.rank + 1.0)
+        collectives.allreduce(comm, buffer, "nccl")
+        with pytest.raises(BufferHandoverError, match="the buffer is on the host"):
+            nccl.nccl_allreduce(comm, buffer)
+        with pytest.raises(BufferHandoverError, match="NCCL reduces no int16"):
+            nccl.nccl_allreduce(comm, backend.zeros(3, np.dtype("int16"), "gpu"))
+        return buffer.tolist()
+
+    assert run_threads(2, body) == [[3.0] * 3] * 2
+
+
+def test_each_operation_finds_its_way(gpu: ModuleType) -> None:
+    def body(comm: Communicator) -> list[bool]:
+        comm.handover = Handover(("send",))  # type: ignore[attr-defined]
+        found = [on_device.takes_pointers(comm, operation) for operation in ("send", "allreduce")]
+        children = comm.split(0)
+        assert children is not None and on_device.takes_pointers(children, "send")
+        return found
+
+    assert run_threads(2, body) == [[True, False]] * 2
+
+
+@pytest.mark.parametrize(
+    ("on", "error", "reason"),
+    [("cpu", ConfigurationError, "is for GPUs, and run.device = cpu"), ("gpu", MissingCapabilityError, "share GPU")],
+)
+def test_a_run_that_cannot_use_nccl_is_refused_before_its_first_step(
+    gpu: ModuleType, on: str, error: type[Exception], reason: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    keys = {"data.path": write_text(tmp_path / "text", rng), "communication.algorithm": "nccl", "run.device": on}
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(error, match=reason):
+            assembled(comm, keys)
+
+    run_threads(2, body)
+
+
+@pytest.mark.usefixtures("several_ranks_a_gpu")
+def test_a_run_over_nccl_is_that_of_the_cpu(gpu: ModuleType, tmp_path: Path, rng: np.random.Generator) -> None:
+    settings = {"data.path": write_text(tmp_path / "text", rng), **LAYOUTS["allreduce"][1], "precision.mode": "float64"}
+    host = run_threads(2, lambda comm: Trained(comm, settings))
+    keys = {**settings, "communication.algorithm": "nccl", "run.device": "gpu"}
+    check_same(host, run_threads(2, lambda comm: Trained(comm, keys)), 1e-12)
