@@ -23,6 +23,7 @@ from hpcdist.errors import StorageError
 _HERE: Final = os.path.dirname(os.path.abspath(__file__))
 _PACKAGE: Final = os.path.dirname(_HERE)
 _RECORD_WORDS: Final = layout.RECORD.size // 8
+_now: Final = time.monotonic_ns  # bound once: a look-up less, twice an event
 
 
 def _sources(folder: str) -> frozenset[str]:
@@ -99,12 +100,11 @@ class Recorder:
             site = self._sites.get(key, -1)
             if site < 0:
                 site = self._new_site(key, [outer] if outer is frame else [outer, frame])
-        index = self._advance()
+        index, under_way = self._advance(), self._open
         slot = index % self.capacity
-        while slot in self._open:
+        while slot in under_way:
             index, slot = self._next_free()
-        now = time.monotonic_ns()
-        self._open[slot] = now
+        now = under_way[slot] = _now()
         self._put(
             self._words, self._ring + slot * 64, index, now, 0, label[1](), count, sent_bytes, site, label[0], peer, tag
         )
@@ -112,7 +112,7 @@ class Recorder:
 
     def end(self, token: int) -> None:
         """Record the end of the operation."""
-        self._words[self._first_end + token * _RECORD_WORDS] = time.monotonic_ns()
+        self._words[self._first_end + token * _RECORD_WORDS] = _now()
         self._open.pop(token, None)  # only now may the record be used again
 
     def _next_free(self) -> tuple[int, int]:
