@@ -22,8 +22,11 @@ from hpcdist.collectives.reduction import check_buffer
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, UsageError
 
-BINOMIAL_BYTES: Final = 64 << 10  # `broadcast` takes the tree up to here; found by measurement
-SEGMENT_BYTES: Final = 128 << 10  # of the chain; found by measurement
+# `broadcast` takes the tree up to here, and always on few ranks: on 3 and 4 of a node scattering was slower at any
+# size. Above, the costs decide: 2 (p-1)/p n β against ceil(log2 p) n β.
+BINOMIAL_BYTES: Final = 512 << 10
+SCATTER_RANKS: Final = 8
+SEGMENT_BYTES: Final = 512 << 10  # of the chain; shorter ones were slower through shared memory
 
 
 class BroadcastFunction(Protocol):
@@ -38,10 +41,12 @@ def broadcast(comm: Communicator, buffer: Array, root: int = 0, algorithm: str =
     """Overwrite ``buffer`` with that of ``root``. Collective over ``comm``.
 
     ``buffer`` is 1-D, contiguous, of the same size and dtype on every rank; ``algorithm`` is a name of BROADCAST, or
-    "auto": by the size of the buffer. Raises UsageError for an unknown algorithm or a root that does not exist.
+    "auto": by the size of the buffer and the number of ranks.
+    Raises UsageError for an unknown algorithm or a root that does not exist.
     """
     if algorithm == "auto":
-        algorithm = "binomial" if buffer.nbytes <= BINOMIAL_BYTES or comm.size < 3 else "scatter_all_gather"
+        small = buffer.nbytes <= BINOMIAL_BYTES or comm.size < SCATTER_RANKS
+        algorithm = "binomial" if small else "scatter_all_gather"
     function = BROADCAST.get(algorithm)
     if function is None:
         raise UsageError(f"broadcast algorithm {algorithm!r} is unknown; choose auto or one of {', '.join(BROADCAST)}")

@@ -6,42 +6,70 @@ The bytes of the ring in the steps of a tree: for medium and large buffers on ma
 of collective reduction operations", ICCS 2004, LNCS 3036; R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of
 collective communication operations in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005) 49-66.
 
-With another p, and q the power of two below it, the first 2 (p-q) ranks act in pairs, each pair as one of q vertices.
-First the ranks of a pair exchange halves of the buffer, so that each has the sum of one half. In the first halving the
-vertex keeps one of the halves, and the rank that has it goes on alone; the other rank gives the other half to the
-partner vertex and, in the last doubling, gets it back, finished. Then the pair exchanges its halves again:
+With another p, and q the power of two below it, the first 2 (p-q) ranks act in pairs, each pair as one of q vertices. A
+short buffer is folded, see `power_of_two`. For a long one the ranks of a pair first exchange halves of the buffer, so
+that each has the sum of one half. In the first halving the vertex keeps one of them, and the rank that has it goes
+on alone; the other rank gives the other half to the partner vertex and, in the last doubling, gets it back, finished.
+Then the pair exchanges its halves again:
 
-    2 α + n β + n/2 γ    more than for q ranks; to give the other one the whole buffer, and back, costs 2 n β + n γ
+    2 α + n β + n/2 γ    more than for q ranks, where folding costs 2 α + 2 n β + n γ
 
 Every element is summed in one place only and its bits are handed on, so all ranks end with the same bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives.power_of_two import Hypercube
+from hpcdist.collectives.power_of_two import Hypercube, fold, unfold
 from hpcdist.collectives.reduction import Combine, combiner
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator
 
+# From here on pairs exchange halves. Three ranks on two cores: faster at 16 MiB, slower at 4 MiB.
+HALVES_BYTES: Final = 8 << 20
 
-def rabenseifner_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer`` in place to the same bits on every rank. Collective over ``comm``."""
+
+def rabenseifner_allreduce(
+    comm: Communicator, buffer: Array, op: str = "sum", *, halves_bytes: int = HALVES_BYTES
+) -> None:
+    """Reduce ``buffer`` in place to the same bits on every rank. Collective over ``comm``.
+
+    Where p is no power of two, buffers from ``halves_bytes`` on are halved in the pairs, shorter ones folded.
+    """
     combine = combiner(buffer, op)
-    if comm.size == 1:
+    if comm.size & (comm.size - 1) and buffer.nbytes >= halves_bytes:
+        _in_halves(comm, buffer, combine)
         return
+    cube = fold(comm, buffer, combine)
+    if cube.rank is not None:
+        chunks = split(buffer.size, cube.size, buffer.itemsize)
+        arrival = _arrival(buffer, chunks)
+        _reduce_scatter(comm, cube.rank, cube.outer, cube.size // 2, buffer, arrival, chunks, combine)
+        _all_gather(comm, cube.rank, cube.outer, cube.size, buffer, chunks)
+    unfold(comm, cube, buffer)
+
+
+def _in_halves(comm: Communicator, buffer: Array, combine: Combine) -> None:
     cube = Hypercube.of(comm)
     chunks = split(buffer.size, cube.size, buffer.itemsize)
     middle = chunks[cube.size // 2].start
     place = _Place.of(comm, cube, [Range(0, middle), Range(middle, buffer.size)])
-    arrival = scratch("recursive halving", max(half.size for half in place.halves), buffer.dtype, buffer)
+    arrival = _arrival(buffer, chunks)
     _first_halving(comm, place, buffer, arrival, combine)
     if place.goes_on:
-        _reduce_scatter(comm, place, buffer, arrival, chunks, combine)
-        _all_gather(comm, place, buffer, chunks)
+        width = cube.size // 2
+        _reduce_scatter(comm, place.vertex, place.rank_of, width // 2, buffer, arrival, chunks, combine)
+        _all_gather(comm, place.vertex, place.rank_of, width, buffer, chunks)
     _last_doubling(comm, place, buffer)
+
+
+def _arrival(buffer: Array, chunks: Sequence[Range]) -> Array:
+    """Return scratch for the longer half of ``buffer``."""
+    middle = chunks[len(chunks) // 2].start
+    return scratch("recursive halving", max(middle, buffer.size - middle), buffer.dtype, buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,24 +153,32 @@ def _window(chunks: Sequence[Range], vertex: int, width: int) -> slice:
 
 
 def _reduce_scatter(
-    comm: Communicator, place: _Place, buffer: Array, arrival: Array, chunks: Sequence[Range], combine: Combine
+    comm: Communicator,
+    vertex: int,
+    rank_of: Callable[[int], int],
+    width: int,
+    buffer: Array,
+    arrival: Array,
+    chunks: Sequence[Range],
+    combine: Combine,
 ) -> None:
-    """Halve the window of chunks until only the own one is left: keep one half of it, give the other away."""
-    width = place.cube.size // 4
+    """Halve the window of 2 ``width`` chunks until only the own one is left: keep one half, give the other away."""
     while width:
-        partner = place.vertex ^ width
-        kept, given = buffer[_window(chunks, place.vertex, width)], buffer[_window(chunks, partner, width)]
+        partner = vertex ^ width
+        kept, given = buffer[_window(chunks, vertex, width)], buffer[_window(chunks, partner, width)]
         received = arrival[: kept.size]
-        comm.sendrecv(given, place.rank_of(partner), received, place.rank_of(partner))
+        comm.sendrecv(given, rank_of(partner), received, rank_of(partner))
         combine(received, kept, kept)
         width //= 2
 
 
-def _all_gather(comm: Communicator, place: _Place, buffer: Array, chunks: Sequence[Range]) -> None:
-    """Double the window of finished chunks, up to the kept half, by exchanging it with the partner's."""
+def _all_gather(
+    comm: Communicator, vertex: int, rank_of: Callable[[int], int], last: int, buffer: Array, chunks: Sequence[Range]
+) -> None:
+    """Double the window of finished chunks, up to ``last`` of them, by exchanging it with the partner's."""
     width = 1
-    while width < place.cube.size // 2:
-        partner = place.vertex ^ width
-        own, theirs = buffer[_window(chunks, place.vertex, width)], buffer[_window(chunks, partner, width)]
-        comm.sendrecv(own, place.rank_of(partner), theirs, place.rank_of(partner))
+    while width < last:
+        partner = vertex ^ width
+        own, theirs = buffer[_window(chunks, vertex, width)], buffer[_window(chunks, partner, width)]
+        comm.sendrecv(own, rank_of(partner), theirs, rank_of(partner))
         width *= 2

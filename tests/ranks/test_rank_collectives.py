@@ -135,6 +135,10 @@ def test_rank_segments_give_the_same_bits(
             way(comm, whole, segment_bytes=1 << 30)
             assert np.array_equal(buffer, whole), f"{name} of {count}"
             agree(comm, buffer)
+        buffer = inputs[comm.rank].copy()
+        collectives.rabenseifner_allreduce(comm, buffer, halves_bytes=0)
+        assert (np.abs(buffer - exact) <= bound).all()
+        agree(comm, buffer)
 
 
 @pytest.mark.parametrize("algorithm", [*BROADCAST, "auto"])

@@ -79,7 +79,7 @@ def test_chain_in_segments(size: int, rng: np.random.Generator) -> None:
     run_threads(size, body)
 
 
-def test_auto_chooses_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_by_size_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     for name in list(BROADCAST):
         monkeypatch.setitem(MODULE.BROADCAST, name, lambda comm, buffer, root, name=name: called.append(name))
@@ -89,11 +89,12 @@ def test_auto_chooses_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
         broadcast(comm, np.zeros(limit, np.uint8))
         broadcast(comm, np.zeros(limit + 1, np.uint8))
 
-    run_threads(3, body)
-    assert sorted(called) == ["binomial"] * 3 + ["scatter_all_gather"] * 3
+    ranks = MODULE.SCATTER_RANKS
+    run_threads(ranks, body)
+    assert sorted(called) == ["binomial"] * ranks + ["scatter_all_gather"] * ranks
     called.clear()
-    run_threads(2, body)  # two ranks: nothing to scatter
-    assert called == ["binomial"] * 4
+    run_threads(ranks - 1, body)
+    assert called == ["binomial"] * (2 * ranks - 2)
 
 
 def test_broadcast_refuses_bad_calls_on_every_rank_before_anything_is_sent() -> None:

@@ -32,7 +32,7 @@ def test_rabenseifner_pays_for_the_ranks_above_a_power_of_two(size: int, rng: np
     def body(comm: Communicator) -> None:
         buffer = inputs[comm.rank].copy()
         with recording(comm) as traffic:
-            rabenseifner_allreduce(comm, buffer)
+            rabenseifner_allreduce(comm, buffer, halves_bytes=0)
         assert np.array_equal(buffer, inputs.sum(axis=0))
         if comm.rank >= 2 * pairs:
             assert traffic.sent_bytes == 2 * (cube - 1) * buffer.nbytes // cube
@@ -46,15 +46,36 @@ def test_rabenseifner_pays_for_the_ranks_above_a_power_of_two(size: int, rng: np
     run_threads(size, body)
 
 
+@pytest.mark.parametrize("size", [3, 5, 6, 7, 9, 13])
+def test_rabenseifner_folds_short_buffers(size: int) -> None:
+    cube = 1 << (size.bit_length() - 1)
+
+    def body(comm: Communicator) -> None:
+        buffer = np.full(16 * cube, 2.0**comm.rank)
+        with recording(comm) as traffic:
+            rabenseifner_allreduce(comm, buffer, halves_bytes=buffer.nbytes + 1)
+        assert (buffer == 2**size - 1).all()
+        inside = 2 * (cube - 1) * buffer.nbytes // cube
+        if comm.rank >= 2 * (size - cube):
+            assert traffic.sent_bytes == inside
+        else:
+            assert traffic.sent_bytes == (inside if comm.rank % 2 else 0) + buffer.nbytes
+
+    run_threads(size, body)
+
+
+@pytest.mark.parametrize("halves_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 100, 1003])
 @pytest.mark.parametrize("size", [*range(1, 10), 13, 16])
-def test_rabenseifner_at_any_number_of_ranks(size: int, count: int, rng: np.random.Generator) -> None:
+def test_rabenseifner_at_any_number_of_ranks(
+    size: int, count: int, halves_bytes: int, rng: np.random.Generator
+) -> None:
     inputs = rng.standard_normal((size, count))
     bound = size * np.finfo(np.float64).eps * np.abs(inputs).sum(axis=0)
 
     def body(comm: Communicator) -> bytes:
         buffer = inputs[comm.rank].copy()
-        rabenseifner_allreduce(comm, buffer)
+        rabenseifner_allreduce(comm, buffer, halves_bytes=halves_bytes)
         assert (np.abs(buffer - inputs.sum(axis=0)) <= bound).all()
         return buffer.tobytes()
 
