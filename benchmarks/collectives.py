@@ -148,11 +148,12 @@ def best(found: Sequence[Configuration]) -> Configuration | None:
 
 
 def cell(one: Configuration | None, least_us: float | None = None) -> str:
-    """Return the median in us, and how many times longer ``least_us`` is."""
+    """Return the median in us, and how many times longer ``least_us`` is, which may be NaN for not known."""
     if one is None:
         return f"{'-':>11}" + ("" if least_us is None else f"{'-':>9}")
     median_us = 1e6 * float(np.median(one.slowest_s))
-    return f"{median_us:11,.1f}" + ("" if least_us is None else f"{least_us / median_us:8.2f}x")
+    ratio = "-" if least_us is None or np.isnan(least_us) else f"{least_us / median_us:.2f}x"
+    return f"{median_us:11,.1f}" + ("" if least_us is None else f"{ratio:>9}")
 
 
 def table(found: Sequence[Configuration]) -> list[str]:
