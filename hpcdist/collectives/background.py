@@ -96,7 +96,7 @@ class ThreadProgress(Progress):
         self._thread = threading.Thread(
             target=_serve,
             args=(self._jobs, self._clock, workspace.ledger()),
-            name=f"collectives of {self._own.name}",
+            name=f"collectives of {self.own.name}",
             daemon=True,
         )
         self._thread.start()
@@ -113,7 +113,7 @@ class ThreadProgress(Progress):
                 "a progress thread takes host memory: the streams of a GPU belong to the thread that computes; "
                 "use the progress 'poll', or a blocking collective"
             )
-        own = self._own
+        own = self.own
         return self._put(lambda: collectives.allreduce(own, buffer, algorithm, op), ended)
 
     def _put(self, call: Callable[[], None], ended: Callable[[], None]) -> _Job:
@@ -125,7 +125,7 @@ class ThreadProgress(Progress):
         """Nothing to do: the thread goes on by itself."""
 
     def _finish(self) -> None:
-        last = self._put(lambda: collectives.release(self._own), lambda: None)
+        last = self._put(lambda: collectives.release(self.own), lambda: None)
         try:
             last.wait()
         except CommunicationError as error:

@@ -59,8 +59,9 @@ class _Operation:
 class PollProgress(Progress):
     """Moves its operations within `progress`, `Handle.test` and `Handle.wait`, and nowhere else.
 
-    After a failure nothing moves any more: the ranks may be out of step. "native" gives the bits of MPI_Iallreduce,
-    which may add in another order than MPI_Allreduce; "ring" those of the blocking ring.
+    After a failure nothing moves any more: the ranks may be out of step. "ring" gives the bits of the blocking ring,
+    "native" those of MPI_Iallreduce, which may add in another order than MPI_Allreduce: in Open MPI 5, on 3 ranks, a
+    fifth of 30,000 floats differ.
     """
 
     algorithms = tuple(RESUMABLE)
@@ -89,7 +90,7 @@ class PollProgress(Progress):
                     buffer[...] = wide
             ended()
 
-        lanes = RESUMABLE[algorithm](self._own, wide, op, arrivals, self._next_tag)
+        lanes = RESUMABLE[algorithm](self.own, wide, op, arrivals, self._next_tag)
         operation = _Operation(self, slot, lanes, finish)
         self._active.append(operation)
         self.progress()  # the first messages leave now
@@ -111,7 +112,7 @@ class PollProgress(Progress):
         with self._in_step():
             pending = [request for each in self._active for request in each.waits_for()]
             if pending:
-                self._own.wait_any(pending)
+                self.own.wait_any(pending)
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:

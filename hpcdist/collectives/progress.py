@@ -29,13 +29,14 @@ class Handle(Protocol):
 class Progress(ABC):
     """Runs nonblocking collectives on a communicator of its own, made from ``comm``. Construction is collective.
 
-    A context manager: leaving it closes; an exception ends it without the other ranks.
+    A context manager: leaving it closes; an exception ends it without the other ranks. ``own`` is the communicator that
+    operations run on: memory that they shall find shared is allocated over that one.
     """
 
     algorithms: tuple[str, ...]
 
     def __init__(self, comm: Communicator, label: str) -> None:
-        self.comm, self._own, self._closed = comm, comm.dup(label), False
+        self.comm, self.own, self._closed = comm, comm.dup(label), False
 
     @property
     def busy_s(self) -> float:
@@ -85,7 +86,7 @@ class Progress(ABC):
         if not self._closed:
             self._closed = True
             self._finish()
-            self._own.free()
+            self.own.free()
 
     def __enter__(self) -> Self:
         return self

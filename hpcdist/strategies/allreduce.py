@@ -42,12 +42,13 @@ class AllreduceExchange(OwnerExchange):
 
     def __init__(self, seat: Seat) -> None:
         super().__init__(seat)
-        stores = seat.store("parameters"), seat.store("gradients", allocate=seat.for_replicas("gradients"))
+        if seat.overlap != "none" and seat.data.size > 1:
+            self.overlap = Overlap(seat.data, seat.overlap)
+        over = seat.data if self.overlap is None else self.overlap.over
+        stores = seat.store("parameters"), seat.store("gradients", allocate=seat.for_replicas("gradients", over))
         self.owner = Owner(*stores, seat.build_optimizer(seat.part), [seat.part], None, seat.agree_algorithm)
         self.carries_out: Handlers = {Kind.REDUCE: self.reduce, **self.owner.carries_out}
-        if seat.overlap != "none" and seat.data.size > 1:
-            self.overlap = overlap = Overlap(seat.data, seat.overlap)
-            self.carries_out |= {Kind.START: self.start, Kind.WAIT: self.wait, Kind.POLL: lambda op: overlap.poll()}
+        self.carries_out |= {Kind.START: self.start, Kind.WAIT: self.wait, Kind.POLL: self.poll}
 
     def plan(self) -> list[Operation]:
         """Return REDUCE per bucket, or START and WAIT, AGREE, then the update of everything."""
@@ -70,6 +71,11 @@ class AllreduceExchange(OwnerExchange):
         """Return when the sum of the range is there."""
         assert op.range is not None and self.overlap is not None
         self.overlap.wait(op.range)
+
+    def poll(self, op: Operation) -> None:
+        """Move what was started (local)."""
+        assert self.overlap is not None
+        self.overlap.poll()
 
     def norm_squared(self) -> float:
         """Return this stage's share of the squared norm; one of the replicas, which all hold the same, speaks."""

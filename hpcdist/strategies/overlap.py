@@ -20,6 +20,7 @@ class Overlap:
 
     def __init__(self, data: Communicator, kind: str) -> None:
         self._progress = nonblocking.begin(data, kind)
+        self.over = self._progress.own  # the communicator that sums: not ``data``, on which others may go on
         self.polls = kind == "poll"
         self._under_way: dict[Range, Handle] = {}
         self._exposed_s = self._busy_before_s = 0.0

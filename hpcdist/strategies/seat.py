@@ -92,17 +92,18 @@ class Seat:
             ledger=None if allocate else self.ledger,
         )
 
-    def for_replicas(self, category: str) -> Allocate | None:
+    def for_replicas(self, category: str, over: Communicator | None = None) -> Allocate | None:
         """Return how to take memory that the replicas on a node can read, or None where no collective would (local).
 
-        What it returns is collective over ``data``. Buffers that are summed or handed round there then need no copy.
+        What it returns is collective over ``over``, by default ``data``. Buffers that are summed or handed round there
+        then need no copy.
         """
         names = {row.partition("<=")[0] for row in self.algorithm.split(",")}  # of a choice by size, each of its rows
         if self.on != "cpu" or self.data.size == 1 or not names & _IN_SHARED_MEMORY:
             return None
 
         def allocate(size: int, dtype: "np.dtype[np.generic]") -> Array:
-            array = node_shared.allocate(self.data, size, np.dtype(dtype))
+            array = node_shared.allocate(over or self.data, size, np.dtype(dtype))
             return array if self.ledger is None else self.ledger.track(array, category)
 
         return allocate
