@@ -51,10 +51,10 @@ class Choice:
 @functools.lru_cache(maxsize=64)
 def parse(text: "str | Choice") -> Choice:
     """Return the choice that ``text`` stands for, of algorithms that exist (local). Raises UsageError."""
-    from hpcdist.collectives import ALLREDUCE  # late: it is made of modules beside this one
+    from hpcdist.collectives import ALLREDUCE, ON_GPUS  # late: they are made of modules beside this one
 
     choice = text if isinstance(text, Choice) else _rows(text)
-    unknown = [name for name in choice.names if name not in ALLREDUCE]
+    unknown = [name for name in choice.names if name not in ALLREDUCE and name not in ON_GPUS]
     if unknown:
         raise UsageError(f"allreduce algorithm {unknown[0]!r} is unknown; choose one of {', '.join(ALLREDUCE)}")
     return choice

@@ -18,7 +18,7 @@ from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float, name_of
-from hpcdist.collectives import tuning_cache
+from hpcdist.collectives import nccl, tuning_cache
 from hpcdist.collectives.costs import FORMULAS, Machine, Topology
 from hpcdist.collectives.probe import Clock, probe, slowest
 from hpcdist.collectives.race import FEWEST_CALLS, Candidate, Race
@@ -181,6 +181,12 @@ def choose(measured: Mapping[str, float], before: str | None) -> str:
     return best
 
 
+def _on_gpus(comm: Communicator, everyone: Communicator) -> list[str]:
+    """Return the algorithms for GPUs, where every group has what they need. Collective over both."""
+    refused = comm.size > 1 and bool(nccl.refusal(comm))
+    return [] if slowest(everyone, float(refused)) else list(collectives.ON_GPUS)
+
+
 @dataclass(frozen=True)
 class Model:
     """The formulas on the machine that was measured."""
@@ -208,6 +214,7 @@ class Field:
     ) -> None:
         self.comm, self.everyone, self.buffer, self.model, self.clock = comm, everyone, buffer, model, clock
         self.budget_s, self._began = budget_s, clock()
+        self._all = [*collectives.ALLREDUCE, *(_on_gpus(comm, everyone) if backend.is_device(buffer) else ())]
         self.measured: dict[int, dict[str, float]] = {}
         self._latest: dict[str, tuple[int, float]] = {}  # by algorithm: the size of its last race, and the time
 
@@ -242,7 +249,7 @@ class Field:
         """Return the algorithms worth measuring, the most promising first (local)."""
         predicted = self.model.predicted(nbytes)
         best = min(predicted.values())
-        able = [name for name in collectives.ALLREDUCE if runs_on(self.model.topology.nodes, name)]
+        able = [name for name in self._all if runs_on(self.model.topology.nodes, name)]
         near = [name for name in able if predicted.get(name, best) <= PREDICTED_WITHIN * best]
         near.sort(key=lambda name: predicted.get(name, 0.0))
         winners = [row.chosen for row in self.rows()]

@@ -33,10 +33,11 @@ BUCKET_BYTES: Final = 4 << 20
 class CommunicationConfig:
     """How ranks exchange gradients.
 
-    ``algorithm`` is an allreduce by name, a table of names by size (see `collectives.selection`), or ``auto``, which is resolved at the start of a run and kept in its
-    checkpoints. With the strategy allreduce a bucket of gradients is sent once ``bucket_bytes`` of it are
-    complete; the other strategies send layer by layer. With ``overlap`` a bucket
-    travels while the gradients before it are computed: a "thread" of each rank moves it, or between two layers the rank
+    ``algorithm`` is an allreduce by name, a table of names by size (see `hpcdist.collectives.selection`), or ``auto``,
+    which is chosen by measurement at the start of a run and kept in its checkpoints. With the strategy allreduce a
+    bucket of gradients is sent once ``bucket_bytes`` of it are complete; the other strategies send layer by layer. With
+    ``overlap`` a bucket travels while the gradients before it are computed: a "thread" of each rank moves it, or
+    between two layers the rank
     itself does ("poll"); the results are the same bits. A communication that takes longer than ``deadline_s`` ends the
     job. ``ranks_per_node`` treats that many consecutive ranks as a node, to try code for several nodes on one; 0 takes
     the nodes as they are found. With ``checked`` the ranks compare what they are about to do before each collective,

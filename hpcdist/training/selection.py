@@ -65,6 +65,8 @@ def resolve(session: Session, recipe: Recipe, model: Model, data: Communicator, 
     known = parameter_server.ALGORITHMS[recipe.parameter_server.consistency] if served else None
 
     def is_usable(name: str) -> bool:
+        if collectives.ON_GPUS.keys() & set(name.replace("<=", ",").split(",")):
+            return recipe.run.device == "gpu" and not (data.size > 1 and nccl.refusal(data))
         return name in known if known is not None else tuning.usable(name, kind, len(nodes))
 
     kept, note = _kept(comm, nodes, is_usable, resume_from)

@@ -1,0 +1,140 @@
+"""Where the algorithm of a run comes from: recipe, checkpoint, cache or measurement."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hpcdist import models
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError
+from hpcdist.training import recipe as recipes
+from hpcdist.training import selection
+from hpcdist.training.selection import Selection
+from hpcdist.training.trainer import assemble
+
+SMALL = {"model.layers": 1, "model.hidden": 16, "model.heads": 1, "data.context": 8, "run.global_batch": 8}
+
+
+@pytest.fixture(autouse=True)
+def measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text("to be or not to be " * 200)
+    monkeypatch.setenv("HPCDIST_TUNING", "on")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(selection.tuning, "BUDGET_S", 0.05)
+
+
+def run(
+    folder: Path, ranks: int, resume: Path | None = None, ranks_per_node: int | None = None, **keys: object
+) -> tuple[Selection, Path]:
+    """Assemble a run, save its state, and return what it chose and where it is saved."""
+    settings = {**SMALL, "data.path": folder / "text.txt", **{k.replace("__", "."): v for k, v in keys.items()}}
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()]).recipe
+
+    def body(comm: Communicator) -> tuple[Selection, Path]:
+        trainer = assemble(Session(comm, locate(comm, None), "threads", _abort), recipe, resume)
+        assert trainer.seat.algorithm == trainer.selection.algorithm
+        return trainer.selection, trainer.save(folder / "saved", trainer.first_step + 1)
+
+    found = run_threads(ranks, body, ranks_per_node)
+    assert all(one == found[0] for one in found)
+    return found[0]
+
+
+def _abort(code: int) -> None:
+    raise SystemExit(code)
+
+
+def test_measured_then_cached_then_kept_from_the_checkpoint(tmp_path):
+    first, saved = run(tmp_path, 2)
+    second, _ = run(tmp_path, 2)
+    third, _ = run(tmp_path, 2, saved)
+    assert [one.source for one in (first, second, third)] == ["measured", "cache", "checkpoint"]
+    assert first.algorithm == second.algorithm == third.algorithm
+    assert first.seconds > 0 and second.seconds == third.seconds == 0
+    assert f"{first.algorithm}, measured in" in first.described()
+
+
+def test_a_table_goes_through_a_checkpoint(tmp_path):
+    table = "recursive_doubling<=4096,ring"
+    given, saved = run(tmp_path, 2, communication__algorithm=table)
+    kept, _ = run(tmp_path, 2, saved)
+    assert (given.algorithm, given.source, given.described()) == (table, "recipe", "")
+    assert (kept.algorithm, kept.source) == (table, "checkpoint")
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_node"), [(3, None), (2, 1)])
+def test_another_topology_chooses_anew_and_says_so(tmp_path, ranks, ranks_per_node):
+    _, saved = run(tmp_path, 2, communication__algorithm="node_shared")
+    found, _ = run(tmp_path, ranks, saved, ranks_per_node)
+    assert found.source == "measured"
+    assert "node_shared of the checkpoint was for nodes of 2 ranks" in found.note
+    assert found.note in found.described() and "\n" not in found.described()
+
+
+def test_a_checkpoint_of_before_nodes_were_kept(tmp_path, monkeypatch):
+    """Their number of ranks is all that is known of its topology."""
+    before = SimpleNamespace(scalars={"world": 2, "algorithm": "ring"})
+    monkeypatch.setattr(selection.manifest, "load", lambda path: before)
+    kept = _resolved(2, tmp_path)
+    assert (kept.algorithm, kept.source) == ("ring", "checkpoint")
+    anew = _resolved(3, tmp_path)
+    assert anew.source == "measured" and "was for 2 ranks" in anew.note
+
+
+def _resolved(ranks: int, saved: Path) -> Selection:
+    def body(comm: Communicator) -> Selection:
+        recipe = recipes.load(None, [f"{key}={value}" for key, value in SMALL.items()]).recipe
+        model = models.build(recipe.model, recipe.precision.mode, context=8)
+        return selection.resolve(Session(comm, locate(comm, None), "threads", _abort), recipe, model, comm, saved)
+
+    return run_threads(ranks, body)[0]
+
+
+def test_a_strategy_that_needs_halves_does_not_keep_a_table(tmp_path):
+    _, saved = run(tmp_path, 2, communication__algorithm="recursive_doubling<=4096,ring")
+    found, _ = run(tmp_path, 2, saved, parallel__strategy="zero1")
+    assert found.source == "measured"
+    assert "no algorithm of this run" in found.note
+
+
+def test_told_not_to_measure_it_is_native(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPCDIST_TUNING", "off")
+    found, _ = run(tmp_path, 2)
+    assert (found.algorithm, found.source) == ("native", "default")
+    assert not (tmp_path / "cache").exists()
+    monkeypatch.setenv("HPCDIST_TUNING", "perhaps")
+    with pytest.raises(ConfigurationError, match="HPCDIST_TUNING"):
+        run(tmp_path, 2)
+
+
+@pytest.mark.parametrize("keys", [{"parallel__strategy": "parameter_server"}, {"parallel__pipeline": 2}])
+def test_where_nothing_is_reduced_nothing_is_measured(tmp_path, keys):
+    found, _ = run(tmp_path, 2, **keys)
+    assert (found.algorithm, found.source, found.seconds) == ("native", "default", 0.0)
+
+
+def test_agreements_take_what_is_for_small_buffers(tmp_path):
+    def agree(ranks: int, **keys: object) -> str:
+        settings = {**SMALL, "data.path": tmp_path / "text.txt"} | {k.replace("__", "."): v for k, v in keys.items()}
+        recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()]).recipe
+
+        def body(comm: Communicator) -> str:
+            return assemble(Session(comm, locate(comm, None), "threads", _abort), recipe).seat.agree_algorithm
+
+        return run_threads(ranks, body)[0]
+
+    assert agree(2, communication__algorithm="native<=4096,ring") == "native"
+    assert agree(2, communication__algorithm="node_shared<=4096,ring") == "node_shared"
+    assert agree(4, communication__algorithm="node_shared<=4096,ring", parallel__pipeline=2) == "recursive_doubling"
+    assert agree(2, communication__algorithm="ring<=4096,native") == "recursive_doubling"
+    assert agree(2, communication__algorithm="ring") == "recursive_doubling"
+
+
+@pytest.mark.parametrize("text", ["ring<=4096", "auto<=4096,ring", "ring,native", "nothing<=1,ring", "ring<=x,native"])
+def test_recipes_refuse_what_is_no_table(text):
+    with pytest.raises(ConfigurationError, match=r"communication\.algorithm"):
+        recipes.load(None, [f"communication.algorithm={text}"])
