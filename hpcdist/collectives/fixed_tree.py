@@ -27,13 +27,13 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, name_of
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import workspace
-from hpcdist.collectives.low_precision import round_into
-from hpcdist.collectives.reduction import check_buffer, ufunc
+from hpcdist.collectives import checked, workspace
+from hpcdist.collectives.low_precision import round_into, widen
+from hpcdist.collectives.reduction import check_buffer, check_op, ufunc
 from hpcdist.collectives.ring import all_gather
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import UsageError
+from hpcdist.errors import HpcdistError, UsageError
 
 
 def shards_of(shards: int, size: int) -> list[Range]:
@@ -89,12 +89,13 @@ class FixedTree:
     then `reduce`, and may begin again. All buffers are of one size and dtype. 16-bit floats are summed, and sent, in
     float32, and rounded once. Partial sums take as many buffers as the number of own shards has binary digits at most,
     and while `reduce` runs as many more as a rank brings; the memory is kept. Raises UsageError for fewer shards than
-    ranks.
+    ranks and for an unknown ``op``.
     """
 
     def __init__(self, comm: Communicator, shards: int, op: str = "sum") -> None:
         if shards < comm.size:
             raise UsageError(f"{shards} logical shards for {comm.size} ranks: each needs one; give {comm.size} or more")
+        check_op(op)
         self._comm, self._op, self._shards = comm, op, shards
         parts = shards_of(shards, comm.size)
         self._own = parts[comm.rank]
@@ -122,7 +123,7 @@ class FixedTree:
             found = _Partial(joined, left.total, left.kept)
         if found.total is addend and (copy or addend.dtype != wide):
             found = _Partial(found.node, self._take(addend, wide), kept=True)
-            found.total[...] = addend
+            widen(addend, found.total)
         self._partials.append(found)
 
     def reduce(self, buffer: Array) -> None:
@@ -130,10 +131,16 @@ class FixedTree:
 
         It may be the array that was added last without a copy.
         """
-        check_buffer(buffer)
         comm = self._comm
-        self._check_turn(self._next == self._own.stop, "reduce is called")
-        self._check_size(buffer.size)
+        try:
+            check_buffer(buffer)
+            self._check_turn(self._next == self._own.stop, "reduce is called")
+            self._check_size(buffer.size)
+        except HpcdistError as error:
+            checked.refuse(comm, self._described(buffer), error)
+            raise
+        if comm.checked:
+            checked.compare(comm, self._described(buffer))
         token = comm.events.begin(comm.name, "fixed_tree_reduce", name_of(buffer.dtype), buffer.size, 0, -1, 0)
         chunks = split(buffer.size, comm.size, buffer.itemsize)
         own = buffer[chunks[comm.rank].slice]
@@ -147,6 +154,9 @@ class FixedTree:
         self._partials.clear()
         self._next = self._own.start
         comm.events.end(token)
+
+    def _described(self, buffer: Array) -> checked.Call:
+        return checked.described("allreduce", "fixed_tree", buffer, self._op, f"{self._shards} shards")
 
     def _rows(self, chunks: Sequence[Range]) -> dict[int, Array]:
         """Return the own chunk of each node that some rank brings, by its first shard; any may be overwritten."""
@@ -200,18 +210,10 @@ class FixedTree:
             raise UsageError(f"a buffer of {size} elements comes to a tree of {held[0]}; make a tree for each size")
 
 
-def fixed_tree_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
-    """Reduce ``buffer`` in place in the order of the tree over the ranks, one shard each. Collective over ``comm``."""
-    ufunc(buffer, op)  # an unknown op is refused before anything is sent
-    tree = FixedTree(comm, comm.size, op)
-    tree.add(comm.rank, buffer, copy=False)
-    tree.reduce(buffer)
-
-
 def _as(dtype: "np.dtype[Any]", values: Array) -> Array:
     """Return ``values`` in ``dtype``, in scratch memory where they are of another."""
     if values.dtype == dtype:
         return values
     wide = scratch("fixed tree widened", values.size, dtype, values)
-    wide[...] = values
+    widen(values, wide)
     return wide

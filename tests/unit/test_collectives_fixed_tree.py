@@ -1,18 +1,20 @@
 """The fixed tree: the same shards give the same bits on any number of ranks, at the bytes of the ring."""
 
 import itertools
+from types import ModuleType
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from hpcdist.arrays import backend
 from hpcdist.arrays.ranges import Range
-from hpcdist.collectives.fixed_tree import FixedTree, fixed_tree_allreduce, nodes_within, shards_of, tree_sum
+from hpcdist.collectives.fixed_tree import FixedTree, nodes_within, shards_of, tree_sum
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
 from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import UsageError
+from hpcdist.errors import CommunicationError, UsageError
 
 SHARDS = (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16, 23)
 
@@ -131,17 +133,42 @@ def test_partial_sums_take_a_buffer_for_each_binary_digit() -> None:
     assert len(tree._partials) + len(tree._free) <= 7
 
 
-def test_a_tree_over_ranks_is_an_allreduce(rng: np.random.Generator) -> None:
-    inputs = rng.standard_normal((7, 50)).astype(np.float32)
+def test_a_rank_that_brings_something_else_is_named_in_checked_mode() -> None:
+    def body(comm: Communicator, size_of_rank_1: int, adds: bool) -> None:
+        comm.checked = True
+        buffer = np.ones(size_of_rank_1 if comm.rank == 1 else 8, np.float32)
+        tree = FixedTree(comm, comm.size)
+        if adds or comm.rank != 1:
+            tree.add(comm.rank, buffer)
+        tree.reduce(buffer)
+        assert (buffer == 3).all()
+
+    run_threads(3, lambda comm: body(comm, 8, True))
+    with pytest.raises(CommunicationError, match="fixed_tree allreduce .* of 9 float32, 3 shards"):
+        run_threads(3, lambda comm: body(comm, 9, True))
+    with pytest.raises(
+        (CommunicationError, UsageError), match="reduce is called when rank 1 has added 0 of its shards"
+    ):
+        run_threads(3, lambda comm: body(comm, 8, False))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_gpu_arrays_give_the_same_bits(gpu: ModuleType, dtype: type, rng: np.random.Generator) -> None:
+    inputs = rng.standard_normal((7, 333)).astype(dtype)
 
     def body(comm: Communicator) -> np.ndarray:
-        buffer = inputs[comm.rank].copy()
-        fixed_tree_allreduce(comm, buffer)
-        return buffer
+        tree = FixedTree(comm, len(inputs))
+        own = shards_of(len(inputs), comm.size)[comm.rank]
+        for shard in range(own.start, own.stop):
+            buffer = backend.place(inputs[shard], "gpu")
+            tree.add(shard, buffer, copy=False)
+        tree.reduce(buffer)
+        return backend.to_host(buffer)
 
-    for size in (1, 2, 5, 7):
+    expected = run_threads(1, lambda comm: reduced(comm, inputs))[0]
+    for size in (1, 2, 3, 7):
         for result in run_threads(size, body):
-            assert result.tobytes() == recursive(inputs, 0, size).tobytes()
+            assert result.tobytes() == expected.tobytes()
 
 
 def test_wrong_calls_say_what_is_due() -> None:
@@ -157,5 +184,5 @@ def test_wrong_calls_say_what_is_due() -> None:
         tree.reduce(buffer)
     with pytest.raises(UsageError, match="a buffer of 5 elements comes to a tree of 4"):
         tree.add(1, np.zeros(5, np.float32))
-    with pytest.raises(UsageError, match="reduction 'mean' is unknown"):
-        fixed_tree_allreduce(solo(), buffer, "mean")
+    with pytest.raises(UsageError, match="mean"):
+        FixedTree(solo(), 3, "mean")
