@@ -80,18 +80,61 @@ def _array_at(numba: Any) -> Any:
         kind = numba.types.Array(like.dtype, 1, "C")
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            array = numba.np.arrayobj.make_array(kind)(context, builder)
-            itemsize = context.get_abi_sizeof(context.get_data_type(kind.dtype))
-            step = context.get_constant(numba.types.intp, itemsize)
-            pointer = builder.inttoptr(args[0], array.data.type)
-            numba.np.arrayobj.populate_array(
-                array, data=pointer, shape=[args[1]], strides=[step], itemsize=step, meminfo=None
-            )
-            return array._getvalue()
+            pointer = builder.inttoptr(args[0], context.get_data_type(kind.dtype).as_pointer())
+            return _view(numba, context, builder, kind, pointer, args[1])
 
         return kind(numba.types.intp, numba.types.intp, like), generate
 
     return numba.extending.intrinsic(intrinsic)
+
+
+def _array_behind(numba: Any) -> Any:
+    def intrinsic(context: Any, pointer: Any, size: Any) -> Any:
+        kind = numba.types.Array(pointer.dtype, 1, "C")
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return _view(numba, context, builder, kind, *args)
+
+        return kind(pointer, numba.types.intp), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+def _call(numba: Any) -> Any:
+    from llvmlite import ir
+
+    def intrinsic(context: Any, address: Any, arguments: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            values = numba.core.cgutils.unpack_tuple(builder, args[1])
+            kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+            builder.call(builder.inttoptr(args[0], kind.as_pointer()), values)
+            return context.get_dummy_value()
+
+        return numba.types.void(numba.types.intp, arguments), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+def _copy_bytes(numba: Any) -> Any:
+    from llvmlite import ir
+
+    def intrinsic(context: Any, source: Any, target: Any, nbytes: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointers = [builder.inttoptr(place, ir.IntType(8).as_pointer()) for place in args[:2]]
+            numba.core.cgutils.raw_memcpy(builder, pointers[1], pointers[0], args[2], 1)
+            return context.get_dummy_value()
+
+        return numba.types.void(*[numba.types.intp] * 3), generate
+
+    return numba.extending.intrinsic(intrinsic)
+
+
+def _view(numba: Any, context: Any, builder: Any, kind: Any, pointer: Any, size: Any) -> Any:
+    """Generate the array of ``kind`` that begins at ``pointer``."""
+    array = numba.np.arrayobj.make_array(kind)(context, builder)
+    step = context.get_constant(numba.types.intp, context.get_abi_sizeof(context.get_data_type(kind.dtype)))
+    numba.np.arrayobj.populate_array(array, data=pointer, shape=[size], strides=[step], itemsize=step, meminfo=None)
+    return array._getvalue()
 
 
 load_acquire = Primitive(_load_acquire, "(address) -> int64: what is at the aligned address, and all written before it")
@@ -99,3 +142,6 @@ store_release = Primitive(_store_release, "(address, value): store an int64 afte
 pause = Primitive(_pause, "(): a moment of waiting, for the body of a spinning loop")
 yield_core = Primitive(_yield_core, "(): let another process run on this core")
 array_at = Primitive(_array_at, "(address, size, like): a 1-D view of memory, of the dtype of the array `like`")
+array_behind = Primitive(_array_behind, "(pointer, size): a 1-D view of memory, of what the pointer points to")
+call = Primitive(_call, "(address, arguments): call what `Kernel.address` returned, with a tuple of its types")
+copy_bytes = Primitive(_copy_bytes, "(source, target, nbytes): memcpy between addresses; they must not overlap")

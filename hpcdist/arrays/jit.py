@@ -71,6 +71,7 @@ class Kernel:
         self.fastmath = fastmath
         self._compiled: Callable[..., Any] | None = None
         self._inner: Any = None
+        self._exported: dict[tuple[str, ...], Any] = {}
         self._samples: list[Callable[..., tuple[Any, ...]]] = []
         _kernels.append(self)
 
@@ -101,6 +102,28 @@ class Kernel:
                 linked, fastmath=self.fastmath, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
             )
         return self._inner
+
+    def address(self, *types: str) -> int:
+        """Return where the machine code for these types of arguments is, for `atomics.call`; it returns nothing.
+
+        Types are numba's by name; one with a star behind it is a pointer. The code stays as long as the process.
+        """
+        with _lock:
+            if types not in self._exported:
+                _prepare_cache()
+                import numba
+                import numba.extending
+
+                known = [getattr(numba.types, name.rstrip("*")) for name in types]
+                taken = [
+                    numba.types.CPointer(kind) if name.endswith("*") else kind
+                    for kind, name in zip(known, types, strict=True)
+                ]
+                export = numba.cfunc(
+                    numba.types.void(*taken), cache=True, fastmath=self.fastmath, error_model="numpy", nogil=True
+                )
+                self._exported[types] = export(_linked(self.function, numba))
+            return int(self._exported[types].address)
 
     def __call__(self, *args: Any) -> Any:
         """Run the compiled function. Raises TypeError for an array on a GPU: the caller has missed its own branch."""

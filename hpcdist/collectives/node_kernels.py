@@ -4,13 +4,16 @@ Addresses are integers, in arrays with one for each rank. Ranks are taken in the
 wherever the result goes, so that all ways give the same bits. 16-bit floats, held as uint16, are summed in float32 and
 rounded once.
 
-``like`` is any array of the dtype that lies at the addresses; ``total`` has BLOCK elements of the dtype of sums;
-``width`` says what a uint16 is.
+`address_of` gives the machine code that reduces a dtype, behind one signature: what calls it need not be compiled for
+every dtype anew.
 """
 
 from typing import Any, Final
 
-from hpcdist.arrays.atomics import array_at
+import numpy as np
+
+from hpcdist.arrays.atomics import array_at, array_behind
+from hpcdist.arrays.dtypes import BFLOAT16, name_of
 from hpcdist.arrays.jit import jit
 from hpcdist.collectives.half import round_bfloat16, round_float16, widen_bfloat16, widen_float16
 
@@ -18,10 +21,6 @@ SUM: Final = 0
 MAX: Final = 1
 MIN: Final = 2
 OPS: Final = {"sum": SUM, "max": MAX, "min": MIN}
-
-WHOLE: Final = 0  # widths
-FLOAT16: Final = 1
-BFLOAT16: Final = 2
 
 BLOCK: Final = 2048  # elements reduced at a time: in the first cache, with their sum (empirical)
 
@@ -133,85 +132,103 @@ def reduce_block(inputs: Any, at: int, op: int, block: Any) -> None:
 
 
 @jit
-def widen(width: int, halves: Any, out: Any) -> None:
-    """Widen an array of 16-bit floats."""
-    if width == FLOAT16:
-        widen_float16(halves, out)
-    else:
-        widen_bfloat16(halves, out)
-
-
-@jit
-def reduce_halves(inputs: Any, at: int, op: int, width: int, halves: Any, addend: Any, block: Any) -> None:
-    """Reduce the 16-bit floats ``at`` bytes behind each of ``inputs`` into the float32 ``block``."""
-    widen(width, array_at(inputs[0] + at, block.size, halves), block)
-    for rank in range(1, inputs.size):
-        widen(width, array_at(inputs[rank] + at, block.size, halves), addend)
-        combine_into(op, addend, block)
-
-
-@jit
-def scaled(block: Any, scale: Any) -> None:
+def scaled(block: Any, scale: float) -> None:
     """Multiply a block in place."""
-    if scale != 1:
-        for i in range(block.size):
-            block[i] *= scale
+    for i in range(block.size):
+        block[i] *= scale
 
 
 @jit
-def reduce_range(inputs: Any, outputs: Any, size: int, op: int, scale: Any, like: Any, total: Any) -> None:
-    """Reduce ``size`` elements at each of ``inputs`` times ``scale`` to all ``outputs``, which may be inputs."""
-    for start in range(0, size, BLOCK):
-        count = min(BLOCK, size - start)
-        at, block = start * like.itemsize, total[:count]
-        reduce_block(inputs, at, op, block)
-        scaled(block, scale)
-        for rank in range(outputs.size):
-            copy(block, array_at(outputs[rank] + at, count, like))
+def reduce_into_all(buffers: Any, size: int, scale: float, like: Any) -> None:
+    """Put the sum of ``size`` elements at 2 to 4 addresses into all: each is read once and written once."""
+    a, b = array_at(buffers[0], size, like), array_at(buffers[1], size, like)
+    like[0] = scale  # in the dtype of the sum
+    if buffers.size == 2:
+        sum_into_two(a, b, like[0])
+        return
+    c = array_at(buffers[2], size, like)
+    if buffers.size == 3:
+        sum_into_three(a, b, c, like[0])
+    else:
+        sum_into_four(a, b, c, array_at(buffers[3], size, like), like[0])
 
 
 @jit
-def reduce_range_of_halves(
-    inputs: Any, outputs: Any, size: int, op: int, scale: Any, width: int, halves: Any, total: Any
+def reduce_at(
+    inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Do the same with 16-bit floats; ``total`` has room for two blocks."""
+    """Reduce ``nbytes`` at each address of an array of ``ranks``, times ``scale``, to each of an array of ``copies``.
+
+    ``pointer`` is that of BLOCK elements of the dtype. Inputs and outputs may be the same array.
+    """
+    total = array_behind(pointer, BLOCK)
+    size = nbytes // total.itemsize
+    words = np.empty(0, np.int64)
+    inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)
+    if inputs_at == outputs_at and op == SUM and 2 <= ranks <= 4:
+        reduce_into_all(inputs, size, scale, total)
+        return
     for start in range(0, size, BLOCK):
         count = min(BLOCK, size - start)
-        at, block = start * 2, total[:count]
-        reduce_halves(inputs, at, op, width, halves, total[BLOCK : BLOCK + count], block)
-        scaled(block, scale)
+        at, block = start * total.itemsize, total[:count]
+        reduce_block(inputs, at, op, block)
+        if scale != 1:
+            scaled(block, scale)
+        for rank in range(copies):
+            copy(block, array_at(outputs[rank] + at, count, total))
+
+
+@jit
+def reduce_halves_at(
+    inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any,
+    brain: bool,
+) -> None:  # fmt: skip
+    """Do the same with 16-bit floats; ``pointer`` is that of two blocks of float32. ``brain``: they are bfloat16."""
+    blocks, halves, words = array_behind(pointer, 2 * BLOCK), np.empty(0, np.uint16), np.empty(0, np.int64)
+    inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)
+    for at in range(0, nbytes, 2 * BLOCK):
+        count = min(BLOCK, (nbytes - at) // 2)
+        total, addend = blocks[:count], blocks[BLOCK : BLOCK + count]
+        for rank in range(ranks):
+            widened = addend if rank else total
+            if brain:
+                widen_bfloat16(array_at(inputs[rank] + at, count, halves), widened)
+            else:
+                widen_float16(array_at(inputs[rank] + at, count, halves), widened)
+            if rank:
+                combine_into(op, addend, total)
+        if scale != 1:
+            scaled(total, scale)
         target = array_at(outputs[0] + at, count, halves)
-        if width == FLOAT16:
-            round_float16(target, block)
+        if brain:
+            round_bfloat16(target, total)
         else:
-            round_bfloat16(target, block)
-        for rank in range(1, outputs.size):
+            round_float16(target, total)
+        for rank in range(1, copies):
             copy(target, array_at(outputs[rank] + at, count, halves))
 
 
 @jit
-def reduce_in_place(buffers: Any, size: int, op: int, scale: Any, like: Any, total: Any) -> None:
-    """Reduce ``size`` elements at each of ``buffers`` times ``scale`` into all of them."""
-    if op == SUM and 2 <= buffers.size <= 4:  # no block between: each element is read once and written once
-        a, b = array_at(buffers[0], size, like), array_at(buffers[1], size, like)
-        if buffers.size == 2:
-            sum_into_two(a, b, scale)
-            return
-        c = array_at(buffers[2], size, like)
-        if buffers.size == 3:
-            sum_into_three(a, b, c, scale)
-        else:
-            sum_into_four(a, b, c, array_at(buffers[3], size, like), scale)
-    else:
-        reduce_range(buffers, buffers, size, op, scale, like, total)
+def reduce_float16_at(
+    inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
+) -> None:
+    """Do the same with float16."""
+    reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, False)
 
 
 @jit
-def reduce_any(
-    inputs: Any, outputs: Any, size: int, op: int, scale: Any, width: int, like: Any, halves: Any, total: Any
+def reduce_bfloat16_at(
+    inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
-    """Reduce to all ``outputs``, whatever the dtype is; ``halves`` is an array of uint16."""
-    if width == WHOLE:
-        reduce_range(inputs, outputs, size, op, scale, like, total)
-    else:
-        reduce_range_of_halves(inputs, outputs, size, op, scale, width, halves, total)
+    """Do the same with bfloat16."""
+    reduce_halves_at(inputs_at, ranks, outputs_at, copies, nbytes, op, scale, pointer, True)
+
+
+def address_of(dtype: np.dtype) -> int:
+    """Return the address of the machine code that reduces ``dtype`` (local; compiled when the cache lacks it)."""
+    plain = ("int64",) * 6 + ("float64",)
+    if dtype == BFLOAT16:
+        return reduce_bfloat16_at.address(*plain, "float32*")
+    if dtype == np.float16:
+        return reduce_float16_at.address(*plain, "float32*")
+    return reduce_at.address(*plain, name_of(dtype) + "*")

@@ -19,13 +19,16 @@ staged piece k, and they do so after they have fetched piece k-2.
 
 The loop gives up waiting after a time, so that Python can answer signals, let MPI progress, and ask whether everybody
 lives. Called again with the same state, it goes on where it was.
+
+Here everything is bytes; ``reduction`` is the address of the code that knows the dtype (`node_kernels.address_of`), and
+what it is called with beside places: op, scale, and the address of its blocks. ``bounds`` are the first and the last
+byte of each rank's range, (2, ranks).
 """
 
 from typing import Any, Final
 
-from hpcdist.arrays.atomics import array_at, load_acquire, pause, store_release, yield_core
+from hpcdist.arrays.atomics import array_at, call, copy_bytes, load_acquire, pause, store_release, yield_core
 from hpcdist.arrays.jit import jit
-from hpcdist.collectives.node_kernels import WHOLE, copy, reduce_any, reduce_in_place
 
 LINE_BYTES: Final = 256  # more than a cache line: cores fetch them by pairs
 ARRIVED: Final = 0  # words of 8 bytes: the number of the call
@@ -125,77 +128,75 @@ def find_region(regions: Any, address: int, nbytes: int, brought: Any) -> None:
 
 
 @jit
-def work_in_place(
-    mode: int, rank: int, addresses: Any, starts: Any, stops: Any, op: int, scale: Any, width: int,
-    data: Any, halves: Any, total: Any, outputs: Any,
-) -> None:  # fmt: skip
-    """Reduce the own range of all buffers, or fetch the others'."""
-    own, size = starts[rank] * data.itemsize, stops[rank] - starts[rank]
-    if mode == REDUCE | GATHER and width == WHOLE:
-        reduce_in_place(addresses + own, size, op, scale, data, total)
-    elif mode == REDUCE | GATHER:
-        reduce_any(addresses + own, addresses + own, size, op, scale, width, data, halves, total)
-    elif mode == REDUCE:
-        outputs[0] = addresses[rank] + own
-        reduce_any(addresses + own, outputs[:1], size, op, scale, width, data, halves, total)
-    else:
-        for other in range(addresses.size):
-            if other != rank:
-                theirs = array_at(addresses[other] + starts[other] * data.itemsize, stops[other] - starts[other], data)
-                copy(theirs, data[starts[other] : stops[other]])
+def reduce_to(inputs: Any, outputs: Any, nbytes: int, reduction: Any) -> None:
+    """Reduce ``nbytes`` at each of the addresses ``inputs`` to each of ``outputs``."""
+    code, op, scale, blocks = reduction
+    places = (inputs.ctypes.data, inputs.size, outputs.ctypes.data, outputs.size)
+    call(code, (places[0], places[1], places[2], places[3], nbytes, op, scale, blocks))
 
 
 @jit
-def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, starts: Any, stops: Any, data: Any) -> None:
-    """Copy what the other ranks are to reduce to the rows of ``area``, each of ``row`` elements."""
+def work_in_place(mode: int, rank: int, buffers: Any, bounds: Any, reduction: Any) -> None:
+    """Reduce the own range of all ``buffers``, or fetch the others'."""
+    own, nbytes = bounds[0, rank], bounds[1, rank] - bounds[0, rank]
     if mode & REDUCE:
-        for other in range(starts.size):
-            first = starts[other] + piece * row
-            count = min(row, stops[other] - first)
-            if other != rank and count > 0:
-                copy(data[first : first + count], array_at(area + other * row * data.itemsize, count, data))
+        inputs = buffers + own
+        reduce_to(inputs, inputs if mode & GATHER else inputs[rank : rank + 1].copy(), nbytes, reduction)
+    else:
+        for other in range(buffers.size):
+            if other != rank:
+                start = bounds[0, other]
+                copy_bytes(buffers[other] + start, buffers[rank] + start, bounds[1, other] - start)
+
+
+@jit
+def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: Any, data: int) -> None:
+    """Copy what the other ranks are to reduce to the rows of ``area``, each of ``row`` bytes."""
+    if mode & REDUCE:
+        for other in range(bounds.shape[1]):
+            first = bounds[0, other] + piece * row
+            nbytes = min(row, bounds[1, other] - first)
+            if other != rank and nbytes > 0:
+                copy_bytes(data + first, area + other * row, nbytes)
 
 
 @jit
 def reduce_piece(
-    mode: int, rank: int, piece: int, row: int, areas: Any, starts: Any, stops: Any, op: int, scale: Any, width: int,
-    data: Any, halves: Any, total: Any, inputs: Any, outputs: Any,
-) -> None:  # fmt: skip
+    mode: int, rank: int, piece: int, row: int, areas: Any, bounds: Any, data: int, scratch: Any, reduction: Any
+) -> None:
     """Reduce the own row of all ``areas`` and the own data, to the data and, for the others to fetch, the own area."""
-    first = starts[rank] + piece * row
-    count = min(row, stops[rank] - first)
-    if count <= 0:
+    first = bounds[0, rank] + piece * row
+    nbytes = min(row, bounds[1, rank] - first)
+    if nbytes <= 0:
         return
-    behind = rank * row * data.itemsize
-    outputs[0] = data.ctypes.data + first * data.itemsize
-    outputs[1] = areas[rank] + behind
+    inputs, outputs = scratch[: areas.size], scratch[areas.size :]
+    outputs[0], outputs[1] = data + first, areas[rank] + rank * row
     if mode & REDUCE:
         for other in range(areas.size):
-            inputs[other] = outputs[0] if other == rank else areas[other] + behind
-        targets = outputs[: 2 if mode & GATHER else 1]
-        reduce_any(inputs, targets, count, op, scale, width, data, halves, total)
+            inputs[other] = outputs[0] if other == rank else areas[other] + rank * row
+        reduce_to(inputs, outputs[: 2 if mode & GATHER else 1], nbytes, reduction)
     else:
-        copy(data[first : first + count], array_at(outputs[1], count, data))
+        copy_bytes(outputs[0], outputs[1], nbytes)
 
 
 @jit
-def fetch_piece(rank: int, piece: int, row: int, areas: Any, starts: Any, stops: Any, data: Any) -> None:
+def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: int) -> None:
     """Copy the rows that the other ranks own from their areas."""
     for other in range(areas.size):
-        first = starts[other] + piece * row
-        count = min(row, stops[other] - first)
-        if other != rank and count > 0:
-            copy(array_at(areas[other] + other * row * data.itemsize, count, data), data[first : first + count])
+        first = bounds[0, other] + piece * row
+        nbytes = min(row, bounds[1, other] - first)
+        if other != rank and nbytes > 0:
+            copy_bytes(areas[other] + other * row, data + first, nbytes)
 
 
 @jit
 def run_pieces(
-    state: Any, mode: int, rank: int, op: int, scale: Any, width: int, flags: Any, staging: Any, row: int,
-    starts: Any, stops: Any, data: Any, halves: Any, total: Any, inputs: Any, outputs: Any, spins: int, yields: int,
+    state: Any, mode: int, rank: int, flags: Any, staging: Any, row: int, bounds: Any, data: int, scratch: Any,
+    reduction: Any, spins: int, yields: int,
 ) -> int:  # fmt: skip
     """Go on with the staged part of a call."""
     if state[STAGE] == FIRST_PIECE and state[PIECES] > 0:
-        stage_piece(mode, rank, 0, row, staging[state[BEFORE] % 2, rank], starts, stops, data)
+        stage_piece(mode, rank, 0, row, staging[state[BEFORE] % 2, rank], bounds, data)
         store_release(flags[rank] + 8 * STAGED, state[BEFORE] + 1)
         state[STAGE] = REDUCE_PIECE
     while state[PIECE] < state[PIECES]:
@@ -206,19 +207,17 @@ def run_pieces(
             state[LAGGARD] = await_flag(flags, STAGED, number, spins, yields)
             if state[LAGGARD] >= 0:
                 return WAITING
-            reduce_piece(
-                mode, rank, piece, row, areas, starts, stops, op, scale, width, data, halves, total, inputs, outputs
-            )
+            reduce_piece(mode, rank, piece, row, areas, bounds, data, scratch, reduction)
             store_release(flags[rank] + 8 * FINISHED, number)
             if piece + 1 < state[PIECES]:  # the next one is made ready before anybody is waited for
-                stage_piece(mode, rank, piece + 1, row, next_areas[rank], starts, stops, data)
+                stage_piece(mode, rank, piece + 1, row, next_areas[rank], bounds, data)
                 store_release(flags[rank] + 8 * STAGED, number + 1)
             state[STAGE] = FETCH_PIECE
         state[LAGGARD] = await_flag(flags, FINISHED, number, spins, yields)
         if state[LAGGARD] >= 0:
             return WAITING
         if mode & GATHER:
-            fetch_piece(rank, piece, row, areas, starts, stops, data)
+            fetch_piece(rank, piece, row, areas, bounds, data)
         state[PIECE] += 1
         state[STAGE] = REDUCE_PIECE
     return DONE
@@ -226,43 +225,44 @@ def run_pieces(
 
 @jit
 def run(
-    state: Any, brought: Any, mode: int, rank: int, op: int, scale: Any, width: int, flags: Any, slots: Any,
-    slot_bytes: int, staging: Any, row: int, regions: Any, starts: Any, stops: Any, data: Any, halves: Any, total: Any,
-    inputs: Any, outputs: Any, spins: int, yields: int,
+    state: Any, brought: Any, mode: int, rank: int, places: Any, slot_bytes: int, row: int, regions: Any, bounds: Any,
+    data: Any, scratch: Any, reduction: Any, spins: int, yields: int,
 ) -> int:  # fmt: skip
-    """Go on with a call until it is DONE, this rank is WAITING for another, or all see that they are DIFFERENT."""
-    call = state[CALL]
-    parity = call % 2
-    small = mode == REDUCE | GATHER and data.size * data.itemsize <= slot_bytes
+    """Go on with a call until it is DONE, this rank is WAITING for another, or all see that they are DIFFERENT.
+
+    ``places`` are, by rank, the lines of flags, the two slots, and the two halves of the staging area: (5, ranks).
+    ``data`` is the buffer as bytes, ``scratch`` has two words more than there are ranks.
+    """
+    flags, slots, number = places[0], places[1:3], state[CALL]
+    parity, address = number % 2, data.ctypes.data
+    small = mode == REDUCE | GATHER and data.size <= slot_bytes
     if state[STAGE] == BEGIN:
         if small:
-            copy(data, array_at(slots[parity, rank], data.size, data))
-        find_region(regions, data.ctypes.data, data.size * data.itemsize, brought)
+            copy_bytes(address, slots[parity, rank], data.size)
+        find_region(regions, address, data.size, brought)
         write_down(flags[rank], parity, brought)
-        store_release(flags[rank] + 8 * ARRIVED, call)
+        store_release(flags[rank] + 8 * ARRIVED, number)
         state[STAGE] = MEET
     if state[STAGE] == MEET:
-        state[LAGGARD] = await_flag(flags, ARRIVED, call, spins, yields)
+        state[LAGGARD] = await_flag(flags, ARRIVED, number, spins, yields)
         if state[LAGGARD] >= 0:
             return WAITING
         if not brought_alike(flags, parity, brought):
             return DIFFERENT
         if small:
-            outputs[0] = data.ctypes.data
-            reduce_any(slots[parity], outputs[:1], data.size, op, scale, width, data, halves, total)
+            scratch[0] = address
+            reduce_to(slots[parity], scratch[:1], data.size, reduction)
             return DONE
         if all_in_place(flags, parity, brought):
-            addresses = regions[brought[REGION], 2:] + brought[OFFSET]
-            work_in_place(mode, rank, addresses, starts, stops, op, scale, width, data, halves, total, outputs)
-            store_release(flags[rank] + 8 * LEFT, call)
+            work_in_place(mode, rank, regions[brought[REGION], 2:] + brought[OFFSET], bounds, reduction)
+            store_release(flags[rank] + 8 * LEFT, number)
             state[STAGE] = LEAVE
         else:
             state[STAGE] = FIRST_PIECE
     if state[STAGE] == LEAVE:
-        state[LAGGARD] = await_flag(flags, LEFT, call, spins, yields)
+        state[LAGGARD] = await_flag(flags, LEFT, number, spins, yields)
         return WAITING if state[LAGGARD] >= 0 else DONE
     answer: int = run_pieces(
-        state, mode, rank, op, scale, width, flags, staging, row, starts, stops, data, halves, total, inputs, outputs,
-        spins, yields,
-    )  # fmt: skip
+        state, mode, rank, flags, places[3:5], row, bounds, address, scratch, reduction, spins, yields
+    )
     return answer

@@ -6,7 +6,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays.dtypes import BFLOAT16, FLOATS, INTEGERS, accumulation_dtype, is_16bit_float, name_of
+from hpcdist.arrays.dtypes import FLOATS, INTEGERS, accumulation_dtype, name_of
+from hpcdist.arrays.ranges import ALIGN_BYTES
 from hpcdist.collectives import node_kernels as kernels
 from hpcdist.collectives import node_machine as machine
 from hpcdist.collectives import workspace
@@ -25,18 +26,13 @@ _DTYPES: Final = tuple(FLOATS | INTEGERS)  # their places are what the ranks com
 class _Typed:
     """What the loops need for one dtype."""
 
-    __slots__ = ("code", "one", "row", "total", "view", "width")
+    __slots__ = ("address", "blocks", "code", "number")
 
-    def __init__(self, dtype: np.dtype, ranks: int) -> None:
-        wide = accumulation_dtype(dtype)
-        self.width = kernels.WHOLE
-        if is_16bit_float(dtype):
-            self.width = kernels.BFLOAT16 if dtype == BFLOAT16 else kernels.FLOAT16
-        self.view = np.dtype(np.uint16) if self.width else dtype
-        self.total = np.empty(2 * kernels.BLOCK, wide)
-        self.one = wide.type
-        self.code = _DTYPES.index(name_of(dtype)) << 8
-        self.row = HALF_BYTES // ranks // 64 * 64 // dtype.itemsize
+    def __init__(self, dtype: np.dtype) -> None:
+        self.number = _DTYPES.index(name_of(dtype)) << 8
+        self.code = kernels.address_of(dtype)
+        self.blocks = np.empty(2 * kernels.BLOCK, accumulation_dtype(dtype))
+        self.address = self.blocks.ctypes.data
 
 
 class NodeMemory:
@@ -53,16 +49,13 @@ class NodeMemory:
             return
         workspace.count(self._block.views[comm.rank])
         base = np.array([view.ctypes.data for view in self._block.views], np.int64)
-        self._flags = base
-        slots = base + machine.LINE_BYTES
-        self._slots = np.array([slots, slots + SLOT_BYTES])  # (2, ranks)
-        staging = slots + 2 * SLOT_BYTES
-        self._staging = np.array([staging, staging + HALF_BYTES])  # (2, ranks)
+        steps = [0, machine.LINE_BYTES, SLOT_BYTES, SLOT_BYTES, HALF_BYTES]
+        self._places = np.array([base + step for step in np.cumsum(steps)])  # (5, ranks)
+        self._row = HALF_BYTES // comm.size // ALIGN_BYTES * ALIGN_BYTES
         self._regions = np.zeros((0, 2 + comm.size), np.int64)
         self._state = np.zeros(machine.STATE_WORDS, np.int64)
         self._brought = np.zeros(machine.BROUGHT_WORDS, np.int64)
-        self._halves = np.zeros(1, np.uint16)
-        self._inputs, self._outputs = np.zeros(comm.size, np.int64), np.zeros(2, np.int64)
+        self._scratch = np.zeros(comm.size + 2, np.int64)
         crowded = comm.size > len(os.sched_getaffinity(0))
         self._spins = SPINS_CROWDED if any(comm.allgather_object(crowded)) else SPINS
 
@@ -79,28 +72,29 @@ class NodeMemory:
         return own
 
     def run(
-        self, buffer: np.ndarray, op: str, scale: float, mode: int, starts: np.ndarray, stops: np.ndarray,
-        longest: int, digest: int,
-    ) -> bool:  # fmt: skip
-        """Carry out a collective; return whether all ranks brought the same. Collective."""
+        self, buffer: np.ndarray, op: str, scale: float, mode: int, bounds: np.ndarray, longest: int, digest: int
+    ) -> bool:
+        """Carry out a collective; return whether all ranks brought the same. Collective.
+
+        ``bounds`` are the first and the last byte of each rank's range, ``longest`` the bytes of the longest of them.
+        """
         typed = self._typed.get(buffer.dtype)
         if typed is None:
-            typed = self._typed[buffer.dtype] = _Typed(buffer.dtype, self._ranks)
+            typed = self._typed[buffer.dtype] = _Typed(buffer.dtype)
         code = kernels.OPS[op]
         state, brought = self._state, self._brought
         state[machine.STAGE] = machine.BEGIN
         state[machine.CALL] += 1
         state[machine.PIECE] = 0
-        pieces = state[machine.PIECES] = -(-longest // typed.row)
+        pieces = state[machine.PIECES] = -(-longest // self._row)
         brought[machine.COUNT] = buffer.size
-        brought[machine.KIND] = typed.code | code << 4 | mode
+        brought[machine.KIND] = typed.number | code << 4 | mode
         brought[machine.SCALE] = hash(scale)
         brought[machine.RANGES] = digest
-        data = buffer if typed.width == kernels.WHOLE else buffer.view(typed.view)
         arguments = (
-            state, brought, mode, self._rank, code, typed.one(scale), typed.width, self._flags, self._slots,
-            SLOT_BYTES, self._staging, typed.row, self._regions, starts, stops, data, self._halves, typed.total,
-            self._inputs, self._outputs, self._spins, YIELDS,
+            state, brought, mode, self._rank, self._places, SLOT_BYTES, self._row, self._regions, bounds,
+            buffer.view(np.uint8), self._scratch, (typed.code, code, scale, typed.address),
+            self._spins, YIELDS,
         )  # fmt: skip
         answer = machine.run(*arguments)
         since = time.monotonic() if answer == machine.WAITING else 0.0

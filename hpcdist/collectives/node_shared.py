@@ -132,8 +132,8 @@ def _call(
     if ranges is None:
         bounds = _balanced(buffer.size, comm.size, buffer.itemsize)
     else:
-        bounds = _Bounds([part.start for part in ranges], [part.stop for part in ranges])
-    if not memory.run(buffer, op, scale, mode, bounds.starts, bounds.stops, bounds.longest, bounds.digest):
+        bounds = _Bounds(ranges, buffer.itemsize)
+    if not memory.run(buffer, op, float(scale), mode, bounds.of, bounds.longest, bounds.digest):
         brought = memory.brought()
         raise CommunicationError(
             f"the ranks of {comm.name} brought different buffers: "
@@ -142,20 +142,20 @@ def _call(
 
 
 class _Bounds:
-    """Ranges as compiled loops take them."""
+    """Ranges as compiled loops take them: in bytes."""
 
-    __slots__ = ("digest", "longest", "starts", "stops")
+    __slots__ = ("digest", "longest", "of")
 
-    def __init__(self, starts: list[int], stops: list[int]) -> None:
-        self.starts, self.stops = np.array(starts, np.int64), np.array(stops, np.int64)
-        self.longest = int((self.stops - self.starts).max())
-        self.digest = hash((*starts, *stops))  # of integers: the same in every process
+    def __init__(self, ranges: Sequence[Range], itemsize: int) -> None:
+        ends = tuple((part.start, part.stop) for part in ranges)
+        self.of = np.array(ends, np.int64).T.copy() * itemsize  # (2, ranks)
+        self.longest = max(part.size for part in ranges) * itemsize
+        self.digest = hash(ends)  # of integers: the same in every process
 
 
 @lru_cache(1024)
 def _balanced(size: int, ranks: int, itemsize: int) -> _Bounds:
-    parts = split(size, ranks, itemsize)
-    return _Bounds([part.start for part in parts], [part.stop for part in parts])
+    return _Bounds(split(size, ranks, itemsize), itemsize)
 
 
 def _check_ranges(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> None:
