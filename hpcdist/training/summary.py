@@ -141,7 +141,8 @@ def summarise(
 def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
     """Return what reductions beside the computation took, a step and rank, and the share for which nobody waited.
 
-    None where there were none, or where nobody knows; see `Overlap.taken`.
+    None where there were none, or where nobody knows; see `Overlap.taken`. That nobody waited is no proof that a step
+    became shorter: where a thread has no core of its own, it takes from the backward. Only two runs can tell.
     """
     steps = [figures for rank in workers for figures in _steady(rank["overlapped"])]
     exposed_s = statistics.mean(exposed for exposed, _ in steps) if steps else math.nan
@@ -173,7 +174,8 @@ def describe(summary: dict[str, Any]) -> str:
     if summary["bytes_sent_per_step"] is not None:
         lines.insert(3, f"{summary['bytes_sent_per_step']:,} bytes sent a step and rank")
     if summary["communication_hidden_share"] is not None:
-        lines.insert(3, f"{summary['communication_hidden_share']:.0%} of the reductions hidden behind the backward")
+        share = f"{summary['communication_hidden_share']:.0%}"
+        lines.insert(3, f"{share} of the time of reductions was not waited for (what that cost the backward is in the step)")
     for name, nats in summary["entropy"].items():
         if nats is not None and summary["val_loss"] is not None:
             side = "below" if summary["val_loss"] < nats else "above"
