@@ -175,7 +175,7 @@ def describe(summary: dict[str, Any]) -> str:
         lines.insert(3, f"{summary['bytes_sent_per_step']:,} bytes sent a step and rank")
     if summary["communication_hidden_share"] is not None:
         share = f"{summary['communication_hidden_share']:.0%}"
-        lines.insert(3, f"{share} of the time of reductions was not waited for (what that cost the backward is in the step)")
+        lines.insert(3, f"{share} of the time of reductions was not waited for; what that cost is in the step")
     for name, nats in summary["entropy"].items():
         if nats is not None and summary["val_loss"] is not None:
             side = "below" if summary["val_loss"] < nats else "above"
