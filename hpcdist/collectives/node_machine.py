@@ -20,9 +20,8 @@ staged piece k, and they do so after they have fetched piece k-2.
 The loop gives up waiting after a time, so that Python can answer signals, let MPI progress, and ask whether everybody
 lives. Called again with the same state, it goes on where it was.
 
-Here everything is bytes; ``reduction`` is the address of the code that knows the dtype (`node_kernels.address_of`), and
-what it is called with beside places: op, scale, and the address of its blocks. ``bounds`` are the first and the last
-byte of each rank's range, (2, ranks).
+Here everything is bytes; the plan has the address of the code that knows the dtype (`node_kernels.address_of`).
+``bounds`` are the first and the last byte of each rank's range, (2, ranks).
 """
 
 from typing import Any, Final
@@ -50,13 +49,25 @@ GATHER: Final = 2
 
 STAGE: Final = 0  # words of the state of a call under way
 PIECE: Final = 1
-PIECES: Final = 2  # of this call
-BEFORE: Final = 3  # pieces of all calls before
-CALL: Final = 4  # number of this call
-LAGGARD: Final = 5  # who was waited for when the loop gave up
-STATE_WORDS: Final = 6
+BEFORE: Final = 2  # pieces of all calls before
+CALL: Final = 3  # number of this call
+LAGGARD: Final = 4  # who was waited for when the loop gave up
+BRING: Final = 8  # what this rank brings: BROUGHT_WORDS
+SCRATCH: Final = BRING + BROUGHT_WORDS  # two words more than there are ranks
 
-BEGIN: Final = 0  # stages of a call
+MODE: Final = 0  # words of the plan, which calls alike have in common
+RANK: Final = 1
+SLOT: Final = 2  # bytes
+ROW: Final = 3  # bytes
+PIECES: Final = 4
+CODE: Final = 5  # address of the reduction; the next two are what it is called with
+OP: Final = 6
+BLOCKS: Final = 7
+SPINS: Final = 8
+YIELDS: Final = 9
+BRINGS: Final = 10  # the first COMPARED words of what is brought
+PLAN_WORDS: Final = BRINGS + COMPARED
+
 MEET: Final = 1
 LEAVE: Final = 2
 FIRST_PIECE: Final = 3
@@ -128,20 +139,20 @@ def find_region(regions: Any, address: int, nbytes: int, brought: Any) -> None:
 
 
 @jit
-def reduce_to(inputs: Any, outputs: Any, nbytes: int, reduction: Any) -> None:
+def reduce_to(inputs: Any, outputs: Any, nbytes: int, plan: Any, scale: float) -> None:
     """Reduce ``nbytes`` at each of the addresses ``inputs`` to each of ``outputs``."""
-    code, op, scale, blocks = reduction
-    places = (inputs.ctypes.data, inputs.size, outputs.ctypes.data, outputs.size)
-    call(code, (places[0], places[1], places[2], places[3], nbytes, op, scale, blocks))
+    first, second = inputs.ctypes.data, outputs.ctypes.data
+    call(plan[CODE], (first, inputs.size, second, outputs.size, nbytes, plan[OP], scale, plan[BLOCKS]))
 
 
 @jit
-def work_in_place(mode: int, rank: int, buffers: Any, bounds: Any, reduction: Any) -> None:
+def work_in_place(buffers: Any, bounds: Any, plan: Any, scale: float) -> None:
     """Reduce the own range of all ``buffers``, or fetch the others'."""
+    mode, rank = plan[MODE], plan[RANK]
     own, nbytes = bounds[0, rank], bounds[1, rank] - bounds[0, rank]
     if mode & REDUCE:
         inputs = buffers + own
-        reduce_to(inputs, inputs if mode & GATHER else inputs[rank : rank + 1].copy(), nbytes, reduction)
+        reduce_to(inputs, inputs if mode & GATHER else inputs[rank : rank + 1].copy(), nbytes, plan, scale)
     else:
         for other in range(buffers.size):
             if other != rank:
@@ -161,10 +172,9 @@ def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: A
 
 
 @jit
-def reduce_piece(
-    mode: int, rank: int, piece: int, row: int, areas: Any, bounds: Any, data: int, scratch: Any, reduction: Any
-) -> None:
+def reduce_piece(piece: int, areas: Any, bounds: Any, data: int, scratch: Any, plan: Any, scale: float) -> None:
     """Reduce the own row of all ``areas`` and the own data, to the data and, for the others to fetch, the own area."""
+    mode, rank, row = plan[MODE], plan[RANK], plan[ROW]
     first = bounds[0, rank] + piece * row
     nbytes = min(row, bounds[1, rank] - first)
     if nbytes <= 0:
@@ -174,7 +184,7 @@ def reduce_piece(
     if mode & REDUCE:
         for other in range(areas.size):
             inputs[other] = outputs[0] if other == rank else areas[other] + rank * row
-        reduce_to(inputs, outputs[: 2 if mode & GATHER else 1], nbytes, reduction)
+        reduce_to(inputs, outputs[: 2 if mode & GATHER else 1], nbytes, plan, scale)
     else:
         copy_bytes(outputs[0], outputs[1], nbytes)
 
@@ -190,16 +200,14 @@ def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: 
 
 
 @jit
-def run_pieces(
-    state: Any, mode: int, rank: int, flags: Any, staging: Any, row: int, bounds: Any, data: int, scratch: Any,
-    reduction: Any, spins: int, yields: int,
-) -> int:  # fmt: skip
+def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, plan: Any, scale: float) -> int:
     """Go on with the staged part of a call."""
-    if state[STAGE] == FIRST_PIECE and state[PIECES] > 0:
+    mode, rank, row, spins, yields = plan[MODE], plan[RANK], plan[ROW], plan[SPINS], plan[YIELDS]
+    if state[STAGE] == FIRST_PIECE and plan[PIECES] > 0:
         stage_piece(mode, rank, 0, row, staging[state[BEFORE] % 2, rank], bounds, data)
         store_release(flags[rank] + 8 * STAGED, state[BEFORE] + 1)
         state[STAGE] = REDUCE_PIECE
-    while state[PIECE] < state[PIECES]:
+    while state[PIECE] < plan[PIECES]:
         piece = state[PIECE]
         number = state[BEFORE] + piece + 1
         areas, next_areas = staging[(number - 1) % 2], staging[number % 2]
@@ -207,9 +215,9 @@ def run_pieces(
             state[LAGGARD] = await_flag(flags, STAGED, number, spins, yields)
             if state[LAGGARD] >= 0:
                 return WAITING
-            reduce_piece(mode, rank, piece, row, areas, bounds, data, scratch, reduction)
+            reduce_piece(piece, areas, bounds, data, state[SCRATCH:], plan, scale)
             store_release(flags[rank] + 8 * FINISHED, number)
-            if piece + 1 < state[PIECES]:  # the next one is made ready before anybody is waited for
+            if piece + 1 < plan[PIECES]:  # the next one is made ready before anybody is waited for
                 stage_piece(mode, rank, piece + 1, row, next_areas[rank], bounds, data)
                 store_release(flags[rank] + 8 * STAGED, number + 1)
             state[STAGE] = FETCH_PIECE
@@ -220,49 +228,66 @@ def run_pieces(
             fetch_piece(rank, piece, row, areas, bounds, data)
         state[PIECE] += 1
         state[STAGE] = REDUCE_PIECE
+    state[BEFORE] += plan[PIECES]
     return DONE
 
 
 @jit
-def run(
-    state: Any, brought: Any, mode: int, rank: int, places: Any, slot_bytes: int, row: int, regions: Any, bounds: Any,
-    data: Any, scratch: Any, reduction: Any, spins: int, yields: int,
-) -> int:  # fmt: skip
-    """Go on with a call until it is DONE, this rank is WAITING for another, or all see that they are DIFFERENT.
+def meet(
+    state: Any, flags: Any, slots: Any, regions: Any, bounds: Any, data: int, nbytes: int, plan: Any, scale: float
+) -> int:
+    """Go on with a call whose ranks are not known to have come, until it is seen how it is to be carried out."""
+    rank, number = plan[RANK], state[CALL]
+    parity, brought = number % 2, state[BRING:SCRATCH]
+    state[LAGGARD] = await_flag(flags, ARRIVED, number, plan[SPINS], plan[YIELDS])
+    if state[LAGGARD] >= 0:
+        return WAITING
+    if not brought_alike(flags, parity, brought):
+        return DIFFERENT
+    if plan[MODE] == REDUCE | GATHER and nbytes <= plan[SLOT]:
+        state[SCRATCH] = data
+        reduce_to(slots[parity], state[SCRATCH : SCRATCH + 1], nbytes, plan, scale)
+        return DONE
+    if all_in_place(flags, parity, brought):
+        work_in_place(regions[brought[REGION], 2:] + brought[OFFSET], bounds, plan, scale)
+        store_release(flags[rank] + 8 * LEFT, number)
+        state[STAGE] = LEAVE
+    else:
+        state[STAGE] = FIRST_PIECE
+    return WAITING
+
+
+@jit
+def go_on(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any) -> int:
+    """Go on with a call until it is DONE, this rank is WAITING for another, or all see that they are DIFFERENT."""
+    flags, data, answer = places[0], buffer.ctypes.data, DONE
+    if state[STAGE] == MEET:
+        answer = meet(state, flags, places[1:3], regions, bounds, data, buffer.size, plan, scale)
+    if state[STAGE] == LEAVE:
+        state[LAGGARD] = await_flag(flags, LEFT, state[CALL], plan[SPINS], plan[YIELDS])
+        answer = WAITING if state[LAGGARD] >= 0 else DONE
+    elif state[STAGE] >= FIRST_PIECE:
+        answer = run_pieces(state, flags, places[3:5], bounds, data, plan, scale)
+    return answer
+
+
+@jit
+def begin(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any) -> int:
+    """Begin a call, and go on with it as `go_on` does.
 
     ``places`` are, by rank, the lines of flags, the two slots, and the two halves of the staging area: (5, ranks).
-    ``data`` is the buffer as bytes, ``scratch`` has two words more than there are ranks.
+    ``buffer`` is seen as bytes.
     """
-    flags, slots, number = places[0], places[1:3], state[CALL]
-    parity, address = number % 2, data.ctypes.data
-    small = mode == REDUCE | GATHER and data.size <= slot_bytes
-    if state[STAGE] == BEGIN:
-        if small:
-            copy_bytes(address, slots[parity, rank], data.size)
-        find_region(regions, address, data.size, brought)
-        write_down(flags[rank], parity, brought)
-        store_release(flags[rank] + 8 * ARRIVED, number)
-        state[STAGE] = MEET
-    if state[STAGE] == MEET:
-        state[LAGGARD] = await_flag(flags, ARRIVED, number, spins, yields)
-        if state[LAGGARD] >= 0:
-            return WAITING
-        if not brought_alike(flags, parity, brought):
-            return DIFFERENT
-        if small:
-            scratch[0] = address
-            reduce_to(slots[parity], scratch[:1], data.size, reduction)
-            return DONE
-        if all_in_place(flags, parity, brought):
-            work_in_place(mode, rank, regions[brought[REGION], 2:] + brought[OFFSET], bounds, reduction)
-            store_release(flags[rank] + 8 * LEFT, number)
-            state[STAGE] = LEAVE
-        else:
-            state[STAGE] = FIRST_PIECE
-    if state[STAGE] == LEAVE:
-        state[LAGGARD] = await_flag(flags, LEFT, number, spins, yields)
-        return WAITING if state[LAGGARD] >= 0 else DONE
-    answer: int = run_pieces(
-        state, mode, rank, flags, places[3:5], row, bounds, address, scratch, reduction, spins, yields
-    )
+    state[CALL] += 1
+    state[STAGE], state[PIECE] = MEET, 0
+    rank, number = plan[RANK], state[CALL]
+    if plan[MODE] == REDUCE | GATHER and buffer.size <= plan[SLOT]:
+        copy_bytes(buffer.ctypes.data, places[1 + number % 2, rank], buffer.size)
+    brought = state[BRING:SCRATCH]
+    for word in range(COMPARED):
+        brought[word] = plan[BRINGS + word]
+    find_region(regions, buffer.ctypes.data, buffer.size, brought)
+    write_down(places[0, rank], number % 2, brought)
+    store_release(places[0, rank] + 8 * ARRIVED, number)
+    answer: int = go_on(state, places, regions, bounds, plan, scale, buffer)
     return answer

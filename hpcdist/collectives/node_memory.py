@@ -2,12 +2,13 @@
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, accumulation_dtype, name_of
-from hpcdist.arrays.ranges import ALIGN_BYTES
+from hpcdist.arrays.ranges import ALIGN_BYTES, Range, split
 from hpcdist.collectives import node_kernels as kernels
 from hpcdist.collectives import node_machine as machine
 from hpcdist.collectives import workspace
@@ -20,19 +21,19 @@ SPINS: Final = 4000  # looks at a flag before the core is offered to others, whe
 SPINS_CROWDED: Final = 1
 YIELDS: Final = 500  # offers before the loop comes back to Python: about a millisecond
 
+PLANS_KEPT: Final = 4096  # of calls that differ in size, dtype, op or scale
+
 _DTYPES: Final = tuple(FLOATS | INTEGERS)  # their places are what the ranks compare
 
 
-class _Typed:
-    """What the loops need for one dtype."""
+class Plan:
+    """What calls alike have in common, as compiled loops take it; ``bounds`` are (2, ranks), in bytes."""
 
-    __slots__ = ("address", "blocks", "code", "number")
+    __slots__ = ("blocks", "bounds", "words")
 
-    def __init__(self, dtype: np.dtype) -> None:
-        self.number = _DTYPES.index(name_of(dtype)) << 8
-        self.code = kernels.address_of(dtype)
-        self.blocks = np.empty(2 * kernels.BLOCK, accumulation_dtype(dtype))
-        self.address = self.blocks.ctypes.data
+    def __init__(self, words: np.ndarray, bounds: np.ndarray, blocks: np.ndarray) -> None:
+        self.words, self.bounds = words, bounds
+        self.blocks = blocks  # kept: the words have its address
 
 
 class NodeMemory:
@@ -44,18 +45,15 @@ class NodeMemory:
         self._block = comm.shared(machine.LINE_BYTES + 2 * SLOT_BYTES + 2 * HALF_BYTES)
         self.is_shared = self._block.is_shared
         self._blocks: list[SharedBlock] = [self._block]
-        self._typed: dict[np.dtype, _Typed] = {}
         if not self.is_shared:
             return
         workspace.count(self._block.views[comm.rank])
         base = np.array([view.ctypes.data for view in self._block.views], np.int64)
         steps = [0, machine.LINE_BYTES, SLOT_BYTES, SLOT_BYTES, HALF_BYTES]
         self._places = np.array([base + step for step in np.cumsum(steps)])  # (5, ranks)
-        self._row = HALF_BYTES // comm.size // ALIGN_BYTES * ALIGN_BYTES
         self._regions = np.zeros((0, 2 + comm.size), np.int64)
-        self._state = np.zeros(machine.STATE_WORDS, np.int64)
-        self._brought = np.zeros(machine.BROUGHT_WORDS, np.int64)
-        self._scratch = np.zeros(comm.size + 2, np.int64)
+        self._state = np.zeros(machine.SCRATCH + comm.size + 2, np.int64)
+        self._plans: dict[tuple[Any, ...], Plan] = {}
         crowded = comm.size > len(os.sched_getaffinity(0))
         self._spins = SPINS_CROWDED if any(comm.allgather_object(crowded)) else SPINS
 
@@ -71,39 +69,43 @@ class NodeMemory:
         self._blocks.append(block)
         return own
 
-    def run(
-        self, buffer: np.ndarray, op: str, scale: float, mode: int, bounds: np.ndarray, longest: int, digest: int
-    ) -> bool:
-        """Carry out a collective; return whether all ranks brought the same. Collective.
-
-        ``bounds`` are the first and the last byte of each rank's range, ``longest`` the bytes of the longest of them.
-        """
-        typed = self._typed.get(buffer.dtype)
-        if typed is None:
-            typed = self._typed[buffer.dtype] = _Typed(buffer.dtype)
-        code = kernels.OPS[op]
-        state, brought = self._state, self._brought
-        state[machine.STAGE] = machine.BEGIN
-        state[machine.CALL] += 1
-        state[machine.PIECE] = 0
-        pieces = state[machine.PIECES] = -(-longest // self._row)
-        brought[machine.COUNT] = buffer.size
-        brought[machine.KIND] = typed.number | code << 4 | mode
-        brought[machine.SCALE] = hash(scale)
-        brought[machine.RANGES] = digest
+    def run(self, buffer: np.ndarray, op: str, scale: float, mode: int, ranges: Sequence[Range] | None) -> bool:
+        """Carry out a collective; return whether all ranks brought the same. Collective. None: balanced ranges."""
+        key = (buffer.size, buffer.dtype.num, op, scale, mode)
+        plan = self._plans.get(key) if ranges is None else None
+        if plan is None:
+            plan = self._plan(buffer, op, scale, mode, ranges)
+            if ranges is None:
+                if len(self._plans) >= PLANS_KEPT:
+                    self._plans.clear()
+                self._plans[key] = plan
         arguments = (
-            state, brought, mode, self._rank, self._places, SLOT_BYTES, self._row, self._regions, bounds,
-            buffer.view(np.uint8), self._scratch, (typed.code, code, scale, typed.address),
-            self._spins, YIELDS,
+            self._state, self._places, self._regions, plan.bounds, plan.words, scale, buffer.view(np.uint8)
         )  # fmt: skip
-        answer = machine.run(*arguments)
-        since = time.monotonic() if answer == machine.WAITING else 0.0
-        while answer == machine.WAITING:
-            self._block.check_alive(since)
-            answer = machine.run(*arguments)
-        if state[machine.STAGE] >= machine.FIRST_PIECE:
-            state[machine.BEFORE] += pieces
+        answer = machine.begin(*arguments)
+        if answer == machine.WAITING:
+            since = time.monotonic()
+            while answer == machine.WAITING:
+                self._block.check_alive(since)
+                answer = machine.go_on(*arguments)
         return bool(answer == machine.DONE)
+
+    def _plan(self, buffer: np.ndarray, op: str, scale: float, mode: int, ranges: Sequence[Range] | None) -> Plan:
+        parts = split(buffer.size, self._ranks, buffer.itemsize) if ranges is None else ranges
+        ends = tuple((part.start, part.stop) for part in parts)
+        bounds = np.array(ends, np.int64).T.copy() * buffer.itemsize
+        row = HALF_BYTES // self._ranks // ALIGN_BYTES * ALIGN_BYTES
+        blocks = np.empty(2 * kernels.BLOCK, accumulation_dtype(buffer.dtype))
+        code = kernels.OPS[op]
+        words = np.zeros(machine.PLAN_WORDS, np.int64)
+        words[: machine.BRINGS] = (
+            mode, self._rank, SLOT_BYTES, row, -(-int((bounds[1] - bounds[0]).max()) // row),
+            kernels.address_of(buffer.dtype), code, blocks.ctypes.data, self._spins, YIELDS,
+        )  # fmt: skip
+        # The hash of integers and floats is the same in every process.
+        kind = _DTYPES.index(name_of(buffer.dtype)) << 8 | code << 4 | mode
+        words[machine.BRINGS :] = buffer.size, kind, hash(scale), hash(ends)
+        return Plan(words, bounds, blocks)
 
     def brought(self) -> list[str]:
         """Return, for people, what each rank brought to the call under way (local)."""

@@ -13,13 +13,12 @@ that needs it or by one whose bits are copied: all ways give all ranks the same 
 
 import weakref
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import node_machine as machine
 from hpcdist.collectives.low_precision import multiply
 from hpcdist.collectives.node_memory import NodeMemory
@@ -129,33 +128,12 @@ def _call(
             "window: see the free memory, /dev/shm and the containers' process namespaces); choose another "
             "communication.algorithm than node_shared"
         )
-    if ranges is None:
-        bounds = _balanced(buffer.size, comm.size, buffer.itemsize)
-    else:
-        bounds = _Bounds(ranges, buffer.itemsize)
-    if not memory.run(buffer, op, float(scale), mode, bounds.of, bounds.longest, bounds.digest):
+    if not memory.run(buffer, op, float(scale), mode, ranges):
         brought = memory.brought()
         raise CommunicationError(
             f"the ranks of {comm.name} brought different buffers: "
             + "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(brought))
         )
-
-
-class _Bounds:
-    """Ranges as compiled loops take them: in bytes."""
-
-    __slots__ = ("digest", "longest", "of")
-
-    def __init__(self, ranges: Sequence[Range], itemsize: int) -> None:
-        ends = tuple((part.start, part.stop) for part in ranges)
-        self.of = np.array(ends, np.int64).T.copy() * itemsize  # (2, ranks)
-        self.longest = max(part.size for part in ranges) * itemsize
-        self.digest = hash(ends)  # of integers: the same in every process
-
-
-@lru_cache(1024)
-def _balanced(size: int, ranks: int, itemsize: int) -> _Bounds:
-    return _Bounds(split(size, ranks, itemsize), itemsize)
 
 
 def _check_ranges(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> None:
