@@ -85,12 +85,11 @@ class Race:
     def _round(self, repeats: Mapping[str, int], turn: int) -> tuple[dict[str, float], float]:
         """Return the time of one call of each candidate, and since the race began, on the slowest rank.
 
-        Each round begins with another candidate.
+        Each round has an order of its own: what ran before has left its data in the caches.
         """
         names = list(self.candidates)
         seconds = np.zeros(len(names) + 1)
-        for offset in range(len(names)):
-            index = (turn + offset) % len(names)
+        for index in np.random.default_rng(turn).permutation(len(names)):
             call, times = self.candidates[names[index]], repeats[names[index]]
             self.comm.barrier()
             began = self.clock()

@@ -1,0 +1,58 @@
+"""`hpcdist tune` in one process: what it prints, shows and removes; the measuring itself is tested with ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdist.collectives import tuning_cache
+from hpcdist.collectives.tuning_cache import Row, Tuning
+
+KEY = {"kind": "allreduce", "ranks": 2, "mpi_library": "an MPI", "settings": {}, "software": {}}
+TUNED = Tuning("native<=64,ring", (Row(64, {"ring": 1e-6}, {"native": 1e-6, "ring": 2e-6}, "native"),), None, 0.5)
+
+
+def tune(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "XDG_CACHE_HOME": str(home)}
+    command = [sys.executable, "-m", "hpcdist", "tune", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_alone_there_is_nothing_to_measure(home):
+    done = tune(home, "--json", "--max-bytes", "1K")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["text"], found["rows"], found["ranks"]) == ("native", [], 1)
+    assert list(home.iterdir()) == []
+
+
+def test_show_names_what_is_kept_and_what_is_damaged(home):
+    tuning_cache.kept(TUNED, KEY)
+    (tuning_cache.directory() / "damaged.json").write_text("{")
+    done = tune(home, "--show")
+    assert done.returncode == 0, done.stderr
+    assert TUNED.text in done.stdout and "an MPI" in done.stdout
+    assert "not used: it is damaged" in done.stdout
+    found = json.loads(tune(home, "--show", "--json").stdout)
+    assert {content.get("text") for content in found.values()} == {TUNED.text, None}
+
+
+def test_clear_removes_it(home):
+    tuning_cache.kept(TUNED, KEY)
+    assert json.loads(tune(home, "--clear", "--json").stdout) == {"removed": 1}
+    assert tune(home, "--show").stdout.startswith("0 in ")
+
+
+@pytest.mark.parametrize("arguments", [("--show", "--clear"), ("--max-bytes", "much"), ("--dtype", "float16")])
+def test_usage_errors(home, arguments):
+    done = tune(home, *arguments)
+    assert done.returncode == 2, done.stderr
