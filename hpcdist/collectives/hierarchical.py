@@ -30,6 +30,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import node_shared
 from hpcdist.collectives.node_flow import NodeFlow
+from hpcdist.collectives.node_flow_shared import flow_of
 from hpcdist.collectives.reduction import combiner
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator, Nodes, Request
@@ -92,7 +93,8 @@ def _reduce(place: _Place, buffer: Array, op: str) -> None:
     count = max(1, -(-chunks[0].size // longest))
     segments = [[part.shift(chunk.start) for part in split(chunk.size, count, buffer.itemsize)] for chunk in chunks]
     turns = [segments[(place.index - 1 - turn) % len(segments)] for turn in range(len(segments))]
-    node = NodeFlow(place.intra, place.streams, buffer, op, [segment for turn in turns for segment in turn])
+    order = [segment for turn in turns for segment in turn]
+    node = flow_of(place.intra, place.streams, buffer, op, order, SEGMENT_BYTES)
     if place.count == 1:
         for segment in segments[0]:
             node.sum_next()

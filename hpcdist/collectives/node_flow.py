@@ -7,8 +7,7 @@ For a pipeline whose other end is the network. Every rank owns a part of each se
 
 On m ranks with s bytes a segment: (m-1) messages of s/m bytes each way. All are begun early and waited for late, in
 the order that all ranks know, and a rank that waits lets every message move: one that is held up delays the others by
-what it owes them, not by a meeting at each step. A node's shared memory would need such meetings, or its own way to
-move the network's messages while a rank waits in it.
+what it owes them, not by a meeting at each step. `node_flow_shared` does the same through the node's memory.
 """
 
 from collections import deque
@@ -44,15 +43,18 @@ class NodeFlow:
         self._sends: dict[Range, list[Request]] = {}
         self._totals: deque[list[Request]] = deque()
 
-    def part(self, segment: Range, rank: int) -> Array:
-        """Return the part of ``segment`` that ``rank`` owns; empty where it owns none (local)."""
+    def within(self, segment: Range, rank: int) -> Range:
+        """Return, relative to ``segment``, the part of it that ``rank`` owns; empty where it owns none (local)."""
         parts = self._parts.get(segment.size)
         if parts is None:
-            parts = self._parts[segment.size] = split(segment.size, self._owners, self.buffer.itemsize)
-        if rank >= self._owners:
-            return self.buffer[:0]
-        start = segment.start
-        part: Array = self.buffer[start + parts[rank].start : start + parts[rank].stop]
+            parts = split(segment.size, self._owners, self.buffer.itemsize)
+            parts += [Range(segment.size, segment.size)] * (self._intra.size - self._owners)
+            self._parts[segment.size] = parts
+        return parts[rank]
+
+    def part(self, segment: Range, rank: int) -> Array:
+        """Return the part of ``segment`` that ``rank`` owns (local)."""
+        part: Array = self.buffer[self.within(segment, rank).shift(segment.start).slice]
         return part
 
     def own(self, segment: Range) -> Array:
@@ -84,10 +86,15 @@ class NodeFlow:
         for request, _ in addends.values():
             request.wait()
         rows = [own if rank == self._intra.rank else addends[rank][1] for rank in range(self._intra.size)]
-        total = rows[0]  # the own part, or scratch
+        self.add(rows, own)
+
+    def add(self, rows: Sequence[Array], own: Array) -> None:
+        """Reduce ``rows``, one of each rank, into ``own``, which is one of them; the first may be overwritten."""
+        total = rows[0]
         for row in rows[1:-1]:
             self.combine(total, row, total)
-        self.combine(total, rows[-1], own)
+        if len(rows) > 1:
+            self.combine(total, rows[-1], own)
 
     def spread(self, segment: Range) -> None:
         """Begin to give the own part of ``segment`` to all and to take theirs; it must not be changed any more."""

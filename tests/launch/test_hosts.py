@@ -42,6 +42,7 @@ for _ in range(2):  # the first opens connections
     buffer = inputs[comm.rank].copy()
     comm.barrier()
     before = counters()
+    comm.barrier()  # nobody sends before all have looked
     collectives.allreduce(comm, buffer, "hierarchical")
     comm.barrier()
     results.append(buffer)
