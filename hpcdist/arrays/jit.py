@@ -5,6 +5,7 @@ directory of the user (the cache is code, so its owner and mode are checked), or
 """
 
 import functools
+import hashlib
 import os
 import stat
 import tempfile
@@ -38,7 +39,26 @@ def _prepare_cache() -> None:
                 f"{directory} is not a private directory of this user, and it holds code; "
                 "remove it, or set NUMBA_CACHE_DIR to a directory that only you can write"
             )
-        os.environ["NUMBA_CACHE_DIR"] = str(directory)
+    sources = _digest_of_sources()
+    if directory.name != sources:  # a process that this one started finds the name already there
+        directory /= sources
+    os.environ["NUMBA_CACHE_DIR"] = str(directory)
+
+
+@functools.cache
+def _digest_of_sources() -> str:
+    """Return a name for the text of all modules with kernels.
+
+    numba sees only whether the file of a kernel has changed, and not those of the kernels that it calls; and the files
+    of two releases may have the same times.
+    """
+    package = Path(__file__).parents[1]
+    found = {path: path.read_bytes() for path in sorted(package.rglob("*.py"))}
+    text = hashlib.blake2b(digest_size=8)
+    for path, source in found.items():
+        if b"arrays.jit" in source or path.samefile(__file__):
+            text.update(str(path.relative_to(package)).encode() + source)
+    return text.hexdigest()
 
 
 class Primitive:
