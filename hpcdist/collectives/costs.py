@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from hpcdist.collectives.rabenseifner import HALVES_BYTES
 from hpcdist.comm.communicator import Communicator
 
 NODE, WIRE, CROWDED = "node", "wire", "crowded"
@@ -128,10 +129,12 @@ def recursive_doubling(topology: Topology, nbytes: float) -> Work:
 
 
 def rabenseifner(topology: Topology, nbytes: float) -> Work:
-    """Half, a quarter, ... to the partner in every bit, and back; without a power of two, half of all to a partner."""
+    """Half, a quarter, ... to the partner in every bit, and back; without a power of two, long buffers are halved first."""
     paired = topology.ranks & (topology.ranks - 1) != 0
-    folded = (Part(topology.across(1), 2, nbytes),) if paired else ()
-    reduced = nbytes / 2 if paired else 0.0
+    if paired and nbytes >= HALVES_BYTES:
+        folded, reduced = (Part(topology.across(1), 2, nbytes),), nbytes / 2
+    else:
+        folded, reduced = _fold(topology, nbytes)
     distances = list(_bits(topology.ranks))
     cube = 2 * max(distances, default=0) or 1
     steps = [Part(topology.across(distance), 2, 2 * nbytes * distance / cube) for distance in distances]
@@ -139,7 +142,7 @@ def rabenseifner(topology: Topology, nbytes: float) -> Work:
 
 
 def circulant(topology: Topology, nbytes: float) -> Work:
-    """The bytes of the ring in ceil(log2 p) steps there and as many back."""
+    """The bytes of the ring in ceil(log2 p) steps there and as many back; a step may take a second message."""
     p = topology.ranks
     share = (p - 1) / p * nbytes
     across = NODE if topology.nodes == 1 else CROWDED
