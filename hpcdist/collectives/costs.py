@@ -129,12 +129,11 @@ def recursive_doubling(topology: Topology, nbytes: float) -> Work:
 
 
 def rabenseifner(topology: Topology, nbytes: float) -> Work:
-    """Half, a quarter, ... to the partner in every bit, and back; without a power of two, long buffers are halved first."""
+    """Half, a quarter, ... to the partner in every bit, and back; without a power of two, pairs come first."""
     paired = topology.ranks & (topology.ranks - 1) != 0
+    folded, reduced = _fold(topology, nbytes)
     if paired and nbytes >= HALVES_BYTES:
         folded, reduced = (Part(topology.across(1), 2, nbytes),), nbytes / 2
-    else:
-        folded, reduced = _fold(topology, nbytes)
     distances = list(_bits(topology.ranks))
     cube = 2 * max(distances, default=0) or 1
     steps = [Part(topology.across(distance), 2, 2 * nbytes * distance / cube) for distance in distances]
