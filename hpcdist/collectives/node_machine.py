@@ -24,76 +24,42 @@ Here everything is bytes; the plan has the address of the code that knows the dt
 ``bounds`` are the first and the last byte of each rank's range, (2, ranks).
 """
 
-from typing import Any, Final
+from typing import Any
 
-from hpcdist.arrays.atomics import array_at, call, copy_bytes, load_acquire, pause, store_release, yield_core
+from hpcdist.arrays.atomics import array_at, copy_bytes, store_release
 from hpcdist.arrays.jit import jit
-
-LINE_BYTES: Final = 256  # more than a cache line: cores fetch them by pairs
-ARRIVED: Final = 0  # words of 8 bytes: the number of the call
-LEFT: Final = 1
-STAGED: Final = 2  # the number of pieces, over all calls
-FINISHED: Final = 3
-BROUGHT: Final = 8  # for calls of even number; BROUGHT_WORDS further for the others
-BROUGHT_WORDS: Final = 8
-COUNT: Final = 0  # words of what was brought
-KIND: Final = 1
-SCALE: Final = 2
-RANGES: Final = 3
-COMPARED: Final = 4  # so many must be equal on all ranks
-REGION: Final = 4
-OFFSET: Final = 5
-
-REDUCE: Final = 1  # bits of what a call does
-GATHER: Final = 2
-
-STAGE: Final = 0  # words of the state of a call under way
-PIECE: Final = 1
-BEFORE: Final = 2  # pieces of all calls before
-CALL: Final = 3  # number of this call
-LAGGARD: Final = 4  # who was waited for when the loop gave up
-BRING: Final = 8  # what this rank brings: BROUGHT_WORDS
-SCRATCH: Final = BRING + BROUGHT_WORDS  # two words more than there are ranks
-
-MODE: Final = 0  # words of the plan, which calls alike have in common
-RANK: Final = 1
-SLOT: Final = 2  # bytes
-ROW: Final = 3  # bytes
-PIECES: Final = 4
-CODE: Final = 5  # address of the reduction; the next two are what it is called with
-OP: Final = 6
-BLOCKS: Final = 7
-SPINS: Final = 8
-YIELDS: Final = 9
-BRINGS: Final = 10  # the first COMPARED words of what is brought
-PLAN_WORDS: Final = BRINGS + COMPARED
-
-MEET: Final = 1
-LEAVE: Final = 2
-FIRST_PIECE: Final = 3
-REDUCE_PIECE: Final = 4
-FETCH_PIECE: Final = 5
-
-DONE: Final = 0  # what the loop returns
-WAITING: Final = 1
-DIFFERENT: Final = 2
-
-
-@jit
-def await_flag(flags: Any, word: int, value: int, spins: int, yields: int) -> int:
-    """Return -1 once the flag of every rank has reached ``value``; after a time, a rank whose flag has not."""
-    for rank in range(flags.size):
-        address = flags[rank] + 8 * word
-        left = spins
-        while load_acquire(address) < value:
-            if left > 0:
-                pause()
-            elif left > -yields:
-                yield_core()
-            else:
-                return rank
-            left -= 1
-    return -1
+from hpcdist.collectives.node_pieces import run_pieces
+from hpcdist.collectives.node_words import (
+    ARRIVED,
+    BRING,
+    BRINGS,
+    BROUGHT,
+    BROUGHT_WORDS,
+    CALL,
+    COMPARED,
+    DIFFERENT,
+    DONE,
+    FIRST_PIECE,
+    GATHER,
+    LAGGARD,
+    LEAVE,
+    LEFT,
+    MEET,
+    MODE,
+    OFFSET,
+    PIECE,
+    RANK,
+    REDUCE,
+    REGION,
+    SCRATCH,
+    SLOT,
+    SPINS,
+    STAGE,
+    WAITING,
+    YIELDS,
+    await_flag,
+    reduce_to,
+)
 
 
 @jit
@@ -139,13 +105,6 @@ def find_region(regions: Any, address: int, nbytes: int, brought: Any) -> None:
 
 
 @jit
-def reduce_to(inputs: Any, outputs: Any, nbytes: int, plan: Any, scale: float) -> None:
-    """Reduce ``nbytes`` at each of the addresses ``inputs`` to each of ``outputs``."""
-    first, second = inputs.ctypes.data, outputs.ctypes.data
-    call(plan[CODE], (first, inputs.size, second, outputs.size, nbytes, plan[OP], scale, plan[BLOCKS]))
-
-
-@jit
 def work_in_place(buffers: Any, bounds: Any, plan: Any, scale: float) -> None:
     """Reduce the own range of all ``buffers``, or fetch the others'."""
     mode, rank = plan[MODE], plan[RANK]
@@ -158,78 +117,6 @@ def work_in_place(buffers: Any, bounds: Any, plan: Any, scale: float) -> None:
             if other != rank:
                 start = bounds[0, other]
                 copy_bytes(buffers[other] + start, buffers[rank] + start, bounds[1, other] - start)
-
-
-@jit
-def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: Any, data: int) -> None:
-    """Copy what the other ranks are to reduce to the rows of ``area``, each of ``row`` bytes."""
-    if mode & REDUCE:
-        for other in range(bounds.shape[1]):
-            first = bounds[0, other] + piece * row
-            nbytes = min(row, bounds[1, other] - first)
-            if other != rank and nbytes > 0:
-                copy_bytes(data + first, area + other * row, nbytes)
-
-
-@jit
-def reduce_piece(piece: int, areas: Any, bounds: Any, data: int, scratch: Any, plan: Any, scale: float) -> None:
-    """Reduce the own row of all ``areas`` and the own data, to the data and, for the others to fetch, the own area."""
-    mode, rank, row = plan[MODE], plan[RANK], plan[ROW]
-    first = bounds[0, rank] + piece * row
-    nbytes = min(row, bounds[1, rank] - first)
-    if nbytes <= 0:
-        return
-    inputs, outputs = scratch[: areas.size], scratch[areas.size :]
-    outputs[0], outputs[1] = data + first, areas[rank] + rank * row
-    if mode & REDUCE:
-        for other in range(areas.size):
-            inputs[other] = outputs[0] if other == rank else areas[other] + rank * row
-        reduce_to(inputs, outputs[: 2 if mode & GATHER else 1], nbytes, plan, scale)
-    else:
-        copy_bytes(outputs[0], outputs[1], nbytes)
-
-
-@jit
-def fetch_piece(rank: int, piece: int, row: int, areas: Any, bounds: Any, data: int) -> None:
-    """Copy the rows that the other ranks own from their areas."""
-    for other in range(areas.size):
-        first = bounds[0, other] + piece * row
-        nbytes = min(row, bounds[1, other] - first)
-        if other != rank and nbytes > 0:
-            copy_bytes(areas[other] + other * row, data + first, nbytes)
-
-
-@jit
-def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, plan: Any, scale: float) -> int:
-    """Go on with the staged part of a call."""
-    mode, rank, row, spins, yields = plan[MODE], plan[RANK], plan[ROW], plan[SPINS], plan[YIELDS]
-    if state[STAGE] == FIRST_PIECE and plan[PIECES] > 0:
-        stage_piece(mode, rank, 0, row, staging[state[BEFORE] % 2, rank], bounds, data)
-        store_release(flags[rank] + 8 * STAGED, state[BEFORE] + 1)
-        state[STAGE] = REDUCE_PIECE
-    while state[PIECE] < plan[PIECES]:
-        piece = state[PIECE]
-        number = state[BEFORE] + piece + 1
-        areas, next_areas = staging[(number - 1) % 2], staging[number % 2]
-        if state[STAGE] == REDUCE_PIECE:
-            state[LAGGARD] = await_flag(flags, STAGED, number, spins, yields)
-            if state[LAGGARD] >= 0:
-                return WAITING
-            reduce_piece(piece, areas, bounds, data, state[SCRATCH:], plan, scale)
-            store_release(flags[rank] + 8 * FINISHED, number)
-            if piece + 1 < plan[PIECES]:  # the next one is made ready before anybody is waited for
-                stage_piece(mode, rank, piece + 1, row, next_areas[rank], bounds, data)
-                store_release(flags[rank] + 8 * STAGED, number + 1)
-            state[STAGE] = FETCH_PIECE
-        state[LAGGARD] = await_flag(flags, FINISHED, number, spins, yields)
-        if state[LAGGARD] >= 0:
-            return WAITING
-        if mode & GATHER:
-            fetch_piece(rank, piece, row, areas, bounds, data)
-        state[PIECE] += 1
-        state[STAGE] = REDUCE_PIECE
-    state[BEFORE] += plan[PIECES]
-    return DONE
 
 
 @jit

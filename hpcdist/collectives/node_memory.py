@@ -10,11 +10,12 @@ import numpy as np
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, accumulation_dtype, name_of
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range, split
 from hpcdist.collectives import node_kernels as kernels
-from hpcdist.collectives import node_machine as machine
-from hpcdist.collectives import workspace
+from hpcdist.collectives import node_machine, node_words, workspace
 from hpcdist.comm.communicator import Communicator, SharedBlock
 
-SLOT_BYTES: Final = 8 << 10  # a buffer up to this is summed by everybody: one meeting instead of two (empirical)
+SLOTS_BYTES: Final = 64 << 10  # of all ranks: what fits a slot is summed by everybody, in one meeting (empirical)
+    64 << 10
+)  # of all ranks: a buffer that fits a slot is summed by everybody, in one meeting (empirical)
 HALF_BYTES: Final = 256 << 10  # of a staging area: with the other half and those of a peer in the second cache
 
 SPINS: Final = 4000  # looks at a flag before the core is offered to others, where each rank has a core of its own
@@ -24,6 +25,11 @@ YIELDS: Final = 500  # offers before the loop comes back to Python: about a mill
 PLANS_KEPT: Final = 4096  # of calls that differ in size, dtype, op or scale
 
 _DTYPES: Final = tuple(FLOATS | INTEGERS)  # their places are what the ranks compare
+
+
+def slot_bytes(ranks: int) -> int:
+    """Return the size of a slot of one of so many ranks (local)."""
+    return SLOTS_BYTES // ranks // ALIGN_BYTES * ALIGN_BYTES
 
 
 class Plan:
@@ -42,17 +48,18 @@ class NodeMemory:
     def __init__(self, comm: Communicator) -> None:
         # Not the communicator itself: it is the key under which this is kept, and would never be let go.
         self._rank, self._ranks = comm.rank, comm.size
-        self._block = comm.shared(machine.LINE_BYTES + 2 * SLOT_BYTES + 2 * HALF_BYTES)
+        self._slot, self._half = slot_bytes(comm.size), HALF_BYTES
+        self._block = comm.shared(node_words.LINE_BYTES + 2 * self._slot + 2 * self._half)
         self.is_shared = self._block.is_shared
         self._blocks: list[SharedBlock] = [self._block]
         if not self.is_shared:
             return
         workspace.count(self._block.views[comm.rank])
         base = np.array([view.ctypes.data for view in self._block.views], np.int64)
-        steps = [0, machine.LINE_BYTES, SLOT_BYTES, SLOT_BYTES, HALF_BYTES]
+        steps = [0, node_words.LINE_BYTES, self._slot, self._slot, self._half]
         self._places = np.array([base + step for step in np.cumsum(steps)])  # (5, ranks)
         self._regions = np.zeros((0, 2 + comm.size), np.int64)
-        self._state = np.zeros(machine.SCRATCH + comm.size + 2, np.int64)
+        self._state = np.zeros(node_words.SCRATCH + comm.size + 2, np.int64)
         self._plans: dict[tuple[Any, ...], Plan] = {}
         crowded = comm.size > len(os.sched_getaffinity(0))
         self._spins = SPINS_CROWDED if any(comm.allgather_object(crowded)) else SPINS
@@ -82,37 +89,37 @@ class NodeMemory:
         arguments = (
             self._state, self._places, self._regions, plan.bounds, plan.words, scale, buffer.view(np.uint8)
         )  # fmt: skip
-        answer = machine.begin(*arguments)
-        if answer == machine.WAITING:
+        answer = node_machine.begin(*arguments)
+        if answer == node_words.WAITING:
             since = time.monotonic()
-            while answer == machine.WAITING:
+            while answer == node_words.WAITING:
                 self._block.check_alive(since)
-                answer = machine.go_on(*arguments)
-        return bool(answer == machine.DONE)
+                answer = node_machine.go_on(*arguments)
+        return bool(answer == node_words.DONE)
 
     def _plan(self, buffer: np.ndarray, op: str, scale: float, mode: int, ranges: Sequence[Range] | None) -> Plan:
         parts = split(buffer.size, self._ranks, buffer.itemsize) if ranges is None else ranges
         ends = tuple((part.start, part.stop) for part in parts)
         bounds = np.array(ends, np.int64).T.copy() * buffer.itemsize
-        row = HALF_BYTES // self._ranks // ALIGN_BYTES * ALIGN_BYTES
+        row = self._half // self._ranks // ALIGN_BYTES * ALIGN_BYTES
         blocks = np.empty(2 * kernels.BLOCK, accumulation_dtype(buffer.dtype))
         code = kernels.OPS[op]
-        words = np.zeros(machine.PLAN_WORDS, np.int64)
-        words[: machine.BRINGS] = (
-            mode, self._rank, SLOT_BYTES, row, -(-int((bounds[1] - bounds[0]).max()) // row),
+        words = np.zeros(node_words.PLAN_WORDS, np.int64)
+        words[: node_words.BRINGS] = (
+            mode, self._rank, self._slot, row, -(-int((bounds[1] - bounds[0]).max()) // row),
             kernels.address_of(buffer.dtype), code, blocks.ctypes.data, self._spins, YIELDS,
         )  # fmt: skip
         # The hash of integers and floats is the same in every process.
         kind = _DTYPES.index(name_of(buffer.dtype)) << 8 | code << 4 | mode
-        words[machine.BRINGS :] = buffer.size, kind, hash(scale), hash(ends)
+        words[node_words.BRINGS :] = buffer.size, kind, hash(scale), hash(ends)
         return Plan(words, bounds, blocks)
 
     def brought(self) -> list[str]:
         """Return, for people, what each rank brought to the call under way (local)."""
-        parity = int(self._state[machine.CALL]) % 2
-        begin = machine.BROUGHT + parity * machine.BROUGHT_WORDS
+        parity = int(self._state[node_words.CALL]) % 2
+        begin = node_words.BROUGHT + parity * node_words.BROUGHT_WORDS
         return [
-            _described(view[: machine.LINE_BYTES].view(np.int64)[begin:][: machine.BROUGHT_WORDS])
+            _described(view[: node_words.LINE_BYTES].view(np.int64)[begin:][: node_words.BROUGHT_WORDS])
             for view in self._block.views
         ]
 
@@ -123,7 +130,7 @@ class NodeMemory:
 
 
 def _described(words: Any) -> str:
-    kind = int(words[machine.KIND])
+    kind = int(words[node_words.KIND])
     op = next(name for name, code in kernels.OPS.items() if code == kind >> 4 & 3)
-    what = {machine.REDUCE: "reduce-scatter", machine.GATHER: "all-gather"}.get(kind & 3, "allreduce")
-    return f"{what} ({op}) of {words[machine.COUNT]} {_DTYPES[kind >> 8]}"
+    what = {node_words.REDUCE: "reduce-scatter", node_words.GATHER: "all-gather"}.get(kind & 3, "allreduce")
+    return f"{what} ({op}) of {words[node_words.COUNT]} {_DTYPES[kind >> 8]}"

@@ -19,7 +19,7 @@ import numpy as np
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.collectives import node_machine as machine
+from hpcdist.collectives import node_words
 from hpcdist.collectives.low_precision import multiply
 from hpcdist.collectives.node_memory import NodeMemory
 from hpcdist.collectives.reduction import check_buffer, check_op
@@ -44,7 +44,7 @@ def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *,
             multiply(buffer, scale)
     else:
         host = backend.to_host(buffer)
-        _call(comm, host, op, scale, None, machine.REDUCE | machine.GATHER)
+        _call(comm, host, op, scale, None, node_words.REDUCE | node_words.GATHER)
         if host is not buffer:
             buffer[...] = backend.namespace(buffer).asarray(host)
 
@@ -59,7 +59,7 @@ def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], o
     _check_ranges(comm, buffer, ranges)
     if comm.size > 1:
         host = backend.to_host(buffer)
-        _call(comm, host, op, 1.0, ranges, machine.REDUCE)
+        _call(comm, host, op, 1.0, ranges, node_words.REDUCE)
         if host is not buffer:
             own = ranges[comm.rank].slice
             buffer[own] = backend.namespace(buffer).asarray(host[own])
@@ -71,7 +71,7 @@ def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> No
     _check_ranges(comm, buffer, ranges)
     if comm.size > 1:
         host = backend.to_host(buffer)
-        _call(comm, host, "sum", 1.0, ranges, machine.GATHER)
+        _call(comm, host, "sum", 1.0, ranges, node_words.GATHER)
         if host is not buffer:
             buffer[...] = backend.namespace(buffer).asarray(host)
 

@@ -55,7 +55,7 @@ def test_rank_a_hundred_thousand_small_collectives(comm: Communicator) -> None:
     Where ranks share cores each call waits for the scheduler, and a tenth of them must do.
     """
     calls = 100_000 if comm.size <= len(os.sched_getaffinity(0)) else 10_000
-    slot = node_memory.SLOT_BYTES // 8
+    slot = node_memory.slot_bytes(comm.size) // 8
     shared = node_shared.allocate(comm, 2 * slot, np.dtype(np.int64))
     ordinary = np.empty(2 * slot, np.int64)
     ranks = comm.size * (comm.size - 1) // 2

@@ -7,7 +7,7 @@ from hpcdist import collectives
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, accumulation_dtype
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import node_machine, node_memory, node_shared, node_shared_allreduce
+from hpcdist.collectives import node_memory, node_shared, node_shared_allreduce, node_words
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
 from hpcdist.comm.shared import PrivateBlock
@@ -31,7 +31,7 @@ def in_rank_order(inputs: np.ndarray, op: str = "sum") -> np.ndarray:
 def small_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Staging areas so small that a few thousand elements need many pieces."""
     monkeypatch.setattr(node_memory, "HALF_BYTES", 4096)
-    monkeypatch.setattr(node_memory, "SLOT_BYTES", 512)
+    monkeypatch.setattr(node_memory, "SLOTS_BYTES", 2048)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -239,7 +239,7 @@ def test_what_is_kept_between_calls_is_counted_and_can_be_given_back() -> None:
         for _ in range(2):
             collectives.allreduce(comm, np.zeros(1000), "node_shared")
             collectives.allreduce(comm, np.zeros(1000, np.float16), "recursive_doubling")
-        shared = node_machine.LINE_BYTES + 2 * node_memory.SLOT_BYTES + 2 * node_memory.HALF_BYTES
+        shared = node_words.LINE_BYTES + 2 * node_memory.slot_bytes(2) + 2 * node_memory.HALF_BYTES
         assert ledger.current["communication"] == shared + 4000 * 2  # and a widened copy, a received copy
         collectives.release(comm)
         comm.allgather_object(None)  # threads see the arrays of each other until all have let go
