@@ -14,8 +14,6 @@ from hpcdist.collectives import node_machine, node_words, workspace
 from hpcdist.comm.communicator import Communicator, SharedBlock
 
 SLOTS_BYTES: Final = 64 << 10  # of all ranks: what fits a slot is summed by everybody, in one meeting (empirical)
-    64 << 10
-)  # of all ranks: a buffer that fits a slot is summed by everybody, in one meeting (empirical)
 HALF_BYTES: Final = 256 << 10  # of a staging area: with the other half and those of a peer in the second cache
 
 SPINS: Final = 4000  # looks at a flag before the core is offered to others, where each rank has a core of its own
