@@ -132,25 +132,24 @@ def reduce_block(inputs: Any, at: int, op: int, block: Any) -> None:
 
 
 @jit
-def scaled(block: Any, scale: float) -> None:
-    """Multiply a block in place."""
+def scaled(block: Any, scale: Any) -> None:
+    """Multiply a block in place by a number of its dtype."""
     for i in range(block.size):
         block[i] *= scale
 
 
 @jit
-def reduce_into_all(buffers: Any, size: int, scale: float, like: Any) -> None:
+def reduce_into_all(buffers: Any, size: int, scale: Any, like: Any) -> None:
     """Put the sum of ``size`` elements at 2 to 4 addresses into all: each is read once and written once."""
     a, b = array_at(buffers[0], size, like), array_at(buffers[1], size, like)
-    like[0] = scale  # in the dtype of the sum
     if buffers.size == 2:
-        sum_into_two(a, b, like[0])
+        sum_into_two(a, b, scale)
         return
     c = array_at(buffers[2], size, like)
     if buffers.size == 3:
-        sum_into_three(a, b, c, like[0])
+        sum_into_three(a, b, c, scale)
     else:
-        sum_into_four(a, b, c, array_at(buffers[3], size, like), like[0])
+        sum_into_four(a, b, c, array_at(buffers[3], size, like), scale)
 
 
 @jit
@@ -165,15 +164,17 @@ def reduce_at(
     size = nbytes // total.itemsize
     words = np.empty(0, np.int64)
     inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)
+    total[0] = scale
+    factor = total[0]  # in the dtype of the sum, whichever way is taken
     if inputs_at == outputs_at and op == SUM and 2 <= ranks <= 4:
-        reduce_into_all(inputs, size, scale, total)
+        reduce_into_all(inputs, size, factor, total)
         return
     for start in range(0, size, BLOCK):
         count = min(BLOCK, size - start)
         at, block = start * total.itemsize, total[:count]
         reduce_block(inputs, at, op, block)
-        if scale != 1:
-            scaled(block, scale)
+        if factor != 1:
+            scaled(block, factor)
         for rank in range(copies):
             copy(block, array_at(outputs[rank] + at, count, total))
 
@@ -186,6 +187,8 @@ def reduce_halves_at(
     """Do the same with 16-bit floats; ``pointer`` is that of two blocks of float32. ``brain``: they are bfloat16."""
     blocks, halves, words = array_behind(pointer, 2 * BLOCK), np.empty(0, np.uint16), np.empty(0, np.int64)
     inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)
+    blocks[0] = scale
+    factor = blocks[0]  # in float32
     for at in range(0, nbytes, 2 * BLOCK):
         count = min(BLOCK, (nbytes - at) // 2)
         total, addend = blocks[:count], blocks[BLOCK : BLOCK + count]
@@ -197,8 +200,8 @@ def reduce_halves_at(
                 widen_float16(array_at(inputs[rank] + at, count, halves), widened)
             if rank:
                 combine_into(op, addend, total)
-        if scale != 1:
-            scaled(total, scale)
+        if factor != 1:
+            scaled(total, factor)
         target = array_at(outputs[0] + at, count, halves)
         if brain:
             round_bfloat16(target, total)

@@ -26,6 +26,8 @@ Here everything is bytes; the plan has the address of the code that knows the dt
 
 from typing import Any
 
+import numpy as np
+
 from hpcdist.arrays.atomics import array_at, copy_bytes, store_release
 from hpcdist.arrays.jit import jit
 from hpcdist.collectives.node_pieces import run_pieces
@@ -41,7 +43,6 @@ from hpcdist.collectives.node_words import (
     DONE,
     FIRST_PIECE,
     GATHER,
-    LAGGARD,
     LEAVE,
     LEFT,
     MEET,
@@ -51,13 +52,14 @@ from hpcdist.collectives.node_words import (
     RANK,
     REDUCE,
     REGION,
+    SCALE,
     SCRATCH,
     SLOT,
     SPINS,
     STAGE,
     WAITING,
     YIELDS,
-    await_flag,
+    all_have,
     reduce_to,
 )
 
@@ -126,8 +128,7 @@ def meet(
     """Go on with a call whose ranks are not known to have come, until it is seen how it is to be carried out."""
     rank, number = plan[RANK], state[CALL]
     parity, brought = number % 2, state[BRING:SCRATCH]
-    state[LAGGARD] = await_flag(flags, ARRIVED, number, plan[SPINS], plan[YIELDS])
-    if state[LAGGARD] >= 0:
+    if not all_have(flags, ARRIVED, number, plan[SPINS], plan[YIELDS]):
         return WAITING
     if not brought_alike(flags, parity, brought):
         return DIFFERENT
@@ -151,8 +152,7 @@ def go_on(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: 
     if state[STAGE] == MEET:
         answer = meet(state, flags, places[1:3], regions, bounds, data, buffer.size, plan, scale)
     if state[STAGE] == LEAVE:
-        state[LAGGARD] = await_flag(flags, LEFT, state[CALL], plan[SPINS], plan[YIELDS])
-        answer = WAITING if state[LAGGARD] >= 0 else DONE
+        answer = DONE if all_have(flags, LEFT, state[CALL], plan[SPINS], plan[YIELDS]) else WAITING
     elif state[STAGE] >= FIRST_PIECE:
         answer = run_pieces(state, flags, places[3:5], bounds, data, plan, scale)
     return answer
@@ -173,6 +173,7 @@ def begin(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: 
     brought = state[BRING:SCRATCH]
     for word in range(COMPARED):
         brought[word] = plan[BRINGS + word]
+    brought[SCALE : SCALE + 1].view(np.float64)[0] = scale
     find_region(regions, buffer.ctypes.data, buffer.size, brought)
     write_down(places[0, rank], number % 2, brought)
     store_release(places[0, rank] + 8 * ARRIVED, number)

@@ -2,7 +2,9 @@
 
 import os
 import time
+import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -12,6 +14,7 @@ from hpcdist.arrays.ranges import ALIGN_BYTES, Range, split
 from hpcdist.collectives import node_kernels as kernels
 from hpcdist.collectives import node_machine, node_words, workspace
 from hpcdist.comm.communicator import Communicator, SharedBlock
+from hpcdist.errors import CommunicationError, UsageError
 
 SLOTS_BYTES: Final = 64 << 10  # of all ranks: what fits a slot is summed by everybody, in one meeting (empirical)
 HALF_BYTES: Final = 256 << 10  # of a staging area: with the other half and those of a peer in the second cache
@@ -20,7 +23,7 @@ SPINS: Final = 4000  # looks at a flag before the core is offered to others, whe
 SPINS_CROWDED: Final = 1
 YIELDS: Final = 500  # offers before the loop comes back to Python: about a millisecond
 
-PLANS_KEPT: Final = 4096  # of calls that differ in size, dtype, op or scale
+PLANS_KEPT: Final = 4096  # of calls that differ in size, dtype, op or ranges
 
 _DTYPES: Final = tuple(FLOATS | INTEGERS)  # their places are what the ranks compare
 
@@ -30,14 +33,12 @@ def slot_bytes(ranks: int) -> int:
     return SLOTS_BYTES // ranks // ALIGN_BYTES * ALIGN_BYTES
 
 
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What calls alike have in common, as compiled loops take it; ``bounds`` are (2, ranks), in bytes."""
 
-    __slots__ = ("blocks", "bounds", "words")
-
-    def __init__(self, words: np.ndarray, bounds: np.ndarray, blocks: np.ndarray) -> None:
-        self.words, self.bounds = words, bounds
-        self.blocks = blocks  # kept: the words have its address
+    words: np.ndarray
+    bounds: np.ndarray
 
 
 class NodeMemory:
@@ -59,8 +60,10 @@ class NodeMemory:
         self._regions = np.zeros((0, 2 + comm.size), np.int64)
         self._state = np.zeros(node_words.SCRATCH + comm.size + 2, np.int64)
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        crowded = comm.size > len(os.sched_getaffinity(0))
-        self._spins = SPINS_CROWDED if any(comm.allgather_object(crowded)) else SPINS
+        self._blocks_of: dict[int, np.ndarray] = {}  # by dtype: what the reduction works in
+        self._given_up = False
+        cores = set().union(*comm.allgather_object(os.sched_getaffinity(0)))
+        self._spins = SPINS_CROWDED if comm.size > len(cores) else SPINS
 
     def region(self, comm: Communicator, nbytes: int) -> np.ndarray:
         """Return ``nbytes`` bytes of this rank that the others can read; plain memory where they cannot. Collective."""
@@ -76,41 +79,50 @@ class NodeMemory:
 
     def run(self, buffer: np.ndarray, op: str, scale: float, mode: int, ranges: Sequence[Range] | None) -> bool:
         """Carry out a collective; return whether all ranks brought the same. Collective. None: balanced ranges."""
-        key = (buffer.size, buffer.dtype.num, op, scale, mode)
-        plan = self._plans.get(key) if ranges is None else None
-        if plan is None:
-            plan = self._plan(buffer, op, scale, mode, ranges)
-            if ranges is None:
-                if len(self._plans) >= PLANS_KEPT:
-                    self._plans.clear()
-                self._plans[key] = plan
+        if self._given_up:
+            raise CommunicationError(
+                "an earlier collective in this shared memory was given up half-way, and the ranks are out of step; "
+                "end the job, or call collectives.release on all ranks"
+            )
+        ends = None if ranges is None else tuple((part.start, part.stop) for part in ranges)
+        key = (buffer.size, buffer.dtype.num, op, mode, ends)
+        plan = self._plans.get(key) or self._plan(key, buffer, ranges)
         arguments = (
             self._state, self._places, self._regions, plan.bounds, plan.words, scale, buffer.view(np.uint8)
         )  # fmt: skip
-        answer = node_machine.begin(*arguments)
-        if answer == node_words.WAITING:
-            since = time.monotonic()
-            while answer == node_words.WAITING:
-                self._block.check_alive(since)
-                answer = node_machine.go_on(*arguments)
+        try:
+            answer = node_machine.begin(*arguments)
+            if answer == node_words.WAITING:
+                since = time.monotonic()
+                while answer == node_words.WAITING:
+                    self._block.check_alive(since)
+                    answer = node_machine.go_on(*arguments)
+        except BaseException:  # a signal's among them: the next call would count on a meeting that never was
+            self._given_up = True
+            raise
         return bool(answer == node_words.DONE)
 
-    def _plan(self, buffer: np.ndarray, op: str, scale: float, mode: int, ranges: Sequence[Range] | None) -> Plan:
+    def _plan(self, key: tuple[Any, ...], buffer: np.ndarray, ranges: Sequence[Range] | None) -> Plan:
+        _, _, op, mode, _ = key
         parts = split(buffer.size, self._ranks, buffer.itemsize) if ranges is None else ranges
-        ends = tuple((part.start, part.stop) for part in parts)
-        bounds = np.array(ends, np.int64).T.copy() * buffer.itemsize
+        _check_disjoint(parts)
+        bounds = np.array([(part.start, part.stop) for part in parts], np.int64).T.copy() * buffer.itemsize
         row = self._half // self._ranks // ALIGN_BYTES * ALIGN_BYTES
-        blocks = np.empty(2 * kernels.BLOCK, accumulation_dtype(buffer.dtype))
-        code = kernels.OPS[op]
+        blocks = self._blocks_of.get(buffer.dtype.num)
+        if blocks is None:
+            blocks = np.empty(2 * kernels.BLOCK, accumulation_dtype(buffer.dtype))
+            self._blocks_of[buffer.dtype.num] = blocks
         words = np.zeros(node_words.PLAN_WORDS, np.int64)
         words[: node_words.BRINGS] = (
             mode, self._rank, self._slot, row, -(-int((bounds[1] - bounds[0]).max()) // row),
-            kernels.address_of(buffer.dtype), code, blocks.ctypes.data, self._spins, YIELDS,
+            kernels.address_of(buffer.dtype), kernels.OPS[op], blocks.ctypes.data, self._spins, YIELDS,
         )  # fmt: skip
-        # The hash of integers and floats is the same in every process.
-        kind = _DTYPES.index(name_of(buffer.dtype)) << 8 | code << 4 | mode
-        words[node_words.BRINGS :] = buffer.size, kind, hash(scale), hash(ends)
-        return Plan(words, bounds, blocks)
+        kind = _DTYPES.index(name_of(buffer.dtype)) << 8 | kernels.OPS[op] << 4 | mode
+        words[node_words.BRINGS :] = buffer.size, kind, 0, zlib.crc32(bounds.tobytes())  # the scale is that of a call
+        if len(self._plans) >= PLANS_KEPT:
+            self._plans.clear()
+        plan = self._plans[key] = Plan(words, bounds)
+        return plan
 
     def brought(self) -> list[str]:
         """Return, for people, what each rank brought to the call under way (local)."""
@@ -127,8 +139,17 @@ class NodeMemory:
             block.close()
 
 
+def _check_disjoint(ranges: Sequence[Range]) -> None:
+    """Raise UsageError when two ranks would own the same element (local)."""
+    kept = sorted(part for part in ranges if part)
+    if any(part.stop > after.start for part, after in zip(kept, kept[1:], strict=False)):
+        raise UsageError(f"the ranges of two ranks overlap: {[(part.start, part.stop) for part in ranges]}")
+
+
 def _described(words: Any) -> str:
-    kind = int(words[node_words.KIND])
+    kind, scale = int(words[node_words.KIND]), float(words[node_words.SCALE : node_words.SCALE + 1].view(np.float64)[0])
     op = next(name for name, code in kernels.OPS.items() if code == kind >> 4 & 3)
     what = {node_words.REDUCE: "reduce-scatter", node_words.GATHER: "all-gather"}.get(kind & 3, "allreduce")
-    return f"{what} ({op}) of {words[node_words.COUNT]} {_DTYPES[kind >> 8]}"
+    times = "" if scale == 1 else f" times {scale!r}"
+    ranges = "" if what == "allreduce" else f" by ranges {int(words[node_words.RANGES]):08x}"
+    return f"{what} ({op}{times}) of {words[node_words.COUNT]} {_DTYPES[kind >> 8]}{ranges}"

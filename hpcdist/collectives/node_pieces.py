@@ -14,7 +14,6 @@ from hpcdist.collectives.node_words import (
     FINISHED,
     FIRST_PIECE,
     GATHER,
-    LAGGARD,
     MODE,
     PIECE,
     PIECES,
@@ -28,7 +27,7 @@ from hpcdist.collectives.node_words import (
     STAGED,
     WAITING,
     YIELDS,
-    await_flag,
+    all_have,
     reduce_to,
 )
 
@@ -85,8 +84,7 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
         number = state[BEFORE] + piece + 1
         areas, next_areas = staging[(number - 1) % 2], staging[number % 2]
         if state[STAGE] == REDUCE_PIECE:
-            state[LAGGARD] = await_flag(flags, STAGED, number, spins, yields)
-            if state[LAGGARD] >= 0:
+            if not all_have(flags, STAGED, number, spins, yields):
                 return WAITING
             reduce_piece(piece, areas, bounds, data, state[SCRATCH:], plan, scale)
             store_release(flags[rank] + 8 * FINISHED, number)
@@ -94,8 +92,7 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
                 stage_piece(mode, rank, piece + 1, row, next_areas[rank], bounds, data)
                 store_release(flags[rank] + 8 * STAGED, number + 1)
             state[STAGE] = FETCH_PIECE
-        state[LAGGARD] = await_flag(flags, FINISHED, number, spins, yields)
-        if state[LAGGARD] >= 0:
+        if not all_have(flags, FINISHED, number, spins, yields):
             return WAITING
         if mode & GATHER:
             fetch_piece(rank, piece, row, areas, bounds, data)

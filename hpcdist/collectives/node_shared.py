@@ -18,10 +18,12 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import node_words
 from hpcdist.collectives.low_precision import multiply
 from hpcdist.collectives.node_memory import NodeMemory
+from hpcdist.collectives.pieces import check_ranges
 from hpcdist.collectives.reduction import check_buffer, check_op
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import CommunicationError, MissingCapabilityError, UsageError
@@ -39,6 +41,8 @@ def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *,
     """
     check_buffer(buffer)
     check_op(op)
+    if scale != 1.0 and buffer.dtype.kind in "iu":
+        raise UsageError(f"{name_of(buffer.dtype)} cannot be multiplied by {scale!r}; leave scale = 1, or pass floats")
     if comm.size == 1:
         if scale != 1.0:
             multiply(buffer, scale)
@@ -56,7 +60,7 @@ def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], o
     """
     check_buffer(buffer)
     check_op(op)
-    _check_ranges(comm, buffer, ranges)
+    check_ranges(comm, buffer, ranges)
     if comm.size > 1:
         host = backend.to_host(buffer)
         _call(comm, host, op, 1.0, ranges, node_words.REDUCE)
@@ -68,7 +72,7 @@ def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], o
 def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> None:
     """Give ``buffer[ranges[rank]]`` to all and fill the other ranges. Collective over ``comm``, on one node."""
     check_buffer(buffer)
-    _check_ranges(comm, buffer, ranges)
+    check_ranges(comm, buffer, ranges)
     if comm.size > 1:
         host = backend.to_host(buffer)
         _call(comm, host, "sum", 1.0, ranges, node_words.GATHER)
@@ -133,12 +137,4 @@ def _call(
         raise CommunicationError(
             f"the ranks of {comm.name} brought different buffers: "
             + "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(brought))
-        )
-
-
-def _check_ranges(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> None:
-    if len(ranges) != comm.size or any(part.stop > buffer.size for part in ranges):
-        raise UsageError(
-            f"{comm.size} ranks over {buffer.size} elements need one range inside them for each rank, "
-            f"got {[(part.start, part.stop) for part in ranges]}"
         )

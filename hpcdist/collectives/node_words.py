@@ -27,7 +27,6 @@ STAGE: Final = 0  # words of the state of a call under way
 PIECE: Final = 1
 BEFORE: Final = 2  # pieces of all calls before
 CALL: Final = 3  # number of this call
-LAGGARD: Final = 4  # who was waited for when the loop gave up
 BRING: Final = 8  # what this rank brings: BROUGHT_WORDS
 SCRATCH: Final = BRING + BROUGHT_WORDS  # two words more than there are ranks
 
@@ -56,8 +55,8 @@ DIFFERENT: Final = 2
 
 
 @jit
-def await_flag(flags: Any, word: int, value: int, spins: int, yields: int) -> int:
-    """Return -1 once the flag of every rank has reached ``value``; after a time, a rank whose flag has not."""
+def all_have(flags: Any, word: int, value: int, spins: int, yields: int) -> bool:
+    """Wait until the flag of every rank has reached ``value``; after a time, return False."""
     for rank in range(flags.size):
         address = flags[rank] + 8 * word
         left = spins
@@ -67,9 +66,9 @@ def await_flag(flags: Any, word: int, value: int, spins: int, yields: int) -> in
             elif left > -yields:
                 yield_core()
             else:
-                return rank
+                return False
             left -= 1
-    return -1
+    return True
 
 
 @jit

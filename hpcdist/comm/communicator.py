@@ -52,6 +52,10 @@ class SharedBlock(Protocol):
     views: list[np.ndarray]
     is_shared: bool
 
+    def progress(self) -> None:
+        """Let messages progress, taking none (local): to be called by whoever waits in the memory."""
+        ...
+
     def check_alive(self, since: float) -> None:
         """Let messages progress, and raise CommunicationError when a member is seen to have died (local).
 

@@ -29,16 +29,24 @@ class Members:
         announced = comm.allgather((os.getpid(), start_ticks(os.getpid())))
         # In containers of their own, a number may be that of another process: its start tells them apart.
         visible = all(start_ticks(pid) == began != 0 for pid, began in announced)
-        self._processes = announced if visible else []
+        self.see_each_other = all(comm.allgather(visible))
+        self._processes = announced if self.see_each_other else []
 
-    def check_alive(self, since: float) -> None:
-        """Let MPI progress, and raise CommunicationError when a member has died (local).
-
-        Deadlines are the watchdog's: the operation is open in the record.
+    def progress(self) -> None:
+        """Let MPI progress; no message is taken (local).
 
         A rank that waits in shared memory would otherwise never send what another one needs to come there.
         """
         self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
+
+    def check_alive(self, since: float) -> None:
+        """Let MPI progress, and raise CommunicationError when a member has died (local).
+
+        However long it is ``since`` the wait began: deadlines are the watchdog's, the operation is open in the record.
+        """
+        self.progress()
+        if start_ticks(os.getpid()) == 0:  # no descriptor is left to look with: nobody can be judged
+            return
         dead = [rank for rank, (pid, began) in enumerate(self._processes) if start_ticks(pid) != began]
         if dead:
             raise CommunicationError(
@@ -56,7 +64,7 @@ class MappedBlock:
     def __init__(self, mapping: mmap.mmap, stride: int, sizes: list[int], members: Members) -> None:
         whole = np.frombuffer(mapping, np.uint8)
         self.views = [whole[rank * stride : rank * stride + size] for rank, size in enumerate(sizes)]
-        self.check_alive = members.check_alive
+        self.check_alive, self.progress = members.check_alive, members.progress
 
     def close(self) -> None:
         """Drop the views; the mapping goes when the last array over it does."""
@@ -76,7 +84,7 @@ class WindowBlock:
             memory, _ = self._window.Shared_query(rank)
             self.views.append(np.frombuffer(memory, np.uint8)[:size])
         self.views[comm.rank][...] = 0
-        self.check_alive = members.check_alive
+        self.check_alive, self.progress = members.check_alive, members.progress
         comm.Barrier()
 
     def close(self) -> None:
@@ -93,7 +101,7 @@ class PrivateBlock:
 
     def __init__(self, rank: int, sizes: list[int], members: Members) -> None:
         self.views = [np.zeros(size if other == rank else 0, np.uint8) for other, size in enumerate(sizes)]
-        self.check_alive = members.check_alive
+        self.check_alive, self.progress = members.check_alive, members.progress
 
     def close(self) -> None:
         """Drop the views."""
@@ -108,7 +116,7 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MappedBlock | WindowBlock | Pr
     sizes = comm.allgather(nbytes)
     members = Members(mpi, comm)
     stride = align_up(max(sizes), _STRIDE)
-    mapping = _map(comm, stride)
+    mapping = _map(comm, stride) if members.see_each_other else None
     if all(comm.allgather(mapping is not None)):
         assert mapping is not None
         return MappedBlock(mapping, stride, sizes, members)
@@ -130,15 +138,17 @@ def _map(comm: Any, stride: int) -> mmap.mmap | None:
         except OSError:
             failed = True
         failed = failed or available_bytes() < total
-    owner, number, failed = comm.bcast((os.getpid(), descriptor, failed), root=0)
+    identity = None if descriptor < 0 or failed else _identity(descriptor)
+    owner, number, identity = comm.bcast((os.getpid(), descriptor, identity), root=0)
     mapping = None
-    if not failed:
+    if identity is not None:
         # The descriptor is reached through /proc, which needs one pid namespace and the same user. What this rank
         # cannot do is told to the others by the caller's vote.
         with contextlib.suppress(OSError):
             own = descriptor if comm.rank == 0 else os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
             try:
-                mapping = _populated(own, comm.rank * stride, stride, max(total, _STRIDE))
+                if _identity(own) == identity:  # and not what has this number in another process of that number
+                    mapping = _populated(own, comm.rank * stride, stride, max(total, _STRIDE))
             finally:
                 if comm.rank != 0:
                     os.close(own)
@@ -146,6 +156,11 @@ def _map(comm: Any, stride: int) -> mmap.mmap | None:
     if descriptor >= 0:
         os.close(descriptor)
     return mapping
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def _populated(descriptor: int, start: int, size: int, total: int) -> mmap.mmap:

@@ -67,9 +67,12 @@ class _Block:
         self.views = views
         self._group, self._rank = comm._group, comm.rank
 
-    def check_alive(self, since: float) -> None:
+    def progress(self) -> None:
         if self._group.failed:
             raise CommunicationError(f"rank {self._rank}: another rank failed while this one waited in shared memory")
+
+    def check_alive(self, since: float) -> None:
+        self.progress()
         if time.monotonic() - since > self._group.deadline_s:
             raise DeadlineError(f"rank {self._rank}: nobody came to shared memory within {self._group.deadline_s} s")
 

@@ -131,7 +131,7 @@ def test_a_nan_is_not_lost_in_a_maximum(op: str) -> None:
         (lambda comm: node_shared_allreduce(comm, np.zeros(9)), r"rank 1: allreduce \(sum\) of 9 float64"),
         (lambda comm: node_shared_allreduce(comm, np.zeros(8, FLOAT32)), r"rank 1: .* of 8 float32"),
         (lambda comm: node_shared_allreduce(comm, np.zeros(8), "max"), r"rank 1: allreduce \(max\)"),
-        (lambda comm: node_shared_allreduce(comm, np.zeros(8), scale=0.5), "different"),
+        (lambda comm: node_shared_allreduce(comm, np.zeros(8), scale=0.5), r"rank 1: allreduce \(sum times 0\.5\)"),
         (lambda comm: node_shared.all_gather(comm, np.zeros(8), split(8, 2, 8)), "rank 1: all-gather"),
     ],
 )
@@ -147,6 +147,61 @@ def test_what_differs_between_ranks_is_refused_on_all(other, says: str) -> None:
             buffer = np.ones(5000)
             node_shared_allreduce(comm, buffer)
             assert (buffer == comm.size).all()
+
+    run_threads(2, body)
+
+
+def test_scales_that_python_takes_for_equal_are_told_apart() -> None:
+    def body(comm: Communicator) -> None:
+        for scales in ((-1.0, -2.0), (0.0, -0.0)):  # of equal hash, and equal
+            with pytest.raises(CommunicationError, match="different buffers"):
+                node_shared_allreduce(comm, np.ones(8), scale=scales[comm.rank])
+        buffer = np.ones(8)
+        node_shared_allreduce(comm, buffer, scale=np.nan)  # on all ranks the same, though no NaN is equal
+        assert np.isnan(buffer).all()
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_the_scale_is_rounded_alike_on_every_way(size: int, rng: np.random.Generator) -> None:
+    inputs = {dtype: rng.standard_normal((size, 40_000)).astype(dtype) for dtype in (np.float32, np.float16)}
+
+    def body(comm: Communicator) -> None:
+        for dtype, brought in inputs.items():
+            shared = node_shared.allocate(comm, 40_000, np.dtype(dtype))
+            expected = in_rank_order(brought.astype(np.float32)) * np.float32(1 / 3)
+            for buffer in (np.empty(40_000, dtype), shared, np.empty(100, dtype)):
+                buffer[...] = brought[comm.rank][: buffer.size]
+                node_shared_allreduce(comm, buffer, scale=1 / 3)
+                assert np.array_equal(buffer, expected[: buffer.size].astype(dtype))
+
+    run_threads(size, body)
+
+
+def test_after_a_collective_was_given_up_the_memory_is_not_used_again() -> None:
+    """A signal during the wait: the next call would count on a meeting that never was."""
+
+    def body(comm: Communicator) -> None:
+        node_shared_allreduce(comm, np.zeros(4))
+        if comm.rank == 0:
+            block = node_shared._memory[comm]._block
+            block.check_alive = lambda since: (_ for _ in ()).throw(KeyboardInterrupt)
+            with pytest.raises(KeyboardInterrupt):
+                node_shared_allreduce(comm, np.zeros(4))
+            with pytest.raises(CommunicationError, match="given up half-way"):
+                node_shared_allreduce(comm, np.zeros(4))
+        comm.barrier()
+
+    run_threads(2, body)
+
+
+def test_integers_are_not_scaled_and_ranges_do_not_overlap() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(UsageError, match=r"int64 cannot be multiplied by 0\.5"):
+            node_shared_allreduce(comm, np.ones(4, np.int64), scale=0.5)
+        with pytest.raises(UsageError, match="the ranges of two ranks overlap"):
+            node_shared.reduce_scatter(comm, np.ones(4), [Range(0, 3), Range(2, 4)])
 
     run_threads(2, body)
 
@@ -217,6 +272,9 @@ def test_where_nothing_can_be_shared_memory_is_private_and_the_algorithm_refused
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Alone:
+        def progress(self) -> None:
+            raise AssertionError
+
         def check_alive(self, since: float) -> None:
             raise AssertionError
 
