@@ -25,6 +25,11 @@ def assert_tiled(shares: list[Range], size: int, itemsize: int) -> None:
     assert all(part.start * itemsize % ALIGN_BYTES == 0 for part in shares if part)
 
 
+def nodes_for(algorithm: str, ranks_per_node: int | None) -> int | None:
+    """Return how many ranks to declare a node: shared memory needs them all on one."""
+    return None if algorithm == "node_shared" else ranks_per_node
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("ranks_per_node", NODES)
 @pytest.mark.parametrize("algorithm", SHARDED)
@@ -59,7 +64,7 @@ def test_shares_reach_their_owners_and_come_back(
             seen.append(shares)
         return seen
 
-    everyone = run_threads(size, body, ranks_per_node)
+    everyone = run_threads(size, body, nodes_for(algorithm, ranks_per_node))
     assert all(seen == everyone[0] for seen in everyone), "the ranks disagree about who owns what"
 
 
@@ -76,7 +81,7 @@ def test_all_gather_carries_16_bit_floats(algorithm: str, size: int) -> None:
             for rank, share in enumerate(shares):
                 assert (buffer[share.slice] == rank + 1).all()
 
-        run_threads(size, body, 2)
+        run_threads(size, body, nodes_for(algorithm, 2))
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -168,6 +173,15 @@ def test_one_event_stands_over_the_messages(algorithm: str) -> None:
         assert f"world {algorithm}_all_gather 100" in looking_on.begun
         assert sum("world " + algorithm in begun for begun in looking_on.begun) == 2
         assert looking_on.open == 0
+
+    run_threads(4, body, nodes_for(algorithm, 2))
+
+
+def test_shared_memory_ends_with_the_node() -> None:
+    def body(comm: Communicator) -> None:
+        shares = SHARDED["node_shared"].shares(comm, 100, 8)
+        with pytest.raises(UsageError, match="4 ranks of world are on 2; choose hierarchical"):
+            SHARDED["node_shared"].reduce_scatter(comm, np.zeros(100), shares)
 
     run_threads(4, body, 2)
 
