@@ -122,7 +122,10 @@ class RankRecord:
         """
         if self.host != os.uname().nodename[:64] or not self.start_ticks:
             return None
-        state, ticks = _process(self.pid)
+        try:
+            state, ticks = _process(self.pid)
+        except OSError:
+            return None
         return state if ticks == self.start_ticks else ""
 
 
@@ -186,14 +189,32 @@ def _events(data: bytes, capacity: int, offset: int, texts: dict[int, list[str]]
 
 
 def start_ticks(pid: int) -> int:
-    """Return when the process started, in clock ticks since boot; with the pid it names one process. 0: unknown."""
-    return _process(pid)[1]
+    """Return when the process started, in clock ticks since boot; with the pid it names one process (local).
+
+    0: it is gone, or nobody can tell.
+    """
+    try:
+        return _process(pid)[1]
+    except OSError:
+        return 0
+
+
+def has_ended(pid: int, began: int) -> bool:
+    """Whether the process ``pid`` that started at ``began`` is known to have ended (local).
+
+    False where nobody can tell, as without a descriptor left to look with.
+    """
+    try:
+        return _process(pid)[1] != began
+    except OSError:
+        return False
 
 
 def _process(pid: int) -> tuple[str, int]:
+    """Return state and start; ("", 0) when it is gone. Raises OSError where that cannot be known."""
     try:
         # The name of the command may contain spaces and brackets: what follows the last bracket is regular.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return "", 0
     return ("", 0) if fields[0] in "ZX" else (fields[0], int(fields[19]))

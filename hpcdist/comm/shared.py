@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
-from hpcdist.comm.recordfile import start_ticks
+from hpcdist.comm.recordfile import has_ended, start_ticks
 from hpcdist.errors import CommunicationError
 
 _STRIDE: Final = max(mmap.PAGESIZE, ALIGN_BYTES)
@@ -45,9 +45,7 @@ class Members:
         However long it is ``since`` the wait began: deadlines are the watchdog's, the operation is open in the record.
         """
         self.progress()
-        if start_ticks(os.getpid()) == 0:  # no descriptor is left to look with: nobody can be judged
-            return
-        dead = [rank for rank, (pid, began) in enumerate(self._processes) if start_ticks(pid) != began]
+        dead = [rank for rank, (pid, began) in enumerate(self._processes) if has_ended(pid, began)]
         if dead:
             raise CommunicationError(
                 f"rank {', '.join(map(str, dead))} of {self._comm.Get_name()} (process "

@@ -1,12 +1,14 @@
 """The flight recorder: what is written is read back, whatever happens to the process."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +16,9 @@ import pytest
 import hpcdist
 from hpcdist.comm import recordfile
 from hpcdist.comm.recorder import Recorder
+from hpcdist.comm.shared import Members
 from hpcdist.comm.solo import solo
-from hpcdist.errors import StorageError
+from hpcdist.errors import CommunicationError, StorageError
 
 
 @pytest.fixture
@@ -184,6 +187,30 @@ def test_survives_sigkill(tmp_path: Path) -> None:
 
 def test_process_state(recorder: Recorder) -> None:
     assert recordfile.read(recorder.path).process_state() in ("R", "S", "D")
+
+
+def test_without_a_descriptor_nobody_is_declared_dead(recorder: Recorder) -> None:
+    record, began = recordfile.read(recorder.path), recordfile.start_ticks(os.getpid())
+    announced = [(os.getpid(), began), (os.getpid(), began + 1)]  # a member that lives, and one that has ended
+    everybody = SimpleNamespace(
+        allgather=lambda value: [value] if isinstance(value, bool) else announced[:1],
+        Iprobe=lambda source, tag: False,
+        Get_name=lambda: "node",
+    )
+    members = Members(SimpleNamespace(ANY_SOURCE=-1, ANY_TAG=-1), everybody)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        unknown = recordfile.start_ticks(os.getpid()), record.process_state()
+        ended = [recordfile.has_ended(*process) for process in announced]
+        members.check_alive(0.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (unknown, ended) == ((0, None), [False, False])
+    assert [recordfile.has_ended(*process) for process in announced] == [False, True]
+    members._processes = announced[1:]
+    with pytest.raises(CommunicationError, match="rank 0 of node .* has died"):
+        members.check_alive(0.0)
 
 
 def test_a_new_recorder_leaves_the_old_mapping_alone(recorder: Recorder) -> None:
