@@ -24,7 +24,7 @@ from hpcdist.collectives.native import native_allreduce
 from hpcdist.collectives.node_shared import node_shared_allreduce
 from hpcdist.collectives.rabenseifner import rabenseifner_allreduce
 from hpcdist.collectives.recursive_doubling import recursive_doubling_allreduce
-from hpcdist.collectives.reduction import AllreduceFunction, ScaledFunction, check_buffer, check_op
+from hpcdist.collectives.reduction import REFUSALS, AllreduceFunction, ScaledFunction, check_buffer, check_op
 from hpcdist.collectives.ring import ring_allreduce, ring_bidirectional_allreduce
 from hpcdist.collectives.selection import Choice, parse
 from hpcdist.collectives.workspace import scratch
@@ -85,10 +85,14 @@ def allreduce(
     # One event over the messages within: a rank that skips the call is then named, whatever the algorithm.
     events = comm.events
     token = events.begin(comm.name, settled.event, settled.dtype, buffer.size, 0, -1, 0)
-    if scale == 1.0:
-        settled.run(comm, buffer, op)
-    else:
-        settled.scaled(comm, buffer, op, scale=scale)
+    try:
+        if scale == 1.0:
+            settled.run(comm, buffer, op)
+        else:
+            settled.scaled(comm, buffer, op, scale=scale)
+    except REFUSALS:
+        events.end(token)  # nobody waits: left open, it would be over its deadline some day
+        raise
     events.end(token)
 
 

@@ -11,12 +11,11 @@ from typing import Final
 import numpy as np
 
 from hpcdist.collectives.probe import Clock, slowest
+from hpcdist.collectives.reduction import REFUSALS
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import BufferHandoverError, ConfigurationError, MissingCapabilityError, UsageError
 
 Candidate = Callable[[], None]
 
-REFUSALS: Final = (UsageError, ConfigurationError, MissingCapabilityError, BufferHandoverError)
 FIRST_LOOKS: Final = 2  # rounds before any is dropped; the better one of each counts
 HOPELESS: Final = 2.0  # times the best in the first looks: not measured any further
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 25

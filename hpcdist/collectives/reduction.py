@@ -12,7 +12,10 @@ import numpy as np
 from hpcdist.arrays.backend import Array, namespace
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS, is_16bit_float, is_supported, name_of
 from hpcdist.comm.communicator import REDUCTIONS, Communicator
-from hpcdist.errors import BufferHandoverError, UsageError
+from hpcdist.errors import BufferHandoverError, ConfigurationError, MissingCapabilityError, UsageError
+
+# An algorithm raises these on all ranks of its communicator alike, before it has sent anything: they stay in step.
+REFUSALS: Final = (UsageError, ConfigurationError, MissingCapabilityError, BufferHandoverError)
 
 Combine: TypeAlias = Callable[[Array, Array, Array], None]  # (left, right, out), all of one shape; out may be either
 

@@ -27,7 +27,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import checked, circulant, node_shared, ring
-from hpcdist.collectives.reduction import check_buffer, combiner
+from hpcdist.collectives.reduction import REFUSALS, check_buffer, combiner
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, UsageError
 
@@ -134,6 +134,16 @@ def _levels(comm: Communicator, shares: Sequence[Range]) -> tuple[list[Range], l
     return [Range(column[0].start, column[-1].stop) for column in parts], parts[comm.nodes().intra.rank]
 
 
+def _end_with(comm: Communicator, token: int, call: Callable[[], None]) -> None:
+    """Make ``call`` and end its event, also where it is refused: nobody waits then."""
+    try:
+        call()
+    except REFUSALS:
+        comm.events.end(token)
+        raise
+    comm.events.end(token)
+
+
 def _watched(
     name: str,
     shares: SharesFunction,
@@ -156,8 +166,7 @@ def _watched(
             if comm.checked:
                 known = checked.fingerprint(shares)
                 checked.compare(comm, checked.described("reduce_scatter", name, buffer, op, known))
-            reduce_scatter(comm, buffer, shares, op)
-            comm.events.end(token)
+            _end_with(comm, token, lambda: reduce_scatter(comm, buffer, shares, op))
 
     def watched_all_gather(comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
         try:
@@ -170,8 +179,7 @@ def _watched(
             if comm.checked:
                 known = checked.fingerprint(shares)
                 checked.compare(comm, checked.described("all_gather", name, buffer, extra=known))
-            all_gather(comm, buffer, shares)
-            comm.events.end(token)
+            _end_with(comm, token, lambda: all_gather(comm, buffer, shares))
 
     return Sharding(shares, watched_reduce_scatter, watched_all_gather)
 

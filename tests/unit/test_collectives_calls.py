@@ -1,5 +1,7 @@
 """The front door: the scale, what it refuses, what it settles once, and the events of a call."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -7,10 +9,11 @@ from hpcdist import collectives
 from hpcdist.arrays.dtypes import INTEGERS
 from hpcdist.collectives import ALLREDUCE, calls
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recorder import Recorder
 from hpcdist.comm.recording import recording
 from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import BufferHandoverError, UsageError
+from hpcdist.errors import BufferHandoverError, CommunicationError, UsageError
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -86,6 +89,25 @@ def test_a_call_leaves_one_event_over_those_of_its_messages() -> None:
                 assert traffic.calls == {f"{algorithm}_allreduce": 1, **within}
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("checked", [False, True])
+def test_the_event_of_a_call_that_is_refused_ends_and_that_of_one_that_fails_does_not(
+    scale: float, checked: bool, tmp_path: Path
+) -> None:
+    def body(comm: Communicator) -> None:
+        comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
+        comm.checked = checked
+        with pytest.raises(UsageError, match="choose hierarchical"):
+            collectives.allreduce(comm, np.zeros(4), "node_shared", scale=scale)
+        assert not recorder.running(), "the watchdog would end the job"
+        with pytest.raises(CommunicationError, match=r"buffer of|different calls"):
+            collectives.allreduce(comm, np.zeros(4 + comm.rank), "recursive_doubling", scale=scale)
+        oldest = min(recorder.running())[1]
+        assert "recursive_doubling_allreduce" in recorder.describe(oldest)
+
+    run_threads(2, body, ranks_per_node=1)
 
 
 def test_algorithms_that_take_a_scale_are_given_it() -> None:

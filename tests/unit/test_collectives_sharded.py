@@ -180,8 +180,11 @@ def test_one_event_stands_over_the_messages(algorithm: str) -> None:
 def test_shared_memory_ends_with_the_node() -> None:
     def body(comm: Communicator) -> None:
         shares = SHARDED["node_shared"].shares(comm, 100, 8)
-        with pytest.raises(UsageError, match="4 ranks of world are on 2; choose hierarchical"):
-            SHARDED["node_shared"].reduce_scatter(comm, np.zeros(100), shares)
+        comm.events = looking_on = _ByName()
+        for call in (SHARDED["node_shared"].reduce_scatter, SHARDED["node_shared"].all_gather):
+            with pytest.raises(UsageError, match="4 ranks of world are on 2; choose hierarchical"):
+                call(comm, np.zeros(100), shares)
+        assert looking_on.begun and looking_on.open == 0, "nobody waits in what was refused"
 
     run_threads(4, body, 2)
 
