@@ -23,7 +23,7 @@ ALGORITHMS: Final = (
 )
 
 
-_TABLE: Final = re.compile(r"(?:(?!auto<)[a-z_]+<=[0-9]{1,18},)+(?!auto$)[a-z_]+")
+_TABLE: Final = re.compile(r"(?:(?!auto<)[a-z_]+<=(?:0|[1-9][0-9]{0,17}),)+(?!auto$)[a-z_]+")
 OVERLAPS: Final = ("none", "thread", "poll")
 POLLED: Final = ("ring",)  # algorithms in steps, with the bits that they have otherwise
 BUCKET_BYTES: Final = 4 << 20
@@ -37,11 +37,10 @@ class CommunicationConfig:
     which is chosen by measurement at the start of a run and kept in its checkpoints. With the strategy allreduce a
     bucket of gradients is sent once ``bucket_bytes`` of it are complete; the other strategies send layer by layer. With
     ``overlap`` a bucket travels while the gradients before it are computed: a "thread" of each rank moves it, or
-    between two layers the rank
-    itself does ("poll"); the results are the same bits. A communication that takes longer than ``deadline_s`` ends the
-    job. ``ranks_per_node`` treats that many consecutive ranks as a node, to try code for several nodes on one; 0 takes
-    the nodes as they are found. With ``checked`` the ranks compare what they are about to do before each collective,
-    and all fail with what each brought where it differs.
+    between two layers the rank itself does ("poll"); the results are the same bits. A communication that takes longer
+    than ``deadline_s`` ends the job. ``ranks_per_node`` treats that many consecutive ranks as a node, to try code for
+    several nodes on one; 0 takes the nodes as they are found. With ``checked`` the ranks compare what they are about to
+    do before each collective, and all fail with what each brought where it differs.
     """
 
     algorithm: str = "auto"
@@ -84,6 +83,9 @@ class CommunicationConfig:
 
 
 def _is_table(text: str) -> bool:
-    """Whether ``text`` has the form NAME<=BYTES,...,NAME; what sizes it takes is checked where the run is set up."""
+    """Whether ``text`` has the form NAME<=BYTES,...,NAME, its sizes ascending."""
+    if _TABLE.fullmatch(text) is None:
+        return False
     rows = text.replace(",", "<=").split("<=")
-    return _TABLE.fullmatch(text) is not None and {row for row in rows if not row.isdigit()} <= set(ALGORITHMS)
+    limits = [int(row) for row in rows[1::2]]
+    return set(rows[::2]) <= set(ALGORITHMS) and limits == sorted(set(limits))

@@ -65,7 +65,7 @@ def resolve(session: Session, recipe: Recipe, model: Model, data: Communicator, 
     known = parameter_server.ALGORITHMS[recipe.parameter_server.consistency] if served else None
 
     def is_usable(name: str) -> bool:
-        if collectives.ON_GPUS.keys() & set(name.replace("<=", ",").split(",")):
+        if _needs_gpus(name):
             return recipe.run.device == "gpu" and not (data.size > 1 and nccl.refusal(data))
         return name in known if known is not None else tuning.usable(name, kind, len(nodes))
 
@@ -82,7 +82,7 @@ def resolve(session: Session, recipe: Recipe, model: Model, data: Communicator, 
 
 def _refuse_on_cpu(wanted: str, on: str, data: Communicator) -> None:
     """Raise, on all ranks, if ``wanted`` is for GPUs and cannot run on these, before the first step. Collective."""
-    if wanted not in collectives.ON_GPUS:
+    if not _needs_gpus(wanted):
         return
     if on != "gpu":
         raise ConfigurationError(
@@ -92,6 +92,11 @@ def _refuse_on_cpu(wanted: str, on: str, data: Communicator) -> None:
     reason = nccl.refusal(data) if data.size > 1 else ""
     if reason:
         raise MissingCapabilityError(reason)
+
+
+def _needs_gpus(algorithm: str) -> bool:
+    """Whether ``algorithm``, or a row of it where it is a table, is for GPUs alone (local)."""
+    return bool(collectives.ON_GPUS.keys() & set(algorithm.replace("<=", ",").split(",")))
 
 
 def _kept(

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from hpcdist import models
+from hpcdist.collectives.selection import parse
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.training import recipe as recipes
 from hpcdist.training import selection
 from hpcdist.training.selection import Selection
@@ -134,7 +135,36 @@ def test_agreements_take_what_is_for_small_buffers(tmp_path):
     assert agree(2, communication__algorithm="ring") == "recursive_doubling"
 
 
-@pytest.mark.parametrize("text", ["ring<=4096", "auto<=4096,ring", "ring,native", "nothing<=1,ring", "ring<=x,native"])
+@pytest.mark.parametrize("table", ["nccl", "native<=4096,nccl", "nccl<=4096,native"])
+def test_what_is_for_gpus_is_refused_before_a_run_on_cpus(tmp_path, table):
+    with pytest.raises(ConfigurationError, match="is for GPUs, and run.device = cpu"):
+        run(tmp_path, 2, communication__algorithm=table)
+
+
+def test_a_table_with_nccl_asks_for_nccl(monkeypatch):
+    monkeypatch.setattr(selection.nccl, "refusal", lambda comm: "no NCCL here")
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(MissingCapabilityError, match="no NCCL here"):
+            selection._refuse_on_cpu("native<=4096,nccl", "gpu", comm)
+        selection._refuse_on_cpu("native<=4096,ring", "gpu", comm)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("ring<=4096", "auto<=4096,ring", "ring,native", "nothing<=1,ring", "ring<=x,native", "ring<=1,nothing"),
+        *("ring<=007,native", "ring<=8,native<=4,ring", "ring<=8,native<=8,ring"),
+    ],
+)
 def test_recipes_refuse_what_is_no_table(text):
     with pytest.raises(ConfigurationError, match=r"communication\.algorithm"):
         recipes.load(None, [f"communication.algorithm={text}"])
+
+
+@pytest.mark.parametrize("text", ["ring<=0,native", "ring<=8,native<=70,ring", "native<=999999999999999999,ring"])
+def test_recipes_take_what_the_algorithms_take(text):
+    algorithm = recipes.load(None, [f"communication.algorithm={text}"]).recipe.communication.algorithm
+    assert str(parse(algorithm)) == algorithm == text
