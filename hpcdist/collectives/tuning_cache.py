@@ -22,6 +22,7 @@ from typing import Any, Final
 from hpcdist.collectives.costs import Link, Machine
 from hpcdist.collectives.selection import Choice, parse
 from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import StorageError
 
 FORMAT: Final = 1
 LARGEST_BYTES: Final = 1 << 18
@@ -68,9 +69,17 @@ class Tuning:
 
 
 def directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return where the files are: hpcdist/tuning in XDG_CACHE_HOME, by default in ~/.cache (local)."""
+    """Return where the files are: hpcdist/tuning in XDG_CACHE_HOME, by default in ~/.cache (local).
+
+    Raises StorageError for a user without a home directory.
+    """
     base = environment.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hpcdist" / "tuning"
+    try:
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hpcdist" / "tuning"
+    except RuntimeError as error:  # HOME is not set, and no entry of the user's says where it is
+        raise StorageError(
+            f"measurements have no place to be kept ({error}): set HOME, or XDG_CACHE_HOME to a directory"
+        ) from error
 
 
 def key(
@@ -123,14 +132,17 @@ def _version(package: str) -> str:
 
 
 def path_of(wanted: Mapping[str, Any]) -> Path:
-    """Return the file for ``wanted``, as `key` returned it (local)."""
+    """Return the file for ``wanted``, as `key` returned it (local). Raises StorageError as `directory` does."""
     text = json.dumps({name: value for name, value in wanted.items() if name != "software"}, sort_keys=True)
     return directory() / f"{wanted['kind']}-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
 
 
 def read(wanted: Mapping[str, Any]) -> tuple[Tuning | None, str]:
     """Return what was kept for ``wanted``; else None, and why a file that is there was not used (local)."""
-    path = path_of(wanted)
+    try:
+        path = path_of(wanted)
+    except StorageError:
+        return None, ""  # `kept` tells
     try:
         found = load(path)
     except FileNotFoundError:
@@ -214,8 +226,8 @@ def content_of(tuning: Tuning, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 def kept(tuning: Tuning, wanted: Mapping[str, Any]) -> Tuning:
     """Write ``tuning`` for ``wanted`` and return it, with a note when it could not be written (local)."""
-    path = path_of(wanted)
     try:
+        path = path_of(wanted)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".unfinished")
         try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import stat
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hpcdist.collectives import tuning_cache
 from hpcdist.collectives.costs import Link, Machine
 from hpcdist.collectives.tuning_cache import Row, Tuning, kept, load, path_of, read
 from hpcdist.comm.threads import run_threads
+from hpcdist.errors import StorageError
 
 KEY = {
     "ranks": 4,
@@ -179,6 +181,18 @@ def test_the_directory_follows_the_environment():
     assert tuning_cache.directory({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/hpcdist/tuning")
     for ignored in ({}, {"XDG_CACHE_HOME": ""}, {"XDG_CACHE_HOME": "relative"}):
         assert tuning_cache.directory(ignored) == Path.home() / ".cache/hpcdist/tuning"
+
+
+def test_a_user_without_a_home_keeps_nothing_and_is_told(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # no entry either, as in a container of another user
+    assert read(KEY) == (None, "")
+    found = kept(TUNED, KEY)
+    assert found.text == TUNED.text
+    assert "not kept" in found.note and "set HOME" in found.note
+    with pytest.raises(StorageError, match="set HOME"):
+        tuning_cache.clear()
 
 
 def test_the_key_has_what_changes_a_message_and_not_what_differs_from_job_to_job(monkeypatch):
