@@ -7,7 +7,7 @@ Costs in the docstrings are for n bytes on p ranks: α is the latency of a messa
 s/byte, γ the time to reduce in s/byte.
 """
 
-from hpcdist.collectives import node_shared, on_device, workspace
+from hpcdist.collectives import node_flow_shared, node_shared, on_device, workspace
 from hpcdist.collectives.all_to_all import ALL_TO_ALL, AllToAllFunction, all_to_all, all_to_all_allreduce
 from hpcdist.collectives.broadcast import BROADCAST, BroadcastFunction, broadcast
 from hpcdist.collectives.calls import ALLREDUCE, ON_GPUS, allreduce
@@ -64,6 +64,7 @@ def release(comm: Communicator) -> None:
 
     Only needed where the memory is wanted for something else: later calls take it again.
     """
+    node_flow_shared.release(comm)
     node_shared.release(comm)
     on_device.release(comm)
     workspace.release()

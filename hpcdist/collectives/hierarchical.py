@@ -30,7 +30,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import node_shared
 from hpcdist.collectives.node_flow import NodeFlow
-from hpcdist.collectives.node_flow_shared import flow_of
+from hpcdist.collectives.node_flow_shared import flow_of, keep_for
 from hpcdist.collectives.reduction import combiner
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator, Nodes, Request
@@ -47,6 +47,7 @@ def hierarchical_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -
         node_shared.node_shared_allreduce(comm, buffer, op)
         return
     streams = min(len(members) for members in nodes.members)
+    keep_for(comm, nodes.intra)
     _reduce(_place_in(nodes, streams), buffer, op)
 
 
@@ -54,7 +55,7 @@ def hierarchical(intra: Communicator, inter: Communicator, buffer: Array, op: st
     """Reduce ``buffer`` in place over the product of ``intra`` and ``inter``. Collective over both.
 
     Every ``intra`` must have the same size, and ``inter`` must join the ranks of equal number in their ``intra``, in
-    the same order for all ranks of an ``intra``.
+    the same order for all ranks of an ``intra``. Memory is kept for ``intra``, until its `collectives.release`.
     """
     combiner(buffer, op)
     place = _Place(intra, inter, inter.rank, inter.size, intra.size, tuple(range(inter.size)))

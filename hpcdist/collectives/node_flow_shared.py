@@ -7,7 +7,8 @@ A rank writes the addends of a segment, and later its total, where the others ca
 to be there to take them. It waits only for slots that are still being read, and for numbers of ranks that are behind.
 While it waits, it lets the message layer move what goes between nodes.
 
-Numbers only grow, over all calls. Slot g of SLOTS is written again when every rank has raised its number past g.
+Numbers only grow, over all calls. Slot g of SLOTS is written again when every rank has raised its number past g. After
+a call that was given up half-way they are out of step, and later calls are refused.
 """
 
 import time
@@ -24,6 +25,7 @@ from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives.node_flow import EARLY, LATE, NodeFlow
 from hpcdist.comm.communicator import Communicator, SharedBlock
+from hpcdist.errors import CommunicationError
 
 SLOTS: Final = 1 + max(EARLY, LATE)  # segments that may be between their writer and the last reader
 LINE_BYTES: Final = 256
@@ -60,6 +62,7 @@ class FlowMemory:
         self.rank = intra.rank
         self.is_shared = self.block.is_shared
         self.summed = self.spread = 0  # numbers, over all calls
+        self.is_busy = False  # from the start of a call to its end; it stays where a call was given up
         if self.is_shared:
             self.lines = np.array([view.ctypes.data for view in self.block.views], np.int64)
 
@@ -77,18 +80,19 @@ class FlowMemory:
         """Raise the own ``word`` to ``number``: what was written before can be read (local)."""
         raise_to(self.lines[self.rank], word, number)
 
-    def wait(self, intra: Communicator, word: int, number: int) -> None:
+    def wait(self, word: int, number: int) -> None:
         """Return when the word of every rank has reached ``number`` (local)."""
         since, turns = time.monotonic(), 0
         while not is_reached(self.lines, word, number, SPINS):
             turns += 1
             if turns % PATIENCE == 0:
                 self.block.check_alive(since)
-            intra.poll()  # nothing can come on this communicator: it only moves what goes elsewhere
+            self.block.progress()
             time.sleep(0)
 
 
 _memory: weakref.WeakKeyDictionary[Communicator, FlowMemory] = weakref.WeakKeyDictionary()
+_inside: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKeyDictionary()  # whose node has memory
 
 
 def flow_of(
@@ -96,21 +100,40 @@ def flow_of(
 ) -> NodeFlow:
     """Return a flow through shared memory where there can be one, else one of messages. Collective over ``intra``.
 
-    No part of a segment is longer than ``part_bytes``. The memory is kept for ``intra``.
+    No part of a segment is longer than ``part_bytes``. The memory is kept for ``intra``. Raises CommunicationError
+    after a call that was given up half-way.
     """
     if intra.size == 1 or owners > MOST_OWNERS or not isinstance(buffer, np.ndarray):
         return NodeFlow(intra, owners, buffer, op, order)
     memory = _memory.get(intra)
-    if memory is None or memory.part_bytes != part_bytes:
-        release(intra)
-        memory = _memory[intra] = FlowMemory(intra, owners * part_bytes, part_bytes)
+    if memory is not None and memory.is_busy:
+        raise CommunicationError(
+            f"an earlier collective in the shared memory of {intra.name} was given up half-way, and its ranks are out "
+            "of step; end the job, or call collectives.release on all ranks"
+        )
+    if memory is None or memory.segment_bytes < owners * part_bytes or memory.part_bytes < part_bytes:
+        kept = (0, 0) if memory is None else (memory.segment_bytes, memory.part_bytes)
+        _give_back(intra)
+        memory = FlowMemory(intra, max(kept[0], owners * part_bytes), max(kept[1], part_bytes))
+        _memory[intra] = memory
     if not memory.is_shared:
         return NodeFlow(intra, owners, buffer, op, order)
     return SharedFlow(intra, owners, buffer, op, order, memory)
 
 
-def release(intra: Communicator) -> None:
-    """Give back what is kept for ``intra``, if anything is. Collective over ``intra``."""
+def keep_for(comm: Communicator, intra: Communicator) -> None:
+    """Let `release` of ``comm`` give back what is kept for ``intra``, a node of it (local)."""
+    _inside[comm] = intra
+
+
+def release(comm: Communicator) -> None:
+    """Give back what is kept for ``comm``, and for its node. Collective over ``comm``."""
+    for one in (comm, _inside.pop(comm, None)):
+        if one is not None:
+            _give_back(one)
+
+
+def _give_back(intra: Communicator) -> None:
     found = _memory.pop(intra, None)
     if found is not None:
         found.block.close()
@@ -125,11 +148,12 @@ class SharedFlow(NodeFlow):
         super().__init__(intra, owners, buffer, op, order)
         self._memory = memory
         self._untaken: deque[tuple[int, Range]] = deque()
+        memory.is_busy = True
 
     def _begin_next(self) -> None:
         memory, segment = self._memory, self._order[self._begun]
         number = memory.summed - self._summed + self._begun
-        memory.wait(self._intra, SUMMED, number + 1 - SLOTS)
+        memory.wait(SUMMED, number + 1 - SLOTS)
         slot = memory.addends(self._intra.rank, number).view(self.buffer.dtype)
         for rank in self._others:
             part = self.within(segment, rank)
@@ -143,7 +167,7 @@ class SharedFlow(NodeFlow):
         while self._begun < min(len(self._order), self._summed + EARLY + 1):
             self._begin_next()
         number, own, part = memory.summed, self.own(segment), self.within(segment, self._intra.rank)
-        memory.wait(self._intra, STAGED, number + 1)
+        memory.wait(STAGED, number + 1)
         if own.size:
             rows = [memory.addends(rank, number).view(own.dtype)[part.slice] for rank in range(self._intra.size)]
             rows[self._intra.rank] = own
@@ -155,7 +179,7 @@ class SharedFlow(NodeFlow):
         """Begin to give the own part of ``segment`` to all and to take theirs."""
         memory, own = self._memory, self.own(segment)
         number = memory.spread
-        memory.wait(self._intra, TAKEN, number + 1 - SLOTS)
+        memory.wait(TAKEN, number + 1 - SLOTS)
         memory.total(self._intra.rank, number).view(own.dtype)[: own.size] = own
         memory.tell(GIVEN, number + 1)
         memory.spread = number + 1
@@ -166,7 +190,7 @@ class SharedFlow(NodeFlow):
     def _take(self) -> None:
         memory = self._memory
         number, segment = self._untaken.popleft()
-        memory.wait(self._intra, GIVEN, number + 1)
+        memory.wait(GIVEN, number + 1)
         for rank in self._others:
             part = self.part(segment, rank)
             part[...] = memory.total(rank, number).view(part.dtype)[: part.size]
@@ -176,3 +200,4 @@ class SharedFlow(NodeFlow):
         """Return when all that was spread has been taken (local, but needs the other ranks)."""
         while self._untaken:
             self._take()
+        self._memory.is_busy = False

@@ -1,10 +1,12 @@
 """Segments summed and spread inside a node, by ranks that need not keep step."""
 
+import threading
 import time
 
 import numpy as np
 import pytest
 
+from hpcdist import collectives
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.collectives import node_flow, node_flow_shared
 from hpcdist.collectives.node_flow import NodeFlow
@@ -12,6 +14,7 @@ from hpcdist.collectives.node_flow_shared import SharedFlow, flow_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
 from hpcdist.comm.threads import run_threads
+from hpcdist.errors import CommunicationError
 
 PART_BYTES = 48 * 8
 
@@ -51,6 +54,85 @@ def test_segments_are_summed_by_their_owners_and_spread(
         assert np.array_equal(buffer, 2 * inputs.sum(axis=0))
 
     run_threads(size, body)
+
+
+def through(comm: Communicator, owners: int, part_bytes: int = PART_BYTES) -> None:
+    """Sum and spread more segments than there are slots."""
+    buffer, elements = np.full(owners * part_bytes * 3, comm.rank + 1.0), owners * part_bytes // 8
+    order = list(cut(Range(0, buffer.size), elements))
+    flow = flow_of(comm, owners, buffer, "sum", order, part_bytes)
+    assert type(flow) is SharedFlow
+    for segment in order:
+        flow.sum_next()
+        flow.spread(segment)
+    flow.finish()
+    assert (buffer == comm.size * (comm.size + 1) / 2).all()
+
+
+def test_calls_of_more_or_fewer_owners_and_longer_or_shorter_parts_follow_each_other() -> None:
+    def body(comm: Communicator) -> None:
+        for owners, part_bytes in ((1, 128), (4, 64), (2, 512), (4, 64), (1, 128)):
+            through(comm, owners, part_bytes)
+
+    run_threads(4, body)
+
+
+def test_a_message_that_comes_while_a_rank_waits_stays_to_be_received() -> None:
+    sent = threading.Event()
+
+    def body(comm: Communicator) -> None:
+        message = np.full(3, comm.rank, np.float32)
+        if comm.rank == 1:
+            comm.send(message, 0, tag=7)
+            sent.set()
+            time.sleep(0.05)  # rank 0 waits, and looks for what it can move
+        sent.wait(10)
+        through(comm, 2)
+        if comm.rank == 0:
+            comm.recv(message, 1, tag=7)
+        assert (message == 1).all()
+
+    run_threads(2, body, deadline_s=5)
+
+
+def test_after_a_call_that_was_given_up_the_next_is_refused_until_all_release() -> None:
+    def body(comm: Communicator) -> None:
+        through(comm, 2)
+        if comm.rank == 0:
+            block = node_flow_shared._memory[comm].block
+            block.progress = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+            with pytest.raises(KeyboardInterrupt):
+                through(comm, 2)
+            del block.progress
+            with pytest.raises(CommunicationError, match=r"given up half-way.* collectives\.release"):
+                through(comm, 2)
+        collectives.release(comm)
+        through(comm, 2)
+
+    run_threads(2, body, deadline_s=10)
+
+
+def test_release_gives_back_and_splits_nothing() -> None:
+    def body(comm: Communicator) -> None:
+        with recording(comm) as traffic:
+            collectives.release(comm)
+        assert not traffic.calls
+        buffer = np.ones(500)
+        collectives.allreduce(comm, buffer, "hierarchical")
+        node = comm.nodes().intra
+        own, other = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+        assert own is not None and other is not None
+        collectives.hierarchical(own, other, buffer)
+        assert (buffer == 16).all()
+        assert {node, own} <= set(node_flow_shared._memory)
+        collectives.release(comm)
+        assert node not in node_flow_shared._memory and own in node_flow_shared._memory
+        collectives.release(own)
+        assert own not in node_flow_shared._memory
+        collectives.allreduce(comm, buffer, "hierarchical")
+        assert (buffer == 64).all()
+
+    run_threads(4, body, ranks_per_node=2)
 
 
 def test_both_flows_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
