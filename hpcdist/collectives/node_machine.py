@@ -57,6 +57,7 @@ from hpcdist.collectives.node_words import (
     SLOT,
     SPINS,
     STAGE,
+    TARGET,
     WAITING,
     YIELDS,
     all_have,
@@ -107,13 +108,16 @@ def find_region(regions: Any, address: int, nbytes: int, brought: Any) -> None:
 
 
 @jit
-def work_in_place(buffers: Any, bounds: Any, plan: Any, scale: float) -> None:
+def work_in_place(buffers: Any, bounds: Any, target: int, scratch: Any, plan: Any, scale: float) -> None:
     """Reduce the own range of all ``buffers``, or fetch the others'."""
     mode, rank = plan[MODE], plan[RANK]
     own, nbytes = bounds[0, rank], bounds[1, rank] - bounds[0, rank]
-    if mode & REDUCE:
+    if mode == REDUCE | GATHER:
         inputs = buffers + own
-        reduce_to(inputs, inputs if mode & GATHER else inputs[rank : rank + 1].copy(), nbytes, plan, scale)
+        reduce_to(inputs, inputs, nbytes, plan, scale)
+    elif mode & REDUCE:
+        scratch[0] = target + own
+        reduce_to(buffers + own, scratch[:1], nbytes, plan, scale)
     else:
         for other in range(buffers.size):
             if other != rank:
@@ -137,7 +141,8 @@ def meet(
         reduce_to(slots[parity], state[SCRATCH : SCRATCH + 1], nbytes, plan, scale)
         return DONE
     if all_in_place(flags, parity, brought):
-        work_in_place(regions[brought[REGION], 2:] + brought[OFFSET], bounds, plan, scale)
+        buffers = regions[brought[REGION], 2:] + brought[OFFSET]
+        work_in_place(buffers, bounds, state[TARGET], state[SCRATCH:], plan, scale)
         store_release(flags[rank] + 8 * LEFT, number)
         state[STAGE] = LEAVE
     else:
@@ -159,14 +164,15 @@ def go_on(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: 
 
 
 @jit
-def begin(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any) -> int:
+def begin(state: Any, places: Any, regions: Any, bounds: Any, plan: Any, scale: float, buffer: Any, target: int) -> int:
     """Begin a call, and go on with it as `go_on` does.
 
     ``places`` are, by rank, the lines of flags, the two slots, and the two halves of the staging area: (5, ranks).
-    ``buffer`` is seen as bytes.
+    ``buffer`` is seen as bytes; ``target`` is the address of the array for all, or 0.
     """
     state[CALL] += 1
     state[STAGE], state[PIECE] = MEET, 0
+    state[TARGET] = target if target != 0 else buffer.ctypes.data
     rank, number = plan[RANK], state[CALL]
     if plan[MODE] == REDUCE | GATHER and buffer.size <= plan[SLOT]:
         copy_bytes(buffer.ctypes.data, places[1 + number % 2, rank], buffer.size)

@@ -61,9 +61,24 @@ class NodeMemory:
         self._state = np.zeros(node_words.SCRATCH + comm.size + 2, np.int64)
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._blocks_of: dict[int, np.ndarray] = {}  # by dtype: what the reduction works in
+        self._common: list[tuple[int, int]] = []
         self._given_up = False
         cores = set().union(*comm.allgather_object(os.sched_getaffinity(0)))
         self._spins = SPINS_CROWDED if comm.size > len(cores) else SPINS
+
+    def common(self, comm: Communicator, nbytes: int) -> np.ndarray:
+        """Return ``nbytes`` bytes that are the same for all ranks, or memory of their own. Collective."""
+        rank = comm.rank if not self.is_shared else 0
+        block = comm.shared(nbytes if comm.rank == rank else 0)
+        self._blocks.append(block)
+        if not block.is_shared:
+            return np.zeros(nbytes, np.uint8)
+        self._common.append((block.views[0].ctypes.data, nbytes))
+        return block.views[0]
+
+    def is_common(self, address: int, nbytes: int) -> bool:
+        """Whether the memory is some that `common` returned (local)."""
+        return any(first <= address and address + nbytes <= first + size for first, size in self._common)
 
     def region(self, comm: Communicator, nbytes: int) -> np.ndarray:
         """Return ``nbytes`` bytes of this rank that the others can read; plain memory where they cannot. Collective."""
@@ -77,8 +92,19 @@ class NodeMemory:
         self._blocks.append(block)
         return own
 
-    def run(self, buffer: np.ndarray, op: str, scale: float, mode: int, ranges: Sequence[Range] | None) -> bool:
-        """Carry out a collective; return whether all ranks brought the same. Collective. None: balanced ranges."""
+    def run(
+        self,
+        buffer: np.ndarray,
+        op: str,
+        scale: float,
+        mode: int,
+        ranges: Sequence[Range] | None,
+        target: int = 0,
+    ) -> bool:
+        """Carry out a collective; return whether all ranks brought the same. Collective. None: balanced ranges.
+
+        ``target`` is the address of an array for all ranks that takes the result, or 0.
+        """
         if self._given_up:
             raise CommunicationError(
                 "an earlier collective in this shared memory was given up half-way, and the ranks are out of step; "
@@ -91,7 +117,7 @@ class NodeMemory:
             self._state, self._places, self._regions, plan.bounds, plan.words, scale, buffer.view(np.uint8)
         )  # fmt: skip
         try:
-            answer = node_machine.begin(*arguments)
+            answer = node_machine.begin(*arguments, target)
             if answer == node_words.WAITING:
                 since = time.monotonic()
                 while answer == node_words.WAITING:
@@ -149,7 +175,7 @@ def _check_disjoint(ranges: Sequence[Range]) -> None:
 def _described(words: Any) -> str:
     kind, scale = int(words[node_words.KIND]), float(words[node_words.SCALE : node_words.SCALE + 1].view(np.float64)[0])
     op = next(name for name, code in kernels.OPS.items() if code == kind >> 4 & 3)
-    what = {node_words.REDUCE: "reduce-scatter", node_words.GATHER: "all-gather"}.get(kind & 3, "allreduce")
+    what = {node_words.REDUCE: "reduce-scatter", node_words.GATHER: "all-gather"}.get(kind & 7, "allreduce")
     times = "" if scale == 1 else f" times {scale!r}"
     ranges = "" if what == "allreduce" else f" by ranges {int(words[node_words.RANGES]):08x}"
     return f"{what} ({op}{times}) of {words[node_words.COUNT]} {_DTYPES[kind >> 8]}{ranges}"

@@ -25,6 +25,7 @@ from hpcdist.collectives.node_words import (
     SPINS,
     STAGE,
     STAGED,
+    TARGET,
     WAITING,
     YIELDS,
     all_have,
@@ -44,7 +45,9 @@ def stage_piece(mode: int, rank: int, piece: int, row: int, area: int, bounds: A
 
 
 @jit
-def reduce_piece(piece: int, areas: Any, bounds: Any, data: int, scratch: Any, plan: Any, scale: float) -> None:
+def reduce_piece(
+    piece: int, areas: Any, bounds: Any, data: int, target: int, scratch: Any, plan: Any, scale: float
+) -> None:
     """Reduce the own row of all ``areas`` and the own data, to the data and, for the others to fetch, the own area."""
     mode, rank, row = plan[MODE], plan[RANK], plan[ROW]
     first = bounds[0, rank] + piece * row
@@ -52,10 +55,10 @@ def reduce_piece(piece: int, areas: Any, bounds: Any, data: int, scratch: Any, p
     if nbytes <= 0:
         return
     inputs, outputs = scratch[: areas.size], scratch[areas.size :]
-    outputs[0], outputs[1] = data + first, areas[rank] + rank * row
+    outputs[0], outputs[1] = target + first, areas[rank] + rank * row
     if mode & REDUCE:
         for other in range(areas.size):
-            inputs[other] = outputs[0] if other == rank else areas[other] + rank * row
+            inputs[other] = data + first if other == rank else areas[other] + rank * row
         reduce_to(inputs, outputs[: 2 if mode & GATHER else 1], nbytes, plan, scale)
     else:
         copy_bytes(outputs[0], outputs[1], nbytes)
@@ -86,7 +89,7 @@ def run_pieces(state: Any, flags: Any, staging: Any, bounds: Any, data: int, pla
         if state[STAGE] == REDUCE_PIECE:
             if not all_have(flags, STAGED, number, spins, yields):
                 return WAITING
-            reduce_piece(piece, areas, bounds, data, state[SCRATCH:], plan, scale)
+            reduce_piece(piece, areas, bounds, data, state[TARGET], state[SCRATCH:], plan, scale)
             store_release(flags[rank] + 8 * FINISHED, number)
             if piece + 1 < plan[PIECES]:  # the next one is made ready before anybody is waited for
                 stage_piece(mode, rank, piece + 1, row, next_areas[rank], bounds, data)

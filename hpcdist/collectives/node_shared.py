@@ -41,16 +41,43 @@ def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *,
     """
     check_buffer(buffer)
     check_op(op)
-    if scale != 1.0 and buffer.dtype.kind in "iu":
-        raise UsageError(f"{name_of(buffer.dtype)} cannot be multiplied by {scale!r}; leave scale = 1, or pass floats")
+    _check_scale(buffer, scale)
     if comm.size == 1:
         if scale != 1.0:
             multiply(buffer, scale)
     else:
         host = backend.to_host(buffer)
-        _call(comm, host, op, scale, None, node_words.REDUCE | node_words.GATHER)
+        _carry_out(comm, _shared_memory_of(comm), host, op, scale, None, node_words.REDUCE | node_words.GATHER)
         if host is not buffer:
             buffer[...] = backend.namespace(buffer).asarray(host)
+
+
+def allreduce_into(
+    comm: Communicator, buffer: np.ndarray, result: np.ndarray, op: str = "sum", *, scale: float = 1.0
+) -> None:
+    """Reduce ``buffer`` times ``scale`` into ``result``, one array for all. Collective over ``comm``, on one node.
+
+    ``result`` is memory from `allocate_common`, of the size and dtype of ``buffer``, which keeps its values. Written
+    once instead of once a rank: (p+1) n bytes instead of 2 p n. No rank may still read it when another one calls.
+    """
+    check_buffer(buffer)
+    check_buffer(result)
+    check_op(op)
+    _check_scale(buffer, scale)
+    memory = _shared_memory_of(comm) if comm.size > 1 else None
+    if result.shape != buffer.shape or result.dtype != buffer.dtype:
+        raise UsageError(
+            f"the result has {result.size} {name_of(result.dtype)}, the buffer {buffer.size} {name_of(buffer.dtype)}; "
+            "they must be alike"
+        )
+    if memory is None:
+        result[...] = buffer
+        multiply(result, scale)
+        return
+    address = result.ctypes.data
+    if not memory.is_common(address, result.nbytes):
+        raise UsageError("the result does not lie in memory of node_shared.allocate_common(comm, ...)")
+    _carry_out(comm, memory, buffer, op, scale, None, node_words.REDUCE | node_words.ELSEWHERE, address)
 
 
 def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
@@ -63,7 +90,7 @@ def reduce_scatter(comm: Communicator, buffer: Array, ranges: Sequence[Range], o
     check_ranges(comm, buffer, ranges)
     if comm.size > 1:
         host = backend.to_host(buffer)
-        _call(comm, host, op, 1.0, ranges, node_words.REDUCE)
+        _carry_out(comm, _shared_memory_of(comm), host, op, 1.0, ranges, node_words.REDUCE)
         if host is not buffer:
             own = ranges[comm.rank].slice
             buffer[own] = backend.namespace(buffer).asarray(host[own])
@@ -75,7 +102,7 @@ def all_gather(comm: Communicator, buffer: Array, ranges: Sequence[Range]) -> No
     check_ranges(comm, buffer, ranges)
     if comm.size > 1:
         host = backend.to_host(buffer)
-        _call(comm, host, "sum", 1.0, ranges, node_words.GATHER)
+        _carry_out(comm, _shared_memory_of(comm), host, "sum", 1.0, ranges, node_words.GATHER)
         if host is not buffer:
             buffer[...] = backend.namespace(buffer).asarray(host)
 
@@ -94,6 +121,17 @@ def allocate(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
     if on is not comm:
         _inside[comm] = on
     return memory.region(on, size * np.dtype(dtype).itemsize).view(dtype)
+
+
+def allocate_common(comm: Communicator, size: int, dtype: np.dtype) -> np.ndarray:
+    """Return zeroed memory that is one and the same for all ranks. Collective over ``comm``, on one node.
+
+    It is kept until `release`. Raises MissingCapabilityError where nothing can be shared.
+    """
+    nbytes = size * np.dtype(dtype).itemsize
+    if comm.size == 1:
+        return np.zeros(size, dtype)
+    return _shared_memory_of(comm).common(comm, nbytes).view(dtype)
 
 
 def is_available(comm: Communicator) -> bool:
@@ -121,10 +159,7 @@ def _memory_of(comm: Communicator) -> NodeMemory:
     return found
 
 
-def _call(
-    comm: Communicator, buffer: np.ndarray, op: str, scale: float, ranges: Sequence[Range] | None, mode: int
-) -> None:
-    """Carry out one collective on a host buffer."""
+def _shared_memory_of(comm: Communicator) -> NodeMemory:
     memory = _memory.get(comm) or _memory_of(comm)
     if not memory.is_shared:
         raise MissingCapabilityError(
@@ -132,7 +167,26 @@ def _call(
             "window: see the free memory, /dev/shm and the containers' process namespaces); choose another "
             "communication.algorithm than node_shared"
         )
-    if not memory.run(buffer, op, float(scale), mode, ranges):
+    return memory
+
+
+def _check_scale(buffer: Array, scale: float) -> None:
+    if scale != 1.0 and buffer.dtype.kind in "iu":
+        raise UsageError(f"{name_of(buffer.dtype)} cannot be multiplied by {scale!r}; leave scale = 1, or pass floats")
+
+
+def _carry_out(
+    comm: Communicator,
+    memory: NodeMemory,
+    buffer: np.ndarray,
+    op: str,
+    scale: float,
+    ranges: Sequence[Range] | None,
+    mode: int,
+    target: int = 0,
+) -> None:
+    """Carry out one collective on a host buffer."""
+    if not memory.run(buffer, op, float(scale), mode, ranges, target):
         brought = memory.brought()
         raise CommunicationError(
             f"the ranks of {comm.name} brought different buffers: "

@@ -22,11 +22,13 @@ OFFSET: Final = 5
 
 REDUCE: Final = 1  # bits of what a call does
 GATHER: Final = 2
+ELSEWHERE: Final = 4  # the reduction goes to one array for all ranks, and not to their buffers
 
 STAGE: Final = 0  # words of the state of a call under way
 PIECE: Final = 1
 BEFORE: Final = 2  # pieces of all calls before
 CALL: Final = 3  # number of this call
+TARGET: Final = 4  # address that results go to: that of the own buffer, or of the array for all
 BRING: Final = 8  # what this rank brings: BROUGHT_WORDS
 SCRATCH: Final = BRING + BROUGHT_WORDS  # two words more than there are ranks
 

@@ -196,6 +196,33 @@ def test_after_a_collective_was_given_up_the_memory_is_not_used_again() -> None:
     run_threads(2, body)
 
 
+@pytest.mark.usefixtures("small_halves")
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_one_result_for_all(size: int, rng: np.random.Generator) -> None:
+    """In place and staged; what a rank brought stays, and the result has the bits of the allreduce."""
+    inputs = {dtype: rng.standard_normal((size, 6000)).astype(dtype) for dtype in (np.float32, np.float16)}
+
+    def body(comm: Communicator) -> None:
+        for dtype, brought in inputs.items():
+            expected = in_rank_order(brought.astype(np.float32)) * np.float32(0.5)
+            result = node_shared.allocate_common(comm, 6000, np.dtype(dtype))
+            for buffer in (brought[comm.rank].copy(), node_shared.allocate(comm, 6000, np.dtype(dtype))):
+                for count in (6000, 100, 0):
+                    buffer[...] = brought[comm.rank]
+                    comm.barrier()  # nobody reads the result of the call before any more
+                    node_shared.allreduce_into(comm, buffer[:count], result[:count], scale=0.5)
+                    assert np.array_equal(result[:count], expected[:count].astype(dtype))
+                    assert np.array_equal(buffer, brought[comm.rank])
+            with pytest.raises(UsageError, match="must be alike"):
+                node_shared.allreduce_into(comm, buffer[:5], result)
+            if comm.size > 1:
+                with pytest.raises(UsageError, match="allocate_common"):
+                    node_shared.allreduce_into(comm, buffer, np.empty(6000, dtype))
+        comm.barrier()
+
+    run_threads(size, body)
+
+
 def test_integers_are_not_scaled_and_ranges_do_not_overlap() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(UsageError, match=r"int64 cannot be multiplied by 0\.5"):
