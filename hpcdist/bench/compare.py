@@ -6,7 +6,7 @@ was measured by several processes (sessions of a benchmark, repeats of a sweep),
 iterations within each: what differs from process to process is then part of the interval. One process a side cannot
 know that part, so its interval speaks of these two runs, not of the next two.
 
-A regression is a ratio whose whole interval lies beyond the threshold.
+A regression is a ratio whose whole interval lies beyond the threshold, or a wrong result, whose time means nothing.
 """
 
 import zlib
@@ -27,6 +27,7 @@ REGRESSION: Final = "slower"
 IMPROVEMENT: Final = "faster"
 UNDECIDED: Final = "same"
 FEW: Final = "too few"
+WRONG: Final = "wrong in the second"
 LEAST: Final = 5  # iterations of a side, below which a median has no interval worth the name
 _DRAWN_ELEMENTS: Final = 1 << 22  # at once, to keep memory small
 
@@ -38,6 +39,7 @@ class Side:
     times_s: np.ndarray
     session: np.ndarray
     reference: bool = False
+    wrong: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,15 @@ class Rule:
 
 @dataclass(frozen=True)
 class Change:
-    """One configuration that both files have; ``ratio`` above 1 is slower in the second."""
+    """One configuration that both files have; ``ratio`` above 1 is slower in the second, None beside a wrong result."""
 
     name: str
     verdict: str
-    ratio: float
-    low: float
-    high: float
-    before_s: float
-    after_s: float
+    ratio: float | None
+    low: float | None
+    high: float | None
+    before_s: float | None
+    after_s: float | None
     iterations: tuple[int, int]
     sessions: tuple[int, int]
     reference: bool
@@ -68,17 +70,23 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All changes, the largest slowdown first, and the names of what only one file has."""
+    """All changes, wrong results and the largest slowdown first, and the names of what has nothing beside it."""
 
     changes: tuple[Change, ...]
     only_before: tuple[str, ...]
     only_after: tuple[str, ...]
+    wrong_before: tuple[str, ...]  # and right in the second
     notes: tuple[str, ...]
 
     @property
     def regressions(self) -> list[Change]:
-        """What became slower beyond doubt and threshold; references (memcpy, wire) are no regressions of ours."""
-        return [change for change in self.changes if change.verdict == REGRESSION and not change.reference]
+        """What became wrong, or slower beyond doubt and threshold; references (memcpy, wire) are no code of ours."""
+        return [change for change in self.changes if change.verdict in (REGRESSION, WRONG) and not change.reference]
+
+    @property
+    def judged(self) -> list[Change]:
+        """What has a verdict, references left out."""
+        return [change for change in self.changes if change.verdict != FEW and not change.reference]
 
 
 def compare(before: Path, after: Path, rule: Rule) -> Comparison:
@@ -96,17 +104,24 @@ def compare(before: Path, after: Path, rule: Rule) -> Comparison:
             f"{before} and {after} have no configuration in common: {', '.join(list(left)[:3]) or 'nothing'}, ... "
             f"against {', '.join(list(right)[:3]) or 'nothing'}, ..."
         )
-    changes = sorted((change(name, left[name], right[name], rule) for name in common), key=_effect)
+    healed = [name for name in common if left[name].wrong and not right[name].wrong]
+    kept = [name for name in common if name not in healed]
+    changes = sorted((change(name, left[name], right[name], rule) for name in kept), key=_effect)
     return Comparison(
         tuple(changes),
         tuple(name for name in left if name not in right),
         tuple(name for name in right if name not in left),
+        tuple(healed),
         tuple(_notes(changes)),
     )
 
 
 def change(name: str, before: Side, after: Side, rule: Rule) -> Change:
     """Return how ``after`` differs from ``before``; the same for the same samples, rule and name."""
+    counts = (len(before.times_s), len(after.times_s))
+    sessions = (len(np.unique(before.session)), len(np.unique(after.session)))
+    if after.wrong:
+        return Change(name, WRONG, None, None, None, None, None, counts, sessions, before.reference)
     medians = [float(np.median(side.times_s)) for side in (before, after)]
     ratio = medians[1] / medians[0]
     # The draws depend on the name, so that one configuration more does not change the intervals of the others.
@@ -114,7 +129,7 @@ def change(name: str, before: Side, after: Side, rule: Rule) -> Change:
     drawn = _medians(after, rule.resamples, rng) / _medians(before, rule.resamples, rng)
     tail = 50.0 * (1.0 - rule.confidence)
     low, high = (float(value) for value in np.percentile(drawn, [tail, 100.0 - tail]))
-    if min(len(before.times_s), len(after.times_s)) < LEAST:
+    if min(counts) < LEAST:
         verdict = FEW
     elif low > 1.0 + rule.threshold:
         verdict = REGRESSION
@@ -122,8 +137,6 @@ def change(name: str, before: Side, after: Side, rule: Rule) -> Change:
         verdict = IMPROVEMENT
     else:
         verdict = UNDECIDED
-    counts = (len(before.times_s), len(after.times_s))
-    sessions = (len(np.unique(before.session)), len(np.unique(after.session)))
     return Change(name, verdict, ratio, low, high, medians[0], medians[1], counts, sessions, before.reference)
 
 
@@ -145,17 +158,17 @@ def _medians(side: Side, resamples: int, rng: np.random.Generator) -> np.ndarray
 
 
 def _effect(one: Change) -> tuple[bool, float, str]:
-    return (one.reference, -one.ratio, one.name)
+    return (one.reference, -np.inf if one.ratio is None else -one.ratio, one.name)
 
 
 def _notes(changes: Sequence[Change]) -> list[str]:
     notes = []
-    moved = [one for one in changes if one.reference and one.verdict in (REGRESSION, IMPROVEMENT)]
+    moved = [one.ratio for one in changes if one.ratio and one.reference and one.verdict in (REGRESSION, IMPROVEMENT)]
     if moved:
-        worst = max(moved, key=lambda one: abs(np.log(one.ratio)))
+        worst = max(moved, key=lambda ratio: abs(np.log(ratio)))
         notes.append(
             f"{len(moved)} of the references (memcpy, wire), which are no code of ours, changed as well, by up to "
-            f"{worst.ratio:.2f}x: the two files are from different machines, or from different loads"
+            f"{worst:.2f}x: the two files are from different machines, or from different loads"
         )
     single = sum(1 in one.sessions for one in changes)
     if single:
@@ -180,15 +193,14 @@ def _schema(path: Path) -> str:
 
 
 def _collectives(path: Path) -> dict[str, Side]:
-    """Return the good configurations of a benchmark of collectives; versions of the MPI library may differ."""
+    """Return the configurations of a benchmark of collectives; versions of the MPI library may differ."""
     found = {}
     for one in collectives_file.read(path).configurations:
         key = one.key
-        if not one.wrong:
-            cache = "" if key.cache == COLD else f", {key.cache}"
-            where = f"{key.ranks} ranks on {key.nodes}, {key.vendor}"
-            name = f"{key.op} {key.dtype} {key.bytes} B, {where}, {key.label}{cache}"
-            found[name] = Side(one.slowest_s, one.session, one.reference)
+        cache = "" if key.cache == COLD else f" {key.cache}"
+        where = f"{key.ranks} ranks on {key.nodes}, {key.vendor}"
+        name = f"{key.op} {key.dtype} {key.bytes} B{cache}, {where}, {key.label}"  # `_by_cell` takes it apart
+        found[name] = Side(one.slowest_s, one.session, one.reference, bool(one.wrong))
     return found
 
 
@@ -221,15 +233,19 @@ def _cells(found: Comparison) -> list[list[str]]:
     return [
         [
             one.name,
-            f"{1e6 * one.before_s:,.1f}",
-            f"{1e6 * one.after_s:,.1f}",
-            f"{one.ratio:.3f}",
-            f"{one.low:.3f} - {one.high:.3f}",
+            *_figures(one),
             f"{one.iterations[0]}/{one.iterations[1]}",
             one.verdict + (" (reference)" if one.reference else ""),
         ]
         for one in found.changes
     ]
+
+
+def _figures(one: Change) -> list[str]:
+    if one.ratio is None or one.before_s is None or one.after_s is None:
+        return ["-"] * 4
+    times = [f"{1e6 * seconds:,.1f}" for seconds in (one.before_s, one.after_s)]
+    return [*times, f"{one.ratio:.3f}", f"{one.low:.3f} - {one.high:.3f}"]
 
 
 def text(found: Comparison) -> str:
@@ -248,13 +264,29 @@ def markdown(found: Comparison) -> str:
     """Return the table as Markdown."""
     marks = ["---", *["---:"] * (len(_HEAD) - 2), "---"]
     body = [[cell.replace("|", "\\|") for cell in row] for row in _cells(found)]
-    return "\n".join([*("| " + " | ".join(row) + " |" for row in (_HEAD, marks, *body)), *_below(found)])
+    return "\n".join(
+        [*("| " + " | ".join(row) + " |" for row in (_HEAD, marks, *body)), *(f"\n{line}" for line in _below(found))]
+    )
 
 
 def _below(found: Comparison) -> list[str]:
-    lines = [f"only in the first: {name}" for name in found.only_before]
-    lines += [f"only in the second: {name}" for name in found.only_after]
-    return [f"\n{line}" for line in (*lines, *found.notes)]
+    lines = []
+    for what, names in (
+        ("only in the first", found.only_before),
+        ("only in the second", found.only_after),
+        ("wrong in the first, and not compared", found.wrong_before),
+    ):
+        lines += [f"{what}: {cell}" for cell in _by_cell(names)]
+    return [*lines, *found.notes]
+
+
+def _by_cell(names: Sequence[str]) -> list[str]:
+    """Return a line for each operation, size and place, with all that has it."""
+    cells: dict[str, list[str]] = {}
+    for name in names:
+        *where, label = name.split(", ", 3)
+        cells.setdefault(", ".join(where), []).append(label)
+    return [f"{where}, {', '.join(labels)}" if where else "; ".join(labels) for where, labels in cells.items()]
 
 
 def jsonable(found: Comparison, rule: Rule) -> dict[str, Any]:

@@ -43,8 +43,9 @@ def command(
     The ratio is that of the medians of the slowest rank's times, with a bootstrap interval over the iterations; the
     largest slowdown comes first. What only one of the files has is listed.
 
-    Exit codes, for CI: 0 when nothing is slower beyond the threshold with its whole interval, 1 when something is, 2
-    for usage (also files that have nothing in common), 74 for a file that cannot be read.
+    Exit codes, for CI: 0 when nothing is slower beyond the threshold with its whole interval, 1 when something is, or
+    gives a wrong result in AFTER, 2 for usage (also files that have nothing in common, or too few iterations for any
+    verdict), 74 for a file that cannot be read.
     """
     from hpcdist.bench import compare as comparing  # late: --help must not load h5py
 
@@ -56,6 +57,14 @@ def command(
         click.echo(json.dumps(comparing.jsonable(found, rule)))
     else:
         click.echo(comparing.markdown(found) if markdown else comparing.text(found))
-    slower = len(found.regressions)
-    click.echo(f"{slower} of {len(found.changes)} slower by more than {100 * threshold:g} %", err=True)
-    return FAILURE if slower else OK
+    judged, total = len(found.judged), sum(not change.reference for change in found.changes)
+    if not judged:
+        raise UsageError(
+            f"none of {total} configurations that both files have has a verdict, which takes {comparing.LEAST} "
+            "iterations a side; measure more (--iterations, --seconds)"
+        )
+    wrong = sum(change.verdict == comparing.WRONG for change in found.regressions)
+    counts = f"{wrong} wrong in the second, {total - judged} without a verdict"
+    slower = len(found.regressions) - wrong
+    click.echo(f"{slower} of {total} slower by more than {100 * threshold:g} %, {counts}", err=True)
+    return FAILURE if found.regressions else OK

@@ -114,15 +114,53 @@ def test_the_same_seed_gives_the_same_intervals_whatever_else_is_compared(tmp_pa
 
 
 def test_what_is_in_one_file_only_is_listed(tmp_path, rng):
-    before = write(tmp_path / "a.h5", rng, {key(): 1e-3, key("native"): 1e-3, key("lost"): None})
+    before = write(tmp_path / "a.h5", rng, {key(): 1e-3, key("native"): 1e-3, key("circulant"): 1e-3})
     after = write(tmp_path / "b.h5", rng, {key(): 1e-3, key(nbytes=8192): 1e-3})
     code, shown = ran(before, after)
     assert code == 0
-    assert "only in the first: allreduce float32 4096 B, 2 ranks on 1, Open MPI, native" in shown
+    assert "only in the first: allreduce float32 4096 B, 2 ranks on 1, Open MPI, circulant, native" in shown
     assert "only in the second: allreduce float32 8192 B, 2 ranks on 1, Open MPI, ring" in shown
-    assert "lost" not in shown, "a wrong result has no time to compare"
+    assert "" not in shown.splitlines()
+    assert "\n\nonly in the first: " in ran(before, after, "--markdown")[1], "or it would be a row of the table"
     told = json.loads(ran(before, after, "--json")[1])
-    assert len(told["only_before"]) == len(told["only_after"]) == len(told["changes"]) == 1
+    assert (len(told["only_before"]), len(told["only_after"]), len(told["changes"])) == (2, 1, 1)
+
+
+def test_a_wrong_result_in_the_second_is_a_regression(tmp_path, rng):
+    good = write(tmp_path / "a.h5", rng, {key(): 1e-3, key("native"): 1e-3})
+    bad = write(tmp_path / "b.h5", rng, {key(): None, key("native"): 1e-3})
+    code, shown = ran(good, bad)
+    assert code == FAILURE
+    first, second = shown.splitlines()[1:3]
+    assert "ring" in first and first.endswith("wrong in the second") and second.endswith("same")
+    told = json.loads(ran(good, bad, "--json")[1])
+    assert told["changes"][0]["ratio"] is None and len(told["regressions"]) == 1
+    assert ran(bad, bad)[0] == FAILURE, "wrong as before is wrong"
+    code, shown = ran(bad, good)
+    assert code == 0
+    assert "wrong in the first, and not compared: allreduce float32 4096 B, 2 ranks on 1, Open MPI, ring" in shown
+
+
+def test_without_any_verdict_nothing_was_compared(tmp_path, rng, monkeypatch):
+    path = write(tmp_path / "a.h5", rng, {key(): 1e-3, key("memcpy"): 1e-3})
+    monkeypatch.setattr(compare, "LEAST", ITERATIONS)
+    assert ran(path, path)[0] == 0
+    monkeypatch.setattr(compare, "LEAST", ITERATIONS + 1)
+    with pytest.raises(UsageError, match="none of 1 configurations"):
+        ran(path, path)
+
+
+def test_the_last_line_counts_what_has_no_verdict(tmp_path, rng):
+    before, after = (write(tmp_path / name, rng, {key(): 1e-3, key("native"): 1e-3}) for name in ("a.h5", "b.h5"))
+    short = tmp_path / "short.h5"
+    whole = collectives_file.read(before).configurations
+    few = replace(whole[0], time_s=whole[0].time_s[:4], start_s=whole[0].start_s[:4], session=whole[0].session[:4])
+    collectives_file.append(short, [few, whole[1]], {})
+    done = CliRunner().invoke(command, [str(short), str(after)], standalone_mode=False)
+    assert done.return_value == 0
+    assert done.stderr.splitlines()[-1] == (
+        "0 of 2 slower by more than 5 %, 0 wrong in the second, 1 without a verdict"
+    )
 
 
 def test_a_version_of_the_mpi_library_may_differ_another_vendor_may_not(tmp_path, rng):
