@@ -32,6 +32,7 @@ COMMON: Final = ("loss", "tokens")
 ITERATION: Final = "iteration"  # the sample that numbers the others: the optimizer steps that were completed
 
 _PR_SET_PDEATHSIG: Final = 1
+_ANSWERED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # by whoever runs a trial
 # The line of a traceback, or of our own words, that says what went wrong.
 _SAID: Final = re.compile(r"^(?:\[rank \d+\] )?((?:Error: |(?:\w+\.)*\w*(?:Error|Exception)\b).*\S)\s*$", re.MULTILINE)
 
@@ -78,16 +79,23 @@ def run(trial: Trial, folder: Path, limit_s: float, line: Command, environment: 
     recipe.write_text(trial.recipe, encoding="utf-8")
     started_utc, start = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     with (folder / "stdout").open("wb") as to_stdout, stderr.open("wb") as to_stderr:
-        process = subprocess.Popen(
-            line(trial.ranks, recipe, out),
-            stdin=subprocess.DEVNULL,
-            stdout=to_stdout,
-            stderr=to_stderr,
-            env=dict(environment),
-            start_new_session=True,
-            preexec_fn=_with_parent(),  # single-threaded here, so a function between fork and exec is safe
-        )
+        # While this process forks, Python's own hooks run, and an exception that a signal raises there is lost.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ANSWERED)
         try:
+            process = subprocess.Popen(
+                line(trial.ranks, recipe, out),
+                stdin=subprocess.DEVNULL,
+                stdout=to_stdout,
+                stderr=to_stderr,
+                env=dict(environment),
+                start_new_session=True,
+                preexec_fn=_with_parent(before),  # single-threaded here: a function between fork and exec is safe
+            )
+        except BaseException:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            raise
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             ended = _wait(process, limit_s)
         except BaseException:
             _end(process)
@@ -105,10 +113,15 @@ def run(trial: Trial, folder: Path, limit_s: float, line: Command, environment: 
     return Outcome(FAILED, started_utc, wall_s, process.returncode, reason, tail)
 
 
-def _with_parent() -> Callable[[], None]:
-    """Return what a child calls to be told to stop, should this process be killed."""
+def _with_parent(mask: "set[signal.Signals | int]") -> Callable[[], None]:
+    """Return what a child calls to answer signals again, and to be told to stop, should this process be killed."""
     libc = ctypes.CDLL(None)
-    return lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    return prepare
 
 
 def _wait(process: "subprocess.Popen[bytes]", limit_s: float) -> bool:
