@@ -21,7 +21,7 @@ from hpcdist.collectives.rabenseifner import rabenseifner_allreduce
 from hpcdist.collectives.recursive_doubling import recursive_doubling_allreduce
 from hpcdist.collectives.reduction import AllreduceFunction
 from hpcdist.collectives.ring import all_gather, reduce_scatter, ring_allreduce, ring_bidirectional_allreduce
-from hpcdist.collectives.sharded import ALL_GATHER, REDUCE_SCATTER, SHARDED, Sharding
+from hpcdist.collectives.sharded import ALL_GATHER, REDUCE_SCATTER, SHARDED, SHARDED_ON_GPUS, Sharding
 from hpcdist.collectives.workspace import account
 from hpcdist.comm.communicator import Communicator
 
@@ -33,6 +33,7 @@ __all__ = [
     "ON_GPUS",
     "REDUCE_SCATTER",
     "SHARDED",
+    "SHARDED_ON_GPUS",
     "AllToAllFunction",
     "AllreduceFunction",
     "BroadcastFunction",

@@ -7,6 +7,7 @@ These are the two halves of an allreduce, for strategies that work on a shard in
     node_shared   no message: memory that the ranks of one node share; shares in the order of the ranks
     circulant     ceil(log2 p) α + (p-1)/p n β for each half; shares in the order of the ranks
     hierarchical  much traffic inside the nodes, little between them
+    nccl          NCCL's, between GPUs; shares in the order of the ranks
 
 Hierarchical, with m ranks on each of k nodes: a reduce-scatter inside the node leaves chunk i of m to its rank i, and a
 reduce-scatter between the ranks i of all nodes leaves sub-chunk j of k of that chunk to the one on node j. The
@@ -26,7 +27,7 @@ from typing import Final, Protocol
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import checked, circulant, node_shared, ring
+from hpcdist.collectives import checked, circulant, nccl, node_shared, ring
 from hpcdist.collectives.reduction import REFUSALS, check_buffer, combiner
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, UsageError
@@ -190,6 +191,10 @@ SHARDED: Final[dict[str, Sharding]] = {
     "circulant": _watched("circulant", _in_rank_order, circulant.reduce_scatter, circulant.all_gather),
     "node_shared": _watched("node_shared", _in_rank_order, node_shared.reduce_scatter, node_shared.all_gather),
     "hierarchical": _watched("hierarchical", _nested, _hierarchical_reduce_scatter, _hierarchical_all_gather),
+}
+# For buffers on GPUs alone; they refuse others.
+SHARDED_ON_GPUS: Final[dict[str, Sharding]] = {
+    "nccl": _watched("nccl", nccl.shares, nccl.reduce_scatter, nccl.all_gather),
 }
 
 # The same halves by name alone, for what sweeps over collectives: each takes the shares of its own sharding.

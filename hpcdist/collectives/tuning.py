@@ -107,7 +107,7 @@ def _agreed(everyone: Communicator, topology: Topology) -> Topology:
 def usable(text: str, kind: str, nodes: int) -> bool:
     """Whether ``text`` names algorithms of ``kind`` that run on so many nodes (local)."""
     if kind == SHARDED_KIND:
-        return text in collectives.SHARDED and runs_on(nodes, text)
+        return text in collectives.SHARDED_ON_GPUS or (text in collectives.SHARDED and runs_on(nodes, text))
     try:
         return all(runs_on(nodes, name) for name in parse(text).names)
     except UsageError:
@@ -146,6 +146,8 @@ def _sharded(
         return call
 
     halves = {name: both(each) for name, each in collectives.SHARDED.items() if runs_on(topology.nodes, name)}
+    if backend.is_device(buffer) and _on_gpus(comm, everyone):
+        halves |= {name: both(each) for name, each in collectives.SHARDED_ON_GPUS.items()}
     race = Race(comm, everyone, halves, clock)
     measured = race.run(wanted.budget_s / 2, NATIVE)
     return [Row(buffer.nbytes, {}, measured, choose(measured, NATIVE))], None

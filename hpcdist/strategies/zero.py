@@ -22,7 +22,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.collectives.sharded import SHARDED
+from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.exchange import Handlers
 from hpcdist.strategies.owner import Owner, OwnerExchange
@@ -75,16 +75,18 @@ class ZeroExchange(OwnerExchange):
     """ZeRO ``stage`` 1, 2 or 3. Collective over the data axis, but for what is said to be local."""
 
     def __init__(self, seat: Seat, stage: int) -> None:
-        if seat.algorithm not in SHARDED:
+        ways = SHARDED | SHARDED_ON_GPUS if seat.on == "gpu" else SHARDED
+        if seat.algorithm not in ways:
             raise ConfigurationError(
                 f"communication.algorithm = {seat.algorithm!r} cannot be halved into a reduce-scatter and an "
-                f"all-gather, as parallel.strategy = 'zero{stage}' needs; choose one of {', '.join(SHARDED)}"
+                f"all-gather, as parallel.strategy = 'zero{stage}' needs; on the {seat.on} choose one "
+                f"of {', '.join(ways)}"
             )
         super().__init__(seat)
         self.replicas_identical = stage < 3
         self.accumulates = stage == 1
         self.gathers = stage == 3
-        self._sharding = SHARDED[seat.algorithm]
+        self._sharding = ways[seat.algorithm]
         itemsize = seat.dtype.itemsize
         self._layers = {seat.model.stages[unit].layer: part for unit, part in seat.ranges.items()}
         self._shares = {

@@ -12,7 +12,7 @@ from gpu_runs import LAYOUTS, Trained, assembled, check_same, write_text
 
 from hpcdist import collectives
 from hpcdist.arrays import backend, ipc
-from hpcdist.collectives import device_shared, nccl, on_device, staged
+from hpcdist.collectives import device_shared, nccl, on_device, staged, tuning
 from hpcdist.collectives.native import native_allreduce
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.handover import Handover
@@ -148,13 +148,14 @@ def test_shards_of_nccl(gpu: ModuleType, size: int, rng: np.random.Generator) ->
     inputs = integers(rng, size)
 
     def body(comm: Communicator, buffer: backend.Array) -> None:
-        shares = nccl.shares(comm, COUNT, 4)
-        nccl.reduce_scatter(comm, buffer, shares)
+        sharding = collectives.SHARDED_ON_GPUS["nccl"]
+        shares = sharding.shares(comm, COUNT, 4)
+        sharding.reduce_scatter(comm, buffer, shares)
         own = shares[comm.rank].slice
         kept = buffer[own].copy()
         buffer[...] = np.float32(0)
         buffer[own] = kept
-        nccl.all_gather(comm, buffer, shares)
+        sharding.all_gather(comm, buffer, shares)
 
     for values in reduced(size, inputs, body):
         assert np.array_equal(values, 2 * np.sum(inputs, axis=0) + 1)
@@ -218,10 +219,22 @@ def test_each_operation_finds_its_way(gpu: ModuleType) -> None:
     ("on", "error", "reason"),
     [("cpu", ConfigurationError, "is for GPUs, and run.device = cpu"), ("gpu", MissingCapabilityError, "share GPU")],
 )
+@pytest.mark.parametrize("strategy", ["allreduce", "zero2"])
 def test_a_run_that_cannot_use_nccl_is_refused_before_its_first_step(
-    gpu: ModuleType, on: str, error: type[Exception], reason: str, tmp_path: Path, rng: np.random.Generator
+    gpu: ModuleType,
+    on: str,
+    error: type[Exception],
+    reason: str,
+    strategy: str,
+    tmp_path: Path,
+    rng: np.random.Generator,
 ) -> None:
-    keys = {"data.path": write_text(tmp_path / "text", rng), "communication.algorithm": "nccl", "run.device": on}
+    keys = {
+        "data.path": write_text(tmp_path / "text", rng),
+        "communication.algorithm": "nccl",
+        "run.device": on,
+        "parallel.strategy": strategy,
+    }
 
     def body(comm: Communicator) -> None:
         with pytest.raises(error, match=reason):
@@ -231,8 +244,39 @@ def test_a_run_that_cannot_use_nccl_is_refused_before_its_first_step(
 
 
 @pytest.mark.usefixtures("several_ranks_a_gpu")
-def test_a_run_over_nccl_is_that_of_the_cpu(gpu: ModuleType, tmp_path: Path, rng: np.random.Generator) -> None:
-    settings = {"data.path": write_text(tmp_path / "text", rng), **LAYOUTS["allreduce"][1], "precision.mode": "float64"}
+@pytest.mark.parametrize("layout", ["allreduce", "zero1", "zero2", "zero3"])
+def test_a_run_over_nccl_is_that_of_the_cpu(
+    gpu: ModuleType, layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    called: set[str] = set()
+
+    def counted(name: str, before: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: int) -> None:
+            called.add(name)
+            before(*arguments)
+
+        return call
+
+    for name in ("allReduce", "reduce", "broadcast"):
+        before = getattr(nccl_double.NcclCommunicator, name)
+        monkeypatch.setattr(nccl_double.NcclCommunicator, name, counted(name, before))
+    settings = {"data.path": write_text(tmp_path / "text", rng), **LAYOUTS[layout][1], "precision.mode": "float64"}
     host = run_threads(2, lambda comm: Trained(comm, settings))
+    assert not called
     keys = {**settings, "communication.algorithm": "nccl", "run.device": "gpu"}
     check_same(host, run_threads(2, lambda comm: Trained(comm, keys)), 1e-12)
+    assert called == ({"allReduce"} if layout == "allreduce" else {"reduce", "broadcast"})
+
+
+@pytest.mark.usefixtures("several_ranks_a_gpu")
+def test_shards_on_a_gpu_are_raced_with_nccl(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wanted = tuning.Wanted(
+        max_bytes=4096, dtype=np.dtype("float32"), kind=tuning.SHARDED_KIND, buffer="device", budget_s=0.1
+    )
+    (row,) = run_threads(2, lambda comm: tuning.select(comm, comm, wanted, "threads"))[0].rows
+    assert "nccl" in row.measured
+    assert tuning.usable("nccl", tuning.SHARDED_KIND, 2)
+    monkeypatch.setenv(nccl.SEVERAL_RANKS_VARIABLE, "0")
+    (row,) = run_threads(2, lambda comm: tuning.select(comm, comm, wanted, "threads", renewed=True))[0].rows
+    assert "nccl" not in row.measured
