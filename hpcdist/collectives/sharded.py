@@ -24,11 +24,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import checked, circulant, nccl, node_shared, ring
 from hpcdist.collectives.reduction import REFUSALS, check_buffer, combiner
+from hpcdist.collectives.staged import staged_all_gather, staged_reduce_scatter
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, UsageError
 
@@ -80,6 +81,20 @@ def _native_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[R
 
 def _native_all_gather(comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
     comm.all_gather(buffer, shares)
+
+
+def _node_shared_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str) -> None:
+    if is_device(buffer):
+        staged_reduce_scatter(node_shared.reduce_scatter, comm, buffer, shares, op)
+    else:
+        node_shared.reduce_scatter(comm, buffer, shares, op)
+
+
+def _node_shared_all_gather(comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
+    if is_device(buffer):
+        staged_all_gather(node_shared.all_gather, comm, buffer, shares)
+    else:
+        node_shared.all_gather(comm, buffer, shares)
 
 
 def _nested(comm: Communicator, size: int, itemsize: int) -> list[Range]:
@@ -189,7 +204,7 @@ SHARDED: Final[dict[str, Sharding]] = {
     "native": _watched("native", _in_rank_order, _native_reduce_scatter, _native_all_gather),
     "ring": _watched("ring", _in_rank_order, ring.reduce_scatter, ring.all_gather),
     "circulant": _watched("circulant", _in_rank_order, circulant.reduce_scatter, circulant.all_gather),
-    "node_shared": _watched("node_shared", _in_rank_order, node_shared.reduce_scatter, node_shared.all_gather),
+    "node_shared": _watched("node_shared", _in_rank_order, _node_shared_reduce_scatter, _node_shared_all_gather),
     "hierarchical": _watched("hierarchical", _nested, _hierarchical_reduce_scatter, _hierarchical_all_gather),
 }
 # For buffers on GPUs alone; they refuse others.

@@ -1,4 +1,4 @@
-"""Allreduce of a buffer on a GPU through the host, in segments: copies run beside the messages.
+"""Collectives of a buffer on a GPU through pinned memory of the host; an allreduce in segments, beside the messages.
 
 A segment is copied to pinned memory, reduced there by an algorithm of the host, and copied back:
 
@@ -9,8 +9,11 @@ A segment is copied to pinned memory, reduced there by an algorithm of the host,
 All copies to the host come behind one event of the producing stream, on a stream of their own. Copies back are made on
 the current stream: kernels launched later see the result, and no host waits for it. The pinned memory is that of a few
 segments, so a copy to the host also waits until its block has been copied back.
+
+The halves of an allreduce, whose shares are cut already, are copied whole.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +23,9 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.collectives.reduction import AllreduceFunction
 from hpcdist.comm.communicator import Communicator
+
+ReduceScatter = Callable[[Communicator, np.ndarray, Sequence[Range], str], None]
+AllGather = Callable[[Communicator, np.ndarray, Sequence[Range]], None]
 
 SEGMENT_BYTES: Final = 8 << 20  # large beside a message and the start of a copy (to be measured on a GPU)
 BLOCKS: Final = 3  # one is filled, one is reduced, one is emptied
@@ -46,3 +52,27 @@ def staged_allreduce(function: AllreduceFunction, comm: Communicator, buffer: Ar
 def _fill(source: Array, block: np.ndarray, after: Any) -> Any:
     """Begin to copy ``source`` into ``block`` behind the event ``after``; return the event behind the copy (local)."""
     return staging.begin_to_host(source, block[: source.size], after)
+
+
+def staged_reduce_scatter(
+    function: ReduceScatter, comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum"
+) -> None:
+    """Reduce ``buffer``, on a GPU, by ``function`` on a copy in pinned memory. Collective over ``comm``.
+
+    The own share comes back; the rest of ``buffer`` stays as it was.
+    """
+    host = staging.to_host(buffer)
+    function(comm, host, shares, op)
+    own = shares[comm.rank]
+    if own:
+        staging.to_device(host[own.slice], buffer[own.slice])
+
+
+def staged_all_gather(function: AllGather, comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
+    """Fill ``buffer``, on a GPU, by ``function`` on pinned memory that has its own share. Collective over ``comm``."""
+    host = staging.lease(buffer.size, buffer.dtype)
+    own = shares[comm.rank]
+    if own:
+        staging.begin_to_host(buffer[own.slice], host[own.slice]).synchronize()
+    function(comm, host, shares)
+    staging.to_device(host, buffer)

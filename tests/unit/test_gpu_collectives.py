@@ -10,6 +10,7 @@ import pytest
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.ranges import split
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.threads import run_threads
@@ -104,6 +105,17 @@ def check_staged(gpu: ModuleType, found: list[tuple[np.ndarray, Watch]], segment
         assert counts == [segments * (len(found) > 1)] * 3
 
 
+def check_staged_shards(gpu: ModuleType, size: int, nbytes: int) -> None:
+    """Each half goes through pinned memory once: whole on one way, the own share on the other."""
+    for rank, part in enumerate(split(nbytes // 4, size, 4)):
+        name, own = f"rank {rank}", part.size * 4
+        both = 2 * (size > 1)
+        assert [gpu.LOG.count(kind, name) for kind in (gpu.D2H, gpu.H2D, gpu.SYNCHRONISE)] == [both] * 3
+        for kind in (gpu.D2H, gpu.H2D):
+            assert gpu.LOG.nbytes(kind, name) == (nbytes + own if size > 1 else 0)
+    assert {site.partition(".")[0] for _, site in gpu.LOG.sites()} <= {"staged"}
+
+
 CASES = [(algorithm, size) for algorithm in collectives.ALLREDUCE for size in (1, 2, 3, 4)]
 ON_HOST = ("hierarchical",)  # what works in memory of the host whatever MPI takes
 KINDS = (("float32", "sum"), ("float64", "max"), ("float16", "sum"))
@@ -156,7 +168,9 @@ def test_shards(gpu: ModuleType, algorithm: str, size: int, pointers: bool, rng:
     found = run_on(gpu, inputs, body, pointers, nodes_of)
     for values, _ in found:
         assert np.array_equal(values, np.sum(inputs, axis=0))
-    if algorithm != "node_shared":
+    if algorithm == "node_shared":
+        check_staged_shards(gpu, size, COUNT * 4)
+    else:
         check_transfers(gpu, found, pointers)
 
 
