@@ -32,6 +32,7 @@ from collectives_jobs import AS_IT_COMES, OURS, WORKER, Contender, contenders, l
 from hpcdist.bench import collectives_file, collectives_plan, collectives_report
 from hpcdist.bench.collectives_file import Configuration
 from hpcdist.errors import StorageError
+from hpcdist.hdf5 import files
 from hpcdist.telemetry.provenance import provenance
 
 SIZES = "16K-256M x4"
@@ -179,7 +180,11 @@ def table(found: Sequence[Configuration]) -> list[str]:
 def main() -> None:
     """Run everything, print, plot."""
     options = arguments()
-    collectives_file.check_place(options.output)
+    try:
+        files.check_place(options.output)
+    except StorageError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
     with tempfile.TemporaryDirectory(prefix="collectives-") as folder:
         options.mpis = [with_abi_name(library, Path(folder)) for library in options.mpis]
         driver = Driver(options, Path(folder))

@@ -23,6 +23,8 @@ import numpy as np
 from hpcdist import collectives
 from hpcdist.arrays import backend, device, staging
 from hpcdist.arrays.backend import Array
+from hpcdist.arrays.sizes import parse_bytes
+from hpcdist.bench import place
 from hpcdist.collectives import device_shared, nccl, on_device, staged
 from hpcdist.collectives.native import native_allreduce
 from hpcdist.collectives.node_shared import node_shared_allreduce
@@ -35,15 +37,9 @@ from hpcdist.hdf5 import files
 from hpcdist.telemetry.provenance import provenance
 
 SCHEMA, VERSION = "hpcdist.benchmark.gpu_collectives", 1
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 PAGEABLE = "pageable"
 WARM_UP = 3
 Way = Callable[[Array], None]
-
-
-def size_of(text: str) -> int:
-    """Return a number of bytes written as 4096, 16K, 64M."""
-    return int(text[:-1]) * UNITS[text[-1]] if text[-1] in UNITS else int(text)
 
 
 def ways_of(comm: Communicator) -> tuple[dict[str, Way], dict[str, str]]:
@@ -136,9 +132,9 @@ def write(path: Path, names: list[str], measured: dict[int, np.ndarray], attribu
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print on rank 0, write. Collective over the world."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", nargs="+", type=size_of, default=[64 << 20], metavar="SIZE", help="default 64M")
+    parser.add_argument("--bytes", nargs="+", type=parse_bytes, default=[64 << 20], metavar="SIZE", help="default 64M")
     parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("-o", "--output", type=Path, help="HDF5 file for the raw figures")
+    parser.add_argument("-o", "--output", type=Path, help="HDF5 file for the raw figures; must not exist")
     parser.add_argument("--anonymous", action="store_true", help="leave host names out of the file")
     options = parser.parse_args(arguments)
     try:
@@ -147,6 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
     except MissingCapabilityError as error:
         print(f"gpu_collectives: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+    place.leave_unless_free(session, options.output)
     measure(session, options)
     session.leave(0)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from hpcdist import collectives
+from hpcdist.bench import place
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.events import NULL_SINK
@@ -101,6 +102,7 @@ def main() -> None:
     """Measure, print and save."""
     options = arguments()
     session = start.start()
+    place.leave_unless_free(session, options.output)
     comm = session.comm
     with tempfile.TemporaryDirectory() as directory:
         recorder = Recorder(Path(directory) / f"rank-{comm.rank:05d}.rec", comm.rank, comm.size)

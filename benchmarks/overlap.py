@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from hpcdist import collectives, models
+from hpcdist.bench import place
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.solo import solo
@@ -103,8 +104,8 @@ def measure(comm: Communicator, runs: dict[str, Contender], options: argparse.Na
         samples = draw.integers(0, 256, (options.samples, options.context + 1)).astype(np.uint8)
         names = list(runs)
         row: dict[str, list[float]] = {}
-        for place in range(len(names)):
-            name = names[(turn + place) % len(names)]
+        for turned in range(len(names)):
+            name = names[(turn + turned) % len(names)]
             row[name] = runs[name].step(samples)
         rows.append([row[name] for name in names])
     own = np.array(rows[WARM_UP:])  # (steps, contenders, figures)
@@ -141,6 +142,7 @@ def main() -> None:
     """Measure, print on rank 0, write. Collective over the world."""
     options = arguments()
     session = start.start()
+    place.leave_unless_free(session, options.output)
     comm = session.comm
     if comm.size == 1:
         raise SystemExit("one rank has nobody to exchange gradients with; start it under mpirun -n 2")

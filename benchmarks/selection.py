@@ -19,28 +19,26 @@ from pathlib import Path
 import numpy as np
 
 from hpcdist import collectives
+from hpcdist.arrays.sizes import parse_bytes
+from hpcdist.bench import place
 from hpcdist.collectives import node_shared, tuning
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
 from hpcdist.hdf5 import files
 from hpcdist.telemetry.provenance import provenance
 
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 AUTO, NATIVE = "auto", "native"
 FEWEST, MOST = 7, 500
 FLOAT = np.dtype(np.float32)
-
-
-def size_of(text: str) -> int:
-    """Return a number of bytes written as 4096, 16K, 1M."""
-    return int(text[:-1]) * UNITS[text[-1]] if text[-1] in UNITS else int(text)
 
 
 def arguments() -> argparse.Namespace:
     """Return the command line, or end with its help."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = ["64", "1K", "4K", "16K", "64K", "256K", "1M", "4M"]
-    parser.add_argument("--bytes", nargs="+", type=size_of, default=[size_of(text) for text in default], metavar="SIZE")
+    parser.add_argument(
+        "--bytes", nargs="+", type=parse_bytes, default=[parse_bytes(text) for text in default], metavar="SIZE"
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="aim of measuring time for each size (default 1)")
     parser.add_argument("--output", type=Path, help="HDF5 file to write; must not exist")
     parser.add_argument("--anonymous", action="store_true", help="leave host names out of the file")
@@ -125,6 +123,7 @@ def main() -> None:
     """Measure and print. Collective."""
     wanted = arguments()
     session = start.start()
+    place.leave_unless_free(session, wanted.output)
     comm = session.comm
     found, seconds = select(comm, max(wanted.bytes), session.library)
     names = contenders(comm, found.text)

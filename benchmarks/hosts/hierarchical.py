@@ -42,11 +42,12 @@ from typing import Any
 import numpy as np
 
 from hpcdist import collectives
+from hpcdist.arrays.sizes import parse_bytes
 from hpcdist.comm import mpirun, start
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.errors import HpcdistError
+from hpcdist.hdf5 import files
 
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 RAW, MESSAGES = "raw", "messages"
 ALGORITHMS = ("native", "hierarchical", "ring")
 DRAIN_BYTES = 2 << 20
@@ -56,18 +57,13 @@ LIMIT_S = 600.0
 RESULT = "HPCDIST_HOSTS_RESULT"  # the file for rank 0 to write
 
 
-def size_of(text: str) -> int:
-    """Return a number of bytes written as 4096, 16K, 1M."""
-    return int(text[:-1]) * UNITS[text[-1]] if text[-1] in UNITS else int(text)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="of each host (default 2)")
     parser.add_argument("--rate", default="1gbit", help="of a link, as tc writes it (default 1gbit)")
     parser.add_argument(
-        "--bytes", type=size_of, default=size_of("16M"), metavar="SIZE", help="of float32 (default 16M)"
+        "--bytes", type=parse_bytes, default=parse_bytes("16M"), metavar="SIZE", help="of float32 (default 16M)"
     )
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=sorted(collectives.ALLREDUCE))
     parser.add_argument("--repetitions", type=int, default=9)
@@ -225,6 +221,8 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))  # so that the hosts are taken down
     try:
+        if options.output is not None:
+            files.check_place(options.output)
         launcher = mpirun.find()
         with Hosts(options.hosts, options.rate) as hosts, tempfile.TemporaryDirectory() as folder:
             found = {}
@@ -246,7 +244,6 @@ def main() -> None:
 
 def write(path: Path, found: dict[str, Any], options: argparse.Namespace) -> None:
     """Write `time_s` (runs, contenders, repetitions) and `sent_bytes` (runs, contenders), with the provenance."""
-    from hpcdist.hdf5 import files
     from hpcdist.telemetry.provenance import provenance
 
     runs: Sequence[dict[str, Any]] = list(found.values())

@@ -15,6 +15,7 @@ import numpy as np
 
 from hpcdist.arrays.dtypes import accumulation_dtype
 from hpcdist.arrays.ranges import ALIGN_BYTES, Range, align_up
+from hpcdist.arrays.sizes import parse_bytes
 
 CACHES: Final = 2  # the pool of a rank holds so many last-level caches
 UNKNOWN_CACHE_BYTES: Final = 64 << 20
@@ -22,16 +23,15 @@ MEMORY_SHARE: Final = 0.4  # of what is available on the node, for the pools of 
 PERIOD: Final = 127  # of the contents: a prime, so that no chunk, slice or slot begins like another by chance
 VALUES: Final = 5  # contents are 0 .. 4: sums are exact in float32 up to millions of ranks
 _REPEATS: Final = 128
-_UNITS: Final = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def last_level_cache_bytes(root: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int | None:
     """Return the size of the largest cache of a core; None where the system does not tell (local)."""
     found = []
     for path in root.glob("index*/size"):
-        match = re.fullmatch(r"(\d+)([KMG])", path.read_text().strip())
+        match = re.fullmatch(r"[1-9]\d*[KMG]", path.read_text().strip())
         if match:
-            found.append(int(match[1]) * _UNITS[match[2]])
+            found.append(parse_bytes(match[0]))
     return max(found, default=None)
 
 

@@ -97,17 +97,6 @@ class Results:
     configurations: tuple[Configuration, ...]
 
 
-def check_place(path: Path) -> None:
-    """Raise StorageError when new results could not be written at ``path``; leaves nothing there."""
-    if path.exists():
-        raise StorageError(f"{path}: exists already; remove it, or choose another --output")
-    try:
-        with files.edit(path, SCHEMA, VERSION):
-            pass
-    finally:
-        path.unlink(missing_ok=True)
-
-
 @contextmanager
 def _edited(path: Path, provenance: Mapping[str, Any]) -> Iterator[Any]:
     new = not path.exists()

@@ -21,16 +21,15 @@ from typing import Final
 import numpy as np
 
 from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.sizes import parse_bytes
 from hpcdist.errors import UsageError
 
 OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 ORDINARY: Final = "ordinary"
 SHARED: Final = "shared"
-BUFFERS: Final = (ORDINARY, SHARED)
 COLD: Final = "cold"
 HOT: Final = "hot"
 
-_UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE: Final = r"\d+[KMG]?"
 _TOKEN: Final = re.compile(rf"({_SIZE})(?:-({_SIZE})(?:\s*x(\d+))?)?(?:\s*,\s*|\s+|$)", re.IGNORECASE)
 RANGE_FACTOR: Final = 2
@@ -98,19 +97,17 @@ def sizes(texts: Iterable[str]) -> tuple[int, ...]:
 
 
 def _expanded(text: str, match: "re.Match[str]") -> list[int]:
-    first, last = _bytes(match[1]), _bytes(match[2] or match[1])
+    try:
+        first, last = parse_bytes(match[1]), parse_bytes(match[2] or match[1])
+    except ValueError as error:
+        raise UsageError(f"--bytes {text!r}: {error}") from None
     factor = int(match[3] or RANGE_FACTOR)
-    if first < 1 or last < first or factor < 2:
-        raise UsageError(f"--bytes {text!r}: a range ascends from at least 1 byte, by a factor of at least 2")
+    if last < first or factor < 2:
+        raise UsageError(f"--bytes {text!r}: a range ascends, by a factor of at least 2")
     expanded = [first]
     while expanded[-1] * factor <= last:
         expanded.append(expanded[-1] * factor)
     return expanded
-
-
-def _bytes(text: str) -> int:
-    digits = text.rstrip("kmgKMG")
-    return int(digits) * _UNITS[text[len(digits) :].upper()]
 
 
 def choice(what: str, names: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from hpcdist.errors import FAILURE, OK, HpcdistError
+from hpcdist.errors import FAILURE, OK
 
 if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
     from hpcdist.bench.collectives_file import Configuration
@@ -137,20 +137,16 @@ def _known(
 
 def _check_places(session: "Session", output: Path | None, plot: Path | None) -> None:
     """Raise, on every rank, what rank 0 finds in the way of its files. Collective over the world."""
-    from hpcdist.bench import collectives_file, collectives_report
+    from hpcdist.bench import collectives_report, place
+    from hpcdist.hdf5 import files
 
-    error: HpcdistError | None = None
-    if session.comm.rank == 0:
-        try:
-            if output is not None:
-                collectives_file.check_place(output)
-            if plot is not None:
-                collectives_report.check_plot(plot)
-        except HpcdistError as found:
-            error = found
-    error = session.comm.broadcast_object(error)
-    if error is not None:
-        raise error
+    def check() -> None:
+        if output is not None:
+            files.check_place(output)
+        if plot is not None:
+            collectives_report.check_plot(plot)
+
+    place.agree(session.comm, check)
 
 
 def _measure(

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hpcdist.arrays.sizes import parse_bytes
+
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.collectives.tuning_cache import Tuning
     from hpcdist.comm.start import Session
-
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class Bytes(click.ParamType):
@@ -20,12 +20,10 @@ class Bytes(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number; refuse another text."""
-        text = str(value)
-        unit = UNITS.get(text[-1:], 1)
-        digits = text[:-1] if text[-1:] in UNITS else text
-        if not (digits.isascii() and digits.isdigit() and 0 < int(digits) * unit < 1 << 40):
-            self.fail(f"{text!r} is no number of bytes such as 4096, 16K or 1M", param, ctx)
-        return int(digits) * unit
+        try:
+            return parse_bytes(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 @click.command()

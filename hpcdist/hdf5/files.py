@@ -105,6 +105,18 @@ def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5
         raise
 
 
+def check_place(path: str | os.PathLike[str]) -> None:
+    """Raise StorageError when a new file could not be written at ``path``; leaves nothing there."""
+    path = Path(path)
+    if path.exists():
+        raise StorageError(f"{path}: exists already; remove it, or choose another --output")
+    try:
+        with edit(path, "hpcdist.probe", 1):
+            pass
+    finally:
+        path.unlink(missing_ok=True)
+
+
 def _edited(path: Path, overlay: Overlay, created: bool) -> h5py.File:
     try:
         return h5py.File(overlay, "w" if created else "r+", libver=LIBVER)

@@ -307,18 +307,6 @@ def test_the_file_read_back_with_h5py(tmp_path):
     assert json.loads(json.dumps(collectives_report.jsonable(found)))["configurations"][0]["median_s"] == 2.5e-3
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_and_left_as_it_was(tmp_path):
-    path = tmp_path / "new.h5"
-    collectives_file.check_place(path)
-    assert list(tmp_path.iterdir()) == []
-    path.write_bytes(b"mine")
-    with pytest.raises(StorageError, match="exists already"):
-        collectives_file.check_place(path)
-    assert path.read_bytes() == b"mine"
-    with pytest.raises(StorageError, match="cannot be written"):
-        collectives_file.check_place(tmp_path / "missing" / "new.h5")
-
-
 def test_the_plot_has_a_line_for_each_algorithm(tmp_path):
     pytest.importorskip("matplotlib")
     kept, _ = measured(2, operations=("allreduce", "broadcast"), algorithms=("ring",))

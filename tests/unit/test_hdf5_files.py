@@ -293,3 +293,15 @@ def test_edit_beside_a_thread_that_reads(tmp_path):
         stop.set()
         thread.join(30)
     assert not thread.is_alive() and set(sums) == {sum(range(100_000))}
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_and_left_as_it_was(tmp_path):
+    path = tmp_path / "new.h5"
+    files.check_place(path)
+    assert list(tmp_path.iterdir()) == []
+    path.write_bytes(b"mine")
+    with pytest.raises(StorageError, match="exists already"):
+        files.check_place(path)
+    assert path.read_bytes() == b"mine"
+    with pytest.raises(StorageError, match="cannot be written"):
+        files.check_place(tmp_path / "missing" / "new.h5")
