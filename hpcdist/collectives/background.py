@@ -11,10 +11,11 @@ from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ledger import Ledger
-from hpcdist.collectives import workspace
+from hpcdist.collectives import checked, workspace
 from hpcdist.collectives.progress import Handle, Progress
+from hpcdist.collectives.reduction import REFUSALS
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import BufferHandoverError, CommunicationError, MissingCapabilityError
+from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, MissingCapabilityError
 
 END_S: Final = 1.0  # a thread that is still in a collective when the process ends is not waited for any longer
 
@@ -38,6 +39,8 @@ class _Job:
             self._ended()
         except BaseException as error:  # noqa: BLE001 (raised again where the result is wanted)
             self._error = error
+            if isinstance(error, REFUSALS):
+                self._ended()  # no rank waits in it
         self._over.set()
         return before or self._error
 
@@ -115,6 +118,10 @@ class ThreadProgress(Progress):
             )
         own = self.own
         return self._put(lambda: collectives.allreduce(own, buffer, algorithm, op), ended)
+
+    def _refuse(self, call: checked.Call, error: HpcdistError) -> None:
+        own = self.own
+        self._put(lambda: checked.refuse(own, call, error), lambda: None)
 
     def _put(self, call: Callable[[], None], ended: Callable[[], None]) -> _Job:
         job = _Job(call, ended)

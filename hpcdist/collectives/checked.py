@@ -3,7 +3,7 @@
 Ranks that bring different sizes, dtypes or algorithms to one collective hang, or go on with wrong numbers. In this mode
 (``communication.checked``, or HPCDIST_CHECK_COLLECTIVES=1) each call first sends a record of fixed size to all:
 
-    one native all-gather of 1024 p bytes for each call
+    one native all-gather of 1024 p bytes for each call (where others are polled meanwhile, an allreduce of them)
 
 A rank whose own call is refused tells the others, who would wait for it otherwise. Where a call stands in the source is
 shown, not compared: ranks may come to the same call by different lines.
@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -23,13 +23,16 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives.workspace import scratch
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.errors import CommunicationError, HpcdistError
 
 RECORD_BYTES: Final = 1024
 _FIELD: Final = 80  # characters of each of the 7 fields at most; at least what is left is for the place
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INSIDE: Final = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("collectives", "comm"))
+
+
+Move: TypeAlias = Callable[[Request], None]  # moves other things until they, or the request, got somewhere
 
 
 @dataclass(frozen=True)
@@ -63,18 +66,30 @@ def described(
 
 def compare(comm: Communicator, call: Call) -> None:
     """Raise CommunicationError on every rank unless all are about to make the same ``call``. Collective."""
-    everybody = _exchange(comm, call)
+    _check_alike(comm, _exchange(comm, call))
+
+
+def compare_while(comm: Communicator, call: Call, move: Move) -> None:
+    """Compare as `compare` does, and let ``move`` move what else is under way until all have come. Collective.
+
+    A rank that still waits for an operation before this one would otherwise never come.
+    """
+    _check_alike(comm, _exchange(comm, call, move))
+
+
+def _check_alike(comm: Communicator, everybody: Sequence[tuple[Call, str]]) -> None:
     if any(other != everybody[0][0] for other, _ in everybody):
         raise CommunicationError(_difference(comm.name, everybody))
 
 
-def refuse(comm: Communicator, call: Call, error: HpcdistError) -> None:
+def refuse(comm: Communicator, call: Call, error: HpcdistError, move: Move | None = None) -> None:
     """Tell the other ranks, in checked mode, that this one raises ``error`` instead of joining in ``call``.
 
-    Collective over ``comm`` there: the others compare their own calls meanwhile.
+    Collective over ``comm`` there: the others compare their own calls meanwhile, by `compare_while` where there is
+    something to ``move``.
     """
     if comm.checked and comm.size > 1:
-        _exchange(comm, Call(call.operation, call.algorithm, call.dtype, call.count, refused=str(error)))
+        _exchange(comm, Call(call.operation, call.algorithm, call.dtype, call.count, refused=str(error)), move)
 
 
 def watched(function: Callable[..., None], algorithm: str) -> Callable[..., None]:
@@ -104,8 +119,8 @@ def call_site() -> str:
     return "an unknown place" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _exchange(comm: Communicator, call: Call) -> list[tuple[Call, str]]:
-    """Return what each rank is about to do, and where, in rank order."""
+def _exchange(comm: Communicator, call: Call, move: Move | None = None) -> list[tuple[Call, str]]:
+    """Return what each rank is about to do, and where, in rank order; ``move`` something while that is waited for."""
     fields = [" ".join(field.split())[:_FIELD] for field in astuple(call)]
     text = "\t".join(fields).encode("ascii", "replace") + b"\n"
     place = call_site().encode("ascii", "replace")[len(text) - RECORD_BYTES :]  # of a long path the end
@@ -114,7 +129,13 @@ def _exchange(comm: Communicator, call: Call) -> list[tuple[Call, str]]:
     records = scratch("checked", RECORD_BYTES * comm.size, like.dtype, like)
     ranges = [Range(RECORD_BYTES * rank, RECORD_BYTES * (rank + 1)) for rank in range(comm.size)]
     records[ranges[comm.rank].slice] = np.frombuffer(mine, np.uint8)
-    comm.all_gather(records, ranges)
+    if move is None:
+        comm.all_gather(records, ranges)
+    else:
+        records[: ranges[comm.rank].start] = records[ranges[comm.rank].stop :] = 0
+        request = comm.iallreduce(records.view(np.int64), "sum")  # a gather, for all others bring zeros
+        while not request.test():
+            move(request)
     return [_parse(records[part.slice].tobytes()) for part in ranges]
 
 

@@ -8,11 +8,12 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float
+from hpcdist.collectives import checked
 from hpcdist.collectives.progress import Handle, Progress
 from hpcdist.collectives.resumable import RESUMABLE, Lane
-from hpcdist.collectives.workspace import scratch
+from hpcdist.collectives.workspace import Kept, scratch_in
 from hpcdist.comm.communicator import Communicator, Request
-from hpcdist.errors import CommunicationError
+from hpcdist.errors import CommunicationError, HpcdistError
 
 TAGS: Final = 1 << 15  # MPI promises tags up to 32767
 
@@ -40,9 +41,9 @@ class _Operation:
             self._over = True
         return self._over
 
-    def waits_for(self) -> list[Request]:
-        """Return the requests that are not complete (local)."""
-        return [request for _, pending in self._lanes for request in pending if not request.test()]
+    def waits_for(self) -> list[list[Request]]:
+        """Return, for each lane, the requests that are not complete (local)."""
+        return [[request for request in pending if not request.test()] for _, pending in self._lanes]
 
     def wait(self) -> None:
         """Move everything that is under way until this is complete."""
@@ -69,20 +70,25 @@ class PollProgress(Progress):
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm, "polled")
         self._active: list[_Operation] = []
+        self._kept: Kept = {}  # scratch, by slots: another progress of this thread is under way beside this one
         self._tag = 0
         self._failed: BaseException | None = None
 
     def _start(self, buffer: Array, algorithm: str, op: str, ended: Callable[[], None]) -> Handle:
         self._check()
+        if self.own.checked:
+            call = checked.described("iallreduce", algorithm, buffer, op)
+            with self._in_step():
+                checked.compare_while(self.own, call, self.wait_a_little)
         slots = {operation.slot for operation in self._active}
         slot = next(number for number in range(len(slots) + 1) if number not in slots)
         wide = buffer
         if is_16bit_float(buffer.dtype):  # summed in float32 and rounded once, as by the blocking algorithms
-            wide = scratch(f"polled {slot} widened", buffer.size, accumulation_dtype(buffer.dtype), buffer)
+            wide = scratch_in(self._kept, f"{slot} widened", buffer.size, accumulation_dtype(buffer.dtype), buffer)
             wide[...] = buffer
 
         def arrivals(size: int) -> Array:
-            return scratch(f"polled {slot}", size, wide.dtype, wide)
+            return scratch_in(self._kept, f"{slot}", size, wide.dtype, wide)
 
         def finish() -> None:
             if wide is not buffer:
@@ -96,6 +102,9 @@ class PollProgress(Progress):
         self.progress()  # the first messages leave now
         return operation
 
+    def _refuse(self, call: checked.Call, error: HpcdistError) -> None:
+        checked.refuse(self.own, call, error, self.wait_a_little)
+
     def _next_tag(self) -> int:
         self._tag = (self._tag + 1) % TAGS
         return self._tag
@@ -106,13 +115,14 @@ class PollProgress(Progress):
         with self._in_step():
             self._active = [operation for operation in self._active if not operation.advance()]
 
-    def wait_a_little(self) -> None:
-        """Move what can move, and wait until one more message is complete (local)."""
+    def wait_a_little(self, *others: Request) -> None:
+        """Move what can move, and wait until one more message, or one of ``others``, is complete (local)."""
         self.progress()
         with self._in_step():
-            pending = [request for each in self._active for request in each.waits_for()]
-            if pending:
-                self.own.wait_any(pending)
+            lanes = [lane for each in self._active for lane in each.waits_for()]
+            lanes += [[request] for request in others if not request.test()]
+            if lanes and all(lanes):  # a lane that can go on by now is not waited beside: others may wait for it
+                self.own.wait_any([request for lane in lanes for request in lane])
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -131,3 +141,4 @@ class PollProgress(Progress):
     def _finish(self) -> None:
         for operation in list(self._active):
             operation.wait()
+        self._kept.clear()

@@ -8,10 +8,11 @@ from typing import Final, Protocol, Self
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
-from hpcdist.collectives.reduction import check_buffer
-from hpcdist.collectives.selection import parse
-from hpcdist.comm.communicator import REDUCTIONS, Communicator
-from hpcdist.errors import UsageError
+from hpcdist.collectives import checked
+from hpcdist.collectives.reduction import REFUSALS, check_buffer, check_op
+from hpcdist.collectives.selection import Choice, parse
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import HpcdistError, UsageError
 
 
 class Handle(Protocol):
@@ -43,32 +44,48 @@ class Progress(ABC):
         """Time spent in communication so far, hidden or not; NaN where nobody can know."""
         return math.nan
 
-    def iallreduce(self, buffer: Array, algorithm: str = "native", op: str = "sum") -> Handle:
+    def iallreduce(self, buffer: Array, algorithm: str | Choice = "native", op: str = "sum") -> Handle:
         """Begin to reduce ``buffer`` over all ranks in place. Collective over the communicator: in the same order.
 
         Arguments and errors are those of `hpcdist.collectives.allreduce`; UsageError also after `close`.
         """
         if self._closed:
             raise UsageError("iallreduce on a Progress that was closed; start it before close()")
-        if "<=" in algorithm:
-            algorithm = parse(algorithm).at(buffer.nbytes)  # a table of them by size
-        if algorithm not in self.algorithms:
-            raise UsageError(
-                f"nonblocking allreduce algorithm {algorithm!r} is none of {', '.join(self.algorithms)}, which this "
-                "kind of progress has; choose one of them"
-            )
-        if op not in REDUCTIONS:
-            raise UsageError(f"reduction {op!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
-        check_buffer(buffer)
+        try:
+            name = self._name(buffer, algorithm)
+            check_op(op)
+            check_buffer(buffer)
+        except HpcdistError as error:
+            if self.own.checked:
+                self._refuse(checked.described("iallreduce", str(algorithm), buffer, op), error)
+            raise
         if self.comm.size == 1:
             return _DONE
         events = self.comm.events
         # From start to end one event of the caller's communicator: who skips the call is named, as with any collective.
-        token = events.begin(self.comm.name, f"{algorithm}_iallreduce", name_of(buffer.dtype), buffer.size, 0, -1, 0)
-        return self._start(buffer, algorithm, op, lambda: events.end(token))
+        token = events.begin(self.comm.name, f"{name}_iallreduce", name_of(buffer.dtype), buffer.size, 0, -1, 0)
+        try:
+            return self._start(buffer, name, op, lambda: events.end(token))
+        except REFUSALS:
+            events.end(token)
+            raise
+
+    def _name(self, buffer: Array, algorithm: str | Choice) -> str:
+        """Return the algorithm, that for the size of ``buffer`` where it is a table. Raises UsageError."""
+        name = parse(algorithm).at(buffer.nbytes) if algorithm not in self.algorithms else str(algorithm)
+        if name not in self.algorithms:
+            raise UsageError(
+                f"nonblocking allreduce algorithm {name!r} is none of {', '.join(self.algorithms)}, which this "
+                "kind of progress has; choose one of them"
+            )
+        return name
 
     @abstractmethod
     def _start(self, buffer: Array, algorithm: str, op: str, ended: Callable[[], None]) -> Handle: ...
+
+    @abstractmethod
+    def _refuse(self, call: checked.Call, error: HpcdistError) -> None:
+        """Tell the other ranks, in checked mode, that this one raises ``error`` instead of joining in ``call``."""
 
     @abstractmethod
     def progress(self) -> None:

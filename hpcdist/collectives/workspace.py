@@ -5,6 +5,7 @@ layer are keyed by address. Each thread has its own, so that a collective may ru
 """
 
 import threading
+from typing import TypeAlias
 
 import numpy as np
 
@@ -12,10 +13,12 @@ from hpcdist.arrays import backend, staging
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ledger import Ledger
 
+Kept: TypeAlias = dict[tuple[str, str], Array]  # (name, "cpu" or "gpu") -> bytes
+
 
 class _Workspace(threading.local):
     def __init__(self) -> None:
-        self.arrays: dict[tuple[str, str], Array] = {}  # (name, "cpu" or "gpu") -> bytes
+        self.arrays: Kept = {}
         self.ledger: Ledger | None = None
 
 
@@ -27,12 +30,17 @@ def scratch(name: str, size: int, dtype: np.dtype, like: Array) -> Array:
 
     Callers that may be active at once use different names.
     """
+    return scratch_in(_here.arrays, name, size, dtype, like)
+
+
+def scratch_in(kept: Kept, name: str, size: int, dtype: np.dtype, like: Array) -> Array:
+    """Return what `scratch` does, out of ``kept``, which belongs to the caller (local)."""
     nbytes = size * dtype.itemsize
     key = (name, "gpu" if backend.is_device(like) else "cpu")
-    if key not in _here.arrays or _here.arrays[key].nbytes < nbytes:
-        _here.arrays.pop(key, None)  # not both at once
-        _here.arrays[key] = count(backend.empty(nbytes, np.dtype(np.uint8), key[1]))
-    return _here.arrays[key][:nbytes].view(dtype)
+    if key not in kept or kept[key].nbytes < nbytes:
+        kept.pop(key, None)  # not both at once
+        kept[key] = count(backend.empty(nbytes, np.dtype(np.uint8), key[1]))
+    return kept[key][:nbytes].view(dtype)
 
 
 def count(array: Array) -> Array:

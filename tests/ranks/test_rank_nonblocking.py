@@ -11,7 +11,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.recording import recording
 from hpcdist.comm.start import Session
-from hpcdist.errors import MissingCapabilityError
+from hpcdist.errors import CommunicationError, MissingCapabilityError
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training import recipe as recipes
 from hpcdist.training.data import microbatches
@@ -74,6 +74,37 @@ def test_rank_other_messages_go_on_beside(comm: Communicator, kind: str, rng: np
         progress.progress()
     assert all(handle.test() for handle in handles), "leaving waits"
     assert {data.tobytes() for data in found} == {beside.tobytes()}
+
+
+def test_rank_two_that_are_polled_at_once_share_no_memory(comm: Communicator) -> None:
+    with nonblocking.begin(comm, "poll") as one, nonblocking.begin(comm, "poll") as other:
+        for _ in range(5):
+            first, second = np.full(300_000, 1, np.float32), np.full(300_000, 100, np.float32)
+            handles = one.iallreduce(first, "ring"), other.iallreduce(second, "ring")
+            while not (handles[0].test() & handles[1].test()):  # both are moved each time
+                pass
+            assert (first == comm.size).all() and (second == 100 * comm.size).all()
+
+
+def test_rank_polled_calls_are_checked(comm: Communicator) -> None:
+    """Differences are found before anything moves, and a rank that waits first does not hold up the others."""
+    comm.checked = True
+    try:
+        progress = nonblocking.begin(comm, "poll")
+        first, second = np.ones(100_000), np.ones(100_000)
+        handle = progress.iallreduce(first, "ring")
+        if comm.rank == 0:
+            handle.wait()
+        other = progress.iallreduce(second, "native")
+        handle.wait()
+        other.wait()
+        assert (first == comm.size).all() and (second == comm.size).all()
+        if comm.size > 1:
+            with pytest.raises(CommunicationError, match="came to one collective with different calls"):
+                progress.iallreduce(np.ones(10 + comm.rank), "ring")
+        progress.close()
+    finally:
+        comm.checked = False
 
 
 def test_rank_polled_ring_sends_what_the_ring_sends(comm: Communicator) -> None:

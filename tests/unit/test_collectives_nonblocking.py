@@ -1,5 +1,6 @@
 """Nonblocking allreduce: the bits of the blocking one, in any order of waiting; failures surface where one waits."""
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -15,7 +16,10 @@ from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.collectives import nonblocking, resumable
-from hpcdist.collectives.nonblocking import Handle, Progress
+from hpcdist.collectives.nonblocking import Handle, PollProgress, Progress
+from hpcdist.collectives.polled import _Operation
+from hpcdist.collectives.resumable import Lane
+from hpcdist.collectives.selection import Choice
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recorder import Recorder
 from hpcdist.comm.recording import recording
@@ -152,6 +156,144 @@ def test_blocking_collectives_go_on_beside(kind: str, rng: np.random.Generator) 
         assert first.tobytes() == between.tobytes()
 
     run_threads(3, body)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_two_that_are_polled_at_once_share_no_memory(dtype: type) -> None:
+    def body(comm: Communicator) -> None:
+        first, second = np.full(3000, 1, dtype), np.full(3000, 100, dtype)
+        with nonblocking.begin(comm, "poll") as one, nonblocking.begin(comm, "poll") as other:
+            handles = [one.iallreduce(first, "ring"), other.iallreduce(second, "ring")]
+            while not (handles[0].test() & handles[1].test()):  # both are moved each time
+                pass
+        assert (first == comm.size).all() and (second == 100 * comm.size).all()
+
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_is_taken_as_a_text_and_as_a_choice(kind: str) -> None:
+    def body(comm: Communicator) -> None:
+        with recording(comm) as traffic, nonblocking.begin(comm, kind) as progress:
+            for table in ("ring<=64,native", Choice(("ring", "native"), (64,)), Choice(("native",))):
+                for count in (8, 9):
+                    data = np.ones(count)
+                    progress.iallreduce(data, table).wait()
+                    assert (data == 2).all()
+            with pytest.raises(UsageError, match="'magic' is unknown"):
+                progress.iallreduce(data, "ring<=8,magic")
+        assert (traffic.calls["ring_iallreduce"], traffic.calls["native_iallreduce"]) == (2, 4)
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checked_ranks_that_bring_different_buffers_fail_before_anything_moves(kind: str) -> None:
+    def body(comm: Communicator) -> str:
+        comm.checked = True
+        progress = nonblocking.begin(comm, kind)
+        data = np.ones(1000 + 64 * comm.rank, np.float32)
+        with pytest.raises(CommunicationError, match="came to one collective with different calls") as caught:
+            progress.iallreduce(data, "ring").wait()
+        assert (data == 1).all()
+        with contextlib.suppress(CommunicationError):
+            progress.close()
+        return str(caught.value)
+
+    texts = run_threads(2, body, deadline_s=20)
+    assert texts[0] == texts[1] and "of 1000 float32" in texts[0] and "of 1064 float32" in texts[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checked_rank_whose_call_is_refused_tells_the_others(kind: str) -> None:
+    def body(comm: Communicator) -> None:
+        comm.checked = True
+        progress = nonblocking.begin(comm, kind)
+        with pytest.raises(UsageError if comm.rank else CommunicationError, match="reduction 'mean' is unknown"):
+            progress.iallreduce(np.ones(10), "ring", "mean" if comm.rank else "sum").wait()
+        with contextlib.suppress(CommunicationError):
+            progress.close()
+
+    run_threads(3, body, deadline_s=20)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "native"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_checked_ranks_may_wait_before_they_start_the_next(kind: str, algorithm: str) -> None:
+    """The others compare what comes next, and move what this one waits for meanwhile."""
+
+    def body(comm: Communicator) -> None:
+        comm.checked = True
+        first, second = np.ones(500), np.ones(70_000)
+        with nonblocking.begin(comm, kind) as progress:
+            handles = [progress.iallreduce(first, algorithm)]
+            if comm.rank == 1:
+                handles.pop().wait()
+            handles.append(progress.iallreduce(second, algorithm))
+            for handle in handles:
+                handle.wait()
+        assert (first == 3).all() and (second == 3).all()
+
+    run_threads(3, body, deadline_s=20)
+
+
+def test_the_event_of_a_call_that_a_thread_is_refused_ends(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
+        progress = nonblocking.begin(comm, "thread")
+        with pytest.raises(UsageError, match="choose hierarchical"):
+            progress.iallreduce(np.ones(10), "node_shared").wait()
+        assert not recorder.running()
+        with pytest.raises(UsageError, match="choose hierarchical"):
+            progress.close()
+
+    run_threads(2, body, ranks_per_node=1)
+
+
+def test_the_event_of_a_start_that_is_refused_ends(gpu: object, tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        comm.events = recorder = Recorder(tmp_path / f"{comm.rank}.rec", comm.rank, comm.size)
+        buffer = backend.place(np.ones(10), "gpu")
+        with nonblocking.begin(comm, "thread") as progress, pytest.raises(BufferHandoverError, match="host memory"):
+            progress.iallreduce(buffer, "ring")
+        assert not recorder.running()
+
+    run_threads(2, body)
+
+
+class Late:
+    """A request that is complete when it has been asked ``times`` times."""
+
+    def __init__(self, times: float) -> None:
+        self.left = times
+
+    def wait(self) -> None:
+        raise AssertionError
+
+    def test(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+
+def test_nothing_is_waited_for_beside_a_lane_that_can_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank may wait for what it sends next, and send what this one would wait for only then."""
+    went_on = []
+
+    def lane(request: Late) -> Lane:
+        yield [request]
+        went_on.append(request)
+
+    progress = PollProgress(single())
+    waited = []
+    monkeypatch.setattr(progress.own, "wait_any", waited.append)
+    found, missing = Late(3), Late(float("inf"))  # complete when it is looked at after the lanes have been moved
+    operation = _Operation(progress, 0, [lane(found), lane(missing)], lambda: None)
+    progress._active.append(operation)
+    operation.advance()
+    progress.wait_a_little()
+    assert not waited and not went_on
+    progress.wait_a_little()
+    assert waited == [[missing]] and went_on == [found]
 
 
 @pytest.mark.parametrize("kind", KINDS)
