@@ -109,6 +109,27 @@ def sum_into_four(a: Any, b: Any, c: Any, d: Any, scale: Any) -> None:
 
 
 @jit
+def sum_of_two_to(a: Any, b: Any, scale: Any, out: Any) -> None:
+    """Put the sum of two arrays into a third."""
+    for i in range(out.size):
+        out[i] = (a[i] + b[i]) * scale
+
+
+@jit
+def sum_of_three_to(a: Any, b: Any, c: Any, scale: Any, out: Any) -> None:
+    """Put the sum of three arrays into a fourth."""
+    for i in range(out.size):
+        out[i] = (a[i] + b[i] + c[i]) * scale
+
+
+@jit
+def sum_of_four_to(a: Any, b: Any, c: Any, d: Any, scale: Any, out: Any) -> None:
+    """Put the sum of four arrays into a fifth."""
+    for i in range(out.size):
+        out[i] = (a[i] + b[i] + c[i] + d[i]) * scale
+
+
+@jit
 def reduce_block(inputs: Any, at: int, op: int, block: Any) -> None:
     """Reduce what lies ``at`` bytes behind each of ``inputs`` into ``block``."""
     ranks, count = inputs.size, block.size
@@ -153,6 +174,29 @@ def reduce_into_all(buffers: Any, size: int, scale: Any, like: Any) -> None:
 
 
 @jit
+def reduce_into_one(buffers: Any, output: int, size: int, scale: Any, like: Any) -> None:
+    """Put the sum of ``size`` elements at 2 to 4 addresses where none of them lies: each is read once."""
+    a, b, out = array_at(buffers[0], size, like), array_at(buffers[1], size, like), array_at(output, size, like)
+    if buffers.size == 2:
+        sum_of_two_to(a, b, scale, out)
+        return
+    c = array_at(buffers[2], size, like)
+    if buffers.size == 3:
+        sum_of_three_to(a, b, c, scale, out)
+    else:
+        sum_of_four_to(a, b, c, array_at(buffers[3], size, like), scale, out)
+
+
+@jit
+def is_among(address: int, addresses: Any) -> bool:
+    """Whether an array begins where one of others does."""
+    found = False
+    for other in addresses:
+        found = found or other == address
+    return found
+
+
+@jit
 def reduce_at(
     inputs_at: int, ranks: int, outputs_at: int, copies: int, nbytes: int, op: int, scale: float, pointer: Any
 ) -> None:
@@ -166,9 +210,13 @@ def reduce_at(
     inputs, outputs = array_at(inputs_at, ranks, words), array_at(outputs_at, copies, words)
     total[0] = scale
     factor = total[0]  # in the dtype of the sum, whichever way is taken
-    if inputs_at == outputs_at and op == SUM and 2 <= ranks <= 4:
-        reduce_into_all(inputs, size, factor, total)
-        return
+    if op == SUM and 2 <= ranks <= 4:  # without a block between
+        if inputs_at == outputs_at:
+            reduce_into_all(inputs, size, factor, total)
+            return
+        if copies == 1 and not is_among(outputs[0], inputs):
+            reduce_into_one(inputs, outputs[0], size, factor, total)
+            return
     for start in range(0, size, BLOCK):
         count = min(BLOCK, size - start)
         at, block = start * total.itemsize, total[:count]
