@@ -20,16 +20,19 @@ scratch, and p-1 messages at once in the network. The sum is in rank order, what
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+import numpy as np
+
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, name_of
 from hpcdist.arrays.ranges import Range, split
+from hpcdist.collectives import checked
 from hpcdist.collectives.low_precision import round_into
 from hpcdist.collectives.pieces import check_ranges
 from hpcdist.collectives.reduction import check_buffer, ufunc
 from hpcdist.collectives.ring import all_gather
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import BufferHandoverError, UsageError
+from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError
 
 
 class AllToAllFunction(Protocol):
@@ -64,11 +67,38 @@ def all_to_all(
     function = ALL_TO_ALL.get(algorithm)
     if function is None:
         raise UsageError(f"all-to-all algorithm {algorithm!r} is unknown; choose one of {', '.join(ALL_TO_ALL)}")
-    _check(comm, send, receive, send_ranges, receive_ranges)
+    try:
+        _check(comm, send, receive, send_ranges, receive_ranges)
+        block = _block(send_ranges, receive_ranges) if algorithm == "bruck" else None
+    except HpcdistError as error:
+        checked.refuse(comm, checked.described("all_to_all", algorithm, send), error)
+        raise
     # One event over the messages within: a rank that skips the call is then named, whatever the algorithm.
     token = comm.events.begin(comm.name, f"{algorithm}_all_to_all", name_of(send.dtype), send.size, 0, -1, 0)
+    if comm.checked and comm.size > 1:
+        count = "any number of" if block is None else f"blocks of {block}"
+        checked.compare(comm, checked.Call("all_to_all", algorithm, name_of(send.dtype), count))
+        _compare_parts(comm, send_ranges, receive_ranges)
     function(comm, send, receive, send_ranges, receive_ranges)
     comm.events.end(token)
+
+
+def _compare_parts(comm: Communicator, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> None:
+    """Raise CommunicationError on every rank unless each expects what the others send. Collective over ``comm``.
+
+    Parts may differ from rank to rank, so two of them are compared, not the calls of all.
+    """
+    own = np.array([[part.size for part in ranges] for ranges in (send_ranges, receive_ranges)], np.int64)
+    everybody = np.empty((comm.size, *own.shape), np.int64)  # (rank, sends or expects, of which rank)
+    everybody[comm.rank] = own
+    rows = [Range(own.size * rank, own.size * (rank + 1)) for rank in range(comm.size)]
+    comm.all_gather(everybody.reshape(-1), rows)
+    sent, expected = everybody[:, 0], everybody[:, 1].T  # both (from, to)
+    for source, to in np.argwhere(sent != expected):
+        raise CommunicationError(
+            f"in an all-to-all of {comm.name} rank {source} sends {sent[source, to]} elements to rank {to}, which "
+            f"expects {expected[source, to]}; make the range of the one as long as that of the other"
+        )
 
 
 def pairwise_all_to_all(
@@ -87,10 +117,7 @@ def bruck_all_to_all(
 ) -> None:
     """Pass blocks on by powers of two, all those together whose way has this bit. Collective over ``comm``."""
     _check(comm, send, receive, send_ranges, receive_ranges)
-    sizes = {part.size for part in (*send_ranges, *receive_ranges)}
-    if len(sizes) > 1:
-        raise UsageError(f"bruck needs blocks of one size on all ranks, got {sorted(sizes)}; choose pairwise")
-    block = sizes.pop()
+    block = _block(send_ranges, receive_ranges)
     # Row i is the block that has i ranks to go, or came from i ranks behind.
     rows = scratch("bruck", comm.size * block, send.dtype, send).reshape(comm.size, block)  # (ranks, block)
     bundle = scratch("bruck bundle", 2 * -(-comm.size // 2) * block, send.dtype, send)
@@ -109,6 +136,14 @@ def bruck_all_to_all(
         step *= 2
     for distance in range(comm.size):
         receive[receive_ranges[(comm.rank - distance) % comm.size].slice] = rows[distance]
+
+
+def _block(send_ranges: Sequence[Range], receive_ranges: Sequence[Range]) -> int:
+    """Return the one size of all blocks (local). Raises UsageError where they differ."""
+    sizes = {part.size for part in (*send_ranges, *receive_ranges)}
+    if len(sizes) > 1:
+        raise UsageError(f"bruck needs blocks of one size on all ranks, got {sorted(sizes)}; choose pairwise")
+    return sizes.pop()
 
 
 def native_all_to_all(

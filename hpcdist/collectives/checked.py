@@ -4,6 +4,7 @@ Ranks that bring different sizes, dtypes or algorithms to one collective hang, o
 (``communication.checked``, or HPCDIST_CHECK_COLLECTIVES=1) each call first sends a record of fixed size to all:
 
     one native all-gather of 1024 p bytes for each call (where others are polled meanwhile, an allreduce of them)
+    another of 16 p bytes a rank for an all-to-all, whose parts differ by rank
 
 A rank whose own call is refused tells the others, who would wait for it otherwise. Where a call stands in the source is
 shown, not compared: ranks may come to the same call by different lines.

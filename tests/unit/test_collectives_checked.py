@@ -39,6 +39,12 @@ def test_different_sizes_are_found_on_every_rank_whatever_the_algorithm(algorith
     assert "same calls in the same order" in texts[0]
 
 
+def all_to_all(comm: Communicator, algorithm: str, block: int = 2, dtype: type = np.float64, extra: int = 0) -> None:
+    rows = [Range(block * rank, block * (rank + 1)) for rank in range(comm.size + extra)]
+    buffers = [np.ones(block * len(rows), dtype) for _ in range(2)]
+    collectives.all_to_all(comm, *buffers, rows, rows, algorithm)
+
+
 CASES = {
     "dtype": (
         lambda comm: collectives.allreduce(comm, np.zeros(4, different(comm, np.float32, np.int32)), "ring"),
@@ -56,6 +62,18 @@ CASES = {
         lambda comm: collectives.allreduce(comm, np.zeros(4), scale=different(comm, 0.5, 0.25)),
         ("of 4 float64, times 0.5", "of 4 float64, times 0.25"),
     ),
+    "all-to-all": (
+        lambda comm: all_to_all(comm, different(comm, "pairwise", "native"), dtype=np.float64),
+        ("pairwise all_to_all of any number of float64", "native all_to_all of any number of float64"),
+    ),
+    "dtype of an all-to-all": (
+        lambda comm: all_to_all(comm, "pairwise", dtype=different(comm, np.float32, np.int32)),
+        ("pairwise all_to_all of any number of float32", "pairwise all_to_all of any number of int32"),
+    ),
+    "blocks": (
+        lambda comm: all_to_all(comm, "bruck", block=different(comm, 2, 3)),
+        ("bruck all_to_all of blocks of 2 float64", "bruck all_to_all of blocks of 3 float64"),
+    ),
     "root": (
         lambda comm: collectives.broadcast(comm, np.zeros(4), different(comm, 0, 1), "chain"),
         ("chain broadcast of 4 float64, from rank 0", "chain broadcast of 4 float64, from rank 1"),
@@ -69,6 +87,42 @@ def test_what_the_ranks_must_agree_on(what: str, size: int) -> None:
     call, (usual, odd) = CASES[what]
     for text in failures(size, call):
         assert usual in text and odd in text
+
+
+def test_an_all_to_all_that_one_rank_refuses_ends_on_all() -> None:
+    def body(comm: Communicator) -> str:
+        comm.checked = True
+        with pytest.raises(UsageError if comm.rank == 1 else CommunicationError) as caught:
+            all_to_all(comm, "pairwise", extra=different(comm, 0, 1))
+        return str(caught.value)
+
+    texts = run_threads(3, body)
+    assert texts[0] == texts[2] and "rank 1: pairwise all_to_all refused: a collective of 3 ranks" in texts[0]
+
+
+@pytest.mark.parametrize("algorithm", ["native", "pairwise"])
+def test_parts_of_an_all_to_all_must_fit_their_other_end(algorithm: str) -> None:
+    """Rank q sends q + r + 1 elements to rank r: nobody's sizes are another's, and all is well; then one is not."""
+
+    def body(comm: Communicator, more: int) -> None:
+        comm.checked = True
+        sizes = [comm.rank + other + 1 for other in range(comm.size)]
+        expected = [size + (more if (comm.rank, other) == (2, 0) else 0) for other, size in enumerate(sizes)]
+        ranges = [
+            [Range(sum(each[:other]), sum(each[: other + 1])) for other in range(comm.size)]
+            for each in (sizes, expected)
+        ]
+        send, receive = np.full(sum(sizes), comm.rank), np.empty(sum(expected), np.int64)
+        collectives.all_to_all(comm, send, receive, *ranges, algorithm)
+        for other, part in enumerate(ranges[1]):
+            assert (receive[part.slice] == other).all()
+
+    def failing(comm: Communicator) -> None:
+        with pytest.raises(CommunicationError, match="rank 0 sends 3 elements to rank 2, which expects 4"):
+            body(comm, 1)
+
+    run_threads(3, lambda comm: body(comm, 0))
+    run_threads(3, failing)
 
 
 def test_different_collectives_at_different_places_are_found() -> None:
