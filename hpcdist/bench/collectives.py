@@ -7,12 +7,14 @@ import numpy as np
 
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
+from hpcdist.arrays.sizes import in_units
 from hpcdist.bench import collectives_buffers as buffers
 from hpcdist.bench import collectives_contenders as sides
 from hpcdist.bench.collectives_contenders import Contender
 from hpcdist.bench.collectives_file import OURS, Configuration, Key
 from hpcdist.bench.collectives_measure import Limits, Samples, Timing
 from hpcdist.bench.collectives_plan import COLD, HOT, ORDINARY, SHARED, Cell, Wanted, cells
+from hpcdist.collectives import node_shared
 from hpcdist.collectives.selection import Choice
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import UsageError
@@ -97,8 +99,7 @@ def _configuration(
 
 def _memory(comm: Communicator, wanted: Wanted, order: Sequence[Cell], notes: list[str]) -> Memory:
     """Take memory for all cells at once, and touch it. Collective over ``comm``."""
-    shared = sides.allocator() if SHARED in wanted.buffers else None
-    kinds = [ORDINARY, *([SHARED] if shared is not None else [])]
+    kinds = dict.fromkeys([ORDINARY, *wanted.buffers])
     limit = int(buffers.MEMORY_SHARE * buffers.available_bytes()) // comm.nodes().intra.size // (len(kinds) + 1)
     cache = buffers.last_level_cache_bytes()
     said = comm.allgather_object((limit, cache or buffers.UNKNOWN_CACHE_BYTES))
@@ -106,16 +107,16 @@ def _memory(comm: Communicator, wanted: Wanted, order: Sequence[Cell], notes: li
     largest = max(cell.bytes for cell in order)
     if largest > limit:
         raise UsageError(
-            f"a buffer of {largest} bytes does not fit: {limit} bytes are left for each kind of buffer of a rank on "
-            "the fullest node; choose smaller --bytes, or fewer ranks on a node"
+            f"a buffer of {in_units(largest)} does not fit: {in_units(limit)} are left for each kind of buffer of a "
+            "rank on the fullest node; choose smaller --bytes, or fewer ranks on a node"
         )
     counts = {cell.bytes: buffers.slots(cell.bytes, cache_bytes, limit, wanted.hot) for cell in order}
     if not wanted.hot and any(nbytes * count <= cache_bytes for nbytes, count in counts.items()):
         notes.append("the memory left is too small for buffers beyond the last-level cache: some lie in it")
     total = max(align_up(nbytes, ALIGN_BYTES) * count for nbytes, count in counts.items())
     pieces = {ORDINARY: np.empty(total, np.uint8)}  # filled before they are used
-    if shared is not None:
-        pieces[SHARED] = shared(comm, total, np.dtype(np.uint8))
+    if SHARED in kinds:
+        pieces[SHARED] = node_shared.allocate(comm, total, np.dtype(np.uint8))
     result = np.empty(total, np.uint8)
     result.fill(0)
     return Memory(pieces, result, counts)
@@ -140,8 +141,6 @@ class _Field:
         found = []
         for name in dict.fromkeys([sides.NATIVE, *(named if self._wanted.algorithms else known)]):
             for kind in sides.kinds(name, cell.op, self._wanted.buffers):
-                if kind not in pools:
-                    continue
                 chosen = self._auto(cell, kind) if name == sides.AUTO else ""
                 contender = sides.contender(self._comm, cell, name, kind, chosen)
                 contents.fill(pools[kind].buffer(0), self._comm.rank, 0)

@@ -18,7 +18,7 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ranges import Range
 from hpcdist.bench.collectives_buffers import Expected
 from hpcdist.bench.collectives_plan import ORDINARY, SHARED, Cell
-from hpcdist.collectives import tuning
+from hpcdist.collectives import node_shared, tuning
 from hpcdist.collectives.all_to_all import ALL_TO_ALL, all_to_all
 from hpcdist.collectives.broadcast import BROADCAST, broadcast
 from hpcdist.collectives.selection import Choice, parse
@@ -108,21 +108,12 @@ def refusal(comm: Communicator, contender: Contender, buffer: np.ndarray, result
     return next(filter(None, comm.allgather_object(reason)), "")
 
 
-def allocator() -> Callable[[Communicator, int, np.dtype], np.ndarray] | None:
-    """Return what takes memory that the other ranks of a node can read; None where there is no such thing."""
-    found: Callable[[Communicator, int, np.dtype], np.ndarray] | None = getattr(
-        collectives.node_shared, "allocate", None
-    )
-    return found
-
-
 def chosen(comm: Communicator, dtype: np.dtype, buffers: str, max_bytes: int, mpi_library: str) -> Choice:
     """Return which algorithm "auto" is for each size up to ``max_bytes``, measured now. Collective over ``comm``."""
-    allocate = allocator() if buffers == SHARED else None
     wanted = tuning.Wanted(
         max_bytes=max_bytes,
         dtype=dtype,
-        allocate=None if allocate is None else lambda size: allocate(comm, size, dtype),
+        allocate=(lambda size: node_shared.allocate(comm, size, dtype)) if buffers == SHARED else None,
     )
     return parse(tuning.select(comm, comm, wanted, mpi_library, cached=False).text)
 

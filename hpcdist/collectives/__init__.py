@@ -21,17 +21,15 @@ from hpcdist.collectives.rabenseifner import rabenseifner_allreduce
 from hpcdist.collectives.recursive_doubling import recursive_doubling_allreduce
 from hpcdist.collectives.reduction import AllreduceFunction
 from hpcdist.collectives.ring import all_gather, reduce_scatter, ring_allreduce, ring_bidirectional_allreduce
-from hpcdist.collectives.sharded import ALL_GATHER, REDUCE_SCATTER, SHARDED, SHARDED_ON_GPUS, Sharding
+from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
 from hpcdist.collectives.workspace import account
 from hpcdist.comm.communicator import Communicator
 
 __all__ = [
     "ALLREDUCE",
-    "ALL_GATHER",
     "ALL_TO_ALL",
     "BROADCAST",
     "ON_GPUS",
-    "REDUCE_SCATTER",
     "SHARDED",
     "SHARDED_ON_GPUS",
     "AllToAllFunction",

@@ -26,7 +26,7 @@ NCCL: Final = "nccl"
 # What an algorithm asks of the message layer; all others of this package send messages only.
 _ASKS: Final = {"native": "allreduce", "all_to_all": "all_to_all"}
 # These work in memory of the host whatever MPI takes.
-_ON_HOST: Final = ("hierarchical", "fixed_tree")
+_ON_HOST: Final = ("hierarchical",)
 
 
 def route(algorithm: str, function: AllreduceFunction) -> AllreduceFunction:

@@ -211,7 +211,3 @@ SHARDED: Final[dict[str, Sharding]] = {
 SHARDED_ON_GPUS: Final[dict[str, Sharding]] = {
     "nccl": _watched("nccl", nccl.shares, nccl.reduce_scatter, nccl.all_gather),
 }
-
-# The same halves by name alone, for what sweeps over collectives: each takes the shares of its own sharding.
-REDUCE_SCATTER: Final[dict[str, ReduceScatterFunction]] = {name: way.reduce_scatter for name, way in SHARDED.items()}
-ALL_GATHER: Final[dict[str, AllGatherFunction]] = {name: way.all_gather for name, way in SHARDED.items()}
