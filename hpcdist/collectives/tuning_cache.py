@@ -7,13 +7,10 @@ here ends a job.
 """
 
 import datetime
-import hashlib
 import importlib.metadata
 import json
 import os
 import platform
-import stat
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,18 +18,13 @@ from typing import Any, Final
 
 from hpcdist.collectives.costs import Link, Machine
 from hpcdist.collectives.selection import Choice, parse
+from hpcdist.comm import kept_files
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 
 FORMAT: Final = 1
-LARGEST_BYTES: Final = 1 << 18
 PACKAGES: Final = ("hpcdist", "mpi4py", "numpy")
-# Variables that change what the MPI library does with a message. Those of its launcher, such as the working directory,
-# differ from job to job.
-SETTINGS: Final = (
-    *(f"OMPI_MCA_{kind}" for kind in ("accelerator", "bml", "btl", "coll", "mtl", "op_", "pml", "smsc")),
-    *("MPIR_CVAR_", "UCX_", "FI_", "HPCDIST_CUDA_AWARE"),
-)
+SETTINGS: Final = (*kept_files.MPI_SETTINGS, "HPCDIST_CUDA_AWARE")
 
 
 @dataclass(frozen=True)
@@ -73,13 +65,7 @@ def directory(environment: Mapping[str, str] = os.environ) -> Path:
 
     Raises StorageError for a user without a home directory.
     """
-    base = environment.get("XDG_CACHE_HOME", "")
-    try:
-        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hpcdist" / "tuning"
-    except RuntimeError as error:  # HOME is not set, and no entry of the user's says where it is
-        raise StorageError(
-            f"measurements have no place to be kept ({error}): set HOME, or XDG_CACHE_HOME to a directory"
-        ) from error
+    return kept_files.directory("tuning", environment)
 
 
 def key(
@@ -133,8 +119,8 @@ def _version(package: str) -> str:
 
 def path_of(wanted: Mapping[str, Any]) -> Path:
     """Return the file for ``wanted``, as `key` returned it (local). Raises StorageError as `directory` does."""
-    text = json.dumps({name: value for name, value in wanted.items() if name != "software"}, sort_keys=True)
-    return directory() / f"{wanted['kind']}-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
+    fixed = {name: value for name, value in wanted.items() if name != "software"}
+    return directory() / f"{wanted['kind']}-{kept_files.digest(fixed)}.json"
 
 
 def read(wanted: Mapping[str, Any]) -> tuple[Tuning | None, str]:
@@ -161,7 +147,7 @@ def read(wanted: Mapping[str, Any]) -> tuple[Tuning | None, str]:
 def load(path: Path) -> tuple[dict[str, Any], Tuning]:
     """Return key and result in a file (local). Raises OSError, or ValueError where it is not one of ours."""
     try:
-        content = json.loads(_text(path))
+        content = json.loads(kept_files.read(path))
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']}, and this version reads {FORMAT}")
         return dict(content["key"]), _tuning(content)
@@ -169,20 +155,6 @@ def load(path: Path) -> tuple[dict[str, Any], Tuning]:
         raise ValueError(f"it is damaged ({type(error).__name__})") from error
     except json.JSONDecodeError as error:
         raise ValueError("it is damaged (no JSON)") from error
-
-
-def _text(path: Path) -> str:
-    """Return what is in a regular file that nobody but this user, or root, can write."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is no regular file")
-        if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
-            raise ValueError("somebody else could have written it; remove it, or take the permission away")
-        if status.st_size > LARGEST_BYTES:
-            raise ValueError(f"it has {status.st_size} bytes, more than {LARGEST_BYTES}")
-        return file.read(LARGEST_BYTES).decode()
 
 
 def _tuning(content: Mapping[str, Any]) -> Tuning:
@@ -227,16 +199,7 @@ def content_of(tuning: Tuning, wanted: Mapping[str, Any]) -> dict[str, Any]:
 def kept(tuning: Tuning, wanted: Mapping[str, Any]) -> Tuning:
     """Write ``tuning`` for ``wanted`` and return it, with a note when it could not be written (local)."""
     try:
-        path = path_of(wanted)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".unfinished")
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                json.dump(content_of(tuning, wanted), file, indent=1)
-            os.replace(unfinished, path)
-        except BaseException:
-            os.unlink(unfinished)
-            raise
+        kept_files.write(path_of(wanted), content_of(tuning, wanted))
     except OSError as error:
         said = f"the measurement is not kept: {error}"
         return replace(tuning, note="; ".join(filter(None, [tuning.note, said])))

@@ -11,20 +11,25 @@ operation that was under way; the rest is tried again in a new child. There are 
    that mpirun cannot start two ranks (none installed, another MPI's, forbidden in the job), messages are taken to work
    if they passed round 1 and the library itself says that it was built and started for CUDA; collectives are not.
 
+All children together have `BUDGET_S`; what is not tried by then counts as no. The answer is kept (`verdict_cache`) for
+starts with the same library, GPUs and settings; `hpcdist doctor` always tries again, and keeps what it finds.
+
 `HPCDIST_CUDA_AWARE` overrides: ``yes`` and ``no`` ask nobody, ``auto`` (the default) probes.
 """
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from hpcdist.arrays import device
-from hpcdist.comm import mpirun
+from hpcdist.comm import mpirun, verdict_cache
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.handover import MESSAGES, OPERATIONS
 from hpcdist.comm.launcher import Announced
@@ -34,8 +39,15 @@ VARIABLE: Final = "HPCDIST_CUDA_AWARE"
 ANSWERS: Final = ("yes", "no", "auto")
 DEVICE_VARIABLE: Final = "HPCDIST_PROBE_DEVICE"  # for the child: the index of a GPU, or "cpu"
 CHILD_LIMIT_S: Final = 60.0
+BUDGET_S: Final = 120.0  # for all children of a probe; a launcher may wait for slots that never come
 END_LIMIT_S: Final = 5.0
 MODULE: Final = "hpcdist.comm.cuda_child"
+_ASK: Final = """
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+print(MPI.Get_library_version().strip("\\0 \\n").replace("\\n", " "))
+"""  # MPI is loaded, not started
 # What launchers tell their children; a child that keeps it would join, or wait for, the world of its parent.
 _LAUNCHERS: Final = (
     "OMPI_COMM_",
@@ -52,7 +64,7 @@ _LAUNCHERS: Final = (
 )
 _LAUNCHERS_ALONE: Final = ("MPIEXEC_HOSTNAME", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_FILE_LOCATION", "OMPI_MCA_ess")
 
-Run = Callable[[Sequence[str], Mapping[str, str]], "Outcome"]
+Run = Callable[[Sequence[str], Mapping[str, str], float], "Outcome"]  # a limit in seconds
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ def find_out(said: Announced | None, environment: Mapping[str, str] = os.environ
         return Verdict(frozenset(), "there is one rank, and nobody to send to")
     if said.local_rank not in (None, 0):
         return None
-    return probe(environment)
+    return probed(environment)
 
 
 def agree(comm: Communicator, verdict: Verdict | None) -> Verdict:
@@ -105,18 +117,41 @@ def agree(comm: Communicator, verdict: Verdict | None) -> Verdict:
     return Verdict(operations, least.reason)
 
 
-def probe(environment: Mapping[str, str] = os.environ, on: str = "gpu", run: Run | None = None) -> Verdict:
-    """Try every operation with buffers ``on`` "gpu", or "cpu" to try the probe itself (local, takes seconds)."""
+def probed(environment: Mapping[str, str] = os.environ, renewed: bool = False, run: Run | None = None) -> Verdict:
+    """Return what an earlier start found with the same library and GPUs, else, or ``renewed``, probe (local)."""
     run = run or _run
+    ends_at = time.monotonic() + BUDGET_S
+    clean = stripped(environment)
+    said = run([sys.executable, "-P", "-c", _ASK], clean, CHILD_LIMIT_S)
+    pair = _pair(environment)
+    library = "" if said.end or not said.lines else said.lines[-1]
+    key = verdict_cache.key(library, pair[0][0] if pair else "", clean)
+    found = verdict_cache.read(key) if key is not None and not renewed else None
+    if found is not None:
+        return Verdict(frozenset(found[0]), found[1])
+    verdict = probe(environment, run=run, ends_at=ends_at)
+    refused = verdict_cache.kept(key, verdict.operations, verdict.reason) if key is not None else ""
+    return replace(verdict, reason=f"{verdict.reason}; {refused}") if refused else verdict
+
+
+def probe(
+    environment: Mapping[str, str] = os.environ, on: str = "gpu", run: Run | None = None, ends_at: float | None = None
+) -> Verdict:
+    """Try every operation with buffers ``on`` "gpu", or "cpu" to try the probe itself (local, takes seconds).
+
+    No child runs past ``ends_at`` on the monotonic clock, by default `BUDGET_S` from now.
+    """
+    run = run or _run
+    ends_at = time.monotonic() + BUDGET_S if ends_at is None else ends_at
     clean = stripped(environment) | {DEVICE_VARIABLE: str(device.index()) if on == "gpu" else "cpu"}
-    alone, failures, notes = _try(run, [], clean, OPERATIONS)
+    alone, failures, notes = _try(run, [], clean, OPERATIONS, ends_at)
     if not alone:
         return Verdict(frozenset(), f"in a world of one: {failures.get(MESSAGES, 'no operation passed')}")
     pair = _pair(environment)
     together: list[str] = []
     started = False
     if pair is not None:
-        together, more, seen = _try(run, pair[0], clean | pair[1], alone)
+        together, more, seen = _try(run, pair[0], clean | pair[1], alone, ends_at)
         started, failures = "two" in seen, failures | more
     if not started:
         reason = failures.get(alone[0], "no mpirun was found")
@@ -129,7 +164,7 @@ def probe(environment: Mapping[str, str] = os.environ, on: str = "gpu", run: Run
 
 
 def _try(
-    run: Run, launch: Sequence[str], environment: Mapping[str, str], operations: Sequence[str]
+    run: Run, launch: Sequence[str], environment: Mapping[str, str], operations: Sequence[str], ends_at: float
 ) -> tuple[list[str], dict[str, str], set[str]]:
     """Return what passed, why the rest did not, and what else the children said."""
     passed: list[str] = []
@@ -137,8 +172,12 @@ def _try(
     notes: set[str] = set()
     left = list(operations)
     while left:
-        outcome = run([*launch, sys.executable, "-P", "-m", MODULE, *left], environment)
-        said = [json.loads(line) for line in outcome.lines if line.startswith("{")]
+        rest_s = ends_at - time.monotonic()
+        if rest_s <= 0:
+            return passed, failures | dict.fromkeys(left, f"not tried, {BUDGET_S:g} s were spent"), notes
+        words = [*launch, sys.executable, "-P", "-m", MODULE, *left]
+        outcome = run(words, environment, min(CHILD_LIMIT_S, rest_s))
+        said = _said(outcome.lines)
         notes |= {note for row in said for note in row.get("notes", ())}
         passed += [row["passed"] for row in said if "passed" in row]
         failures |= {row["failed"]: row["why"] for row in said if "failed" in row}
@@ -149,6 +188,17 @@ def _try(
         if not any("ready" in row for row in said):  # it died before: so would the next
             return passed, failures | dict.fromkeys(left, outcome.end), notes
     return passed, failures, notes
+
+
+def _said(lines: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the rows among ``lines``; one that a dying child has cut off is none."""
+    found = []
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                found.append(row)
+    return found
 
 
 def _pair(environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]] | None:
@@ -170,7 +220,7 @@ def stripped(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _run(words: Sequence[str], environment: Mapping[str, str]) -> Outcome:
+def _run(words: Sequence[str], environment: Mapping[str, str], limit_s: float) -> Outcome:
     """Run a child in a session of its own, so that its end leaves nothing behind (local)."""
     child = subprocess.Popen(
         words,
@@ -178,15 +228,16 @@ def _run(words: Sequence[str], environment: Mapping[str, str]) -> Outcome:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",  # a line may end in the middle of a letter
         env=dict(environment),
         start_new_session=True,
     )
     try:
-        out, complaints = child.communicate(timeout=CHILD_LIMIT_S)
+        out, complaints = child.communicate(timeout=limit_s)
         end = _end(child.returncode, complaints)
     except subprocess.TimeoutExpired:
         out = _killed(child)
-        end = f"no end within {CHILD_LIMIT_S:g} s"
+        end = f"no end within {limit_s:.3g} s"
     return Outcome(tuple(out.splitlines()), end)
 
 

@@ -134,7 +134,7 @@ def check_device_pointers(environment: Mapping[str, str] = os.environ) -> Check:
         return Check(name, OK, f"{used} ({cuda_aware.VARIABLE}={said})")
     try:
         if device.count() > 0:
-            verdict = cuda_aware.probe(environment)
+            verdict = cuda_aware.probed(environment, renewed=True)
             allowed = [operation for operation in OPERATIONS if operation in verdict.operations]
             used = f"device pointers are handed to MPI in {', '.join(allowed)}" if allowed else staged
             return Check(name, OK, f"{used}: {verdict.reason}")

@@ -535,7 +535,10 @@ class cuda:  # noqa: N801
         return cuda_double.elapsed_ms(start_event, end_event)
 
 
+__version__ = "0.double"
+
 __all__ = [
+    "__version__",
     "arange",
     "asarray",
     "ascontiguousarray",

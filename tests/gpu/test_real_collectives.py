@@ -133,10 +133,14 @@ def test_processes_over_nccl(cupy: ModuleType, ranks: int) -> None:
     assert job(ranks, "nccl", **{nccl.SEVERAL_RANKS_VARIABLE: "1"})["right"]
 
 
-def test_what_the_probe_allows_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_probe_allows_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whatever MPI this is: the probe ends, and device pointers are then used in what it allows."""
     monkeypatch.delenv(cuda_aware.VARIABLE, raising=False)
-    verdict = cuda_aware.probe()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    verdict = cuda_aware.probed()
+    assert len(list((tmp_path / "hpcdist" / "device_pointers").iterdir())) == 1
+    again = cuda_aware.probed()
+    assert again.operations == verdict.operations and again.reason.startswith(f"{verdict.reason}; found on ")
     assert verdict.operations <= set(OPERATIONS) and verdict.reason
     found = job(2, "native")
     assert found["right"] and set(found["pointers"]) == verdict.operations, found["reason"]  # type: ignore[call-overload]

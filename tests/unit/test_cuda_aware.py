@@ -1,13 +1,18 @@
 """Device pointers are tried in children that may die of it: the rounds, what each end means, and the real thing."""
 
 import json
+import math
 import os
 import signal
+import stat
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from hpcdist.arrays import device
 from hpcdist.comm import cuda_aware
 from hpcdist.comm.cuda_aware import Outcome, Verdict
 from hpcdist.comm.handover import OPERATIONS
@@ -22,8 +27,13 @@ class Children:
     def __init__(self, deadly: dict[int, dict[str, str]], notes: Sequence[str] = (), starts: bool = True) -> None:
         self.deadly, self.notes, self.starts = deadly, list(notes), starts
         self.runs: list[tuple[int, list[str]]] = []
+        self.limits_s: list[float] = []
+        self.library = "Some MPI 1.0"
 
-    def __call__(self, words: Sequence[str], environment: Mapping[str, str]) -> Outcome:
+    def __call__(self, words: Sequence[str], environment: Mapping[str, str], limit_s: float) -> Outcome:
+        if "-c" in words:
+            return Outcome((self.library,), "") if self.library else Outcome((), "exit code 1: no MPI")
+        self.limits_s.append(limit_s)
         ranks = 1 if words[0] == sys.executable else 2
         operations = list(words[words.index(cuda_aware.MODULE) + 1 :])
         self.runs.append((ranks, operations))
@@ -42,7 +52,8 @@ class Children:
 
 
 @pytest.fixture(autouse=True)
-def pair(monkeypatch: pytest.MonkeyPatch) -> None:
+def pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cuda_aware, "_pair", lambda environment: (["mpirun", "-n", "2"], {}))
 
 
@@ -82,10 +93,10 @@ def test_without_mpirun_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_answer_of_the_environment_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden(environment: Mapping[str, str]) -> Verdict:
+    def forbidden(environment: Mapping[str, str], **_: object) -> Verdict:
         raise AssertionError("a probe was started")
 
-    monkeypatch.setattr(cuda_aware, "probe", forbidden)
+    monkeypatch.setattr(cuda_aware, "probed", forbidden)
     two = Announced("mpirun", 2, 0, 0)
     yes, no = (cuda_aware.find_out(two, {cuda_aware.VARIABLE: said}) for said in ("yes", "no"))
     assert yes is not None and yes.operations == set(OPERATIONS)
@@ -118,17 +129,117 @@ def test_children_inherit_no_world_but_the_settings_of_the_library() -> None:
     assert cuda_aware.stripped(job | kept) == kept
 
 
-def test_a_child_that_dies_or_hangs_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_aware, "CHILD_LIMIT_S", 1.0)
-
+def test_a_child_that_dies_or_hangs_is_an_answer() -> None:
     def child(code: str) -> Outcome:
-        return cuda_aware._run([sys.executable, "-c", f"print('{{}}', flush=True)\n{code}"], os.environ)
+        return cuda_aware._run([sys.executable, "-c", f"print('{{}}', flush=True)\n{code}"], os.environ, 1.0)
 
     died = child(f"import os; os.kill(os.getpid(), {int(signal.SIGSEGV)})")
     assert died == Outcome(("{}",), "SIGSEGV")
     assert child("import time; time.sleep(60)").end == "no end within 1 s"
     assert child("raise SystemExit('reason')").end == "exit code 1: reason"
     assert child("").end == ""
+    cut_off = child("import os; os.write(1, b'in the middle of a letter: ' + 'ü'.encode()[:1]); os._exit(0)")
+    assert cut_off.lines[1].startswith("in the middle") and cut_off.end == ""
+
+
+def test_a_line_that_is_cut_off_is_no_answer() -> None:
+    def run(words: Sequence[str], environment: Mapping[str, str], limit_s: float) -> Outcome:
+        whole = [json.dumps(row) for row in ({"ready": 1, "notes": []}, {"passed": "send"}, {"passed": "broadcast"})]
+        ended = words[words.index(cuda_aware.MODULE) + 1 :] != list(OPERATIONS)
+        return Outcome((whole[0], "[1]", "7") if ended else (*whole[:2], whole[2][:-3]), "SIGSEGV")
+
+    passed, failures, _ = cuda_aware._try(run, [], {}, OPERATIONS, math.inf)
+    assert passed == ["send"] and failures == dict.fromkeys(OPERATIONS[1:], "SIGSEGV")
+
+
+def test_all_children_together_have_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(cuda_aware, "time", SimpleNamespace(monotonic=lambda: now))
+    children = Children({2: dict.fromkeys(OPERATIONS[1:], "no end")})
+
+    def slow(words: Sequence[str], environment: Mapping[str, str], limit_s: float) -> Outcome:
+        nonlocal now
+        outcome = children(words, environment, limit_s)
+        now += min(50.0, limit_s)
+        return outcome
+
+    verdict = cuda_aware.probe({}, "cpu", slow)
+    assert children.limits_s == [60.0, 60.0, 20.0]
+    assert verdict.operations == {"send"}
+    tried, untried = (f"{OPERATIONS[2]}: no end", f"{OPERATIONS[3]}: not tried, 120 s were spent")
+    assert tried in verdict.reason and untried in verdict.reason
+    assert cuda_aware.probe({}, "cpu", children, ends_at=now) == Verdict(
+        frozenset(), "in a world of one: not tried, 120 s were spent"
+    )
+
+
+def test_an_answer_is_kept_for_the_same_library_gpus_and_settings(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def found(children: Children, environment: Mapping[str, str] = os.environ, renewed: bool = False) -> Verdict:
+        return cuda_aware.probed(environment, renewed, children)
+
+    first, second, third, fourth = (Children({2: {"allreduce": "SIGSEGV"}}) for _ in range(4))
+    before, after = found(first), found(second)
+    assert before.operations == after.operations == set(OPERATIONS) - {"allreduce"}
+    assert first.runs and not second.runs
+    (file,) = (tmp_path / "hpcdist" / "device_pointers").iterdir()
+    assert "allreduce: SIGSEGV; found on 2" in after.reason and f"kept in {file}" in after.reason
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    found(third, renewed=True)
+    assert third.runs, "asked for"
+    found(fourth, {**os.environ, "UCX_TLS": "tcp"})
+    assert fourth.runs, "another setting, another answer"
+    found(fourth, {**os.environ, "PMIX_RANK": "1"})
+    other = Children({})
+    other.library = "Some MPI 2.0"
+    assert found(other).operations == set(OPERATIONS)
+    runtime = device.cupy().cuda.runtime
+    for name, value in (("driverGetVersion", lambda: 7), ("getDeviceProperties", lambda index: {"name": b"other"})):
+        with monkeypatch.context() as changed:
+            changed.setattr(runtime, name, staticmethod(value))
+            fresh = Children({})
+            found(fresh)
+            assert fresh.runs, name
+    assert len(list(file.parent.iterdir())) == 5
+
+
+@pytest.mark.parametrize("spoil", ["others", "cut", "operation", "key", "list"])
+def test_a_kept_answer_that_cannot_be_trusted_is_found_again(gpu: ModuleType, spoil: str, tmp_path: Path) -> None:
+    cuda_aware.probed(run=Children({1: dict.fromkeys(OPERATIONS, "SIGSEGV")}))
+    (file,) = (tmp_path / "hpcdist" / "device_pointers").iterdir()
+    content = json.loads(file.read_text())
+    content |= {"operations": list(OPERATIONS)}
+    if spoil == "operation":
+        content["operations"].append("everything")
+    if spoil == "key":
+        content["key"]["driver"] += 1
+    text = json.dumps(content)
+    file.write_text({"cut": text[:-9], "list": "[]"}.get(spoil, text))
+    file.chmod(0o622 if spoil == "others" else 0o600)
+    children = Children({1: {"send": "SIGBUS"}})
+    assert cuda_aware.probed(run=children).operations == set(OPERATIONS) - {"send"}
+    assert children.runs
+    assert json.loads(file.read_text())["operations"] == sorted(set(OPERATIONS) - {"send"})
+
+
+def test_what_cannot_be_kept_is_found_each_time(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nameless = Children({})
+    nameless.library = ""
+    assert cuda_aware.probed(run=nameless) == Verdict(frozenset(OPERATIONS), "tried between two ranks")
+    assert not (tmp_path / "hpcdist").exists()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    verdict = cuda_aware.probed(run=Children({}))
+    assert verdict.operations == set(OPERATIONS) and "; not kept: " in verdict.reason
+
+
+def test_the_library_is_asked_in_a_child() -> None:
+    pytest.importorskip("mpi4py")
+    said = cuda_aware._run([sys.executable, "-P", "-c", cuda_aware._ASK], cuda_aware.stripped(os.environ), 60.0)
+    assert said.end == "" and len(said.lines) == 1 and "MPI" in said.lines[0]
 
 
 def test_the_real_children_on_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ def test_device_pointers_are_tried_where_there_is_a_gpu(monkeypatch):
     assert "not tried" in diagnosis.check_device_pointers({}).found
     verdict = cuda_aware.Verdict(frozenset({"send"}), "tried between two ranks; allreduce: SIGSEGV")
     monkeypatch.setattr(diagnosis.device, "count", lambda: 1)
-    monkeypatch.setattr(cuda_aware, "probe", lambda environment: verdict)
+    monkeypatch.setattr(cuda_aware, "probed", lambda environment, renewed: verdict if renewed else None)
     found = diagnosis.check_device_pointers({}).found
     assert found == "device pointers are handed to MPI in send: tried between two ranks; allreduce: SIGSEGV"
 

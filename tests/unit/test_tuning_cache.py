@@ -11,6 +11,7 @@ import pytest
 from hpcdist.collectives import tuning_cache
 from hpcdist.collectives.costs import Link, Machine
 from hpcdist.collectives.tuning_cache import Row, Tuning, kept, load, path_of, read
+from hpcdist.comm import kept_files
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import StorageError
 
@@ -157,7 +158,7 @@ def test_what_is_no_file_is_not_read(tmp_path):
 
 def test_an_oversized_file_is_not_read():
     kept(TUNED, KEY)
-    path_of(KEY).write_text(" " * (tuning_cache.LARGEST_BYTES + 1))
+    path_of(KEY).write_text(" " * (kept_files.LARGEST_BYTES + 1))
     assert "more than" in refusal()
 
 
