@@ -71,7 +71,7 @@ def through(comm: Communicator, owners: int, part_bytes: int = PART_BYTES) -> No
 
 def test_calls_of_more_or_fewer_owners_and_longer_or_shorter_parts_follow_each_other() -> None:
     def body(comm: Communicator) -> None:
-        for owners, part_bytes in ((1, 128), (4, 64), (2, 512), (4, 64), (1, 128)):
+        for owners, part_bytes in ((1, 64), (4, 64), (2, 512), (4, 64), (1, 128)):
             through(comm, owners, part_bytes)
 
     run_threads(4, body)
