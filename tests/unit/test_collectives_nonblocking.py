@@ -180,7 +180,7 @@ def test_a_table_is_taken_as_a_text_and_as_a_choice(kind: str) -> None:
                     data = np.ones(count)
                     progress.iallreduce(data, table).wait()
                     assert (data == 2).all()
-            with pytest.raises(UsageError, match="'magic' is unknown"):
+            with pytest.raises(UsageError, match="'magic'.*unknown"):
                 progress.iallreduce(data, "ring<=8,magic")
         assert (traffic.calls["ring_iallreduce"], traffic.calls["native_iallreduce"]) == (2, 4)
 
