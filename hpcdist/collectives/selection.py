@@ -8,15 +8,14 @@ size of a buffer is the same on all ranks, so all take the same row.
 """
 
 import functools
-import re
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Final
 
+from hpcdist.comm.config import fault_in_table
 from hpcdist.errors import UsageError
 
-_ROW: Final = re.compile(r"([a-z][a-z0-9_]*)(?:<=(0|[1-9][0-9]{0,17}))?")
-_TEXT_LENGTH: Final = 4096  # no table that is worth its rows is longer
+_SHOWN: Final = 200  # characters of a text that is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +52,16 @@ def parse(text: "str | Choice") -> Choice:
     """Return the choice that ``text`` stands for, of algorithms that exist (local). Raises UsageError."""
     from hpcdist.collectives import ALLREDUCE, ON_GPUS  # late: they are made of modules beside this one
 
-    choice = text if isinstance(text, Choice) else _rows(text)
-    unknown = [name for name in choice.names if name not in ALLREDUCE and name not in ON_GPUS]
-    if unknown:
-        raise UsageError(f"allreduce algorithm {unknown[0]!r} is unknown; choose one of {', '.join(ALLREDUCE)}")
-    return choice
+    known = [*ALLREDUCE, *ON_GPUS]
+    fault = fault_in_table(str(text), known)
+    if fault:
+        raise UsageError(
+            f"allreduce algorithm {str(text)[:_SHOWN]!r}: {fault}; choose one of {', '.join(known)}, or a table "
+            "NAME<=BYTES,...,NAME of them, for example recursive_doubling<=4096,ring"
+        )
+    return text if isinstance(text, Choice) else _rows(text)
 
 
 def _rows(text: str) -> Choice:
-    found = [_ROW.fullmatch(row) for row in text.split(",")] if len(text) <= _TEXT_LENGTH else [None]
-    names = tuple(row[1] for row in found if row is not None)
-    limits = [row[2] for row in found if row is not None]
-    if len(names) < len(found) or limits[-1] is not None or None in limits[:-1]:
-        raise UsageError(
-            f"allreduce algorithm {text!r} is neither a name nor a table of them; write NAME<=BYTES,...,NAME, for "
-            "example recursive_doubling<=4096,ring"
-        )
-    return Choice(names, tuple(int(limit) for limit in limits[:-1]))
+    rows = [row.partition("<=") for row in text.split(",")]
+    return Choice(tuple(name for name, _, _ in rows), tuple(int(limit) for _, _, limit in rows[:-1]))

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,7 +24,7 @@ ALGORITHMS: Final = (
 )
 
 
-_TABLE: Final = re.compile(r"(?:(?!auto<)[a-z_]+<=(?:0|[1-9][0-9]{0,17}),)+(?!auto$)[a-z_]+")
+_LIMIT: Final = re.compile(r"0|[1-9][0-9]{0,17}")
 OVERLAPS: Final = ("none", "thread", "poll")
 POLLED: Final = ("ring",)  # algorithms in steps, with the bits that they have otherwise
 BUCKET_BYTES: Final = 4 << 20
@@ -52,9 +53,10 @@ class CommunicationConfig:
     checked: bool = False
 
     def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS and not _is_table(self.algorithm):
+        fault = fault_in_table(self.algorithm, ALGORITHMS[1:]) if self.algorithm not in ALGORITHMS else ""
+        if fault:
             raise ConfigurationError(
-                f"communication.algorithm = {self.algorithm!r}; choose one of {', '.join(ALGORITHMS)}, or a "
+                f"communication.algorithm: {fault}; choose one of {', '.join(ALGORITHMS)}, or a "
                 "table of them by size in bytes as `hpcdist tune` prints it, such as 'native<=4096,ring'"
             )
         self._check_overlap()
@@ -82,10 +84,22 @@ class CommunicationConfig:
             )
 
 
-def _is_table(text: str) -> bool:
-    """Whether ``text`` has the form NAME<=BYTES,...,NAME, its sizes ascending."""
-    if _TABLE.fullmatch(text) is None:
-        return False
-    rows = text.replace(",", "<=").split("<=")
-    limits = [int(row) for row in rows[1::2]]
-    return set(rows[::2]) <= set(ALGORITHMS) and limits == sorted(set(limits))
+def fault_in_table(text: str, names: Sequence[str]) -> str:
+    """Return what is wrong in the first bad row of NAME<=BYTES,...,NAME, or of a NAME alone; "" for nothing (local)."""
+    rows, before = text.split(","), -1
+    for number, row in enumerate(rows, 1):
+        name, sign, limit = row.partition("<=")
+        shown = f"row {row!r}" if len(rows) > 1 or sign else repr(row)
+        if name not in names:
+            from difflib import get_close_matches  # late: for errors alone
+
+            near = get_close_matches(name, names, 1)
+            return f"{shown}: unknown" + (f", did you mean {near[0]}" if near else "")
+        if bool(sign) != (number < len(rows)):
+            return f"{shown}: {'the last row has' if sign else 'only the last row has'} no size"
+        if sign and not _LIMIT.fullmatch(limit):
+            return f"{shown}: sizes are plain bytes: 4096, not 4K"
+        if sign and int(limit) <= before:
+            return f"{shown}: sizes ascend, and the row before has {before}"
+        before = int(limit or 0)
+    return ""

@@ -59,6 +59,7 @@ def resolve(session: Session, recipe: Recipe, model: Model, data: Communicator, 
         return Selection(fixed_tree.ALGORITHM, "recipe", nodes)
     if wanted != AUTO:
         _refuse_on_cpu(wanted, recipe.run.device, data)
+        _refuse_over_nodes(wanted, recipe.communication.ranks_per_node, comm, data)
         return Selection(wanted, "recipe", nodes)
     kind = tuning.SHARDED_KIND if recipe.parallel.strategy.startswith("zero") else tuning.ALLREDUCE_KIND
     served = recipe.parallel.strategy == "parameter_server"
@@ -94,9 +95,27 @@ def _refuse_on_cpu(wanted: str, on: str, data: Communicator) -> None:
         raise MissingCapabilityError(reason)
 
 
+def _refuse_over_nodes(wanted: str, declared: int, comm: Communicator, data: Communicator) -> None:
+    """Raise, on all ranks of ``comm``, if ``wanted`` needs one node and any has more. Collective over both."""
+    inside = set(tuning.ONE_NODE) & _names(wanted)
+    nodes = max(comm.allgather_object(data.nodes().count)) if inside else 1
+    if nodes > 1:
+        cause = f", with communication.ranks_per_node = {declared}" if declared else ""
+        other = ", or set communication.ranks_per_node = 0 if they are on one" if declared else ""
+        raise ConfigurationError(
+            f"communication.algorithm = {wanted}: {', '.join(inside)} works inside one node, and the ranks that reduce "
+            f"together are on {nodes}{cause}; choose hierarchical, or auto{other}"
+        )
+
+
+def _names(algorithm: str) -> set[str]:
+    """Return the algorithms that ``algorithm`` names, alone or in a table (local)."""
+    return {row.partition("<=")[0] for row in algorithm.split(",")}
+
+
 def _needs_gpus(algorithm: str) -> bool:
     """Whether ``algorithm``, or a row of it where it is a table, is for GPUs alone (local)."""
-    return bool(collectives.ON_GPUS.keys() & set(algorithm.replace("<=", ",").split(",")))
+    return bool(collectives.ON_GPUS.keys() & _names(algorithm))
 
 
 def _kept(

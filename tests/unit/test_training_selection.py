@@ -8,10 +8,11 @@ import pytest
 from hpcdist import models
 from hpcdist.collectives.selection import parse
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.config import CommunicationConfig
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import ConfigurationError, MissingCapabilityError
+from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
 from hpcdist.training import recipe as recipes
 from hpcdist.training import selection
 from hpcdist.training.selection import Selection
@@ -150,6 +151,41 @@ def test_a_table_with_nccl_asks_for_nccl(monkeypatch):
         selection._refuse_on_cpu("native<=4096,ring", "gpu", comm)
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "strategy"),
+    [("node_shared", "allreduce"), ("node_shared<=4096,ring", "allreduce"), ("node_shared", "zero1")],
+)
+def test_shared_memory_over_several_nodes_is_refused_before_the_first_step(tmp_path, algorithm, strategy):
+    keys = {"communication__algorithm": algorithm, "parallel__strategy": strategy}
+    with pytest.raises(ConfigurationError, match=r"communication\.algorithm = node_shared.* are on 2; choose"):
+        run(tmp_path, 4, ranks_per_node=2, **keys)
+    with pytest.raises(ConfigurationError, match=r"set communication\.ranks_per_node = 0"):
+        run(tmp_path, 4, ranks_per_node=2, communication__ranks_per_node=2, **keys)
+    inside, _ = run(tmp_path, 2, **keys)
+    assert inside.algorithm == algorithm
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nativ<=4096,ring", "row 'nativ<=4096': unknown, did you mean native;"),
+        ("native<=4K,ring", "row 'native<=4K': sizes are plain bytes: 4096, not 4K;"),
+        ("native<=8,ring<=4,ring", "row 'ring<=4': sizes ascend, and the row before has 8;"),
+        ("native<=8,ring<=16", "row 'ring<=16': the last row has no size;"),
+        ("native,ring", "row 'native': only the last row has no size;"),
+        ("rong", "'rong': unknown, did you mean ring;"),
+        ("", "'': unknown;"),
+    ],
+)
+def test_the_bad_row_of_a_table_is_named(text, said):
+    with pytest.raises(ConfigurationError) as caught:
+        CommunicationConfig(algorithm=text)
+    assert f"communication.algorithm: {said}" in str(caught.value) and "(" not in str(caught.value)
+    with pytest.raises(UsageError) as used:
+        parse(text)
+    assert said in str(used.value) and ", nccl," in str(used.value)
 
 
 @pytest.mark.parametrize(
