@@ -174,13 +174,18 @@ def describe(summary: dict[str, Any]) -> str:
     if summary["bytes_sent_per_step"] is not None:
         lines.insert(3, f"{summary['bytes_sent_per_step']:,} bytes sent a step and rank")
     if summary["communication_hidden_share"] is not None:
-        share = f"{summary['communication_hidden_share']:.0%}"
-        lines.insert(3, f"{share} of the time of reductions was not waited for; what that cost is in the step")
+        lines.insert(3, _hidden(summary["communication_hidden_share"]))
     for name, nats in summary["entropy"].items():
         if nats is not None and summary["val_loss"] is not None:
             side = "below" if summary["val_loss"] < nats else "above"
             lines.insert(2, f"val_loss is {side} the {name} entropy {nats:.3f} of the training text")
     return "\n".join(lines)
+
+
+def _hidden(share: float) -> str:
+    if share <= 0:
+        return "overlap hid nothing: handing over and waiting took at least as long as the reductions themselves"
+    return f"{share:.0%} of the time of reductions was not waited for; what that cost is in the step"
 
 
 def _shown(value: float | None, form: str = ".4f") -> str:

@@ -102,6 +102,17 @@ def test_a_start_without_a_step_says_so(consistency: str, text: dict[str, object
     assert NOTHING in describe(found | {"energy_j": None, "energy_reason": "none"})
 
 
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [(0.25, "25% of the time of reductions was not waited for"), (0.0, "hid nothing"), (-0.16, "hid nothing")],
+)
+def test_what_overlap_hid_is_said_without_negative_shares(text: dict[str, object], share: float, said: str) -> None:
+    found = summaries(text, [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2)
+    lines = describe(found | {"energy_j": None, "energy_reason": "none", "communication_hidden_share": share})
+    assert said in lines and "-16%" not in lines
+    assert ("was not waited for" in lines) == (share > 0)
+
+
 def test_what_the_library_sends_is_not_visible(text: dict[str, object]) -> None:
     unknown = [outcome([1.0, 1.0], [0.5, 0.5], [8.0, count]) for count in (8.0, math.nan)]
     found = summaries(text, unknown)
