@@ -27,7 +27,13 @@ class Bytes(click.ParamType):
 
 
 @click.command()
-@click.option("--max-bytes", type=Bytes(), default="4M", help="The largest buffer: communication.bucket_bytes.")
+@click.option(
+    "--max-bytes",
+    type=Bytes(),
+    default="4M",
+    help="The largest buffer. The result serves trainings whose gradients, or communication.bucket_bytes, are no more; "
+    "with --sharded those whose gradients of a layer, rounded up to a power of two, are as much.",
+)
 @click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", help="Type of the gradients.")
 @click.option(
     "--buffer",

@@ -29,6 +29,7 @@ from hpcdist.errors import UsageError
 
 NATIVE: Final = "native"
 ONE_NODE: Final = ("node_shared",)
+BETWEEN_NODES: Final = ("hierarchical",)  # on one node they are what they do inside of it
 ALLREDUCE_KIND, SHARDED_KIND = "allreduce", "sharded"
 SMALLEST_BYTES, FACTOR = 64, 4
 BUDGET_S: Final = 1.2  # with communicators to split and kernels to load a start takes less than 2 s
@@ -119,6 +120,11 @@ def runs_on(nodes: int, name: str) -> bool:
     return nodes == 1 or name not in ONE_NODE
 
 
+def differs_on(nodes: int, name: str) -> bool:
+    """Whether the algorithm runs and is no other one there (local)."""
+    return runs_on(nodes, name) and not (nodes == 1 and name in BETWEEN_NODES)
+
+
 def _limits(rows: list[Row]) -> list[tuple[int, str]]:
     """Return the winners with the sizes up to which they are taken: a power of two half-way to the next size."""
     between = [_halfway(row.nbytes, after.nbytes) for row, after in zip(rows, rows[1:], strict=False)]
@@ -145,7 +151,7 @@ def _sharded(
 
         return call
 
-    halves = {name: both(each) for name, each in collectives.SHARDED.items() if runs_on(topology.nodes, name)}
+    halves = {name: both(each) for name, each in collectives.SHARDED.items() if differs_on(topology.nodes, name)}
     if backend.is_device(buffer) and _on_gpus(comm, everyone):
         halves |= {name: both(each) for name, each in collectives.SHARDED_ON_GPUS.items()}
     race = Race(comm, everyone, halves, clock)
@@ -251,7 +257,7 @@ class Field:
         """Return the algorithms worth measuring, the most promising first (local)."""
         predicted = self.model.predicted(nbytes)
         best = min(predicted.values())
-        able = [name for name in self._all if runs_on(self.model.topology.nodes, name)]
+        able = [name for name in self._all if differs_on(self.model.topology.nodes, name)]
         near = [name for name in able if predicted.get(name, best) <= PREDICTED_WITHIN * best]
         near.sort(key=lambda name: predicted.get(name, 0.0))
         winners = [row.chosen for row in self.rows()]

@@ -1,9 +1,9 @@
 """What was measured once, kept for later starts: one JSON file for each set of ranks, machines and kind of buffer.
 
 The name of a file is a hash of what a choice is for: ranks by node, processors, fabric, MPI library, its settings, kind
-and type of the buffer. The whole of it stands inside, with the versions of the software, and is compared. A file that
-does not fit, cannot be read, or could have been written by somebody else is not used, and the reason is told. Nothing
-here ends a job.
+and type of the buffer. The whole of it stands inside, with the versions of the software, and is compared. So does the
+greatest size: a table of allreduces serves all jobs whose buffers are no larger. A file that does not fit, cannot be
+read, or could have been written by somebody else is not used, and the reason is told. Nothing here ends a job.
 """
 
 import datetime
@@ -23,6 +23,8 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 
 FORMAT: Final = 1
+TABLES: Final = "allreduce"  # the kind that chooses by size; others are for one size
+REACH: Final = "max_bytes"
 PACKAGES: Final = ("hpcdist", "mpi4py", "numpy")
 SETTINGS: Final = (*kept_files.MPI_SETTINGS, "HPCDIST_CUDA_AWARE")
 
@@ -119,8 +121,13 @@ def _version(package: str) -> str:
 
 def path_of(wanted: Mapping[str, Any]) -> Path:
     """Return the file for ``wanted``, as `key` returned it (local). Raises StorageError as `directory` does."""
-    fixed = {name: value for name, value in wanted.items() if name != "software"}
+    fixed = {name: value for name, value in wanted.items() if name != "software" and name not in _reach(wanted)}
     return directory() / f"{wanted['kind']}-{kept_files.digest(fixed)}.json"
+
+
+def _reach(wanted: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what of a key may be more than a job needs: a table is for all sizes up to its greatest (local)."""
+    return (REACH,) if wanted["kind"] == TABLES else ()
 
 
 def read(wanted: Mapping[str, Any]) -> tuple[Tuning | None, str]:
@@ -136,11 +143,13 @@ def read(wanted: Mapping[str, Any]) -> tuple[Tuning | None, str]:
     except (OSError, ValueError) as error:
         return None, f"{path} is not used: {error}"
     kept, tuning = found
-    other = [name for name in wanted if kept.get(name) != wanted[name]]
+    other = [name for name in wanted if kept.get(name) != wanted[name] and name not in _reach(wanted)]
     if other == ["software"]:
         return None, f"{path} is not used: it was measured with {kept['software']}, and this is {wanted['software']}"
     if other or len(kept) != len(wanted):
         return None, f"{path} is not used: it is for other {', '.join(other) or 'keys'} than this job has"
+    if any(not isinstance(kept[name], int) or kept[name] < wanted[name] for name in _reach(wanted)):
+        return None, f"{path} is not used: it reaches {kept[REACH]} bytes, and this job has buffers of {wanted[REACH]}"
     return replace(tuning, source="cache"), ""
 
 

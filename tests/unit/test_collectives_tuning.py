@@ -118,6 +118,22 @@ def test_sharding_has_one_algorithm_for_all_sizes():
     assert all(tuned == found[0] for tuned in found)
 
 
+def test_on_one_node_an_algorithm_between_nodes_is_not_measured():
+    assert not any("hierarchical" in row.measured for row in of(4)[0].rows)
+    names = ("hierarchical", "node_shared", "ring")
+    assert [tuning.differs_on(1, name) for name in names] == [False, True, True]
+    assert [tuning.differs_on(2, name) for name in names] == [True, False, True]
+    assert tuning.usable("hierarchical", tuning.ALLREDUCE_KIND, 1), "a checkpoint may have it"
+
+
+def test_a_table_serves_smaller_buffers_and_no_larger_ones():
+    assert of(2, 4096)[0].source == "measured"
+    assert [of(2, size)[0].source for size in (4096, 1024, 64)] == ["cache"] * 3
+    larger = of(2, 8192)[0]
+    assert larger.source == "measured" and "reaches 4096 bytes, and this job has buffers of 8192" in larger.note
+    assert of(2, 4096)[0].source == "cache"
+
+
 def test_sizes_end_with_the_greatest():
     assert sizes(1) == [1]
     assert sizes(64) == [64]

@@ -69,10 +69,25 @@ def test_nothing_kept_is_no_complaint():
     assert read(KEY) == (None, "")
 
 
-@pytest.mark.parametrize("name", [name for name in KEY if name != "software"])
+@pytest.mark.parametrize("name", [name for name in KEY if name not in ("software", "max_bytes")])
 def test_each_part_of_the_key_has_a_file_of_its_own(name):
     kept(TUNED, KEY)
     assert read(KEY | {name: "other"}) == (None, "")
+
+
+def test_a_table_is_for_all_sizes_up_to_its_greatest():
+    kept(TUNED, KEY)
+    assert read(KEY | {"max_bytes": 64})[0] is not None
+    found, reason = read(KEY | {"max_bytes": 4097})
+    assert found is None and "reaches 4096 bytes, and this job has buffers of 4097" in reason
+    changed(key=KEY | {"max_bytes": "far"})
+    assert "reaches far bytes" in refusal()
+
+
+def test_shards_are_for_one_size():
+    kept(TUNED, KEY | {"kind": "sharded"})
+    assert read(KEY | {"kind": "sharded"})[0] is not None
+    assert read(KEY | {"kind": "sharded", "max_bytes": 64}) == (None, "")
 
 
 def test_other_software_is_stale_and_replaced():
