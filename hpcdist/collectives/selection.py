@@ -10,12 +10,9 @@ size of a buffer is the same on all ranks, so all take the same row.
 import functools
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Final
 
 from hpcdist.comm.config import fault_in_table
 from hpcdist.errors import UsageError
-
-_SHOWN: Final = 200  # characters of a text that is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ def parse(text: "str | Choice") -> Choice:
     fault = fault_in_table(str(text), known)
     if fault:
         raise UsageError(
-            f"allreduce algorithm {str(text)[:_SHOWN]!r}: {fault}; choose one of {', '.join(known)}, or a table "
+            f"allreduce algorithm{',' * fault.startswith('row')} {fault}; choose one of {', '.join(known)}, or a table "
             "NAME<=BYTES,...,NAME of them, for example recursive_doubling<=4096,ring"
         )
     return text if isinstance(text, Choice) else _rows(text)

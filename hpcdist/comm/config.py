@@ -94,7 +94,7 @@ def fault_in_table(text: str, names: Sequence[str]) -> str:
             from difflib import get_close_matches  # late: for errors alone
 
             near = get_close_matches(name, names, 1)
-            return f"{shown}: unknown" + (f", did you mean {near[0]}" if near else "")
+            return f"{shown} is unknown" + (f", did you mean {near[0]}" if near else "")
         if bool(sign) != (number < len(rows)):
             return f"{shown}: {'the last row has' if sign else 'only the last row has'} no size"
         if sign and not _LIMIT.fullmatch(limit):

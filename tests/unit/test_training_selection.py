@@ -170,13 +170,13 @@ def test_shared_memory_over_several_nodes_is_refused_before_the_first_step(tmp_p
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nativ<=4096,ring", "row 'nativ<=4096': unknown, did you mean native;"),
+        ("nativ<=4096,ring", "row 'nativ<=4096' is unknown, did you mean native;"),
         ("native<=4K,ring", "row 'native<=4K': sizes are plain bytes: 4096, not 4K;"),
         ("native<=8,ring<=4,ring", "row 'ring<=4': sizes ascend, and the row before has 8;"),
         ("native<=8,ring<=16", "row 'ring<=16': the last row has no size;"),
         ("native,ring", "row 'native': only the last row has no size;"),
-        ("rong", "'rong': unknown, did you mean ring;"),
-        ("", "'': unknown;"),
+        ("rong", "'rong' is unknown, did you mean ring;"),
+        ("", "'' is unknown;"),
     ],
 )
 def test_the_bad_row_of_a_table_is_named(text, said):
