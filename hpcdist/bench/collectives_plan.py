@@ -110,12 +110,15 @@ def _expanded(text: str, match: "re.Match[str]") -> list[int]:
     return expanded
 
 
-def choice(what: str, names: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
-    """Return ``names`` without doubles. Raises UsageError, which lists the valid ones, for one that is not known."""
+def choice(what: str, names: Sequence[str], known: Iterable[str], among: str = "") -> tuple[str, ...]:
+    """Return ``names`` without doubles. Raises UsageError, which lists the valid ones, for one that is not known.
+
+    ``among`` says of what the valid ones are.
+    """
     valid = list(known)
     for name in names:
         if name not in valid:
-            raise UsageError(f"{what} {name!r} is unknown; choose from {', '.join(valid)}")
+            raise UsageError(f"{what} {name!r} is unknown{among}; choose from {', '.join(valid)}")
     return tuple(dict.fromkeys(names))
 
 

@@ -132,7 +132,8 @@ def _known(
     names = dict.fromkeys(name for op in every for name in sides.algorithms(op))
     for dtype in dtypes:
         dtype_of(dtype)
-    return every, choice("--algorithm", algorithms, names), tuple(dict.fromkeys(dtypes))
+    among = f" for --op {' or '.join(every)}"
+    return every, choice("--algorithm", algorithms, names, among), tuple(dict.fromkeys(dtypes))
 
 
 def _check_places(session: "Session", output: Path | None, plot: Path | None) -> None:
