@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="starts of each contender that is not screened out")
     parser.add_argument("--seconds", type=float, default=0.4, help="about how long a job measures one size")
     parser.add_argument("--least", type=int, default=3, help="iterations of a job and size, however long they take")
+    parser.add_argument(
+        "--keep", type=int, default=100, help="iterations of a job and size in the file, evenly spread (default 100)"
+    )
     parser.add_argument("--budget-s", type=float, default=700.0, help="no job is started after so many seconds")
     parser.add_argument("--only", default="", metavar="REGEX", help="start only contenders whose name it is found in")
     parser.add_argument("--short", action="store_true", help="few sizes, two rounds, a budget of 170 s")
@@ -61,6 +65,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="new HDF5 file with all raw samples")
     parser.add_argument("--plot", type=Path, help="time and bus bandwidth against bytes")
     options = parser.parse_args()
+    if options.keep < 1:
+        parser.error(f"--keep {options.keep}: keep at least one iteration")
     if options.short:
         options.rounds, options.budget_s = min(options.rounds, 2), min(options.budget_s, 170.0)
     options.bytes = collectives_plan.sizes([options.bytes or (SHORT_SIZES if options.short else SIZES)])
@@ -118,7 +124,10 @@ class Driver:
         try:
             reason = launch(one, ranks, self.program(one, sizes, seed, output), self.options.torch)
             if output.exists():
-                collectives_file.append(self.options.output, collectives_file.read(output).configurations, self.card)
+                measured = collectives_file.read(output).configurations
+                collectives_file.append(
+                    self.options.output, [thinned(one, self.options.keep) for one in measured], self.card
+                )
         except StorageError as error:
             reason = str(error)
         if reason:
@@ -140,6 +149,12 @@ class Driver:
         """Return what has been measured on ``ranks`` ranks."""
         found = collectives_file.read(self.options.output).configurations
         return [one for one in found if one.key.ranks == ranks]
+
+
+def thinned(one: Configuration, keep: int) -> Configuration:
+    """Return ``one`` with at most ``keep`` of its iterations, evenly spread: small buffers have tens of thousands."""
+    every = max(1, -(-len(one.time_s) // keep))
+    return replace(one, time_s=one.time_s[::every], start_s=one.start_s[::every], session=one.session[::every])
 
 
 def best(found: Sequence[Configuration]) -> Configuration | None:
@@ -206,20 +221,25 @@ def main() -> None:
 
 
 def shown(found: Sequence[Configuration]) -> list[Configuration]:
-    """Return what the plot has room for: ours, a memcpy, the libraries as they come, and what is best at any size."""
-    bests = set()
+    """Return what the plot has room for: the libraries as they come, and three lines that are the best at each size.
+
+    Those are, as in the table: of all other contenders, of ours in shared and in ordinary memory, and of the memcpys,
+    whatever MPI library it was measured under.
+    """
+    lines = [one for one in found if one.key.algorithm == AS_IT_COMES or one.key.implementation == "gloo"]
     for ranks, nbytes in {(one.key.ranks, one.key.bytes) for one in found}:
         here = [one for one in found if (one.key.ranks, one.key.bytes) == (ranks, nbytes)]
-        winner = best([one for one in here if one.key.implementation != OURS])
-        bests |= set() if winner is None else {winner.key.label}
-    return [
-        one
-        for one in found
-        if one.reference
-        or (one.key.implementation == OURS and one.key.algorithm in OUR_ALGORITHMS)
-        or one.key.algorithm == AS_IT_COMES
-        or one.key.label in bests
-    ]
+        ours = [one for one in here if one.key.implementation == OURS and one.key.algorithm in OUR_ALGORITHMS]
+        for name, members in (
+            ("best of all others, forced", [one for one in here if one.key.implementation != OURS]),
+            ("hpcdist, shared memory", [one for one in ours if one.key.buffers == "shared"]),
+            ("hpcdist, ordinary arrays", [one for one in ours if one.key.buffers == "ordinary"]),
+            ("memcpy", [one for one in here if one.reference]),
+        ):
+            if (winner := best(members)) is not None:
+                key = replace(winner.key, algorithm=name, implementation=OURS, buffers="ordinary", mpi_library="")
+                lines.append(replace(winner, key=key))
+    return lines
 
 
 if __name__ == "__main__":

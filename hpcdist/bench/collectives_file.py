@@ -129,7 +129,9 @@ def _create(group: Any, one: Configuration) -> None:
     columns = {"iteration": np.arange(iterations), "session": one.session, **{n: getattr(one, n) for n in _WIDE}}
     for name, values in columns.items():
         chunks = (_CHUNK,) if values.ndim == 1 else (_CHUNK, min(ranks, 64))
-        dataset = group.create_dataset(name, data=values, maxshape=(None, *values.shape[1:]), chunks=chunks)
+        dataset = group.create_dataset(
+            name, data=values, maxshape=(None, *values.shape[1:]), chunks=chunks, compression="gzip", shuffle=True
+        )
         units, meaning = _MEANINGS[name]
         dataset.attrs.update({"units": units, "long_name": meaning})
     group["rank"].attrs.update({"units": "1", "long_name": "rank in the world"})

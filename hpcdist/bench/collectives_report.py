@@ -213,7 +213,8 @@ def plot(table: Sequence[Row], file: Path) -> None:
     panels = list(dict.fromkeys((row.op, row.dtype, row.ranks) for row in good))
     if not panels:
         raise UsageError("nothing was measured well, so there is nothing to plot")
-    figure = figures.Figure(figsize=(12, 4.5 * len(panels)), layout="constrained")
+    lines = max(len({row.label for row in good if (row.op, row.dtype, row.ranks) == panel}) for panel in panels)
+    figure = figures.Figure(figsize=(15, max(4.5, 0.18 * lines + 1) * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), 2, squeeze=False)
     for (left, right), panel in zip(axes, panels, strict=True):
         _lines(left, right, [row for row in good if (row.op, row.dtype, row.ranks) == panel])
@@ -252,4 +253,4 @@ def _lines(left: Any, right: Any, table: Sequence[Row]) -> None:
         axis.set_yscale("log")
         axis.set_xlabel("bytes")
         axis.grid(True, which="major", alpha=0.3)
-    left.legend(fontsize=7)
+    right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
