@@ -26,7 +26,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, name_of
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import checked
-from hpcdist.collectives.low_precision import round_into
+from hpcdist.collectives.low_precision import round_into, widen
 from hpcdist.collectives.pieces import check_ranges
 from hpcdist.collectives.reduction import check_buffer, ufunc
 from hpcdist.collectives.ring import all_gather
@@ -180,15 +180,24 @@ def _check(
 
 def all_to_all_allreduce(comm: Communicator, buffer: Array, op: str = "sum") -> None:
     """Reduce ``buffer``, 16-bit floats included, in place to the same bits on every rank. Collective over ``comm``."""
+    chunks = split(buffer.size, comm.size, buffer.itemsize)
+    all_to_all_reduce_scatter(comm, buffer, chunks, op)
+    all_gather(comm, buffer, chunks)
+
+
+def all_to_all_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum") -> None:
+    """Reduce ``buffer``, 16-bit floats included, to the shares of the ranks, in place. Collective over ``comm``.
+
+    Afterwards ``buffer[shares[rank]]`` is defined. The first half of `all_to_all_allreduce`, for shares of any size.
+    """
     check_buffer(buffer)
     ufunc(buffer, op)  # an unknown op is refused before anything is sent
-    chunks = split(buffer.size, comm.size, buffer.itemsize)
-    own = chunks[comm.rank]
+    check_ranges(comm, buffer, shares)
+    own = shares[comm.rank]
     rows = [Range(own.size * peer, own.size * (peer + 1)) for peer in range(comm.size)]
-    addends = scratch("all to all", own.size * comm.size, buffer.dtype, buffer)  # (ranks * own chunk,)
-    comm.all_to_all(buffer, addends, chunks, rows)
+    addends = scratch("all to all", own.size * comm.size, buffer.dtype, buffer)  # (ranks * own share,)
+    comm.all_to_all(buffer, addends, shares, rows)
     _reduce_rows([addends[row.slice] for row in rows], buffer[own.slice], op)
-    all_gather(comm, buffer, chunks)
 
 
 def _reduce_rows(rows: list[Array], result: Array, op: str) -> None:
@@ -196,11 +205,11 @@ def _reduce_rows(rows: list[Array], result: Array, op: str) -> None:
     wide = accumulation_dtype(result.dtype)
     total = scratch("all to all total", result.size, wide, result)
     combine = ufunc(total, op)
-    total[...] = rows[0]
+    widen(rows[0], total)
     for row in rows[1:]:
         if row.dtype != wide:
             widened = scratch("all to all addend", row.size, wide, row)
-            widened[...] = row
+            widen(row, widened)
             row = widened
         combine(total, row, total)
     round_into(result, total)

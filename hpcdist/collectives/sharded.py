@@ -25,13 +25,16 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from hpcdist.arrays.backend import Array, is_device
-from hpcdist.arrays.dtypes import name_of
+from hpcdist.arrays.dtypes import is_16bit_float, name_of
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives import checked, circulant, nccl, node_shared, ring
-from hpcdist.collectives.reduction import REFUSALS, check_buffer, combiner
+from hpcdist.collectives.all_to_all import all_to_all_reduce_scatter
+from hpcdist.collectives.reduction import REFUSALS, check_buffer, check_op, combiner
 from hpcdist.collectives.staged import staged_all_gather, staged_reduce_scatter
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, UsageError
+
+SUM_16_BITS: Final = ("node_shared",)  # sums them in float32 where they lie
 
 
 class SharesFunction(Protocol):
@@ -62,8 +65,9 @@ class AllGatherFunction(Protocol):
 class Sharding:
     """One way to share a buffer out. ``reduce_scatter`` and ``all_gather`` take what ``shares`` returned.
 
-    Boundaries of shares lie on 64 bytes and do not ascend with the rank in every algorithm. 16-bit floats are gathered,
-    but not reduced: every partial sum would be rounded.
+    Boundaries of shares lie on 64 bytes and do not ascend with the rank in every algorithm. 16-bit floats stay so on
+    the wire: they go straight to the owner of a share, who sums them in rank order in float32 and rounds once (see
+    `all_to_all`), since the partial sums of any other algorithm would be rounded, or twice as long.
     """
 
     shares: SharesFunction
@@ -172,8 +176,13 @@ def _watched(
     """
 
     def watched_reduce_scatter(comm: Communicator, buffer: Array, shares: Sequence[Range], op: str = "sum") -> None:
-        try:
-            combiner(buffer, op)  # the same refusals for every algorithm, on any number of ranks
+        halves = is_16bit_float(buffer.dtype)
+        try:  # the same refusals for every algorithm, on any number of ranks
+            if halves:
+                check_buffer(buffer)
+                check_op(op)
+            else:
+                combiner(buffer, op)
         except HpcdistError as error:
             checked.refuse(comm, checked.described("reduce_scatter", name, buffer, op), error)
             raise
@@ -182,7 +191,8 @@ def _watched(
             if comm.checked:
                 known = checked.fingerprint(shares)
                 checked.compare(comm, checked.described("reduce_scatter", name, buffer, op, known))
-            _end_with(comm, token, lambda: reduce_scatter(comm, buffer, shares, op))
+            run = all_to_all_reduce_scatter if halves and name not in SUM_16_BITS else reduce_scatter
+            _end_with(comm, token, lambda: run(comm, buffer, shares, op))
 
     def watched_all_gather(comm: Communicator, buffer: Array, shares: Sequence[Range]) -> None:
         try:

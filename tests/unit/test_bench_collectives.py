@@ -1,6 +1,7 @@
 """The benchmark of collectives: what it measures, that it finds wrong results, and what stands in its file."""
 
 import json
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -16,8 +17,9 @@ from hpcdist.bench.collectives_measure import Limits, Timing
 from hpcdist.cli.bench_collectives import _known
 from hpcdist.cli.compare import command as compare
 from hpcdist.cli.report import report
+from hpcdist.collectives import SHARDED
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import StorageError, UsageError
+from hpcdist.errors import BufferHandoverError, StorageError, UsageError
 
 LIBRARY = "Threads 1.0"
 
@@ -172,7 +174,12 @@ def test_the_wire_is_measured_between_nodes():
     assert np.isnan(wire.start_s).all(), "two nodes have no common clock"
 
 
-def test_what_does_not_run_is_left_out_with_the_reason_unless_it_was_named():
+def test_what_does_not_run_is_left_out_with_the_reason_unless_it_was_named(monkeypatch):
+    def refuse(*_):
+        raise BufferHandoverError("not these")
+
+    for name, sharding in SHARDED.items():
+        monkeypatch.setitem(SHARDED, name, replace(sharding, reduce_scatter=refuse))
     kept, said = measured(2, operations=("reduce_scatter", "allreduce"), dtypes=("bfloat16",), algorithms=())
     assert {one.key.op for one in kept} == {"allreduce"}
     assert any(line.startswith("ring is left out of reduce_scatter of bfloat16: ") for line in said)
