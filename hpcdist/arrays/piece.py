@@ -34,7 +34,7 @@ class Piece:
     """Elements ``flat`` (row-major) of the box ``box`` of tensor ``tensor``, held in ``array``.
 
     ``kind`` says which of its arrays: "parameters", "optimizer.m", ... ``array`` is 1-D with ``flat.size`` elements;
-    it is a view where state is saved in place and filled where it is restored.
+    it is a view where state is saved in place and filled where it is restored, or the `Stretch` of a file.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Piece:
     global_shape: tuple[int, ...]
     box: Box
     flat: Range
-    array: Array
+    array: Array  # or a `hpcdist.arrays.filestore.Stretch`: the part of the interface that both have
 
     def __post_init__(self) -> None:
         inside = len(self.box) == len(self.global_shape) and all(

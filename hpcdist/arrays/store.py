@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.arrays import backend
+from hpcdist.arrays import backend, transfer
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import Layout, Segment
 from hpcdist.arrays.ledger import Ledger
@@ -48,10 +48,14 @@ class FlatStore:
         """Return the 1-D view of ``wanted``, given in offsets of the layout; it must lie inside one of the parts."""
         if not wanted:
             return self.array[:0]
+        start = self._offset(wanted)
+        return self.array[start : start + wanted.size]
+
+    def _offset(self, wanted: Range) -> int:
+        """Return where ``wanted`` begins among the elements that are held."""
         index = bisect_right(self._starts, wanted.start) - 1
         assert index >= 0 and wanted.stop <= self.parts[index].stop, f"{wanted} is not inside one of {self.parts}"
-        shift = self._shifts[index] - self._starts[index]
-        return self.array[wanted.start + shift : wanted.stop + shift]
+        return wanted.start + self._shifts[index] - self._starts[index]
 
     def view(self, key: str) -> Array:
         """Return tensor ``key`` in its shape; it must lie inside one of the parts as a whole."""
@@ -62,6 +66,42 @@ class FlatStore:
         """Yield each tensor that the parts touch, and the touched range of the flat space; padding is left out."""
         for part in self.parts:
             yield from self.layout.within(part)
+
+    def read(self, wanted: Range, out: Array) -> None:
+        """Copy what is held of ``wanted`` into ``out``, 1-D, on either side of the bus."""
+        values = self.range(wanted)
+        if backend.is_device(values) == backend.is_device(out):
+            out[...] = values
+        elif backend.is_device(out):
+            transfer.to_device(out, lambda where, block: np.copyto(block, values[where.slice]))
+        else:
+            transfer.to_host(values, lambda where, block: np.copyto(out[where.slice], block))
+
+    def write(self, wanted: Range, values: Array) -> None:
+        """Take ``values``, 1-D, on either side of the bus, for ``wanted``."""
+        held = self.range(wanted)
+        if backend.is_device(values) == backend.is_device(held):
+            held[...] = values
+        elif backend.is_device(values):
+            transfer.to_host(values, lambda where, block: np.copyto(held[where.slice], block))
+        else:
+            transfer.to_device(held, lambda where, block: np.copyto(block, values[where.slice]))
+
+    def add(self, wanted: Range, values: Array) -> None:
+        """Add ``values``, 1-D, on the same side of the bus or on a GPU, to what is held of ``wanted``."""
+        held = self.range(wanted)
+        if backend.is_device(values) and not backend.is_device(held):
+            transfer.to_host(values, lambda where, block: np.add(held[where.slice], block, out=held[where.slice]))
+        else:
+            held += values
+
+    def blocks(self, wanted: Range) -> Iterator[Array]:
+        """Yield what is held of ``wanted`` in order, to be read only, each block before the next is asked for."""
+        yield self.range(wanted)
+
+    def contents(self, wanted: Range) -> Array:
+        """Return what a `Piece` of ``wanted`` holds: here the view itself."""
+        return self.range(wanted)
 
     def copy_from(self, other: "FlatStore") -> None:
         """Take over what ``other``, of the same layout and dtype, holds of these parts; it may live elsewhere."""

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of, name_of
+from hpcdist.arrays.filestore import Stretch
 from hpcdist.arrays.piece import Piece, common, first_gap, runs
+from hpcdist.arrays.ranges import Range, cut
 from hpcdist.checkpoint import blocks, manifest
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint.blocks import BlockReader
@@ -70,7 +73,10 @@ def restore(directory: str | Path, wanted: Iterable[Piece]) -> dict[str, Any]:
                 continue  # nobody saved what has no elements
             entries = by_tensor.get((piece.kind, piece.tensor), [])
             _check(directory, piece, entries)
-            _fill(directory, piece, entries, reader)
+            if isinstance(piece.array, Stretch):
+                _fill_in_blocks(directory, piece, piece.array, entries, reader)
+            else:
+                _fill(directory, piece, entries, reader)
     return stored.scalars
 
 
@@ -85,6 +91,16 @@ def _check(directory: Path, piece: Piece, entries: list[Entry]) -> None:
                 f"{directory}: {piece.name} is {entry.dtype}{list(entry.shape)}, expected "
                 f"{expected[1]}{list(expected[0])}; restore with the recipe that saved it"
             )
+
+
+def _fill_in_blocks(directory: Path, piece: Piece, target: Stretch, entries: list[Entry], reader: BlockReader) -> None:
+    """Fill what is not in memory. A stored block is read once where it was saved in these cuts, else twice at most."""
+    longest = BLOCK_BYTES // target.dtype.itemsize
+    memory = np.empty(min(longest, piece.flat.size), target.dtype)
+    for part in cut(Range(0, piece.flat.size), longest):
+        block = memory[: part.size]
+        _fill(directory, replace(piece, flat=part.shift(piece.flat.start), array=block), entries, reader)
+        target.write(part, block)
 
 
 def _fill(directory: Path, piece: Piece, entries: list[Entry], reader: BlockReader) -> None:

@@ -1,6 +1,7 @@
 """Saving in two phases: every rank writes its shard, all agree, and rank 0 makes the checkpoint visible."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import name_of
+from hpcdist.arrays.filestore import Stretch
 from hpcdist.arrays.piece import Piece, whole_box
-from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.ranges import Range, cut
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.manifest import Entry
@@ -83,12 +85,14 @@ def _commit(directory: Path, step: int, scalars: dict[str, Any], keep: int, outc
 def _write_shard(temporary: Path, step: int, pieces: Sequence[Piece], rank: int) -> tuple[dict[str, int], list[Entry]]:
     """Write this rank's shard; return its size by name, and its entries."""
     name = f"shard-{rank:05d}.h5"
-    datasets: dict[str, np.ndarray] = {}
+    datasets: dict[str, np.ndarray | _Streamed] = {}
     attributes: dict[str, dict[str, Any]] = {}
     for piece in pieces:
         dataset = _dataset_name(piece, datasets)
-        host = storable(backend.to_host(piece.array))
-        datasets[dataset] = _in_shape(piece, host)
+        if isinstance(piece.array, Stretch):
+            datasets[dataset] = _Streamed(piece.array, _shape(piece))
+        else:
+            datasets[dataset] = storable(backend.to_host(piece.array)).reshape(_shape(piece))
         attributes[dataset] = {"global_shape": piece.global_shape, "box": np.array(piece.box).reshape(-1, 2)}
         attributes[dataset] |= {"flat": (piece.flat.start, piece.flat.stop), "dtype": name_of(piece.array.dtype)}
     root = {"step": step, "rank": rank}
@@ -106,14 +110,38 @@ def _write_shard(temporary: Path, step: int, pieces: Sequence[Piece], rank: int)
             file=name,
             dataset=dataset,
             offset=offsets[dataset],
-            digests=manifest.block_digests(data.reshape(-1)),
+            digests=manifest.block_digests(data.reshape(-1)) if isinstance(data, np.ndarray) else tuple(data.digests),
         )
         for piece, (dataset, data) in zip(pieces, datasets.items(), strict=True)
     ]
     return {name: (temporary / name).stat().st_size}, entries
 
 
-def _dataset_name(piece: Piece, taken: dict[str, np.ndarray]) -> str:
+@dataclass
+class _Streamed:
+    """A piece that is not in memory, as `hpcdist.hdf5.files.Blocks`: its digests are taken as the blocks come by."""
+
+    source: Stretch
+    shape: tuple[int, ...]
+    digests: list[str] = field(default_factory=list)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """As HDF5 has it."""
+        return storable(np.empty(0, self.source.dtype)).dtype
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Yield the blocks of the manifest, one after the other in the same memory."""
+        longest = manifest.BLOCK_BYTES // self.source.dtype.itemsize
+        memory = np.empty(min(longest, self.source.where.size), self.source.dtype)
+        for part in cut(Range(0, self.source.where.size), longest):
+            block = memory[: part.size]
+            self.source.read(part, block)
+            self.digests += manifest.block_digests(block)
+            yield storable(block)
+
+
+def _dataset_name(piece: Piece, taken: Container[str]) -> str:
     """Return the tensor's name; a further piece of the same tensor gets the place where it begins behind it."""
     name = piece.name
     if name in taken:
@@ -123,10 +151,10 @@ def _dataset_name(piece: Piece, taken: dict[str, np.ndarray]) -> str:
     return name
 
 
-def _in_shape(piece: Piece, host: np.ndarray) -> np.ndarray:
-    """Return a whole tensor or box in its shape, and a flat part of one in one dim."""
+def _shape(piece: Piece) -> tuple[int, ...]:
+    """Return how a piece is stored: a whole tensor or box in its shape, a flat part of one in one dim."""
     if piece.flat != Range(0, piece.box_size):
-        return host
+        return (piece.flat.size,)
     if piece.box == whole_box(piece.global_shape):
-        return host.reshape(piece.global_shape)
-    return host.reshape([stop - start for start, stop in piece.box])
+        return piece.global_shape
+    return tuple(stop - start for start, stop in piece.box)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import h5py
 import numpy as np
@@ -23,6 +23,21 @@ WRITE_BYTES: Final = 16 << 20
 ALIGNED_BYTES: Final = 4096  # datasets of a page and more begin at a page
 RETRY_S: Final = 2.0
 FAILURES: Final = (OSError, RuntimeError, ValueError, KeyError, TypeError)  # what h5py raises for broken files
+
+
+class Blocks(Protocol):
+    """What is too large to be an array in memory: it has the shape and the dtype of one, and comes in blocks."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent by dim."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the elements, one that HDF5 has."""
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Yield all elements in row-major order: 1-D arrays, each to be used before the next is asked for."""
 
 
 def open_read(path: str | os.PathLike[str], schema: str | None = None, version: int | None = None) -> h5py.File:
@@ -132,7 +147,7 @@ def storable(array: np.ndarray) -> np.ndarray:
 
 def write_contiguous(
     path: str | os.PathLike[str],
-    datasets: Mapping[str, np.ndarray],
+    datasets: Mapping[str, np.ndarray | Blocks],
     attributes: Mapping[str, Any],
     dataset_attributes: Mapping[str, Mapping[str, Any]] | None = None,
     *,
@@ -141,8 +156,8 @@ def write_contiguous(
 ) -> dict[str, int]:
     """Write a new file of contiguous datasets to the disk (fsync included) and return the byte offset of each.
 
-    Each dataset gets an attribute ``dtype``, which differs from HDF5's for bfloat16. Raises StorageError; no file is
-    left then.
+    Each dataset gets an attribute ``dtype``, which differs from HDF5's for bfloat16. `Blocks` are asked for when they
+    are written. Raises StorageError; no file is left then.
     """
     path = Path(path)
     try:
@@ -156,17 +171,20 @@ def write_contiguous(
                 }
             overlay.commit()
             for name, array in datasets.items():
-                _write_bytes(overlay, storable(array), offsets[name])
+                _write_bytes(overlay, array, offsets[name])
             overlay.fsync()
     except FileExistsError as error:
         raise StorageError(f"{path}: exists already") from error
+    except StorageError:  # the place that blocks come from cannot be read
+        path.unlink(missing_ok=True)
+        raise
     except OSError as error:
         path.unlink(missing_ok=True)
         raise StorageError(f"{path}: cannot be written: {error.strerror or error}") from error
     return offsets
 
 
-def _allocate(file: h5py.File, name: str, array: np.ndarray, attributes: Mapping[str, Any]) -> int:
+def _allocate(file: h5py.File, name: str, array: np.ndarray | Blocks, attributes: Mapping[str, Any]) -> int:
     """Make a dataset whose bytes have a place in the file but are not written; return that place."""
     plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plan.set_layout(h5py.h5d.CONTIGUOUS)
@@ -174,16 +192,16 @@ def _allocate(file: h5py.File, name: str, array: np.ndarray, attributes: Mapping
     plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     group, _, leaf = name.rpartition("/")
     parent = file.require_group(group) if group else file
-    stored = h5py.h5t.py_create(storable(array[:0] if array.ndim else array).dtype)
+    stored = h5py.h5t.py_create(storable(np.empty(0, array.dtype)).dtype)
     space = h5py.h5s.create_simple(array.shape) if array.shape else h5py.h5s.create(h5py.h5s.SCALAR)
     dataset = h5py.Dataset(h5py.h5d.create(parent.id, leaf.encode(), stored, space, plan))
     dataset.attrs.update({"dtype": name_of(array.dtype), **attributes})
     return int(dataset.id.get_offset() or 0)  # an empty dataset has no place
 
 
-def _write_bytes(overlay: Overlay, array: np.ndarray, offset: int) -> None:
-    if not array.size:
-        return
-    view = array.reshape(-1).view(np.uint8).data
-    for start in range(0, len(view), WRITE_BYTES):
-        overlay.pwrite(view[start : start + WRITE_BYTES], offset + start)
+def _write_bytes(overlay: Overlay, array: np.ndarray | Blocks, offset: int) -> None:
+    for block in [storable(array).reshape(-1)] if isinstance(array, np.ndarray | np.generic) else array.blocks():
+        view = block.view(np.uint8).data if block.size else memoryview(b"")
+        for start in range(0, len(view), WRITE_BYTES):
+            overlay.pwrite(view[start : start + WRITE_BYTES], offset + start)
+        offset += len(view)

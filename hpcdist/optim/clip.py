@@ -9,10 +9,11 @@ from itertools import chain
 
 from hpcdist.arrays.backend import namespace
 from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float
+from hpcdist.arrays.filestore import FileStore
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
-from hpcdist.optim import kernels
+from hpcdist.optim import kernels, norms
 
 _WIDEN = 1 << 16  # 16-bit elements that are widened at a time: 256 KiB of float32 stay in the cache
 
@@ -26,6 +27,9 @@ def sum_of_squares(store: FlatStore, parts: Range | Sequence[Range] | None = Non
     ranges = store.parts if parts is None else (parts,) if isinstance(parts, Range) else parts
     total = 0.0
     for _, where in chain.from_iterable(map(store.layout.within, ranges)):
+        if isinstance(store, FileStore):
+            total += norms.sum_of_squares(store.blocks(where))
+            continue
         values = store.range(where)
         if is_16bit_float(store.dtype):
             wide = accumulation_dtype(store.dtype)
@@ -57,7 +61,6 @@ def first_nonfinite(store: FlatStore, part: Range | None = None) -> str | None:
     ``part``, a range of the flat space that the store holds, restricts the search.
     """
     for segment, where in store.tensors() if part is None else store.layout.within(part):
-        values = store.range(where)
-        if not bool(namespace(values).isfinite(values).all()):
+        if not all(bool(namespace(values).isfinite(values).all()) for values in store.blocks(where)):
             return segment.key
     return None

@@ -21,6 +21,7 @@ class Lars(SegmentWise):
 
     slot_names: ClassVar[tuple[str, ...]] = ("momentum",)
     needs_norms: ClassVar[bool] = True
+    slots_in_apply: ClassVar[bool] = True
 
     def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
         kernels.scale_in_place(gradient, scale)

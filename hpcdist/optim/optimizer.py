@@ -7,7 +7,7 @@ A layer-wise optimizer needs norms of whole tensors, but a rank may own any part
 and equals the undivided update for every partition, up to the order of summation of the norms.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -47,8 +47,8 @@ class Optimizer(Protocol):
     def learning_rate(self) -> float:
         """Rate of the update that is under way."""
 
-    def begin_step(self) -> None:
-        """Begin an update. Call it once it is certain that this one is not skipped."""
+    def begin_step(self, factor: float = 1.0) -> None:
+        """Begin an update, at ``factor`` times the rate. Call it once it is certain that this one is not skipped."""
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
         """Turn the mean gradient on ``piece`` into the direction u; the buffer of ``gradient`` holds u afterwards.
@@ -92,10 +92,14 @@ def build(
     total_steps: int,
     ledger: Ledger | None = None,
     on: str = "cpu",
-) -> Optimizer:
+    make_slot: Callable[[str], FlatStore] | None = None,
+) -> SegmentWise:
     """Return the optimizer that ``config`` names for ``parts`` of the flat space, with zeroed state.
 
     ``dtype`` is that of the master weights, float32 or float64 (UsageError otherwise). ``total_steps`` is the length of
-    the learning-rate schedule; ``on`` is where the state lives, ``"cpu"`` or ``"gpu"``.
+    the learning-rate schedule; ``on`` is where the state lives, ``"cpu"`` or ``"gpu"``. Who keeps the state elsewhere
+    passes ``make_slot``, which returns the store of a slot by its name.
     """
-    return OPTIMIZERS[config.name](config, layout, parts, dtype, ledger=ledger, total_steps=total_steps, on=on)
+    return OPTIMIZERS[config.name](
+        config, layout, parts, dtype, ledger=ledger, total_steps=total_steps, on=on, make_slot=make_slot
+    )

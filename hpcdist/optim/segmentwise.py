@@ -1,12 +1,12 @@
 """What the optimizers share: their state on the owned part, the walk over tensors, and the two phases around it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, to_host, zeros
+from hpcdist.arrays.backend import Array, to_host
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.ranges import Range
@@ -14,6 +14,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
 from hpcdist.optim import kernels, rates
 from hpcdist.optim.config import OptimizerConfig
+from hpcdist.optim.norms import Norms
 
 
 class SegmentWise(ABC):
@@ -24,6 +25,7 @@ class SegmentWise(ABC):
 
     slot_names: ClassVar[tuple[str, ...]] = ()
     needs_norms: ClassVar[bool] = False
+    slots_in_apply: ClassVar[bool] = False  # whether `apply` advances the slots, instead of `direction`
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class SegmentWise(ABC):
         ledger: Ledger | None,
         total_steps: int,
         on: str,
+        make_slot: Callable[[str], FlatStore] | None = None,
     ) -> None:
         if dtype not in (np.float32, np.float64):
             raise UsageError(f"master weights in {dtype}: updates would be rounded away; use float32 or float64")
@@ -43,13 +46,14 @@ class SegmentWise(ABC):
         self.parts = (parts,) if isinstance(parts, Range) else tuple(parts)
         self.dtype = np.dtype(dtype)
         self.count = 0
-        self.slots = {
-            name: FlatStore(layout, self.dtype, parts, on=on, category="optimizer", ledger=ledger)
-            for name in self._slots_of(config)
-        }
+        self._factor = 1.0
+        make = make_slot or (
+            lambda name: FlatStore(layout, self.dtype, parts, on=on, category="optimizer", ledger=ledger)
+        )
+        self.slots = {name: make(name) for name in self._slots_of(config)}
         self._total_steps = total_steps
         self._index = {segment.range.start: index for index, segment in enumerate(layout.segments)}
-        self._sums = zeros((len(layout.segments), 2), np.dtype(np.float64), on)
+        self._norms = Norms(len(layout.segments), on)
 
     def _slots_of(self, config: OptimizerConfig) -> tuple[str, ...]:
         return self.slot_names
@@ -57,12 +61,13 @@ class SegmentWise(ABC):
     @property
     def learning_rate(self) -> float:
         """Rate of the update that `begin_step` began; of the coming one before the first."""
-        return rates.learning_rate(self.config, max(1, self.count), self._total_steps)
+        return self._factor * rates.learning_rate(self.config, max(1, self.count), self._total_steps)
 
-    def begin_step(self) -> None:
-        """Count one update more, which fixes its rate, and forget the partial norms of the one before."""
+    def begin_step(self, factor: float = 1.0) -> None:
+        """Count one update more, at ``factor`` times its rate, and forget the partial norms of the one before."""
         self.count += 1
-        self._sums[...] = 0.0
+        self._factor = factor
+        self._norms.clear()
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
         """Turn ``scale * gradient`` on ``piece`` into the direction u, in place, and advance the slots."""
@@ -71,12 +76,11 @@ class SegmentWise(ABC):
             weights, step = master.range(where), gradient.range(where)
             self._direction(where, weights, step, scale, self._decay(spec))
             if self.needs_norms and spec.adapted:
-                self._sums[index, 0] += kernels.sum_of_squares(weights)
-                self._sums[index, 1] += kernels.sum_of_squares(step)
+                self._norms.add(index, where, weights, step)
 
     def partial_norms(self) -> np.ndarray:  # (segments, 2)
         """Return sums of squares of w and of the direction over the pieces seen; 0 for tensors that need none."""
-        return to_host(self._sums).copy()
+        return to_host(self._norms.sums()).copy()
 
     def apply(
         self,
