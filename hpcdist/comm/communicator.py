@@ -14,6 +14,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.events import EventSink
+from hpcdist.comm.window import Window
 
 ANY: Final = -1  # any source or any tag, in `probe`
 REDUCTIONS: Final = ("sum", "max", "min")
@@ -190,6 +191,13 @@ class Communicator(Protocol):
         """Return ``nbytes`` of zeroed memory of each member, readable by all. All members must be on one node.
 
         Where they cannot share memory (containers, no room), the block says so and holds private memory.
+        """
+        ...
+
+    def window(self, nbytes: int) -> Window:
+        """Return ``nbytes`` of zeroed memory of this rank that the members read and write by themselves.
+
+        The members may ask for different sizes. Raises MissingCapabilityError where there is no such communication.
         """
         ...
 

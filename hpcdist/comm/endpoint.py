@@ -18,6 +18,7 @@ from hpcdist.comm.events import UNKNOWN_BYTES
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.pending import Pending
 from hpcdist.comm.watched import Watched
+from hpcdist.comm.window import LateWindow, Transfers, WatchedWindow, Window
 from hpcdist.errors import UsageError
 
 
@@ -230,6 +231,17 @@ class Endpoint(Watched, ABC):
         block = self._shared(nbytes)
         self.events.end(token)
         return block
+
+    def window(self, nbytes: int) -> Window:
+        """Allocate memory that the others reach by themselves."""
+        sizes = self.allgather_object(nbytes)
+        token = self.events.begin(self.name, "window", "uint8", nbytes, UNKNOWN_BYTES, -1, 0)
+        transfers = self._window(nbytes)
+        self.events.end(token)
+        return WatchedWindow(transfers, self.name, sizes, lambda: self.events)
+
+    def _window(self, nbytes: int) -> Transfers:
+        return LateWindow(self._shared(nbytes).views, self.rank)
 
     @abstractmethod
     def _send(self, message: Array, peer: int, tag: int) -> None: ...

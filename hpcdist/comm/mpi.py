@@ -8,7 +8,7 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm import shared
+from hpcdist.comm import shared, window
 from hpcdist.comm.communicator import ANY, Message, Request, SharedBlock
 from hpcdist.comm.endpoint import Endpoint
 from hpcdist.comm.handover import Handover
@@ -154,6 +154,9 @@ class MpiCommunicator(Endpoint):
 
     def _shared(self, nbytes: int) -> SharedBlock:
         return shared.allocate(self._mpi, self._comm, nbytes)
+
+    def _window(self, nbytes: int) -> window.Transfers:
+        return window.allocate(self._mpi, self._comm, nbytes)
 
     def supports(self, feature: str) -> bool:
         """Whether the MPI library, as it was started, has ``feature``."""

@@ -34,7 +34,9 @@ RING: Final = TEXTS + 256 * 1024
 RECORD: Final = struct.Struct("<QqqQqqIIii")
 END_OFFSET: Final = 16
 # Operations that one member makes with another. All others are made by every member, and so can be aligned.
-POINT_TO_POINT: Final = frozenset({"send", "recv", "sendrecv", "isend", "irecv", "probe"})
+POINT_TO_POINT: Final = frozenset(
+    {"send", "recv", "sendrecv", "isend", "irecv", "probe", "put", "get", "flush", "load"}
+)
 
 assert RECORD.size == 64 and RING % 64 == 0 and HEADER.size <= BEAT * 8
 
