@@ -5,19 +5,39 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Final
+from typing import ClassVar, Final
 
 from hpcdist import collectives
 from hpcdist.arrays import backend
-from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.collectives import checked, workspace
 from hpcdist.collectives.progress import Handle, Progress
 from hpcdist.collectives.reduction import REFUSALS
+from hpcdist.collectives.resumable import ALL_GATHER, ALLREDUCE, REDUCE_SCATTER, Task
+from hpcdist.collectives.sharded import SHARDED
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, MissingCapabilityError
 
 END_S: Final = 1.0  # a thread that is still in a collective when the process ends is not waited for any longer
+
+
+def _allreduce(comm: Communicator, task: Task) -> None:
+    collectives.allreduce(comm, task.buffer, task.algorithm, task.op)
+
+
+def _reduce_scatter(comm: Communicator, task: Task) -> None:
+    SHARDED[task.algorithm].reduce_scatter(comm, task.buffer, task.shares, task.op)
+
+
+def _all_gather(comm: Communicator, task: Task) -> None:
+    SHARDED[task.algorithm].all_gather(comm, task.buffer, task.shares)
+
+
+BLOCKING: Final[dict[str, Callable[[Communicator, Task], None]]] = {
+    ALLREDUCE: _allreduce,
+    REDUCE_SCATTER: _reduce_scatter,
+    ALL_GATHER: _all_gather,
+}
 
 
 class _Job:
@@ -85,7 +105,11 @@ class ThreadProgress(Progress):
     and without it when this is collected or the process ends.
     """
 
-    algorithms = tuple(collectives.ALLREDUCE)
+    algorithms: ClassVar = {
+        ALLREDUCE: tuple(collectives.ALLREDUCE),
+        REDUCE_SCATTER: tuple(SHARDED),
+        ALL_GATHER: tuple(SHARDED),
+    }
 
     def __init__(self, comm: Communicator) -> None:
         if not comm.supports("thread_multiple"):
@@ -110,14 +134,14 @@ class ThreadProgress(Progress):
         """Time in which the thread was at work, waiting for other ranks included."""
         return self._clock.busy_s
 
-    def _start(self, buffer: Array, algorithm: str, op: str, ended: Callable[[], None]) -> Handle:
-        if backend.is_device(buffer):
+    def _start(self, task: Task, ended: Callable[[], None]) -> Handle:
+        if backend.is_device(task.buffer):
             raise BufferHandoverError(
                 "a progress thread takes host memory: the streams of a GPU belong to the thread that computes; "
                 "use the progress 'poll', or a blocking collective"
             )
         own = self.own
-        return self._put(lambda: collectives.allreduce(own, buffer, algorithm, op), ended)
+        return self._put(lambda: BLOCKING[task.operation](own, task), ended)
 
     def _refuse(self, call: checked.Call, error: HpcdistError) -> None:
         own = self.own

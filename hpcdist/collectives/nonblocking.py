@@ -1,16 +1,18 @@
-"""Allreduce that goes on while the caller computes: started now, waited for later.
+"""Collectives that go on while the caller computes: started now, waited for later.
 
     with nonblocking.begin(comm, "thread") as progress:
         handle = progress.iallreduce(gradients, "ring")
         ...  # compute something else
         handle.wait()
 
+`Progress.ireduce_scatter` and `Progress.iall_gather` are the two halves, by the algorithms of `collectives.SHARDED`.
+
 MPI alone promises no progress outside of its calls, so something has to make them (ompi#8436, mpich#6836):
 
 - "thread": one thread for the communicator runs the blocking algorithms, any of them, in the order of the calls. It
   needs MPI_THREAD_MULTIPLE, and a core to run on: where ranks fill all cores, it takes from them what it computes.
 - "poll": nothing happens but within `Progress.progress`, `Handle.test` and `Handle.wait`; who computes calls
-  `progress` in between. The algorithms are those that come in steps (`resumable.RESUMABLE`).
+  `progress` in between. The algorithms are those that come in steps: `resumable.RESUMABLE`, by operation.
 
 With n bytes in t seconds of communication and a seconds of other work, the best case is max(a, t) instead of a + t.
 

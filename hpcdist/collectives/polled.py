@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from dataclasses import replace
+from typing import ClassVar, Final
 
 import numpy as np
 
 from hpcdist.arrays.backend import Array
-from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float
+from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float, name_of
 from hpcdist.collectives import checked
-from hpcdist.collectives.progress import Handle, Progress
-from hpcdist.collectives.resumable import RESUMABLE, Lane
+from hpcdist.collectives.progress import Handle, Progress, described
+from hpcdist.collectives.resumable import ALL_GATHER, REDUCE_SCATTER, RESUMABLE, Lane, Task
 from hpcdist.collectives.workspace import Kept, scratch_in
 from hpcdist.comm.communicator import Communicator, Request
-from hpcdist.errors import CommunicationError, HpcdistError
+from hpcdist.errors import CommunicationError, HpcdistError, MissingCapabilityError
 
 TAGS: Final = 1 << 15  # MPI promises tags up to 32767
 
@@ -65,7 +66,7 @@ class PollProgress(Progress):
     fifth of 30,000 floats differ.
     """
 
-    algorithms = tuple(RESUMABLE)
+    algorithms: ClassVar = {operation: tuple(known) for operation, known in RESUMABLE.items()}
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm, "polled")
@@ -74,16 +75,21 @@ class PollProgress(Progress):
         self._tag = 0
         self._failed: BaseException | None = None
 
-    def _start(self, buffer: Array, algorithm: str, op: str, ended: Callable[[], None]) -> Handle:
+    def _start(self, task: Task, ended: Callable[[], None]) -> Handle:
         self._check()
+        if task.operation == REDUCE_SCATTER and is_16bit_float(task.buffer.dtype):
+            raise MissingCapabilityError(
+                f"a reduce-scatter of {name_of(task.buffer.dtype)} has no steps to be polled in: its addends go to the "
+                "owner of a share at once; set communication.overlap = 'thread', or 'none'"
+            )
         if self.own.checked:
-            call = checked.described("iallreduce", algorithm, buffer, op)
             with self._in_step():
-                checked.compare_while(self.own, call, self.wait_a_little)
+                checked.compare_while(self.own, described(task), self.wait_a_little)
         slots = {operation.slot for operation in self._active}
         slot = next(number for number in range(len(slots) + 1) if number not in slots)
-        wide = buffer
-        if is_16bit_float(buffer.dtype):  # summed in float32 and rounded once, as by the blocking algorithms
+        buffer = wide = task.buffer
+        if is_16bit_float(buffer.dtype) and task.operation != ALL_GATHER:
+            # Summed in float32 and rounded once, as by the blocking algorithms.
             wide = scratch_in(self._kept, f"{slot} widened", buffer.size, accumulation_dtype(buffer.dtype), buffer)
             wide[...] = buffer
 
@@ -96,7 +102,9 @@ class PollProgress(Progress):
                     buffer[...] = wide
             ended()
 
-        lanes = RESUMABLE[algorithm](self.own, wide, op, arrivals, self._next_tag)
+        lanes = RESUMABLE[task.operation][task.algorithm](
+            self.own, replace(task, buffer=wide), arrivals, self._next_tag
+        )
         operation = _Operation(self, slot, lanes, finish)
         self._active.append(operation)
         self.progress()  # the first messages leave now

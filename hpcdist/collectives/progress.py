@@ -2,14 +2,18 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import ClassVar, Final, Protocol, Self
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
+from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import checked
+from hpcdist.collectives.pieces import check_ranges
 from hpcdist.collectives.reduction import REFUSALS, check_buffer, check_op
+from hpcdist.collectives.resumable import ALL_GATHER, ALLREDUCE, REDUCE_SCATTER, Task
 from hpcdist.collectives.selection import Choice, parse
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, UsageError
@@ -31,10 +35,11 @@ class Progress(ABC):
     """Runs nonblocking collectives on a communicator of its own, made from ``comm``. Construction is collective.
 
     A context manager: leaving it closes; an exception ends it without the other ranks. ``own`` is the communicator that
-    operations run on: memory that they shall find shared is allocated over that one.
+    operations run on: memory that they shall find shared is allocated over that one. ``algorithms`` has the names that
+    each operation knows.
     """
 
-    algorithms: tuple[str, ...]
+    algorithms: ClassVar[Mapping[str, tuple[str, ...]]]
 
     def __init__(self, comm: Communicator, label: str) -> None:
         self.comm, self.own, self._closed = comm, comm.dup(label), False
@@ -49,39 +54,61 @@ class Progress(ABC):
 
         Arguments and errors are those of `hpcdist.collectives.allreduce`; UsageError also after `close`.
         """
+        return self._begin(Task(ALLREDUCE, buffer, str(algorithm), op), _check_allreduce)
+
+    def ireduce_scatter(
+        self, buffer: Array, shares: Sequence[Range], algorithm: str = "native", op: str = "sum"
+    ) -> Handle:
+        """Begin to reduce ``buffer`` in place; of the result ``buffer[shares[rank]]`` is defined. Collective.
+
+        ``shares`` are those that the same algorithm of `hpcdist.collectives.SHARDED` cuts; so are the errors.
+        """
+        return self._begin(Task(REDUCE_SCATTER, buffer, algorithm, op, tuple(shares)), _check_reduce_scatter)
+
+    def iall_gather(self, buffer: Array, shares: Sequence[Range], algorithm: str = "native") -> Handle:
+        """Begin to give ``buffer[shares[rank]]`` to all, and to fill the other shares, in place. Collective.
+
+        ``shares`` are those that the same algorithm of `hpcdist.collectives.SHARDED` cuts; so are the errors.
+        """
+        return self._begin(Task(ALL_GATHER, buffer, algorithm, "", tuple(shares)), _check_all_gather)
+
+    def _begin(self, task: Task, check: Callable[[Communicator, Task], None]) -> Handle:
         if self._closed:
-            raise UsageError("iallreduce on a Progress that was closed; start it before close()")
+            raise UsageError(f"i{task.operation} on a Progress that was closed; start it before close()")
         try:
-            name = self._name(buffer, algorithm)
-            check_op(op)
-            check_buffer(buffer)
+            task = replace(task, algorithm=self._name(task))
+            check(self.own, task)
         except HpcdistError as error:
             if self.own.checked:
-                self._refuse(checked.described("iallreduce", str(algorithm), buffer, op), error)
+                self._refuse(described(task), error)
             raise
         if self.comm.size == 1:
             return _DONE
-        events = self.comm.events
+        events, buffer = self.comm.events, task.buffer
         # From start to end one event of the caller's communicator: who skips the call is named, as with any collective.
-        token = events.begin(self.comm.name, f"{name}_iallreduce", name_of(buffer.dtype), buffer.size, 0, -1, 0)
+        name = f"{task.algorithm}_i{task.operation}"
+        token = events.begin(self.comm.name, name, name_of(buffer.dtype), buffer.size, 0, -1, 0)
         try:
-            return self._start(buffer, name, op, lambda: events.end(token))
+            return self._start(task, lambda: events.end(token))
         except REFUSALS:
             events.end(token)
             raise
 
-    def _name(self, buffer: Array, algorithm: str | Choice) -> str:
-        """Return the algorithm, that for the size of ``buffer`` where it is a table. Raises UsageError."""
-        name = parse(algorithm).at(buffer.nbytes) if algorithm not in self.algorithms else str(algorithm)
-        if name not in self.algorithms:
+    def _name(self, task: Task) -> str:
+        """Return the algorithm, that for the size of the buffer where it is a table. Raises UsageError."""
+        known = self.algorithms[task.operation]
+        name = task.algorithm
+        if name not in known and task.operation == ALLREDUCE:
+            name = parse(name).at(task.buffer.nbytes)
+        if name not in known:
             raise UsageError(
-                f"nonblocking allreduce algorithm {name!r} is none of {', '.join(self.algorithms)}, which this "
+                f"nonblocking {task.operation} algorithm {name!r} is none of {', '.join(known)}, which this "
                 "kind of progress has; choose one of them"
             )
         return name
 
     @abstractmethod
-    def _start(self, buffer: Array, algorithm: str, op: str, ended: Callable[[], None]) -> Handle: ...
+    def _start(self, task: Task, ended: Callable[[], None]) -> Handle: ...
 
     @abstractmethod
     def _refuse(self, call: checked.Call, error: HpcdistError) -> None:
@@ -120,6 +147,27 @@ class Progress(ABC):
     def _abandon(self) -> None:
         """End what can be ended without the other ranks (local)."""
         return
+
+
+def described(task: Task) -> checked.Call:
+    """Return the call that ranks compare in checked mode (local)."""
+    shares = checked.fingerprint(task.shares) if task.shares else ""
+    return checked.described(f"i{task.operation}", task.algorithm, task.buffer, task.op, shares)
+
+
+def _check_allreduce(comm: Communicator, task: Task) -> None:
+    check_op(task.op)
+    check_buffer(task.buffer)
+
+
+def _check_reduce_scatter(comm: Communicator, task: Task) -> None:
+    _check_allreduce(comm, task)
+    check_ranges(comm, task.buffer, task.shares)
+
+
+def _check_all_gather(comm: Communicator, task: Task) -> None:
+    check_buffer(task.buffer)
+    check_ranges(comm, task.buffer, task.shares)
 
 
 class _Done:

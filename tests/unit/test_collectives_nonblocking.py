@@ -1,4 +1,4 @@
-"""Nonblocking allreduce: the bits of the blocking one, in any order of waiting; failures surface where one waits."""
+"""Nonblocking collectives: the bits of the blocking ones, in any order of waiting; failures surface where one waits."""
 
 import contextlib
 import gc
@@ -15,6 +15,7 @@ import pytest
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import nonblocking, resumable
 from hpcdist.collectives.nonblocking import Handle, PollProgress, Progress
 from hpcdist.collectives.polled import _Operation
@@ -29,8 +30,10 @@ from hpcdist.telemetry import hang
 
 KINDS = sorted(nonblocking.KINDS)
 SIZES = (1, 2, 3, 4)
-PAIRS = [("poll", name) for name in sorted(resumable.RESUMABLE)]
+PAIRS = [("poll", name) for name in sorted(resumable.RESUMABLE[resumable.ALLREDUCE])]
 PAIRS += [("thread", name) for name in sorted(collectives.ALLREDUCE)]
+HALVES = [("poll", name) for name in sorted(resumable.RESUMABLE[resumable.ALL_GATHER])]
+HALVES += [("thread", name) for name in sorted(collectives.SHARDED)]
 
 
 def running() -> list[threading.Thread]:
@@ -63,6 +66,88 @@ def test_bits_are_those_of_the_blocking_algorithm(
         assert [data.tobytes() for data in found] == [data.tobytes() for data in expected]
 
     run_threads(size, body, 2 if algorithm == "hierarchical" else None)
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), HALVES)
+@pytest.mark.parametrize("size", range(1, 9))
+def test_halves_have_the_bits_of_the_blocking_ones(
+    kind: str, algorithm: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resumable, "SEGMENT_BYTES", 64)  # several lanes
+    counts, sharding = (0, 1, 33, 1000), collectives.SHARDED[algorithm]
+    draw = np.random.default_rng(size)
+    buffers = [draw.standard_normal((size, count)).astype(np.float32) for count in counts]
+
+    def body(comm: Communicator) -> None:
+        with nonblocking.begin(comm, kind) as progress:
+            shares = [sharding.shares(comm, count, 4) for count in counts]
+            expected, found = ([data[comm.rank].copy() for data in buffers] for _ in range(2))
+            for data, parts in zip(expected, shares, strict=True):
+                sharding.reduce_scatter(comm, data, parts)
+            all_three = list(zip(found, shares, expected, strict=True))
+            handles = [progress.ireduce_scatter(data, parts, algorithm) for data, parts, _ in all_three]
+            for handle, (data, parts, right) in reversed(list(zip(handles, all_three, strict=True))):
+                handle.wait()
+                own = parts[comm.rank].slice
+                assert data[own].tobytes() == right[own].tobytes()
+            for data, parts, right in all_three:
+                sharding.all_gather(comm, right, parts)
+                data[: parts[comm.rank].start] = data[parts[comm.rank].stop :] = 99
+            handles = [progress.iall_gather(data, parts, algorithm) for data, parts, _ in all_three]
+            beside = progress.iallreduce(np.ones(10), "ring")  # of another operation, under way at once
+            for handle, (data, _, right) in zip(handles, all_three, strict=True):
+                handle.wait()
+                assert handle.test() and data.tobytes() == right.tobytes()
+            beside.wait()
+
+    run_threads(size, body, 2 if algorithm == "hierarchical" else None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_halves_send_half_and_refuse_what_the_blocking_ones_refuse(kind: str) -> None:
+    def body(comm: Communicator) -> None:
+        data = np.ones(96 * comm.size, np.float32)
+        shares = collectives.SHARDED["ring"].shares(comm, data.size, 4)
+        with nonblocking.begin(comm, kind) as progress:
+            for start in (progress.ireduce_scatter, progress.iall_gather):
+                with recording(comm) as traffic:
+                    start(data, shares, "ring").wait()
+                assert traffic.sent_bytes == (comm.size - 1) * 96 * 4 and not traffic.unknown
+            assert (data == comm.size).all()
+            with pytest.raises(UsageError, match="needs one range inside them for each rank"):
+                progress.iall_gather(data, shares[1:], "ring")
+            with pytest.raises(UsageError, match=r"reduce_scatter algorithm 'rabenseifner' is none of .*ring"):
+                progress.ireduce_scatter(data, shares, "rabenseifner")
+            short = (data / 3).astype(np.float16)
+            if kind == "poll":
+                with pytest.raises(MissingCapabilityError, match=r"float16 has no steps .*overlap = 'thread'"):
+                    progress.ireduce_scatter(short, shares, "ring")
+            else:
+                right = short.copy()
+                collectives.SHARDED["ring"].reduce_scatter(comm, right, shares)
+                progress.ireduce_scatter(short, shares, "ring").wait()
+                own = shares[comm.rank].slice
+                assert short[own].tobytes() == right[own].tobytes() and (short[own] == comm.size).all()
+            halves = np.full(data.size, comm.rank, np.float16)
+            progress.iall_gather(halves, shares, "ring").wait()
+            assert [halves[part.start] for part in shares] == list(range(comm.size))
+
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checked_halves_by_other_shares_fail_on_all_ranks(kind: str) -> None:
+    def body(comm: Communicator) -> None:
+        comm.checked = True
+        data = np.ones(64, np.float32)
+        shares = [Range(0, 32), Range(32, 64)] if comm.rank else [Range(0, 16), Range(16, 64)]
+        progress = nonblocking.begin(comm, kind)
+        with pytest.raises(CommunicationError, match="came to one collective with different calls"):
+            progress.iall_gather(data, shares, "ring").wait()
+        with contextlib.suppress(CommunicationError):
+            progress.close()
+
+    run_threads(2, body, deadline_s=20)
 
 
 @pytest.mark.parametrize("kind", KINDS)
