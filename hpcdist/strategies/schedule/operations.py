@@ -27,6 +27,11 @@ class Kind(Enum):
     START = "start"  # (range): the same, but it goes on beside what follows, until WAIT
     POLL = "poll"  # whatever was started is moved on, where no thread does it
     WAIT = "wait"  # (range): the end of a START
+    KEEP = "keep"  # (range): gradients stay with this rank, which steps by its own
+    MIX_START = "mix_start"  # (range): parameters to neighbours on a graph, and theirs here, until MIX_WAIT
+    MIX_WAIT = "mix_wait"  # (range): the end of a MIX_START
+    MIX = "mix"  # (range): parameters become a weighted mean of the own ones and the neighbours'
+    AVERAGE = "average"  # (range): parameters become their mean over all replicas, where that is due
     PUSH = "push"  # (range): gradients from a worker to the server that owns them
     COLLECT = "collect"  # (range): a server takes what the workers push
     PUBLISH = "publish"  # (range): a server gives new parameters to the workers

@@ -1,0 +1,111 @@
+"""The ``[decentralised]`` section of a recipe. Light: imports nothing but the errors."""
+
+import math
+import re
+from dataclasses import dataclass, fields
+from typing import Final
+
+from hpcdist.errors import ConfigurationError
+
+STRATEGIES: Final = ("gossip", "local_sgd")
+GRAPHS: Final = ("ring", "torus", "exponential", "one_peer", "complete", "edges")
+ORDERS: Final = ("combine_first", "adapt_first")
+MOMENTS: Final = ("keep", "average", "reset")
+KEYS: Final = {
+    "gossip": ("graph", "edges", "order", "report_every"),
+    "local_sgd": ("period", "moments", "outer_learning_rate", "outer_momentum"),
+}
+CORRECTED: Final = ("adamw", "lamb")  # optimizers that divide their moments by what a start at zero makes them lack
+_EDGE: Final = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecentralisedConfig:
+    """How replicas that take steps of their own come together again.
+
+    Of the strategy gossip: after each step a rank takes a weighted mean of its parameters and those of its neighbours
+    on ``graph`` (see `hpcdist.strategies.decentralised.graphs`); ``edges``, such as "0-1, 1-2", are those of the graph
+    "edges". ``order`` says whether parameters are mixed before the step, beside the computation of its gradient
+    ("combine_first"), or after it ("adapt_first"). Every ``report_every`` steps it is measured how far the replicas are
+    apart (0: when they are saved only).
+
+    Of the strategy local_sgd: parameters are averaged over all ranks every ``period`` steps. The moments of the
+    optimizer then stay those of each rank ("keep"), or are averaged, or begin anew. The mean is a step of an outer
+    optimizer, SGD with Nesterov's ``outer_momentum``: with the defaults the mean itself.
+    """
+
+    graph: str = "ring"
+    edges: str = ""
+    order: str = "combine_first"
+    report_every: int = 100
+    period: int = 8
+    moments: str = "keep"
+    outer_learning_rate: float = 1.0
+    outer_momentum: float = 0.0
+
+    @property
+    def has_outer_optimizer(self) -> bool:
+        """Whether an averaging is more than the mean."""
+        return self.outer_learning_rate != 1.0 or self.outer_momentum != 0.0
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("graph", self.graph, GRAPHS),
+            ("order", self.order, ORDERS),
+            ("moments", self.moments, MOMENTS),
+        ):
+            if value not in known:
+                raise ConfigurationError(f"decentralised.{name} = {value!r}; choose one of {', '.join(known)}")
+        for name, count, least in (("report_every", self.report_every, 0), ("period", self.period, 1)):
+            if count < least:
+                raise ConfigurationError(f"decentralised.{name} = {count}; it must be at least {least}")
+        if not (math.isfinite(self.outer_learning_rate) and self.outer_learning_rate > 0):
+            raise ConfigurationError(
+                f"decentralised.outer_learning_rate = {self.outer_learning_rate}; it must be finite and above 0"
+            )
+        if not 0 <= self.outer_momentum < 1:
+            raise ConfigurationError(
+                f"decentralised.outer_momentum = {self.outer_momentum}; it must be at least 0 and below 1"
+            )
+        self._check_edges()
+
+    def _check_edges(self) -> None:
+        if (self.graph == "edges") != bool(self.edges):
+            cure = "give them as in '0-1, 1-2'" if not self.edges else "set decentralised.graph = 'edges'"
+            raise ConfigurationError(
+                f"decentralised.edges = {self.edges!r} with decentralised.graph = {self.graph!r}; {cure}"
+            )
+        for one, other in parse_edges(self.edges):
+            if one == other:
+                raise ConfigurationError(
+                    f"decentralised.edges: {one}-{other} joins a rank to itself, as every rank is anyway; remove it"
+                )
+
+    def check_beside(self, strategy: str, optimizer: str) -> None:
+        """Raise ConfigurationError for keys that ``strategy`` would ignore, or that ruin ``optimizer`` (local)."""
+        default = DecentralisedConfig()
+        for name in (item.name for item in fields(self)):
+            given = getattr(self, name)
+            if given != getattr(default, name) and name not in KEYS.get(strategy, ()):
+                needed = next(other for other, names in KEYS.items() if name in names)
+                raise ConfigurationError(
+                    f"decentralised.{name} = {given!r} has no effect with parallel.strategy = {strategy!r}; "
+                    f"remove it, or choose the strategy {needed!r}"
+                )
+        if self.moments == "reset" and optimizer in CORRECTED:
+            raise ConfigurationError(
+                f"decentralised.moments = 'reset' with optimizer.name = {optimizer!r}: its correction for moments that "
+                "begin at zero counts from the start of the run, so the steps after each averaging would be several "
+                "times too long; choose keep or average, or another optimizer"
+            )
+
+
+def parse_edges(text: str) -> tuple[tuple[int, int], ...]:
+    """Return the pairs of ranks in a text such as "0-1, 1-2". Raises ConfigurationError."""
+    found = []
+    for word in text.replace(",", " ").split():
+        match = _EDGE.fullmatch(word)
+        if match is None:
+            raise ConfigurationError(f"decentralised.edges: {word!r} is no edge; give pairs of ranks, as in '0-1, 1-2'")
+        found.append((int(match[1]), int(match[2])))
+    return tuple(found)

@@ -1,0 +1,145 @@
+"""Local SGD: each rank steps by itself, and now and then all parameters are averaged.
+
+H local steps, then the mean over the ranks, each with the weight of its samples since the last one (McMahan et al.,
+arXiv:1602.05629; Stich, arXiv:1805.09767). A rank steps by the mean gradient of its own samples. With H = 1 plain SGD
+is that of one process; with momentum it is where moments are averaged too.
+
+The mean may be one step of an outer optimizer (DiLoCo, Douillard et al., arXiv:2311.08105; Nesterov's form of Sutskever
+et al. 2013): with z the parameters after the averaging before,
+
+    d = z - mean;  v <- outer_momentum v + d;  z <- z - outer_learning_rate (d + outer_momentum v)
+
+Saving averages as well, whatever is left of the period, and begins a new one. Moments that ranks keep are averaged
+there: what is saved is one model and one state.
+
+With Psi bytes of parameters each of p ranks sends 2 Psi (p-1)/p every H steps, as much again for each moment that is
+averaged, and agrees with the others on a few numbers in every step. The outer optimizer keeps Psi, and Psi more for v.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hpcdist.arrays.backend import namespace
+from hpcdist.arrays.store import FlatStore
+from hpcdist.optim import kernels
+from hpcdist.strategies.decentralised.config import DecentralisedConfig
+from hpcdist.strategies.decentralised.replicas import Replicas
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.seat import Seat
+
+
+class Outer:
+    """The outer optimizer: the same state on every rank. Local."""
+
+    def __init__(self, seat: Seat, config: DecentralisedConfig) -> None:
+        self._rate, self._momentum = config.outer_learning_rate, config.outer_momentum
+        self._start = seat.store("optimizer")
+        self.slots = {"optimizer.outer": seat.store("optimizer")} if config.outer_momentum else {}
+
+    def begin(self, parameters: FlatStore) -> None:
+        """Take ``parameters`` for those from which the local steps begin."""
+        self._start.copy_from(parameters)
+
+    def step(self, parameters: FlatStore) -> None:
+        """Turn ``parameters``, the mean of the replicas, into those from which the next local steps begin."""
+        start, difference = self._start.array, parameters.array
+        namespace(start).subtract(start, difference, out=difference)
+        if self._momentum:
+            velocity = self.slots["optimizer.outer"].array
+            kernels.momentum_direction(
+                start, difference, velocity, scale=1.0, momentum=self._momentum, nesterov=True, decay=0.0
+            )
+        kernels.descend(start, difference, self._rate)
+        difference[...] = start
+
+
+class LocalSgdExchange(Replicas):
+    """Averaging every ``config.period`` steps. Collective over the data axis, but for what is said to be local."""
+
+    def __init__(self, seat: Seat, config: DecentralisedConfig) -> None:
+        super().__init__(seat)
+        self.config = config
+        self._outer = Outer(seat, config) if config.has_outer_optimizer else None
+        self._steps = 0  # since parameters were averaged
+        self._weights = (0, 0)  # samples of those steps, this rank's and those of all ranks
+        self.carries_out[Kind.AVERAGE] = self.replace_by_mean
+
+    def plan(self) -> list[Operation]:
+        """Return the local step, and the averaging that is due in some of them."""
+        part = self.seat.part
+        return [
+            Operation(Kind.KEEP, range=part),
+            Operation(Kind.AGREE),
+            *self.owner.plan(),
+            Operation(Kind.AVERAGE, range=part),
+        ]
+
+    def count_samples(self, own: int, samples: int) -> None:
+        """Take note of how many of the samples of the step are this rank's (local)."""
+        self.factor = samples / own if own else 0.0
+        before = self._weights if self._steps else (0, 0)
+        self._weights = before[0] + own, before[1] + samples
+
+    def begin_update(self, scale: float) -> None:
+        """Begin the update of the step."""
+        self._steps += 1
+        super().begin_update(scale)
+
+    def replace_by_mean(self, op: Operation) -> None:
+        """Average where it is due."""
+        if self._steps == self.config.period:
+            self._take_mean()
+            if self.config.moments != "keep":
+                self._unite_moments()
+            self.apart = self.config.moments == "keep" and bool(self.owner.slots())
+
+    def come_together(self) -> None:
+        """Make parameters and moments the same on all ranks. Collective."""
+        if self._steps:
+            self._take_mean()
+        self._unite_moments()
+
+    def _take_mean(self) -> None:
+        weight, total = self._weights
+        self.note(self.average(self.parameters, weight, total))
+        if self._outer is not None:
+            self._outer.step(self.parameters)
+        self._steps = 0
+
+    def _unite_moments(self) -> None:
+        weight, total = self._weights
+        for moments in self.owner.slots().values():
+            if self.config.moments == "reset":
+                moments.zero()
+            else:
+                self.average(moments, weight, total)
+
+    def take(self, initial: FlatStore) -> None:
+        """Take over the initial values."""
+        super().take(initial)
+        self._begin()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back the optimizer's clock, and begin a period from the restored parameters."""
+        super().restore(state)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.apart, self._steps = False, 0
+        if self._outer is not None:
+            self._outer.begin(self.parameters)
+
+    def kept(self) -> dict[str, FlatStore]:
+        """Return what is saved beside the parameters, by kind (local)."""
+        return super().kept() | (self._outer.slots if self._outer is not None else {})
+
+    def described(self) -> str:
+        """Return period, moments and the outer optimizer (local)."""
+        parts = [f"averaging every {self.config.period} steps"]
+        if self.owner.slots():
+            parts.append(f"moments: {self.config.moments}")
+        if self._outer is not None:
+            parts.append(
+                f"outer Nesterov {self.config.outer_momentum:g}, outer rate {self.config.outer_learning_rate:g}"
+            )
+        return ", ".join(parts)

@@ -1,0 +1,114 @@
+"""What strategies share whose replicas differ: own gradients, own steps, and one model where state is kept.
+
+A rank steps by its own gradient, and clips by the norm of that. The loss that is told is the mean over the samples of
+all ranks, each under the parameters of its own rank; the gradient norm is the root of the mean square over the ranks.
+All ranks agree before each update that loss and gradients are finite; the ranks are in lock-step.
+
+Whatever is saved is one model: before a checkpoint, and so at the end of a run, parameters and the moments of the
+optimizer are averaged over the ranks. That is part of the algorithm: a run that goes on from a checkpoint has the bits
+of one that saved at the same step and went on. Any other strategy, and any number of ranks, can go on from there.
+
+Consensus distance: sqrt(1/p sum_i ||x_i - mean||^2) / ||mean||, after a step and before any averaging of all, with the
+mean that such an averaging takes.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import split
+from hpcdist.arrays.store import FlatStore
+from hpcdist.optim import clip
+from hpcdist.strategies.allreduce import buckets
+from hpcdist.strategies.decentralised.averaging import average
+from hpcdist.strategies.exchange import pieces_of
+from hpcdist.strategies.owner import Owner, OwnerExchange
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.seat import Seat
+
+
+class Replicas(OwnerExchange):
+    """Replicas that step by their own gradients. A subclass says by which factor, and how they come together.
+
+    ``distances`` has the consensus distance of steps after which it was measured, in this start; the same everywhere.
+    """
+
+    replicas_identical = False
+
+    def __init__(self, seat: Seat) -> None:
+        super().__init__(seat)
+        stores = seat.store("parameters", allocate=seat.for_replicas("parameters")), seat.store("gradients")
+        self.owner = Owner(*stores, seat.build_optimizer(seat.part), [seat.part], None, seat.agree_algorithm)
+        self.ranges = buckets(seat.layout, seat.dtype.itemsize, seat.bucket_bytes, seat.part)
+        self.distances: dict[int, float] = {}
+        self.apart = False  # whether a step was made since all replicas were the same
+        self.factor = 1.0  # from this rank's share of the mean gradient of all samples to the gradient that it steps by
+        self._norm_squared = 0.0
+        self.carries_out: dict[Kind, Callable[[Operation], None]] = {Kind.KEEP: self.keep, **self.owner.carries_out}
+
+    @property
+    def step(self) -> int:
+        """The number of updates, the begun one included: that of the step under way once it updates."""
+        return self.owner.optimizer.count
+
+    def keep(self, op: Operation) -> None:
+        """Leave the gradients as they are (local)."""
+
+    def norm_squared(self) -> float:
+        """Return this rank's part of the mean over the ranks of the squared norms of what they step by."""
+        self._norm_squared = self.owner.norm_squared() * self.factor**2
+        return self._norm_squared / self.seat.data.size
+
+    def begin_update(self, scale: float) -> None:
+        """Begin the update of the step; ``scale``, of a gradient that all share, is replaced by that of the own one."""
+        limit = self.seat.optimizer.clip_norm
+        own = clip.clip_scale(self._norm_squared, limit) if limit else 1.0
+        self.apart = True
+        super().begin_update(own * self.factor)
+
+    def average(self, store: FlatStore, weight: int = 1, total: int = 0, *, replace: bool = True) -> np.ndarray:
+        """Average ``store`` over the ranks; see `averaging.average`. Collective."""
+        total = total or self.seat.data.size
+        return average(self.seat.data, store, self.ranges, self.algorithm, weight=weight, total=total, replace=replace)
+
+    def note(self, squares: np.ndarray) -> None:
+        """Keep the consensus distance after this step, given what `average` of the parameters returned. Collective."""
+        apart = float(self.agree(squares[:1].copy())[0]) / self.seat.data.size
+        self.distances[self.step] = math.sqrt(apart / squares[1]) if squares[1] else math.nan
+
+    def measure(self) -> None:
+        """Measure the consensus distance. Collective."""
+        self.note(self.average(self.parameters, replace=False))
+
+    def come_together(self) -> None:
+        """Make parameters and moments the same on all ranks. Collective."""
+        self.note(self.average(self.parameters))
+        for moments in self.owner.slots().values():
+            self.average(moments)
+
+    def flush(self) -> bool:
+        """Make all ranks hold one model and one state of its optimizer; return whether they did not. Collective."""
+        apart, self.apart = self.apart, False
+        if apart:
+            self.come_together()
+        return apart
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return this rank's share, by bytes, of parameters and optimizer state, which `flush` made the same."""
+        part, data = self.seat.part, self.seat.data
+        mine = split(part.size, data.size, self.parameters.array.itemsize)[data.rank].shift(part.start)
+        return pieces_of({"parameters": self.parameters, **self.kept()}, [mine])
+
+    def kept(self) -> dict[str, FlatStore]:
+        """Return what is saved beside the parameters, by kind (local)."""
+        return self.owner.slots()
+
+    def wanted(self) -> Sequence[Piece]:
+        """Return all parameters and all state: every rank restores the whole."""
+        return pieces_of({"parameters": self.parameters, **self.kept()}, [self.seat.part])
+
+    def described(self) -> str:
+        """Return how the replicas come together, in words (local)."""
+        raise NotImplementedError

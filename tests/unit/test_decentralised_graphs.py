@@ -1,0 +1,138 @@
+"""Graphs of ranks: doubly stochastic on every number of them, connected, and with the spectral gap that they claim."""
+
+import math
+
+import numpy as np
+import pytest
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.decentralised.config import DecentralisedConfig, parse_edges
+from hpcdist.strategies.decentralised.graphs import Graph, build
+
+NAMES = ("ring", "torus", "exponential", "one_peer", "complete")
+SIZES = range(1, 17)
+
+
+def tree(size: int) -> str:
+    """The edges of a binary tree: neither regular nor with a cycle."""
+    return ", ".join(f"{(rank - 1) // 2}-{rank}" for rank in range(1, size))
+
+
+def graphs(size: int) -> list[Graph]:
+    return [build(name, size) for name in NAMES] + ([build("edges", size, tree(size))] if size > 1 else [])
+
+
+def matrices(graph: Graph) -> list[np.ndarray]:
+    return [graph.matrix(number) for number in range(max(1, len(graph.rounds)))]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_weights_are_doubly_stochastic_and_rounds_reach_everybody(size: int) -> None:
+    for graph in graphs(size):
+        reached = np.eye(size)
+        for weights in matrices(graph):
+            assert (weights >= 0).all() and (np.diag(weights) > 0).all(), graph.name
+            np.testing.assert_allclose(weights.sum(axis=0), 1.0, rtol=1e-14, err_msg=graph.name)
+            np.testing.assert_allclose(weights.sum(axis=1), 1.0, rtol=1e-14, err_msg=graph.name)
+            reached = weights @ reached
+        assert (np.linalg.matrix_power(reached, size) > 0).all(), f"{graph.name} is not connected"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_spectral_gap_is_that_of_the_matrices(size: int) -> None:
+    mean = np.full((size, size), 1.0 / size)
+    for graph in graphs(size):
+        product = np.eye(size)
+        for weights in matrices(graph):
+            product = weights @ product
+        rho = float(np.linalg.norm(product - mean, 2))  # of a cycle of rounds
+        rho = rho if rho > 1e-12 else 0.0
+        assert graph.gap == pytest.approx(1.0 - rho ** (1 / max(1, len(graph.rounds))), abs=1e-7), graph.name
+        assert graph.gap > 0, graph.name
+
+
+def test_known_gaps() -> None:
+    for size in (3, 4, 7, 16):
+        eigenvalues = (1 + 2 * np.cos(2 * math.pi * np.arange(1, size) / size)) / 3
+        assert build("ring", size).gap == pytest.approx(1 - np.abs(eigenvalues).max())
+    for power in (1, 2, 3, 4):  # Ying et al., arXiv:2110.13363: 2 / (1 + ceil(log2 p)), and exact in log2 p rounds
+        assert build("exponential", 1 << power).gap == pytest.approx(2 / (1 + power))
+        assert build("one_peer", 1 << power).gap == 1.0
+    assert build("one_peer", 6).gap < 1.0
+
+
+def test_neighbours_are_as_many_as_the_costs_say() -> None:
+    for size in SIZES:
+        assert build("ring", size).degree == min(2, size - 1)
+        assert build("complete", size).degree == size - 1
+        assert build("exponential", size).degree == math.ceil(math.log2(size))
+        assert build("one_peer", size).degree == min(1, size - 1)
+    assert [build("torus", size).degree for size in (4, 6, 9, 12, 16)] == [2, 3, 4, 4, 4]
+
+
+def test_sources_and_targets_are_two_sides_of_the_same_messages() -> None:
+    for graph in graphs(7):
+        for number in range(len(graph.rounds)):
+            taken = {(peer, rank) for rank in range(7) for peer, _ in graph.sources(rank, number)}
+            assert taken == {(rank, peer) for rank in range(7) for peer in graph.targets(rank, number)}
+
+
+def test_a_torus_of_a_prime_is_a_ring_and_says_so() -> None:
+    for size in (2, 3, 5, 7, 11):
+        torus = build("torus", size)
+        assert "ring of" in torus.described() and "prime" in torus.described()
+        assert np.array_equal(torus.matrix(), build("ring", size).matrix())
+    assert build("torus", 12).name == "torus of 3 x 4 ranks"
+
+
+def test_edges_that_leave_components_are_refused_by_their_names() -> None:
+    with pytest.raises(ConfigurationError, match=r"not connected: \{0, 1\} and \{2\} and \{3, 4\} never") as refused:
+        build("edges", 5, "0-1, 4-3")
+    assert refused.value.exit_code == 78
+    with pytest.raises(ConfigurationError, match="3-9 names rank 9, but there are 4 data ranks"):
+        build("edges", 4, "0-1 1-2 3-9")
+    assert build("edges", 3, "0-1,1-0 1-2").name == "graph of 3 ranks and 2 edges"
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"graph": "star"}, "decentralised.graph = 'star'; choose one of ring"),
+        ({"order": "both"}, "decentralised.order = 'both'"),
+        ({"moments": "drop"}, "decentralised.moments = 'drop'"),
+        ({"period": 0}, "decentralised.period = 0; it must be at least 1"),
+        ({"report_every": -1}, "decentralised.report_every = -1; it must be at least 0"),
+        ({"outer_learning_rate": 0.0}, "decentralised.outer_learning_rate = 0.0"),
+        ({"outer_learning_rate": math.nan}, "decentralised.outer_learning_rate = nan"),
+        ({"outer_momentum": 1.0}, "decentralised.outer_momentum = 1.0"),
+        ({"graph": "edges"}, "decentralised.edges = '' with decentralised.graph = 'edges'; give them"),
+        ({"edges": "0-1"}, "decentralised.edges = '0-1' with decentralised.graph = 'ring'; set"),
+        ({"graph": "edges", "edges": "0-1-2"}, "'0-1-2' is no edge"),
+        ({"graph": "edges", "edges": "0-1, 1--2"}, "'1--2' is no edge"),
+        ({"graph": "edges", "edges": "0-1, 2-2"}, "2-2 joins a rank to itself"),
+    ],
+)
+def test_bad_sections_are_refused(keys: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        DecentralisedConfig(**keys)
+    assert words in str(refused.value)
+
+
+def test_keys_without_effect_are_refused() -> None:
+    DecentralisedConfig().check_beside("allreduce", "adamw")
+    for keys, strategy, needed in (
+        ({"graph": "torus"}, "allreduce", "gossip"),
+        ({"period": 2}, "gossip", "local_sgd"),
+        ({"order": "adapt_first"}, "local_sgd", "gossip"),
+        ({"outer_momentum": 0.9}, "zero3", "local_sgd"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"has no effect .* choose the strategy '{needed}'"):
+            DecentralisedConfig(**keys).check_beside(strategy, "sgd")
+    with pytest.raises(ConfigurationError, match="moments = 'reset' with optimizer.name = 'lamb'"):
+        DecentralisedConfig(moments="reset").check_beside("local_sgd", "lamb")
+    DecentralisedConfig(moments="reset").check_beside("local_sgd", "lars")
+
+
+def test_edges_are_pairs() -> None:
+    assert parse_edges("0-1, 1-2  10-3") == ((0, 1), (1, 2), (10, 3))
+    assert parse_edges("") == ()
