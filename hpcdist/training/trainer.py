@@ -19,6 +19,7 @@ from hpcdist.strategies.exchange import Exchange
 from hpcdist.strategies.fixed_tree import FixedTreeExchange
 from hpcdist.strategies.grid import Axes, Grid
 from hpcdist.strategies.parameter_server import build as parameter_server
+from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.parameter_server.roles import Roles
 from hpcdist.strategies.schedule.executor import Executor, MicroBatch
 from hpcdist.strategies.schedule.operations import Operation
@@ -127,6 +128,8 @@ class Trainer:
         """End what runs beside the steps. Collective; no step can be made afterwards."""
         if self.exchange.overlap is not None:
             self.exchange.overlap.close()
+        if isinstance(self.exchange, LockStepExchange):
+            self.exchange.close()
 
     def initialise(self) -> None:
         """Take the initial values: those of a stage are the same whatever rank draws them. Collective."""

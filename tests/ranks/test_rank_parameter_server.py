@@ -98,6 +98,49 @@ def test_rank_every_optimizer_with_clipping(comm: Communicator, folder: Path, na
             assert np.linalg.norm(ours - theirs) <= 1e-9 * np.linalg.norm(theirs)
 
 
+@pytest.mark.parametrize("mode", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
+def test_rank_every_transport_equals_allreduce(comm: Communicator, folder: Path, name: str, mode: str) -> None:
+    """After all steps, with clipping and two micro-batches: allreduce up to rounding, and each other bit for bit."""
+    if comm.size != 2 and (name, mode) not in (("adamw", "float32"), ("lamb", "float64")):
+        return  # all of them once; how servers are cut makes no difference to the others
+    keys = {"precision__mode": mode, "optimizer__name": name, "parallel__microbatches": 2}
+    replicas = _trainer(comm, folder, **keys)
+    losses, weights = _losses(replicas), replicas.exchange.parameters.array
+    same = set()
+    for transport in ("messages", "shared", "rma"):
+        served = _served(comm, folder, 0, "colocated", parameter_server__transport=transport, **keys)
+        np.testing.assert_allclose(_losses(served), losses, rtol=TOLERANCE[mode], err_msg=transport)
+        found = served.exchange.parameters.array
+        assert np.linalg.norm(found - weights) <= TOLERANCE[mode] * np.linalg.norm(weights), transport
+        same.add(found.tobytes())
+        served.close()
+    assert len(same) == 1
+
+
+def test_rank_a_lost_server_is_rebuilt(comm: Communicator, folder: Path) -> None:
+    if comm.size < 2:
+        return
+    keys = {"parameter_server__mirrored": "true", "run__steps": FEW}
+    whole = _served(comm, folder, 0, "colocated", **keys)
+    losses = _losses(whole, FEW)
+    for transport in ("messages", "shared", "rma"):
+        served = _served(comm, folder, 0, "colocated", parameter_server__transport=transport, **keys)
+        with served.batches(FEW) as batches:
+            for step, batch in enumerate(batches, start=1):
+                if step == FEW // 2:
+                    if comm.rank == comm.size - 1:
+                        for owner in (served.exchange.owner, served.exchange.mirror):
+                            for store in (owner.parameters, *owner.slots().values()):
+                                for part in owner.parts:
+                                    store.range(part)[...] = np.nan
+                    comm.barrier()
+                    served.exchange.recover(comm.size - 1)
+                found = served.executor.run(served.operations, [batch], 7, step, np.zeros(2))
+                assert found.loss == losses[step - 1]
+        served.close()
+
+
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
 def test_rank_lock_step_resumes_bit_equal(comm: Communicator, folder: Path, name: str) -> None:
     keys = {"optimizer__name": name, "run__steps": FEW}

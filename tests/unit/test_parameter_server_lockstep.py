@@ -11,16 +11,18 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import ConfigurationError, NonFiniteError
+from hpcdist.errors import ConfigurationError, NonFiniteError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies import build
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.grid import Grid
 from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.owner import Owner
 from hpcdist.strategies.parameter_server.build import exchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
+from hpcdist.strategies.parameter_server.mirror import shift
 from hpcdist.strategies.parameter_server.roles import Roles
 from hpcdist.strategies.schedule.verify import verify
 from hpcdist.strategies.seat import Seat
@@ -72,6 +74,10 @@ class Run:
             for step, samples in enumerate(data)
         ]
 
+    def served(self) -> list[bytes]:
+        """The bits of all that this rank serves: parameters and optimizer state."""
+        return [piece.array.tobytes() for piece in self.exchange.pieces()]
+
     def weights(self) -> dict[int, bytes]:
         """The bits of every part that this rank holds, by where it starts."""
         store = self.exchange.parameters
@@ -107,7 +113,7 @@ def test_nodes_that_speak_with_one_voice_train_as_one_process(
         run = Run(comm, config, algorithm="hierarchical")
         losses = run.losses(data)
         weights = run.exchange.parameters.array.tobytes() if run.exchange.works else b""
-        return losses, len(run.exchange.speakers), run.exchange.speaks, weights
+        return losses, len(run.exchange.transport.speakers), run.exchange.transport.speaks, weights
 
     for config in configs(size):
         found = run_threads(size, lambda comm, config=config: body(comm, config), per_node)
@@ -127,7 +133,7 @@ def test_a_dedicated_server_hears_each_node_once(rng: np.random.Generator) -> No
         run = Run(comm, ParameterServerConfig(), algorithm=algorithm)
         with recording(comm) as traffic:
             run.losses(data)
-        return traffic.calls["recv"]
+        return traffic.calls["irecv"]
 
     flat = run_threads(5, lambda comm: received(comm, "ring"), 2)[4]
     nodes = run_threads(5, lambda comm: received(comm, "hierarchical"), 2)[4]
@@ -290,3 +296,213 @@ def test_a_colocated_rank_keeps_its_own_part_to_itself() -> None:
 
     served = run_threads(2, body)
     assert served[1] == [] and len(served[0]) == 1
+
+
+def ends(size: int) -> list[ParameterServerConfig]:
+    """The most servers of each placement."""
+    dedicated = [ParameterServerConfig(servers=max(1, size // 2))] if size > 1 else []
+    return [*dedicated, ParameterServerConfig(placement="colocated")]
+
+
+def kept(comm: Communicator, config: ParameterServerConfig, data: np.ndarray, **keys: object) -> tuple[object, ...]:
+    """The losses, all parameters that the rank holds, and its optimizer state, as bits."""
+    run = Run(comm, config, **keys)
+    losses = run.losses(data)
+    return losses, run.weights(), run.served()
+
+
+@pytest.mark.parametrize("transport", ["shared", "rma"])
+@pytest.mark.parametrize(("size", "per_node"), [(1, 1), (2, 2), (3, 2), (4, 4), (5, 2), (8, 8)])
+def test_every_transport_gives_the_same_bits(
+    transport: str, size: int, per_node: int, rng: np.random.Generator
+) -> None:
+    data = text(rng)
+    for config in ends(size):
+        expected = run_threads(size, lambda comm, config=config: kept(comm, config, data, dtype="float32"), per_node)
+        other = replace(config, transport=transport)
+        found = run_threads(size, lambda comm, config=other: kept(comm, config, data, dtype="float32"), per_node)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours[0] == theirs[0] and ours[2] == theirs[2]
+            assert ours[1].items() >= theirs[1].items()
+
+
+@pytest.mark.parametrize("transport", ["messages", "shared", "rma"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
+def test_every_optimizer_over_every_transport(transport: str, name: str, rng: np.random.Generator) -> None:
+    data = text(rng)
+    config = ParameterServerConfig(servers=2, placement="colocated", transport=transport, mirrored=True)
+    alone = run_threads(1, lambda comm: Run(comm, ALONE, name=name).losses(data))[0]
+    found = run_threads(3, lambda comm: Run(comm, config, name=name, microbatches=2).losses(data), 2)
+    np.testing.assert_allclose(found, [alone] * 3, rtol=1e-11)
+
+
+def test_a_node_holds_one_copy_and_sends_nothing_inside(rng: np.random.Generator) -> None:
+    data = text(rng)
+    config = ParameterServerConfig(placement="colocated", transport="shared")
+
+    def body(comm: Communicator) -> tuple[int, int, int, int]:
+        run = Run(comm, config, "float32", clip_norm=0.0)
+        with recording(comm) as traffic:
+            run.losses(data)
+        address = run.exchange.parameters.array.ctypes.data
+        return traffic.sent_bytes, run.exchange.loaded_bytes, 4 * run.model.layout.size * STEPS, address
+
+    small = 32 * 3 * STEPS  # what the ranks agree on
+    for size in (2, 4):
+        found = run_threads(size, body)
+        assert len({address for *_, address in found}) == 1
+        for sent, loaded, psi, _ in found:
+            assert sent <= small
+            np.testing.assert_allclose(loaded, 2 * psi * (size - 1) / size, rtol=0.01)
+    # Two nodes of two: what comes from elsewhere is received by the first rank, and read by the other.
+    for (sent, loaded, psi, _), share in zip(run_threads(4, body, 2), (1 / 2, 1, 1 / 2, 1), strict=True):
+        np.testing.assert_allclose(loaded, share * psi, rtol=0.02)
+        np.testing.assert_allclose(sent, psi / 2 + psi / 4, rtol=0.02, atol=small)
+
+
+def test_one_sided_bytes_are_those_of_messages(rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator) -> tuple[int, int, dict[str, int]]:
+        run = Run(comm, ParameterServerConfig(placement="colocated", transport="rma"), "float32", clip_norm=0.0)
+        with recording(comm) as traffic:
+            run.losses(data)
+        return traffic.sent_bytes, 4 * run.model.layout.size * STEPS, dict(traffic.calls)
+
+    for sent, psi, calls in run_threads(3, body):
+        np.testing.assert_allclose(sent, 2 * psi * 2 / 3, rtol=0.01, atol=32 * 3 * STEPS)
+        assert calls["put"] > 0 < calls["get"] and calls["flush"] > 0
+
+
+def test_a_lost_server_is_rebuilt_from_its_mirror_bit_for_bit(rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator, config: ParameterServerConfig, lost: int) -> tuple[object, ...]:
+        run = Run(comm, config, "float32", name="lamb")
+        losses = run.losses(data[:2])
+        if lost >= 0:
+            before = run.served(), run.weights()
+            comm.barrier()
+            if comm.rank == lost:
+                wipe(run.exchange.owner, config.transport)
+                wipe(run.exchange.mirror, "messages")
+                run.exchange.owner.optimizer.restore({"count": 77})
+                run.exchange.mirror.optimizer.restore({"count": 78})
+            comm.barrier()
+            run.exchange.recover(lost)
+            assert (run.served(), run.weights()) == before
+        losses += run.losses(data[2:])
+        mirror = run.exchange.mirror
+        mirrored = (
+            {}
+            if mirror is None
+            else {part.start: [store.range(part).tobytes() for store in stores_of(mirror)] for part in mirror.parts}
+        )
+        own = {
+            part.start: [store.range(part).tobytes() for store in stores_of(run.exchange.owner)]
+            for part in run.exchange.owner.parts
+        }
+        return losses, run.served(), run.weights(), own, mirrored
+
+    def wipe(owner: Owner, transport: str) -> None:
+        """Lose what the rank serves; what workers of its node read of others is not its own in shared memory."""
+        for store in stores_of(owner):
+            for part in owner.parts if transport == "shared" else store.parts:
+                store.range(part)[...] = np.nan
+
+    def stores_of(owner: Owner) -> list[FlatStore]:
+        return [owner.parameters, *owner.slots().values()]
+
+    for size, config in ((4, dict(servers=2)), (2, dict(placement="colocated")), (3, dict(placement="colocated"))):
+        for transport in ("messages", "shared", "rma"):
+            used = ParameterServerConfig(**config, transport=transport, mirrored=True)
+            whole = run_threads(size, lambda comm, used=used: body(comm, used, -1))
+            own = {start: bits for found in whole for start, bits in found[3].items()}
+            mirrored = {start: bits for found in whole for start, bits in found[4].items()}
+            assert own == mirrored, "every range is kept twice"
+            assert not any(found[3].keys() & found[4].keys() for found in whole), "and not by one server"
+            lost = size - 1  # a server in all of these
+            assert run_threads(size, lambda comm, used=used, lost=lost: body(comm, used, lost)) == whole
+
+
+def test_a_mirror_is_restored_with_its_server(rng: np.random.Generator) -> None:
+    data = text(rng)
+    config = ParameterServerConfig(placement="colocated", mirrored=True)
+
+    def body(comm: Communicator) -> None:
+        run = Run(comm, config)
+        run.losses(data[:2])
+        saved = comm.allgather_object([(p.name, p.flat, p.array.tobytes()) for p in run.exchange.pieces()])
+        whole: dict[str, bytearray] = {}
+        for name, flat, raw in (piece for pieces in saved for piece in pieces):
+            whole.setdefault(name, bytearray(1 << 20))[8 * flat.start : 8 * flat.stop] = raw
+        fresh = Run(comm, config)
+        for piece in fresh.exchange.wanted():
+            piece.array[...] = np.frombuffer(bytes(whole[piece.name][8 * piece.flat.start : 8 * piece.flat.stop]))
+        fresh.exchange.restore(run.exchange.state())
+        if comm.rank == 1:
+            fresh.exchange.owner.parameters.zero()
+            for store in fresh.exchange.owner.slots().values():
+                store.zero()
+        fresh.exchange.recover(1)
+        assert fresh.losses(data[2:]) == run.losses(data[2:])
+
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"), [([0, 0], 1), ([0, 1], 1), ([0, 0, 1, 1], 2), ([0, 0, 0, 1, 1, 1], 3), ([0, 0, 1], 1)]
+)
+def test_a_mirror_is_on_another_node_where_there_is_one(nodes: list[int], expected: int) -> None:
+    assert shift(nodes) == expected
+
+
+def test_what_cannot_be_mirrored_or_recovered_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(UsageError, match="not mirrored"):
+            Run(comm, ALONE).exchange.recover(0)
+        with pytest.raises(UsageError, match=r"only \[2, 3\] serve"):
+            Run(comm, ParameterServerConfig(servers=2, mirrored=True)).exchange.recover(0)
+
+    run_threads(4, body)
+    with pytest.raises(ConfigurationError, match="needs another one"):
+        run_threads(1, lambda comm: Run(comm, replace(ALONE, mirrored=True)))
+    with pytest.raises(ConfigurationError, match="one worker of a node speaks"):
+        run_threads(2, lambda comm: Run(comm, replace(ALONE, transport="shared"), algorithm="hierarchical"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"transport": "pigeon"}, "messages, shared, rma"),
+        ({"transport": "shared", "consistency": "asp"}, "set transport = 'messages'"),
+        ({"mirrored": True, "consistency": "asp", "servers": 2}, "set mirrored = false"),
+        ({"mirrored": True}, "at least 2 servers"),
+        ({"mirrored": True, "servers": 1, "placement": "colocated"}, "at least 2 servers"),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_refused(keys: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        ParameterServerConfig(**keys)
+
+
+@pytest.mark.parametrize("transport", ["messages", "shared", "rma"])
+def test_a_step_that_is_given_up_is_looked_at_and_the_next_one_taken(transport: str, rng: np.random.Generator) -> None:
+    data = text(rng)
+    config = ParameterServerConfig(placement="colocated", transport=transport, mirrored=True)
+
+    def body(comm: Communicator) -> list[float]:
+        run = Run(comm, config)
+        store = run.exchange.parameters
+        before = store.array.copy()
+        comm.barrier()
+        store.view(run.model.layout.segments[4].key)[...] = np.nan
+        batches = run.batches(data[0])
+        with pytest.raises(NonFiniteError) as caught:
+            run.executor.run(run.operations, batches, SAMPLES, 17, np.zeros(2))
+        assert "rank 2: parameter" in str(explain(comm, run.executor, run.operations, batches, caught.value))
+        store.array[...] = before
+        comm.barrier()
+        return run.losses(data)
+
+    assert run_threads(3, body) == run_threads(3, lambda comm: Run(comm, config).losses(data))

@@ -1,156 +1,198 @@
 """A parameter server in lock-step ("bsp"): all workers take every step together, as one process would.
 
-    worker   FORWARD BACKWARD PUSH ...           AGREE                               PULL ...
-    server                        COLLECT ...    AGREE  DIRECTION (NORMS) APPLY  PUBLISH ...
+    worker   FORWARD BACKWARD PUSH ...           AGREE                                       PULL ...
+    server                        COLLECT ...    AGREE  DIRECTION (NORMS) APPLY  PUBLISH ... (MIRROR ...)
 
 A gradient is pushed as soon as backward has completed it. A server adds what the workers push in the order of their
-ranks, whatever the order of arrival, so a step has the same bits in every repetition, for any number of servers and
-both placements (but for the norm by which gradients are clipped, whose partial sums follow the cut).
+ranks, whatever the order of arrival, so a step has the same bits in every repetition, for any number of servers, both
+placements and all transports (but for the norm by which gradients are clipped, whose partial sums follow the cut).
 
-The numbers that all ranks agree on travel by the MPI library where ``communication.algorithm`` is native, else by
-counted messages; gradients and parameters go from rank to rank in either case.
+How gradients and parameters travel is the transport's: `messages`, `shared_memory` or `windows`. The numbers that all
+ranks agree on travel by the MPI library where ``communication.algorithm`` is native, else by counted messages.
 
 With Psi bytes of parameters and p ranks, a dedicated worker pushes Psi and pulls Psi a step: it sends Psi, and its
 servers send Psi to it. A colocated rank keeps what it owns: where all p ranks serve, each sends 2 Psi (p-1)/p.
-
-With ``communication.algorithm = "hierarchical"`` the workers of a node sum their gradients first, and one of them
-speaks for the node: servers get one push a node, and answer it once.
 """
 
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays.ranges import Range
-from hpcdist.collectives.leader import LEADER, reduce_to_leader, spread_from_leader
-from hpcdist.collectives.reduction import ufunc
-from hpcdist.collectives.workspace import scratch
-from hpcdist.comm.communicator import Communicator, Request
-from hpcdist.strategies.exchange import Handlers
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.strategies.exchange import Handlers, pieces_of
 from hpcdist.strategies.owner import Owner, OwnerExchange
-from hpcdist.strategies.parameter_server.keys import partition
+from hpcdist.strategies.parameter_server.messages import Messages
+from hpcdist.strategies.parameter_server.mirror import Mirror
 from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.parameter_server.shared_memory import SharedMemory
+from hpcdist.strategies.parameter_server.transport import Site, Transport
+from hpcdist.strategies.parameter_server.windows import Windows
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
 
-GRADIENT: Final = 0  # tags; messages of one tag stay in the order of the plan, which all ranks share
-PARAMETER: Final = 1
+TRANSPORTS: Final[dict[str, Callable[[Site], Transport]]] = {
+    "messages": Messages,
+    "shared": SharedMemory,
+    "rma": Windows,
+}
 
 
 class LockStepExchange(OwnerExchange):
     """Workers push, servers sum in rank order and update, workers pull. Collective over the world.
 
-    ``servers`` joins the ranks that serve; None on the others.
+    ``servers`` joins the ranks that serve; None on the others. ``mirrored``: every range has a second server.
     """
 
-    def __init__(self, seat: Seat, roles: Roles, servers: Communicator | None) -> None:
+    def __init__(
+        self,
+        seat: Seat,
+        roles: Roles,
+        servers: Communicator | None,
+        *,
+        transport: str = "messages",
+        mirrored: bool = False,
+    ) -> None:
         super().__init__(seat)
-        self.roles = roles
-        self.comm = seat.world.dup("parameters")
-        self.rank = self.comm.rank
-        self.works, self.serves = self.rank in roles.workers, self.rank in roles.servers
+        if transport != "messages" and seat.algorithm == "hierarchical":
+            raise ConfigurationError(
+                f"parameter_server.transport = {transport!r} with communication.algorithm = 'hierarchical', where one "
+                "worker of a node speaks for all by messages; choose another algorithm, or transport = 'messages'"
+            )
+        if mirrored and len(roles.servers) < 2:
+            raise ConfigurationError(
+                "parameter_server.mirrored = true with 1 server: its state needs another one to be kept on; set "
+                "parameter_server.servers to 2 or more, or mirrored = false"
+            )
+        self.site = Site(seat, roles, seat.world.dup("parameters"))
+        self.works, self.serves = self.site.works, self.site.serves
         self.replicas_identical = self.works
-        self._node = seat.data.nodes().intra if self.works and seat.algorithm == "hierarchical" else None
-        self.speakers, self.speaks = self._speakers(seat)
-        found = partition(seat.layout, len(roles.servers))
-        # (range, rank of the server that owns it), in the order in which backward completes them
-        self._messages = [(part, roles.servers[index]) for part, index in found.messages(seat.layout.units)]
-        self._owner_of = dict(self._messages)
-        parts = found.parts(roles.servers.index(self.rank)) if self.serves else []
-        kept = None if self.works else parts
-        stores = seat.store("parameters", kept), seat.store("gradients", kept)
+        self.transport = TRANSPORTS[transport](self.site)
+        stores = self.transport.parameters, self.transport.gradients
+        parts = self.site.parts(self.site.rank) if self.serves else []
         self.owner = Owner(*stores, seat.build_optimizer(parts), parts, servers, seat.agree_algorithm)
-        self._sent: list[Request] = []
+        self.mirrored = mirrored
+        self.mirror = Mirror(self.site, servers, self.owner) if mirrored and servers is not None else None
         self._last = self.plan()[-1]
         self.carries_out: Handlers = {
             Kind.PUSH: self.push,
             Kind.COLLECT: self.collect,
             Kind.PUBLISH: self.publish,
             Kind.PULL: self.pull,
+            Kind.MIRROR: self.follow,
             **self.owner.carries_out,
         }
 
-    def _speakers(self, seat: Seat) -> tuple[list[int], bool]:
-        """Return the workers that exchange messages with servers, and whether this rank is one. Collective."""
-        own = self.works and (self._node is None or self._node.rank == LEADER)
-        found = seat.world.allgather_object(own)
-        return [rank for rank, speaks in enumerate(found) if speaks], own
+    @property
+    def loaded_bytes(self) -> int:
+        """What this rank has read so far of memory that others of its node wrote; not part of what it sent (local)."""
+        return self.transport.loaded_bytes
 
     def plan(self) -> list[Operation]:
         """Return what this rank does as a worker, as a server, or as both."""
-        ranges = [part for part, _ in self._messages] if self.works else []
-        own = [part for part, server in self._messages if server == self.rank]
+        ranges = [part for part, _ in self.site.messages] if self.works else []
+        own = self.site.own
         return [
             *(Operation(Kind.PUSH, range=part) for part in ranges),
             *(Operation(Kind.COLLECT, range=part) for part in own),
             Operation(Kind.AGREE),
             *(self.owner.plan() if self.serves else []),
             *(Operation(Kind.PUBLISH, range=part) for part in own),
+            *(self.mirror.plan() if self.mirror is not None else []),
             *(Operation(Kind.PULL, range=part) for part in ranges),
         ]
 
     def push(self, op: Operation) -> None:
-        """Begin to send the gradients of a range to its server; they must stay until `agree`."""
-        part, server = self._place(op)
-        values = self.gradients.range(part)
-        if self._node is not None:
-            reduce_to_leader(self._node, values)
-        if self.speaks and server != self.rank:
-            self._sent.append(self.comm.isend(values, server, GRADIENT))
+        """Begin to bring the gradients of a range to its server; they must stay until `agree`."""
+        assert op.range is not None
+        self.transport.push(op.range)
 
     def collect(self, op: Operation) -> None:
-        """Sum the gradients of an own range over the workers that speak, the first one's first."""
-        part, _ = self._place(op)
-        own = self.gradients.range(part)
-        add = ufunc(own, "sum")
-        arrived = scratch("parameter_server.arrived", own.size, own.dtype, own)
-        # What a worker's own backward wrote has its turn among the others: sums before it need memory of their own.
-        late = self.speaks and self.rank != self.speakers[0]
-        total = scratch("parameter_server.sum", own.size, own.dtype, own) if late else own
-        for worker in self.speakers:
-            if worker == self.rank:
-                if late:
-                    add(total, own, own)
-                total = own
-            elif worker == self.speakers[0]:
-                self.comm.recv(total, worker, GRADIENT)
-            else:
-                self.comm.recv(arrived, worker, GRADIENT)
-                add(total, arrived, total)
+        """Sum the gradients of an own range over the workers, the first one's first."""
+        assert op.range is not None
+        self.transport.collect(op.range)
+        if self.mirror is not None:
+            self.mirror.forward(op.range)
 
     def publish(self, op: Operation) -> None:
-        """Begin to send the new values of an own range to the workers."""
-        part, _ = self._place(op)
-        values = self.parameters.range(part)
-        others = [worker for worker in self.speakers if worker != self.rank]
-        self._sent += [self.comm.isend(values, worker, PARAMETER) for worker in others]
+        """Begin to bring the new values of an own range to the workers."""
+        assert op.range is not None
+        self.transport.publish(op.range)
+        self._settle(op)
+
+    def follow(self, op: Operation) -> None:
+        """Take the step of a server that this one mirrors."""
+        assert self.mirror is not None
+        self.mirror.follow(op)
         self._settle(op)
 
     def pull(self, op: Operation) -> None:
         """Take the new values of a range from its server."""
-        part, server = self._place(op)
-        values = self.parameters.range(part)
-        if self.speaks and server != self.rank:
-            self.comm.recv(values, server, PARAMETER)
-        if self._node is not None:
-            spread_from_leader(self._node, values)
-        self._settle(op)
-
-    def _place(self, op: Operation) -> tuple[Range, int]:
         assert op.range is not None
-        return op.range, self._owner_of[op.range]
+        self.transport.pull(op.range)
+        self._settle(op)
 
     def _settle(self, op: Operation) -> None:
         """With the last operation of a step nothing is under way any more."""
         if op == self._last:
-            self._wait()
-
-    def _wait(self) -> None:
-        for request in self._sent:
-            request.wait()
-        self._sent.clear()
+            self.transport.settle()
 
     def agree(self, values: np.ndarray) -> np.ndarray:
         """Sum ``values`` over the world, in place; what this rank pushed has then arrived. Collective."""
-        self._wait()
+        self.transport.settle()
+        if self.mirror is not None:
+            self.mirror.settle()
         return super().agree(values)
+
+    def begin_update(self, scale: float) -> None:
+        """Begin the update of the step, on the mirror too."""
+        super().begin_update(scale)
+        if self.mirror is not None:
+            self.mirror.begin_update(scale)
+        if self.works:
+            self.transport.expect()
+
+    def recover(self, server: int) -> None:
+        """Rebuild what the rank ``server`` served and mirrored, bit for bit, from the others, and pull everywhere.
+
+        Collective over the world, between steps. Raises UsageError where nobody mirrors that rank.
+        """
+        if not self.mirrored or server not in self.site.roles.servers:
+            raise UsageError(
+                f"rank {server} cannot be recovered: "
+                + (f"only {list(self.site.roles.servers)} serve" if self.mirrored else "its state is not mirrored")
+                + "; set parameter_server.mirrored = true and name a server"
+            )
+        if self.mirror is not None:
+            self.mirror.recover(server)
+        for part in self.site.own:
+            self.transport.publish(part)
+        for part, _ in self.site.messages if self.works else ():
+            self.transport.pull(part)
+        self.transport.settle()
+
+    def close(self) -> None:
+        """Give back memory that the transport holds; no step can be made afterwards. Collective over the world."""
+        self.transport.close()
+
+    def take(self, initial: FlatStore) -> None:
+        """Take over the initial values."""
+        super().take(initial)
+        if self.mirror is not None:
+            self.mirror.parameters.copy_from(initial)
+
+    def wanted(self) -> Sequence[Piece]:
+        """Return what this rank keeps, and what it mirrors."""
+        own = list(super().wanted())
+        if self.mirror is None:
+            return own
+        return own + pieces_of({"parameters": self.mirror.parameters, **self.mirror.slots()}, self.mirror.parts)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back the optimizer's clock."""
+        super().restore(state)
+        if self.mirror is not None:
+            self.mirror.optimizer.restore(dict(state))

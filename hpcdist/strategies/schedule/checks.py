@@ -11,7 +11,7 @@ from hpcdist.strategies.schedule.pipelines import Pass, expand
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 MESSAGES = (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
 BEFORE_AGREE = (Kind.BACKWARD, *EXCHANGED, Kind.WAIT, Kind.COLLECT, Kind.COPY_GRADIENT)
-AFTER_AGREE = (Kind.DIRECTION, Kind.NORMS, Kind.APPLY, Kind.PUBLISH, Kind.COPY_VALUE)
+AFTER_AGREE = (Kind.DIRECTION, Kind.NORMS, Kind.APPLY, Kind.PUBLISH, Kind.MIRROR, Kind.COPY_VALUE)
 # (what, what of its range comes before it, whether all of its range must have it)
 ORDERS = (
     (Kind.REDUCE, Kind.ADD, False),

@@ -31,6 +31,7 @@ PHASES = {
     Kind.ADD: "compute_s",
     Kind.DIRECTION: "update_s",
     Kind.APPLY: "update_s",
+    Kind.MIRROR: "update_s",
 }
 
 

@@ -36,6 +36,7 @@ class Kind(Enum):
     COLLECT = "collect"  # (range): a server takes what the workers push
     PUBLISH = "publish"  # (range): a server gives new parameters to the workers
     PULL = "pull"  # (range): a worker takes them
+    MIRROR = "mirror"  # (range): a second server takes the same step
     COPY_GRADIENT = "copy_gradient"  # gradient of the copy of a tied tensor to the stage that owns it
     COPY_VALUE = "copy_value"  # the new value of a tied tensor back to its copy
     AGREE = "agree"  # loss, found-inf, norm and the wish to stop; every REDUCE comes before it

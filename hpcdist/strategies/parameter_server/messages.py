@@ -1,0 +1,157 @@
+"""Gradients and parameters as messages between workers and servers, on any number of nodes.
+
+Receives are posted before what they wait for can be sent, so that a message goes straight to its place: a server's
+first `AHEAD` gradients when it begins to push, or to collect; parameters as soon as all ranks have agreed on the step.
+With Psi bytes of parameters on p ranks, all of which work and serve, each sends 2 Psi (p-1)/p a step, and holds
+``AHEAD`` of the largest messages besides.
+
+With ``communication.algorithm = "hierarchical"`` the workers of a node sum their gradients first, and one of them
+speaks for the node: servers get one push a node, and answer it once.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ranges import Range
+from hpcdist.collectives import workspace
+from hpcdist.collectives.leader import LEADER, reduce_to_leader, spread_from_leader
+from hpcdist.collectives.reduction import ufunc
+from hpcdist.collectives.workspace import scratch
+from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, Site
+
+AHEAD: Final = 4  # gradients that a server receives, or adds, at a time: two are added while two are on their way
+
+
+class Arrivals:
+    """Messages of a known ``order``, (elements, peer), received into buffers that take turns. Local, but for messages.
+
+    What `take` returns stays until the second `take` after it.
+    """
+
+    def __init__(self, comm: Communicator, order: Sequence[tuple[int, int]], dtype: "np.dtype[np.generic]", on: str):
+        self._comm, self._order = comm, order
+        longest = max((size for size, _ in order), default=0)
+        self._buffers: list[Array] = [
+            workspace.count(backend.empty(longest, np.dtype(dtype), on)) for _ in range(min(AHEAD, len(order)))
+        ]
+        self._requests: list[Request] = []
+        self._taken = 0
+        self.begun = False
+
+    def begin(self) -> None:
+        """Post the first receives, if that has not been done since the last message was taken."""
+        if not self.begun:
+            self.begun, self._taken = True, 0
+            self._requests = [self._post(index) for index in range(len(self._buffers))]
+
+    def take(self) -> Array:
+        """Return the next message, waiting for it."""
+        index = self._taken
+        due = index - 2 + len(self._buffers)  # into the buffer of the message before the last
+        if index >= 2 and due < len(self._order):
+            self._requests.append(self._post(due))
+        self._requests[index].wait()
+        self._taken += 1
+        self.begun = self._taken < len(self._order)
+        return self._view(index)
+
+    def _view(self, index: int) -> Array:
+        return self._buffers[index % len(self._buffers)][: self._order[index][0]]
+
+    def _post(self, index: int) -> Request:
+        return self._comm.irecv(self._view(index), self._order[index][1], GRADIENT)
+
+
+class Messages:
+    """See `transport.Transport`. Making it is collective over the world."""
+
+    loaded_bytes = 0  # nothing is read from memory of others
+
+    def __init__(self, site: Site) -> None:
+        seat = site.seat
+        self.site, self.comm = site, site.comm
+        kept = None if site.works else site.parts(site.rank)
+        self.parameters, self.gradients = seat.store("parameters", kept), seat.store("gradients", kept)
+        self._node = seat.data.nodes().intra if site.works and seat.algorithm == "hierarchical" else None
+        self.speakers, self.speaks = self._speakers()
+        others = [worker for worker in self.speakers if worker != site.rank]
+        order = [(part.size, worker) for part in site.own for worker in others]
+        self._arrivals = Arrivals(self.comm, order, seat.dtype, seat.on)
+        self._expected: dict[Range, Request] = {}
+        self._sent: list[Request] = []
+
+    def _speakers(self) -> tuple[list[int], bool]:
+        """Return the workers that exchange messages with servers, and whether this rank is one. Collective."""
+        own = self.site.works and (self._node is None or self._node.rank == LEADER)
+        found = self.site.seat.world.allgather_object(own)
+        return [rank for rank, speaks in enumerate(found) if speaks], own
+
+    def push(self, part: Range) -> None:
+        """Begin to send the gradients of a range to its server."""
+        self._arrivals.begin()  # of an own range: they come while this rank computes
+        values, server = self.gradients.range(part), self.site.owners[part]
+        if self._node is not None:
+            reduce_to_leader(self._node, values)
+        if self.speaks and server != self.site.rank:
+            self._sent.append(self.comm.isend(values, server, GRADIENT))
+
+    def collect(self, part: Range) -> None:
+        """Sum the gradients of an own range over the workers that speak, the first one's first."""
+        self._arrivals.begin()
+        own = self.gradients.range(part)
+        add = ufunc(own, "sum")
+        # What the own backward wrote has its turn among the others: sums before it need memory of their own.
+        late = self.speaks and len(self.speakers) > 1 and self.speakers[0] != self.site.rank
+        total = None
+        for worker in self.speakers:
+            value = own if worker == self.site.rank else self._arrivals.take()
+            if worker == self.site.rank:
+                late = False
+            if total is None:
+                total = value
+                continue
+            target = scratch("parameter_server.sum", own.size, own.dtype, own) if late else own
+            add(total, value, target)
+            total = target
+        if total is not own:
+            own[...] = total
+
+    def expect(self) -> None:
+        """Post the receives of all parameters that others serve."""
+        if self.speaks:
+            for part, server in self.site.messages:
+                if server != self.site.rank:
+                    self._expect(part, server)
+
+    def _expect(self, part: Range, server: int) -> None:
+        self._expected[part] = self.comm.irecv(self.parameters.range(part), server, PARAMETER)
+
+    def publish(self, part: Range) -> None:
+        """Begin to send the new values of an own range to the workers that speak."""
+        values = self.parameters.range(part)
+        others = [worker for worker in self.speakers if worker != self.site.rank]
+        self._sent += [self.comm.isend(values, worker, PARAMETER) for worker in others]
+
+    def pull(self, part: Range) -> None:
+        """Take the new values of a range from its server."""
+        server = self.site.owners[part]
+        if self.speaks and server != self.site.rank:
+            if part not in self._expected:
+                self._expect(part, server)
+            self._expected.pop(part).wait()
+        if self._node is not None:
+            spread_from_leader(self._node, self.parameters.range(part))
+
+    def settle(self) -> None:
+        """Wait for what was sent."""
+        for request in self._sent:
+            request.wait()
+        self._sent.clear()
+
+    def close(self) -> None:
+        """Nothing is held that does not go by itself."""

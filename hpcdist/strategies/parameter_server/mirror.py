@@ -1,0 +1,121 @@
+"""A second server for every range, which takes the same steps: what one server knows is never lost with it.
+
+Server i is mirrored by server i + k, the smallest k with which the two are on different nodes, as far as there are any.
+As soon as a server has summed the gradients of a range, it sends the sum to its mirror, which updates parameters and
+optimizer state of its own with the same numbers: the factor of clipping is agreed on by all ranks, and the norms of
+layer-wise rates by all servers. So the two agree bit for bit after every step.
+
+With Psi bytes of parameters on s servers, each sends Psi/s more a step, keeps Psi/s more of parameters and of
+gradients, and twice its optimizer state (AdamW: 4 Psi/s more in all), and takes the time of a second update of that
+size, which the workers do not wait for.
+
+`recover` gives a server back what it has lost, and what it has mirrored, from those that have it. That needs its
+process: an MPI library without fault tolerance ends the job with the first process that dies, and then only a
+checkpoint helps. So what this covers is lost or damaged memory of a server (a store that a check finds wrong), or a
+process that somebody has put in the place of a dead one, in a communicator of the same ranks. If a server and its
+mirror are lost at once, so is the state of one of them.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ranges import Range
+from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.strategies.owner import Owner
+from hpcdist.strategies.parameter_server.transport import SUM, Site
+from hpcdist.strategies.schedule.operations import Kind, Operation
+
+STATE: Final = SUM + 1  # tag
+
+
+class Mirror(Owner):
+    """What a server keeps of another one's, and the steps it takes with that. ``owner`` is what it serves itself.
+
+    Making it is collective over ``servers``.
+    """
+
+    def __init__(self, site: Site, servers: Communicator, owner: Owner) -> None:
+        seat, ranks = site.seat, site.roles.servers
+        self.site, self.owner, self._servers = site, owner, servers
+        members = servers.nodes().members
+        by = shift([node for rank in range(servers.size) for node, ranks in enumerate(members) if rank in ranks])
+        index = servers.rank
+        self.at = ranks[(index + by) % servers.size]  # where this rank is mirrored
+        self.of = ranks[(index - by) % servers.size]  # whom this rank mirrors
+        parts = site.parts(self.of)
+        stores = seat.store("parameters", parts), seat.store("gradients", parts)
+        super().__init__(*stores, seat.build_optimizer(parts), parts, None, seat.agree_algorithm)
+        self._messages = [part for part, server in site.messages if server == self.of]
+        self._sent: list[Request] = []
+        self._coming: dict[Range, Request] = {}
+        self.carries_out = {Kind.MIRROR: self.follow}
+
+    def plan(self) -> list[Operation]:
+        """Return MIRROR of each range that this rank mirrors."""
+        return [Operation(Kind.MIRROR, range=part) for part in self._messages]
+
+    def forward(self, part: Range) -> None:
+        """Begin to send the sum of an own range to the mirror; it must stay until `settle`."""
+        if part == self.site.own[0]:
+            self._listen()
+        self._sent.append(self.site.comm.isend(self.owner.gradients.range(part), self.at, SUM))
+
+    def _listen(self) -> None:
+        """Post the receives of a step. Those of a step that was given up have come: all ranks had agreed on it."""
+        for request in self._coming.values():
+            request.wait()
+        self._coming = {part: self.site.comm.irecv(self.gradients.range(part), self.of, SUM) for part in self._messages}
+
+    def settle(self) -> None:
+        """Wait for what was sent."""
+        for request in self._sent:
+            request.wait()
+        self._sent.clear()
+
+    def follow(self, op: Operation) -> None:
+        """Take the step that the other server has taken (local, once its sum is there)."""
+        assert op.range is not None
+        self._coming.pop(op.range).wait()
+        self._norms = self.owner._norms  # summed over all servers: those of whole tensors
+        self.direction(op)
+        self.apply(op)
+
+    def recover(self, lost: int) -> None:
+        """Give the rank ``lost`` its state back, and what it mirrors. Collective over the servers, between steps."""
+        places = self._servers.allgather_object((self.site.rank, self.at, self.of))
+        holder, mirrored = next((at, of) for rank, at, of in places if rank == lost)
+        root = next(index for index, (rank, _, _) in enumerate(places) if rank == holder)
+        clock = self._servers.broadcast_object(self.optimizer.state(), root)
+        if self.site.rank == holder:
+            for array in _state_of(self):
+                self.site.comm.send(array, lost, STATE)
+        if self.site.rank == mirrored:
+            for array in _state_of(self.owner):
+                self.site.comm.send(array, lost, STATE)
+        if self.site.rank == lost:
+            for owner, source in ((self.owner, holder), (self, mirrored)):
+                for array in _state_of(owner):
+                    self.site.comm.recv(array, source, STATE)
+                owner.optimizer.restore(clock)
+
+
+def _state_of(owner: Owner) -> Iterator[Array]:
+    """Yield all that an owner keeps from step to step, part by part."""
+    for part in owner.parts:
+        yield owner.parameters.range(part)
+        for _, store in sorted(owner.slots().items()):
+            yield store.range(part)
+
+
+def shift(nodes: Sequence[int]) -> int:
+    """Return how many servers further a server's mirror is, given the node of each: the same for all of them.
+
+    Of the shifts with the fewest pairs on one node it is the smallest.
+    """
+    size = len(nodes)
+
+    def together(by: int) -> int:
+        return sum(nodes[index] == nodes[(index + by) % size] for index in range(size))
+
+    return min(range(1, size), key=together)

@@ -1,0 +1,181 @@
+"""Workers and servers of a node on the same memory: what they exchange there is read where it was written.
+
+    gradients    each worker's backward writes where all ranks of the node can read: a server sums its ranges straight
+                 from there, in the order of the ranks, like messages do, and with the same bits
+    parameters   one copy for the node: its servers update it where it lies, its workers compute on it, and a pull is
+                 but a counter to wait for
+
+With Psi bytes and w workers on one node, the servers together load w Psi, of which what they wrote themselves comes
+from their own memory, and each worker reads Psi in its forward; nothing is sent. Where all p ranks work and serve, each
+loads 2 Psi (p-1)/p of what others wrote, and parameters take Psi on the node, not p Psi.
+
+Between nodes there are messages: a worker sends its gradients to servers elsewhere, and the first worker of a node
+takes parameters from elsewhere for all of them. The sums, and so the bits, are those of messages alone.
+
+Nobody overwrites what is still read: a server changes parameters after all ranks have agreed on the step, when every
+backward is over, and a backward writes gradients again when the rank has pulled, after every server has collected.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.collectives.node_flags import NodeFlags
+from hpcdist.collectives.workspace import scratch
+from hpcdist.comm.communicator import Request, SharedBlock
+from hpcdist.errors import ConfigurationError, MissingCapabilityError
+from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, Site, add_in_order
+
+
+class SharedMemory:
+    """See `transport.Transport`. Making it is collective over the world.
+
+    Raises ConfigurationError on a GPU and MissingCapabilityError, on all ranks, where a node cannot share memory.
+    """
+
+    def __init__(self, site: Site) -> None:
+        seat, nodes = site.seat, site.comm.nodes()
+        if seat.on != "cpu":
+            raise ConfigurationError(
+                f"parameter_server.transport = 'shared' with run.device = {seat.on!r}: ranks share the memory of the "
+                "host only; set parameter_server.transport = 'messages'"
+            )
+        self.site, self.comm, self._node = site, site.comm, nodes.intra
+        self._here = list(nodes.members[nodes.index])  # ranks of this node
+        self._nodes = nodes.members
+        self._worker_here = next((rank for rank in self._here if rank in site.roles.workers), None)
+        self._place = {part: index for index, (part, _) in enumerate(site.messages)}
+        count = len(self._place)
+        # The first counters of a rank count what it pushed of each message, the others what it has made new.
+        self._flags = NodeFlags(self._node, 2 * count)
+        self._pushes, self._collects, self._news = [0] * count, [0] * count, [0] * count
+        self._sent: list[Request] = []
+        self.loaded_bytes = 0
+        self._blocks: list[SharedBlock] = []
+        self.parameters, self.gradients = self._stores()
+        alike = seat.world.allgather_object(self._flags.is_shared and all(block.is_shared for block in self._blocks))
+        if not all(alike):
+            alone = [rank for rank, shares in enumerate(alike) if not shares]
+            raise MissingCapabilityError(
+                f"rank {', '.join(map(str, alone))} cannot share memory with the ranks of its node (see the free "
+                "memory, /dev/shm and the containers' process namespaces); set parameter_server.transport = 'messages'"
+            )
+
+    def _stores(self) -> tuple[FlatStore, FlatStore]:
+        """Return where parameters and gradients lie. Collective over the node."""
+        site, seat, nbytes = self.site, self.site.seat, self.site.seat.layout.size * self.site.seat.dtype.itemsize
+        own = None if site.works else site.parts(site.rank)
+        if self._worker_here is None:  # a node of servers keeps what they serve, no more
+            return seat.store("parameters", own), seat.store("gradients", own)
+        common = self._shared(nbytes if self._here[0] == site.rank else 0)
+        written = self._shared(nbytes if site.works else 0)
+        # The one copy is counted by one rank.
+        counted = self._counted(common.views[0], "parameters") if self._here[0] == site.rank else common.views[0]
+        parameters = seat.store("parameters", None, _given(counted))
+        itself = {rank: index for index, rank in enumerate(self._here)}
+        self._written = {
+            rank: seat.store("gradients", None, _given(written.views[itself[rank]]))
+            for rank in self._here
+            if rank in site.roles.workers and rank != site.rank and written.is_shared
+        }
+        if not site.works:
+            return parameters, seat.store("gradients", own)
+        mine = self._counted(written.views[self._node.rank], "gradients")
+        return parameters, seat.store("gradients", None, _given(mine))
+
+    def _shared(self, nbytes: int) -> SharedBlock:
+        block = self._node.shared(nbytes)
+        self._blocks.append(block)
+        return block
+
+    def _counted(self, octets: np.ndarray, category: str) -> np.ndarray:
+        ledger = self.site.seat.ledger
+        return octets if ledger is None else ledger.track(octets, category)
+
+    def push(self, part: Range) -> None:
+        """Say that the gradients of a range are there, or begin to send them to a server elsewhere."""
+        server, place = self.site.owners[part], self._place[part]
+        if server not in self._here:
+            self._sent.append(self.comm.isend(self.gradients.range(part), server, GRADIENT))
+        self._pushes[place] += 1
+        self._flags.raise_to(place, self._pushes[place])
+
+    def collect(self, part: Range) -> None:
+        """Sum the gradients of an own range from where the workers wrote them."""
+        place, own = self._place[part], self.gradients.range(part)
+        self._collects[place] += 1
+        elsewhere = [worker for worker in self.site.roles.workers if worker not in self._here]
+        arrived = scratch("parameter_server.arrived", len(elsewhere) * own.size, own.dtype, own)
+        arrived = arrived.reshape(len(elsewhere), own.size)
+        requests = [self.comm.irecv(arrived[at], worker, GRADIENT) for at, worker in enumerate(elsewhere)]
+        inputs: list[Array] = []
+        for worker in self.site.roles.workers:
+            if worker == self.site.rank:
+                inputs.append(own)
+            elif worker in self._here:
+                self._wait(worker, place, self._collects[place], part)
+                inputs.append(self._written[worker].range(part))
+            else:
+                at = elsewhere.index(worker)
+                requests[at].wait()
+                inputs.append(arrived[at])
+        add_in_order(inputs, own)
+
+    def expect(self) -> None:
+        """Nothing has to be made ready."""
+
+    def publish(self, part: Range) -> None:
+        """Say that the new values of an own range are there, and begin to send them to the other nodes."""
+        values = self.parameters.range(part)
+        for members in self._nodes:
+            first = next((rank for rank in members if rank in self.site.roles.workers), None)
+            if first is not None and first not in self._here:
+                self._sent.append(self.comm.isend(values, first, PARAMETER))
+        self._say_new(part)
+
+    def pull(self, part: Range) -> None:
+        """Return when the new values of a range are in the memory of the node."""
+        server, place = self.site.owners[part], self._place[part]
+        if server == self.site.rank:
+            return
+        provider = server if server in self._here else self._worker_here
+        if provider == self.site.rank:
+            self.comm.recv(self.parameters.range(part), server, PARAMETER)
+            self._say_new(part)
+            return
+        assert provider is not None
+        self._news[place] += 1
+        self._wait(provider, len(self._place) + place, self._news[place], part)
+
+    def _say_new(self, part: Range) -> None:
+        place = self._place[part]
+        self._news[place] += 1
+        self._flags.raise_to(len(self._place) + place, self._news[place])
+
+    def _wait(self, rank: int, word: int, value: int, part: Range) -> None:
+        """Wait for a counter of another rank of the node; what it stands for is then loaded from that rank's memory."""
+        dtype = self.site.seat.dtype
+        token = self.comm.events.begin(self.comm.name, "load", str(dtype), part.size, 0, rank, 0)
+        self._flags.wait(self._here.index(rank), word, value)
+        self.comm.events.end(token)
+        self.loaded_bytes += part.size * dtype.itemsize
+
+    def settle(self) -> None:
+        """Wait for what was sent to other nodes."""
+        for request in self._sent:
+            request.wait()
+        self._sent.clear()
+
+    def close(self) -> None:
+        """Give the shared memory back."""
+        self._flags.close()
+        for block in self._blocks:
+            block.close()
+
+
+def _given(octets: np.ndarray) -> Callable[[int, "np.dtype[np.generic]"], Array]:
+    """Return how a store takes ``octets`` for its memory."""
+    return lambda size, dtype: octets.view(dtype)
