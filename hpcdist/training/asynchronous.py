@@ -1,5 +1,6 @@
-"""The training loop where no worker waits for another, and the meetings at which all decide together."""
+"""The training loop of workers that are not in lock-step, and the meetings at which all decide together."""
 
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -9,7 +10,8 @@ import numpy as np
 
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.parameter_server.asynchronous import AsynchronousExchange
-from hpcdist.strategies.schedule.executor import MicroBatch
+from hpcdist.strategies.parameter_server.backup import BackupExchange
+from hpcdist.strategies.schedule.executor import MicroBatch, Step
 from hpcdist.training.data import Prefetcher, microbatches
 from hpcdist.training.loop import Loop, Outcome
 from hpcdist.training.rows import UnevenMetrics
@@ -23,12 +25,15 @@ def loop_of(trainer: Trainer) -> type[Loop]:
 
 
 class AsynchronousLoop(Loop):
-    """The run of one rank under asp. `run` is collective over the world.
+    """The run of one rank under asp or ssp, or with backup workers. `run` is collective over the world.
 
     Workers make their steps, each as fast as it can. What needs everybody happens in meetings: somebody wishes to
     stop, the slowest worker has come to a multiple of ``checkpoint.every_steps``, a worker's loss is not finite, or all
     have done their steps. A meeting costs a quick worker at most one step of the slowest. Rows of metrics need none.
     "Steps" of the run are those of the slowest worker; the others' clocks are part of a checkpoint too.
+
+    With backup workers a step is one of all workers. A row of metrics has the gradients that were taken; of one that
+    came too late it has the times, and its worker leaves out the steps that were made meanwhile.
     """
 
     kind_of_metrics = UnevenMetrics
@@ -37,10 +42,10 @@ class AsynchronousLoop(Loop):
     def run(self) -> Outcome:
         """Train until every worker has made the steps of the recipe, or until somebody wishes to stop."""
         exchange = self.trainer.exchange
-        assert isinstance(exchange, AsynchronousExchange)
+        assert isinstance(exchange, AsynchronousExchange | BackupExchange)
         self.exchange = exchange
         self.metrics.begin(dict(zip(exchange.roles.workers, exchange.clocks, strict=True)))
-        self._begins = exchange.clocks
+        self._begins = list(exchange.clocks)
         self._operations = exchange.attended(self.trainer.operations)
         self._failure = ""
         self._last = (0.0, 0)  # loss and targets of the last step
@@ -69,7 +74,8 @@ class AsynchronousLoop(Loop):
         if shard is None or self.exchange.works or watchdog is None or not self._begins:
             return
         steps = self.trainer.recipe.run.steps
-        if all(now > first or first == steps for now, first in zip(shard.clocks.values(), self._begins, strict=True)):
+        seen = self.exchange.seen.values()
+        if all(now > first or first == steps for now, first in zip(seen, self._begins, strict=True)):
             watchdog.tighten()
             self._begins = []
 
@@ -87,56 +93,69 @@ class AsynchronousLoop(Loop):
         self._sent_before += self.traffic.sent_bytes - sent
 
     def _work(self) -> bool:
-        """Make this worker's steps; whether the run is over, or was stopped, before it had made them all."""
+        """Make this worker's steps; whether the run is over, or was stopped, before it had made them all.
+
+        It may be called to a meeting before its first, by the values for which it had to ask anew.
+        """
         trainer, parts = self.trainer, self.trainer.recipe.parallel.microbatches
         first, steps = self.exchange.clock, trainer.recipe.run.steps
         with Prefetcher(trainer.source, trainer.recipe, trainer.data_axis, first, steps) as batches:
             for step, batch in enumerate(batches, start=first + 1):
+                while self.exchange.meetings.called or self._failure:
+                    if self._meet():
+                        return True
+                if step <= self.exchange.clock:
+                    continue  # made without this worker
                 self._step(step, microbatches(trainer.place(batch), parts))
                 self._attend()
                 if step == first + 1 and self.session.watchdog is not None:
                     self.session.watchdog.tighten()
-                if (self.exchange.meetings.called or self._failure) and self._meet():
-                    return True
         return False
 
     def _step(self, step: int, batches: list[MicroBatch]) -> None:
-        trainer, outcome = self.trainer, self.outcome
+        trainer, exchange = self.trainer, self.exchange
         samples = sum(len(inputs) for inputs, _ in batches)
-        shard = self.exchange.shard
-        busy_s = shard.busy_s if shard is not None else 0.0
+        divisor = exchange.weigh(samples, trainer.recipe.run.global_batch)
+        busy_s = exchange.shard.busy_s if exchange.shard is not None else 0.0
         try:
-            found = trainer.executor.run(self._operations, batches, samples, step, np.zeros(0))
+            found = trainer.executor.run(self._operations, batches, divisor, step, np.zeros(0))
         except NonFiniteError as error:
-            with self.exchange.unpushed():
+            with exchange.unpushed():
                 where = trainer.executor.inspect(self._operations, batches)
             self._failure = f"worker {trainer.comm.rank}: {error} ({where})"
-            self.exchange.meetings.call()
+            exchange.meetings.call()
             return
-        if shard is not None:  # updates that it made for others, and its own, are no communication
-            found.seconds["update_s"] += shard.busy_s - busy_s
-            found.seconds["communication_s"] -= shard.busy_s - busy_s
-        targets = samples * trainer.model.tokens_per_sample
-        self._last = found.loss, targets
+        if exchange.clock < step:
+            return  # all others have left for a meeting: this step is not made
+        if exchange.shard is not None:  # updates that it made for others, and its own, are no communication
+            found.seconds["update_s"] += exchange.shard.busy_s - busy_s
+            found.seconds["communication_s"] -= exchange.shard.busy_s - busy_s
+        self._note(step, found, found.loss * divisor / max(1, samples), samples)
+
+    def _note(self, step: int, found: Step, loss: float, samples: int) -> None:
+        """Take note of a step that was made, with the mean ``loss`` over this worker's ``samples`` (local)."""
+        exchange, outcome = self.exchange, self.outcome
+        targets = samples * self.trainer.model.tokens_per_sample if exchange.taken else 0
+        self._last = loss, targets
         outcome.targets.append(targets)
         outcome.sent_bytes.append(float(self.traffic.sent_bytes - self._counted))
         self._counted = self.traffic.sent_bytes
-        rate = self.exchange.learning_rate
         now = time.perf_counter()
         outcome.step_s.append(now - self._boundary)
         self._boundary = now
         seconds = {**found.seconds, "step_s": outcome.step_s[-1]}
-        self.metrics.add(step, found.loss, rate, targets, seconds, outcome.sent_bytes[-1])
+        self.metrics.add(step, loss, exchange.learning_rate, targets, seconds, outcome.sent_bytes[-1])
+        if exchange.clock > step:  # others made the steps in between: the last of them has no times of this worker
+            self.metrics.add(exchange.clock, 0.0, exchange.learning_rate, 0, dict.fromkeys(seconds, math.nan), math.nan)
         outcome.communication_s.append(found.seconds["communication_s"])
         share = found.seconds["communication_s"] / outcome.step_s[-1]
-        self.progress.step(step, found.loss, self._targets_of_all(), share)
+        self.progress.step(exchange.clock, loss, self._targets_of_all(), share)
 
     def _targets_of_all(self) -> int:
         """Return how many targets all workers have done since the last call, by the updates known here (local)."""
         recipe, exchange = self.trainer.recipe, self.exchange
         updates, self._seen = exchange.updates - self._seen, exchange.updates
-        each = recipe.run.global_batch * self.trainer.model.tokens_per_sample / len(exchange.roles.workers)
-        return round(updates * each)
+        return round(updates * exchange.share * recipe.run.global_batch * self.trainer.model.tokens_per_sample)
 
     def _meet(self) -> bool:
         """Come together and do what is due; whether the run is over. Collective."""

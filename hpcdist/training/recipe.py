@@ -45,8 +45,6 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self.check_world(self.parallel.data)
-        if self.parallel.strategy == "parameter_server":
-            self.parameter_server.check_beside(self.optimizer.name)
         self._refuse_without_effect()
         if self.communication.overlap != "none" and self.run.device != "cpu":
             raise ConfigurationError(

@@ -163,8 +163,7 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
     microbatches = _microbatches(recipe, grid)
     operations = build.operations(seat, exchange, executor.copies, replace(parallel, microbatches=microbatches))
     trainer = Trainer(comm, recipe, grid, seat, source, exchange, executor, operations, ledger, selection)
-    asynchronous = parallel.strategy == "parameter_server" and recipe.parameter_server.consistency == "asp"
-    if not asynchronous:  # no two of its ranks share a step
+    if exchange.lock_step:  # else no two ranks share a step
         trainer.proof = build.prove(seat, grid, operations, microbatches, accumulates=exchange.accumulates)
     if resume_from is None:
         trainer.initialise()

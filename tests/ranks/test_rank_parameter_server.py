@@ -200,8 +200,6 @@ def test_rank_bytes_of_lock_step(comm: Communicator, folder: Path) -> None:
 def test_rank_impossible_places_are_refused_on_all_ranks(comm: Communicator, folder: Path) -> None:
     with pytest.raises(ConfigurationError, match=rf"world {comm.size} - parameter_server.servers {comm.size} = 0"):
         _served(comm, folder, comm.size, "dedicated")
-    with pytest.raises(ConfigurationError, match="norms of whole tensors"):
-        _served(comm, folder, 1, "colocated", parameter_server__consistency="asp", optimizer__name="lamb")
 
 
 class Free:

@@ -1,5 +1,7 @@
 """What cannot be run is refused with the reason; who serves and who computes."""
 
+import math
+
 import pytest
 
 from hpcdist.errors import ConfigurationError
@@ -13,9 +15,15 @@ from hpcdist.strategies.parameter_server.roles import Roles
     [
         ({"servers": -1}, "servers = -1"),
         ({"placement": "beside"}, "choose one of dedicated, colocated"),
-        ({"consistency": "ssp"}, "known, but not built"),
-        ({"consistency": "eventual"}, "choose one of bsp, asp"),
-        ({"staleness": 3}, "staleness = 3.*set it to 0"),
+        ({"consistency": "eventual"}, "choose one of bsp, ssp, asp"),
+        ({"consistency": "ssp", "staleness": -1}, "staleness = -1.*at least 0"),
+        ({"staleness": 3}, "staleness = 3 has no effect .* 'bsp'"),
+        ({"consistency": "asp", "staleness": 3}, "staleness = 3 has no effect .* 'asp'"),
+        ({"staleness_aware": True}, "staleness_aware = true has no effect"),
+        ({"consistency": "ssp", "staleness_aware": True}, "staleness_aware = true has no effect"),
+        ({"backup_workers": -1}, "backup_workers = -1"),
+        ({"consistency": "asp", "backup_workers": 1}, "backup_workers = 1 .* 'asp'.*set consistency = 'bsp'"),
+        ({"consistency": "ssp", "backup_workers": 1}, "backup_workers = 1 .* 'ssp'"),
     ],
 )
 def test_refused(keys: dict[str, object], says: str) -> None:
@@ -23,13 +31,26 @@ def test_refused(keys: dict[str, object], says: str) -> None:
         ParameterServerConfig(**keys)
 
 
-def test_layer_wise_rates_need_lock_step() -> None:
-    bsp, asp = ParameterServerConfig(), ParameterServerConfig(consistency="asp")
-    for name in ("lars", "lamb"):
-        bsp.check_beside(name)
-        with pytest.raises(ConfigurationError, match=f"{name}.*norms of whole tensors"):
-            asp.check_beside(name)
-    asp.check_beside("adamw")
+@pytest.mark.parametrize(
+    ("keys", "lock_step", "bound", "described"),
+    [
+        ({}, True, 0, "bsp"),
+        ({"consistency": "ssp"}, True, 0, "ssp of 0"),
+        ({"consistency": "ssp", "staleness": 3}, False, 3, "ssp of 3"),
+        ({"consistency": "asp", "staleness_aware": True}, False, math.inf, "asp, rate by staleness"),
+        ({"backup_workers": 2}, False, 0, "bsp, 2 backup workers"),
+    ],
+)
+def test_who_waits_for_whom(keys: dict[str, object], lock_step: bool, bound: float, described: str) -> None:
+    config = ParameterServerConfig(**keys)
+    assert (config.lock_step, config.bound, config.described) == (lock_step, bound, described)
+
+
+@pytest.mark.parametrize(("placement", "world"), [("colocated", 2), ("dedicated", 3)])
+def test_as_many_backups_as_workers_are_refused(placement: str, world: int) -> None:
+    with pytest.raises(ConfigurationError, match=r"backup_workers = 2, but there are 2 workers.*at most 1"):
+        Roles.of(ParameterServerConfig(placement=placement, backup_workers=2), world)
+    assert len(Roles.of(ParameterServerConfig(placement=placement, backup_workers=1), world).workers) == 2
 
 
 def test_a_pipeline_is_refused() -> None:

@@ -82,3 +82,19 @@ def test_the_largest_go_first_to_the_least_loaded() -> None:
 def test_empty_tensors_are_no_keys() -> None:
     layout = layout_of(64, 0, 64)
     assert len(partition(layout, 2).keys) == 2
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(1, 9))
+def test_whole_tensors_have_one_server(sizes: list[int], servers: int) -> None:
+    layout = layout_of(*sizes)
+    if len(sizes) < servers:
+        with pytest.raises(ConfigurationError, match=f"{servers} servers, but .* {len(sizes)} tensors.*at most"):
+            partition(layout, servers, whole=True)
+        return
+    found = partition(layout, servers, whole=True)
+    assert [key.start for key in found.keys] == [segment.range.start for segment in layout.segments]
+    check_messages(layout, found)
+    assert found.fullest == max(loads(found)) * servers / layout.size
+    # Graham 1969, LPT: at most 4/3 - 1/(3 m) of the best, which is no better than even or than the longest key.
+    best = max(layout.size / servers, max(key.size for key in found.keys))
+    assert max(loads(found)) <= 4 / 3 * best + max(key.size for key in found.keys)

@@ -181,8 +181,6 @@ def test_an_override_without_a_value_is_a_wrong_call(home: dict[str, str]) -> No
         "precision.mode=bfloat16",
         "communication.compression=topk",
         "model.dropout=0.1",
-        "parameter_server.consistency=ssp",
-        "parameter_server.staleness=2",
     ],
 )
 def test_what_is_not_built_is_refused(home: dict[str, str], text: str) -> None:

@@ -5,12 +5,14 @@ from typing import Final
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.exchange import Exchange
 from hpcdist.strategies.parameter_server.asynchronous import AsynchronousExchange
+from hpcdist.strategies.parameter_server.backup import BackupExchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.parameter_server.roles import Roles
 from hpcdist.strategies.seat import Seat
 
-ALGORITHMS: Final = {"bsp": ("native", "ring", "hierarchical"), "asp": ("native", "ring")}
+SERVED: Final = ("native", "ring")  # workers that reduce nothing among themselves
+LOCK_STEP: Final = (*SERVED, "hierarchical")
 
 
 def exchange(seat: Seat, config: ParameterServerConfig) -> Exchange:
@@ -18,16 +20,18 @@ def exchange(seat: Seat, config: ParameterServerConfig) -> Exchange:
 
     Raises ConfigurationError for an algorithm that says nothing about messages between workers and servers.
     """
-    known = ALGORITHMS[config.consistency]
+    known = LOCK_STEP if config.lock_step else SERVED
     if seat.algorithm not in known:
         raise ConfigurationError(
-            f"communication.algorithm = {seat.algorithm!r} with a parameter server ({config.consistency}): workers do "
+            f"communication.algorithm = {seat.algorithm!r} with a parameter server ({config.described}): workers do "
             f"not reduce among themselves{', but for those of a node' if 'hierarchical' in known else ''}; choose one "
             f"of {', '.join(known)}"
         )
     roles = Roles.of(config, seat.world.size)
-    if config.consistency == "asp":
-        return AsynchronousExchange(seat, roles)
+    if config.backup_workers:
+        return BackupExchange(seat, roles, config.backup_workers)
+    if not config.lock_step:
+        return AsynchronousExchange(seat, roles, config.bound, staleness_aware=config.staleness_aware)
     serves = seat.world.rank in roles.servers
     servers = seat.world.split(0 if serves else None, seat.world.rank, "servers")
-    return LockStepExchange(seat, roles, servers, transport=config.transport, mirrored=config.mirrored)
+    return LockStepExchange(seat, roles, servers)

@@ -1,16 +1,13 @@
 """The ``[parameter_server]`` section of a recipe. Light: imports nothing but the errors."""
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
 from hpcdist.errors import ConfigurationError
 
 PLACEMENTS: Final = ("dedicated", "colocated")
-CONSISTENCIES: Final = ("bsp", "asp")
-TRANSPORTS: Final = ("messages", "shared", "rma")
-# Names that mean something, but have no code behind them in this version: refused, never ignored.
-UNBUILT_CONSISTENCIES: Final = ("ssp",)
-LAYER_WISE: Final = ("lars", "lamb")
+CONSISTENCIES: Final = ("bsp", "ssp", "asp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,20 +15,39 @@ class ParameterServerConfig:
     """Who serves the parameters, and how far workers may run apart.
 
     ``dedicated``: the last ``servers`` ranks only serve, the others only compute (0: one server). ``colocated``: every
-    rank computes and the first ``servers`` ranks serve too (0: all). ``bsp``: all workers take every step together, and
-    the result is that of one process. ``asp``: nobody waits for another worker; a server applies each push as it comes.
+    rank computes and the first ``servers`` ranks serve too (0: all).
 
-    In lock-step, ``transport`` says how gradients and parameters travel: as messages, through memory that the ranks of
-    a node share (messages between nodes), or by one-sided communication; the bits are the same. ``mirrored``: a second
-    server keeps what each one has, and takes the same steps.
+    ``bsp``: all workers take every step together, and the result is that of one process. ``asp``: nobody waits for
+    another worker; a server applies each push as it comes. ``ssp``: the same, but a worker that is more than
+    ``staleness`` steps ahead of the slowest waits; with 0 it is bsp. ``staleness_aware`` divides the rate of an update
+    by the age of its gradient. ``backup_workers``, under bsp: a step takes the gradients of all workers but so many,
+    those that come first.
     """
 
     servers: int = 0
     placement: str = "dedicated"
     consistency: str = "bsp"
     staleness: int = 0
-    transport: str = "messages"
-    mirrored: bool = False
+    staleness_aware: bool = False
+    backup_workers: int = 0
+
+    @property
+    def lock_step(self) -> bool:
+        """Whether all ranks make each step together."""
+        return self.backup_workers == 0 and (self.consistency == "bsp" or self.bound == 0)
+
+    @property
+    def bound(self) -> float:
+        """How many steps a worker may be ahead of the slowest."""
+        return {"bsp": 0, "ssp": self.staleness, "asp": math.inf}[self.consistency]
+
+    @property
+    def described(self) -> str:
+        """The consistency in a few words."""
+        if self.backup_workers:
+            return f"bsp, {self.backup_workers} backup worker{'s' if self.backup_workers > 1 else ''}"
+        aware = ", rate by staleness" if self.staleness_aware else ""
+        return f"{self.consistency}{f' of {self.staleness}' if self.consistency == 'ssp' else ''}{aware}"
 
     def __post_init__(self) -> None:
         if self.servers < 0:
@@ -43,46 +59,35 @@ class ParameterServerConfig:
             raise ConfigurationError(
                 f"parameter_server.placement = {self.placement!r}; choose one of {', '.join(PLACEMENTS)}"
             )
-        if self.consistency in UNBUILT_CONSISTENCIES:
-            raise ConfigurationError(
-                f"parameter_server.consistency = {self.consistency!r} is known, but not built in this version; "
-                f"choose one of {', '.join(CONSISTENCIES)}"
-            )
         if self.consistency not in CONSISTENCIES:
             raise ConfigurationError(
                 f"parameter_server.consistency = {self.consistency!r}; choose one of {', '.join(CONSISTENCIES)}"
             )
-        if self.staleness != 0:
+        self._check_staleness()
+        if self.backup_workers < 0:
             raise ConfigurationError(
-                f"parameter_server.staleness = {self.staleness}: a bound on staleness is known, but not built in this "
-                "version; set it to 0"
+                f"parameter_server.backup_workers = {self.backup_workers}; give a number of workers, at least 0"
             )
-        self._check_lock_step()
-
-    def _check_lock_step(self) -> None:
-        if self.transport not in TRANSPORTS:
+        if self.backup_workers and self.consistency != "bsp":
             raise ConfigurationError(
-                f"parameter_server.transport = {self.transport!r}; choose one of {', '.join(TRANSPORTS)}"
-            )
-        if self.consistency != "bsp" and (self.transport != "messages" or self.mirrored):
-            given = "mirrored = true" if self.mirrored else f"transport = {self.transport!r}"
-            other = "mirrored = false" if self.mirrored else "transport = 'messages'"
-            raise ConfigurationError(
-                f"parameter_server.{given} with consistency = {self.consistency!r}: it is built for steps that all "
-                f"workers take together; set {other}, or consistency = 'bsp'"
-            )
-        servers = self.servers or (1 if self.placement == "dedicated" else 2)
-        if self.mirrored and servers < 2:
-            raise ConfigurationError(
-                f"parameter_server.mirrored = true with parameter_server.servers = {self.servers} "
-                f"({self.placement}): the state of a server needs another one to be kept on; use at least 2 servers"
+                f"parameter_server.backup_workers = {self.backup_workers} with parameter_server.consistency = "
+                f"{self.consistency!r}: only in lock-step is there a step for which a gradient can come too late; set "
+                "consistency = 'bsp', or backup_workers = 0"
             )
 
-    def check_beside(self, optimizer: str) -> None:
-        """Raise ConfigurationError when servers could not run the optimizer of this name (local)."""
-        if self.consistency == "asp" and optimizer in LAYER_WISE:
+    def _check_staleness(self) -> None:
+        if self.staleness < 0:
             raise ConfigurationError(
-                f"optimizer.name = {optimizer!r} with parameter_server.consistency = 'asp': its rates need norms of "
-                "whole tensors, tensors may be cut over servers, and under asp servers never wait for each other; "
-                "choose sgd or adamw, or consistency = 'bsp'"
+                f"parameter_server.staleness = {self.staleness}; give the steps that a worker may be ahead of the "
+                "slowest, at least 0"
+            )
+        if self.staleness and self.consistency != "ssp":
+            raise ConfigurationError(
+                f"parameter_server.staleness = {self.staleness} has no effect with parameter_server.consistency = "
+                f"{self.consistency!r}; remove it, or set consistency = 'ssp'"
+            )
+        if self.staleness_aware and self.bound == 0:
+            raise ConfigurationError(
+                "parameter_server.staleness_aware = true has no effect where all workers take every step together: no "
+                "gradient is stale; remove it, or set consistency = 'asp', or 'ssp' with a staleness above 0"
             )

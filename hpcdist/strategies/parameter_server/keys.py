@@ -4,9 +4,10 @@ A key is a tensor with the padding behind it, or a piece of one. Keys go to the 
 each to the server that has least (Graham 1969, LPT). That is within the longest key of even, so tensors are cut into
 ever shorter keys until the servers are within 1 % of each other, and no further: fewer cuts, fewer messages.
 
-A tensor that is cut over servers has no common version under asp: two servers may have applied different pushes when
-a worker reads them, so the worker may see a *torn* tensor, half of it older than the other half. The same holds
-between tensors. Under bsp all servers are at the same step whenever anybody reads.
+Servers that do not wait for each other (asp, ssp) have no common version: two may have applied different pushes when a
+worker reads. A tensor that is cut over them could be *torn*, half of it older than the other half. There tensors stay
+``whole``, so that a worker reads one version of each, if not the same of all; the servers are then as even as the sizes
+of the tensors allow (`Partition.fullest`). Under bsp all servers are at the same step whenever anybody reads.
 """
 
 import heapq
@@ -29,6 +30,12 @@ class Partition:
     owners: tuple[int, ...]
     servers: int
 
+    @property
+    def fullest(self) -> float:
+        """What the server that holds most has, over an even share: 1 is even."""
+        held = [sum(part.size for part in self.parts(server)) for server in range(self.servers)]
+        return max(held) * self.servers / sum(held)
+
     def parts(self, server: int) -> list[Range]:
         """Return the ranges of ``server``, ascending, neighbours joined."""
         return [part for part, owner in _joined(zip(self.keys, self.owners, strict=True)) if owner == server]
@@ -45,11 +52,14 @@ class Partition:
         return found
 
 
-def partition(layout: Layout, servers: int) -> Partition:
+def partition(layout: Layout, servers: int, *, whole: bool = False) -> Partition:
     """Return which of ``servers`` servers owns which part of ``layout``; the same on every rank.
 
-    Raises ConfigurationError when there are fewer keys than servers, even at the shortest that is possible.
+    With ``whole`` no tensor is cut. Raises ConfigurationError when there are fewer keys than servers, even at the
+    shortest that is possible.
     """
+    if whole:
+        return _uncut(layout, servers)
     share = layout.size / servers
     longest = max(ALIGN_ELEMENTS, layout.size)
     while True:
@@ -65,6 +75,17 @@ def partition(layout: Layout, servers: int) -> Partition:
                 f"{ALIGN_ELEMENTS} elements; set parameter_server.servers to at most {len(keys)}"
             )
         longest = max(ALIGN_ELEMENTS, align_up(longest // 2, ALIGN_ELEMENTS))
+
+
+def _uncut(layout: Layout, servers: int) -> Partition:
+    keys = _cut(layout, max(ALIGN_ELEMENTS, layout.size))
+    if len(keys) < servers:
+        raise ConfigurationError(
+            f"{servers} servers, but the model has {len(keys)} tensors, and servers that do not wait for each other "
+            "hold whole ones, or a worker would read half of a tensor older than the other half; set "
+            f"parameter_server.servers to at most {len(keys)}, or consistency = 'bsp' without backup_workers"
+        )
+    return Partition(tuple(keys), tuple(_assign(keys, servers)[0]), servers)
 
 
 def _cut(layout: Layout, longest: int) -> list[Range]:

@@ -1,7 +1,8 @@
-"""The short messages between workers and servers under asp, apart from the values they speak of."""
+"""The short messages between workers and servers that are not in lock-step, apart from the values they speak of."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
 from typing import Final, TypeAlias
 
@@ -16,16 +17,34 @@ LONGEST_S: Final = 1e-3
 class Note(IntEnum):
     """What a note says."""
 
-    PUSH = 0  # worker to server: the gradient of ``clock`` is complete; multiply it by ``scale``
-    REPLY = 1  # server to worker: it is applied as one of ``updates``, the values follow; ``called``: let us meet
+    PUSH = 0  # worker to server: the gradient for the update to ``clock`` is complete; multiply it by ``scale``
+    REPLY = 1  # server to worker: go on at ``clock``; the values follow, after ``updates``. ``called``: let us meet
     CALL = 2  # anybody to the first server: let us meet for the ``clock``-th time
     MEET = 3  # worker to server: I push no more before the meeting
     GATHERED = 4  # first server to a worker that serves nothing: all workers have said so
     DROP = 5  # worker to server: what I have pushed is no gradient, take it and forget it
+    READ = 6  # worker to server: I have pushed nothing, but want the values for the iteration of ``clock``
+    TURN = 7  # first server to the others: carry out this `Turn`, of ``workers``
+    NORM = 8  # server to server: ``scale`` is the squared norm of my part of the sum for ``clock``
 
 
-FIELDS: Final = ("note", "clock", "scale", "updates", "called")
-Answer: TypeAlias = Callable[[int, Mapping[str, float]], None]  # called with the sender and the fields
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """What a note says it of. ``workers`` stand behind the other fields, as many as there are."""
+
+    clock: int = 0
+    scale: float = 1.0
+    updates: int = 0
+    called: bool = False
+    samples: int = 0  # PUSH: of the gradient
+    divisor: int = 1  # PUSH: the samples by which it is divided
+    staleness: int = 0  # REPLY: of the gradient that was applied
+    dropped: bool = False  # REPLY, TURN: the gradient was not taken
+    workers: tuple[int, ...] = ()
+
+
+ALONE: Final = len(fields(Fields))  # numbers of a note of no workers, with its kind
+Answer: TypeAlias = Callable[[int, Fields], None]  # called with the sender
 
 
 class Notes:
@@ -36,12 +55,11 @@ class Notes:
         self.answers: dict[Note, Answer] = {}
         self._sent: list[Request] = []
 
-    def tell(
-        self, peer: int, note: Note, clock: int = 0, scale: float = 1.0, updates: int = 0, called: int = 0
-    ) -> None:
+    def tell(self, peer: int, note: Note, what: Fields = Fields()) -> None:
         """Begin to send a note."""
         self.tidy()
-        self._sent.append(self._comm.isend(np.array([note, clock, scale, updates, called], np.float64), peer))
+        *single, workers = astuple(what)
+        self._sent.append(self._comm.isend(np.array([note, *single, *workers], np.float64), peer))
 
     def tidy(self) -> None:
         """Close what has been sent, so that no deadline is held against it."""
@@ -76,7 +94,18 @@ class Notes:
         self._sent.clear()
 
     def _answer(self, message: Message) -> None:
-        values = np.zeros(len(FIELDS))
+        values = np.zeros(message.nbytes // np.dtype(np.float64).itemsize)
         message.recv(values)
-        fields = dict(zip(FIELDS, values.tolist(), strict=True))
-        self.answers[Note(int(fields["note"]))](message.source, fields)
+        note, clock, scale, updates, called, samples, divisor, staleness, dropped = values[:ALONE].tolist()
+        what = Fields(
+            clock=int(clock),
+            scale=scale,
+            updates=int(updates),
+            called=bool(called),
+            samples=int(samples),
+            divisor=int(divisor),
+            staleness=int(staleness),
+            dropped=bool(dropped),
+            workers=tuple(int(worker) for worker in values[ALONE:]),
+        )
+        self.answers[Note(int(note))](message.source, what)

@@ -18,8 +18,19 @@ class Roles:
     def of(cls, config: ParameterServerConfig, world: int) -> "Roles":
         """Return the roles in a world of so many ranks.
 
-        Raises ConfigurationError, with the whole equation, when nobody would be left to compute.
+        Raises ConfigurationError, with the whole equation, when nobody would be left to compute, or to be waited for.
         """
+        roles = cls._of(config, world)
+        workers, backup = len(roles.workers), config.backup_workers
+        if backup >= workers:
+            raise ConfigurationError(
+                f"parameter_server.backup_workers = {backup}, but there are {workers} workers: a step must take at "
+                f"least one gradient; use at most {workers - 1}, or more ranks"
+            )
+        return roles
+
+    @classmethod
+    def _of(cls, config: ParameterServerConfig, world: int) -> "Roles":
         if config.placement == "colocated":
             servers = config.servers or world
             if servers > world:

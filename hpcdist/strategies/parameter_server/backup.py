@@ -1,0 +1,193 @@
+"""A parameter server in lock-step, but for stragglers ("bsp" with backup workers).
+
+A step takes the gradients of the first N - b of N workers, those that come late for it are dropped, and the late worker
+goes on at the current step with the newest values (`quorum`). Gradients are summed in the order of the ranks and
+divided by the number of samples that were taken: their exact mean, clipped by its norm. The order of arrival decides
+which are taken and nothing else; it depends on time, so runs are not reproducible.
+
+    worker        FORWARD BACKWARD PUSH ...   AGREE (with itself)   PULL: tell the first server, wait for all
+    first server  decides: a `Turn`; tells the other servers
+    every server  carries out the turns in their order: sum, norm (told to the other servers), update, answer
+
+The first server decides for all, so all servers take the same gradients for a clock; and since turns are carried out in
+one order, a late worker reads the same version from all of them. A server takes gradients off the wire in its turn
+only: one buffer is enough for the sum, and gradients wait where they are. Nobody waits in a collective: a server that
+lacks the norms of others goes on with what else it does.
+
+In a step a worker that is taken sends what it sends under bsp, and the first server notes of a hundred bytes besides.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpcdist.collectives.reduction import ufunc
+from hpcdist.collectives.workspace import scratch
+from hpcdist.optim import clip, rates
+from hpcdist.strategies.parameter_server.notes import Fields, Note
+from hpcdist.strategies.parameter_server.quorum import Quorum, Turn
+from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.parameter_server.served import GRADIENT, ServedExchange
+from hpcdist.strategies.schedule.operations import Operation
+from hpcdist.strategies.seat import Seat
+
+
+class BackupExchange(ServedExchange):
+    """One rank of it; ``spare`` workers are not waited for. Of this worker's gradients ``dropped`` were not taken."""
+
+    def __init__(self, seat: Seat, roles: Roles, spare: int) -> None:
+        super().__init__(seat, roles, seat)
+        self._notes.answers |= {Note.TURN: self._on_turn, Note.NORM: self._on_norm}
+        self._quorum = Quorum(roles.workers, spare) if self.rank == self._first else None
+        self._turns: deque[Turn] = deque()
+        self._summed = False  # whether the gradients of the first of them are
+        self._norms: dict[int, dict[int, float]] = {}  # clock -> server -> squared norm of its part of the sum
+        self._seen = dict.fromkeys(roles.workers, 0)
+        self._weight = (0, 1)
+        self.share = (len(roles.workers) - spare) / len(roles.workers)
+        self.dropped = 0
+
+    @property
+    def seen(self) -> Mapping[int, int]:
+        """The clock to which each worker was told to go on, as this server knows it."""
+        return self._seen
+
+    def weigh(self, samples: int, batch: int) -> int:
+        """Divide by the samples of all workers, as bsp does; the servers know how many of them they took (local)."""
+        self._weight = samples, batch
+        return batch
+
+    def begin_update(self, scale: float) -> None:
+        """Begin the update of the step; what is clipped is the mean of what is taken, by the servers."""
+
+    def pull(self, op: Operation) -> None:
+        """Tell the first server that the gradient is complete, and take the values with which to go on (local)."""
+        self.meetings.consider()
+        samples, divisor = self._weight
+        self._request(Note.PUSH, Fields(self.clock + 1, samples=samples, divisor=divisor), [self._first])
+
+    def _on_push(self, worker: int, what: Fields) -> None:
+        assert self._quorum is not None
+        self._decide(self._quorum.push(worker, what.clock, what.samples, what.divisor))
+
+    def _on_left(self, worker: int) -> None:
+        if self._quorum is not None:
+            self._decide(self._quorum.leave(worker))
+
+    def _decide(self, turns: Sequence[Turn]) -> None:
+        """Hand out what the first server has decided."""
+        for turn in turns:
+            workers = turn.taken or (turn.dropped,)
+            what = Fields(turn.clock, scale=turn.scale, dropped=not turn.taken, workers=workers)
+            for server in self.roles.servers:
+                if server != self.rank:
+                    self._notes.tell(server, Note.TURN, what)
+        self._turns.extend(turns)
+        self._advance()
+
+    def _on_turn(self, server: int, what: Fields) -> None:
+        dropped = Turn(what.clock, dropped=what.workers[0])
+        self._turns.append(dropped if what.dropped else Turn(what.clock, what.workers, what.scale))
+        self._advance()
+
+    def _on_norm(self, server: int, what: Fields) -> None:
+        self._norms.setdefault(what.clock, {})[server] = what.scale
+        self._advance()
+
+    def _advance(self) -> None:
+        """Carry out the turns as far as the norms of the other servers are there."""
+        while self._turns:
+            turn = self._turns[0]
+            if turn.taken and not self._update(turn):
+                return
+            if not turn.taken:
+                self._discard(turn.dropped)
+            self._turns.popleft()
+            assert self.shard is not None and self.shard.updates == turn.clock
+            called = self.meetings.due
+            for worker in turn.taken or (turn.dropped,):
+                self._seen[worker] = turn.clock
+                self._answer(worker, Fields(turn.clock, updates=turn.clock, called=called, dropped=not turn.taken))
+
+    def _update(self, turn: Turn) -> bool:
+        """Step along the mean of what is taken; False when other servers' norms are still missing."""
+        shard, scale, limit = self.shard, turn.scale, self.seat.optimizer.clip_norm
+        assert shard is not None
+        if not self._summed:
+            self._sum(turn.taken)
+            self._summed = True
+            if limit:
+                self._tell_norm(turn)
+        if limit:
+            norms = self._norms[turn.clock]
+            if len(norms) < len(self.roles.servers):
+                return False
+            total = sum(norms[server] for server in self.roles.servers)
+            scale *= clip.clip_scale(scale * scale * total, limit)
+            del self._norms[turn.clock]
+        shard.step(shard.inbox, scale)
+        self._summed = False
+        if self.rank == self._first:
+            self.updates = turn.clock
+            self.meetings.due |= 0 < self.meet_at <= turn.clock
+        self.meetings.consider()
+        return True
+
+    def _tell_norm(self, turn: Turn) -> None:
+        assert self.shard is not None
+        own = clip.sum_of_squares(self.shard.inbox, self.shard.parts)
+        self._norms.setdefault(turn.clock, {})[self.rank] = own
+        for server in self.roles.servers:
+            if server != self.rank:
+                self._notes.tell(server, Note.NORM, Fields(turn.clock, scale=own))
+
+    def _sum(self, workers: Sequence[int]) -> None:
+        """Add up what ``workers`` have pushed, the first one's first."""
+        assert self.shard is not None
+        for part in self._served():
+            total = self.shard.inbox.range(part)
+            arrived, add = scratch("parameter_server.arrived", total.size, total.dtype, total), ufunc(total, "sum")
+            for worker in workers:
+                own = self.gradients.range(part) if worker == self.rank else arrived
+                if worker != self.rank:
+                    own = total if worker == workers[0] else arrived
+                    self._values.recv(own, worker, GRADIENT)
+                elif worker == workers[0]:
+                    total[...] = own
+                if worker != workers[0]:
+                    add(total, own, total)
+
+    def _told(self, what: Fields) -> None:
+        self.clock, self.taken = what.clock, not what.dropped
+        self.dropped += what.dropped
+
+    def adjourn(self, clocks: Sequence[int], updates: int, calls: int) -> None:
+        """Take note of what the meeting found out: clocks of the workers, updates, calls that were sent (local)."""
+        super().adjourn(clocks, updates, calls)
+        if self._quorum is not None:
+            self._quorum.convene(updates)
+
+    def part(self) -> None:
+        """End the meeting: every rank goes on by itself (local)."""
+        assert set(self.clocks) == {self.updates}, "a late worker was told where the others are before it came"
+        super().part()
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the last update that this rank knows of (local)."""
+        return rates.learning_rate(self.seat.optimizer, max(1, self.updates), self.seat.total_steps)
+
+    def state(self) -> dict[str, Any]:
+        """Return the number of updates: the clock of all workers in a meeting."""
+        return {"count": min(self.clocks)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back the clock; whatever wrote the state, all workers go on from the slowest of them."""
+        count = int(state["count"])
+        self.clock = self.updates = count
+        self.clocks = [count] * len(self.roles.workers)
+        self._seen = dict.fromkeys(self.roles.workers, count)
+        if self._quorum is not None:
+            self._quorum.convene(count)
+        if self.shard is not None:
+            self.shard.optimizer.restore({"count": count})

@@ -1,0 +1,201 @@
+"""Backup workers: the exact mean of the first, the same on all servers; late gradients go nowhere."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hpcdist import models
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies import build
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.exchange import Exchange
+from hpcdist.strategies.parameter_server.backup import BackupExchange
+from hpcdist.strategies.parameter_server.build import exchange
+from hpcdist.strategies.parameter_server.config import ParameterServerConfig
+from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.schedule.executor import Executor
+from hpcdist.strategies.schedule.operations import Operation
+from hpcdist.strategies.seat import Seat
+
+STEPS, SAMPLES = 5, 3  # of each worker
+MODEL = ModelConfig(layers=1, hidden=32, heads=2)
+PLACES = [(3, 1, "dedicated"), (5, 2, "dedicated"), (3, 3, "colocated"), (3, 1, "colocated"), (4, 2, "colocated")]
+
+
+class Place:
+    """One rank with a tiny gpt."""
+
+    def __init__(self, comm: Communicator, config: ParameterServerConfig, **keys: object) -> None:
+        roles = Roles.of(config, comm.size)
+        part = roles.part_of(comm)
+        self.comm, self.workers = comm, len(roles.workers)
+        model = models.build(MODEL, "float64", context=8)
+        seat = Seat(
+            world=comm,
+            data=part,
+            pipeline=part.split(part.rank),
+            model=model,
+            units=range(len(model.stages)),
+            optimizer=replace(OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5), **keys),
+            total_steps=STEPS,
+            algorithm="ring",
+            computes=comm.rank in roles.workers,
+        )
+        self.exchange: Exchange = exchange(seat, config)
+        initial = FlatStore(model.layout, model.dtype)
+        model.initialise(initial, seed=3)
+        self.exchange.take(initial)
+        self.executor: Executor = build.build_executor(seat, self.exchange)
+        parallel = ParallelConfig(strategy="parameter_server")
+        self.operations: list[Operation] = build.operations(seat, self.exchange, self.executor.copies, parallel)
+
+    def batch(self, data: np.ndarray, step: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        samples = data[step, self.comm.rank]
+        return [(samples[:, :-1], samples[:, 1:])]
+
+
+class Backup(Place):
+    """``pause`` is called before each push of a worker, with its clock."""
+
+    exchange: BackupExchange
+
+    def train(self, data: np.ndarray, pause: Callable[["Backup", int], None]) -> None:
+        place = self.exchange
+        self.operations = place.attended(self.operations)
+        place.part()
+        self.taken: list[tuple[int, bool]] = []
+        while place.works and place.clock < STEPS:
+            before = place.clock
+            pause(self, before)
+            divisor = place.weigh(SAMPLES, SAMPLES * self.workers)
+            self.executor.run(self.operations, self.batch(data, before), divisor, before, np.zeros(0))
+            self.taken.append((before, place.taken))
+        self.hold()
+
+    def hold(self) -> None:
+        place = self.exchange
+        place.meet()
+        values = np.zeros(self.workers + 2)
+        if place.works:
+            values[self.comm.rank] = place.clock
+        values[-2] = place.updates if place.rank == place.roles.servers[0] else 0
+        values[-1] = place.meetings.calls
+        place.agree(values)
+        place.adjourn([int(clock) for clock in values[: self.workers]], int(values[-2]), int(values[-1]))
+        place.refresh()
+
+
+def text(rng: np.random.Generator, workers: int) -> np.ndarray:
+    return rng.integers(0, 256, (STEPS, workers, SAMPLES, 9)).astype(np.uint8)
+
+
+def serve_until(place: BackupExchange, ready: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 30
+    while not ready():
+        assert time.monotonic() < limit
+        place.attend()
+        time.sleep(1e-3)
+
+
+def lock_step(workers: int, data: np.ndarray, taken: list[list[int]], **keys: object) -> bytes:
+    """The same steps in one process, on the samples of the workers that are taken; all of its parameters."""
+
+    def body(comm: Communicator) -> bytes:
+        place = Place(comm, ParameterServerConfig(placement="colocated"), **keys)
+        for step, ranks in enumerate(taken):
+            samples = np.concatenate([data[step, rank] for rank in ranks])
+            batch = [(samples[:, :-1], samples[:, 1:])]
+            place.executor.run(place.operations, batch, len(samples), step, np.zeros(0))
+        return place.exchange.parameters.array.tobytes()
+
+    return run_threads(1, body)[0]
+
+
+def config_of(servers: int, placement: str) -> ParameterServerConfig:
+    return ParameterServerConfig(servers=servers, placement=placement, backup_workers=1)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
+@pytest.mark.parametrize(("size", "servers", "placement"), PLACES)
+def test_a_late_worker_is_left_out_and_catches_up(
+    size: int, servers: int, placement: str, name: str, rng: np.random.Generator
+) -> None:
+    """The last worker misses clock 2 to 3, and takes part again in clock 4 in the place of another."""
+    config = config_of(servers, placement)
+    workers = len(Roles.of(config, size).workers)
+    slow, data = workers - 1, text(rng, workers)
+    others_at = [0] * workers
+
+    def pause(run: Backup, clock: int) -> None:
+        others_at[run.comm.rank] = clock
+        rank = run.comm.rank
+        if rank == slow and clock == 1:
+            serve_until(run.exchange, lambda: min(others_at[:slow]) >= 3)
+        elif rank != slow and clock == 3:
+            serve_until(run.exchange, lambda: others_at[slow] >= 3)
+
+    def body(comm: Communicator) -> tuple[bytes, list[tuple[int, bool]], int]:
+        run = Backup(comm, config, name=name, learning_rate=1e-2 if name != "lars" else 1.0)
+        run.train(data, pause)
+        assert run.exchange.clock == run.exchange.updates == STEPS or not run.exchange.works
+        return (
+            run.exchange.parameters.array.tobytes() if run.exchange.works else b"",
+            getattr(run, "taken", []),
+            run.exchange.dropped,
+        )
+
+    found = run_threads(size, body)
+    taken = [[w for w in range(workers) if (clock, True) in found[w][1]] for clock in range(STEPS)]
+    assert all(len(ranks) == workers - 1 for ranks in taken), taken
+    assert [clock for clock, _ in found[slow][1]][:3] == [0, 1, 3], "it goes on where the others are"
+    assert (1, False) in found[slow][1] and sum(dropped for _, _, dropped in found) >= 1
+    wanted = np.frombuffer(lock_step(workers, data, taken, name=name, learning_rate=1e-2 if name != "lars" else 1.0))
+    for values, _, _ in found[:workers]:
+        assert values == found[0][0]
+        assert np.linalg.norm(np.frombuffer(values) - wanted) <= 1e-12 * np.linalg.norm(wanted)
+
+
+def test_the_order_of_arrival_does_not_matter(rng: np.random.Generator) -> None:
+    """Three of four are taken, and come in two different orders; the sum is in that of the ranks."""
+    data = text(rng, 4)
+
+    def body(comm: Communicator, order: list[int], runs: dict[int, Backup]) -> bytes:
+        run = runs[comm.rank] = Backup(comm, config_of(1, "dedicated"))
+        comm.barrier()
+        quorum = runs[4].exchange._quorum
+        assert quorum is not None
+
+        def pause(run: Backup, clock: int) -> None:
+            if comm.rank in order:
+                place = order.index(comm.rank)
+                serve_until(run.exchange, lambda: (quorum.clock, len(quorum._here)) == (clock, place))
+            else:
+                serve_until(run.exchange, lambda: quorum.clock == STEPS)
+
+        run.train(data, pause)
+        assert comm.rank == 4 or run.taken == ([(0, False)] if comm.rank == 3 else [(n, True) for n in range(STEPS)])
+        return run.exchange.parameters.array.tobytes()
+
+    first, second = (
+        run_threads(5, lambda comm, order=order, runs=runs: body(comm, order, runs))
+        for order, runs in (([0, 1, 2], {}), ([2, 1, 0], {}))
+    )
+    assert first[0] == second[0]
+
+
+def test_a_state_goes_on_at_one_clock_for_all() -> None:
+    def body(comm: Communicator) -> tuple[int, list[int], int, dict[str, int]]:
+        run = Backup(comm, config_of(3, "colocated"))
+        run.exchange.restore({"count": 2, "clocks": [3, 2, 4], "updates": 9})
+        shard = run.exchange.shard
+        assert shard is not None
+        return run.exchange.clock, run.exchange.clocks, shard.updates, run.exchange.state()
+
+    assert run_threads(3, body) == [(2, [2, 2, 2], 2, {"count": 2})] * 3

@@ -1,0 +1,73 @@
+"""A clock takes the first gradients that come for it, and no other; nobody is forgotten."""
+
+import random
+
+from hpcdist.strategies.parameter_server.quorum import Quorum, Turn
+
+BATCH = 12
+
+
+def push(quorum: Quorum, worker: int, clock: int, samples: int = 3) -> list[Turn]:
+    return quorum.push(worker, clock, samples, BATCH)
+
+
+def test_the_first_are_taken_in_the_order_of_the_ranks() -> None:
+    quorum = Quorum(range(4), 1)
+    assert push(quorum, 3, 1) == push(quorum, 0, 1) == []
+    assert push(quorum, 2, 1) == [Turn(1, (0, 2, 3), 12 / 9)]
+    assert quorum.clock == 1 and quorum.dropped == 0
+
+
+def test_a_late_gradient_is_dropped_and_its_worker_goes_on_with_the_others() -> None:
+    quorum = Quorum(range(3), 1)
+    for clock in (1, 2):
+        push(quorum, 0, clock)
+        push(quorum, 1, clock)
+    assert push(quorum, 2, 1) == [Turn(2, dropped=2)] and quorum.dropped == 1
+    push(quorum, 2, 3)
+    assert push(quorum, 0, 3) == [Turn(3, (0, 2), 12 / 6)]
+
+
+def test_with_all_taken_the_scale_is_exactly_one() -> None:
+    quorum = Quorum(range(3), 0)
+    assert [quorum.push(worker, 1, samples, 7) for worker, samples in ((0, 3), (1, 3), (2, 1))][-1] == [
+        Turn(1, (0, 1, 2), 1.0)
+    ]
+
+
+def test_who_would_wait_for_ever_is_let_go_with_nothing_taken() -> None:
+    quorum = Quorum(range(3), 1)
+    push(quorum, 0, 1)
+    assert quorum.leave(1) == []
+    assert quorum.leave(2) == [Turn(0, dropped=0)]
+    quorum.convene(0)
+    push(quorum, 1, 1)
+    assert push(quorum, 0, 1) == [Turn(1, (0, 1), 2.0)]
+
+
+def test_any_schedule_takes_each_clock_once_and_answers_every_push() -> None:
+    late = 0
+    for seed in range(2000):
+        draw = random.Random(seed)
+        workers, steps = range(draw.randint(1, 5)), draw.randint(1, 6)
+        spare = draw.randrange(len(workers))
+        quorum, clock_of = Quorum(workers, spare), dict.fromkeys(workers, 0)
+        waiting: set[int] = set()
+        taken: list[tuple[int, ...]] = []
+        while ready := [worker for worker in workers if worker not in waiting and clock_of[worker] < steps]:
+            worker = draw.choice(ready)
+            waiting.add(worker)
+            for turn in push(quorum, worker, clock_of[worker] + 1):
+                if turn.taken:
+                    taken.append(turn.taken)
+                    assert turn.clock == len(taken) and len(turn.taken) == len(workers) - spare
+                    assert list(turn.taken) == sorted(set(turn.taken))
+                    assert all(clock_of[one] == turn.clock - 1 for one in turn.taken), "none of a past clock"
+                else:
+                    assert turn.clock == len(taken), "the newest"
+                for one in turn.taken or (turn.dropped,):
+                    waiting.remove(one)
+                    clock_of[one] = turn.clock
+        assert not waiting and set(clock_of.values()) == {steps} and len(taken) == steps
+        late += quorum.dropped
+    assert late > 2000
