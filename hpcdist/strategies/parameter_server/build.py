@@ -34,4 +34,4 @@ def exchange(seat: Seat, config: ParameterServerConfig) -> Exchange:
         return AsynchronousExchange(seat, roles, config.bound, staleness_aware=config.staleness_aware)
     serves = seat.world.rank in roles.servers
     servers = seat.world.split(0 if serves else None, seat.world.rank, "servers")
-    return LockStepExchange(seat, roles, servers)
+    return LockStepExchange(seat, roles, servers, transport=config.transport, mirrored=config.mirrored)

@@ -8,6 +8,7 @@ from hpcdist.errors import ConfigurationError
 
 PLACEMENTS: Final = ("dedicated", "colocated")
 CONSISTENCIES: Final = ("bsp", "ssp", "asp")
+TRANSPORTS: Final = ("messages", "shared", "rma")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,10 @@ class ParameterServerConfig:
     ``staleness`` steps ahead of the slowest waits; with 0 it is bsp. ``staleness_aware`` divides the rate of an update
     by the age of its gradient. ``backup_workers``, under bsp: a step takes the gradients of all workers but so many,
     those that come first.
+
+    In lock-step, ``transport`` says how gradients and parameters travel: as messages, through memory that the ranks of
+    a node share (messages between nodes), or by one-sided communication; the bits are the same. ``mirrored``: a second
+    server keeps what each one has, and takes the same steps.
     """
 
     servers: int = 0
@@ -30,6 +35,8 @@ class ParameterServerConfig:
     staleness: int = 0
     staleness_aware: bool = False
     backup_workers: int = 0
+    transport: str = "messages"
+    mirrored: bool = False
 
     @property
     def lock_step(self) -> bool:
@@ -74,6 +81,7 @@ class ParameterServerConfig:
                 f"{self.consistency!r}: only in lock-step is there a step for which a gradient can come too late; set "
                 "consistency = 'bsp', or backup_workers = 0"
             )
+        self._check_lock_step()
 
     def _check_staleness(self) -> None:
         if self.staleness < 0:
@@ -90,4 +98,23 @@ class ParameterServerConfig:
             raise ConfigurationError(
                 "parameter_server.staleness_aware = true has no effect where all workers take every step together: no "
                 "gradient is stale; remove it, or set consistency = 'asp', or 'ssp' with a staleness above 0"
+            )
+
+    def _check_lock_step(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ConfigurationError(
+                f"parameter_server.transport = {self.transport!r}; choose one of {', '.join(TRANSPORTS)}"
+            )
+        if not self.lock_step and (self.transport != "messages" or self.mirrored):
+            given = "mirrored = true" if self.mirrored else f"transport = {self.transport!r}"
+            other = "mirrored = false" if self.mirrored else "transport = 'messages'"
+            raise ConfigurationError(
+                f"parameter_server.{given} with {self.described}: it is built for steps that all workers take "
+                f"together; set {other}, or consistency = 'bsp' without backup workers"
+            )
+        servers = self.servers or (1 if self.placement == "dedicated" else 2)
+        if self.mirrored and servers < 2:
+            raise ConfigurationError(
+                f"parameter_server.mirrored = true with parameter_server.servers = {self.servers} "
+                f"({self.placement}): the state of a server needs another one to be kept on; use at least 2 servers"
             )
