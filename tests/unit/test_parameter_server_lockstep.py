@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hpcdist import models
+from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
@@ -38,6 +39,8 @@ class Run:
     def __init__(self, comm: Communicator, config: ParameterServerConfig, dtype: str = "float64", **keys: object):
         microbatches = int(keys.pop("microbatches", 1))
         algorithm = str(keys.pop("algorithm", "ring"))
+        on = str(keys.pop("on", "cpu"))
+        self.ledger = Ledger()
         self.roles = Roles.of(config, comm.size)
         part = self.roles.part_of(comm)
         self.model = models.build(MODEL, dtype, context=8)
@@ -51,6 +54,8 @@ class Run:
             total_steps=STEPS,
             algorithm=algorithm,
             computes=comm.rank in self.roles.workers,
+            on=on,
+            ledger=self.ledger,
         )
         self.exchange = exchange(self.seat, config)
         assert isinstance(self.exchange, LockStepExchange)
@@ -360,6 +365,30 @@ def test_a_node_holds_one_copy_and_sends_nothing_inside(rng: np.random.Generator
         np.testing.assert_allclose(sent, psi / 2 + psi / 4, rtol=0.02, atol=small)
 
 
+@pytest.mark.parametrize(
+    ("transport", "mirrored", "parameters", "gradients", "optimizer"),
+    [("messages", False, 3, 3, 2), ("shared", False, 1, 3, 2), ("rma", False, 3, 3, 2), ("messages", True, 4, 4, 4)],
+)
+def test_memory_of_all_ranks_together(
+    transport: str, mirrored: bool, parameters: float, gradients: float, optimizer: float
+) -> None:
+    """In Psi: on one node, three ranks that work and serve share one copy of the parameters, or have three."""
+    config = ParameterServerConfig(placement="colocated", transport=transport, mirrored=mirrored)
+
+    def body(comm: Communicator) -> tuple[dict[str, int], int]:
+        run = Run(comm, config, "float32")
+        held = run.ledger.current
+        comm.barrier()
+        return held, 4 * run.model.layout.size
+
+    found = run_threads(3, body)
+    psi = found[0][1]
+    for category, expected in (("parameters", parameters), ("gradients", gradients), ("optimizer", optimizer)):
+        np.testing.assert_allclose(sum(held[category] for held, _ in found), expected * psi, rtol=1e-3)
+    if transport == "rma":  # a slot for each worker
+        np.testing.assert_allclose(sum(held["communication"] for held, _ in found), 3 * psi, rtol=1e-3)
+
+
 def test_one_sided_bytes_are_those_of_messages(rng: np.random.Generator) -> None:
     data = text(rng)
 
@@ -467,6 +496,10 @@ def test_what_cannot_be_mirrored_or_recovered_is_refused() -> None:
     run_threads(4, body)
     with pytest.raises(ConfigurationError, match="needs another one"):
         run_threads(1, lambda comm: Run(comm, replace(ALONE, mirrored=True)))
+    for transport in ("shared", "rma"):
+        used = replace(ALONE, transport=transport)
+        with pytest.raises(ConfigurationError, match="with run.device = 'gpu'"):
+            run_threads(2, lambda comm, used=used: Run(comm, used, on="gpu"))
     with pytest.raises(ConfigurationError, match="one worker of a node speaks"):
         run_threads(2, lambda comm: Run(comm, replace(ALONE, transport="shared"), algorithm="hierarchical"))
 

@@ -51,24 +51,24 @@ class Windows:
         self._window = self.comm.window((held + len(site.roles.workers) * owned) * self._itemsize)
         memory = self._window.memory.view(seat.dtype)
         if site.serves:
-            self.parameters = seat.store("parameters", kept, lambda size, dtype: self._counted(memory[:size]))
+            self.parameters = seat.store(
+                "parameters", kept, lambda size, dtype: self._counted(memory[:size], "parameters")
+            )
         else:
             self.parameters = seat.store("parameters", kept)
         self.gradients = seat.store("gradients", kept)
+        self._inbox = self._counted(memory[held:], "communication")
         self._slots = {
-            worker: memory[held + index * owned : held + (index + 1) * owned]
-            for index, worker in enumerate(site.roles.workers)
+            worker: self._inbox[index * owned : (index + 1) * owned] for index, worker in enumerate(site.roles.workers)
         }
-        if seat.ledger is not None and owned:
-            seat.ledger.track(memory[held:], "communication")
         self._put: list[Range] = []  # not flushed yet
         self._got: set[int] = set()  # servers with which a get is under way
         self._notices: list[Request] = []
         self._byte = np.zeros(1, np.uint8)
 
-    def _counted(self, memory: np.ndarray) -> Array:
+    def _counted(self, memory: np.ndarray, category: str) -> np.ndarray:
         ledger = self.site.seat.ledger
-        return memory if ledger is None else ledger.track(memory, "parameters")
+        return memory if ledger is None else ledger.track(memory, category)
 
     def _held(self, server: int) -> int:
         """Return how many parameters a server keeps in its window."""

@@ -1,0 +1,63 @@
+"""Counters of a node: what was written before one is raised is there when it is seen, and the dead are noticed."""
+
+import numpy as np
+import pytest
+
+from hpcdist.collectives.node_flags import NodeFlags
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import CommunicationError, DeadlineError
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_a_token_goes_round(size: int) -> None:
+    rounds = 20
+
+    def body(comm: Communicator) -> list[int]:
+        flags, block = NodeFlags(comm, 3), comm.shared(8)
+        value, before = block.views[0].view(np.int64), (comm.rank - 1) % size
+        seen = []
+        for turn in range(rounds):
+            if comm.rank > 0 or turn > 0:
+                flags.wait(before, 1, turn + (comm.rank > 0))
+            seen.append(int(value[0]))
+            value[0] += 1
+            flags.raise_to(1, turn + 1)
+        flags.wait(size - 1, 1, rounds)
+        comm.barrier()
+        flags.close()
+        return seen
+
+    found = run_threads(size, body)
+    assert [found[rank][turn] for turn in range(rounds) for rank in range(size)] == list(range(rounds * size))
+
+
+def test_counters_of_a_rank_are_apart() -> None:
+    flags = NodeFlags(solo(), 2)
+    flags.raise_to(0, 5)
+    flags.wait(0, 0, 4)
+    flags.raise_to(1, 1)
+    flags.wait(0, 1, 1)
+
+
+def test_whoever_waits_for_a_failed_rank_is_released() -> None:
+    def body(comm: Communicator) -> None:
+        flags = NodeFlags(comm, 1)
+        if comm.rank == 1:
+            raise ValueError("on purpose")
+        with pytest.raises(CommunicationError, match="another rank failed"):
+            flags.wait(1, 0, 1)
+
+    with pytest.raises(ValueError, match="on purpose"):
+        run_threads(2, body)
+
+
+def test_nobody_is_waited_for_beyond_the_deadline() -> None:
+    def body(comm: Communicator) -> None:
+        flags = NodeFlags(comm, 1)
+        if comm.rank == 0:
+            with pytest.raises(DeadlineError):
+                flags.wait(1, 0, 1)
+
+    run_threads(2, body, deadline_s=0.2)
