@@ -93,7 +93,8 @@ class FlatStore:
         if backend.is_device(values) and not backend.is_device(held):
             transfer.to_host(values, lambda where, block: np.add(held[where.slice], block, out=held[where.slice]))
         else:
-            held += values
+            with np.errstate(all="ignore"):  # infinity is for the caller to find, as in a collective
+                held += values
 
     def blocks(self, wanted: Range) -> Iterator[Array]:
         """Yield what is held of ``wanted`` in order, to be read only, each block before the next is asked for."""

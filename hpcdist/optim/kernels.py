@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from hpcdist.arrays.backend import Array, is_device, namespace
-from hpcdist.arrays.dtypes import BFLOAT16
+from hpcdist.arrays.dtypes import BFLOAT16, is_16bit_float
 from hpcdist.arrays.jit import jit
+from hpcdist.collectives import half
+from hpcdist.collectives.half import bfloat16_to_float32, float16_to_float32, float32_to_bfloat16, float32_to_float16
 
 _BLOCK = 1 << 20  # elements that the ufunc version of a sum widens to float64 at a time
 
@@ -185,21 +187,54 @@ def _squares_ufuncs(values):  # type: ignore[no-untyped-def]
 
 
 def round_into(master: Array, working: Array) -> None:
-    """Write ``master`` into ``working``, rounded once to nearest even; the dtypes may differ."""
-    if working.dtype == BFLOAT16 and master.dtype == np.float32:
-        run = _bfloat16_ufuncs if is_device(master) else _bfloat16_loop
-        run(master.view(np.uint32), working.view(np.uint16))
-    else:
+    """Write ``master`` into ``working``, rounded once to nearest even; the dtypes may differ.
+
+    What is beyond the range of ``working`` becomes infinite.
+    """
+    if master.dtype != np.float32 or not is_16bit_float(working.dtype):
         working[...] = master
+    elif not is_device(master):
+        half.round_into(working, master)
+    elif working.dtype == BFLOAT16:
+        _bfloat16_ufuncs(master.view(np.uint32), working.view(np.uint16))
+    else:
+        with np.errstate(over="ignore"):  # infinity is the message: loss scaling looks for it
+            working[...] = master
+
+
+def widen(working: Array, wide: Array) -> None:
+    """Write the 16-bit floats of ``working`` into the float32 ``wide``; exact."""
+    if not is_device(working):
+        half.widen(working, wide)
+    elif working.dtype == BFLOAT16:
+        wide.view(np.uint32)[...] = working.view(np.uint16)
+        wide.view(np.uint32)[...] <<= np.uint32(16)
+    else:
+        wide[...] = working
+
+
+def add_rounded(working: Array, addend: Array) -> None:
+    """Add the float32 ``addend`` to the 16-bit ``working`` in float32, and round the sum once. ``addend`` is kept."""
+    if not is_device(working):
+        loop = _add_to_bfloat16_loop if working.dtype == BFLOAT16 else _add_to_float16_loop
+        loop(working.view(np.uint16), addend)
+        return
+    wide = namespace(working).empty(working.shape, np.float32)
+    widen(working, wide)
+    wide += addend
+    round_into(wide, working)
 
 
 @jit
-def _bfloat16_loop(bits, rounded):  # type: ignore[no-untyped-def]
-    for i in range(bits.size):
-        b = np.int64(bits[i])
-        even = (b + 0x7FFF + ((b >> 16) & 1)) >> 16  # overflows into infinity, as it must
-        quiet = (b >> 16) | 0x40  # a NaN whose payload is all in the lost half must not become infinity
-        rounded[i] = quiet if (b & 0x7FFFFFFF) > 0x7F800000 else even
+def _add_to_bfloat16_loop(halves, addend):  # type: ignore[no-untyped-def]
+    for i in range(addend.size):
+        halves[i] = float32_to_bfloat16(np.float32(bfloat16_to_float32(halves[i]) + addend[i]))
+
+
+@jit
+def _add_to_float16_loop(halves, addend):  # type: ignore[no-untyped-def]
+    for i in range(addend.size):
+        halves[i] = float32_to_float16(np.float32(float16_to_float32(halves[i]) + addend[i]))
 
 
 def _bfloat16_ufuncs(bits, rounded):  # type: ignore[no-untyped-def]
@@ -227,4 +262,5 @@ for _kernel, _buffers, _scalars in (
 ):
     for _arguments in _samples(_buffers, _scalars):
         _kernel.sample(lambda _arguments=_arguments: _arguments)
-_bfloat16_loop.sample(lambda: (np.ones(8, np.uint32), np.ones(8, np.uint16)))
+for _loop in (_add_to_bfloat16_loop, _add_to_float16_loop):
+    _loop.sample(lambda: (np.ones(8, np.uint16), np.ones(8, np.float32)))

@@ -17,6 +17,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.models.model import Model
 from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim.config import OptimizerConfig
+from hpcdist.optim.master import WithMaster
 from hpcdist.optim.optimizer import Optimizer
 
 _FEW_BYTES: Final = 128
@@ -29,7 +30,8 @@ class Seat:
 
     ``world`` joins all who agree on a step, ``data`` the replicas of these stages, ``pipeline`` the stages of this
     replica. ``units`` are the stages of ``model`` that this rank computes: consecutive, never none. A rank that only
-    serves ``computes`` nothing.
+    serves ``computes`` nothing. ``working`` is the 16-bit type in which parameters and gradients are kept and sent,
+    while updates step a float32 master; None: the type that the model computes in.
     """
 
     world: Communicator
@@ -45,6 +47,7 @@ class Seat:
     on: str = "cpu"
     ledger: Ledger | None = None
     computes: bool = True
+    working: "np.dtype[np.generic] | None" = None
 
     @property
     def layout(self) -> Layout:
@@ -53,8 +56,8 @@ class Seat:
 
     @property
     def dtype(self) -> "np.dtype[np.generic]":
-        """Type of parameters and gradients."""
-        return self.model.dtype
+        """Type in which parameters and gradients are kept and sent."""
+        return self.model.dtype if self.working is None else self.working
 
     @property
     def part(self) -> Range:
@@ -109,13 +112,16 @@ class Seat:
         return allocate
 
     def build_optimizer(self, parts: Range | Sequence[Range]) -> Optimizer:
-        """Return the optimizer of ``parts``, with zeroed state (local)."""
-        return optimizers.build(
+        """Return the optimizer of ``parts``, with zeroed state, and its master where it has one (local)."""
+        built = optimizers.build(
             self.optimizer,
             self.layout,
             parts,
-            np.dtype(self.dtype),
+            np.dtype(self.model.dtype),
             total_steps=self.total_steps,
             ledger=self.ledger,
             on=self.on,
         )
+        if self.working is None:
+            return built
+        return WithMaster(built, self.layout, parts, ledger=self.ledger, on=self.on)

@@ -37,6 +37,29 @@ def test_bfloat16_rounds_to_nearest_even(rng):
     assert np.isnan(working[nan].astype(np.float32)).all()
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("float16")], ids=str)
+def test_sums_of_16_bit_numbers_are_rounded_once(rng, dtype):
+    held = (rng.standard_normal(1003) * 10.0 ** rng.integers(-6, 5, 1003)).astype(dtype)
+    addend = (rng.standard_normal(1003) * 10.0 ** rng.integers(-6, 5, 1003)).astype(np.float32)
+    kept = addend.copy()
+    with np.errstate(over="ignore"):
+        expected = (held.astype(np.float32) + addend).astype(dtype)
+    kernels.add_rounded(held, addend)
+    assert held.tobytes() == expected.tobytes() and addend.tobytes() == kept.tobytes()
+    wide = np.zeros(1003, np.float32)
+    kernels.widen(held, wide)
+    assert wide.tobytes() == held.astype(np.float32).tobytes()
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_is_beyond_float16_becomes_infinite():
+    working = np.zeros(4, np.float16)
+    kernels.round_into(np.array([65519, 65520, -1e9, 1e-8], np.float32), working)
+    assert working.tolist() == [65504, np.inf, -np.inf, 0]
+    kernels.add_rounded(working, np.array([65504, 0, 0, 1], np.float32))
+    assert working.tolist() == [np.inf, np.inf, -np.inf, 1]
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 1000])
 def test_sum_of_squares(rng, dtype, size):
@@ -95,7 +118,7 @@ def test_kernels_write_through_views_and_nothing_beside_them(rng):
 def test_samples_are_of_the_types_that_training_uses(rng):
     """`hpcdist warmup` must leave nothing to compile for a float32 or float64 master."""
     mine = [k for k in jit._kernels if k.function.__module__ == kernels.__name__]
-    assert len(mine) == 6
+    assert len(mine) == 7
     for kernel in mine:
         for arguments in kernel._samples:
             kernel(*arguments())
