@@ -199,7 +199,7 @@ class Pinned(bytearray):
 
 
 def alloc_pinned_memory(nbytes: int) -> Pinned:
-    if sum(end - start for start, end in _PINNED.items()) + nbytes > LIMIT.get("pinned", 1 << 62):
+    if sum(end - start for start, end in list(_PINNED.items())) + nbytes > LIMIT.get("pinned", 1 << 62):
         raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
     made = Pinned(b"\xff" * nbytes)
     start = int(np.frombuffer(made, np.uint8).ctypes.data)

@@ -122,8 +122,9 @@ class Messages:
             own[...] = total
 
     def expect(self) -> None:
-        """Post the receives of all parameters that others serve."""
-        if self.speaks:
+        """Post the receives of all parameters that others serve, where they need no memory besides."""
+        staged = self.site.seat.on == "gpu" and not self.comm.supports("device_pointers")
+        if self.speaks and not staged:  # each would hold pinned memory until its message has come
             for part, server in self.site.messages:
                 if server != self.site.rank:
                     self._expect(part, server)
