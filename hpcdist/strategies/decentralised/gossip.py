@@ -42,11 +42,10 @@ class GossipExchange(Replicas):
         self._mixing = Mixing(seat, self.graph, self.parameters, self.ranges) if self.graph.rounds else None
         self._round = 0
         self._last = self.plan()[-1]
-        if self._mixing is not None:
-            self.carries_out |= {Kind.MIX_START: self.start, Kind.POLL: self.poll}
-            self.carries_out |= {Kind.MIX_WAIT: self.wait, Kind.MIX: self.mix}
-        self.carries_out[Kind.AVERAGE] = self.take_mean
-        self.carries_out |= {kind: self._then_look(self.carries_out[kind]) for kind in LAST if kind in self.carries_out}
+        mixing = {Kind.MIX_START: self.start, Kind.POLL: self.poll, Kind.MIX_WAIT: self.wait, Kind.MIX: self.mix}
+        together = mixing if self._mixing is not None else {Kind.AVERAGE: self.take_mean}
+        handlers = {**self.carries_out, **together}
+        self.carries_out = handlers | {kind: self._then_look(handlers[kind]) for kind in LAST if kind in handlers}
 
     def plan(self) -> list[Operation]:
         """Return the local step, with the messages before it or behind it."""

@@ -62,7 +62,7 @@ class LocalSgdExchange(Replicas):
         self._outer = Outer(seat, config) if config.has_outer_optimizer else None
         self._steps = 0  # since parameters were averaged
         self._weights = (0, 0)  # samples of those steps, this rank's and those of all ranks
-        self.carries_out[Kind.AVERAGE] = self.replace_by_mean
+        self.carries_out = {**self.carries_out, Kind.AVERAGE: self.replace_by_mean}
 
     def plan(self) -> list[Operation]:
         """Return the local step, and the averaging that is due in some of them."""

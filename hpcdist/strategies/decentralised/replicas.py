@@ -13,7 +13,7 @@ mean that such an averaging takes.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.optim import clip
 from hpcdist.strategies.allreduce import buckets
 from hpcdist.strategies.decentralised.averaging import average
-from hpcdist.strategies.exchange import pieces_of
+from hpcdist.strategies.exchange import Handlers, pieces_of
 from hpcdist.strategies.owner import Owner, OwnerExchange
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
@@ -43,15 +43,20 @@ class Replicas(OwnerExchange):
         self.owner = Owner(*stores, seat.build_optimizer(seat.part), [seat.part], None, seat.agree_algorithm)
         self.ranges = buckets(seat.layout, seat.dtype.itemsize, seat.bucket_bytes, seat.part)
         self.distances: dict[int, float] = {}
+        self._taken = -1  # the last step of those that were
         self.apart = False  # whether a step was made since all replicas were the same
         self.factor = 1.0  # from this rank's share of the mean gradient of all samples to the gradient that it steps by
         self._norm_squared = 0.0
-        self.carries_out: dict[Kind, Callable[[Operation], None]] = {Kind.KEEP: self.keep, **self.owner.carries_out}
+        self.carries_out: Handlers = {Kind.KEEP: self.keep, **self.owner.carries_out}
 
     @property
     def step(self) -> int:
         """The number of updates, the begun one included: that of the step under way once it updates."""
         return self.owner.optimizer.count
+
+    def plan(self) -> list[Operation]:
+        """Return the local step, and how the replicas come together before it or behind it."""
+        raise NotImplementedError
 
     def keep(self, op: Operation) -> None:
         """Leave the gradients as they are (local)."""
@@ -77,6 +82,17 @@ class Replicas(OwnerExchange):
         """Keep the consensus distance after this step, given what `average` of the parameters returned. Collective."""
         apart = float(self.agree(squares[:1].copy())[0]) / self.seat.data.size
         self.distances[self.step] = math.sqrt(apart / squares[1]) if squares[1] else math.nan
+
+    @property
+    def distance(self) -> float:
+        """The last consensus distance that was measured in this start; NaN where none was."""
+        return next(reversed(self.distances.values()), math.nan)
+
+    def taken(self) -> dict[int, float]:
+        """Return the consensus distances, by step, that are new since the last call (local)."""
+        new = {step: found for step, found in self.distances.items() if step > self._taken}
+        self._taken = max([self._taken, *new])
+        return new
 
     def measure(self) -> None:
         """Measure the consensus distance. Collective."""
