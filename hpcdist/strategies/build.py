@@ -42,7 +42,7 @@ def operations(seat: Seat, exchange: Exchange, copies: Copies, parallel: Paralle
     if not seat.computes:
         steps = []
     if exchange.gathers:
-        steps = gathered(steps, seat.model.needs)
+        steps = gathered(steps, exchange.gathers)
     steps += copies.after_backward()
     whole = interleave(steps, exchange.plan(), seat.ranges, every_microbatch=not exchange.accumulates)
     if exchange.overlap is not None and exchange.overlap.polls:
@@ -50,7 +50,9 @@ def operations(seat: Seat, exchange: Exchange, copies: Copies, parallel: Paralle
     return whole + copies.after_update()
 
 
-def prove(seat: Seat, grid: Grid, steps: list[Operation], microbatches: int, *, accumulates: bool) -> Proof | None:
+def prove(
+    seat: Seat, grid: Grid, steps: list[Operation], microbatches: int, *, accumulates: bool, copies: int = 1
+) -> Proof | None:
     """Return the proof that the lists of all ranks are one step, None for more than `PROVEN_RANKS`. Collective.
 
     Raises ScheduleError on every rank, before anything has run. It takes a quarter of a second for 64 ranks.
@@ -69,6 +71,7 @@ def prove(seat: Seat, grid: Grid, steps: list[Operation], microbatches: int, *, 
                 microbatches=microbatches,
                 needs=seat.model.needs,
                 accumulates=accumulates,
+                copies=copies,
             )
         except ScheduleError as error:
             verdict = error

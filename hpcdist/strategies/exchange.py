@@ -26,7 +26,9 @@ class Exchange(Protocol):
     lock_step: bool  # whether all ranks make each step together
     replicas_identical: bool  # whether the sentinel may compare ``parameters`` over the data axis
     accumulates: bool  # whether gradients of all micro-batches are added up first and exchanged once
-    gathers: bool  # whether the parameters of a unit must be gathered before each use, and freed after it
+    copies: int  # how many replicas make the same step of an element, where not all do
+    # For each unit, those whose parameters must be gathered before it is computed, and freed after it; {}: none ever.
+    gathers: Mapping[int, Sequence[int]]
     overlap: Overlap | None  # the reductions that go on beside the computation, where there are any
     carries_out: Handlers
 
@@ -37,6 +39,13 @@ class Exchange(Protocol):
 
     def plan(self) -> list[Operation]:
         """Return the operations of one step that are not the schedule's (local)."""
+        ...
+
+    def begin(self, operations: Sequence[Operation]) -> None:
+        """Take note that this rank is about to run ``operations``: a step, or an evaluation.
+
+        Collective over the data axis, or local.
+        """
         ...
 
     def parameters_at(self, layer: int) -> FlatStore:

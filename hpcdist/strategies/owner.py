@@ -93,7 +93,8 @@ class OwnerExchange:
 
     lock_step = True
     accumulates = True
-    gathers = False
+    copies = 1
+    gathers: Mapping[int, Sequence[int]] = {}
     overlap: Overlap | None = None
     owner: Owner
 
@@ -109,6 +110,9 @@ class OwnerExchange:
     def gradients(self) -> FlatStore:
         """What this rank keeps of the gradients until the update."""
         return self.owner.gradients
+
+    def begin(self, operations: Sequence[Operation]) -> None:
+        """Nothing has to be known of a list before it runs (local)."""
 
     def parameters_at(self, layer: int) -> FlatStore:
         """Return the one store of parameters."""

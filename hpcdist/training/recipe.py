@@ -22,6 +22,7 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
+from hpcdist.strategies.zero_config import ZeroConfig
 from hpcdist.training import settings
 from hpcdist.training.config import DataConfig, PrecisionConfig, RunConfig
 
@@ -37,6 +38,7 @@ class Recipe:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     parameter_server: ParameterServerConfig = field(default_factory=ParameterServerConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -45,6 +47,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self.check_world(self.parallel.data)
+        self.zero.check_beside(self.parallel.strategy, self.parallel.pipeline, self.run.device)
         self._refuse_without_effect()
         if self.communication.overlap != "none" and self.run.device != "cpu":
             raise ConfigurationError(

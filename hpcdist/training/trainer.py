@@ -25,6 +25,8 @@ from hpcdist.strategies.schedule.executor import Executor, MicroBatch
 from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.verify import Proof
 from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.zero import ZeroExchange
+from hpcdist.strategies.zero_config import STAGES
 from hpcdist.training import data
 from hpcdist.training.data import Prefetcher
 from hpcdist.training.recipe import Recipe
@@ -164,7 +166,9 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
     operations = build.operations(seat, exchange, executor.copies, replace(parallel, microbatches=microbatches))
     trainer = Trainer(comm, recipe, grid, seat, source, exchange, executor, operations, ledger, selection)
     if exchange.lock_step:  # else no two ranks share a step
-        trainer.proof = build.prove(seat, grid, operations, microbatches, accumulates=exchange.accumulates)
+        trainer.proof = build.prove(
+            seat, grid, operations, microbatches, accumulates=exchange.accumulates, copies=exchange.copies
+        )
     if resume_from is None:
         trainer.initialise()
     else:
@@ -178,6 +182,8 @@ def _exchange(seat: Seat, recipe: Recipe) -> Exchange:
         return parameter_server.exchange(seat, recipe.parameter_server)
     if recipe.run.logical_shards:
         return FixedTreeExchange(seat, recipe.run.logical_shards)
+    if recipe.parallel.strategy in STAGES:
+        return ZeroExchange(seat, STAGES[recipe.parallel.strategy], recipe.zero)
     return build.EXCHANGES[recipe.parallel.strategy](seat)
 
 

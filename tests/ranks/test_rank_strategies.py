@@ -41,6 +41,10 @@ LAYOUTS = {
         {"parallel.strategy": "zero3", "parallel.microbatches": 2, "communication.algorithm": "node_shared"},
         (2, 4),
     ),
+    "zero3 inside the nodes": ({"parallel.strategy": "zero3", "zero.parameters": 2}, (4,)),
+    "zero of three degrees": ({"parallel.strategy": "zero2", "zero.gradients": 2, "parallel.microbatches": 2}, (4,)),
+    "zero3 keeping small units": ({"parallel.strategy": "zero3", "zero.persistent_below": 9000}, (2, 3)),
+    "zero1 sharing parameters": ({"parallel.strategy": "zero1", "zero.shared_parameters": "true"}, (2, 3)),
     "gpipe": ({"parallel.pipeline": 2, "parallel.schedule": "gpipe", "parallel.microbatches": 4}, (2, 4)),
     "1f1b": ({"parallel.pipeline": 2, "parallel.microbatches": 4}, (2, 4)),
     "1f1b of 3": ({"parallel.pipeline": 3, "parallel.microbatches": 2}, (3,)),
@@ -99,7 +103,7 @@ _references: dict[tuple[object, ...], Reference] = {}  # every test trains on th
 
 
 def _alone(folder: Path, keys: dict[str, object], steps: int = STEPS) -> Reference:
-    kept = {key: value for key, value in keys.items() if not key.startswith(("parallel.", "communication."))}
+    kept = {key: value for key, value in keys.items() if not key.startswith(("parallel.", "communication.", "zero."))}
     name = (steps, *sorted(kept.items()))
     if name not in _references:
         trainer = _trainer(solo(), folder, kept)

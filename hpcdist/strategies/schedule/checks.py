@@ -10,12 +10,16 @@ from hpcdist.strategies.schedule.pipelines import Pass, expand
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 MESSAGES = (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
-BEFORE_AGREE = (Kind.BACKWARD, *EXCHANGED, Kind.WAIT, Kind.COLLECT, Kind.COPY_GRADIENT)
-AFTER_AGREE = (Kind.DIRECTION, Kind.NORMS, Kind.APPLY, Kind.PUBLISH, Kind.MIRROR, Kind.COPY_VALUE)
+BEFORE_AGREE = (Kind.BACKWARD, *EXCHANGED, Kind.COMBINE, Kind.WAIT, Kind.COLLECT, Kind.COPY_GRADIENT)
+AFTER_AGREE = (
+    Kind.DIRECTION, Kind.NORMS, Kind.APPLY, Kind.PUBLISH, Kind.MIRROR, Kind.COPY_VALUE, Kind.REFRESH, Kind.COMMIT
+)  # fmt: skip
 # (what, what of its range comes before it, whether all of its range must have it)
 ORDERS = (
     (Kind.REDUCE, Kind.ADD, False),
+    (Kind.COMBINE, Kind.REDUCE, False),
     (Kind.DIRECTION, Kind.REDUCE, False),
+    (Kind.DIRECTION, Kind.COMBINE, False),
     (Kind.DIRECTION, Kind.WAIT, False),
     (Kind.DIRECTION, Kind.COLLECT, False),
     (Kind.APPLY, Kind.DIRECTION, True),
@@ -236,6 +240,7 @@ def _check_freshness(share: Share) -> None:
         touching = [i for i, op in share.where(Kind.APPLY) if op.range is not None and op.range.intersect(whole)]
         agreed = [index for index, _ in share.where(Kind.AGREE)]
         gathers = [index for index, op in share.where(Kind.GATHER) if op.unit == unit]
+        gathers += [index for index, _ in share.where(Kind.COMMIT)]
         if gathers and gathers[-1] > max([*touching, *agreed], default=-1):
             continue
         if not _covered(whole, share.ranges(Kind.APPLY, Kind.PULL)):

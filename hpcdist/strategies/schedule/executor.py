@@ -64,7 +64,7 @@ class Executor:
         self._written: set[str] = set()
         self._watch = Watch()
         evaluation = forward_only(seat.units, seat.pipeline.rank, seat.pipeline.size)
-        self._forward_only = gathered(evaluation, self.model.needs) if exchange.gathers else evaluation
+        self._forward_only = gathered(evaluation, exchange.gathers) if exchange.gathers else evaluation
         self._handlers: dict[Kind, Callable[[Operation], None]] = {
             **exchange.carries_out,
             Kind.FORWARD: self._forward,
@@ -81,6 +81,7 @@ class Executor:
             Kind.PUSH: self._reduce,
             Kind.COPY_GRADIENT: self._copy_gradient,
             Kind.COPY_VALUE: copies.value,
+            Kind.COMMIT: self._commit,
             Kind.AGREE: self._agree,
         }
 
@@ -145,6 +146,7 @@ class Executor:
         return self._watch.end()
 
     def _begin(self, operations: Sequence[Operation], batches: Sequence[MicroBatch]) -> None:
+        self.exchange.begin(operations)
         self._batches = batches
         self._losses: list[float] = []  # summed over its targets, of each micro-batch that has samples
         self._carried: dict[int, Array] = {}
@@ -221,6 +223,11 @@ class Executor:
                 self._watch.distrust(store.range(self.units[op.unit]))
             for unit in [unit for unit in self._parameters if op.unit in self.model.needs[unit]]:
                 del self._parameters[unit]
+
+    def _commit(self, op: Operation) -> None:
+        """All parameters are elsewhere now."""
+        self.exchange.carries_out[op.kind](op)
+        self._parameters.clear()
 
     def _reduce(self, op: Operation) -> None:
         assert op.range is not None

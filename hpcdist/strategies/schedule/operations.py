@@ -24,6 +24,7 @@ class Kind(Enum):
     FREE = "free"  # (unit): its parameters go back to their shards
     ADD = "add"  # (microbatch, range): gradients to those of earlier micro-batches, before they are overwritten
     REDUCE = "reduce"  # (range): gradients over the replicas
+    COMBINE = "combine"  # (range): what REDUCEs have left of gradients, over the replicas that have the same part of it
     START = "start"  # (range): the same, but it goes on beside what follows, until WAIT
     POLL = "poll"  # whatever was started is moved on, where no thread does it
     WAIT = "wait"  # (range): the end of a START
@@ -43,6 +44,8 @@ class Kind(Enum):
     DIRECTION = "direction"  # (range): gradients become update directions
     NORMS = "norms"  # norms of tensors that several ranks share, for layer-wise rates
     APPLY = "apply"  # (range): parameters take a step along them
+    REFRESH = "refresh"  # (unit): its new parameters to the shards that are kept of them
+    COMMIT = "commit"  # the new parameters, which ranks of a node share, take the place of the old ones
 
 
 EXCHANGED: Final = (Kind.ADD, Kind.REDUCE, Kind.START, Kind.PUSH)  # what takes gradients, which must be complete

@@ -42,13 +42,14 @@ def verify(
     microbatches: int,
     needs: Mapping[int, Collection[int]] | None = None,
     accumulates: bool = True,
+    copies: int = 1,
 ) -> Proof:
     """Return the proof of one step, given the list of every rank (local).
 
     ``units`` are the ranges of all stages of the model, and ``needs`` maps each to those whose parameters it uses
     besides its own. Lists beyond the size of ``grid`` are those of parameter servers. ``accumulates`` says that
-    gradients are exchanged once a step, not after every micro-batch. Raises ScheduleError, which names rank and
-    operation.
+    gradients are exchanged once a step, not after every micro-batch; ``copies`` is how many replicas step the same
+    element, where not all do. Raises ScheduleError, which names rank and operation.
     """
     neighbours = Neighbours(grid, len(lists))
     if len(lists) < grid.size:
@@ -70,7 +71,7 @@ def verify(
     ]
     for share in shares:
         checks.check(share)
-    _check_owners(shares, neighbours)
+    _check_owners(shares, neighbours, copies)
     rehearsal = Rehearsal(lists, neighbours)
     rehearsal.run()
     stages = [[share for share in shares[: grid.size] if share.stage == stage] for stage in range(grid.pipeline)]
@@ -97,16 +98,16 @@ def _owned(lists: Sequence[Sequence[Operation]], neighbours: Neighbours, units: 
     return owned
 
 
-def _check_owners(shares: Sequence[Share], neighbours: Neighbours) -> None:
-    """Each element is stepped by exactly one rank, or by all that hold it."""
+def _check_owners(shares: Sequence[Share], neighbours: Neighbours, copies: int) -> None:
+    """Each element is stepped by exactly ``copies`` ranks, or by all that hold it."""
     servers = [part for server in neighbours.servers for part in shares[server].ranges(Kind.APPLY)]
     for share in shares[: neighbours.grid.size]:
         members = neighbours.along("data", share.rank)
         applied = servers + [part for member in members for part in shares[member].ranges(Kind.APPLY)]
         for unit, whole in share.units.items():
             for piece, times in coverage(whole, applied):
-                if times not in (1, len(members)):
+                if times not in (copies, len(members)):
                     raise ScheduleError(
                         f"rank {share.rank}: [{piece.start}:{piece.stop}] of unit {unit} is stepped by {times} of the "
-                        f"{len(members)} ranks that share it; one APPLY, or one on each, is a step"
+                        f"{len(members)} ranks that share it; {copies} APPLY, or one on each, is a step"
                     )

@@ -23,7 +23,9 @@ SENDS: Final = {
     Kind.SEND_GRADIENT: (Kind.RECV_GRADIENT, False),
 }
 RECEIVES: Final = {receive: (send, not onward) for send, (receive, onward) in SENDS.items()}
-OVER_DATA: Final = (Kind.REDUCE, Kind.START, Kind.WAIT, Kind.GATHER, Kind.NORMS)
+OVER_DATA: Final = (
+    Kind.REDUCE, Kind.COMBINE, Kind.START, Kind.WAIT, Kind.GATHER, Kind.NORMS, Kind.REFRESH, Kind.COMMIT
+)  # fmt: skip
 OVER_COPIES: Final = (Kind.COPY_GRADIENT, Kind.COPY_VALUE)
 SERVED: Final = {Kind.COLLECT: Kind.PUSH, Kind.PULL: Kind.PUBLISH}  # what waits -> what it waits for
 

@@ -1,0 +1,238 @@
+"""ZeRO (Rajbhandari et al., arXiv:1910.02054): no two replicas need keep the same part of a model and of its state.
+
+Every layer is cut over the replicas, and each rank updates its own cut:
+
+    reduce-scatter of gradients  ->  update of the own cut  ->  all-gather of parameters
+
+Parameters, gradients and optimizer state each have a sharding degree, d_p | d_g | d_o | p, on p replicas (see
+`levels`). The three stages are special cases, and so are others' ideas:
+
+    zero1   (1, 1, p)    zero2   (1, p, p)    zero3   (p, p, p)
+    MiCS (Zhang et al., arXiv:2205.00119)                     (d, d, d)   d ranks hold a model; all else are replicas
+    hpZ of ZeRO++ (Wang et al., arXiv:2306.10209)             (d, p, p)   gathers stay among the d ranks of a node
+    hybrid sharding of FSDP (Zhao et al., arXiv:2304.11277)   (d, d, d)
+    AMSP (Chen et al., arXiv:2311.00257)                      any
+
+With Psi bytes of parameters and m micro-batches a step, each rank sends on the ring, in bytes,
+
+    gradients    m Psi (1 - 1/d_g)       after each micro-batch, where d_g > 1: then they are freed
+                 Psi (1/d_g - 1/d_o)     once a step, to the cuts of the optimizer
+                 2 Psi/d_o (1 - d_o/p)   once a step, over the p/d_o owners of the same cut
+    parameters   Psi (1/d_p - 1/d_o)     once a step, the new cuts to all that keep them
+                 2 m Psi (1 - 1/d_p)     for each use, once forward and once backward
+
+so 2 Psi (p-1)/p in zero1, (1 + m) of these in zero2 and 3 m in zero3. What is kept of a model takes Psi/d_p + Psi/d_g +
+K Psi/d_o, with K = 2 for Adam, and where d_p or d_g is above 1 memory for whole layers on top: the largest one, or two.
+
+A layer that others are tied to stays gathered from its first use in a micro-batch to its last: stage 3 then sends less.
+A layer of fewer than ``persistent_below`` elements, S bytes, stays gathered for good: it sends S (1 - 1/d_o) after its
+update, nothing for each use, and no message of a few bytes holds up a layer. All of its state is cut as before.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.store import FlatStore
+from hpcdist.strategies.exchange import Handlers, pieces_of
+from hpcdist.strategies.node_parameters import NodeParameters
+from hpcdist.strategies.owner import Owner, OwnerExchange
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.zero.levels import GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE, Levels
+from hpcdist.strategies.zero.order import Order
+from hpcdist.strategies.zero.transient import Transient
+from hpcdist.strategies.zero_config import ZeroConfig
+
+_DEFAULT = ZeroConfig()
+
+
+class ZeroExchange(OwnerExchange):
+    """ZeRO ``stage`` 1, 2 or 3, or what ``config`` makes of it. Collective over the data axis, but where it says local.
+
+    ``parameters`` holds the whole of layers that stay gathered, and the shard of the others.
+    """
+
+    def __init__(self, seat: Seat, stage: int, config: ZeroConfig = _DEFAULT) -> None:
+        super().__init__(seat)
+        self.degrees = config.degrees(stage, seat.data.size)
+        self.levels = levels = Levels(seat, self.degrees)
+        self.replicas_identical = self.degrees.parameters == 1
+        self.accumulates = self.degrees.gradients == 1
+        self.copies = seat.data.size // self.degrees.optimizer
+        self._layers = {seat.model.stages[unit].layer: part for unit, part in seat.ranges.items()}
+        self._layer_at = {part: layer for layer, part in self._layers.items()}
+        cut = [unit for unit in seat.units if self._is_cut(unit, config.persistent_below)]
+        self._cut_layers = {seat.model.stages[unit].layer for unit in cut}
+        self.gathers: Mapping[int, Sequence[int]] = (
+            {unit: [used for used in needs if used in cut] for unit, needs in seat.model.needs.items()} if cut else {}
+        )
+        self._order = Order(seat.data, seat.agree_algorithm)
+        self._whole_parameters = Transient(seat, "parameters", cut, levels.first(WHOLE, PARAMETERS))
+        whole = () if self.accumulates else seat.units
+        self._whole_gradients = Transient(seat, "gradients", whole, levels.first(WHOLE, GRADIENTS))
+        own = [cuts[OPTIMIZER] for cuts in levels.cuts.values()]
+        self._node = NodeParameters(seat, self._cuts_of_all()) if config.shared_parameters else None
+        self.owner = Owner(
+            self._keep_parameters() if self._node is None else self._node.front,
+            self._keep_gradients(),
+            seat.build_optimizer(own),
+            own,
+            levels.sharers,
+            seat.agree_algorithm,
+        )
+        self._added: set[int] = set()  # layers whose gradient shard holds a micro-batch of this step already
+        self.carries_out: Handlers = {
+            Kind.REDUCE: self.reduce,
+            Kind.COMBINE: self.combine,
+            Kind.GATHER: self.gather,
+            Kind.FREE: self.free,
+            Kind.REFRESH: self.refresh,
+            Kind.COMMIT: self.commit,
+            **self.owner.carries_out,
+        }
+
+    def _is_cut(self, unit: int, persistent_below: int) -> bool:
+        """Whether the parameters of ``unit`` are gathered for each use, and not kept whole (local)."""
+        size = sum(part.size for _, part in self.seat.layout.within(self.seat.ranges[unit]))
+        return self.degrees.parameters > 1 and size >= persistent_below
+
+    def _cuts_of_all(self) -> list[list[Range]]:
+        """Return, for each layer, the cut of every data rank."""
+        if self.seat.data.size == 1:
+            return [[cuts[OPTIMIZER]] for cuts in self.levels.cuts.values()]
+        return [self.levels.of_all(layer) for layer in self._layers]
+
+    def _keep_parameters(self) -> FlatStore:
+        # What is whole is handed round among the replicas; a shard of it is this rank's alone.
+        if not self._cut_layers:
+            over = self.levels.first(PARAMETERS, OPTIMIZER)
+            return self.seat.store("parameters", allocate=self.seat.for_replicas("parameters", over))
+        kept = [cuts[PARAMETERS if layer in self._cut_layers else WHOLE] for layer, cuts in self.levels.cuts.items()]
+        return self.seat.store("parameters", kept)
+
+    def _keep_gradients(self) -> FlatStore:
+        if self.accumulates:
+            over = self.levels.first(GRADIENTS, OPTIMIZER) or self.levels.replicas
+            return self.seat.store("gradients", allocate=self.seat.for_replicas("gradients", over))
+        return self.seat.store("gradients", [cuts[GRADIENTS] for cuts in self.levels.cuts.values()])
+
+    def plan(self) -> list[Operation]:
+        """Return REDUCE per layer and COMBINE of its shards, AGREE, the update of the own cuts, and their way back.
+
+        GATHER where a layer is kept whole, REFRESH where a shard is that is more than the own cut. COMMIT instead,
+        where the ranks of a node share the parameters.
+        """
+        ranges = list(reversed(self.seat.ranges.values()))
+        reduces = [Operation(Kind.REDUCE, range=part) for part in ranges]
+        if not self.accumulates and self.degrees.gradients < self.seat.data.size:
+            reduces += [Operation(Kind.COMBINE, range=part) for part in ranges]
+        return [*reduces, Operation(Kind.AGREE), *self.owner.plan(), *self._back()]
+
+    def _back(self) -> list[Operation]:
+        """Return how the new cuts of all ranks get to those who keep them."""
+        if self._node is not None:
+            return [Operation(Kind.COMMIT)]
+        found = []
+        for unit in self.seat.units:
+            is_cut = self.seat.model.stages[unit].layer in self._cut_layers
+            if (self.degrees.parameters if is_cut else 1) < self.degrees.optimizer:
+                found.append(Operation(Kind.REFRESH if is_cut else Kind.GATHER, unit=unit))
+        return found
+
+    def begin(self, operations: Sequence[Operation]) -> None:
+        """Watch, where parameters are gathered for each use, that all ranks run the same list."""
+        if self.gathers:
+            self._order.begin(operations)
+
+    def reduce(self, op: Operation) -> None:
+        """Sum the gradients of a layer to the shards that are kept of it or, where they are whole, to the own cuts."""
+        self._order.meet(op)
+        layer = self._layer_of(op)
+        store = self.gradients_at(layer)
+        self.levels.reduce(store, layer, WHOLE, OPTIMIZER if self.accumulates else GRADIENTS)
+        if self.accumulates:
+            self.levels.sum_replicas(store, layer)
+        else:
+            self._take_in(layer, store)
+
+    def _take_in(self, layer: int, store: FlatStore) -> None:
+        """Add this rank's shard of a layer to those of earlier micro-batches, and free the layer (local)."""
+        own = self.levels.cuts[layer][GRADIENTS]
+        if layer in self._added:
+            self.gradients.range(own)[...] += store.range(own)
+        else:
+            self.gradients.range(own)[...] = store.range(own)
+            self._added.add(layer)
+        self._whole_gradients.free(layer)
+
+    def combine(self, op: Operation) -> None:
+        """Sum the shard of a layer over those who hold the same one, to their cuts, once a step."""
+        layer = self._layer_of(op)
+        self.levels.reduce(self.gradients, layer, GRADIENTS, OPTIMIZER)
+        self.levels.sum_replicas(self.gradients, layer)
+
+    def gather(self, op: Operation) -> None:
+        """Bring a layer together: before a use, from the shards; where it is kept whole, from the new cuts."""
+        self._order.meet(op)
+        layer = self.seat.model.stages[op.unit].layer
+        if layer in self._cut_layers:
+            self.levels.gather(self._place(layer), layer, WHOLE, PARAMETERS)
+        else:
+            self.levels.gather(self.parameters, layer, WHOLE, OPTIMIZER)
+
+    def _place(self, layer: int) -> FlatStore:
+        """Return memory for the whole of a layer, with the own shard in it (local)."""
+        store, own = self._whole_parameters.at(layer), self.levels.cuts[layer][PARAMETERS]
+        store.range(own)[...] = self.parameters.range(own)
+        return store
+
+    def refresh(self, op: Operation) -> None:
+        """Bring the shard of a layer together from the new cuts."""
+        self.levels.gather(self.parameters, self.seat.model.stages[op.unit].layer, PARAMETERS, OPTIMIZER)
+
+    def free(self, op: Operation) -> None:
+        """Drop the gathered layer (local)."""
+        self._whole_parameters.free(self.seat.model.stages[op.unit].layer)
+
+    def commit(self, op: Operation) -> None:
+        """Put the new parameters of the node in the place of the old ones."""
+        assert self._node is not None
+        self._node.commit()
+
+    def _layer_of(self, op: Operation) -> int:
+        assert op.range is not None
+        return self._layer_at[op.range]
+
+    def parameters_at(self, layer: int) -> FlatStore:
+        """Return where the layer is whole: one that is cut is there between GATHER and FREE only."""
+        return self._whole_parameters.at(layer) if layer in self._cut_layers else self.parameters
+
+    def gradients_at(self, layer: int) -> FlatStore:
+        """Return where the layer is whole: where gradients are cut, it is there until its REDUCE."""
+        return self.gradients if self.accumulates else self._whole_gradients.at(layer)
+
+    @property
+    def parameters(self) -> FlatStore:
+        """What this rank keeps between steps; during an update, of shared ones, still the old."""
+        return self.owner.parameters if self._node is None else self._node.front
+
+    def norm_squared(self) -> float:
+        """Return the share of the own cuts, for one of those who own the same: together they are the model, once."""
+        own = self.owner.norm_squared()
+        return own if self.levels.replicas is None or self.levels.replicas.rank == 0 else 0.0
+
+    def begin_update(self, scale: float) -> None:
+        """Begin the update of the step."""
+        self._added.clear()
+        if self._node is not None:
+            self.owner.parameters = self._node.begin()
+        self.owner.begin_update(scale)
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return this rank's share, by bytes, of the own cuts: what several ranks own is written once."""
+        parts = self.owner.parts
+        if self.levels.replicas is not None:
+            count, rank = self.levels.replicas.size, self.levels.replicas.rank
+            parts = [split(part.size, count, self.seat.dtype.itemsize)[rank].shift(part.start) for part in parts]
+        return pieces_of({"parameters": self.parameters, **self.owner.slots()}, parts)

@@ -1,0 +1,131 @@
+"""The nested cuts of every layer over the data axis, and the ways down and up along them.
+
+A layer is cut over the ranks of a parameter group; each of these shards once more, over the ranks of a gradient group
+that hold it; each of those over the ranks of an optimizer group. Groups are blocks of consecutive data ranks:
+
+    level 0   d_p consecutive ranks                                 whole layer      -> shard of the parameters
+    level 1   d_g/d_p ranks, d_p apart: one of each parameter group                  -> shard of the gradients
+    level 2   d_o/d_g ranks, d_g apart: one of each gradient group                   -> cut of the optimizer
+    replicas  p/d_o ranks, d_o apart, that own the same cut
+
+So where d_p ranks share a node, level 0 stays inside it and the others go between nodes. Reduce-scatters down the
+levels send as much as one over all of them: 1 - 1/d_p + (1/d_p) (1 - d_p/d_g) = 1 - 1/d_g of the layer.
+"""
+
+from typing import Final
+
+from hpcdist import collectives
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.zero_config import Degrees
+
+WHOLE: Final = 0  # indices into the cuts of a layer
+PARAMETERS: Final = 1
+GRADIENTS: Final = 2
+OPTIMIZER: Final = 3
+
+
+class Levels:
+    """The cuts of this rank, by layer, and who shares them. Construction is collective over the data axis.
+
+    ``cuts[layer]`` are four ranges of the flat space, each inside the one before: the whole layer, the shard of its
+    parameters, of its gradients, and what this rank updates of it. ``sharers`` joins the ranks whose last cuts make up
+    the model once, ``replicas`` those with the same last cut; None where this rank is alone.
+    """
+
+    def __init__(self, seat: Seat, degrees: Degrees) -> None:
+        self._data, self._made = seat.data, dict[tuple[int, int], Communicator | None]()
+        bounds = (1, degrees.parameters, degrees.gradients, degrees.optimizer)
+        self._comms = [self._between(inner, outer) for inner, outer in zip(bounds, bounds[1:], strict=False)]
+        self.sharers = self._between(1, degrees.optimizer)
+        self.replicas = self._between(degrees.optimizer, seat.data.size)
+        self.algorithm = seat.algorithm
+        self._sharding = self._way(seat)
+        self.cuts: dict[int, list[Range]] = {}
+        self._shares: dict[int, list[list[Range]]] = {}  # of all members of each level, from the start of its range
+        for unit, whole in seat.ranges.items():
+            layer = seat.model.stages[unit].layer
+            self.cuts[layer], self._shares[layer] = self._cut(whole, seat.dtype.itemsize)
+
+    def _between(self, inner: int, outer: int) -> Communicator | None:
+        """Return the ranks of a block of ``outer`` that have the same place in their blocks of ``inner``. Collective.
+
+        None where that is one rank. Splits of the whole axis are the axis itself: what is shared there is found again.
+        """
+        data = self._data
+        if (inner, outer) not in self._made:
+            if outer == inner:
+                self._made[inner, outer] = None
+            elif (inner, outer) == (1, data.size):
+                self._made[inner, outer] = data
+            else:
+                color = data.rank // outer * inner + data.rank % inner
+                self._made[inner, outer] = data.split(color, data.rank, f"data of {inner} in {outer}")
+        return self._made[inner, outer]
+
+    def _way(self, seat: Seat) -> Sharding:
+        ways = SHARDED | SHARDED_ON_GPUS if seat.on == "gpu" else SHARDED
+        if seat.algorithm not in ways:
+            raise ConfigurationError(
+                f"communication.algorithm = {seat.algorithm!r} cannot be halved into a reduce-scatter and an "
+                f"all-gather, as ZeRO needs; on the {seat.on} choose one of {', '.join(ways)}"
+            )
+        if seat.algorithm == "hierarchical" and not all(comm in (None, self._data) for comm in self._comms):
+            # Its cuts follow the nodes, and those of two groups need not be alike. The levels are its hierarchy.
+            return ways["ring"]
+        return ways[seat.algorithm]
+
+    def _cut(self, whole: Range, itemsize: int) -> tuple[list[Range], list[list[Range]]]:
+        cuts, shares = [whole], []
+        for comm in self._comms:
+            parts = [Range(0, cuts[-1].size)]
+            if comm is not None:
+                parts = self._sharding.shares(comm, cuts[-1].size, itemsize)
+            cuts.append(parts[comm.rank if comm is not None else 0].shift(cuts[-1].start))
+            shares.append(parts)
+        return cuts, shares
+
+    def first(self, start: int, stop: int) -> Communicator | None:
+        """Return who takes part in the first step of `reduce` between these cuts; None where nobody does (local)."""
+        return next((comm for comm in self._comms[start:stop] if comm is not None), None)
+
+    def reduce(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
+        """Sum cut ``start`` of a layer down to this rank's cut ``stop``, in place. Collective over those levels.
+
+        What ``store`` holds of cut ``start`` beyond cut ``stop`` is undefined afterwards.
+        """
+        for level in range(start, stop):
+            comm, part = self._comms[level], self.cuts[layer][level]
+            if comm is not None and part:
+                self._sharding.reduce_scatter(comm, store.range(part), self._shares[layer][level])
+
+    def sum_replicas(self, store: FlatStore, layer: int) -> None:
+        """Sum this rank's last cut of a layer over those who own the same one, in place. Collective over them."""
+        part = self.cuts[layer][OPTIMIZER]
+        if self.replicas is not None and part:
+            collectives.allreduce(self.replicas, store.range(part), self.algorithm)
+
+    def gather(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
+        """Fill cut ``start`` of a layer from the cuts ``stop`` of the ranks that have them. Collective: `reduce`."""
+        for level in reversed(range(start, stop)):
+            comm, part = self._comms[level], self.cuts[layer][level]
+            if comm is not None and part:
+                self._sharding.all_gather(comm, store.range(part), self._shares[layer][level])
+
+    @property
+    def at_once(self) -> bool:
+        """Whether each layer is cut over all data ranks in one step (local)."""
+        return [comm for comm in (*self._comms, self.replicas) if comm is not None] == [self._data]
+
+    def shares(self, layer: int) -> list[Range]:
+        """Return the cuts of all data ranks from the start of the layer, where it is cut `at_once` (local)."""
+        return [part.shift(-self.cuts[layer][WHOLE].start) for part in self.of_all(layer)]
+
+    def of_all(self, layer: int) -> list[Range]:
+        """Return the last cut of every data rank; the layer must be cut over all of them at one level (local)."""
+        (level,) = [level for level, comm in enumerate(self._comms) if comm is self._data]
+        return [part.shift(self.cuts[layer][WHOLE].start) for part in self._shares[layer][level]]

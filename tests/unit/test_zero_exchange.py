@@ -1,0 +1,380 @@
+"""ZeRO of any degrees trains as one process: parameters, gradients and optimizer state cut over groups of their own."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from hpcdist import models
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, ScheduleError
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies import build
+from hpcdist.strategies.allreduce import AllreduceExchange
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.exchange import Exchange
+from hpcdist.strategies.grid import Grid
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.zero import ZeroExchange
+from hpcdist.strategies.zero_config import ZeroConfig
+
+SAMPLES, STEPS = 11, 50
+MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)
+NOISE = "qkv.bias"  # its part for the keys has a true gradient of zero: under Adam it follows the rounding
+TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+
+
+def degrees(size: int) -> list[ZeroConfig]:
+    divisors = [d for d in range(1, size + 1) if size % d == 0]
+    return [
+        ZeroConfig(parameters=p, gradients=g, optimizer=o)
+        for o in divisors
+        for g in divisors
+        for p in divisors
+        if o % g == 0 and g % p == 0
+    ]
+
+
+class Run:
+    """A tiny model on one rank of a data axis."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        make: Callable[[Seat], Exchange],
+        dtype: str = "float64",
+        model: ModelConfig = MODEL,
+        microbatches: int = 1,
+        algorithm: str = "ring",
+        **keys: object,
+    ):
+        self.comm, self.microbatches, self.step = comm, microbatches, 0
+        self.model = models.build(model, dtype, context=8)
+        defaults = OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
+        self.ledger = Ledger()
+        self.seat = Seat(
+            world=comm,
+            data=comm,
+            pipeline=comm.split(comm.rank),
+            model=self.model,
+            units=range(len(self.model.stages)),
+            optimizer=replace(defaults, **keys),
+            total_steps=STEPS,
+            algorithm=algorithm,
+            ledger=self.ledger,
+        )
+        self.exchange = make(self.seat)
+        initial = FlatStore(self.model.layout, self.model.dtype)
+        self.model.initialise(initial, seed=3)
+        self.exchange.take(initial)
+        self.executor = build.build_executor(self.seat, self.exchange)
+        self.operations = build.operations(
+            self.seat, self.exchange, self.executor.copies, ParallelConfig(microbatches=microbatches)
+        )
+        build.prove(
+            self.seat,
+            Grid(data=comm.size),
+            self.operations,
+            microbatches,
+            accumulates=self.exchange.accumulates,
+            copies=self.exchange.copies,
+        )
+
+    def parts(self, samples: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        mine = np.array_split(samples, self.comm.size)[self.comm.rank]
+        return [(part[:, :-1], part[:, 1:]) for part in np.array_split(mine, self.microbatches)]
+
+    def losses(self, data: np.ndarray, operations: list[Operation] | None = None) -> list[float]:
+        found = []
+        for samples in data:
+            self.step += 1
+            steps = operations or self.operations
+            found.append(self.executor.run(steps, self.parts(samples), SAMPLES, self.step, np.zeros(2)).loss)
+        return found
+
+    def state(self) -> dict[tuple[str, str], np.ndarray]:
+        """All that the ranks save, flat, by (kind, tensor): each element once. Collective."""
+        found: dict[tuple[str, str], np.ndarray] = {}
+        own = [(p.kind, p.tensor, p.global_shape, p.flat, p.array.copy()) for p in self.exchange.pieces()]
+        for pieces in self.comm.allgather_object(own):
+            for kind, tensor, shape, flat, values in pieces:
+                whole = found.setdefault((kind, tensor), np.full(int(np.prod(shape)), np.nan, values.dtype))
+                assert np.isnan(whole[flat.slice]).all(), f"{tensor} is saved twice"
+                whole[flat.slice] = values
+        assert not any(np.isnan(values).any() for values in found.values()), "something is not saved"
+        return found
+
+    def load(self, state: dict[tuple[str, str], np.ndarray], scalars: dict[str, object], steps: int) -> None:
+        for piece in self.exchange.wanted():
+            piece.array[...] = state[piece.kind, piece.tensor][piece.flat.slice]
+        self.exchange.restore(scalars)
+        self.step = steps
+
+
+def zero(stage: int = 1, config: ZeroConfig = ZeroConfig()) -> Callable[[Seat], Exchange]:  # noqa: B008 (frozen)
+    return lambda seat: ZeroExchange(seat, stage, config)
+
+
+@cache
+def text() -> np.ndarray:
+    """Sequences in which each token decides the next one."""
+    first = np.random.default_rng(5).integers(0, 8, (STEPS, SAMPLES, 1))
+    return ((first + np.arange(9)) % 8 * 7).astype(np.uint8)
+
+
+def alone(**keys: object) -> tuple[list[float], dict[tuple[str, str], np.ndarray]]:
+    return _alone(tuple(sorted(keys.items(), key=lambda item: item[0])))
+
+
+@cache
+def _alone(keys: tuple[tuple[str, object], ...]) -> tuple[list[float], dict[tuple[str, str], np.ndarray]]:
+    def body(comm: Communicator) -> tuple[list[float], dict[tuple[str, str], np.ndarray]]:
+        run = Run(comm, AllreduceExchange, **dict(keys))
+        return run.losses(text()), run.state()
+
+    return run_threads(1, body)[0]
+
+
+def difference(mine: dict[tuple[str, str], np.ndarray], theirs: dict[tuple[str, str], np.ndarray]) -> float:
+    """The norm of the difference of two models over the norm of the second."""
+    keys = [key for key in theirs if key[0] == "parameters" and not key[1].endswith(NOISE)]
+    apart = [np.linalg.norm(mine[key].astype(np.float64) - theirs[key]) for key in keys]
+    return float(np.linalg.norm(apart) / np.linalg.norm([np.linalg.norm(theirs[key]) for key in keys]))
+
+
+def trained(comm: Communicator, make: Callable[[Seat], Exchange], steps: int = STEPS, **keys: object):
+    run = Run(comm, make, **keys)
+    return run.losses(text()[:steps]), run.state()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
+def test_all_degrees_train_as_one_process(size: int) -> None:
+    losses, _ = alone()
+    for config in degrees(size):
+        for found, _ in run_threads(size, lambda comm, config=config: trained(comm, zero(1, config), steps=6)):
+            np.testing.assert_allclose(found, losses[:6], rtol=1e-12)
+
+
+OPTIMIZERS: dict[str, dict[str, object]] = {
+    "sgd": {"learning_rate": 0.05},
+    "adamw": {},
+    "lars": {"learning_rate": 0.5},
+    "lamb": {},
+}
+MIXED = ZeroConfig(parameters=1, gradients=2, optimizer=4, persistent_below=0)
+SHARED = ZeroConfig(shared_parameters=True)
+# name -> (ranks, ranks of a node, stage, config)
+WAYS = {
+    "zero1": (3, None, 1, ZeroConfig()),
+    "zero2": (3, None, 2, ZeroConfig()),
+    "zero3": (2, None, 3, ZeroConfig(persistent_below=1000)),
+    "mixed": (4, None, 2, MIXED),
+    "hpZ": (4, 2, 3, ZeroConfig(parameters=2)),
+    "shared": (3, None, 1, SHARED),
+    "shared on nodes": (4, 2, 1, SHARED),
+    "shared on unequal nodes": (5, 3, 2, SHARED),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "dtype"), [*((name, "float64") for name in OPTIMIZERS), ("adamw", "float32")])
+@pytest.mark.parametrize("name", WAYS)
+def test_ways_train_as_one_process_with_clipping_and_accumulation(name: str, optimizer: str, dtype: str) -> None:
+    size, per_node, stage, config = WAYS[name]
+    keys = {"name": optimizer, "dtype": dtype, **OPTIMIZERS[optimizer]}
+    losses, state = alone(**keys)
+    assert losses[-1] < losses[0] - 0.1, "the model learns"
+    for found, mine in run_threads(
+        size, lambda comm: trained(comm, zero(stage, config), microbatches=2, **keys), per_node
+    ):
+        np.testing.assert_allclose(found, losses, rtol=TOLERANCE[dtype])
+        assert difference(mine, state) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("algorithm", ["native", "node_shared", "circulant", "hierarchical"])
+@pytest.mark.parametrize("config", [ZeroConfig(), MIXED, ZeroConfig(parameters=2, optimizer=2, gradients=2), SHARED])
+def test_every_algorithm_serves_every_level(algorithm: str, config: ZeroConfig) -> None:
+    losses, _ = alone()
+    stage = 3 if config.parameters == 2 else 1
+    per_node = 2 if algorithm == "hierarchical" else None
+    for found, _ in run_threads(
+        4, lambda comm: trained(comm, zero(stage, config), steps=4, algorithm=algorithm), per_node
+    ):
+        np.testing.assert_allclose(found, losses[:4], rtol=1e-12)
+
+
+def volume(size: int, config: ZeroConfig, microbatches: int) -> float:
+    """What a rank sends in a step, in units of Psi, as the module's docstring has it."""
+    p, g, o = config.parameters, config.gradients, config.optimizer
+    gradients = (microbatches * (1 - 1 / g) if g > 1 else 0) + (1 / g - 1 / o) + 2 / o * (1 - o / size)
+    return gradients + (1 / p - 1 / o) + 2 * microbatches * (1 - 1 / p)
+
+
+@pytest.mark.parametrize(("size", "microbatches"), [(2, 1), (3, 2), (4, 1), (4, 2), (6, 1)])
+def test_bytes_are_those_of_the_closed_form_for_all_degrees(size: int, microbatches: int) -> None:
+    model = ModelConfig(layers=1, hidden=64, heads=2, vocabulary=256)
+
+    def body(comm: Communicator, config: ZeroConfig) -> tuple[int, int]:
+        run = Run(comm, zero(1, config), "float32", model, microbatches)
+        run.losses(text()[:1])  # communicators are split and scratch memory taken
+        with recording(comm) as traffic:
+            run.losses(text()[1:2])
+        assert not traffic.unknown
+        return traffic.sent_bytes, run.model.layout.parameters * 4
+
+    for config in degrees(size):
+        found = run_threads(size, lambda comm, config=config: body(comm, config))
+        sent, psi = max(sent for sent, _ in found), found[0][1]
+        expected = volume(size, config, microbatches) * psi
+        assert sent == pytest.approx(expected, rel=0.01, abs=2048), f"{config}: {sent / psi:.3f} Psi"
+
+
+def test_small_units_stay_gathered_and_their_state_is_cut() -> None:
+    def body(comm: Communicator) -> None:
+        whole, run = (Run(comm, zero(3, ZeroConfig(persistent_below=below)), "float32") for below in (0, 1100))
+        sizes = {unit: sum(spec.size for spec in stage.tensors()) for unit, stage in enumerate(run.model.stages)}
+        small = {unit for unit, size in sizes.items() if size < 1100}
+        assert 0 < len(small) < len(sizes)
+        for one, kept in ((whole, set()), (run, small)):
+            freed = {op.unit for op in one.operations if op.kind is Kind.FREE}
+            assert freed == set(sizes) - kept
+            agreed = next(at for at, op in enumerate(one.operations) if op.kind is Kind.AGREE)
+            after = [op.unit for op in one.operations[agreed:] if op.kind is Kind.GATHER]
+            assert sorted(after) == sorted(kept), "one gather after the update"
+            assert not kept & {op.unit for op in one.operations[:agreed] if op.kind is Kind.GATHER}
+        assert run.exchange.owner.optimizer.slots["m"].size == whole.exchange.owner.optimizer.slots["m"].size
+        assert run.exchange.parameters.size > whole.exchange.parameters.size
+
+    run_threads(2, body)
+
+
+def test_a_checkpoint_goes_from_any_degrees_to_any_others() -> None:
+    losses, _ = alone()
+    ways = [ZeroConfig(), MIXED, ZeroConfig(parameters=2, gradients=2, optimizer=2), SHARED]
+    for size, stage, config in ((4, 3, ways[0]), (4, 2, MIXED), (4, 3, ways[2]), (3, 1, SHARED)):
+
+        def save(comm: Communicator, stage: int = stage, config: ZeroConfig = config):
+            run = Run(comm, zero(stage, config))
+            run.losses(text()[:5])
+            return run.state(), run.exchange.state()
+
+        state, scalars = run_threads(size, save)[0]
+        for others, stage, other in ((1, 1, ways[0]), (4, 3, ways[0]), (4, 2, MIXED), (4, 1, ways[2]), (4, 2, SHARED)):
+
+            def resume(comm: Communicator, stage: int = stage, other: ZeroConfig = other) -> list[float]:
+                run = Run(comm, zero(stage, other))
+                run.load(state, scalars, 5)  # noqa: B023 (called before the loop goes on)
+                return run.losses(text()[5:8])
+
+            for found in run_threads(others, resume):
+                np.testing.assert_allclose(found, losses[5:8], rtol=1e-12)
+
+
+@pytest.mark.parametrize("config", [ZeroConfig(), ZeroConfig(parameters=4), ZeroConfig(gradients=2), SHARED])
+def test_more_ranks_than_elements(config: ZeroConfig) -> None:
+    tiny = ModelConfig(layers=1, hidden=2, heads=1, vocabulary=2)
+    data = text() // 7 % 2
+    stage = 3 if config.parameters else 2
+
+    def body(comm: Communicator, make: Callable[[Seat], Exchange]) -> list[float]:
+        run = Run(comm, make, "float32", tiny)
+        if comm.rank == 7:
+            assert not all(cuts[-1] for cuts in run.exchange.levels.cuts.values()), "this rank owns nothing of a layer"
+        return run.losses(data[:4])
+
+    expected = run_threads(1, lambda comm: body(comm, AllreduceExchange))[0]
+    for found in run_threads(8, lambda comm: body(comm, zero(stage, config))):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def without(operations: list[Operation], unit: int) -> list[Operation]:
+    """The list of a rank that takes a branch in which a unit is not computed."""
+    return [op for op in operations if op.unit != unit]
+
+
+def test_a_rank_that_takes_another_branch_names_the_unit_instead_of_hanging() -> None:
+    def body(comm: Communicator) -> None:
+        run = Run(comm, zero(3))
+        run.losses(text()[:2])
+        run.executor.evaluate(*run.parts(text()[0])[0])  # of an order of its own
+        run.losses(text()[2:3])
+        if comm.rank == 1:
+            with pytest.raises(ScheduleError, match=r"got GATHER\(0, 2\).*expected GATHER\(0, 1\) of unit 1 as number"):
+                run.losses(text()[3:4], without(run.operations, unit=1))
+
+    run_threads(3, body)
+
+
+def test_a_gather_out_of_its_turn_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        run = Run(comm, zero(3))
+        run.losses(text()[:1])
+        run.exchange.begin(run.operations)
+        with pytest.raises(ScheduleError, match=r"got GATHER\(0, 1\) of unit 1, expected GATHER\(0, 0\) of unit 0"):
+            run.exchange.gather(Operation(Kind.GATHER, 0, 1))
+
+    run_threads(2, body)
+
+
+def test_ranks_that_begin_with_different_branches_all_say_so() -> None:
+    def body(comm: Communicator) -> None:
+        run = Run(comm, zero(3))
+        steps = without(run.operations, unit=1) if comm.rank == 2 else run.operations
+        with pytest.raises(ScheduleError, match=r"number 2 of rank 2 is GATHER\(0, 2\).* of rank 0 GATHER\(0, 1\)"):
+            run.losses(text()[:1], steps)
+
+    run_threads(3, body)
+
+
+def test_shared_parameters_are_one_copy_on_each_node() -> None:
+    def body(comm: Communicator) -> tuple[int, int, int, bytes]:
+        run = Run(comm, zero(1, SHARED), "float32")
+        addresses = []
+        for samples in text()[:3]:
+            run.losses([samples])
+            addresses.append(run.exchange.parameters.array.ctypes.data)
+        assert addresses[0] == addresses[2] != addresses[1], "two buffers take turns"
+        psi = run.model.layout.size * 4
+        return addresses[0], run.ledger.peak["parameters"], psi, run.exchange.parameters.array.tobytes()
+
+    for per_node, nodes in ((None, 1), (2, 2)):
+        found = run_threads(4, body, per_node)
+        assert len({address for address, *_ in found}) == nodes
+        assert len({weights for *_, weights in found}) == 1
+        assert sum(counted for _, counted, *_ in found) == 2 * nodes * found[0][2]
+
+
+def test_a_step_that_fails_leaves_shared_parameters_as_they_were() -> None:
+    def body(comm: Communicator) -> None:
+        run = Run(comm, zero(1, SHARED), "float32")
+        run.losses(text()[:2])
+        before = run.exchange.parameters.array.copy()
+        apply = run.executor._handlers[Kind.APPLY]
+
+        def fails(op: Operation) -> None:
+            apply(op)
+            raise KeyboardInterrupt
+
+        run.executor._handlers[Kind.APPLY] = fails
+        with pytest.raises(KeyboardInterrupt):
+            run.losses(text()[2:3])
+        comm.barrier()
+        assert run.exchange.parameters.array.tobytes() == before.tobytes()
+
+    run_threads(2, body)
+
+
+def test_degrees_that_do_not_divide_are_refused_with_the_equation() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"zero.parameters 4 \| zero.gradients 4 \| zero.optimizer 2 \| 4 data"
+    ):
+        run_threads(4, lambda comm: Run(comm, zero(3, ZeroConfig(optimizer=2))))
+    with pytest.raises(ConfigurationError, match=r"zero.optimizer 4 does not divide data ranks 6; .* \[1, 2, 3, 6\]"):
+        ZeroConfig(optimizer=4).degrees(1, 6)
