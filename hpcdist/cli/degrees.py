@@ -23,5 +23,6 @@ def equation(recipe: "Recipe", world: int) -> str:
         servers=servers,
     )
     recipe.check_world(grid.data)
+    recipe.chaos.check_world(world, world - servers)
     product = f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}"
     return f"{world} = {product}" + (f" + servers {servers}" if servers else "")

@@ -27,10 +27,13 @@ EXCHANGES: Final[dict[str, Callable[[Seat], Exchange]]] = {
 }
 
 
-def build_executor(seat: Seat, exchange: Exchange) -> Executor:
-    """Return what runs the steps of the rank in ``seat``. Collective over the pipeline: all build alike."""
+def build_executor(seat: Seat, exchange: Exchange, kind: Callable[..., Executor] = Executor) -> Executor:
+    """Return what runs the steps of the rank in ``seat``. Collective over the pipeline: all build alike.
+
+    ``kind`` is `Executor`, or takes the same arguments.
+    """
     found = ties(seat.model, cut(seat.model, seat.pipeline.size))
-    return Executor(
+    return kind(
         seat, exchange, Copies(seat, found, exchange), Arena(seat.ledger, seat.on), seat.optimizer.clip_norm
     )
 

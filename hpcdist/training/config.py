@@ -7,6 +7,7 @@ from typing import Final
 from hpcdist.errors import ConfigurationError
 
 MODES: Final = ("float32", "float64")
+SHARES: Final = ("even", "measured")
 UNBUILT_MODES: Final = ("float16", "bfloat16")
 DEVICES: Final = ("cpu", "gpu")
 
@@ -19,11 +20,16 @@ class DataConfig:
     ``tokens`` of an HDF5 file, or, for an mlp, an HDF5 file with datasets ``x`` and ``y``. Empty, it is the source text
     of the Python standard library on this machine. ``context`` is the number of tokens that the model sees at once.
     The last ``validation_fraction`` of the data is kept for validation, at least one sample of it; 0 keeps none.
+
+    ``shares`` says how the samples of a batch are shared over the replicas: evenly, or by the speed measured in the
+    steps before, so that all are done at the same time. The batch is the same, and so are losses and weights up to
+    rounding.
     """
 
     path: str = ""
     context: int = 128
     validation_fraction: float = 0.05
+    shares: str = "even"
 
     def __post_init__(self) -> None:
         if self.context < 1:
@@ -32,6 +38,8 @@ class DataConfig:
             raise ConfigurationError(
                 f"data.validation_fraction = {self.validation_fraction}; it must be between 0 and 0.5"
             )
+        if self.shares not in SHARES:
+            raise ConfigurationError(f"data.shares = {self.shares!r}; choose one of {', '.join(SHARES)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,7 +59,9 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool) -> None:
 def _attributes(session: Session, trainer: Trainer, entropies: dict[str, float | None]) -> dict[str, float | str]:
     """Return what the metrics file says of its run beside the rows."""
     known = {f"{name}_nats": nats for name, nats in entropies.items() if nats is not None}
-    return {**provenance(mpi_library=session.library), **known, "lock_step": int(trainer.exchange.lock_step)}
+    made = trainer.recipe.chaos.described()
+    chaos = {"chaos": made} if made else {}
+    return {**provenance(mpi_library=session.library), **known, "lock_step": int(trainer.exchange.lock_step), **chaos}
 
 
 def _introduce(
@@ -75,6 +77,8 @@ def _introduce(
         f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}; "
         f"{architecture.described(trainer)}; MPI: {session.library}"
     )
+    if trainer.recipe.chaos.on:
+        progress.say(f"chaos: {trainer.recipe.chaos.described()}")
     chosen = trainer.selection.described()
     if chosen:
         progress.say(chosen)

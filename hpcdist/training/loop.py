@@ -71,6 +71,7 @@ class Loop:
         trainer, outcome = self.trainer, self.outcome
         steps = trainer.recipe.run.steps
         self._boundary = time.perf_counter()
+        self._note_shares(0)
         with trainer.batches(steps) as batches:
             for step, batch in enumerate(batches, start=trainer.first_step + 1):
                 self._step(step, trainer.cut(trainer.place(batch)))
@@ -110,6 +111,14 @@ class Loop:
             self.metrics.flush()
         self._look(step)
         self.progress.step(step, found.loss, targets, found.seconds["communication_s"] / step_s)
+        if trainer.balance is not None and trainer.balance.after(step, found.seconds["compute_s"]):
+            self._note_shares(-1)
+
+    def _note_shares(self, first: int) -> None:
+        """Write the shares of the steps to come, of those that are known from the ``first`` on."""
+        if self.trainer.shares is not None:
+            for batch, samples in self.trainer.shares.state(self.outcome.done)[first:]:
+                self.metrics.shared(batch + 1, samples)
 
     def _train(self, step: int, batches: list[MicroBatch]) -> Step:
         trainer = self.trainer

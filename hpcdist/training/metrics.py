@@ -1,7 +1,7 @@
 """Rows of metrics from every rank, gathered now and then and written by rank 0."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.energy import store
+from hpcdist.telemetry import shares
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
 from hpcdist.training.energy import Energy
 
@@ -72,6 +73,11 @@ class Metrics:
         step, loss, learning_rate, tokens = common
         wide = {name: ranks[:, column] for column, name in enumerate(PER_RANK)}
         writer.append(step=step, loss=loss, learning_rate=learning_rate, tokens=tokens, **wide)
+
+    def shared(self, first_step: int, samples: Sequence[int]) -> None:
+        """Write how many samples each replica takes from ``first_step`` on (rank 0 does)."""
+        if self._writer is not None:
+            self._writer.include(lambda file, session: shares.append(file, session, first_step, samples))
 
     def finish(self, steps: int, val_loss: float, **figures: float | str) -> None:
         """Write what is known at the end of the run (rank 0 does, the others have nothing to do)."""

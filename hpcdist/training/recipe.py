@@ -21,9 +21,11 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.zero_config import ZeroConfig
 from hpcdist.training import settings
+from hpcdist.training.chaos_config import ChaosConfig
 from hpcdist.training.config import DataConfig, PrecisionConfig, RunConfig
 
 DEFAULT: Final = "default"
@@ -44,6 +46,7 @@ class Recipe:
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     energy: EnergyConfig = field(default_factory=EnergyConfig)
+    chaos: ChaosConfig = field(default_factory=ChaosConfig)
 
     def __post_init__(self) -> None:
         self.check_world(self.parallel.data)
@@ -55,6 +58,7 @@ class Recipe:
                 "built in this version; set it to 'none'"
             )
         self._refuse_beside_logical_shards()
+        self._refuse_measured_shares()
         microbatches, pipeline = self.parallel.microbatches, self.parallel.pipeline
         if microbatches > self.run.global_batch:
             raise ConfigurationError(
@@ -98,6 +102,24 @@ class Recipe:
                     f"{key} = {given!r} with run.logical_shards = {self.run.logical_shards}: the order of its sums "
                     f"would depend on the ranks; set {key} = {only!r}, or run.logical_shards = 0"
                 )
+
+    def _refuse_measured_shares(self) -> None:
+        """Raise ConfigurationError where samples cannot be shared by speed without another result."""
+        if self.data.shares == "even":
+            return
+        cure = "set data.shares = 'even'"
+        if self.run.logical_shards:
+            raise ConfigurationError(
+                f"data.shares = {self.data.shares!r} with run.logical_shards = {self.run.logical_shards}: which shards "
+                f"a rank computes would follow its speed; {cure}, or run.logical_shards = 0"
+            )
+        served = self.parallel.strategy == "parameter_server"
+        if self.parallel.strategy in DECENTRALISED or (served and not self.parameter_server.lock_step):
+            raise ConfigurationError(
+                f"data.shares = {self.data.shares!r}: only where all ranks make each step together are gradients "
+                f"weighted by samples; {cure}, or choose allreduce, zero1, zero2, zero3, or a parameter server with "
+                "consistency = 'bsp' and no backup workers"
+            )
 
     def check_world(self, data_ranks: int) -> None:
         """Raise ConfigurationError when a step has fewer samples, or logical shards, than ranks on the data axis."""
@@ -191,8 +213,10 @@ def dump(recipe: Recipe) -> str:
     return "\n\n".join(tables) + "\n"
 
 
-def toml(value: bool | int | float | str) -> str:
+def toml(value: bool | int | float | str | tuple[int, ...]) -> str:
     """Return ``value`` as it is written in TOML. Raises ConfigurationError for text that is not Unicode."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(repr, value))}]"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):

@@ -17,7 +17,13 @@ from hpcdist.errors import ConfigurationError, UsageError
 
 PREFIX: Final = "HPCDIST_SET__"
 PATHS: Final = ("data.path",)  # keys that hold the path of a file or directory
-TYPES: Final = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+TYPES: Final = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple: "a list of whole numbers",
+}
 
 
 @dataclass
@@ -100,10 +106,10 @@ def _put(settings: Settings, key: str, value: Any, place: str, known: Mapping[st
     _check_known(key, value, place, known)
     kind = type(known[key])
     try:
-        value = msgspec.convert(value, kind)
+        value = msgspec.convert(value, tuple[int, ...] if kind is tuple else kind)
     except msgspec.ValidationError:
         raise ConfigurationError(
-            f"{key} = {value!r} in {place} has the wrong type: expected {TYPES[kind]}, such as {known[key]!r}"
+            f"{key} = {value!r} in {place} has the wrong type: expected {TYPES[kind]}, such as {_example(known[key])!r}"
         ) from None
     if key in PATHS and value:
         value = os.path.abspath(base / Path(value).expanduser())
@@ -119,10 +125,16 @@ def _parse(key: str, text: str, known: Mapping[str, Any]) -> Any:
             return {"true": True, "false": False}.get(text.lower(), text)
         if kind is int or kind is float:
             return kind(text)
+        if kind is tuple:
+            return tomllib.loads(f"list = {text}")["list"]
         # Quotes are not needed around a text, but whoever copies a line of TOML has them.
         return tomllib.loads(f"text = {text}")["text"] if text[:1] in ("'", '"') else text
     except (ValueError, KeyError):
         return text
+
+
+def _example(default: Any) -> Any:
+    return [0, 1] if isinstance(default, tuple) else default
 
 
 def _check_known(key: str, value: Any, place: str, known: Mapping[str, Any]) -> None:

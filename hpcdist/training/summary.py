@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.grid import ORDER
+from hpcdist.telemetry.pss import pss_bytes
 from hpcdist.training import architecture
 from hpcdist.training.energy import described
 from hpcdist.training.loop import Outcome
@@ -98,13 +99,15 @@ def summarise(
     """
     own: dict[str, Any] = {"step_s": outcome.step_s, "sent": outcome.sent_bytes, "comm": outcome.communication_s}
     own |= {"overlapped": outcome.overlapped, "targets": outcome.targets, "computes": trainer.seat.computes}
-    ranks = comm.allgather_object(own | {"peak": trainer.ledger.peak, "held": trainer.ledger.peak_total})
+    own |= {"peak": trainer.ledger.peak, "held": trainer.ledger.peak_total, "pss": pss_bytes()}
+    ranks = comm.allgather_object(own)
     workers = [rank for rank in ranks if rank["computes"]]
     if trainer.exchange.lock_step:
         pace = in_lock_step(ranks, workers, trainer.recipe.run.global_batch * trainer.model.tokens_per_sample)
     else:
         pace = each_at_its_own(ranks, workers)
     shares = [sum(_steady(rank["comm"])) / sum(_steady(rank["step_s"])) for rank in workers if rank["step_s"]]
+    pss = [rank["pss"] for rank in ranks]
     summary = {
         "steps": outcome.done,
         "world": comm.size,
@@ -125,7 +128,9 @@ def summarise(
         "bytes_sent_per_step": None if math.isnan(pace.sent_bytes) else round(pace.sent_bytes),
         "peak_bytes": {kind: max(rank["peak"][kind] for rank in ranks) for kind in trainer.ledger.peak},
         "peak_bytes_total": max(rank["held"] for rank in ranks),
+        "pss_bytes": {"most": _number(_most(pss)), "sum": _number(sum(pss))},
         "training_s": pace.training_s,
+        "chaos": trainer.recipe.chaos.described() or None,
         "run_dir": str(directory),
         "stopped_by": outcome.wish.name.lower() if outcome.wish is not None else None,
     }
@@ -179,6 +184,8 @@ def describe(summary: dict[str, Any]) -> str:
         if nats is not None and summary["val_loss"] is not None:
             side = "below" if summary["val_loss"] < nats else "above"
             lines.insert(2, f"val_loss is {side} the {name} entropy {nats:.3f} of the training text")
+    if summary["chaos"] is not None:
+        lines.insert(1, f"chaos: {summary['chaos']}")
     return "\n".join(lines)
 
 

@@ -27,7 +27,7 @@ from hpcdist.strategies.schedule.verify import Proof
 from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.zero import ZeroExchange
 from hpcdist.strategies.zero_config import STAGES
-from hpcdist.training import data
+from hpcdist.training import chaos, data
 from hpcdist.training.data import Prefetcher
 from hpcdist.training.recipe import Recipe
 from hpcdist.training.selection import Selection, resolve
@@ -48,6 +48,8 @@ class Trainer:
     ledger: Ledger
     selection: Selection
     first_step: int = 0
+    shares: data.Shares | None = None  # where they are not even
+    balance: data.Balance | None = None
     proof: Proof | None = None  # of the lists of all ranks; None where they were not looked at
 
     @property
@@ -71,7 +73,8 @@ class Trainer:
         Only the ends of a pipeline look at samples: all other ranks get as many rows without columns.
         """
         reads = self.seat.computes and (self.last_stage or self.seat.pipeline.rank == 0)
-        return Prefetcher(self.source, self.recipe, self.data_axis, self.first_step, steps, reads=reads)
+        of = self.source, self.recipe, self.data_axis
+        return Prefetcher(*of, self.first_step, steps, reads=reads, shares=self.shares)
 
     def place(self, batch: MicroBatch) -> MicroBatch:
         """Return a batch where the model computes (local). Raises DataError on tokens that it does not know."""
@@ -94,7 +97,8 @@ class Trainer:
         Random streams are keyed by (seed, step, ...) and batches by the global sample index, so these numbers are all
         of their state.
         """
-        return {
+        kept = {} if self.shares is None else {"shares": self.shares.state(steps)}
+        return kept | {
             "steps": steps,
             "samples": steps * self.recipe.run.global_batch,
             "seed": self.recipe.run.seed,
@@ -124,7 +128,14 @@ class Trainer:
             )
         self.exchange.restore(resumed["optimizer"])
         self.first_step = int(resumed["steps"])
+        if self.shares is not None:
+            self.shares.restore(resumed.get("shares", []))
         self.executor.copies.refresh()
+
+    def share_by_speed(self) -> None:
+        """Share samples over the replicas by the speed that they show, from the next batch on (local)."""
+        self.shares = data.Shares(self.recipe.run.global_batch, self.data_axis.size)
+        self.balance = data.Balance(self.data_axis, self.seat.pipeline, self.shares)
 
     def close(self) -> None:
         """End what runs beside the steps. Collective; no step can be made afterwards."""
@@ -156,12 +167,13 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
         servers=comm.size - len(roles.workers) if roles else 0,
     )
     recipe.check_world(grid.data)
+    recipe.chaos.check_world(comm.size, len(roles.workers) if roles else comm.size)
     source = data.open_source(recipe.data, recipe.model, comm)
     ledger = Ledger()
     seat, selection = _seat(session, recipe, grid, roles, source, ledger, resume_from)
     collectives.account(ledger)  # what a measurement took is given back
     exchange = _exchange(seat, recipe)
-    executor = build.build_executor(seat, exchange)
+    executor = build.build_executor(seat, exchange, chaos.executor(recipe.chaos, seat, recipe.run.global_batch))
     microbatches = _microbatches(recipe, grid)
     operations = build.operations(seat, exchange, executor.copies, replace(parallel, microbatches=microbatches))
     trainer = Trainer(comm, recipe, grid, seat, source, exchange, executor, operations, ledger, selection)
@@ -169,6 +181,8 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
         trainer.proof = build.prove(
             seat, grid, operations, microbatches, accumulates=exchange.accumulates, copies=exchange.copies
         )
+    if recipe.data.shares == "measured" and seat.computes:
+        trainer.share_by_speed()
     if resume_from is None:
         trainer.initialise()
     else:

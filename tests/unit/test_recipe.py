@@ -259,7 +259,9 @@ def test_a_dump_reads_back_as_it_was(path: str, seed: int, fraction: float, ever
     recipe = Recipe(data=DataConfig(path=path, validation_fraction=fraction), run=run)
     tree = tomllib.loads(recipes.dump(recipe))
     assert {
-        f"{section}.{name}": value for section, keys in tree.items() for name, value in keys.items()
+        f"{section}.{name}": tuple(value) if isinstance(value, list) else value
+        for section, keys in tree.items()
+        for name, value in keys.items()
     } == recipes.flat(recipe)
     assert recipes.digest(recipe) == recipes.digest(Recipe(data=recipe.data, run=run))
 

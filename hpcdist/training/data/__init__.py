@@ -2,6 +2,7 @@
 
 from hpcdist.training.data.prefetch import Prefetcher
 from hpcdist.training.data.sampler import microbatches, shards
+from hpcdist.training.data.shares import Balance, Shares
 from hpcdist.training.data.source import Source, open_source
 
-__all__ = ["Prefetcher", "Source", "microbatches", "open_source", "shards"]
+__all__ = ["Balance", "Prefetcher", "Shares", "Source", "microbatches", "open_source", "shards"]

@@ -12,6 +12,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator
 from hpcdist.training.data.sampler import Sampler, share
 from hpcdist.training.data.samples import Batch
+from hpcdist.training.data.shares import Shares
 from hpcdist.training.data.source import Source
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Prefetcher(ReadAhead[Batch]):
     """This rank's shares of the global batches of steps ``first_step`` to ``steps - 1``, counted from 0, in order.
 
     No message is sent: which samples a batch holds follows from the recipe, and which are this rank's from its place
-    on the data axis. With ``reads`` false nothing is read: batches of so many samples have no columns.
+    on the data axis, or from ``shares``. With ``reads`` false nothing is read: batches of so many samples have no columns.
     """
 
     def __init__(
@@ -106,14 +107,17 @@ class Prefetcher(ReadAhead[Batch]):
         steps: int,
         *,
         reads: bool = True,
+        shares: Shares | None = None,
     ) -> None:
         size = recipe.run.global_batch
         parts = recipe.run.logical_shards or size  # no rank cuts a logical shard
         each, some = size // parts, share(parts, data_axis.size, data_axis.rank)
         own = Range(each * some.start, each * some.stop)
         sampler = Sampler(source.training, recipe.run.seed)
-        blank = np.empty((own.size, 0), np.uint8)
-        super().__init__(
-            sampler.batch(step * size + own.start, own.size) if reads else (blank, blank)
-            for step in range(first_step, steps)
-        )
+
+        def batch(step: int) -> Batch:
+            part = own if shares is None else shares.own(step, data_axis.rank)
+            blank = np.empty((part.size, 0), np.uint8)
+            return sampler.batch(step * size + part.start, part.size) if reads else (blank, blank)
+
+        super().__init__(batch(step) for step in range(first_step, steps))

@@ -1,0 +1,174 @@
+"""Stragglers made on purpose: as slow as was asked for, in the same steps every time, with the numbers of a quick run."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_runs import assembled, write_text
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.schedule.executor import Executor
+from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.training import directory
+from hpcdist.training import recipe as recipes
+from hpcdist.training.chaos import Pace, SlowedExecutor, is_slow
+from hpcdist.training.chaos_config import ChaosConfig
+
+STEPS = 4
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+    return {"data.path": write_text(tmp_path / "text.txt", rng), "run.steps": STEPS}
+
+
+def test_slow_steps_are_drawn_apart_for_every_rank_and_again_the_same() -> None:
+    config = ChaosConfig(slow_ranks=(0, 2), slow_probability=0.125, seed=3)
+    drawn = {rank: [is_slow(config, rank, step) for step in range(1, 4001)] for rank in range(4)}
+    assert not any(drawn[1]) and not any(drawn[3])
+    for rank in (0, 2):
+        assert 0.1 < np.mean(drawn[rank]) < 0.15
+        assert drawn[rank][17] == is_slow(config, rank, 18)
+    assert drawn[0] != drawn[2]
+    other = ChaosConfig(slow_ranks=(0,), slow_probability=0.125, seed=4)
+    assert drawn[0] != [is_slow(other, 0, step) for step in range(1, 4001)]
+    always, never = (ChaosConfig(slow_ranks=(0,), slow_probability=p) for p in (1.0, 0.0))
+    assert all(is_slow(always, 0, step) and not is_slow(never, 0, step) for step in range(1, 50))
+
+
+@pytest.mark.parametrize(
+    ("least_s", "factor", "needs_s", "ends_s"),
+    [
+        (0.0, 1.0, [1, 2, 1], [1, 3, 4]),  # nothing is added
+        (0.0, 3.0, [1, 2, 1], [3, 9, 12]),
+        (9.0, 1.0, [1, 2, 1], [3, 6, 9]),  # spread evenly
+        (9.0, 2.0, [1, 2, 1], [6, 12, 18]),
+        (3.0, 2.0, [4, 0, 1], [8, 8, 10]),  # it takes longer than that by itself
+    ],
+)
+def test_a_pace_adds_what_is_lacking(least_s: float, factor: float, needs_s: list[float], ends_s: list[float]) -> None:
+    pace, clock = Pace(len(needs_s), least_s, factor), 0.0
+    for need_s, end_s in zip(needs_s, ends_s, strict=True):
+        taken_s = need_s + pace.lacking_s(need_s)
+        pace.took(taken_s)
+        clock += taken_s
+        assert clock == pytest.approx(end_s)
+
+
+def test_sleep_that_took_too_long_is_made_up_for() -> None:
+    pace = Pace(2, 2.0, 1.0)
+    assert pace.lacking_s(0.25) == 0.75
+    pace.took(1.5)
+    assert pace.lacking_s(0.25) == pytest.approx(0.25)
+
+
+def losses(comm: Communicator, settings: dict[str, object]) -> tuple[list[float], list[float], bytes]:
+    """The losses and times of computing of a run, and its parameters."""
+    trainer = assembled(comm, settings)
+    found, computed_s = [], []
+    with trainer.batches(STEPS) as batches:
+        for step, batch in enumerate(batches, start=1):
+            parts = trainer.cut(batch)
+            done = trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, step, np.zeros(2))
+            found.append(done.loss)
+            computed_s.append(done.seconds["compute_s"])
+    return found, computed_s, trainer.exchange.parameters.array.tobytes()
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero3"])
+def test_a_slow_rank_changes_times_and_no_bit(strategy: str, text: dict[str, object]) -> None:
+    settings = {**text, "parallel.strategy": strategy, "communication.algorithm": "ring"}
+    slow = {**settings, "chaos.slow_ranks": "[1]", "chaos.slow_factor": 2, "chaos.step_s": 0.02}
+    calm = run_threads(2, lambda comm: losses(comm, settings))
+    late = run_threads(2, lambda comm: losses(comm, slow))
+    assert [(one[0], one[2]) for one in calm] == [(one[0], one[2]) for one in late]
+    # 7 samples on 2 ranks: of an even share, 3.5, the first rank has 4. Sleep never ends too early.
+    assert min(late[0][1]) >= 0.02 * 4 / 3.5 and min(late[1][1]) >= 2 * 0.02 * 3 / 3.5
+
+
+def test_only_steps_are_slowed_down(text: dict[str, object]) -> None:
+    def body(comm: Communicator) -> None:
+        trainer = assembled(comm, {**text, "chaos.slow_ranks": "[0]", "chaos.slow_factor": 1e9})
+        assert isinstance(trainer.executor, SlowedExecutor)
+        with trainer.batches(1) as batches:
+            batch = next(batches)
+        trainer.executor.evaluate(*batch)
+
+    run_threads(1, body)
+
+
+def test_without_chaos_the_executor_is_the_plain_one(text: dict[str, object]) -> None:
+    (found,) = run_threads(1, lambda comm: type(assembled(comm, text).executor))
+    assert found is Executor
+
+
+def test_whoever_serves_looks_meanwhile_what_has_come(text: dict[str, object]) -> None:
+    settings = {**text, "parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}
+    settings |= {"chaos.step_s": 0.05}
+
+    def looks(comm: Communicator) -> int:
+        trainer = assembled(comm, settings)
+        seen: list[float] = []
+        look = trainer.exchange.carries_out[Kind.COLLECT]
+
+        def noted(op: Any) -> None:
+            seen.append(time.perf_counter())
+            look(op)
+
+        trainer.exchange.carries_out = {**trainer.exchange.carries_out, Kind.COLLECT: noted}
+        if trainer.seat.computes:
+            trainer.executor._sleep(0.03)
+        return len(seen)
+
+    assert run_threads(2, looks) == [0, 0], "a worker alone sleeps, and a dedicated server does not"
+    settings["parameter_server.placement"] = "colocated"
+    assert min(run_threads(2, looks)) > 3
+
+
+REFUSED = [
+    ({"chaos.slow_ranks": "[1, 1]"}, "each once"),
+    ({"chaos.slow_ranks": "[-1]"}, "from 0 on"),
+    ({"chaos.slow_ranks": "[0]", "chaos.slow_factor": 0.5}, "chaos.slow_factor = 0.5; it must be"),
+    ({"chaos.slow_ranks": "[0]", "chaos.slow_factor": "inf"}, "finite"),
+    ({"chaos.slow_ranks": "[0]", "chaos.slow_probability": 1.5}, "between 0 and 1"),
+    ({"chaos.step_s": -1}, "chaos.step_s = -1.0"),
+    ({"chaos.seed": -1}, "chaos.seed = -1"),
+    ({"chaos.slow_factor": 4}, "has no effect without chaos.slow_ranks"),
+    ({"chaos.slow_ranks": "0"}, "expected a list of whole numbers, such as \\[0, 1\\]"),
+    ({"chaos.slow_ranks": "[0.5]"}, "expected a list of whole numbers"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_makes_no_sense_is_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {})
+
+
+def test_slow_ranks_must_compute(text: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match=r"slow_ranks = \[0, 2\] on 2 ranks: there is no rank 2"):
+        run_threads(2, lambda comm: assembled(comm, {**text, "chaos.slow_ranks": "[0, 2]"}))
+    served = {**text, "parallel.strategy": "parameter_server", "chaos.slow_ranks": "[1]"}
+    with pytest.raises(ConfigurationError, match="rank 1 only serves"):
+        run_threads(2, lambda comm: assembled(comm, served))
+
+
+def test_a_recipe_keeps_its_lists_and_may_go_on_without_chaos(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[chaos]\nslow_ranks = [0, 3]\nslow_probability = 0.125\n")
+    recipe = recipes.load(tmp_path / "a.toml", (), {}).recipe
+    assert recipe.chaos.slow_ranks == (0, 3)
+    (tmp_path / "b.toml").write_text(recipes.dump(recipe))
+    assert recipes.load_stored(tmp_path / "b.toml") == recipe
+    assert directory.operational("chaos.slow_ranks") and directory.operational("chaos.step_s")
+
+
+def test_people_are_told() -> None:
+    assert ChaosConfig().described() == "" and not ChaosConfig().on
+    config = ChaosConfig(slow_ranks=(0, 1), slow_probability=0.125, step_s=0.02)
+    assert config.on and config.described() == (
+        "computing takes 0.02 s a step by sleep; ranks 0, 1 3 times slower with probability 0.125 a step"
+    )

@@ -1,0 +1,257 @@
+"""Samples shared by speed: the best shares there are, the same on all ranks, and the same run whoever takes a sample."""
+
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu_runs import assembled, write_text
+
+from hpcdist.checkpoint import manifest
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.solo import solo
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError
+from hpcdist.hdf5 import files, tables
+from hpcdist.strategies.grid import Axes, Grid
+from hpcdist.telemetry.shares import TABLE
+from hpcdist.training import recipe as recipes
+from hpcdist.training.data import shares as module
+from hpcdist.training.data.prefetch import DEPTH
+from hpcdist.training.data.sampler import share
+from hpcdist.training.data.shares import AHEAD, EVERY_STEPS, Balance, Shares, Sizes, even, fastest
+from hpcdist.training.energy import Energy
+from hpcdist.training.loop import Loop, Outcome
+from hpcdist.training.progress import Progress
+from hpcdist.training.survival import StopWishes
+
+SAMPLES, STEPS = 7, 6
+
+
+@pytest.mark.parametrize("samples", [1, 2, 7, 8, 64])
+def test_even_shares_are_those_of_the_sampler(samples: int) -> None:
+    for replicas in range(1, samples + 1):
+        assert even(samples, replicas) == tuple(share(samples, replicas, part).size for part in range(replicas))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_no_other_shares_are_faster(replicas: int) -> None:
+    draw = random.Random(replicas)
+    for samples in range(replicas, 10):
+        for _ in range(20):
+            needs = [draw.choice([1.0, 1.5, 2.0, 3.0, 10.0]) for _ in range(replicas)]
+            found = fastest(samples, needs)
+            assert sum(found) == samples and min(found) >= 1
+            every = (
+                sizes for sizes in itertools.product(range(1, samples + 1), repeat=replicas) if sum(sizes) == samples
+            )
+            best = min(max(n * s for n, s in zip(sizes, needs, strict=True)) for sizes in every)
+            assert max(n * s for n, s in zip(found, needs, strict=True)) == best
+
+
+def test_equally_fast_replicas_share_evenly_and_speed_counts_in_proportion() -> None:
+    for samples, replicas in itertools.product(range(8, 40), range(1, 9)):
+        assert sorted(fastest(samples, [0.1] * replicas), reverse=True) == list(even(samples, replicas))
+    assert fastest(60, [1, 2, 3]) == (33, 16, 11)
+    assert fastest(4, [1, 1000, 1]) == (1, 1, 2) or fastest(4, [1, 1000, 1]) == (2, 1, 1), "never without a sample"
+
+
+def test_shares_hold_from_a_batch_on_and_survive_a_checkpoint() -> None:
+    shares = Shares(10, 3)
+    shares.change(5, (6, 2, 2))
+    shares.change(9, (8, 1, 1))
+    assert [shares.of(batch) for batch in (0, 4, 5, 8, 9, 99)] == [(4, 3, 3)] * 2 + [(6, 2, 2)] * 2 + [(8, 1, 1)] * 2
+    for batch in range(12):
+        parts = [shares.own(batch, replica) for replica in range(3)]
+        assert [i for part in parts for i in range(part.start, part.stop)] == list(range(10))
+    for batch in (3, 5, 7, 9, 20):
+        restored = Shares(10, 3)
+        assert restored.restore(shares.state(batch))
+        assert all(restored.of(later) == shares.of(later) for later in range(batch, 30))
+    for other in (Shares(10, 2), Shares(11, 3)):
+        before = other.of(7)
+        assert not other.restore(shares.state(7)) and other.of(7) == before, "for another number of ranks or samples"
+    assert not Shares(10, 3).restore([])
+
+
+def balanced(needs: Sequence[float], steps: int, samples: int = 24, pipeline: int = 1) -> list[list[Sizes]]:
+    """The shares of every batch on every rank, where rank r needs ``needs[r]`` for a sample."""
+
+    def body(comm: Communicator) -> list[Sizes]:
+        axes = Axes(Grid(data=comm.size // pipeline, pipeline=pipeline), comm)
+        shares = Shares(samples, axes.data.size)
+        balance = Balance(axes.data, axes.pipeline, shares)
+        for step in range(1, steps + 1):
+            own = shares.of(step - 1)[axes.data.rank]
+            balance.after(step, own * needs[comm.rank] * (50 if step == 1 else 1))
+        return [shares.of(batch) for batch in range(steps + AHEAD)]
+
+    return run_threads(len(needs), body)
+
+
+def test_all_ranks_come_to_the_same_shares_and_stay_there() -> None:
+    found = balanced([1.0, 3.0, 1.0, 1.0], 4 * EVERY_STEPS)
+    assert all(one == found[0] for one in found)
+    changed = EVERY_STEPS + AHEAD
+    assert set(found[0][:changed]) == {even(24, 4)}, "nobody has read the batches from there on"
+    assert set(found[0][changed:]) == {fastest(24, [1, 3, 1, 1])}
+    assert AHEAD > DEPTH + 1
+
+
+def test_a_replica_is_as_slow_as_its_slowest_stage() -> None:
+    grid = Grid(data=2, pipeline=2)
+    slow = run_threads(4, lambda comm: (Axes(grid, comm).data.rank, Axes(grid, comm).pipeline.rank) == (1, 1))
+    found = balanced([3.0 if one else 1.0 for one in slow], 2 * EVERY_STEPS, pipeline=2)
+    assert all(one == found[0] for one in found) and found[0][-1] == (18, 6)
+
+
+def test_noise_changes_nothing() -> None:
+    draw = random.Random(1)
+
+    def body(comm: Communicator) -> Sizes:
+        shares = Shares(64, comm.size)
+        balance = Balance(comm, solo(), shares)
+        for step in range(1, 20 * EVERY_STEPS):
+            slow = 3.0 if random.Random((comm.rank << 20) + step).random() < 1 / 8 else 1.0  # some steps, on all ranks
+            assert not balance.after(step, 16 * slow * (1 + 0.01 * draw.random()))
+        return shares.newest
+
+    assert set(run_threads(4, body)) == {even(64, 4)}
+
+
+def test_a_start_too_short_decides_nothing() -> None:
+    balance = Balance(solo(), solo(), Shares(4, 1))
+    assert not balance.after(EVERY_STEPS, 1.0)
+    assert len(balance._sample_s) == 1
+
+
+SERVED = {"parallel.strategy": "parameter_server"}
+COLOCATED = {**SERVED, "parameter_server.placement": "colocated"}
+NODES = {"communication.algorithm": "hierarchical"}
+# name -> (keys, ranks, ranks of a node, samples of the replicas by batch); nobody has a sample of 0
+LAYOUTS: dict[str, tuple[dict[str, object], int, int | None, list[Sizes]]] = {
+    "allreduce": ({}, 3, None, [(5, 1, 1), (0, 0, 7), (7, 0, 0)]),
+    "allreduce beside the backward": ({"communication.overlap": "thread"}, 2, None, [(6, 1), (0, 7)]),
+    "allreduce accumulating": ({"parallel.microbatches": 3}, 2, None, [(6, 1), (7, 0)]),
+    "zero1": ({"parallel.strategy": "zero1"}, 3, None, [(5, 1, 1), (4, 0, 3)]),
+    "zero2": ({"parallel.strategy": "zero2", "parallel.microbatches": 2}, 3, None, [(5, 1, 1), (0, 7, 0)]),
+    "zero3": ({"parallel.strategy": "zero3", "parallel.microbatches": 2}, 3, None, [(5, 1, 1), (7, 0, 0)]),
+    "dedicated server": (SERVED, 3, None, [(6, 1), (0, 7)]),
+    "colocated servers": (COLOCATED, 3, None, [(5, 1, 1), (0, 7, 0)]),
+    "pipeline": (
+        {"parallel.pipeline": 2, "parallel.microbatches": 2, "run.global_batch": 8},
+        4,
+        None,
+        [(5, 3), (1, 7), (8, 0)],
+    ),
+    "nodes of 2 and 1": (NODES, 3, 2, [(5, 1, 1), (0, 7, 0), (0, 0, 7)]),
+    "zero1, nodes of 2 and 1": ({**NODES, "parallel.strategy": "zero1"}, 3, 2, [(5, 1, 1), (0, 0, 7)]),
+    "zero3, nodes of 2 and 1": ({**NODES, "parallel.strategy": "zero3"}, 3, 2, [(5, 1, 1), (0, 7, 0)]),
+    "servers, nodes of 2 and 1": ({**NODES, **COLOCATED}, 3, 2, [(5, 1, 1), (0, 0, 7)]),
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+    return {"data.path": write_text(tmp_path / "text.txt", rng), "precision.mode": "float64"}
+
+
+def trained(comm: Communicator, settings: dict[str, object], sizes: Sequence[Sizes]) -> tuple[list[float], dict]:
+    """The losses, and the parameters that this rank would save; ``sizes`` take turns from the second batch on."""
+    trainer = assembled(comm, settings)
+    if sizes and trainer.seat.computes:
+        trainer.share_by_speed()
+        assert trainer.shares is not None
+        for batch in range(1, STEPS):
+            trainer.shares.change(batch, sizes[batch % len(sizes)])
+    losses = []
+    with trainer.batches(STEPS) as batches:
+        for step, batch in enumerate(batches, start=1):
+            if sizes and trainer.seat.computes and step > 1:
+                assert len(batch[0]) == sizes[(step - 1) % len(sizes)][trainer.data_axis.rank]
+            parts, samples = trainer.cut(trainer.place(batch)), trainer.recipe.run.global_batch
+            losses.append(trainer.executor.run(trainer.operations, parts, samples, step, np.zeros(2)).loss)
+    pieces = [piece for piece in trainer.exchange.pieces() if piece.kind == "parameters"]
+    kept = {(piece.tensor, piece.flat.start): piece.array.copy() for piece in pieces}
+    trainer.close()
+    return losses, kept
+
+
+def whole(ranks: Sequence[dict[tuple[str, int], np.ndarray]]) -> np.ndarray:
+    """All parameters in one order, without the biases of attention, whose true gradient is zero."""
+    found = {key: values for kept in ranks for key, values in kept.items() if not key[0].endswith("qkv.bias")}
+    return np.concatenate([found[key].reshape(-1) for key in sorted(found)])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_who_takes_a_sample_changes_nothing_and_nobody_needs_one(name: str, text: dict[str, object]) -> None:
+    keys, ranks, node, sizes = LAYOUTS[name]
+    settings = {**text, **keys}
+    alone = {key: settings[key] for key in settings if not key.startswith(("parallel.", "communication.", "param"))}
+    ((losses, kept),) = run_threads(1, lambda comm: trained(comm, alone, []))
+    found = run_threads(ranks, lambda comm: trained(comm, settings, sizes), node)
+    for told, _ in found:
+        np.testing.assert_allclose(told, losses, rtol=1e-12)
+    wanted, got = whole([kept]), whole([one for _, one in found])
+    assert np.linalg.norm(got - wanted) <= 1e-12 * np.linalg.norm(wanted)
+
+
+def run_loop(comm: Communicator, settings: dict[str, object], out: Path, resume: Path | None = None) -> Outcome:
+    trainer = assembled(comm, settings, resume)
+    energy = Energy(comm, trainer.recipe, resume)
+    session = Session(comm, locate(comm, None), "threads", lambda code: None)
+    return Loop(session, trainer, out, Progress(1, 0, 1e9, shown=False), {}, StopWishes(), energy).run()
+
+
+def test_a_slow_rank_gets_fewer_samples_and_a_resumed_run_goes_on_with_them(
+    text: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "EVERY_STEPS", 4)
+    monkeypatch.setattr(module, "LEAST_TIMES", 3)
+    settings = {**text, "energy.sources": "none", "run.steps": 10, "checkpoint.every_steps": 0, "run.global_batch": 16}
+    uneven = {**settings, "data.shares": "measured", "chaos.slow_ranks": "[1]", "chaos.step_s": 0.03}
+    (alone,) = run_threads(1, lambda comm: run_loop(comm, settings, _made(tmp_path / "alone")))
+    first, _ = run_threads(2, lambda comm: run_loop(comm, uneven, _made(tmp_path / "run")))
+    assert first.loss == pytest.approx(alone.loss, rel=1e-12)
+    with files.open_read(tmp_path / "run" / "metrics.h5") as file:
+        table = tables.read(file, TABLE)
+    assert table["first_step"][:2].tolist() == [1, 4 + AHEAD + 1]
+    assert table["samples"][0].tolist() == [8, 8] and table["samples"][1].sum() == 16
+    now = table["samples"][-1].tolist()
+    assert now[0] >= 11 > 5 >= now[1], "the other is three times as fast"
+    assert first.checkpoint is not None
+    kept = manifest.load(first.checkpoint).scalars["shares"]
+    assert kept == [[10, now]]
+    more = {**uneven, "run.steps": 11}
+    (tmp_path / "run" / "metrics.h5").unlink()
+    again, _ = run_threads(2, lambda comm: run_loop(comm, more, tmp_path / "run", first.checkpoint))
+    assert again.done == 11
+    with files.open_read(tmp_path / "run" / "metrics.h5") as file:
+        table = tables.read(file, TABLE)
+    assert table["first_step"].tolist() == [11] and table["samples"].tolist() == [now]
+
+
+def _made(path: Path) -> Path:
+    path.mkdir(exist_ok=True)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["data.shares=fair"], "choose one of even, measured"),
+        (["data.shares=measured", "run.logical_shards=8"], "run.logical_shards = 0"),
+        (["data.shares=measured", "parallel.strategy=gossip"], "weighted by samples"),
+        (
+            ["data.shares=measured", "parallel.strategy=parameter_server", "parameter_server.consistency=asp"],
+            "weighted",
+        ),
+    ],
+)
+def test_shares_that_would_change_the_result_are_refused(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        recipes.load(None, settings, {})
