@@ -190,6 +190,7 @@ def _allocate(file: h5py.File, name: str, array: np.ndarray | Blocks, attributes
     plan.set_layout(h5py.h5d.CONTIGUOUS)
     plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    plan.set_obj_track_times(False)  # the same state is the same bytes, whenever it is saved
     group, _, leaf = name.rpartition("/")
     parent = file.require_group(group) if group else file
     stored = h5py.h5t.py_create(storable(np.empty(0, array.dtype)).dtype)
