@@ -79,6 +79,6 @@ def test_the_driver_measures_a_library_beside_ours_and_prints_the_ratio(tmp_path
         one.key.algorithm for one in found if one.key.implementation == "Here"
     }
     for one in found:
-        assert one.reference or one.verified == len(one.time_s)
+        assert one.reference or one.verified >= len(one.time_s) > 0  # the file keeps some of the iterations
     row = next(text for text in done.stdout.splitlines() if text.split()[:2] == ["2", "4096"])
     assert "Here default" in row and row.count("x") == 2
