@@ -12,9 +12,15 @@ from hpcdist.comm.solo import solo
 from hpcdist.comm.start import Session
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.parameter_server.asynchronous import AsynchronousExchange
+from hpcdist.telemetry import metrics
 from hpcdist.training import recipe as recipes
+from hpcdist.training.asynchronous import AsynchronousLoop
 from hpcdist.training.data import microbatches
+from hpcdist.training.energy import Energy
 from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.loop import Outcome
+from hpcdist.training.progress import Progress
+from hpcdist.training.survival import StopWishes
 from hpcdist.training.trainer import Trainer, assemble
 
 STEPS, FEW = 50, 16
@@ -141,9 +147,9 @@ def test_rank_a_lost_server_is_rebuilt(comm: Communicator, folder: Path) -> None
         served.close()
 
 
-@pytest.mark.parametrize("name", ["adamw", "lamb"])
-def test_rank_lock_step_resumes_bit_equal(comm: Communicator, folder: Path, name: str) -> None:
-    keys = {"optimizer__name": name, "run__steps": FEW}
+@pytest.mark.parametrize(("name", "transport"), [("adamw", "messages"), ("lamb", "shared"), ("adamw", "rma")])
+def test_rank_lock_step_resumes_bit_equal(comm: Communicator, folder: Path, name: str, transport: str) -> None:
+    keys = {"optimizer__name": name, "run__steps": FEW, "parameter_server__transport": transport}
     for servers, placement in _extremes(comm.size):
         whole = _served(comm, folder, servers, placement, **keys)
         losses = _losses(whole, FEW)
@@ -156,6 +162,8 @@ def test_rank_lock_step_resumes_bit_equal(comm: Communicator, folder: Path, name
         assert resumed.exchange.parameters.array.tobytes() == whole.exchange.parameters.array.tobytes()
         for ours, theirs in zip(resumed.exchange.pieces(), whole.exchange.pieces(), strict=True):
             assert ours.name == theirs.name and ours.array.tobytes() == theirs.array.tobytes()
+        for trainer in (whole, half, resumed):
+            trainer.close()
 
 
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
@@ -248,3 +256,54 @@ def test_rank_asp_learns_and_restores_its_bits(comm: Communicator, folder: Path)
             assert ours.name == theirs.name and ours.array.tobytes() == theirs.array.tobytes()
         Free(resumed).run(STEPS + 5)
         assert resumed.exchange.clocks == [STEPS + 5] * workers
+
+
+def _loop(comm: Communicator, out: Path, trainer: Trainer) -> Outcome:
+    """Run a training as a job does."""
+    energy, progress = Energy(comm, trainer.recipe, None), Progress(STEPS, 0, 1e9, shown=False)
+    return AsynchronousLoop(_session(comm), trainer, out, progress, {}, StopWishes(), energy).run()
+
+
+@pytest.mark.parametrize("name", ["ssp", "backup"])
+def test_rank_bounded_and_backed_up_runs_save_and_go_on(comm: Communicator, folder: Path, name: str) -> None:
+    """Meetings in the middle of a run, and a start from what they saved, with other servers."""
+    keys = {"energy__sources": "none", "checkpoint__every_steps": 5, "optimizer__name": "lamb"}
+    if name == "ssp":
+        keys |= {"parameter_server__consistency": "ssp", "parameter_server__staleness": 1}
+        keys |= {"parameter_server__staleness_aware": "true"}
+    else:
+        keys |= {"parameter_server__backup_workers": 1}
+    needed = 1 + (name == "backup")
+    places = [(s, p) for s, p in _extremes(comm.size) if comm.size - (s if p == "dedicated" else 0) >= needed]
+    for servers, placement in places:
+        out = folder / f"{name}-{placement}"
+        if comm.rank == 0:
+            out.mkdir()
+        comm.barrier()
+        trainer = _served(comm, folder, servers, placement, run__steps=FEW, **keys)
+        outcome = _loop(comm.dup("first"), out, trainer)
+        assert outcome.done == FEW and min(trainer.exchange.clocks) == max(trainer.exchange.clocks) == FEW
+        assert outcome.checkpoint is not None and outcome.checkpoint.name.endswith(str(FEW))
+        again = _served(comm, folder, comm.size, "colocated", resume=outcome.checkpoint, run__steps=FEW + 4, **keys)
+        kept, whole = again.exchange.parameters, trainer.exchange.parameters
+        assert all(kept.range(part).tobytes() == whole.range(part).tobytes() for part in whole.parts)
+        assert _loop(comm.dup("second"), out, again).done == FEW + 4
+        if comm.rank == 0:
+            rows = metrics.read(out / "metrics.h5").steps
+            assert rows["step"].tolist() == list(range(1, FEW + 5)) and np.isfinite(rows["loss"]).all()
+            assert (rows["tokens"] > 0).all() and (rows["tokens"] <= 7 * 16).all()
+
+
+def test_rank_a_bound_of_nothing_is_lock_step(comm: Communicator, folder: Path) -> None:
+    for servers, placement in _extremes(comm.size):
+        keys = {"optimizer__name": "lamb", "run__steps": FEW}
+        losses = _losses(_served(comm, folder, servers, placement, **keys), FEW)
+        assert (
+            _losses(_served(comm, folder, servers, placement, parameter_server__consistency="ssp", **keys), FEW)
+            == losses
+        )
+
+
+def test_rank_as_many_backups_as_workers_are_refused(comm: Communicator, folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match=rf"backup_workers = {comm.size}, but there are {comm.size} workers"):
+        _served(comm, folder, 1, "colocated", parameter_server__backup_workers=comm.size)
