@@ -17,7 +17,7 @@ def described(trainer: Trainer) -> str:
     if parallel.strategy == "parameter_server":
         roles = Roles.of(servers, trainer.comm.size)
         count = len(roles.servers)
-        parts[1:] = [f"{count} {servers.placement} server{'s' if count > 1 else ''}", servers.consistency]
+        parts[1:] = [f"{count} {servers.placement} server{'s' if count > 1 else ''}", servers.described]
     if isinstance(trainer.exchange, FixedTreeExchange):
         parts.append(f"{recipe.run.logical_shards} logical shards, arithmetic {trainer.exchange.arithmetic}")
     if grid.pipeline > 1:

@@ -138,6 +138,8 @@ class AsynchronousLoop(Loop):
         targets = samples * self.trainer.model.tokens_per_sample if exchange.taken else 0
         self._last = loss, targets
         outcome.targets.append(targets)
+        outcome.dropped += not exchange.taken
+        outcome.staleness.append(exchange.staleness)
         outcome.sent_bytes.append(float(self.traffic.sent_bytes - self._counted))
         self._counted = self.traffic.sent_bytes
         now = time.perf_counter()

@@ -63,7 +63,7 @@ def resolve(session: Session, recipe: Recipe, model: Model, data: Communicator, 
         return Selection(wanted, "recipe", nodes)
     kind = tuning.SHARDED_KIND if recipe.parallel.strategy.startswith("zero") else tuning.ALLREDUCE_KIND
     served = recipe.parallel.strategy == "parameter_server"
-    known = parameter_server.ALGORITHMS[recipe.parameter_server.consistency] if served else None
+    known = parameter_server.algorithms(recipe.parameter_server) if served else None
 
     def is_usable(name: str) -> bool:
         if _needs_gpus(name):

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.grid import ORDER
 from hpcdist.telemetry.pss import pss_bytes
-from hpcdist.training import architecture
+from hpcdist.training import architecture, stragglers
 from hpcdist.training.energy import described
 from hpcdist.training.loop import Outcome
 from hpcdist.training.trainer import Trainer
@@ -99,6 +99,7 @@ def summarise(
     """
     own: dict[str, Any] = {"step_s": outcome.step_s, "sent": outcome.sent_bytes, "comm": outcome.communication_s}
     own |= {"overlapped": outcome.overlapped, "targets": outcome.targets, "computes": trainer.seat.computes}
+    own |= {"staleness": outcome.staleness, "dropped": outcome.dropped}
     own |= {"peak": trainer.ledger.peak, "held": trainer.ledger.peak_total, "pss": pss_bytes()}
     ranks = comm.allgather_object(own)
     workers = [rank for rank in ranks if rank["computes"]]
@@ -131,6 +132,7 @@ def summarise(
         "pss_bytes": {"most": _number(_most(pss)), "sum": _number(sum(pss))},
         "training_s": pace.training_s,
         "chaos": trainer.recipe.chaos.described() or None,
+        **stragglers.figures(trainer, workers),
         "run_dir": str(directory),
         "stopped_by": outcome.wish.name.lower() if outcome.wish is not None else None,
     }
@@ -172,6 +174,7 @@ def describe(summary: dict[str, Any]) -> str:
         f"communication {_shown(summary['comm_fraction'], '.1%')} ({summary['architecture']})",
         f"peak {peak:.1f} MiB on the rank that holds most",
         described(summary),
+        *stragglers.described(summary),
         f"run directory {summary['run_dir']}",
     ]
     if "tokens_reason" in summary:

@@ -242,3 +242,78 @@ def test_a_loss_that_is_not_finite_stops_all_and_names_the_tensor(text: dict[str
 
     first, *others = run_threads(3, body)
     assert others == [first] * 2 and "worker 1: step 3" in first and "(parameter " in first
+
+
+@pytest.mark.parametrize("placement", ["dedicated", "colocated"])
+def test_a_late_worker_is_left_behind_and_its_gradient_dropped(
+    placement: str, text: dict[str, object], tmp_path: Path
+) -> None:
+    """Worker 1 computes its step 3 while the others make all of theirs; steps of which it has no part have their rows.
+
+    A meeting in the middle saves, though worker 1 is late.
+    """
+    quick_are_done = threading.Semaphore(0)
+    settings = {**text, "parameter_server.consistency": "bsp", "parameter_server.backup_workers": 1}
+    settings |= {"parameter_server.placement": placement, "checkpoint.every_steps": 2}
+
+    def before(loop: Watched, step: int) -> None:
+        if loop.trainer.comm.rank == 1 and step == 5:
+            done = [False, False]
+
+            def ready() -> bool:
+                for index, there in enumerate(done):
+                    done[index] = there or quick_are_done.acquire(blocking=False)
+                return all(done)
+
+            serve_until(loop, ready)
+
+    def after(loop: Watched, step: int) -> None:
+        if loop.trainer.comm.rank != 1 and loop.exchange.clock == 5:
+            quick_are_done.release()
+
+    def body(comm: Communicator) -> tuple[int, int, dict[str, Any]]:
+        loop = loop_on(comm, settings | {"parameter_server.servers": 2}, tmp_path, before, after)
+        outcome = loop.run()
+        found = summarise(comm, loop.trainer, outcome, tmp_path, 1.0, {}) | {"energy_j": None, "energy_reason": "no"}
+        return outcome.done, len(outcome.step_s), found
+
+    size = 3 + 2 * (placement == "dedicated")
+    found = run_threads(size, body)
+    assert [done for done, _, _ in found] == [STEPS] * size
+    summary = found[0][2]
+    assert summary["dropped_gradients"] >= 1 and "gradients came too late" in describe(summary)
+    rows = files.read(tmp_path / "metrics.h5").steps
+    assert rows["step"].tolist() == list(range(1, STEPS + 1)) and np.isfinite(rows["loss"]).all()
+    samples = rows["tokens"] / 8
+    assert (samples >= 7 - 3).all() and (samples <= 7 - 2).all(), "those of two of three workers"
+    assert np.isfinite(rows["step_s"][4, 1]) and rows["tokens"].sum() < 7 * 8 * STEPS
+    assert sum(np.isnan(rows["step_s"][:, 1])) == STEPS - found[1][1]
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) >= 2
+
+
+def test_a_quick_worker_waits_at_the_bound(text: dict[str, object], tmp_path: Path) -> None:
+    """Worker 0 begins no step before the other is as far ahead as it may; there are meetings nevertheless."""
+    settings = {**text, "parameter_server.consistency": "ssp", "parameter_server.staleness": 2}
+    settings |= {"checkpoint.every_steps": 5, "parameter_server.staleness_aware": "true"}
+    loops: dict[int, Watched] = {}
+    begun = {0: 0, 1: 0}
+
+    def before(loop: Watched, step: int) -> None:
+        rank = loop.trainer.comm.rank
+        begun[rank] = step
+        assert step - 1 - min(loops[2].exchange.seen.values()) <= 2
+        if rank == 0:
+            serve_until(loop, lambda: begun[1] >= min(step + 2, STEPS))
+
+    def body(comm: Communicator) -> tuple[int, int, dict[str, Any]]:
+        loop = loops[comm.rank] = loop_on(comm, settings, tmp_path, before)
+        outcome = loop.run()
+        found = summarise(comm, loop.trainer, outcome, tmp_path, 1.0, {}) | {"energy_j": None, "energy_reason": "no"}
+        return outcome.done, loop.held, found
+
+    found = run_threads(3, body)
+    assert [(done, held) for done, held, _ in found] == [(STEPS, found[0][1])] * 3 and found[0][1] >= 3
+    assert 0 < found[0][2]["staleness_mean"] <= found[0][2]["staleness_most"] <= 4
+    assert "updates old" in describe(found[0][2])
+    rows = files.read(tmp_path / "metrics.h5").steps
+    assert rows["step"].tolist() == list(range(1, STEPS + 1)) and np.isfinite(rows["loss"]).all()

@@ -459,3 +459,183 @@ def test_the_loss_of_a_repeated_batch_falls(rng: np.random.Generator) -> None:
 
     for losses in run_threads(3, body):
         assert losses[-1] < losses[0] - 1.0
+
+
+SSP = ParameterServerConfig(consistency="ssp", staleness=2)
+BOUNDED = [
+    (3, replace(SSP, servers=1, placement="dedicated")),
+    (5, replace(SSP, servers=2, placement="dedicated", staleness=1)),
+    (3, replace(SSP, placement="colocated")),
+    (4, replace(SSP, servers=2, placement="colocated", staleness=1)),
+]
+
+
+class Watched(Run):
+    """It looks, before each step of a worker, whether the bound holds at all servers; ``everybody`` are the ranks."""
+
+    everybody: dict[int, "Watched"]
+    ahead = 0
+
+    def starts(self) -> None:
+        clock = self.exchange.clock
+        for run in self.everybody.values():
+            if run.exchange.shard is not None:
+                slowest = min(run.exchange.seen.values())
+                assert clock - slowest <= run.exchange._bound, f"worker {self.comm.rank}: {clock}, {run.exchange.seen}"
+                self.ahead = max(self.ahead, clock - slowest)
+
+
+def watched(
+    size: int,
+    config: ParameterServerConfig,
+    data: np.ndarray,
+    pause: Callable[[Watched], float],
+    steps: int = STEPS,
+    clocks: list[int] | None = None,
+) -> list[Watched]:
+    everybody: dict[int, Watched] = {}
+
+    def body(comm: Communicator) -> Watched:
+        run = everybody[comm.rank] = Watched(comm, config, steps)
+        run.everybody = everybody
+        if clocks is not None:
+            run.exchange.restore({"count": min(clocks), "clocks": clocks, "updates": sum(clocks)})
+        comm.barrier()
+
+        def wait(rank: int) -> float:
+            seconds = pause(run)
+            run.starts()
+            return seconds
+
+        run.train(data, wait)
+        return run
+
+    return run_threads(size, body)
+
+
+@pytest.mark.parametrize(("size", "config"), BOUNDED, ids=str)
+def test_nobody_is_further_ahead_than_the_bound(
+    size: int, config: ParameterServerConfig, rng: np.random.Generator
+) -> None:
+    steps = 12
+    runs = watched(size, config, text(rng, steps), lambda run: 5e-3 * (run.comm.rank == 0), steps)
+    workers = len(runs[0].exchange.roles.workers)
+    assert all(run.exchange.clocks == [steps] * workers for run in runs)
+    assert max(run.ahead for run in runs[1:workers]) == config.staleness, "and that far they are"
+
+
+@pytest.mark.parametrize(("size", "config"), BOUNDED, ids=str)
+def test_who_is_held_back_comes_to_a_meeting_and_waits_again_after_it(
+    size: int, config: ParameterServerConfig, rng: np.random.Generator
+) -> None:
+    """Worker 0 calls one before its first step, when all others have made as many as they may."""
+
+    def pause(run: Watched) -> float:
+        place, limit = run.exchange, time.monotonic() + 30
+        if run.comm.rank == 0 and not run.meetings and place.clock == 1:
+            workers = [run.everybody[worker].exchange for worker in place.roles.workers[1:]]
+            while any(worker.clock < config.staleness + 2 for worker in workers):
+                assert time.monotonic() < limit
+                place.attend()
+                time.sleep(1e-3)
+            place.meetings.call()
+        return 3e-3 * (run.comm.rank == 0)
+
+    runs = watched(size, config, text(rng), pause)
+    assert len(runs[0].meetings) >= 2
+    first = runs[0].meetings[0]
+    assert max(first) - min(first) <= config.staleness + 1 and max(first) < STEPS
+
+
+@pytest.mark.parametrize(("size", "config"), [BOUNDED[0], BOUNDED[2]], ids=str)
+def test_a_restored_worker_that_is_too_far_ahead_waits(
+    size: int, config: ParameterServerConfig, rng: np.random.Generator
+) -> None:
+    """The clocks are those of a run with a wider bound, or none."""
+    clocks = [5, 0, 1][: len(Roles.of(config, size).workers)]
+    runs = watched(size, config, text(rng), lambda run: 2e-3 * (run.comm.rank > 0), clocks=clocks)
+    assert all(run.exchange.clocks == [STEPS] * len(clocks) for run in runs)
+    assert len(runs[0].losses) == STEPS - 5
+
+
+def test_every_tensor_is_of_one_version(rng: np.random.Generator) -> None:
+    """What a worker reads is what its server had at some time, tensor by tensor."""
+    data = text(rng)
+    versions: dict[object, set[bytes]] = {}
+
+    def body(comm: Communicator) -> int:
+        run = Run(comm, ParameterServerConfig(servers=2, placement="colocated", consistency="asp"))
+        segments, shard = run.model.layout.segments, run.exchange.shard
+        initial = {segment.key: run.exchange.parameters.view(segment.key).tobytes() for segment in segments}
+        if shard is not None:
+            own = [s for s in segments if any(part.intersect(s.range) == s.range for part in shard.parts)]
+            for segment in own:
+                versions[segment.key] = {initial[segment.key]}
+            step = shard.step
+
+            def kept(*given: object) -> None:
+                step(*given)
+                for segment in own:
+                    versions[segment.key].add(shard.parameters.view(segment.key).tobytes())
+
+            shard.step = kept  # type: ignore[method-assign]
+        comm.barrier()
+        read = 0
+
+        def pause(rank: int) -> float:
+            nonlocal read
+            for segment in segments:
+                assert run.exchange.parameters.view(segment.key).tobytes() in versions[segment.key], segment.key
+                read += 1
+            return 1e-3 * rank
+
+        run.train(data, pause)
+        return read
+
+    assert min(run_threads(4, body)) >= STEPS * len(versions) > 0
+    assert all(len(found) > STEPS for found in versions.values())
+
+
+@pytest.mark.parametrize("aware", [False, True])
+def test_the_rate_is_divided_by_the_staleness(aware: bool, rng: np.random.Generator) -> None:
+    """Worker 1 pushes three times between the read and the push of worker 0: that gradient is 3 updates old."""
+    data = text(rng)
+    config = ParameterServerConfig(consistency="asp", staleness_aware=aware)
+    place: dict[int, AsynchronousExchange] = {}
+    rates: list[tuple[int, float]] = []
+
+    def body(comm: Communicator) -> None:
+        run = Run(comm, config, warmup_steps=0, decay="constant")
+        place[comm.rank] = run.exchange
+        comm.barrier()
+        run.exchange.part()
+        for _ in range(3 if comm.rank == 1 else comm.rank == 0):
+            limit = time.monotonic() + 30
+            while comm.rank == 0 and place[1].clock + len(rates) < 6:
+                assert time.monotonic() < limit
+                time.sleep(1e-3)
+            run.step(data)
+            rates.append((run.exchange.staleness, run.exchange.learning_rate))
+            if run.exchange.works and comm.rank == 0:
+                shard = place[2].shard
+                assert shard is not None and shard.optimizer.learning_rate == run.exchange.learning_rate
+        run.steps = 1
+        assert run.hold()
+
+    run_threads(3, body)
+    assert [staleness for staleness, _ in rates] == [0, 0, 0, 3]
+    assert [rate for _, rate in rates] == pytest.approx([1e-2] * 3 + [1e-2 / 3 if aware else 1e-2])
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb"])
+def test_layer_wise_rates_need_no_other_server(name: str, rng: np.random.Generator) -> None:
+    """Tensors are whole, so one worker with three servers is one process."""
+    data = text(rng)
+
+    def body(comm: Communicator, servers: int) -> np.ndarray:
+        run = Run(comm, ParameterServerConfig(servers=servers, consistency="asp"), name=name)
+        run.train(data)
+        return run.exchange.parameters.array
+
+    three, one = run_threads(4, lambda comm: body(comm, 3))[0], run_threads(2, lambda comm: body(comm, 1))[0]
+    assert np.array_equal(three, one)

@@ -141,23 +141,19 @@ def test_a_late_worker_is_left_out_and_catches_up(
         elif rank != slow and clock == 3:
             serve_until(run.exchange, lambda: others_at[slow] >= 3)
 
-    def body(comm: Communicator) -> tuple[bytes, list[tuple[int, bool]], int]:
+    def body(comm: Communicator) -> tuple[bytes, list[tuple[int, bool]]]:
         run = Backup(comm, config, name=name, learning_rate=1e-2 if name != "lars" else 1.0)
         run.train(data, pause)
         assert run.exchange.clock == run.exchange.updates == STEPS or not run.exchange.works
-        return (
-            run.exchange.parameters.array.tobytes() if run.exchange.works else b"",
-            getattr(run, "taken", []),
-            run.exchange.dropped,
-        )
+        return run.exchange.parameters.array.tobytes() if run.exchange.works else b"", run.taken
 
     found = run_threads(size, body)
     taken = [[w for w in range(workers) if (clock, True) in found[w][1]] for clock in range(STEPS)]
     assert all(len(ranks) == workers - 1 for ranks in taken), taken
     assert [clock for clock, _ in found[slow][1]][:3] == [0, 1, 3], "it goes on where the others are"
-    assert (1, False) in found[slow][1] and sum(dropped for _, _, dropped in found) >= 1
+    assert (1, False) in found[slow][1]
     wanted = np.frombuffer(lock_step(workers, data, taken, name=name, learning_rate=1e-2 if name != "lars" else 1.0))
-    for values, _, _ in found[:workers]:
+    for values, _ in found[:workers]:
         assert values == found[0][0]
         assert np.linalg.norm(np.frombuffer(values) - wanted) <= 1e-12 * np.linalg.norm(wanted)
 

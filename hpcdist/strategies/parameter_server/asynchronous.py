@@ -34,7 +34,7 @@ from hpcdist.strategies.seat import Seat
 
 
 class AsynchronousExchange(ServedExchange):
-    """One rank under asp (``bound`` infinite) or ssp. ``staleness`` is that of this worker's last gradient."""
+    """One rank under asp (``bound`` infinite) or ssp."""
 
     def __init__(self, seat: Seat, roles: Roles, bound: float, *, staleness_aware: bool) -> None:
         super().__init__(seat, roles, per_push(seat, len(roles.workers)))
@@ -44,7 +44,6 @@ class AsynchronousExchange(ServedExchange):
         self._read = dict.fromkeys(roles.workers, 0)  # updates that the values have that each worker was given
         self._staleness = dict.fromkeys(roles.workers, 0)
         self._scale = 1.0
-        self.staleness = 0
 
     @property
     def seen(self) -> Mapping[int, int]:

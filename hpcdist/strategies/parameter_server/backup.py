@@ -33,7 +33,7 @@ from hpcdist.strategies.seat import Seat
 
 
 class BackupExchange(ServedExchange):
-    """One rank of it; ``spare`` workers are not waited for. Of this worker's gradients ``dropped`` were not taken."""
+    """One rank of it; ``spare`` workers are not waited for."""
 
     def __init__(self, seat: Seat, roles: Roles, spare: int) -> None:
         super().__init__(seat, roles, seat)
@@ -45,7 +45,6 @@ class BackupExchange(ServedExchange):
         self._seen = dict.fromkeys(roles.workers, 0)
         self._weight = (0, 1)
         self.share = (len(roles.workers) - spare) / len(roles.workers)
-        self.dropped = 0
 
     @property
     def seen(self) -> Mapping[int, int]:
@@ -159,7 +158,6 @@ class BackupExchange(ServedExchange):
 
     def _told(self, what: Fields) -> None:
         self.clock, self.taken = what.clock, not what.dropped
-        self.dropped += what.dropped
 
     def adjourn(self, clocks: Sequence[int], updates: int, calls: int) -> None:
         """Take note of what the meeting found out: clocks of the workers, updates, calls that were sent (local)."""

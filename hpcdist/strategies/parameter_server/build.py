@@ -12,7 +12,11 @@ from hpcdist.strategies.parameter_server.roles import Roles
 from hpcdist.strategies.seat import Seat
 
 SERVED: Final = ("native", "ring")  # workers that reduce nothing among themselves
-LOCK_STEP: Final = (*SERVED, "hierarchical")
+
+
+def algorithms(config: ParameterServerConfig) -> tuple[str, ...]:
+    """Return the algorithms that such workers and servers know."""
+    return (*SERVED, "hierarchical") if config.lock_step else SERVED
 
 
 def exchange(seat: Seat, config: ParameterServerConfig) -> Exchange:
@@ -20,7 +24,7 @@ def exchange(seat: Seat, config: ParameterServerConfig) -> Exchange:
 
     Raises ConfigurationError for an algorithm that says nothing about messages between workers and servers.
     """
-    known = LOCK_STEP if config.lock_step else SERVED
+    known = algorithms(config)
     if seat.algorithm not in known:
         raise ConfigurationError(
             f"communication.algorithm = {seat.algorithm!r} with a parameter server ({config.described}): workers do "

@@ -56,6 +56,7 @@ class ServedExchange:
     ahead = 0
     overlap: Overlap | None = None
     taken = True  # whether the last gradient of this worker was
+    staleness = 0  # of that gradient
 
     def __init__(self, seat: Seat, roles: Roles, serving: Seat) -> None:
         """Collective. ``serving`` is the seat by which a server builds its optimizer."""

@@ -1,0 +1,38 @@
+"""What a run whose workers are not in lock-step says of the slow ones, at its end."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpcdist.strategies.parameter_server.backup import BackupExchange
+from hpcdist.strategies.parameter_server.served import ServedExchange
+from hpcdist.training.trainer import Trainer
+
+
+def figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the summary of such a run has beside the figures of all runs, {} for others (local).
+
+    ``staleness`` is that of the gradients of this start, as the first server counted it. ``dropped_gradients`` came too
+    late in this start. ``servers_fullest`` is what the server with most holds, over an even share.
+    """
+    exchange = trainer.exchange
+    if not isinstance(exchange, ServedExchange):
+        return {}
+    found: dict[str, Any] = {"servers_fullest": exchange.fullest}
+    if isinstance(exchange, BackupExchange):
+        return found | {"dropped_gradients": sum(rank["dropped"] for rank in workers)}
+    staleness = [value for rank in workers for value in rank["staleness"]]
+    mean = statistics.mean(staleness) if staleness else None
+    return found | {"staleness_mean": mean, "staleness_most": max(staleness, default=None)}
+
+
+def described(summary: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a summary that say so, if there is anything to say."""
+    lines = []
+    if summary.get("staleness_mean") is not None:
+        lines.append(f"gradients were {summary['staleness_mean']:.1f} updates old, at most {summary['staleness_most']}")
+    if summary.get("dropped_gradients") is not None:
+        lines.append(f"{summary['dropped_gradients']} gradients came too late and were dropped")
+    if summary.get("servers_fullest", 1.0) > 1.01:
+        lines.append(f"the server that holds most has {summary['servers_fullest']:.2f} of an even share")
+    return lines
