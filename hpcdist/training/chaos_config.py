@@ -63,8 +63,8 @@ class ChaosConfig:
                 )
             if rank >= computing:
                 raise ConfigurationError(
-                    f"chaos.slow_ranks = {list(self.slow_ranks)}: rank {rank} only serves, so it has no step that could "
-                    f"be slow; use ranks 0 to {computing - 1}"
+                    f"chaos.slow_ranks = {list(self.slow_ranks)}: rank {rank} only serves, so no step of it can be "
+                    f"slow; use ranks 0 to {computing - 1}"
                 )
 
     def described(self) -> str:

@@ -1,4 +1,4 @@
-"""Stragglers made on purpose: as slow as was asked for, in the same steps every time, with the numbers of a quick run."""
+"""Stragglers made on purpose: as slow as was asked for, in the same steps every time, with the same numbers."""
 
 import time
 from pathlib import Path

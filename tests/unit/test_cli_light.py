@@ -27,6 +27,7 @@ def hpcdist(*arguments: str) -> "subprocess.CompletedProcess[str]":
         ["run", "--help"],
         ["train", "--help"],
         ["bench", "collectives", "--help"],
+        ["bench", "data", "--help"],
         ["compare", "--help"],
     ],
 )

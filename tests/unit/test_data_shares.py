@@ -1,4 +1,4 @@
-"""Samples shared by speed: the best shares there are, the same on all ranks, and the same run whoever takes a sample."""
+"""Samples shared by speed: the best shares there are, the same on all ranks, and the same run whoever takes them."""
 
 import itertools
 import random

@@ -95,7 +95,8 @@ class Prefetcher(ReadAhead[Batch]):
     """This rank's shares of the global batches of steps ``first_step`` to ``steps - 1``, counted from 0, in order.
 
     No message is sent: which samples a batch holds follows from the recipe, and which are this rank's from its place
-    on the data axis, or from ``shares``. With ``reads`` false nothing is read: batches of so many samples have no columns.
+    on the data axis, or from ``shares``. With ``reads`` false nothing is read: batches of so many samples have no
+    columns.
     """
 
     def __init__(

@@ -1,0 +1,164 @@
+"""`hpcdist bench data`: every way to exchange gradients on the same model, calm and with stragglers."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from hpcdist.bench.data_contenders import CONTENDERS
+from hpcdist.errors import FAILURE, OK, REQUEUE, UsageError
+
+if TYPE_CHECKING:  # late at run time: --help must not load h5py
+    from hpcdist.bench.results import Results
+    from hpcdist.bench.series import Tally
+    from hpcdist.bench.sweep import Trial
+    from hpcdist.cli.bench_trials import Recipes
+
+_COMMON: Final = {"checkpoint.every_steps": 0}
+_WITHOUT_RECIPE: Final = {"communication.algorithm": "ring", "run.validation_samples": 128}  # so that bytes are counted
+
+
+@click.command("data")
+@click.option("-n", "--ranks", type=click.IntRange(min=1), default=2, help="Number of ranks.")
+@click.option(
+    "--recipe",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Model, data and batch.  [default: the default model, reduced by the ring so that bytes are counted]",
+)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a recipe key for all.")
+@click.option("--steps", type=click.IntRange(min=2), default=60, help="Steps of each training.")
+@click.option(
+    "--contender", "chosen", multiple=True, help="Measure these only; may be repeated.  [default: all that run here]"
+)
+@click.option("--list", "list_only", is_flag=True, help="Print the contenders and what each sets, and start nothing.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, help="Trainings of each, taking turns.")
+@click.option(
+    "--scenario",
+    type=click.Choice(["calm", "stragglers", "both"]),
+    default="both",
+    help="Without stragglers, with them, or both.",
+)
+@click.option("--slow-rank", "slow", multiple=True, type=int, default=(0,), help="Straggler; may be repeated.")
+@click.option("--slow-factor", type=float, default=3.0, help="How many times longer its computing takes.")
+@click.option("--slow-probability", type=float, default=1.0, help="That one of its steps is slow.")
+@click.option("--limit-s", type=click.FloatRange(min=1.0), default=600.0, help="Seconds that a training may take.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="HDF5 file for every step of every rank; what it holds already is not measured again.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the table as one JSON object.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the losses (.png, .pdf, .svg).")
+@click.option("--anonymous", is_flag=True, help="Leave the names of hosts out of the results.")
+def command(
+    ranks: int,
+    recipe: Path | None,
+    overrides: tuple[str, ...],
+    steps: int,
+    chosen: tuple[str, ...],
+    list_only: bool,
+    repeats: int,
+    scenario: str,
+    slow: tuple[int, ...],
+    slow_factor: float,
+    slow_probability: float,
+    limit_s: float,
+    output: Path | None,
+    as_json: bool,
+    plot: Path | None,
+    anonymous: bool,
+) -> int:
+    """Train one model by every exchange, in turns, and compare speed, bytes, memory and loss.
+
+    A contender that this version or so many ranks refuse is left out, and the table says why. The loss is told after
+    equal steps, and after equal time: when the fastest was done. A dedicated server computes nothing, so its contender
+    has a worker less on as many ranks.
+
+    Exit code 0 when every training was well, 1 when any failed, 75 when SIGTERM, SIGHUP or SIGUSR1 stopped it: with
+    --output the same command goes on.
+    """
+    from hpcdist.bench import data
+    from hpcdist.cli.bench_trials import check_alone
+
+    contenders = _chosen(chosen)
+    if list_only:
+        for name, settings in contenders.items():
+            click.echo(f"{name}: {' '.join(f'{key}={json.dumps(value)}' for key, value in settings.items())}")
+        return OK
+    check_alone()
+    every = {data.CALM: {}, data.STRAGGLERS: data.stragglers(slow, slow_factor, slow_probability)}
+    scenarios = every if scenario == "both" else {scenario: every[scenario]}
+    recipes = _recipes(recipe, ranks, repeats)
+    base = dict(_COMMON) if recipe is not None else {**_COMMON, **_WITHOUT_RECIPE}
+    wanted = data.Wanted(ranks, {**base, "run.steps": steps, **_typed(overrides)}, contenders, scenarios)
+    trials, left_out = data.expand(wanted, recipes)
+    if not trials:
+        raise UsageError("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
+    if plot is not None:
+        from hpcdist.bench.collectives_report import check_plot
+
+        check_plot(plot)
+    with tempfile.TemporaryDirectory(prefix="hpcdist-bench-data-") as folder:
+        path = output or Path(folder) / "results.h5"
+        tally, found = _measure(trials, path, repeats, limit_s, anonymous, left_out)
+        failed = _show(found, left_out, as_json, plot)
+    return REQUEUE if tally.left else FAILURE if failed else OK
+
+
+def _chosen(names: tuple[str, ...]) -> Mapping[str, Mapping[str, Any]]:
+    for name in names:
+        if name not in CONTENDERS:
+            raise UsageError(f"--contender {name!r} is unknown; choose from: {'; '.join(CONTENDERS)}")
+    return {name: CONTENDERS[name] for name in CONTENDERS if not names or name in names}
+
+
+def _recipes(recipe: Path | None, ranks: int, repeats: int) -> "Recipes":
+    from hpcdist.bench.sweep import Sweep
+    from hpcdist.cli.bench_trials import Recipes
+
+    base: Path | dict[str, Any] = {} if recipe is None else recipe
+    return Recipes(Sweep(Path("bench data"), (ranks,), repeats, base, {}, (), ()))
+
+
+def _typed(overrides: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return the values of ``overrides`` by key."""
+    from hpcdist.training import recipe as recipes
+    from hpcdist.training import settings
+
+    return settings.overrides(overrides, recipes.defaults()).values
+
+
+def _measure(
+    trials: "list[Trial]", path: Path, repeats: int, limit_s: float, anonymous: bool, left_out: Mapping[str, str]
+) -> "tuple[Tally, Results]":
+    """Run what ``path`` does not hold yet; return the tally, and the results of these trials."""
+    from hpcdist.bench import results, series
+    from hpcdist.cli.bench_trials import remove_leftovers, run
+
+    results.check_place(path)
+    with results.locked(path):
+        remove_leftovers(path)
+        items = series.plan(trials, repeats, path, retry_failed=False)
+        told = {"left_out": json.dumps(dict(left_out))}
+        tally = run(items, path, series.Limits(limit_s), anonymous, told)
+    found = results.read(path)
+    ids = {trial.id for trial in trials}
+    return tally, results.Results(found.provenance, tuple(one for one in found.configurations if one.id in ids))
+
+
+def _show(found: "Results", left_out: Mapping[str, str], as_json: bool, plot: Path | None) -> bool:
+    """Print the table, and draw it; whether any training failed that was not refused."""
+    from hpcdist.bench import data_report as reports
+
+    table = reports.rows(found)
+    if as_json:
+        click.echo(json.dumps(reports.jsonable(table, left_out, found.provenance)))
+    else:
+        click.echo(reports.text(table, left_out))
+    if plot is not None:
+        reports.plot(found, plot)
+    return any(row.failed and not row.refused for row in table)

@@ -1,0 +1,122 @@
+"""What the commands that start trainings of their own share: recipes, run directories, signals."""
+
+import functools
+import glob
+import os
+import re
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from hpcdist.errors import UsageError
+
+if TYPE_CHECKING:  # late at run time: --help must not load h5py
+    from hpcdist.bench.series import Item, Limits, Tally
+    from hpcdist.bench.sweep import Resolved, Sweep, Trial
+    from hpcdist.bench.trial import Outcome
+    from hpcdist.training.settings import Settings
+
+_ASKS_FOR_AN_END: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_OF_A_TRIAL: Final = ".trial-"  # in the name of a run directory beside the results
+_RANDOM: Final = re.compile(r"[a-z0-9_]{8}")  # what tempfile puts behind it
+
+
+def check_alone() -> None:
+    """Raise UsageError where this process is one of several ranks."""
+    from hpcdist.comm import launcher
+
+    said = launcher.announced()
+    if said is not None and said.size > 1:
+        raise UsageError(
+            f"this process is one of {said.size} ranks of {said.launcher}, and a sweep starts ranks itself; run it "
+            "as one process"
+        )
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """What `hpcdist.bench.sweep` asks for; the settings of a trial go over the base recipe, as those of `--set` do."""
+
+    wanted: "Sweep"
+
+    def convert(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the values of ``settings`` in the types of a recipe."""
+        return self._settings(settings).values
+
+    def resolve(self, settings: Mapping[str, Any], ranks: int | None = None) -> "Resolved":
+        """Return the recipe of ``settings`` over the base recipe; with ``ranks`` it can be trained on so many."""
+        from hpcdist.bench.sweep import Resolved
+        from hpcdist.cli.degrees import equation
+        from hpcdist.training import recipe as recipes
+
+        base = self.wanted.recipe
+        inline = base if isinstance(base, Path) else self._settings(base)
+        recipe = recipes.load(inline, self._settings(settings)).recipe
+        if ranks is not None:
+            equation(recipe, ranks)
+        return Resolved(recipes.dump(recipe), recipes.flat(recipe))
+
+    def _settings(self, tree: Mapping[str, Any]) -> "Settings":
+        from hpcdist.training import recipe as recipes
+        from hpcdist.training import settings
+
+        path = self.wanted.path
+        return settings.table(tree, f"sweep {path}", recipes.defaults(), path.parent)
+
+
+def remove_leftovers(output: Path) -> None:
+    """Remove the run directories of trials whose sweep was killed; the lock says that nobody else's are among them."""
+    prefix = str(output.absolute()) + _OF_A_TRIAL
+    for found in glob.glob(glob.escape(prefix) + "*"):
+        if _RANDOM.fullmatch(found.removeprefix(prefix)) and os.path.isdir(found) and not os.path.islink(found):
+            shutil.rmtree(found, ignore_errors=True)  # ranks of a sweep killed just now may still be in it
+
+
+def run(
+    items: "list[Item]", output: Path, limits: "Limits", anonymous: bool, told: Mapping[str, str] | None = None
+) -> "Tally":
+    """Run the items, each with files in a directory of its own, under signals that ask for an end.
+
+    A file that is made says what it is ``told`` beside the provenance.
+    """
+    from hpcdist.bench import series, trial
+    from hpcdist.telemetry.provenance import provenance
+
+    environment, hosts, origin = _environment(), [socket.gethostname()], provenance(anonymous=anonymous)
+    origin |= told or {}
+    watched = [number for number in _ASKS_FOR_AN_END if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+    before = {number: signal.signal(number, _stop) for number in watched}
+
+    def measure(of: "Trial", limit_s: float) -> "Outcome":
+        # Beside the results, where all nodes of a job can see it; /tmp may be a node's own.
+        with tempfile.TemporaryDirectory(prefix=output.name + _OF_A_TRIAL, dir=output.absolute().parent) as folder:
+            outcome = trial.run(of, Path(folder), limit_s, trial.command, environment)
+        return series.anonymous(outcome, hosts) if anonymous else outcome
+
+    try:
+        say = functools.partial(click.echo, err=True)
+        return series.run(items, output, measure, limits, origin, say)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, frame: object) -> None:
+    from hpcdist.bench.series import Stopped
+
+    raise Stopped
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a trial: its recipe is complete, and no variable may change it."""
+    from hpcdist.cli.run import importable
+    from hpcdist.training.settings import PREFIX
+
+    return {name: value for name, value in {**os.environ, **importable()}.items() if not name.startswith(PREFIX)}

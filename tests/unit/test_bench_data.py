@@ -1,0 +1,174 @@
+"""The comparison of exchanges: who takes part, how fast a run was, what its loss was when, and what is told of it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from hpcdist.bench import data, data_pace, results
+from hpcdist.bench import data_report as reports
+from hpcdist.bench.data_contenders import CONTENDERS
+from hpcdist.bench.sweep import Sweep, Trial
+from hpcdist.bench.trial import FAILED, OK, Outcome, Sample
+from hpcdist.cli.bench import command
+from hpcdist.cli.bench_trials import Recipes
+from hpcdist.errors import CONFIGURATION, ConfigurationError, UsageError
+from hpcdist.training import recipe as recipes
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_this_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "nothing"))
+    monkeypatch.delenv("HPCDIST_SITE", raising=False)
+
+
+def expand(contenders: Mapping[str, Mapping[str, Any]], ranks: int = 4) -> tuple[list[Trial], dict[str, str]]:
+    scenarios = {data.CALM: {}, data.STRAGGLERS: data.stragglers((0,), 3.0, 0.125)}
+    wanted = data.Wanted(ranks, {"run.steps": 5}, contenders, scenarios)
+    return data.expand(wanted, Recipes(Sweep(Path("bench data"), (ranks,), 1, {}, {}, (), ())))
+
+
+def test_every_contender_takes_part_and_is_another_run() -> None:
+    trials, left_out = expand(CONTENDERS)
+    assert left_out == {}
+    assert len({trial.id for trial in trials}) == len(trials) == 2 * len(CONTENDERS)
+    assert [data.parts_of(trial.name) for trial in trials[:2]] == [("allreduce", "calm"), ("allreduce", "stragglers")]
+    calm, late = (recipes.load(_written(trial)).recipe for trial in trials[:2])
+    assert calm.run == late.run and calm.run.steps == 5 and not calm.chaos.on
+    assert late.chaos.slow_ranks == (0,) and late.chaos.slow_probability == 0.125
+
+
+def _written(trial: Trial) -> Any:
+    import tomllib
+
+    from hpcdist.training import settings
+
+    return settings.table(tomllib.loads(trial.recipe), "trial", recipes.defaults(), Path())
+
+
+def test_who_is_refused_is_left_out_with_the_reason() -> None:
+    trials, left_out = expand(
+        {"unknown": {"no.such": 1}, "wrong": {"run.steps": -1}, "good": {}, "few": CONTENDERS["servers, bsp"]}, ranks=1
+    )
+    assert [data.parts_of(trial.name)[0] for trial in trials] == ["good", "good"]
+    assert "no.such" in left_out["unknown"] and "run.steps = -1" in left_out["wrong"]
+    assert "at least 1 must compute" in left_out["few"]
+
+
+def test_the_pace_of_lock_step_and_of_workers_that_run_freely() -> None:
+    together = np.full((11, 2), 0.5)
+    together[0] = 7.0
+    assert data_pace.steps_per_s(together) == pytest.approx(2.0)
+    apart = np.column_stack([np.full(13, 0.5), np.full(13, 1.5)])
+    apart[0] = [3.0, 2.0]
+    # In 6 s the quick one has made its 12 steps, and the other 4: 16 of a batch's halves.
+    assert data_pace.steps_per_s(apart) == pytest.approx(8 / 6)
+    assert data_pace.steps_per_s(apart, first=2) == pytest.approx((6 + 2) / 2 / 3)
+    assert np.isnan(data_pace.steps_per_s(together[:1])) and np.isnan(data_pace.steps_per_s(together, first=10))
+
+
+def test_steps_that_others_made_alone_take_no_time() -> None:
+    """With a backup worker: the slow one takes part in one step of three, and all three are made in that time."""
+    slow = np.tile([1.5, np.nan, np.nan], 4)
+    step_s = np.column_stack([np.full(12, 0.5), slow])
+    step_s = np.vstack([[[9.0, 9.0]], step_s])
+    assert data_pace.steps_per_s(step_s) == pytest.approx(2.0, rel=0.15)
+    assert data_pace.ends_s(step_s)[-1].tolist() == [6.0, 6.0]
+
+
+def test_the_loss_at_a_moment_is_that_of_the_last_step_before_it() -> None:
+    step_s, loss = np.full((5, 2), 2.0), np.array([9.0, 4.0, 3.0, 2.0, 1.0])
+    times, losses = data_pace.curve(step_s, loss, window=2)
+    assert times.tolist() == [2, 4, 6, 8] and losses.tolist() == [4, 3.5, 2.5, 1.5]
+    assert [data_pace.loss_at(times, losses, moment) for moment in (2, 5, 8, 99)] == [4, 3.5, 1.5, 1.5]
+    assert np.isnan(data_pace.loss_at(times, losses, 1.0))
+
+
+def outcome(step_s: float, loss: float, steps: int = 11, sent: float = 1e6, slow: float = 1.0) -> Outcome:
+    """A run on two workers and a server that has no steps."""
+    times = np.column_stack([np.full(steps, step_s), np.full(steps, step_s * slow), np.full(steps, np.nan)])
+    wide = {"step_s": times, "compute_s": times / 2, "communication_s": times / 4, "update_s": times / 8}
+    wide["sent_bytes"] = np.full((steps, 3), sent)
+    common = {"loss": np.linspace(4.0, loss, steps), "tokens": np.full(steps, 64), "iteration": np.arange(steps) + 1}
+    samples = {name: Sample(values, "1", name) for name, values in {**wide, **common}.items()}
+    peaks = {kind: 2**20 for kind in reports.CATEGORIES}
+    summary = {"val_loss": loss + 1, "peak_bytes": peaks, "pss_bytes": {"sum": 3 * 2**20}, "bytes_sent_per_step": 5}
+    return Outcome(OK, "", 1.0, 0, summary=summary, samples=samples)
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> results.Results:
+    path = tmp_path / "results.h5"
+    results.prepare(path, {})
+    runs = {
+        "allreduce | calm": outcome(0.5, 2.0),
+        "servers, asp | calm": outcome(0.25, 3.0),
+        "allreduce | stragglers": outcome(1.5, 2.0),
+        "servers, asp | stragglers": outcome(0.5, 3.0, slow=3.0),
+        "broken | calm": Outcome(FAILED, "", 1.0, 1, "RuntimeError: it broke"),
+        "refused | calm": Outcome(FAILED, "", 1.0, CONFIGURATION, "exit code 78: set it to 1"),
+        "silent | calm": outcome(1.0, 2.5, sent=np.nan),
+    }
+    for position, (name, run) in enumerate(runs.items()):
+        results.append(path, Trial(f"id{position}", name, 3, {}, ""), position, 0, run, "")
+    results.append(path, Trial("other", "of a sweep", 3, {}, ""), 99, 0, outcome(9.0, 9.0), "")
+    return results.read(path)
+
+
+def test_rows_compare_what_is_comparable(measured: results.Results) -> None:
+    table = {(row.contender, row.scenario): row for row in reports.rows(measured)}
+    assert len(table) == 7
+    calm, asp = table["allreduce", "calm"], table["servers, asp", "calm"]
+    assert calm.tokens_per_s == pytest.approx(128) and calm.x_first == 1.0
+    assert asp.x_first == pytest.approx(2.0) and asp.loss_at_steps == pytest.approx(3.0)
+    assert asp.loss_at_time == pytest.approx(3.0), "it was done first"
+    assert calm.loss_at_time == pytest.approx(3.0), "2.5 s after the first step: behind the fifth of the other ten"
+    assert calm.loss_at_steps == pytest.approx(2.0) and calm.val_loss == 3.0
+    assert calm.bytes_sent_per_step == 1e6 and calm.pss_bytes == 3 * 2**20
+    late, free = table["allreduce", "stragglers"], table["servers, asp", "stragglers"]
+    assert late.steps_per_s == pytest.approx(1 / 1.5) and late.x_first == 1.0
+    assert free.steps_per_s == pytest.approx((2 + 2 / 3) / 2)
+    assert table["silent", "calm"].bytes_sent_per_step == 5, "what the summary knows"
+    assert table["refused", "calm"].refused and not table["broken", "calm"].refused
+    assert table["broken", "calm"].tokens_per_s is None
+
+
+def test_nothing_is_missing_without_a_word(measured: results.Results) -> None:
+    table = reports.rows(measured)
+    shown = reports.text(table, {"absent": "is not built"})
+    assert "left out: absent: is not built" in shown and "left out: refused: exit code 78: set it to 1" in shown
+    assert "broken, calm: RuntimeError: it broke" in shown and "1 FAILED" in shown
+    assert shown.index("calm\n") < shown.index("stragglers\n")
+    told = reports.jsonable(table, {"absent": "is not built"}, {"git_commit": "abc"})
+    json.dumps(told, allow_nan=False)
+    assert told["left_out"] == {"absent": "is not built"} and len(told["rows"]) == 7
+
+
+def test_losses_are_drawn(measured: results.Results, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    reports.plot(measured, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UsageError, match="nothing to plot"):
+        reports.plot(results.Results({}, ()), tmp_path / "b.png")
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(command, ["data", *arguments], standalone_mode=False)
+    if done.exception is not None:
+        raise done.exception
+    return done.return_value, done.output
+
+
+def test_the_command_lists_contenders_and_refuses_what_it_does_not_know() -> None:
+    code, shown = invoke("--list", "--contender", "zero1")
+    assert (code, shown) == (0, 'zero1: parallel.strategy="zero1"\n')
+    with pytest.raises(UsageError, match="choose from: allreduce; "):
+        invoke("--contender", "zero9")
+    with pytest.raises(UsageError, match="at least 1 must compute"):
+        invoke("-n", "1", "--contender", "servers, asp")
+    with pytest.raises(ConfigurationError, match="unknown key"):
+        invoke("--set", "no.such=1")
