@@ -229,19 +229,37 @@ def test_a_start_is_summarised_by_the_steps_of_each_worker(
         assert reasons == {NOTHING} and NOTHING in describe(found[0])
 
 
-def test_a_loss_that_is_not_finite_stops_all_and_names_the_tensor(text: dict[str, object], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("keys", "failing"),
+    [
+        ({}, [1]),
+        ({"parameter_server.consistency": "ssp", "parameter_server.staleness": 1}, [1]),
+        ({"parameter_server.consistency": "bsp", "parameter_server.backup_workers": 1}, [1]),
+        ({"parameter_server.consistency": "bsp", "parameter_server.backup_workers": 1}, [1, 2]),
+    ],
+    ids=["asp", "ssp", "backup", "more than the backups"],
+)
+def test_a_loss_that_is_not_finite_stops_all_and_names_the_tensor(
+    keys: dict[str, object], failing: list[int], text: dict[str, object], tmp_path: Path
+) -> None:
+    """Nobody waits for the push that will not come."""
+    ready = threading.Barrier(3)
+
     def before(loop: Watched, step: int) -> None:
-        if loop.trainer.comm.rank == 1 and step == 3:
+        if step == 1:
+            ready.wait(LIMIT_S)
+        if loop.trainer.comm.rank in failing:
             segment = loop.trainer.model.layout.segments[0]
             loop.exchange.parameters.view(segment.key)[...] = np.nan
 
     def body(comm: Communicator) -> str:
         with pytest.raises(NonFiniteError) as error:
-            loop_on(comm, text, tmp_path, before).run()
+            loop_on(comm, {**text, **keys}, tmp_path, before).run()
         return str(error.value)
 
-    first, *others = run_threads(3, body)
-    assert others == [first] * 2 and "worker 1: step 3" in first and "(parameter " in first
+    first, *others = run_threads(4, body)
+    assert others == [first] * 3 and all(f"worker {rank}: step 1" in first for rank in failing)
+    assert "(parameter " in first
 
 
 @pytest.mark.parametrize("placement", ["dedicated", "colocated"])

@@ -3,11 +3,13 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 from hpcdist import models
+from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
@@ -32,7 +34,7 @@ PLACES = [(3, 1, "dedicated"), (5, 2, "dedicated"), (3, 3, "colocated"), (3, 1, 
 class Place:
     """One rank with a tiny gpt."""
 
-    def __init__(self, comm: Communicator, config: ParameterServerConfig, **keys: object) -> None:
+    def __init__(self, comm: Communicator, config: ParameterServerConfig, on: str = "cpu", **keys: object) -> None:
         roles = Roles.of(config, comm.size)
         part = roles.part_of(comm)
         self.comm, self.workers = comm, len(roles.workers)
@@ -46,6 +48,7 @@ class Place:
             optimizer=replace(OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5), **keys),
             total_steps=STEPS,
             algorithm="ring",
+            on=on,
             computes=comm.rank in roles.workers,
         )
         self.exchange: Exchange = exchange(seat, config)
@@ -57,7 +60,7 @@ class Place:
         self.operations: list[Operation] = build.operations(seat, self.exchange, self.executor.copies, parallel)
 
     def batch(self, data: np.ndarray, step: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        samples = data[step, self.comm.rank]
+        samples = backend.place(data[step, self.comm.rank], self.executor.seat.on)
         return [(samples[:, :-1], samples[:, 1:])]
 
 
@@ -158,12 +161,12 @@ def test_a_late_worker_is_left_out_and_catches_up(
         assert np.linalg.norm(np.frombuffer(values) - wanted) <= 1e-12 * np.linalg.norm(wanted)
 
 
-def test_the_order_of_arrival_does_not_matter(rng: np.random.Generator) -> None:
-    """Three of four are taken, and come in two different orders; the sum is in that of the ranks."""
-    data = text(rng, 4)
+def of_three(data: np.ndarray, order: list[int], on: str = "cpu") -> np.ndarray:
+    """Train with four workers, of which those in ``order`` always come first, and in that order; the parameters."""
+    runs: dict[int, Backup] = {}
 
-    def body(comm: Communicator, order: list[int], runs: dict[int, Backup]) -> bytes:
-        run = runs[comm.rank] = Backup(comm, config_of(1, "dedicated"))
+    def body(comm: Communicator) -> np.ndarray:
+        run = runs[comm.rank] = Backup(comm, config_of(1, "dedicated"), on)
         comm.barrier()
         quorum = runs[4].exchange._quorum
         assert quorum is not None
@@ -177,13 +180,22 @@ def test_the_order_of_arrival_does_not_matter(rng: np.random.Generator) -> None:
 
         run.train(data, pause)
         assert comm.rank == 4 or run.taken == ([(0, False)] if comm.rank == 3 else [(n, True) for n in range(STEPS)])
-        return run.exchange.parameters.array.tobytes()
+        assert backend.is_device(run.exchange.parameters.array) == (on == "gpu")
+        return backend.to_host(run.exchange.parameters.array)
 
-    first, second = (
-        run_threads(5, lambda comm, order=order, runs=runs: body(comm, order, runs))
-        for order, runs in (([0, 1, 2], {}), ([2, 1, 0], {}))
-    )
-    assert first[0] == second[0]
+    return run_threads(5, body)[0]
+
+
+def test_the_order_of_arrival_does_not_matter(rng: np.random.Generator) -> None:
+    """The sum is in the order of the ranks."""
+    data = text(rng, 4)
+    assert np.array_equal(of_three(data, [0, 1, 2]), of_three(data, [2, 1, 0]))
+
+
+def test_on_a_device_it_is_the_same(gpu: ModuleType, rng: np.random.Generator) -> None:
+    data = text(rng, 4)
+    host, device = (of_three(data, [0, 1, 2], on) for on in ("cpu", "gpu"))
+    assert np.linalg.norm(device - host) <= 1e-10 * np.linalg.norm(host)
 
 
 def test_a_state_goes_on_at_one_clock_for_all() -> None:
