@@ -48,8 +48,8 @@ class _Operation:
 
     def wait(self) -> None:
         """Move everything that is under way until this is complete."""
-        while not self._over:
-            self._owner.wait_a_little()
+        while not self.test():
+            self._owner.wait_for_more()
 
     def test(self) -> bool:
         """Move everything that is under way; whether this is complete."""
@@ -126,9 +126,13 @@ class PollProgress(Progress):
     def wait_a_little(self, *others: Request) -> None:
         """Move what can move, and wait until one more message, or one of ``others``, is complete (local)."""
         self.progress()
+        self.wait_for_more(*others)
+
+    def wait_for_more(self, *others: Request) -> None:
+        """Wait until one more message, or one of ``others``, is complete, unless one is by now (local)."""
         with self._in_step():
             lanes = [lane for each in self._active for lane in each.waits_for()]
-            lanes += [[request] for request in others if not request.test()]
+            lanes += [[] if request.test() else [request] for request in others]
             if lanes and all(lanes):  # a lane that can go on by now is not waited beside: others may wait for it
                 self.own.wait_any([request for lane in lanes for request in lane])
 

@@ -381,6 +381,22 @@ def test_nothing_is_waited_for_beside_a_lane_that_can_go_on(monkeypatch: pytest.
     assert waited == [[missing]] and went_on == [found]
 
 
+def test_who_waits_for_one_does_not_wait_for_what_comes_after_it() -> None:
+    """What was started later is the other rank's to move, and that may do something else first."""
+
+    def body(comm: Communicator) -> None:
+        with nonblocking.begin(comm, "poll") as progress:
+            for _ in range(20):
+                first, second, beside = np.ones(300), np.ones(300), np.ones(1)
+                handles = [progress.iallreduce(data, "ring") for data in (first, second)]
+                handles[0].wait()
+                collectives.allreduce(comm, beside, "recursive_doubling")  # without a look at the second
+                handles[1].wait()
+                assert (first == 2).all() and (second == 2).all()
+
+    run_threads(2, body, deadline_s=20)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_fails_releases_the_others(kind: str) -> None:
     def body(comm: Communicator) -> None:
