@@ -29,7 +29,7 @@ from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import StorageError
 
-BLOCK_BYTES: Final = 4 << 20
+BLOCK_BYTES: Final = 1 << 20  # the blocks of an update then stay in a cache of a few megabytes (empirical)
 _WRITE_BACK: Final = 2  # SYNC_FILE_RANGE_WRITE: begin to write the dirty pages of the range, and return
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
@@ -59,6 +59,7 @@ class FileStore(FlatStore):
         self.nbytes = self.size * self.dtype.itemsize
         self._fd = _reserved(self.directory, self.nbytes, what)
         weakref.finalize(self, os.close, self._fd)
+        self.read_bytes = self.written_bytes = 0  # so far
         self._category, self._ledger = category, ledger
         self._block: np.ndarray | None = None
 
@@ -137,6 +138,11 @@ class FileStore(FlatStore):
                 held[...] = 0
                 self.write(where, held)
 
+    def forget(self) -> None:
+        """Wait until all is on the disk, and drop it from the page cache: the next read comes from the disk."""
+        os.fdatasync(self._fd)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def _buffer(self, size: int) -> np.ndarray:
         """Return the first ``size`` elements of the one block of memory that the store has, for one thread."""
         if self._block is None:
@@ -147,9 +153,11 @@ class FileStore(FlatStore):
 
     def _pread(self, out: np.ndarray, start: int) -> None:
         self._move("read", lambda view, at: os.preadv(self._fd, [view], at), out, start)
+        self.read_bytes += out.nbytes
 
     def _pwrite(self, values: np.ndarray, start: int) -> None:
         self._move("written", lambda view, at: os.pwrite(self._fd, view, at), values, start)
+        self.written_bytes += values.nbytes
         _begin_write_back(self._fd, start * self.dtype.itemsize, values.nbytes)
 
     def _move(self, verb: str, move: Callable[[memoryview, int], int], array: np.ndarray, start: int) -> None:
