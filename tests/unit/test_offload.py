@@ -1,0 +1,437 @@
+"""States in a file, or on the host of a GPU, are those of the same run in memory: bit by bit on the CPU."""
+
+import errno
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from gpu_runs import OPTIMIZERS, SETTINGS, assembled, write_text
+
+from hpcdist.arrays import backend, filestore, transfer
+from hpcdist.arrays.filestore import FileStore, Stretch
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, NonFiniteError, StorageError
+from hpcdist.optim import clip, norms, optimizer
+from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.offload import BlockedOptimizer
+from hpcdist.strategies.zero_config import ZeroConfig
+from hpcdist.training.data import microbatches
+from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.trainer import Trainer
+
+BLOCK = 512  # bytes: every tensor of the tests is cut
+LAYOUT = Layout.of(
+    [
+        TensorSpec(0, "table", (11, 37)),
+        TensorSpec(1, "weight", (33, 19)),
+        TensorSpec(1, "bias", (5,), adapted=False),
+        TensorSpec(2, "scale", (), adapted=False),
+        TensorSpec(2, "empty", (0, 3)),
+    ]
+)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filestore, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(transfer, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr("hpcdist.strategies.offload.BLOCK_BYTES", BLOCK)
+
+
+def filled(rng: np.random.Generator, dtype: str = "float64") -> FlatStore:
+    store = FlatStore(LAYOUT, np.dtype(dtype))
+    for segment in LAYOUT.segments:
+        store.range(segment.range)[...] = rng.standard_normal(segment.range.size)
+    return store
+
+
+def in_file(directory: Path, store: FlatStore) -> FileStore:
+    found = FileStore(LAYOUT, store.dtype, store.parts, directory=directory)
+    found.copy_from(store)
+    return found
+
+
+def content(store: FlatStore) -> bytes:
+    return b"".join(block.tobytes() for part in store.parts for block in store.blocks(part))
+
+
+def test_a_file_holds_what_memory_would(tmp_path: Path, rng: np.random.Generator) -> None:
+    ranges = split(LAYOUT.size, 5, 8)
+    whole, ledger = filled(rng), Ledger()
+    memory = FlatStore(LAYOUT, np.float64, ranges[1::2])
+    stored = FileStore(LAYOUT, np.float64, ranges[1::2], directory=tmp_path, ledger=ledger)
+    assert not np.frombuffer(content(stored)).any(), "it begins with zeros"
+    assert list(tmp_path.iterdir()) == [] and stored.array.size == 0 and stored.size == memory.size
+    for store in (memory, stored):
+        store.copy_from(whole)
+    for part in ranges[1::2]:
+        for a, b in ((0, part.size), (3, part.size - 2), (7, 7), (64, 65)):
+            inner = Range(part.start + a, part.start + b)
+            values, out = rng.standard_normal(inner.size), np.empty(inner.size)
+            for store in (memory, stored):
+                store.add(inner, values)
+            stored.read(inner, out)
+            assert out.tobytes() == memory.range(inner).tobytes()
+            for store in (memory, stored):
+                store.write(inner, 2.0 * values)
+    assert content(stored) == memory.array.tobytes()
+    assert ledger.peak_total == BLOCK, "one block of it was ever in memory"
+    stored.zero()
+    assert not np.frombuffer(content(stored)).any()
+    with pytest.raises(AssertionError, match="lies in a file"):
+        stored.range(ranges[1])
+    with pytest.raises(AssertionError, match="not inside"):
+        stored.read(Range(ranges[1].start, ranges[2].stop), np.empty(ranges[1].size + ranges[2].size))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_norms_of_blocks_have_the_bits_of_the_whole(tmp_path: Path, rng: np.random.Generator, dtype: str) -> None:
+    whole = filled(rng, dtype)
+    assert clip.sum_of_squares(in_file(tmp_path, whole)) == clip.sum_of_squares(whole)
+    values = rng.standard_normal(1003).astype(dtype)
+    cuts = [Range(0, 8), Range(8, 512), Range(512, 1003)]
+    expected = norms.sum_of_squares([values])
+    assert expected == float(norms.kernels.sum_of_squares(values))
+    assert norms.sum_of_squares(values[part.slice] for part in cuts) == expected
+    together = norms.Norms(2, "cpu")
+    for part in cuts:
+        together.add(1, part, values[part.slice], values[part.slice] + 1)
+    together.add(1, Range(2000, 3003), values, values)  # another stretch of the same tensor
+    plus_one = norms.sum_of_squares([values + 1])
+    np.testing.assert_array_equal(together.sums(), [[0, 0], [2 * expected, plus_one + expected]])
+    together.clear()
+    assert not together.sums().any()
+
+
+def test_a_value_that_is_not_finite_is_found_in_a_file(tmp_path: Path, rng: np.random.Generator) -> None:
+    stored = in_file(tmp_path, filled(rng))
+    assert clip.first_nonfinite(stored) is None
+    place = LAYOUT.by_key["1.weight"].range.stop - 1
+    stored.write(Range(place, place + 1), np.array([np.inf]))
+    assert clip.first_nonfinite(stored) == "1.weight"
+
+
+STORES: dict[str, tuple[bool, bool]] = {
+    "optimizer": (False, True),
+    "everything": (True, True),
+    "weights": (True, False),
+}
+
+
+@pytest.mark.parametrize("where", STORES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_by_blocks_is_the_update_in_memory(
+    tmp_path: Path, rng: np.random.Generator, name: str, dtype: str, where: str
+) -> None:
+    weights_away, slots_away = STORES[where]
+    real, parts = np.dtype(dtype), [Range(0, 416), Range(448, LAYOUT.size)]
+    plain = optimizer.build(OPTIMIZERS[name], LAYOUT, parts, real, total_steps=5)
+
+    def slot(_: str) -> FlatStore:
+        return FileStore(LAYOUT, real, parts, directory=tmp_path) if slots_away else FlatStore(LAYOUT, real, parts)
+
+    inner = optimizer.build(OPTIMIZERS[name], LAYOUT, parts, real, total_steps=5, make_slot=slot)
+    blocked = BlockedOptimizer(inner, block_bytes=BLOCK)
+    assert (blocked.needs_norms, blocked.slots.keys()) == (plain.needs_norms, plain.slots.keys())
+    start = filled(rng, dtype)
+    copied = FlatStore(LAYOUT, real, parts)
+    copied.copy_from(start)
+    masters = copied, in_file(tmp_path, copied) if weights_away else FlatStore(LAYOUT, real, parts)
+    masters[1].copy_from(copied)
+    half = np.dtype("float16")
+    working = FlatStore(LAYOUT, half, parts), FlatStore(LAYOUT, half, parts)
+    for _ in range(5):
+        drawn = filled(rng, dtype)
+        for rule, master, copy in zip((plain, blocked), masters, working, strict=True):
+            gradient = FlatStore(LAYOUT, real, parts)
+            gradient.copy_from(drawn)
+            if rule is blocked and weights_away:
+                gradient = in_file(tmp_path, gradient)
+            rule.begin_step(0.75)
+            for part in parts:
+                rule.direction(part, master, gradient, 0.5)
+            found = rule.partial_norms() if rule.needs_norms else None
+            for part in parts:
+                rule.apply(part, master, gradient, copy, found)
+    assert content(masters[0]) == content(masters[1])
+    assert working[0].array.tobytes() == working[1].array.tobytes() and working[0].array.any()
+    assert [content(store) for store in plain.slots.values()] == [content(store) for store in blocked.slots.values()]
+    assert plain.state() == blocked.state() == {"count": 5}
+    assert blocked.learning_rate == plain.learning_rate
+    blocked.restore({"count": 3})
+    assert blocked.count == 3
+
+
+def test_blocks_take_three_times_as_much_memory_as_one(tmp_path: Path, rng: np.random.Generator) -> None:
+    ledger, real = Ledger(), np.dtype("float64")
+    make = lambda name: FileStore(LAYOUT, real, directory=tmp_path)  # noqa: E731
+    inner = optimizer.build(OPTIMIZERS["adamw"], LAYOUT, Range(0, LAYOUT.size), real, total_steps=9, make_slot=make)
+    blocked = BlockedOptimizer(inner, ledger=ledger, block_bytes=BLOCK)
+    master, gradient = (in_file(tmp_path, filled(rng)) for _ in range(2))
+    for _ in range(3):
+        blocked.begin_step()
+        blocked.direction(Range(0, LAYOUT.size), master, gradient)
+        blocked.apply(Range(0, LAYOUT.size), master, gradient)
+    assert ledger.peak["optimizer"] == ledger.peak_total == 4 * 3 * BLOCK
+
+
+def test_a_place_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = f"{LAYOUT.size * 8} bytes are needed there for the optimizer state m"
+    make = lambda folder: FileStore(LAYOUT, np.float64, directory=folder, what="optimizer state m")  # noqa: E731
+    missing = tmp_path / "missing"
+    with pytest.raises(
+        StorageError, match=re.escape(f"{missing} cannot be written (No such file or directory), and {needs}")
+    ):
+        make(missing)
+    stored = make(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StorageError, match=re.escape(f"{tmp_path}: No space left on device: {needs} (")) as failed:
+        make(tmp_path)
+    assert "are free); give zero.offload_directory" in str(failed.value) and failed.value.exit_code == 74
+    assert len(os.listdir("/proc/self/fd")) == before, "nothing is left open"
+    monkeypatch.setattr(os, "pwrite", full)  # a file system that copies on write may still fill up
+    with pytest.raises(StorageError, match=f"{tmp_path}: 16 bytes of the optimizer state m could not be written"):
+        stored.write(Range(0, 2), np.zeros(2))
+    part, real = Range(0, 64), np.dtype("float64")
+    inner = optimizer.build(OPTIMIZERS["adamw"], LAYOUT, part, real, total_steps=9, make_slot=lambda _: stored)
+    blocked = BlockedOptimizer(inner, block_bytes=BLOCK)
+    blocked.begin_step()
+    with pytest.raises(StorageError, match="could not be written"):  # in the thread that writes
+        blocked.apply(part, FlatStore(LAYOUT, real), FlatStore(LAYOUT, real))
+
+
+def test_a_file_is_gone_with_its_store(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    stored = FileStore(LAYOUT, np.float64, directory=tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    del stored
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+REFUSED: dict[str, tuple[dict[str, str], str, str, str]] = {
+    "a place that is none": ({"offload_optimizer": "disk"}, "zero3", "cpu", "choose one of none, host, file"),
+    "no directory": ({"offload_optimizer": "file"}, "zero1", "cpu", "zero.offload_directory = '' with"),
+    "a directory for nothing": ({"offload_directory": "/x"}, "zero1", "cpu", "has no effect where nothing"),
+    "parameters alone": ({"offload_parameters": "file", "offload_directory": "/x"}, "zero3", "cpu", "offload it first"),
+    "the host of a cpu": ({"offload_optimizer": "host"}, "zero2", "cpu", "is where it was; choose 'file'"),
+    "whole parameters": (
+        {"offload_optimizer": "file", "offload_parameters": "file", "offload_directory": "/x"},
+        "zero2",
+        "cpu",
+        "keeps the parameters whole in memory; choose zero3",
+    ),
+    "another strategy": (
+        {"offload_optimizer": "file", "offload_directory": "/x"},
+        "allreduce",
+        "cpu",
+        "has no effect with parallel.strategy = 'allreduce'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_do_nothing_is_refused(case: str) -> None:
+    keys, strategy, device, says = REFUSED[case]
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        ZeroConfig(**keys).check_beside(strategy, 1, device)  # type: ignore[arg-type]
+
+
+def test_degrees_of_their_own_do_not_go_with_parameters_away() -> None:
+    away = ZeroConfig(offload_optimizer="file", offload_parameters="file", offload_directory="/x")
+    with pytest.raises(ConfigurationError, match="sharding degrees of their own is not built"):
+        replace(away, gradients=2)
+    with pytest.raises(ConfigurationError, match="persistent_below = 9 is not built"):
+        replace(away, persistent_below=9).check_beside("zero3", 1, "cpu")
+
+
+# ---- whole trainings
+
+STEPS = 4
+OPTIMIZER_AWAY = {"zero.offload_optimizer": "file"}
+ALL_AWAY = OPTIMIZER_AWAY | {"zero.offload_parameters": "file"}
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+    (tmp_path / "scratch").mkdir()
+    return {"data.path": write_text(tmp_path / "text.txt", rng), "parallel.microbatches": 2}
+
+
+def away(tmp_path: Path, keys: dict[str, str]) -> dict[str, object]:
+    return {**keys, "zero.offload_directory": tmp_path / "scratch"}
+
+
+def steps(trainer: Trainer, last: int = STEPS) -> list[float]:
+    losses = []
+    with trainer.batches(last) as batches:
+        for step, batch in enumerate(batches, start=trainer.first_step + 1):
+            parts = microbatches(trainer.place(batch), trainer.recipe.parallel.microbatches)
+            found = trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, step, np.zeros(2))
+            losses.append(found.loss)
+    return losses
+
+
+def state(trainer: Trainer) -> dict[str, bytes]:
+    return {f"{p.name} {p.flat.start}": backend.to_host(p.array).copy().tobytes() for p in trainer.exchange.pieces()}
+
+
+def run(settings: dict[str, object]) -> Callable[[Communicator], tuple[list[float], dict[str, bytes], float]]:
+    def body(comm: Communicator) -> tuple[list[float], dict[str, bytes], float]:
+        trainer = assembled(comm, settings)
+        return steps(trainer), state(trainer), mean_validation_loss(trainer)
+
+    return body
+
+
+@pytest.mark.parametrize("optimizer_name", ["adamw", "sgd", "lars", "lamb"])
+@pytest.mark.parametrize(
+    ("strategy", "keys", "ranks"),
+    [("zero1", OPTIMIZER_AWAY, 2), ("zero2", OPTIMIZER_AWAY, 3), *(("zero3", ALL_AWAY, ranks) for ranks in (1, 2, 4))],
+)
+def test_a_run_with_states_in_files_is_that_in_memory(
+    text: dict[str, object], tmp_path: Path, strategy: str, keys: dict[str, str], ranks: int, optimizer_name: str
+) -> None:
+    settings = text | {"parallel.strategy": strategy, "optimizer.name": optimizer_name}
+    if ranks == 1:  # in memory, one rank adds up its micro-batches in the backward: other rounding
+        settings |= {"parallel.microbatches": 1}
+    expected = run_threads(ranks, run(settings))
+    assert run_threads(ranks, run(settings | away(tmp_path, keys))) == expected
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer_name", "slots", "second_read", "second_write"),
+    [("adamw", 2, 0, 0), ("lars", 1, 2, 1), ("lamb", 2, 2, 1)],
+)
+def test_the_bytes_of_a_step_are_those_of_the_formula(
+    text: dict[str, object],
+    tmp_path: Path,
+    optimizer_name: str,
+    slots: int,
+    second_read: int,
+    second_write: int,
+) -> None:
+    m = 2
+    keys = {"parallel.strategy": "zero3", "optimizer.name": optimizer_name, "model.tied": "false"}
+    settings = text | keys | away(tmp_path, ALL_AWAY)
+
+    def body(comm: Communicator) -> tuple[list[int], list[int], int, int]:
+        trainer = assembled(comm, settings)
+        exchange = trainer.exchange
+        kept = [exchange.parameters, exchange.gradients, *exchange.owner.optimizer.slots.values()]
+        before = [sum(getattr(store, name) for store in kept) for name in ("read_bytes", "written_bytes")]
+        steps(trainer, 1)
+        after = [sum(getattr(store, name) for store in kept) for name in ("read_bytes", "written_bytes")]
+        owned = sum(where.size for _, where in exchange.parameters.tensors())
+        return before, after, exchange.parameters.nbytes, owned * 4
+
+    for before, after, psi, unpadded in run_threads(2, body):
+        read, written = np.subtract(after, before).tolist()
+        assert read == slots * psi + 2 * m * psi + (m - 1) * psi + unpadded + 2 * psi + second_read * psi
+        assert written == slots * psi + m * psi + psi + second_write * psi
+
+
+def test_checkpoints_go_from_files_to_memory_and_back(
+    text: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("manifest", "blocks", "restore"):
+        monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 1024)
+    settings = text | {"parallel.strategy": "zero3", "run.steps": 6}
+    files = settings | away(tmp_path, ALL_AWAY)
+
+    def whole(comm: Communicator) -> tuple[list[float], dict[str, bytes]]:
+        trainer = assembled(comm, settings)
+        return steps(trainer, 6), state(trainer)
+
+    def half(comm: Communicator, settings: dict[str, object], name: str) -> Path:
+        trainer = assembled(comm, settings)
+        steps(trainer, 3)
+        return trainer.save(tmp_path / name, 3)
+
+    def rest(comm: Communicator, settings: dict[str, object], path: Path) -> tuple[list[float], dict[str, bytes]]:
+        trainer = assembled(comm, settings, path)
+        return steps(trainer, 6), state(trainer)
+
+    expected = [(losses[3:], found) for losses, found in run_threads(2, whole)]
+    for first, second, name in ((files, settings, "a"), (settings, files, "b"), (files, files, "c")):
+        path = run_threads(2, lambda comm, first=first, name=name: half(comm, first, name))[0]
+        assert run_threads(2, lambda comm, second=second, path=path: rest(comm, second, path)) == expected
+    other = run_threads(3, lambda comm: rest(comm, files, path))  # other cuts than those it was saved with
+    np.testing.assert_allclose(other[0][0], expected[0][0], rtol=1e-5)
+
+
+def test_a_nan_in_a_file_is_explained(text: dict[str, object], tmp_path: Path) -> None:
+    settings = text | {"parallel.strategy": "zero3"} | away(tmp_path, ALL_AWAY)
+
+    def body(comm: Communicator) -> str:
+        trainer = assembled(comm, settings)
+        if comm.rank == 1:
+            *_, (_, touched) = trainer.exchange.parameters.tensors()
+            trainer.exchange.parameters.write(touched, np.full(touched.size, np.nan, np.float32))
+        with trainer.batches(1) as batches:
+            parts = microbatches(trainer.place(next(iter(batches))), 2)
+        with pytest.raises(NonFiniteError) as failed:
+            trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, 1, np.zeros(2))
+        return str(explain(comm, trainer.executor, trainer.operations, parts, failed.value))
+
+    assert all("rank 1: parameter" in said and "rank 0:" not in said for said in run_threads(2, body))
+
+
+def test_what_a_stretch_is_instead_of_an_array(tmp_path: Path, rng: np.random.Generator) -> None:
+    whole = filled(rng)
+    where = LAYOUT.by_key["1.weight"].range
+    stretch = in_file(tmp_path, whole).contents(where)
+    assert isinstance(stretch, Stretch)
+    assert (stretch.dtype, stretch.shape) == (np.float64, (where.size,))
+    assert stretch.copy().tobytes() == whole.range(where).tobytes()
+    stretch.write(Range(3, 5), np.array([1.0, 2.0]))
+    out = np.empty(2)
+    stretch.read(Range(3, 5), out)
+    assert out.tolist() == [1.0, 2.0]
+
+
+# ---- a GPU
+
+ON_GPU = {
+    "optimizer on the host": ("zero1", {"zero.offload_optimizer": "host"}),
+    "all on the host": ("zero3", {"zero.offload_optimizer": "host", "zero.offload_parameters": "host"}),
+    "optimizer in a file": ("zero2", OPTIMIZER_AWAY),
+    "all in files": ("zero3", ALL_AWAY),
+    "parameters on the host, optimizer in a file": ("zero3", OPTIMIZER_AWAY | {"zero.offload_parameters": "host"}),
+}
+
+
+@pytest.mark.parametrize("optimizer_name", ["adamw", "lamb"])
+@pytest.mark.parametrize("case", ON_GPU)
+def test_a_gpu_with_its_states_elsewhere_is_the_cpu(
+    gpu: ModuleType, text: dict[str, object], tmp_path: Path, case: str, optimizer_name: str
+) -> None:
+    strategy, keys = ON_GPU[case]
+    settings = text | {"parallel.strategy": strategy, "optimizer.name": optimizer_name, "precision.mode": "float64"}
+    places = away(tmp_path, keys) if "file" in keys.values() else keys
+    host = run_threads(2, run(settings))
+    found = run_threads(2, run(settings | places | {"run.device": "gpu"}))
+    for (losses, pieces, validation), (on_gpu, there, other) in zip(host, found, strict=True):
+        np.testing.assert_allclose(on_gpu, losses, rtol=1e-12)
+        np.testing.assert_allclose(other, validation, rtol=1e-12)
+        for name, values in pieces.items():
+            np.testing.assert_allclose(np.frombuffer(there[name]), np.frombuffer(values), rtol=1e-6, atol=1e-9)
+
+
+assert SETTINGS  # the recipe that `assembled` begins with
