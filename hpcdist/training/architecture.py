@@ -18,6 +18,10 @@ def described(trainer: Trainer) -> str:
         roles = Roles.of(servers, trainer.comm.size)
         count = len(roles.servers)
         parts[1:] = [f"{count} {servers.placement} server{'s' if count > 1 else ''}", servers.described]
+    if servers.transport != "messages":
+        parts.append(f"transport {servers.transport}")
+    if servers.mirrored:
+        parts.append("mirrored")
     if isinstance(trainer.exchange, FixedTreeExchange):
         parts.append(f"{recipe.run.logical_shards} logical shards, arithmetic {trainer.exchange.arithmetic}")
     if grid.pipeline > 1:

@@ -26,6 +26,16 @@ from hpcdist.training.trainer import assemble
             "parameter_server, 2 colocated servers, bsp",
         ),
         (
+            4,
+            [
+                "parallel.strategy=parameter_server",
+                "parameter_server.servers=2",
+                "parameter_server.transport=shared",
+                "parameter_server.mirrored=true",
+            ],
+            "parameter_server, 2 dedicated servers, bsp, transport shared, mirrored",
+        ),
+        (
             2,
             ["parallel.pipeline=2", "parallel.microbatches=4", "parallel.recompute=true"],
             "allreduce, native, 1f1b of 4 micro-batches, recomputing, bubble 20%",
