@@ -38,16 +38,18 @@ class CommunicationConfig:
     which is chosen by measurement at the start of a run and kept in its checkpoints. With the strategy allreduce a
     bucket of gradients is sent once ``bucket_bytes`` of it are complete; the other strategies send layer by layer. With
     ``overlap`` a bucket travels while the gradients before it are computed: a "thread" of each rank moves it, or
-    between two layers the rank itself does ("poll"); the results are the same bits. A communication that takes longer
-    than ``deadline_s`` ends the job. ``ranks_per_node`` treats that many consecutive ranks as a node, to try code for
-    several nodes on one; 0 takes the nodes as they are found. With ``checked`` the ranks compare what they are about to
-    do before each collective, and all fail with what each brought where it differs.
+    between two layers the rank itself does ("poll"); the results are the same bits. With ``delayed`` (allreduce) the sum
+    goes on behind the whole next step, and its update comes after that: each gradient is one step late. A communication
+    that takes longer than ``deadline_s`` ends the job. ``ranks_per_node`` treats that many consecutive ranks as a node,
+    to try code for several nodes on one; 0 takes the nodes as they are found. With ``checked`` the ranks compare what
+    they are about to do before each collective, and all fail with what each brought where it differs.
     """
 
     algorithm: str = "auto"
     compression: str = "none"
     bucket_bytes: int = BUCKET_BYTES
     overlap: str = "none"
+    delayed: bool = False
     deadline_s: float = 300.0
     ranks_per_node: int = 0
     checked: bool = False
@@ -81,6 +83,11 @@ class CommunicationConfig:
             raise ConfigurationError(
                 f"communication.overlap = 'poll' with communication.algorithm = {self.algorithm!r}, which has no "
                 f"steps with the same bits; choose the algorithm {' or '.join(POLLED)}, or the overlap 'thread'"
+            )
+        if self.delayed and self.overlap == "none":
+            raise ConfigurationError(
+                "communication.delayed = true with communication.overlap = 'none': nothing would sum gradients behind "
+                "the next step; choose the overlap 'thread' or 'poll'"
             )
 
 

@@ -85,5 +85,5 @@ class AllreduceExchange(OwnerExchange):
     def pieces(self) -> Sequence[Piece]:
         """Return this rank's share, by bytes, of parameters and optimizer state: replicas are written once."""
         part, data = self.seat.part, self.seat.data
-        mine = split(part.size, data.size, self.parameters.array.itemsize)[data.rank].shift(part.start)
-        return pieces_of({"parameters": self.parameters, **self.owner.slots()}, [mine])
+        mine = split(part.size, data.size, self.weights.array.itemsize)[data.rank].shift(part.start)
+        return pieces_of({"parameters": self.weights, **self.owner.slots()}, [mine])

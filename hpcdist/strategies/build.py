@@ -11,14 +11,16 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.exchange import Exchange
 from hpcdist.strategies.grid import Grid
 from hpcdist.strategies.pipeline import Copies, cut, ties
+from hpcdist.strategies.schedule.behind import polled, prefetched, started
 from hpcdist.strategies.schedule.executor import Executor
-from hpcdist.strategies.schedule.generators import compute, gathered, interleave, polled
-from hpcdist.strategies.schedule.operations import Operation
+from hpcdist.strategies.schedule.generators import compute, gathered, interleave
+from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.verify import Proof, verify
 from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.zero import ZeroExchange
 
 PROVEN_RANKS: Final = 64  # the lists of all ranks meet on one
+IN_FLIGHT: Final = 2  # whole layers of gradients that are reduced behind a backward, where they are freed afterwards
 EXCHANGES: Final[dict[str, Callable[[Seat], Exchange]]] = {
     "allreduce": AllreduceExchange,
     "zero1": partial(ZeroExchange, stage=1),
@@ -48,7 +50,10 @@ def operations(seat: Seat, exchange: Exchange, copies: Copies, parallel: Paralle
         steps = gathered(steps, exchange.gathers)
     steps += copies.after_backward()
     whole = interleave(steps, exchange.plan(), seat.ranges, every_microbatch=not exchange.accumulates)
-    if exchange.overlap is not None and exchange.overlap.polls:
+    if exchange.overlap is not None:
+        most = None if exchange.accumulates else IN_FLIGHT
+        whole = prefetched(started(whole, seat.ranges, seat.model.needs, most), exchange.ahead)
+    if Kind.MIX_START in exchange.carries_out or (exchange.overlap is not None and exchange.overlap.polls):
         whole = polled(whole)
     return whole + copies.after_update()
 

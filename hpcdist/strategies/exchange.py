@@ -29,6 +29,8 @@ class Exchange(Protocol):
     copies: int  # how many replicas make the same step of an element, where not all do
     # For each unit, those whose parameters must be gathered before it is computed, and freed after it; {}: none ever.
     gathers: Mapping[int, Sequence[int]]
+    alternates: bool  # whether gradients of a step go elsewhere than those of the step before
+    ahead: int  # how many gathers are started before their turn
     overlap: Overlap | None  # the reductions that go on beside the computation, where there are any
     carries_out: Handlers
 
@@ -78,6 +80,17 @@ class Exchange(Protocol):
         """Take note that this step updates, with gradients multiplied by ``scale`` (local)."""
         ...
 
+    def count_samples(self, own: int, samples: int) -> None:
+        """Take note that ``own`` of the ``samples`` of the step that begins are this replica's (local)."""
+        ...
+
+    def flush(self) -> bool:
+        """Bring into the parameters what earlier steps have left to be done; return whether there was any. Collective.
+
+        Called before a run saves, evaluates or ends, so that nothing is lost.
+        """
+        ...
+
     def take(self, initial: FlatStore) -> None:
         """Take over what concerns this rank of the initial values in ``initial``, which are on the host (local)."""
         ...
@@ -102,7 +115,7 @@ class Exchange(Protocol):
 def pieces_of(stores: Mapping[str, FlatStore], parts: Iterable[Range]) -> list[Piece]:
     """Return the pieces of ``parts`` of each store, by kind (local)."""
     return [
-        Piece.of(kind, segment, touched, store.range(touched))
+        Piece.of(kind, segment, touched, store.contents(touched))
         for kind, store in stores.items()
         for part in parts
         for segment, touched in store.layout.within(part)

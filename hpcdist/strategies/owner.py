@@ -11,6 +11,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.optim import clip
+from hpcdist.optim.master import WithMaster, rounded
 from hpcdist.optim.optimizer import Optimizer
 from hpcdist.strategies.exchange import pieces_of
 from hpcdist.strategies.overlap import Overlap
@@ -79,6 +80,11 @@ class Owner:
         assert op.range is not None
         self.optimizer.apply(op.range, self.parameters, self.gradients, None, self._norms)
 
+    @property
+    def master(self) -> WithMaster | None:
+        """The optimizer where it keeps float32 weights of its own, and the parameters are their 16-bit copies."""
+        return self.optimizer if isinstance(self.optimizer, WithMaster) else None
+
     def slots(self) -> dict[str, FlatStore]:
         """Return the stores of the optimizer's state, by the kind that a checkpoint gives them (local)."""
         return {f"optimizer.{name}": store for name, store in self.optimizer.slots.items()}
@@ -95,6 +101,8 @@ class OwnerExchange:
     accumulates = True
     copies = 1
     gathers: Mapping[int, Sequence[int]] = {}
+    alternates = False
+    ahead = 0
     overlap: Overlap | None = None
     owner: Owner
 
@@ -110,6 +118,11 @@ class OwnerExchange:
     def gradients(self) -> FlatStore:
         """What this rank keeps of the gradients until the update."""
         return self.owner.gradients
+
+    @property
+    def weights(self) -> FlatStore:
+        """What a checkpoint keeps of the parameters: never a rounded copy."""
+        return self.parameters if self.owner.master is None else self.owner.master.weights
 
     def begin(self, operations: Sequence[Operation]) -> None:
         """Nothing has to be known of a list before it runs (local)."""
@@ -140,17 +153,29 @@ class OwnerExchange:
         """Begin the update of the step."""
         self.owner.begin_update(scale)
 
+    def count_samples(self, own: int, samples: int) -> None:
+        """Sums over the replicas need no weights (local)."""
+
+    def flush(self) -> bool:
+        """Nothing is left to be done between steps."""
+        return False
+
     def take(self, initial: FlatStore) -> None:
-        """Take over the initial values."""
-        self.parameters.copy_from(initial)
+        """Take over the initial values; working copies are their 16-bit rounding."""
+        self.weights.copy_from(initial)
+        if self.owner.master is not None:
+            self.parameters.copy_from(rounded(initial, self.parameters.dtype))
 
     def pieces(self) -> Sequence[Piece]:
         """Return parameters and optimizer state of the owned parts."""
-        return pieces_of({"parameters": self.parameters, **self.owner.slots()}, self.owner.parts)
+        return pieces_of({"parameters": self.weights, **self.owner.slots()}, self.owner.parts)
 
     def wanted(self) -> Sequence[Piece]:
-        """Return all parameters that this rank keeps, and the optimizer state of the owned parts."""
-        kept = pieces_of({"parameters": self.parameters}, self.parameters.parts)
+        """Return all parameters that this rank keeps, and the optimizer state of the owned parts.
+
+        Of working copies it is the master, on the owned parts: `restore` makes the copies from it.
+        """
+        kept = pieces_of({"parameters": self.weights}, self.weights.parts)
         return kept + pieces_of(self.owner.slots(), self.owner.parts)
 
     def state(self) -> dict[str, Any]:
@@ -158,5 +183,11 @@ class OwnerExchange:
         return self.owner.optimizer.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back the optimizer's clock."""
+        """Take back the optimizer's clock, and make working copies anew. Collective over the data axis then."""
         self.owner.optimizer.restore(dict(state))
+        if self.owner.master is not None:
+            self.owner.master.round_into(self.parameters)
+            self.spread()
+
+    def spread(self) -> None:
+        """Bring the parameters of the owned parts to all who keep them: here each rank has made its own (local)."""

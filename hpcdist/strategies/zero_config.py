@@ -7,6 +7,7 @@ from typing import Final
 from hpcdist.errors import ConfigurationError
 
 STAGES: Final = {"zero1": 1, "zero2": 2, "zero3": 3}  # strategy -> stage
+PLACES: Final = ("none", "host", "file")  # where states may be offloaded to
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,12 @@ class ZeroConfig:
     blocks of consecutive data ranks: the number of ranks of a node as ``parameters`` keeps the gathers of zero3 inside
     the nodes. A unit (layer) of fewer than ``persistent_below`` elements stays gathered where others are cut; its
     optimizer state is cut all the same. With ``shared_parameters`` the ranks of a node keep one copy of the parameters
-    in memory that they share, and nothing is gathered inside a node (zero1 and zero2, on CPUs).
+    in memory that they share, and nothing is gathered inside a node (zero1 and zero2, on CPUs). With ``prefetch`` the
+    next so many units are gathered while one is computed, in memory of their own (zero3, by communication.overlap).
+
+    ``offload_optimizer`` keeps the optimizer state on the "host" of a GPU, or in a "file", and updates it block by
+    block on the host; ``offload_parameters`` does so with the shards of parameters and gradients too (zero3). Files are
+    made in ``offload_directory``, best on a disk of the node: each rank has its own, without a name.
     """
 
     parameters: int = 0
@@ -35,13 +41,22 @@ class ZeroConfig:
     optimizer: int = 0
     persistent_below: int = 0
     shared_parameters: bool = False
+    prefetch: int = 0
+    offload_optimizer: str = "none"
+    offload_parameters: str = "none"
+    offload_directory: str = ""
 
     def __post_init__(self) -> None:
+        self._check_offload()
         for name in ("parameters", "gradients", "optimizer"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(
                     f"zero.{name} = {getattr(self, name)}; give a number of data ranks, or 0 for what the stage says"
                 )
+        if self.prefetch < 0:
+            raise ConfigurationError(
+                f"zero.prefetch = {self.prefetch}; give a number of units to gather ahead, or 0 for each in its turn"
+            )
         if self.persistent_below < 0:
             raise ConfigurationError(
                 f"zero.persistent_below = {self.persistent_below}; give a number of elements, or 0 to cut every unit"
@@ -50,6 +65,49 @@ class ZeroConfig:
             raise ConfigurationError(
                 "zero.shared_parameters = true keeps one copy of the parameters on a node, and goes with the degrees "
                 "of zero1 and zero2 as they are: set zero.parameters, zero.gradients and zero.optimizer to 0"
+            )
+
+    def _check_offload(self) -> None:
+        for name in ("offload_optimizer", "offload_parameters"):
+            if getattr(self, name) not in PLACES:
+                raise ConfigurationError(f"zero.{name} = {getattr(self, name)!r}; choose one of {', '.join(PLACES)}")
+        if self.offload_parameters != "none" and self.offload_optimizer == "none":
+            raise ConfigurationError(
+                f"zero.offload_parameters = {self.offload_parameters!r} with zero.offload_optimizer = 'none': the "
+                "optimizer state is larger, and used once a step; offload it first"
+            )
+        if self.offload_parameters != "none" and (self.parameters or self.gradients or self.optimizer):
+            raise ConfigurationError(
+                f"zero.offload_parameters = {self.offload_parameters!r} with sharding degrees of their own is not "
+                "built in this version; set zero.parameters, zero.gradients and zero.optimizer to 0"
+            )
+        in_file = "file" in (self.offload_optimizer, self.offload_parameters)
+        if in_file and not self.offload_directory:
+            raise ConfigurationError(
+                "zero.offload_directory = '' with a state offloaded to a file; name a directory, best on a disk of the "
+                "node"
+            )
+        if self.offload_directory and not in_file:
+            raise ConfigurationError(
+                f"zero.offload_directory = {self.offload_directory!r} has no effect where nothing is offloaded to a "
+                "file; remove it, or set zero.offload_optimizer = 'file'"
+            )
+
+    def _check_offload_beside(self, strategy: str, device: str) -> None:
+        if self.offload_parameters != "none" and strategy != "zero3":
+            raise ConfigurationError(
+                f"zero.offload_parameters = {self.offload_parameters!r} with parallel.strategy = {strategy!r}, which "
+                "keeps the parameters whole in memory; choose zero3, or set it to 'none'"
+            )
+        if self.offload_parameters != "none" and self.persistent_below:
+            raise ConfigurationError(
+                f"zero.offload_parameters = {self.offload_parameters!r} with zero.persistent_below = "
+                f"{self.persistent_below} is not built in this version; set one of them to its default"
+            )
+        if "host" in (self.offload_optimizer, self.offload_parameters) and device != "gpu":
+            raise ConfigurationError(
+                f"a state offloaded to the host with run.device = {device!r} is where it was; choose 'file' for "
+                "zero.offload_optimizer and zero.offload_parameters, 'none', or run.device = 'gpu'"
             )
 
     def check_beside(self, strategy: str, pipeline: int, device: str) -> None:
@@ -68,11 +126,13 @@ class ZeroConfig:
                 f"{named} with parallel.pipeline = {pipeline} is not built in this version; remove it, or set "
                 "parallel.pipeline = 1"
             )
-        if self.persistent_below and self.parameters <= 1 and (self.parameters or strategy != "zero3"):
-            raise ConfigurationError(
-                f"zero.persistent_below = {self.persistent_below} has no effect where no parameters are cut; remove "
-                "it, or choose the strategy zero3"
-            )
+        for key in ("persistent_below", "prefetch"):
+            if getattr(self, key) and self.parameters <= 1 and (self.parameters or strategy != "zero3"):
+                raise ConfigurationError(
+                    f"zero.{key} = {getattr(self, key)} has no effect where no parameters are cut; remove it, or "
+                    "choose the strategy zero3"
+                )
+        self._check_offload_beside(strategy, device)
         if self.shared_parameters and strategy == "zero3":
             raise ConfigurationError(
                 "zero.shared_parameters = true keeps the parameters whole, and parallel.strategy = 'zero3' cuts them; "

@@ -1,14 +1,16 @@
 """The ``[data]``, ``[precision]`` and ``[run]`` sections of a recipe. Light: imports nothing but the errors."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from hpcdist.errors import ConfigurationError
 
-MODES: Final = ("float32", "float64")
+MODES: Final = ("float32", "float64", "bfloat16", "float16")
+HALVES: Final = ("bfloat16", "float16")
+WITH_HALVES: Final = ("allreduce", "zero1", "zero2", "zero3")
 SHARES: Final = ("even", "measured")
-UNBUILT_MODES: Final = ("float16", "bfloat16")
 DEVICES: Final = ("cpu", "gpu")
 
 
@@ -44,18 +46,71 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """The type of parameters, gradients and activations."""
+    """The type of parameters and gradients.
+
+    float32 and float64 are also that of activations and of the optimizer's state. With a 16-bit type, parameters and
+    gradients are kept and sent in it; stages compute in float32, layer by layer, and updates step a float32 master, of
+    which checkpoints are made. bfloat16 has the range of float32; gradients in float16 are those of the loss times
+    ``loss_scale``, a power of two. 0: it doubles after ``growth_interval`` steps without overflow, and halves after
+    ``hysteresis`` overflows in a row. A step whose gradient overflows is skipped.
+    """
 
     mode: str = "float32"
+    loss_scale: float = 0.0
+    growth_interval: int = 2000
+    hysteresis: int = 2
+
+    @property
+    def computes(self) -> str:
+        """The type that stages compute in, and of what a checkpoint keeps."""
+        return "float32" if self.mode in HALVES else self.mode
+
+    @property
+    def working(self) -> str | None:
+        """The 16-bit type in which parameters and gradients are kept and sent, None where it is no other."""
+        return self.mode if self.mode in HALVES else None
 
     def __post_init__(self) -> None:
-        if self.mode in UNBUILT_MODES:
-            raise ConfigurationError(
-                f"precision.mode = {self.mode!r} is known, but not built in this version; "
-                f"choose one of {', '.join(MODES)}"
-            )
         if self.mode not in MODES:
             raise ConfigurationError(f"precision.mode = {self.mode!r}; choose one of {', '.join(MODES)}")
+        if self.loss_scale and not (1.0 <= self.loss_scale <= 2.0**24 and math.frexp(self.loss_scale)[0] == 0.5):
+            raise ConfigurationError(
+                f"precision.loss_scale = {self.loss_scale}; it must be 0 (dynamic) or a power of two from 1 to 2^24, "
+                "so that it rounds nothing"
+            )
+        for name in ("growth_interval", "hysteresis"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"precision.{name} = {getattr(self, name)}; it must be at least 1")
+        for name, default in (("loss_scale", 0.0), ("growth_interval", 2000), ("hysteresis", 2)):
+            value = getattr(self, name)
+            if value != default and self.mode != "float16":
+                raise ConfigurationError(
+                    f"precision.{name} = {value} has no effect with precision.mode = {self.mode!r}; remove it, or "
+                    "choose the mode 'float16'"
+                )
+            if value != default and self.loss_scale and name != "loss_scale":
+                raise ConfigurationError(
+                    f"precision.{name} = {value} has no effect with precision.loss_scale = {self.loss_scale}, which "
+                    "stays as it is; remove one of them"
+                )
+
+    def check_beside(self, strategy: str, others: Mapping[str, tuple[Any, Any]]) -> None:
+        """Raise ConfigurationError where 16-bit working copies do not go with the rest of a recipe.
+
+        ``others`` are keys with the value that each has, and the only one that goes with 16 bits.
+        """
+        if self.working is None:
+            return
+        built = f"precision.mode = {self.mode!r} is not built in this version"
+        if strategy not in WITH_HALVES:
+            raise ConfigurationError(
+                f"parallel.strategy = {strategy!r} with {built}; choose {', '.join(WITH_HALVES)}, or the mode 'float32'"
+            )
+        for key, (value, only) in others.items():
+            if value != only:
+                raise ConfigurationError(
+                    f"{key} = {value!r} with {built}; set {key} = {only!r}, or precision.mode = 'float32'"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ def mean_validation_loss(trainer: Trainer) -> float:
     The windows are fixed by the data and the recipe and shared among the ranks, so the figure does not depend on the
     number of ranks; with logical shards, which are then shared out, not in a bit.
     """
+    trainer.flush()
     computes, source = trainer.seat.computes, trainer.source
     parts = trainer.recipe.run.logical_shards or trainer.grid.data
     own = shards_of(parts, trainer.data_axis.size)[trainer.data_axis.rank] if computes else None

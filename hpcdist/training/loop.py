@@ -12,8 +12,10 @@ from hpcdist.comm.recording import Traffic
 from hpcdist.comm.start import Session
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.overlap import Fetched
 from hpcdist.strategies.schedule.executor import MicroBatch, Step
 from hpcdist.strategies.sentinel import check_replicas
+from hpcdist.training import consensus
 from hpcdist.training.energy import Energy
 from hpcdist.training.metrics import METRICS_FILE, Metrics
 from hpcdist.training.progress import Progress
@@ -38,6 +40,7 @@ class Outcome:
     checkpoint: Path | None = None
     # Of reductions beside the computation: seconds that the rank gave to them, and that they took; see `Overlap.taken`.
     overlapped: list[tuple[float, float]] = field(default_factory=list)
+    fetched: list[Fetched] = field(default_factory=list)  # of parameters that were gathered ahead
 
 
 class Loop:
@@ -67,6 +70,7 @@ class Loop:
         )
         self.outcome = Outcome(trainer.first_step, trainer.first_step)
         self._boundary = time.perf_counter()
+        self._loss_scale = 1.0  # of the last row about it
 
     def run(self) -> Outcome:
         """Train to the last step of the recipe, or until somebody wishes to stop."""
@@ -92,6 +96,7 @@ class Loop:
     def _step(self, step: int, batches: list[MicroBatch]) -> None:
         trainer = self.trainer
         sent, unknown = self.traffic.sent_bytes, self.traffic.unknown.total()
+        rate = trainer.learning_rate(step - trainer.executor.loss_scale.skipped)  # of the update that is due
         found = self._train(step, batches)
         bytes_sent = float(self.traffic.sent_bytes - sent) if self.traffic.unknown.total() == unknown else float("nan")
         targets = trainer.recipe.run.global_batch * trainer.model.tokens_per_sample
@@ -100,7 +105,8 @@ class Loop:
         now = time.perf_counter()
         step_s, self._boundary = now - self._boundary, now
         seconds = {**found.seconds, "step_s": step_s}
-        self.metrics.add(step, found.loss, trainer.learning_rate(step), targets, seconds, bytes_sent)
+        self.metrics.add(step, found.loss, rate, targets, seconds, bytes_sent)
+        self._note_scale(step, found)
         outcome = self.outcome
         outcome.done, outcome.loss, outcome.wish = step, found.loss, agreed(found.wishes)
         outcome.step_s.append(step_s)
@@ -108,6 +114,7 @@ class Loop:
         outcome.sent_bytes.append(bytes_sent)
         if trainer.exchange.overlap is not None:
             outcome.overlapped.append(trainer.exchange.overlap.taken())
+            outcome.fetched.append(trainer.exchange.overlap.fetched())
         outcome.checkpoint = None
         if found.wishes[len(Wish)] > 0:
             self.metrics.flush()
@@ -115,6 +122,14 @@ class Loop:
         self.progress.step(step, found.loss, targets, found.seconds["communication_s"] / step_s)
         if trainer.balance is not None and trainer.balance.after(step, found.seconds["compute_s"]):
             self._note_shares(-1)
+
+    def _note_scale(self, step: int, found: Step) -> None:
+        """Write what happened to the scale of the loss, where something did."""
+        if found.skipped:
+            self.progress.say(f"step {step}: skipped, its gradient overflows at the loss scale {found.loss_scale:g}")
+        if found.skipped or found.loss_scale != self._loss_scale:
+            self.metrics.scaled(step, found.loss_scale, found.skipped)
+            self._loss_scale = found.loss_scale
 
     def _note_shares(self, first: int) -> None:
         """Write the shares of the steps to come, of those that are known from the ``first`` on."""
@@ -149,6 +164,7 @@ class Loop:
         with self.energy.window("checkpoint"):
             self.metrics.flush()
             self.outcome.checkpoint = self.trainer.save(self.directory / "checkpoints", step, energy=used)
+            consensus.note(self.metrics, self.trainer)
 
 
 def _continued(directory: Path, first_step: int) -> int | None:

@@ -22,8 +22,9 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
+from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
-from hpcdist.strategies.zero_config import ZeroConfig
+from hpcdist.strategies.zero_config import STAGES, ZeroConfig
 from hpcdist.training import settings
 from hpcdist.training.chaos_config import ChaosConfig
 from hpcdist.training.config import DataConfig, PrecisionConfig, RunConfig
@@ -41,6 +42,7 @@ class Recipe:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     parameter_server: ParameterServerConfig = field(default_factory=ParameterServerConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    decentralised: DecentralisedConfig = field(default_factory=DecentralisedConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -51,14 +53,21 @@ class Recipe:
     def __post_init__(self) -> None:
         self.check_world(self.parallel.data)
         self.zero.check_beside(self.parallel.strategy, self.parallel.pipeline, self.run.device)
+        self.decentralised.check_beside(self.parallel.strategy, self.optimizer.name)
         self._refuse_without_effect()
         if self.communication.overlap != "none" and self.run.device != "cpu":
             raise ConfigurationError(
                 f"communication.overlap = {self.communication.overlap!r} with run.device = {self.run.device!r} is not "
                 "built in this version; set it to 'none'"
             )
+        if self.zero.prefetch and self.communication.overlap == "none":
+            raise ConfigurationError(
+                f"zero.prefetch = {self.zero.prefetch} with communication.overlap = 'none': nothing would move what is "
+                "gathered ahead; choose the overlap 'thread' or 'poll', or set zero.prefetch = 0"
+            )
         self._refuse_beside_logical_shards()
         self._refuse_measured_shares()
+        self._refuse_beside_16_bits()
         microbatches, pipeline = self.parallel.microbatches, self.parallel.pipeline
         if microbatches > self.run.global_batch:
             raise ConfigurationError(
@@ -74,7 +83,11 @@ class Recipe:
     def _refuse_without_effect(self) -> None:
         """Raise ConfigurationError for keys that the strategy would ignore."""
         strategy = self.parallel.strategy
-        elsewhere = replace(self.communication, bucket_bytes=BUCKET_BYTES, overlap="none")
+        elsewhere = replace(self.communication, bucket_bytes=BUCKET_BYTES, overlap="none", delayed=False)
+        if strategy in STAGES:
+            elsewhere = replace(elsewhere, overlap=self.communication.overlap)
+        if strategy in DECENTRALISED:
+            elsewhere = replace(elsewhere, bucket_bytes=self.communication.bucket_bytes)
         for section, given, default, needed in (
             ("parameter_server", self.parameter_server, ParameterServerConfig(), "parameter_server"),
             ("communication", self.communication, elsewhere, "allreduce"),
@@ -96,12 +109,27 @@ class Recipe:
             ("parallel.schedule", self.parallel.order, "sequential"),
             ("communication.algorithm", self.communication.algorithm, "auto"),
             ("communication.overlap", self.communication.overlap, "none"),
+            ("communication.delayed", self.communication.delayed, False),
         ):
             if self.run.logical_shards and given != only:
                 raise ConfigurationError(
                     f"{key} = {given!r} with run.logical_shards = {self.run.logical_shards}: the order of its sums "
                     f"would depend on the ranks; set {key} = {only!r}, or run.logical_shards = 0"
                 )
+
+    def _refuse_beside_16_bits(self) -> None:
+        """Raise ConfigurationError for keys that do not go with 16-bit working copies."""
+        others = {
+            "parallel.pipeline": (self.parallel.pipeline, 1),
+            "run.logical_shards": (self.run.logical_shards, 0),
+            "communication.delayed": (self.communication.delayed, False),
+            "zero.shared_parameters": (self.zero.shared_parameters, False),
+            "zero.offload_optimizer": (self.zero.offload_optimizer, "none"),
+            "zero.offload_parameters": (self.zero.offload_parameters, "none"),
+        }
+        if self.precision.mode == "bfloat16":  # cupy has no such numbers
+            others["run.device"] = (self.run.device, "cpu")
+        self.precision.check_beside(self.parallel.strategy, others)
 
     def _refuse_measured_shares(self) -> None:
         """Raise ConfigurationError where samples cannot be shared by speed without another result."""

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.grid import ORDER
 from hpcdist.telemetry.pss import pss_bytes
-from hpcdist.training import architecture, stragglers
+from hpcdist.training import architecture, consensus, stragglers
 from hpcdist.training.energy import described
 from hpcdist.training.loop import Outcome
 from hpcdist.training.trainer import Trainer
@@ -22,6 +22,7 @@ NOT_VISIBLE: Final = (
 )
 NOT_HIDDEN: Final = "while a rank does not look, it does not know what moves: set communication.overlap to thread"
 OVERLAP_FIGURES: Final = ("reductions_s", "reductions_exposed_s", "communication_hidden_share")
+PREFETCH_FIGURES: Final = ("prefetch_hits", "prefetch_misses", "prefetch_exposed_s")
 Measured = TypeVar("Measured")
 Rank: TypeAlias = Mapping[str, Any]  # what one rank measured, by name; of its steps, a list
 
@@ -36,10 +37,11 @@ class Pace:
     sent_bytes: float = math.nan
 
 
-def in_lock_step(ranks: Sequence[Rank], workers: Sequence[Rank], targets: int) -> Pace:
+def in_lock_step(ranks: Sequence[Rank], workers: Sequence[Rank], targets: int, *, alike: bool = True) -> Pace:
     """Return the pace of ``workers``, among ``ranks``, that make each step together, on ``targets`` (local).
 
-    A step takes as long as its slowest worker, and sends what the rank sent that sent most.
+    A step takes as long as its slowest worker, and sends what the rank sent that sent most: the median step where all
+    are ``alike``, else their mean.
     """
     slowest = [max(times) for times in zip(*(rank["step_s"] for rank in workers), strict=True)]
     if not slowest:
@@ -50,7 +52,7 @@ def in_lock_step(ranks: Sequence[Rank], workers: Sequence[Rank], targets: int) -
         tokens_per_s=targets * len(steady) / sum(steady),
         step_s=statistics.median(steady),
         training_s=sum(slowest),
-        sent_bytes=math.nan if math.isnan(sum(sent)) else statistics.median(sent),
+        sent_bytes=math.nan if math.isnan(sum(sent)) else (statistics.median if alike else statistics.mean)(sent),
     )
 
 
@@ -98,13 +100,15 @@ def summarise(
     a rank that only serves waits for most of its time, and that is no communication.
     """
     own: dict[str, Any] = {"step_s": outcome.step_s, "sent": outcome.sent_bytes, "comm": outcome.communication_s}
-    own |= {"overlapped": outcome.overlapped, "targets": outcome.targets, "computes": trainer.seat.computes}
+    own |= {"overlapped": outcome.overlapped, "fetched": outcome.fetched if trainer.exchange.ahead else []}
+    own |= {"targets": outcome.targets, "computes": trainer.seat.computes}
     own |= {"staleness": outcome.staleness, "dropped": outcome.dropped}
     own |= {"peak": trainer.ledger.peak, "held": trainer.ledger.peak_total, "pss": pss_bytes()}
     ranks = comm.allgather_object(own)
     workers = [rank for rank in ranks if rank["computes"]]
     if trainer.exchange.lock_step:
-        pace = in_lock_step(ranks, workers, trainer.recipe.run.global_batch * trainer.model.tokens_per_sample)
+        targets = trainer.recipe.run.global_batch * trainer.model.tokens_per_sample
+        pace = in_lock_step(ranks, workers, targets, alike=trainer.recipe.parallel.strategy != "local_sgd")
     else:
         pace = each_at_its_own(ranks, workers)
     shares = [sum(_steady(rank["comm"])) / sum(_steady(rank["step_s"])) for rank in workers if rank["step_s"]]
@@ -126,12 +130,16 @@ def summarise(
         "step_s_median": _number(pace.step_s),
         "comm_fraction": _number(statistics.mean(shares)) if shares else None,
         **overlap_figures(workers),
+        **prefetch_figures(workers),
         "bytes_sent_per_step": None if math.isnan(pace.sent_bytes) else round(pace.sent_bytes),
         "peak_bytes": {kind: max(rank["peak"][kind] for rank in ranks) for kind in trainer.ledger.peak},
         "peak_bytes_total": max(rank["held"] for rank in ranks),
         "pss_bytes": {"most": _number(_most(pss)), "sum": _number(sum(pss))},
+        "skipped_steps": trainer.executor.loss_scale.skipped,
+        "loss_scale": trainer.executor.loss_scale.scale,
         "training_s": pace.training_s,
         "chaos": trainer.recipe.chaos.described() or None,
+        **consensus.figures(trainer),
         **stragglers.figures(trainer, workers),
         "run_dir": str(directory),
         "stopped_by": outcome.wish.name.lower() if outcome.wish is not None else None,
@@ -159,6 +167,17 @@ def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
     return {name: _number(figure) for name, figure in zip(OVERLAP_FIGURES, found, strict=True)}
 
 
+def prefetch_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
+    """Return the gathers ahead that were there when they were waited for, those that were not, and what that took.
+
+    A step and rank, in the mean; None where nothing is gathered ahead.
+    """
+    steps = [fetched for rank in workers for fetched in _steady(rank["fetched"])]
+    found = [[fetched.hits, fetched.misses, fetched.exposed_s] for fetched in steps]
+    means = [statistics.mean(column) for column in zip(*found, strict=True)] or [None] * len(PREFETCH_FIGURES)
+    return dict(zip(PREFETCH_FIGURES, means, strict=True))
+
+
 def _number(value: float) -> float | None:
     """NaN is not JSON: what is not a number is null."""
     return None if math.isnan(value) else value
@@ -173,8 +192,9 @@ def describe(summary: dict[str, Any]) -> str:
         f"{_shown(summary['tokens_per_s'], ',.0f')} tokens/s  step {_shown(summary['step_s_median'])} s",
         f"communication {_shown(summary['comm_fraction'], '.1%')} ({summary['architecture']})",
         f"peak {peak:.1f} MiB on the rank that holds most",
-        described(summary),
+        *consensus.described(summary),
         *stragglers.described(summary),
+        described(summary),
         f"run directory {summary['run_dir']}",
     ]
     if "tokens_reason" in summary:
@@ -183,6 +203,15 @@ def describe(summary: dict[str, Any]) -> str:
         lines.insert(3, f"{summary['bytes_sent_per_step']:,} bytes sent a step and rank")
     if summary["communication_hidden_share"] is not None:
         lines.insert(3, _hidden(summary["communication_hidden_share"]))
+    if summary["prefetch_hits"] is not None:
+        gathers = summary["prefetch_hits"] + summary["prefetch_misses"]
+        lines.insert(
+            3,
+            f"prefetch: {summary['prefetch_hits']:.1f} of {gathers:.0f} gathers a step were there when they were waited "
+            f"for; {summary['prefetch_exposed_s'] * 1e3:.1f} ms a step went into starting and waiting for them",
+        )
+    if summary["skipped_steps"]:
+        lines.insert(2, f"{summary['skipped_steps']} steps skipped; loss scale {summary['loss_scale']:g} at the end")
     for name, nats in summary["entropy"].items():
         if nats is not None and summary["val_loss"] is not None:
             side = "below" if summary["val_loss"] < nats else "above"

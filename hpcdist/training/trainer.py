@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist import collectives, models
+from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.restore import restore
@@ -14,7 +15,9 @@ from hpcdist.comm.start import Session
 from hpcdist.errors import DataError
 from hpcdist.models.model import Model
 from hpcdist.optim import rates
-from hpcdist.strategies import build, pipeline
+from hpcdist.strategies import build, loss_scale, pipeline
+from hpcdist.strategies.decentralised import build as decentralised
+from hpcdist.strategies.delayed import DelayedExchange
 from hpcdist.strategies.exchange import Exchange
 from hpcdist.strategies.fixed_tree import FixedTreeExchange
 from hpcdist.strategies.grid import Axes, Grid
@@ -108,12 +111,19 @@ class Trainer:
             "data": self.source.fingerprint,
             "model_inputs": self.source.model_inputs(),
             "optimizer": self.exchange.state(),
+            "loss_scale": self.executor.loss_scale.state(),
         }
 
     def save(self, directory: Path, steps: int, **kept: Any) -> Path:
         """Write the checkpoint after ``steps`` steps, with what else is ``kept`` beside the scalars. Collective."""
+        self.flush()
         scalars = self.scalars(steps) | kept
         return save(directory, steps, self.exchange.pieces(), scalars, self.comm, self.recipe.checkpoint.keep)
+
+    def flush(self) -> None:
+        """Bring into the parameters what the steps so far have left to be done. Collective."""
+        if self.exchange.flush():
+            self.executor.copies.refresh()
 
     def restore(self, path: Path) -> None:
         """Take back the state in ``path``, written by any number of ranks in any layout. Collective.
@@ -127,6 +137,7 @@ class Trainer:
                 "give back the data it was trained on, or start a new run"
             )
         self.exchange.restore(resumed["optimizer"])
+        self.executor.loss_scale.restore(resumed.get("loss_scale", {}))
         self.first_step = int(resumed["steps"])
         if self.shares is not None:
             self.shares.restore(resumed.get("shares", []))
@@ -174,6 +185,10 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
     collectives.account(ledger)  # what a measurement took is given back
     exchange = _exchange(seat, recipe)
     executor = build.build_executor(seat, exchange, chaos.executor(recipe.chaos, seat, recipe.run.global_batch))
+    precision = recipe.precision
+    executor.loss_scale = loss_scale.build(
+        precision.mode, precision.loss_scale, precision.growth_interval, precision.hysteresis
+    )
     microbatches = _microbatches(recipe, grid)
     operations = build.operations(seat, exchange, executor.copies, replace(parallel, microbatches=microbatches))
     trainer = Trainer(comm, recipe, grid, seat, source, exchange, executor, operations, ledger, selection)
@@ -194,10 +209,14 @@ def _exchange(seat: Seat, recipe: Recipe) -> Exchange:
     """Return what turns gradients into parameters. Collective."""
     if recipe.parallel.strategy == "parameter_server":
         return parameter_server.exchange(seat, recipe.parameter_server)
+    if recipe.parallel.strategy in decentralised.EXCHANGES:
+        return decentralised.EXCHANGES[recipe.parallel.strategy](seat, recipe.decentralised)
     if recipe.run.logical_shards:
         return FixedTreeExchange(seat, recipe.run.logical_shards)
     if recipe.parallel.strategy in STAGES:
         return ZeroExchange(seat, STAGES[recipe.parallel.strategy], recipe.zero)
+    if recipe.communication.delayed:
+        return DelayedExchange(seat)
     return build.EXCHANGES[recipe.parallel.strategy](seat)
 
 
@@ -217,7 +236,7 @@ def _seat(
 ) -> tuple[Seat, Selection]:
     """Return the place of this rank, and where its algorithm comes from. Collective: communicators are split."""
     comm = session.comm
-    model = models.build(recipe.model, recipe.precision.mode, **source.model_inputs())
+    model = models.build(recipe.model, recipe.precision.computes, **source.model_inputs())
     parts = pipeline.cut(model, grid.pipeline)
     computes = roles is None or comm.rank in roles.workers
     members = roles.part_of(comm) if roles else comm
@@ -237,5 +256,6 @@ def _seat(
         on=recipe.run.device,
         ledger=ledger,
         computes=computes,
+        working=None if recipe.precision.working is None else dtype_of(recipe.precision.working),
     )
     return seat, selection

@@ -1,19 +1,17 @@
 """Is the list of one rank a training step? Each function looks at one aspect of it, and asks no other rank."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-
 from hpcdist.arrays.ranges import Range, coverage
-from hpcdist.errors import ScheduleError
+from hpcdist.strategies.schedule import mixed, residence
 from hpcdist.strategies.schedule.operations import EXCHANGED, Kind, Operation
 from hpcdist.strategies.schedule.pipelines import Pass, expand
+from hpcdist.strategies.schedule.share import COMPUTE, Share, covered, text
 
-COMPUTE = (Kind.FORWARD, Kind.BACKWARD)
 MESSAGES = (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
-BEFORE_AGREE = (Kind.BACKWARD, *EXCHANGED, Kind.COMBINE, Kind.WAIT, Kind.COLLECT, Kind.COPY_GRADIENT)
+BEFORE_AGREE = (Kind.BACKWARD, *EXCHANGED, Kind.COMBINE, Kind.WAIT, Kind.SETTLE, Kind.COLLECT, Kind.COPY_GRADIENT)
 AFTER_AGREE = (
-    Kind.DIRECTION, Kind.NORMS, Kind.APPLY, Kind.PUBLISH, Kind.MIRROR, Kind.COPY_VALUE, Kind.REFRESH, Kind.COMMIT
-)  # fmt: skip
+    *(Kind.DIRECTION, Kind.NORMS, Kind.APPLY, Kind.PUBLISH, Kind.MIRROR, Kind.COPY_VALUE, Kind.REFRESH, Kind.COMMIT),
+    *(Kind.MIX, Kind.AVERAGE),
+)
 # (what, what of its range comes before it, whether all of its range must have it)
 ORDERS = (
     (Kind.REDUCE, Kind.ADD, False),
@@ -21,42 +19,14 @@ ORDERS = (
     (Kind.DIRECTION, Kind.REDUCE, False),
     (Kind.DIRECTION, Kind.COMBINE, False),
     (Kind.DIRECTION, Kind.WAIT, False),
+    (Kind.DIRECTION, Kind.SETTLE, False),
     (Kind.DIRECTION, Kind.COLLECT, False),
     (Kind.APPLY, Kind.DIRECTION, True),
     (Kind.PUBLISH, Kind.APPLY, True),
+    (Kind.MIX, Kind.DIRECTION, True),
+    (Kind.AVERAGE, Kind.DIRECTION, True),
 )
 ONCE = (Kind.DIRECTION, Kind.APPLY, Kind.COLLECT, Kind.PUBLISH, Kind.PULL)  # each element of each at most once
-
-
-@dataclass(frozen=True)
-class Share:
-    """What a rank has to do: its list, and ``units``, the range of each stage of the model that it computes.
-
-    A parameter server has no units. ``needs`` maps a unit to all units whose parameters it uses. ``accumulates``:
-    gradients are exchanged once a step, not after every micro-batch; ``alone``: there is nobody to exchange with.
-    """
-
-    rank: int
-    steps: Sequence[Operation]
-    units: Mapping[int, Range]
-    stage: int
-    stages: int
-    microbatches: int
-    needs: Mapping[int, Collection[int]]
-    accumulates: bool
-    alone: bool
-
-    def where(self, *kinds: Kind) -> list[tuple[int, Operation]]:
-        """Return (position, operation) of ``kinds``."""
-        return [(index, op) for index, op in enumerate(self.steps) if op.kind in kinds]
-
-    def ranges(self, *kinds: Kind) -> list[Range]:
-        """Return the ranges of all operations of ``kinds``."""
-        return [op.range for _, op in self.where(*kinds) if op.range is not None]
-
-    def refuse(self, why: str) -> ScheduleError:
-        """Return the error that says so of this rank."""
-        return ScheduleError(f"rank {self.rank}: {why}")
 
 
 def check(share: Share) -> None:
@@ -65,10 +35,11 @@ def check(share: Share) -> None:
     _check_gradients(share)
     _check_sums(share)
     _check_waits(share)
+    _check_settled(share)
     _check_update(share)
     _check_copies(share)
-    _check_residence(share)
-    _check_freshness(share)
+    residence.check(share)
+    mixed.check(share)
 
 
 def live(share: Share) -> tuple[int, int]:
@@ -130,10 +101,10 @@ def _check_gradients(share: Share) -> None:
                     continue
                 named = [op for op in parts if op.range is not None and op.range.intersect(piece)]
                 if times == 0:
-                    raise share.refuse(f"the gradient of unit {unit} in {_text(piece)} is never exchanged")
+                    raise share.refuse(f"the gradient of unit {unit} in {text(piece)} is never exchanged")
                 if due == 0:
                     raise share.refuse(f"{named[0]} comes before {share.steps[stop]}, which adds to its gradients")
-                raise share.refuse(f"{named[1]} exchanges the gradients of {_text(piece)} a second time")
+                raise share.refuse(f"{named[1]} exchanges the gradients of {text(piece)} a second time")
 
 
 def _check_sums(share: Share) -> None:
@@ -145,18 +116,32 @@ def _check_sums(share: Share) -> None:
 
 
 def _check_waits(share: Share) -> None:
-    """What is started is waited for, once, as it was started: until then nobody may look at its range."""
+    """What is started is waited for, once, as it was started: until then nobody may write in its range."""
     under_way: list[Operation] = []
-    for _, op in share.where(Kind.START, Kind.WAIT):
+    for _, op in share.where(Kind.START, Kind.WAIT, Kind.BACKWARD):
         if op.kind is Kind.START:
             under_way.append(op)
-            continue
-        begun = next((other for other in under_way if other.range == op.range), None)
-        if begun is None:
-            raise share.refuse(f"{op} waits for what was not started, or was waited for before")
-        under_way.remove(begun)
+        elif op.kind is Kind.BACKWARD:
+            written = [share.units[unit] for unit in {op.unit, *share.needs.get(op.unit, ())} if unit in share.units]
+            for begun in under_way:
+                if begun.range and any(begun.range.intersect(part) for part in written):
+                    raise share.refuse(f"{op} writes where {begun} is still under way")
+        else:
+            same = [other for other in under_way if (other.range, other.microbatch) == (op.range, op.microbatch)]
+            if not same:
+                raise share.refuse(f"{op} waits for what was not started, or was waited for before")
+            under_way.remove(same[0])
     if under_way:
         raise share.refuse(f"{under_way[0]} is never waited for")
+
+
+def _check_settled(share: Share) -> None:
+    """What is deferred is settled once in the next step, whose list is the same."""
+    deferred, settled = ([op for _, op in share.where(kind)] for kind in (Kind.DEFER, Kind.SETTLE))
+    for one, others, why in ((deferred, settled, "is never settled"), (settled, deferred, "settles what none defers")):
+        for op in one:
+            if sum(other.range == op.range for other in others) != 1:
+                raise share.refuse(f"{op} {why}, or more than once")
 
 
 def _check_update(share: Share) -> None:
@@ -175,7 +160,7 @@ def _check_update(share: Share) -> None:
             late = next((other for at, other in others if at > index), None)
             if late is not None:
                 raise share.refuse(f"{op} comes before {late}")
-            if whole and not _covered(op.range or Range(0, 0), [other.range for _, other in others if other.range]):
+            if whole and not covered(op.range or Range(0, 0), [other.range for _, other in others if other.range]):
                 raise share.refuse(f"{op} has no {earlier.name} of all of its range before it")
     agreed = [index for index, _ in share.where(Kind.AGREE)]
     if len(agreed) > 1:
@@ -205,55 +190,5 @@ def _check_copies(share: Share) -> None:
                 raise share.refuse(f"{copy} comes before {op}, which changes what it sends")
 
 
-def _check_residence(share: Share) -> None:
-    """Units that are gathered and freed are there when they are used, and new when they are gathered."""
-    freed = {op.unit for _, op in share.where(Kind.FREE)}
-    there: set[int] = set()
-    for op in share.steps:
-        if op.kind is Kind.GATHER and op.unit in freed:
-            if op.unit in there:
-                raise share.refuse(f"{op} gathers a unit that is there already")
-            there.add(op.unit)
-        elif op.kind is Kind.FREE:
-            if op.unit not in there:
-                raise share.refuse(f"{op} frees a unit that is not there")
-            there.remove(op.unit)
-        elif op.kind in COMPUTE or (op.kind is Kind.COPY_VALUE and op.unit in share.units):
-            used = {op.unit, *share.needs.get(op.unit, ())} if op.kind in COMPUTE else {op.unit}
-            absent = sorted((used & freed) - there)
-            if absent:
-                raise share.refuse(f"{op} uses unit {absent[0]}, which is not gathered then")
-        elif op.kind is Kind.APPLY and op.range is not None:
-            stale = [unit for unit in there if op.range.intersect(share.units.get(unit, Range(0, 0)))]
-            if stale:
-                raise share.refuse(f"{op} leaves old values in unit {stale[0]}, which is still gathered")
-    if there:
-        raise share.refuse(f"unit {min(there)} is gathered, but never freed")
-
-
-def _check_freshness(share: Share) -> None:
-    """What a rank keeps of a unit is new at the end: applied here, gathered after that, or pulled from a server."""
-    freed = {op.unit for _, op in share.where(Kind.FREE)}
-    for unit, whole in share.units.items():
-        if unit in freed:
-            continue
-        touching = [i for i, op in share.where(Kind.APPLY) if op.range is not None and op.range.intersect(whole)]
-        agreed = [index for index, _ in share.where(Kind.AGREE)]
-        gathers = [index for index, op in share.where(Kind.GATHER) if op.unit == unit]
-        gathers += [index for index, _ in share.where(Kind.COMMIT)]
-        if gathers and gathers[-1] > max([*touching, *agreed], default=-1):
-            continue
-        if not _covered(whole, share.ranges(Kind.APPLY, Kind.PULL)):
-            raise share.refuse(f"unit {unit} keeps old values: no APPLY, PULL or later GATHER covers {_text(whole)}")
-
-
 def _meet(one: Operation, other: Operation) -> bool:
     return one.range is not None and other.range is not None and bool(one.range.intersect(other.range))
-
-
-def _covered(whole: Range, parts: Iterable[Range]) -> bool:
-    return all(times for _, times in coverage(whole, parts))
-
-
-def _text(part: Range) -> str:
-    return f"[{part.start}:{part.stop}]"

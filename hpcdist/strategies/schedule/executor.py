@@ -11,16 +11,17 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
 from hpcdist.models.arena import Arena
-from hpcdist.models.model import BoundGradients
-from hpcdist.models.stage import Parameters
 from hpcdist.optim import clip
+from hpcdist.strategies.bound import Bound
 from hpcdist.strategies.exchange import Exchange
+from hpcdist.strategies.loss_scale import Unscaled
 from hpcdist.strategies.pipeline import Copies
 from hpcdist.strategies.schedule.generators import forward_only, gathered
 from hpcdist.strategies.schedule.messages import Neighbours
-from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.operations import EXCHANGED, Kind, Operation
 from hpcdist.strategies.schedule.watch import Watch
 from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.working import WorkingCopies
 
 MicroBatch = tuple[Array, Array]  # inputs (samples, ...), targets (samples, ...)
 
@@ -29,19 +30,26 @@ PHASES = {
     Kind.FORWARD: "compute_s",
     Kind.BACKWARD: "compute_s",
     Kind.ADD: "compute_s",
+    Kind.KEEP: "compute_s",
     Kind.DIRECTION: "update_s",
     Kind.APPLY: "update_s",
+    Kind.MIX: "update_s",
     Kind.MIRROR: "update_s",
 }
 
 
 @dataclass
 class Step:
-    """What a step found out: the mean loss over the whole batch, who wants to stop, seconds by phase on this rank."""
+    """What a step found out: the mean loss over the whole batch, who wants to stop, seconds by phase on this rank.
+
+    ``skipped``: the gradient overflowed at its ``loss_scale``, and nothing was updated.
+    """
 
     loss: float = float("nan")
     gradient_norm: float = float("nan")
     wishes: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    loss_scale: float = 1.0
+    skipped: bool = False
     seconds: dict[str, float] = field(
         default_factory=lambda: {"compute_s": 0.0, "communication_s": 0.0, "update_s": 0.0}
     )
@@ -50,7 +58,8 @@ class Step:
 class Executor:
     """The operations of one rank, the stages they compute with and the exchange they communicate through.
 
-    ``clip_norm`` bounds the norm of the mean gradient; 0 leaves it alone.
+    ``clip_norm`` bounds the norm of the mean gradient; 0 leaves it alone. ``loss_scale`` may be set before the first
+    step.
     """
 
     def __init__(self, seat: Seat, exchange: Exchange, copies: Copies, arena: Arena, clip_norm: float = 0.0) -> None:
@@ -59,9 +68,8 @@ class Executor:
         self.units = seat.ranges
         self._last = len(self.model.stages) - 1
         self._neighbours = Neighbours(seat, arena)
-        self._parameters: dict[int, Parameters] = {}  # views, bound while the memory of a unit stays where it is
-        self._gradients: dict[int, BoundGradients] = {}
-        self._written: set[str] = set()
+        self.loss_scale = Unscaled()
+        self._bound = (Bound if seat.working is None else WorkingCopies)(seat, exchange, copies)
         self._watch = Watch()
         evaluation = forward_only(seat.units, seat.pipeline.rank, seat.pipeline.size)
         self._forward_only = gathered(evaluation, exchange.gathers) if exchange.gathers else evaluation
@@ -74,11 +82,9 @@ class Executor:
             Kind.SEND_GRADIENT: self._send_gradient,
             Kind.RECV_GRADIENT: self._recv_gradient,
             Kind.GATHER: self._gather,
+            Kind.WAIT_GATHER: self._gather,
             Kind.FREE: self._gather,
-            Kind.ADD: self._reduce,
-            Kind.REDUCE: self._reduce,
-            Kind.START: self._reduce,
-            Kind.PUSH: self._reduce,
+            **dict.fromkeys(EXCHANGED, self._reduce),
             Kind.COPY_GRADIENT: self._copy_gradient,
             Kind.COPY_VALUE: copies.value,
             Kind.COMMIT: self._commit,
@@ -97,12 +103,13 @@ class Executor:
 
         ``batches`` are the micro-batches of this rank's replica, ``samples`` counts those of all replicas, and
         ``wishes`` (float64) are summed over the ranks along with the loss. Raises NonFiniteError on every rank, before
-        any parameter changed, when the loss or the gradient is not finite.
+        any parameter changed, when the loss is not finite, or the gradient and `loss_scale` has no cure.
         """
         self._begin(operations, batches)
+        self.exchange.count_samples(sum(len(inputs) for inputs, _ in batches), samples)
         self._number, self._sent = step, wishes
         self._scale = 1.0 / (samples * self.model.tokens_per_sample)
-        self._outcome = Step()
+        self._outcome = Step(loss_scale=self.loss_scale.scale)
         seconds = self._outcome.seconds
         phases = [PHASES.get(operation.kind, "communication_s") for operation in operations]
         clock = time.perf_counter()
@@ -114,6 +121,8 @@ class Executor:
                 now = time.perf_counter()
                 seconds[phase] += now - clock
                 clock = now
+            if self._outcome.skipped:
+                break
         self._neighbours.finish()
         return self._outcome
 
@@ -150,10 +159,9 @@ class Executor:
         self._batches = batches
         self._losses: list[float] = []  # summed over its targets, of each micro-batch that has samples
         self._carried: dict[int, Array] = {}
-        self._complete: set[int] = set()
         # Their activations are computed again before the backward, or there is none.
         self._dropped = {op.microbatch for op in operations if op.recompute}
-        self._written.clear()
+        self._bound.begin()
 
     def _forward(self, op: Operation) -> None:
         inputs, targets = self._batches[op.microbatch]
@@ -162,7 +170,7 @@ class Executor:
         stage, first = self.model.stages[op.unit], op.unit == self.seat.units[0]
         x = self._neighbours.received(op.microbatch, inputs) if first else self._carried[op.microbatch]
         saved = self.arena.saved(stage.layer, op.microbatch)
-        y = stage.forward(self._parameters_of(op.unit), x, self.model.operations, saved)
+        y = stage.forward(self._bound.parameters(op.unit), x, self.model.operations, saved)
         self._watch.look(f"output of layer {stage.layer} in micro-batch {op.microbatch}", y)
         dropped = op.microbatch in self._dropped and not op.recompute
         if dropped and not first:
@@ -183,8 +191,10 @@ class Executor:
         saved = self.arena.saved(stage.layer, op.microbatch)
         dy = self._carried[op.microbatch]
         if op.unit == self._last:
-            dy = self.model.loss.backward(self._scale, self.model.operations, saved)
-        dx = stage.backward(self._parameters_of(op.unit), self._gradients_of(op.unit), dy, self.model.operations, saved)
+            dy = self.model.loss.backward(self._scale * self._outcome.loss_scale, self.model.operations, saved)
+        parameters, gradients = self._bound.parameters(op.unit), self._bound.gradients(op.unit)
+        dx = stage.backward(parameters, gradients, dy, self.model.operations, saved)
+        self._bound.backward_done(op.unit)
         if dx is not None:
             self._carried[op.microbatch] = dx
         saved.release()
@@ -218,35 +228,31 @@ class Executor:
         """Gather or free a unit: where its parameters come and go, views of them are bound anew."""
         self.exchange.carries_out[op.kind](op)
         if self.exchange.gathers:
-            if op.kind is Kind.GATHER:
+            if op.kind is not Kind.FREE:
                 store = self.exchange.parameters_at(self.model.stages[op.unit].layer)
                 self._watch.distrust(store.range(self.units[op.unit]))
-            for unit in [unit for unit in self._parameters if op.unit in self.model.needs[unit]]:
-                del self._parameters[unit]
+            self._bound.moved(op.unit)
 
     def _commit(self, op: Operation) -> None:
         """All parameters are elsewhere now."""
         self.exchange.carries_out[op.kind](op)
-        self._parameters.clear()
+        self._bound.moved()
 
     def _reduce(self, op: Operation) -> None:
         assert op.range is not None
         units = [unit for unit, part in self.units.items() if part.intersect(op.range)]
         for unit in units:
-            if unit not in self._complete:
-                self._gradients_of(unit).finish()  # what no micro-batch wrote is zero, not last step's
-                self._complete.add(unit)
+            self._bound.complete(unit)
             self._watch.look_at_gradients(self._gradients_of_layer(unit), self.units[unit].intersect(op.range))
         self.exchange.carries_out[op.kind](op)
         if not self.exchange.accumulates:
-            for unit in units:  # the next micro-batch begins with memory of its own
-                self._gradients.pop(unit).begin_step()
-                self._complete.discard(unit)
+            for unit in units:
+                self._bound.exchanged(unit)
 
     def _copy_gradient(self, op: Operation) -> None:
         if op.unit in self.units:
-            self._gradients_of(op.unit).finish()
-        for key in self.copies.keys - self._written:
+            self._bound.gradients(op.unit).finish()
+        for key in self.copies.keys - self._bound.written:
             self.copies.gradients.view(key)[...] = 0
         if op.unit in self.units:
             own, part = self._gradients_of_layer(op.unit), self.units[op.unit]
@@ -263,31 +269,22 @@ class Executor:
         self._outcome.seconds["update_s"] += norm_s
         self._outcome.seconds["communication_s"] -= norm_s
         loss, values = self.exchange.agree_losses(self._losses, np.concatenate([[norm_squared], self._sent]))
-        self._outcome.loss = loss * self._scale
-        self._outcome.gradient_norm = float(np.sqrt(values[0]))
-        self._outcome.wishes = values[1:]
-        if not np.isfinite(self._outcome.loss) or not np.isfinite(self._outcome.gradient_norm):
+        outcome, scale = self._outcome, self._outcome.loss_scale
+        outcome.loss = loss * self._scale
+        outcome.gradient_norm = float(np.sqrt(values[0])) / scale
+        outcome.wishes = values[1:]
+        found = f"step {self._number}: loss {outcome.loss}, gradient norm {outcome.gradient_norm}"
+        try:
+            if not np.isfinite(outcome.loss):
+                raise NonFiniteError(found)  # no scale of its gradient cures it
+            outcome.skipped = not self.loss_scale.after(found, outcome.gradient_norm)
+        except NonFiniteError:
             self._neighbours.finish()
-            raise NonFiniteError(
-                f"step {self._number}: loss {self._outcome.loss}, gradient norm {self._outcome.gradient_norm}"
-            )
-        self.exchange.begin_update(clip.clip_scale(float(values[0]), self.clip_norm) if self.clip_norm else 1.0)
-
-    def _parameters_of(self, unit: int) -> Parameters:
-        if unit not in self._parameters:
-            self._parameters[unit] = self.model.bind_stage(unit, self._parameters_at)
-        return self._parameters[unit]
-
-    def _gradients_of(self, unit: int) -> BoundGradients:
-        if unit not in self._gradients:
-            self._gradients[unit] = self.model.bind_stage_gradients(unit, self._gradients_at, self._written)
-        return self._gradients[unit]
-
-    def _parameters_at(self, layer: int) -> FlatStore:
-        return self.copies.parameters if layer in self.copies.layers else self.exchange.parameters_at(layer)
-
-    def _gradients_at(self, layer: int) -> FlatStore:
-        return self.copies.gradients if layer in self.copies.layers else self.exchange.gradients_at(layer)
+            raise
+        if outcome.skipped:
+            return
+        clipped = clip.clip_scale(float(values[0]) / scale**2, self.clip_norm) if self.clip_norm else 1.0
+        self.exchange.begin_update(clipped / scale)
 
     def _gradients_of_layer(self, unit: int) -> FlatStore:
         return self.exchange.gradients_at(self.model.stages[unit].layer)

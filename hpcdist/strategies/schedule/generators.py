@@ -66,18 +66,6 @@ def gathered(steps: Sequence[Operation], needs: Mapping[int, Sequence[int]]) -> 
     return found
 
 
-def polled(steps: Sequence[Operation]) -> list[Operation]:
-    """Put POLL behind each operation that computes while something is under way that was started."""
-    found: list[Operation] = []
-    under_way = 0
-    for op in steps:
-        found.append(op)
-        under_way += (op.kind is Kind.START) - (op.kind is Kind.WAIT)
-        if under_way and op.kind in (Kind.FORWARD, Kind.BACKWARD):
-            found.append(Operation(Kind.POLL))
-    return found
-
-
 def interleave(
     steps: Sequence[Operation],
     exchange: Sequence[Operation],
@@ -90,7 +78,8 @@ def interleave(
     The gradients of a range are complete after the last BACKWARD, and COPY_GRADIENT, of every unit that the range
     touches; ``units`` maps unit to range. With ``every_microbatch`` they are reduced after the backward of each
     micro-batch; where ``exchange`` has an ADD of the range, they are added up after all but the last, and then reduced.
-    All other operations follow in their order behind the last of ``steps``.
+    All other operations follow in their order behind the last of ``steps``, but for a MIX_START at the beginning of
+    ``exchange``, which stays at the beginning.
     """
     complete: dict[tuple[int, int], int] = {}  # (micro-batch, unit) -> where its gradients are complete
     for index, op in enumerate(steps):
@@ -100,7 +89,8 @@ def interleave(
     added = {op.range for op in exchange if op.kind is Kind.ADD}
     due: dict[int, list[Operation]] = {}
     rest = []
-    for op in exchange:
+    first = [op for op in exchange[:1] if op.kind is Kind.MIX_START]
+    for op in exchange[len(first) :]:
         if op.kind in EXCHANGED:
             assert op.range is not None
             touched = [unit for unit, part in units.items() if part.intersect(op.range)]
@@ -112,7 +102,7 @@ def interleave(
                 due.setdefault(at, []).append(Operation(op.kind, microbatch, range=op.range))
         else:
             rest.append(op)
-    found: list[Operation] = []
+    found: list[Operation] = first
     for index, op in enumerate(steps):
         found += [op, *due.get(index, [])]
     return found + rest

@@ -21,6 +21,8 @@ class Kind(Enum):
     SEND_GRADIENT = "send_gradient"  # (microbatch): to the previous stage
     RECV_GRADIENT = "recv_gradient"  # (microbatch): from the next stage
     GATHER = "gather"  # (unit): its parameters, whole, over the data axis
+    START_GATHER = "start_gather"  # (unit): the same, but it goes on beside what follows, until WAIT_GATHER
+    WAIT_GATHER = "wait_gather"  # (unit): the end of a START_GATHER
     FREE = "free"  # (unit): its parameters go back to their shards
     ADD = "add"  # (microbatch, range): gradients to those of earlier micro-batches, before they are overwritten
     REDUCE = "reduce"  # (range): gradients over the replicas
@@ -28,6 +30,8 @@ class Kind(Enum):
     START = "start"  # (range): the same, but it goes on beside what follows, until WAIT
     POLL = "poll"  # whatever was started is moved on, where no thread does it
     WAIT = "wait"  # (range): the end of a START
+    DEFER = "defer"  # (range): the same as START, but it goes on until the SETTLE of the next step
+    SETTLE = "settle"  # (range): the end of a DEFER of the step before
     KEEP = "keep"  # (range): gradients stay with this rank, which steps by its own
     MIX_START = "mix_start"  # (range): parameters to neighbours on a graph, and theirs here, until MIX_WAIT
     MIX_WAIT = "mix_wait"  # (range): the end of a MIX_START
@@ -48,7 +52,15 @@ class Kind(Enum):
     COMMIT = "commit"  # the new parameters, which ranks of a node share, take the place of the old ones
 
 
-EXCHANGED: Final = (Kind.ADD, Kind.REDUCE, Kind.START, Kind.PUSH)  # what takes gradients, which must be complete
+# What takes gradients, which must be complete.
+EXCHANGED: Final = (Kind.ADD, Kind.REDUCE, Kind.START, Kind.DEFER, Kind.PUSH, Kind.KEEP)
+# What goes on beside the computation -> its end.
+ENDS: Final = {
+    Kind.START: Kind.WAIT,
+    Kind.DEFER: Kind.SETTLE,
+    Kind.START_GATHER: Kind.WAIT_GATHER,
+    Kind.MIX_START: Kind.MIX_WAIT,
+}
 
 
 @dataclass(frozen=True, slots=True)

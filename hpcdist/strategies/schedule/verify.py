@@ -3,8 +3,8 @@
 What is proven, before anything runs: every receive is matched by one send of the same micro-batch in the same
 direction; collectives come in the same order on all members of their axis; no rank waits in a circle (see `waits`);
 each micro-batch goes through each stage of the model once and comes back once; gradients are exchanged when they are
-complete, and once; each element is stepped by one owner or by every replica; and whoever keeps parameters ends with
-new ones. The executor runs the same lists.
+complete, and once; what is started is waited for before anybody needs it; each element is stepped by one owner or by
+every replica; and whoever keeps parameters ends with new ones. The executor runs the same lists.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from hpcdist.arrays.ranges import Range, coverage
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.grid import Grid
-from hpcdist.strategies.schedule import checks
-from hpcdist.strategies.schedule.checks import Share
+from hpcdist.strategies.schedule import checks, residence
 from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.share import COMPUTE, Share
 from hpcdist.strategies.schedule.waits import Neighbours, Rehearsal
 
 
@@ -24,12 +24,14 @@ class Proof:
     """What a proven step costs.
 
     ``live``: for each pipeline stage, the most micro-batches between forward and backward at once; ``whole``: those of
-    them whose activations are all kept, fewer where they are computed again. ``messages`` between stages, and
-    ``meetings`` of collectives, of all ranks together.
+    them whose activations are all kept, fewer where they are computed again. ``gathered``: the most units that are
+    whole, or on their way, at once, of those that are gathered and freed. ``messages`` between stages, and ``meetings``
+    of collectives, of all ranks together.
     """
 
     live: tuple[int, ...]
     whole: tuple[int, ...]
+    gathered: tuple[int, ...]
     messages: int
     meetings: int
 
@@ -79,6 +81,7 @@ def verify(
     return Proof(
         live=tuple(max(live for live, _ in stage) for stage in peaks),
         whole=tuple(max(whole for _, whole in stage) for stage in peaks),
+        gathered=tuple(max(map(residence.gathered, stage)) for stage in stages),
         messages=rehearsal.messages,
         meetings=rehearsal.meetings,
     )
@@ -86,7 +89,7 @@ def verify(
 
 def _owned(lists: Sequence[Sequence[Operation]], neighbours: Neighbours, units: Mapping[int, Range]) -> list[list[int]]:
     """Return the units that each rank computes. Every pipeline must compute all units once, in order."""
-    owned = [sorted({op.unit for op in steps if op.kind in checks.COMPUTE}) for steps in lists]
+    owned = [sorted({op.unit for op in steps if op.kind in COMPUTE}) for steps in lists]
     for rank in neighbours.workers:
         pipeline = neighbours.along("pipeline", rank)
         computed = [unit for member in pipeline for unit in owned[member]]

@@ -2,8 +2,9 @@
 
 The lists are run without computing anything. A send is buffered and never waits (the executor sends with isend), a
 receive waits for the first message from its neighbour, a collective for all its members, COLLECT for what the workers
-push, PULL for what servers publish. START waits for nobody, but the members of an axis start in the same order; WAIT is
-taken for a collective: where nothing moves by itself, what others wait for moves when a rank comes there itself.
+push, PULL for what servers publish. What is started (`ENDS`) waits for nobody, but the members of an axis start in the
+same order; its end is taken for a collective: where nothing moves by itself, what others wait for moves when a rank
+comes there itself.
 
 No rank ever has a choice, so the order in which ranks are tried here cannot change what happens: a run that ends here
 ends always, as long as sends find room.
@@ -15,7 +16,7 @@ from typing import Final, TypeAlias
 
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.grid import ORDER, Grid
-from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.operations import ENDS, Kind, Operation
 
 # (its receive, whether it goes to the next stage)
 SENDS: Final = {
@@ -24,8 +25,9 @@ SENDS: Final = {
 }
 RECEIVES: Final = {receive: (send, not onward) for send, (receive, onward) in SENDS.items()}
 OVER_DATA: Final = (
-    Kind.REDUCE, Kind.COMBINE, Kind.START, Kind.WAIT, Kind.GATHER, Kind.NORMS, Kind.REFRESH, Kind.COMMIT
-)  # fmt: skip
+    *(Kind.REDUCE, Kind.COMBINE, Kind.GATHER, Kind.NORMS, Kind.REFRESH, Kind.COMMIT, Kind.AVERAGE),
+    *(*ENDS, *ENDS.values()),
+)
 OVER_COPIES: Final = (Kind.COPY_GRADIENT, Kind.COPY_VALUE)
 SERVED: Final = {Kind.COLLECT: Kind.PUSH, Kind.PULL: Kind.PUBLISH}  # what waits -> what it waits for
 
@@ -69,7 +71,8 @@ class Rehearsal:
         self._at = [0] * len(lists)
         self._messages: dict[Channel, deque[int]] = {}
         self._arrived: dict[tuple[object, ...], dict[int, Operation]] = {}
-        self._begun: dict[tuple[object, ...], list[tuple[int, Operation]]] = {}  # STARTs, with the rank that came first
+        # What was started, with the rank that came first.
+        self._begun: dict[tuple[object, ...], list[tuple[int, Operation]]] = {}
         self._starts = [0] * len(lists)
         self._data = [neighbours.along("data", rank) for rank in range(len(lists))]
         self._next = {
@@ -110,7 +113,7 @@ class Rehearsal:
         elif op.kind in SERVED:
             if self._missing(rank, op):
                 return False
-        elif op.kind is Kind.START:
+        elif op.kind in ENDS:
             self._start(rank, op)
         elif op.kind is Kind.AGREE or op.kind in OVER_DATA or op.kind in OVER_COPIES:
             return self._meet(rank, op)

@@ -36,12 +36,13 @@ from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.strategies.exchange import Handlers, pieces_of
 from hpcdist.strategies.node_parameters import NodeParameters
+from hpcdist.strategies.offload import Offload
 from hpcdist.strategies.owner import Owner, OwnerExchange
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.zero.behind import Behind, overlap_of, transient
 from hpcdist.strategies.zero.levels import GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE, Levels
 from hpcdist.strategies.zero.order import Order
-from hpcdist.strategies.zero.transient import Transient
 from hpcdist.strategies.zero_config import ZeroConfig
 
 _DEFAULT = ZeroConfig()
@@ -57,9 +58,14 @@ class ZeroExchange(OwnerExchange):
         super().__init__(seat)
         self.degrees = config.degrees(stage, seat.data.size)
         self.levels = levels = Levels(seat, self.degrees)
-        self.replicas_identical = self.degrees.parameters == 1
-        self.accumulates = self.degrees.gradients == 1
+        self._offload = Offload(seat, config)
+        in_memory = config.offload_parameters == "none"  # else a layer comes and goes even where nothing is cut
+        self._comes_and_goes = self.degrees.parameters > 1 or not in_memory
+        self.replicas_identical = not self._comes_and_goes
+        self.accumulates = self.degrees.gradients == 1 and in_memory
         self.copies = seat.data.size // self.degrees.optimizer
+        self.overlap = overlap_of(seat, levels)
+        self.ahead = config.prefetch if self.overlap is not None else 0
         self._layers = {seat.model.stages[unit].layer: part for unit, part in seat.ranges.items()}
         self._layer_at = {part: layer for layer, part in self._layers.items()}
         cut = [unit for unit in seat.units if self._is_cut(unit, config.persistent_below)]
@@ -68,15 +74,16 @@ class ZeroExchange(OwnerExchange):
             {unit: [used for used in needs if used in cut] for unit, needs in seat.model.needs.items()} if cut else {}
         )
         self._order = Order(seat.data, seat.agree_algorithm)
-        self._whole_parameters = Transient(seat, "parameters", cut, levels.first(WHOLE, PARAMETERS))
+        ahead = self.overlap if self.ahead else None
+        self._whole_parameters = transient(seat, "parameters", cut, levels.first(WHOLE, PARAMETERS), ahead)
         whole = () if self.accumulates else seat.units
-        self._whole_gradients = Transient(seat, "gradients", whole, levels.first(WHOLE, GRADIENTS))
+        self._whole_gradients = transient(seat, "gradients", whole, levels.first(WHOLE, GRADIENTS), self.overlap)
         own = [cuts[OPTIMIZER] for cuts in levels.cuts.values()]
         self._node = NodeParameters(seat, self._cuts_of_all()) if config.shared_parameters else None
         self.owner = Owner(
             self._keep_parameters() if self._node is None else self._node.front,
             self._keep_gradients(),
-            seat.build_optimizer(own),
+            self._offload.optimizer(own),
             own,
             levels.sharers,
             seat.agree_algorithm,
@@ -91,11 +98,16 @@ class ZeroExchange(OwnerExchange):
             Kind.COMMIT: self.commit,
             **self.owner.carries_out,
         }
+        self._behind: Behind | None = None
+        if self.overlap is not None:
+            how = (self._layer_of, self.gradients_at, self._place, self._take_in)
+            self._behind = Behind(self.overlap, levels, self._order, *how)
+            self.carries_out = {**self.carries_out, **self._behind.carries_out}
 
     def _is_cut(self, unit: int, persistent_below: int) -> bool:
         """Whether the parameters of ``unit`` are gathered for each use, and not kept whole (local)."""
         size = sum(part.size for _, part in self.seat.layout.within(self.seat.ranges[unit]))
-        return self.degrees.parameters > 1 and size >= persistent_below
+        return self._comes_and_goes and size >= persistent_below
 
     def _cuts_of_all(self) -> list[list[Range]]:
         """Return, for each layer, the cut of every data rank."""
@@ -109,13 +121,14 @@ class ZeroExchange(OwnerExchange):
             over = self.levels.first(PARAMETERS, OPTIMIZER)
             return self.seat.store("parameters", allocate=self.seat.for_replicas("parameters", over))
         kept = [cuts[PARAMETERS if layer in self._cut_layers else WHOLE] for layer, cuts in self.levels.cuts.items()]
-        return self.seat.store("parameters", kept)
+        return self._offload.parameters(kept)
 
     def _keep_gradients(self) -> FlatStore:
         if self.accumulates:
             over = self.levels.first(GRADIENTS, OPTIMIZER) or self.levels.replicas
+            over = over if self.overlap is None else self.overlap.over
             return self.seat.store("gradients", allocate=self.seat.for_replicas("gradients", over))
-        return self.seat.store("gradients", [cuts[GRADIENTS] for cuts in self.levels.cuts.values()])
+        return self._offload.gradients([cuts[GRADIENTS] for cuts in self.levels.cuts.values()])
 
     def plan(self) -> list[Operation]:
         """Return REDUCE per layer and COMBINE of its shards, AGREE, the update of the own cuts, and their way back.
@@ -142,6 +155,7 @@ class ZeroExchange(OwnerExchange):
 
     def begin(self, operations: Sequence[Operation]) -> None:
         """Watch, where parameters are gathered for each use, that all ranks run the same list."""
+        self._added.clear()  # also where the step before was given up
         if self.gathers:
             self._order.begin(operations)
 
@@ -153,16 +167,20 @@ class ZeroExchange(OwnerExchange):
         self.levels.reduce(store, layer, WHOLE, OPTIMIZER if self.accumulates else GRADIENTS)
         if self.accumulates:
             self.levels.sum_replicas(store, layer)
-        else:
-            self._take_in(layer, store)
+        self._take_in(layer)
 
-    def _take_in(self, layer: int, store: FlatStore) -> None:
-        """Add this rank's shard of a layer to those of earlier micro-batches, and free the layer (local)."""
-        own = self.levels.cuts[layer][GRADIENTS]
+    def _take_in(self, layer: int) -> None:
+        """Add this rank's shard of a layer to those of earlier micro-batches, and free the layer (local).
+
+        Where gradients are whole, it is where it belongs.
+        """
+        if self.accumulates:
+            return
+        own, store = self.levels.cuts[layer][GRADIENTS], self.gradients_at(layer)
         if layer in self._added:
-            self.gradients.range(own)[...] += store.range(own)
+            self.gradients.add(own, store.range(own))
         else:
-            self.gradients.range(own)[...] = store.range(own)
+            self.gradients.write(own, store.range(own))
             self._added.add(layer)
         self._whole_gradients.free(layer)
 
@@ -176,7 +194,9 @@ class ZeroExchange(OwnerExchange):
         """Bring a layer together: before a use, from the shards; where it is kept whole, from the new cuts."""
         self._order.meet(op)
         layer = self.seat.model.stages[op.unit].layer
-        if layer in self._cut_layers:
+        if layer in self._cut_layers and self._behind is not None and self.ahead:
+            self._behind.gather(layer)
+        elif layer in self._cut_layers:
             self.levels.gather(self._place(layer), layer, WHOLE, PARAMETERS)
         else:
             self.levels.gather(self.parameters, layer, WHOLE, OPTIMIZER)
@@ -184,7 +204,7 @@ class ZeroExchange(OwnerExchange):
     def _place(self, layer: int) -> FlatStore:
         """Return memory for the whole of a layer, with the own shard in it (local)."""
         store, own = self._whole_parameters.at(layer), self.levels.cuts[layer][PARAMETERS]
-        store.range(own)[...] = self.parameters.range(own)
+        self.parameters.read(own, store.range(own))
         return store
 
     def refresh(self, op: Operation) -> None:
@@ -201,8 +221,7 @@ class ZeroExchange(OwnerExchange):
         self._node.commit()
 
     def _layer_of(self, op: Operation) -> int:
-        assert op.range is not None
-        return self._layer_at[op.range]
+        return self._layer_at[op.range] if op.range is not None else self.seat.model.stages[op.unit].layer
 
     def parameters_at(self, layer: int) -> FlatStore:
         """Return where the layer is whole: one that is cut is there between GATHER and FREE only."""
@@ -222,9 +241,15 @@ class ZeroExchange(OwnerExchange):
         own = self.owner.norm_squared()
         return own if self.levels.replicas is None or self.levels.replicas.rank == 0 else 0.0
 
+    def spread(self) -> None:
+        """Bring the own cuts to all ranks that keep them. Collective."""
+        if self._node is not None:
+            self.owner.parameters = self._node.begin()  # in front, as they are now
+        for op in self._back():
+            self.carries_out[op.kind](op)
+
     def begin_update(self, scale: float) -> None:
         """Begin the update of the step."""
-        self._added.clear()
         if self._node is not None:
             self.owner.parameters = self._node.begin()
         self.owner.begin_update(scale)
@@ -235,4 +260,4 @@ class ZeroExchange(OwnerExchange):
         if self.levels.replicas is not None:
             count, rank = self.levels.replicas.size, self.levels.replicas.rank
             parts = [split(part.size, count, self.seat.dtype.itemsize)[rank].shift(part.start) for part in parts]
-        return pieces_of({"parameters": self.parameters, **self.owner.slots()}, parts)
+        return pieces_of({"parameters": self.weights, **self.owner.slots()}, parts)

@@ -17,7 +17,7 @@ from hpcdist.errors import ScheduleError
 from hpcdist.strategies.schedule.operations import Kind, Operation
 
 # What takes part in a collective of a layer, or begins to.
-GUARDED: Final = (Kind.GATHER, Kind.REDUCE)
+GUARDED: Final = (Kind.GATHER, Kind.START_GATHER, Kind.REDUCE, Kind.START, Kind.DEFER)
 
 
 class Order:

@@ -1,0 +1,145 @@
+"""Allreduce of one step behind the computation of the next: gradients are applied one step late.
+
+The gradients of step t, g_t(w_t), are summed over the replicas while step t+1 computes its own; then they are applied,
+so that communication is hidden behind a whole step, not only behind the backward of the layers before:
+
+    w_{t+1} = w_t - eta_{t-1} d(g_{t-1}(w_{t-1}))        for t > 1; w_2 = w_1: the first step updates nothing
+
+where d is what the optimizer makes of a gradient. Everything that belongs to a step is that of the step which produced
+the gradient: the index of the learning rate, the norm that is logged and clipped by, the optimizer's count. This is
+asynchronous descent with a staleness of exactly one (Zinkevich, Smola & Langford, "Slow learners are fast", NIPS 2009;
+Pipe-SGD, Li et al., arXiv:1811.03619), the same on all ranks, and reproducible bit for bit.
+
+`DelayedExchange.flush` applies the last gradient at once, after
+
+    w'_{t+1} = w_{t+1} - eta_t d(g_t(w_t))
+
+nothing is left, and the next step updates nothing again. A run flushes before it saves, evaluates or ends; so what it
+computes depends on where it saves, and a run that goes on from a checkpoint is the one that went on after writing it.
+
+Memory: two gradients instead of one. Each of p ranks sends what it sends without delay: 2 Psi (p-1)/p a step.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.errors import NonFiniteError
+from hpcdist.optim import clip
+from hpcdist.strategies.allreduce import AllreduceExchange, buckets
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.seat import Seat
+
+
+class DelayedExchange(AllreduceExchange):
+    """Buckets of gradients that are deferred in one step, and settled and applied in the next.
+
+    Collective over the data axis. Backward writes into one of two stores, the sums of the step before go on in the
+    other; after the update they change places.
+    """
+
+    alternates = True
+
+    def __init__(self, seat: Seat) -> None:
+        super().__init__(seat)
+        over = seat.data if self.overlap is None else self.overlap.over
+        # The owner has the store of the step before; there is none in the first step.
+        self._written = seat.store("gradients", allocate=seat.for_replicas("gradients", over))
+        self._buckets = buckets(seat.layout, self._written.array.itemsize, seat.bucket_bytes, seat.part)
+        self._is_pending = self._is_deferred = False  # of the owner's store, and of the one that backward writes
+        self._under_way: set[tuple[int, Range]] = set()  # (store, bucket)
+        self.carries_out = {
+            Kind.POLL: self.poll,
+            **self.owner.carries_out,
+            Kind.DEFER: self.defer,
+            Kind.SETTLE: self.settle,
+            Kind.DIRECTION: self.direction,
+            Kind.NORMS: self.norms,
+            Kind.APPLY: self.apply,
+        }
+
+    def plan(self) -> list[Operation]:
+        """Return DEFER per bucket of this step, SETTLE per bucket of the one before, AGREE, the update by those."""
+        deferred = [Operation(kind, range=bucket) for kind in (Kind.DEFER, Kind.SETTLE) for bucket in self._buckets]
+        return [*deferred, Operation(Kind.AGREE), *self.owner.plan()]
+
+    def gradients_at(self, layer: int) -> FlatStore:
+        """Return the store of this step's gradients."""
+        return self._written
+
+    def defer(self, op: Operation) -> None:
+        """Begin to sum the gradients of the range in place. Collective over the data axis."""
+        assert op.range is not None
+        self._is_deferred = True
+        if self.overlap is not None:
+            key = (id(self._written), op.range)
+            self.overlap.start(key, self._written.range(op.range), self.algorithm)
+            self._under_way.add(key)
+
+    def settle(self, op: Operation) -> None:
+        """Return when the sum of the range in the step before is there (local)."""
+        assert op.range is not None
+        self._settle(self.gradients, op.range)
+
+    def _settle(self, store: FlatStore, bucket: Range) -> None:
+        key = (id(store), bucket)
+        if key in self._under_way:
+            assert self.overlap is not None
+            self.overlap.wait(key)
+            self._under_way.remove(key)
+
+    def norm_squared(self) -> float:
+        """Return the share of the gradient that this step applies; 0 where there is none."""
+        return super().norm_squared() if self._is_pending else 0.0
+
+    def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
+        """Sum ``losses`` and ``values`` over the world. Collective."""
+        loss, sums = super().agree_losses(losses, values)
+        if not (math.isfinite(loss) and np.isfinite(sums).all()):
+            for bucket in self._buckets:  # the step is given up, and computed again to find out why
+                self._settle(self._written, bucket)
+        return loss, sums
+
+    def begin_update(self, scale: float) -> None:
+        """Begin the update by the gradient of the step before, where there is one."""
+        if self._is_pending:
+            super().begin_update(scale)
+
+    def direction(self, op: Operation) -> None:
+        """Turn gradients into directions (local)."""
+        if self._is_pending:
+            self.owner.direction(op)
+
+    def norms(self, op: Operation) -> None:
+        """Take the norms of whole tensors (local)."""
+        if self._is_pending:
+            self.owner.norms(op)
+
+    def apply(self, op: Operation) -> None:
+        """Step the parameters; then the gradients of this step are those of the step before (local)."""
+        if self._is_pending:
+            self.owner.apply(op)
+        self.owner.gradients, self._written = self._written, self.owner.gradients
+        self._is_pending, self._is_deferred = self._is_deferred, False
+
+    def flush(self) -> bool:
+        """Apply the gradient of the last step. Collective over the world; raises NonFiniteError on every rank."""
+        if not self._is_pending:
+            return False
+        for bucket in self._buckets:
+            self._settle(self.gradients, bucket)
+        norm_squared = float(self.agree(np.array([self.norm_squared()]))[0])
+        if not math.isfinite(norm_squared):
+            raise NonFiniteError(
+                f"the gradient of the last step has the squared norm {norm_squared}, summed over all ranks. It was not "
+                "applied: lower optimizer.learning_rate, or set optimizer.clip_norm"
+            )
+        limit = self.seat.optimizer.clip_norm
+        self.begin_update(clip.clip_scale(norm_squared, limit) if limit else 1.0)
+        for op in self.owner.plan():
+            self.owner.carries_out[op.kind](op)
+        self._is_pending = False
+        return True

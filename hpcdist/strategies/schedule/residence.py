@@ -1,0 +1,85 @@
+"""Are the parameters of a unit there when they are used, and new at the end? Asks one rank, and no other."""
+
+from hpcdist.arrays.ranges import Range
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.share import COMPUTE, Share, covered, text
+
+
+def check(share: Share) -> None:
+    """Raise ScheduleError when units of ``share`` are used while they are not there, or left with old values."""
+    _check_gathers(share)
+    _check_residence(share)
+    _check_freshness(share)
+
+
+def gathered(share: Share) -> int:
+    """Return the largest number of units that are there, or on their way, at once, of those that are freed again."""
+    freed = {op.unit for _, op in share.where(Kind.FREE)}
+    there = most = 0
+    for _, op in share.where(Kind.GATHER, Kind.START_GATHER, Kind.FREE):
+        there += (op.unit in freed) * (-1 if op.kind is Kind.FREE else 1)
+        most = max(most, there)
+    return most
+
+
+def _check_gathers(share: Share) -> None:
+    """A gather that is started is waited for, once, and nobody gathers the unit, or changes its owners, meanwhile."""
+    under_way: dict[int, Operation] = {}
+    for _, op in share.where(Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER, Kind.FREE, Kind.APPLY):
+        if op.kind is Kind.WAIT_GATHER:
+            if under_way.pop(op.unit, None) is None:
+                raise share.refuse(f"{op} waits for what was not started, or was waited for before")
+        elif op.kind is Kind.APPLY:
+            for unit, begun in under_way.items():
+                if op.range and op.range.intersect(share.units.get(unit, Range(0, 0))):
+                    raise share.refuse(f"{op} changes what {begun}, still under way, sends")
+        elif op.unit in under_way:
+            raise share.refuse(f"{op} comes while {under_way[op.unit]} is under way")
+        elif op.kind is Kind.START_GATHER:
+            under_way[op.unit] = op
+    for begun in under_way.values():
+        raise share.refuse(f"{begun} is never waited for")
+
+
+def _check_residence(share: Share) -> None:
+    """Units that are gathered and freed are there when they are used, and new when they are gathered."""
+    freed = {op.unit for _, op in share.where(Kind.FREE)}
+    there: set[int] = set()
+    for op in share.steps:
+        if op.kind is Kind.START_GATHER and op.unit in there:
+            raise share.refuse(f"{op} gathers a unit that is there already")
+        if op.kind in (Kind.GATHER, Kind.WAIT_GATHER) and op.unit in freed:
+            if op.unit in there:
+                raise share.refuse(f"{op} gathers a unit that is there already")
+            there.add(op.unit)
+        elif op.kind is Kind.FREE:
+            if op.unit not in there:
+                raise share.refuse(f"{op} frees a unit that is not there")
+            there.remove(op.unit)
+        elif op.kind in COMPUTE or (op.kind is Kind.COPY_VALUE and op.unit in share.units):
+            used = {op.unit, *share.needs.get(op.unit, ())} if op.kind in COMPUTE else {op.unit}
+            absent = sorted((used & freed) - there)
+            if absent:
+                raise share.refuse(f"{op} uses unit {absent[0]}, which is not gathered then")
+        elif op.kind is Kind.APPLY and op.range is not None:
+            stale = [unit for unit in there if op.range.intersect(share.units.get(unit, Range(0, 0)))]
+            if stale:
+                raise share.refuse(f"{op} leaves old values in unit {stale[0]}, which is still gathered")
+    if there:
+        raise share.refuse(f"unit {min(there)} is gathered, but never freed")
+
+
+def _check_freshness(share: Share) -> None:
+    """What a rank keeps of a unit is new at the end: applied here, gathered after that, or pulled from a server."""
+    freed = {op.unit for _, op in share.where(Kind.FREE)}
+    for unit, whole in share.units.items():
+        if unit in freed:
+            continue
+        touching = [i for i, op in share.where(Kind.APPLY) if op.range is not None and op.range.intersect(whole)]
+        agreed = [index for index, _ in share.where(Kind.AGREE)]
+        gathers = [index for index, op in share.where(Kind.GATHER, Kind.START_GATHER) if op.unit == unit]
+        gathers += [index for index, _ in share.where(Kind.COMMIT)]
+        if gathers and gathers[-1] > max([*touching, *agreed], default=-1):
+            continue
+        if not covered(whole, share.ranges(Kind.APPLY, Kind.PULL)):
+            raise share.refuse(f"unit {unit} keeps old values: no APPLY, PULL or later GATHER covers {text(whole)}")

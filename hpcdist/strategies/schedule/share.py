@@ -1,0 +1,52 @@
+"""What one rank has to do in a step, as the checks of the verifier look at it."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hpcdist.arrays.ranges import Range, coverage
+from hpcdist.errors import ScheduleError
+from hpcdist.strategies.schedule.operations import Kind, Operation
+
+COMPUTE: Final = (Kind.FORWARD, Kind.BACKWARD)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has to do: its list, and ``units``, the range of each stage of the model that it computes.
+
+    A parameter server has no units. ``needs`` maps a unit to all units whose parameters it uses. ``accumulates``:
+    gradients are exchanged once a step, not after every micro-batch; ``alone``: there is nobody to exchange with.
+    """
+
+    rank: int
+    steps: Sequence[Operation]
+    units: Mapping[int, Range]
+    stage: int
+    stages: int
+    microbatches: int
+    needs: Mapping[int, Collection[int]]
+    accumulates: bool
+    alone: bool
+
+    def where(self, *kinds: Kind) -> list[tuple[int, Operation]]:
+        """Return (position, operation) of ``kinds``."""
+        return [(index, op) for index, op in enumerate(self.steps) if op.kind in kinds]
+
+    def ranges(self, *kinds: Kind) -> list[Range]:
+        """Return the ranges of all operations of ``kinds``."""
+        return [op.range for _, op in self.where(*kinds) if op.range is not None]
+
+    def refuse(self, why: str) -> ScheduleError:
+        """Return the error that says so of this rank."""
+        return ScheduleError(f"rank {self.rank}: {why}")
+
+
+def covered(whole: Range, parts: Iterable[Range]) -> bool:
+    """Whether ``parts`` together are all of ``whole``."""
+    return all(times for _, times in coverage(whole, parts))
+
+
+def text(part: Range) -> str:
+    """Return the range as errors show it."""
+    return f"[{part.start}:{part.stop}]"

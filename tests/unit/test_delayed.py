@@ -1,0 +1,389 @@
+"""Delayed gradients: the rule of the module, against references of their own; bits, flushes, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu_runs import assembled, write_text
+
+from hpcdist import models
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, NonFiniteError, ScheduleError
+from hpcdist.models.arena import Arena
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim import optimizer as optimizers
+from hpcdist.optim import rates
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.build import build_executor, operations
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.delayed import DelayedExchange
+from hpcdist.strategies.grid import Axes, Grid
+from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.pipeline import cut
+from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.schedule.verify import verify
+from hpcdist.strategies.seat import Seat
+from hpcdist.training import recipe as recipes
+from hpcdist.training.evaluation import mean_validation_loss
+
+SAMPLES, STEPS = 7, 6
+KINDS = ("thread", "poll")
+SGD = OptimizerConfig(name="sgd", momentum=0.0, learning_rate=0.3, weight_decay=0.01, warmup_steps=3, clip_norm=0.7)
+MOMENTUM = replace(SGD, momentum=0.9, learning_rate=0.05)
+ADAMW = OptimizerConfig(learning_rate=1e-2, warmup_steps=3, clip_norm=0.5)
+LAMB = replace(ADAMW, name="lamb")
+
+
+def gpt() -> models.model.Model:
+    return models.build(ModelConfig(layers=2, hidden=16, heads=2, tied=True), "float64", context=8)
+
+
+class Run:
+    """A run of a tiny gpt on one rank; a context manager."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        overlap: str = "poll",
+        optimizer: OptimizerConfig = ADAMW,
+        *,
+        algorithm: str = "ring",
+        microbatches: int = 1,
+        pipeline: int = 1,
+    ):
+        self.comm, self.microbatches, self.model = comm, microbatches, gpt()
+        self.grid = Grid(data=comm.size // pipeline, pipeline=pipeline)
+        axes = Axes(self.grid, comm)
+        self.seat = Seat(
+            world=comm,
+            data=axes.data,
+            pipeline=axes.pipeline,
+            model=self.model,
+            units=cut(self.model, pipeline)[axes.pipeline.rank],
+            optimizer=optimizer,
+            total_steps=STEPS,
+            algorithm=algorithm,
+            bucket_bytes=4096,
+            overlap=overlap,
+        )
+        self.exchange = DelayedExchange(self.seat)
+        for unit, part in self.seat.ranges.items():
+            initial = FlatStore(self.model.layout, self.model.dtype, part)
+            self.model.initialise_stage(unit, initial, 3)
+            self.exchange.take(initial)
+        self.executor = build_executor(self.seat, self.exchange)
+        self.executor.copies.refresh()
+        parallel = ParallelConfig(pipeline=pipeline, microbatches=microbatches)
+        self.operations = operations(self.seat, self.exchange, self.executor.copies, parallel)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None and self.exchange.overlap is not None:
+            self.exchange.overlap.close()
+
+    def step(self, samples: np.ndarray, number: int = 1) -> float:
+        return self.executor.run(self.operations, self.batches(samples), SAMPLES, number, np.zeros(2)).loss
+
+    def batches(self, samples: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        mine = np.array_split(samples, self.seat.data.size)[self.seat.data.rank]
+        return [(part[:, :-1], part[:, 1:]) for part in np.array_split(mine, self.microbatches)]
+
+    def flush(self) -> bool:
+        found = self.exchange.flush()
+        self.executor.copies.refresh()
+        return found
+
+    def train(self, data: np.ndarray, flushes: tuple[int, ...] = ()) -> tuple[list[float], np.ndarray]:
+        """Losses, and the weights of this rank's stages after the last step; flushed behind the steps ``flushes``."""
+        losses = []
+        for number, samples in enumerate(data, start=1):
+            losses.append(self.step(samples, number))
+            if number in flushes:
+                assert self.flush()
+                assert not self.flush(), "nothing is left"
+        return losses, self.exchange.parameters.array.copy()
+
+
+class Reference:
+    """Gradients of the whole batch at any weights, by the model alone; updates are those of a subclass."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.config, self.model = config, gpt()
+        self.weights, self.gradient = (FlatStore(self.model.layout, self.model.dtype) for _ in range(2))
+        self.model.initialise(self.weights, 3)
+        self.arena, self.updates = Arena(), 0
+
+    def loss_and_gradient(self, samples: np.ndarray) -> tuple[float, np.ndarray]:
+        views, into = self.model.bind(self.weights), self.model.bind_gradients(self.gradient)
+        for bound in into:
+            bound.begin_step()
+        logits = self.model.forward(views, samples[:, :-1], self.arena)
+        saved = self.arena.saved(self.model.stages[-1].layer)
+        loss = self.model.loss.forward(logits, samples[:, 1:], self.model.operations, saved)
+        self.model.backward(views, into, 1 / samples[:, 1:].size, self.arena)
+        for bound in into:
+            bound.finish()
+        return loss / samples[:, 1:].size, self.gradient.array.copy()
+
+    def train(self, data: np.ndarray, flushes: tuple[int, ...] = ()) -> tuple[list[float], np.ndarray]:
+        """Apply the gradient of each step behind the gradient of the next, or at once where it is flushed."""
+        losses, late = [], None
+        for number, samples in enumerate(data, start=1):
+            loss, gradient = self.loss_and_gradient(samples)
+            losses.append(loss)
+            if late is not None:
+                self.update(late)
+            late = gradient
+            if number in flushes:
+                self.update(late)
+                late = None
+        return losses, self.weights.array
+
+    def update(self, gradient: np.ndarray) -> None:
+        self.updates += 1
+        norm = np.sqrt(sum((gradient[each.range.slice] ** 2).sum() for each in self.model.layout.segments))
+        self.apply(gradient, min(1.0, self.config.clip_norm / norm))
+
+    def apply(self, gradient: np.ndarray, scale: float) -> None:
+        raise NotImplementedError
+
+
+class ByHand(Reference):
+    """w <- w - eta (scale g + decay w), in numpy; eta is that of the step that made the gradient."""
+
+    def apply(self, gradient: np.ndarray, scale: float) -> None:
+        assert self.config.name == "sgd" and self.config.momentum == 0
+        rate = rates.learning_rate(self.config, self.updates, STEPS)
+        for segment in self.model.layout.segments:
+            own = segment.range.slice
+            decay = self.config.weight_decay if segment.spec.adapted else 0.0
+            self.weights.array[own] -= rate * (scale * gradient[own] + decay * self.weights.array[own])
+
+
+class ByTheOptimizer(Reference):
+    """The optimizer on one rank, which is given the late gradient."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        super().__init__(config)
+        whole = Range(0, self.model.layout.size)
+        dtype = np.dtype(self.model.dtype)
+        self.optimizer = optimizers.build(config, self.model.layout, whole, dtype, total_steps=STEPS)
+
+    def apply(self, gradient: np.ndarray, scale: float) -> None:
+        whole = Range(0, self.model.layout.size)
+        store = FlatStore(self.model.layout, self.model.dtype)
+        store.array[...] = gradient
+        self.optimizer.begin_step()
+        self.optimizer.direction(whole, self.weights, store, scale)
+        norms = self.optimizer.partial_norms() if self.optimizer.needs_norms else None
+        self.optimizer.apply(whole, self.weights, store, None, norms)
+
+
+def text(rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(0, 256, (STEPS, SAMPLES, 9)).astype(np.uint8)
+
+
+def distance(found: np.ndarray, right: np.ndarray) -> float:
+    return float(np.linalg.norm(found - right) / np.linalg.norm(right))
+
+
+@pytest.mark.parametrize("overlap", KINDS)
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("flushes", [(), (3,), (1, 2, 5)])
+def test_the_rule_is_that_of_the_reference(
+    overlap: str, size: int, flushes: tuple[int, ...], rng: np.random.Generator
+) -> None:
+    """Eight ranks on seven samples: one of them has none."""
+    data = text(rng)
+    losses, weights = ByHand(SGD).train(data, flushes)
+
+    def body(comm: Communicator) -> tuple[list[float], np.ndarray]:
+        with Run(comm, overlap, SGD) as run:
+            return run.train(data, flushes)
+
+    for found, own in run_threads(size, body):
+        np.testing.assert_allclose(found, losses, rtol=1e-12)
+        assert distance(own, weights) < 1e-12
+
+
+@pytest.mark.parametrize("config", [MOMENTUM, ADAMW, LAMB], ids=lambda config: config.name)
+@pytest.mark.parametrize("flushes", [(), (4,)])
+def test_any_optimizer_is_that_of_one_rank(
+    config: OptimizerConfig, flushes: tuple[int, ...], rng: np.random.Generator
+) -> None:
+    data = text(rng)
+    losses, weights = ByTheOptimizer(config).train(data, flushes)
+
+    def body(comm: Communicator, **keys: int) -> tuple[list[float], np.ndarray]:
+        with Run(comm, "thread", config, **keys) as run:  # type: ignore[arg-type]
+            return run.train(data, flushes)
+
+    for found, own in run_threads(3, body):
+        np.testing.assert_allclose(found, losses, rtol=1e-9)
+        assert distance(own, weights) < 1e-9, "of the bias of the keys, whose true gradient is zero"
+    staged = run_threads(4, lambda comm: body(comm, microbatches=3, pipeline=2))
+    for found, _ in staged:
+        np.testing.assert_allclose(found, losses, rtol=1e-9)
+    assert distance(np.concatenate([staged[0][1], staged[2][1]]), weights) < 1e-9
+
+
+def test_without_a_flush_the_last_gradient_is_left(rng: np.random.Generator) -> None:
+    """The first step changes nothing; a flush behind every step is no delay at all."""
+    data = text(rng)
+
+    def body(comm: Communicator) -> None:
+        with Run(comm, "thread", SGD) as run:
+            initial = run.exchange.parameters.array.copy()
+            run.step(data[0])
+            assert (run.exchange.parameters.array == initial).all() and run.exchange.state()["count"] == 0
+            run.flush()
+            assert (run.exchange.parameters.array != initial).any() and run.exchange.state()["count"] == 1
+
+    run_threads(2, body)
+    undelayed, late = ByHand(SGD), None
+    for samples in data:
+        _, late = undelayed.loss_and_gradient(samples)
+        undelayed.update(late)
+    _, flushed = ByHand(SGD).train(data, tuple(range(1, STEPS + 1)))
+    assert (undelayed.weights.array == flushed).all()
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "node_shared", "native"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_bits_are_reproducible_and_those_of_the_other_kind(
+    algorithm: str, microbatches: int, rng: np.random.Generator
+) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator, overlap: str) -> tuple[list[float], bytes]:
+        with Run(comm, overlap, algorithm=algorithm, microbatches=microbatches) as run:
+            losses, weights = run.train(data, (3,))
+            return losses, weights.tobytes()
+
+    first = run_threads(3, lambda comm: body(comm, "thread"))
+    assert run_threads(3, lambda comm: body(comm, "thread")) == first and len({bits for _, bits in first}) == 1
+    if algorithm == "ring":
+        assert run_threads(3, lambda comm: body(comm, "poll")) == first
+
+
+@pytest.mark.parametrize("overlap", KINDS)
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_the_list_is_proven_and_broken_ones_are_refused(overlap: str, pipeline: int) -> None:
+    def body(comm: Communicator) -> Run:
+        with Run(comm, overlap, pipeline=pipeline, microbatches=2) as run:
+            return run
+
+    runs = run_threads(2 * pipeline, body)
+    lists = [run.operations for run in runs]
+
+    def prove() -> None:
+        units = dict(enumerate(runs[0].model.layout.units.values()))
+        verify(lists, grid=runs[0].grid, units=units, microbatches=2, needs=runs[0].model.needs)
+
+    prove()
+    kinds = [op.kind for op in lists[1]]
+    assert kinds.count(Kind.DEFER) == kinds.count(Kind.SETTLE) > 1 and Kind.WAIT not in kinds
+    if overlap == "poll":
+        assert kinds.index(Kind.POLL) < kinds.index(Kind.DEFER), "what the step before has left moves from the start"
+    taken = lists[1].pop(kinds.index(Kind.SETTLE))
+    with pytest.raises(ScheduleError, match=r"rank 1: DEFER\(.*\) is never settled"):
+        prove()
+    lists[1].append(taken)
+    with pytest.raises(ScheduleError, match=r"DIRECTION\(.*\) comes before SETTLE"):
+        prove()
+    lists[1].pop()
+    lists[1].insert(kinds.index(Kind.SETTLE), taken)
+    lists[1].pop(kinds.index(Kind.DEFER))
+    with pytest.raises(ScheduleError, match=r"never exchanged|settles what none defers"):
+        prove()
+
+
+@pytest.mark.parametrize("overlap", KINDS)
+def test_a_value_that_is_not_finite_ends_the_run_on_all_ranks(overlap: str, rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator) -> None:
+        with Run(comm, overlap) as run:
+            run.step(data[0])
+            if comm.rank == 1:
+                run.exchange.parameters.view(run.model.layout.segments[4].key)[...] = np.nan
+            before = run.exchange.parameters.array.tobytes()
+            with pytest.raises(NonFiniteError) as caught:
+                run.step(data[1], 2)
+            said = explain(comm, run.executor, run.operations, run.batches(data[1]), caught.value)
+            assert "step 2" in str(said) and "rank 1: parameter" in str(said)
+            assert run.exchange.parameters.array.tobytes() == before
+
+    run_threads(3, body)
+
+    def late(comm: Communicator) -> None:
+        with Run(comm, overlap) as run:
+            run.step(data[0])
+            for bucket in run.exchange._buckets:
+                run.exchange._settle(run.exchange.gradients, bucket)
+            run.exchange.gradients.array[...] = np.inf
+            before = run.exchange.parameters.array.tobytes()
+            with pytest.raises(NonFiniteError, match="the gradient of the last step"):
+                run.flush()
+            assert run.exchange.parameters.array.tobytes() == before
+
+    run_threads(2, late)
+
+
+def test_a_checkpoint_has_all_gradients_and_a_run_goes_on_from_it(tmp_path: Path, rng: np.random.Generator) -> None:
+    """The run that is resumed makes the steps that the one makes which wrote the checkpoint."""
+    settings = {
+        "data.path": write_text(tmp_path / "text.txt", rng),
+        "communication.delayed": "true",
+        "communication.overlap": "thread",
+        "communication.algorithm": "ring",
+        "parallel.strategy": "allreduce",
+    }
+
+    def body(comm: Communicator) -> None:
+        trainer = assembled(comm, settings)
+        batches = iter(trainer.batches(6).__enter__())
+        parts = [trainer.cut(trainer.place(next(batches))) for _ in range(5)]
+
+        def train(trainer: object, steps: range) -> list[float]:
+            executor, samples = trainer.executor, trainer.recipe.run.global_batch  # type: ignore[attr-defined]
+            return [executor.run(trainer.operations, parts[s], samples, s, np.zeros(3)).loss for s in steps]  # type: ignore[attr-defined]
+
+        train(trainer, range(3))
+        path = trainer.save(tmp_path / "checkpoints", 3)
+        assert trainer.exchange.state()["count"] == 3
+        saved = trainer.exchange.parameters.array.tobytes()
+        mean_validation_loss(trainer)
+        assert trainer.exchange.parameters.array.tobytes() == saved
+        onward = train(trainer, range(3, 5))
+        trainer.flush()
+        other = assembled(comm, settings)
+        other.restore(path)
+        assert train(other, range(3, 5)) == onward
+        other.flush()
+        assert other.exchange.parameters.array.tobytes() == trainer.exchange.parameters.array.tobytes()
+        trainer.close()
+        other.close()
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ([], r"communication.delayed = true with communication.overlap = 'none'"),
+        (["communication.overlap=thread", "parallel.strategy=zero1"], r"delayed = True has no effect with .*'zero1'"),
+        (["communication.overlap=thread", "run.logical_shards=4"], r"run.logical_shards = 4"),
+        (["communication.overlap=thread", "precision.mode=bfloat16"], r"precision.mode = 'bfloat16' is not built"),
+    ],
+)
+def test_recipes_that_cannot_be_had_are_refused(settings: list[str], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match) as caught:
+        recipes.load(None, ["communication.delayed=true", *settings])
+    assert caught.value.exit_code == 78

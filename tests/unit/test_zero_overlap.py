@@ -1,0 +1,337 @@
+"""ZeRO whose exchanges go on behind the computation: the same bits, bounded memory, counted gathers, refusals."""
+
+import math
+
+import numpy as np
+import pytest
+
+from hpcdist import collectives, models
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.store import FlatStore
+from hpcdist.collectives import resumable
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, NonFiniteError, ScheduleError
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.build import build_executor, operations
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.grid import Axes, Grid
+from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.pipeline import cut
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.verify import verify
+from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.zero import ZeroExchange
+from hpcdist.strategies.zero_config import ZeroConfig
+from hpcdist.training import recipe as recipes
+
+SAMPLES, STEPS, LAYERS = 7, 3, 3
+KINDS = ("thread", "poll")
+PREFETCHED = [(3, 0), (3, 1), (3, 2), (3, 9)]  # stage, units ahead
+CASES = [(1, 0), (2, 0), *PREFETCHED]
+
+
+class Run:
+    """A run of a tiny gpt on one rank; a context manager."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        stage: int,
+        overlap: str = "none",
+        algorithm: str = "ring",
+        prefetch: int = 0,
+        *,
+        microbatches: int = 1,
+        schedule: str = "auto",
+        tied: bool = False,
+        pipeline: int = 1,
+        **zero: int,
+    ):
+        self.comm, self.microbatches, self.ledger = comm, microbatches, Ledger()
+        self.grid = Grid(data=comm.size // pipeline, pipeline=pipeline)
+        axes = Axes(self.grid, comm)
+        self.model = models.build(ModelConfig(layers=LAYERS, hidden=16, heads=2, tied=tied), "float32", context=8)
+        self.seat = Seat(
+            world=comm,
+            data=axes.data,
+            pipeline=axes.pipeline,
+            model=self.model,
+            units=cut(self.model, pipeline)[axes.pipeline.rank],
+            optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5),
+            total_steps=STEPS,
+            algorithm=algorithm,
+            overlap=overlap,
+            ledger=self.ledger,
+        )
+        self.exchange = ZeroExchange(self.seat, stage, ZeroConfig(prefetch=prefetch, **zero))
+        for unit, part in self.seat.ranges.items():
+            initial = FlatStore(self.model.layout, self.model.dtype, part)
+            self.model.initialise_stage(unit, initial, 3)
+            self.exchange.take(initial)
+        self.executor = build_executor(self.seat, self.exchange)
+        self.executor.copies.refresh()
+        parallel = ParallelConfig(pipeline=pipeline, microbatches=microbatches, schedule=schedule)
+        self.operations = operations(self.seat, self.exchange, self.executor.copies, parallel)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None and self.exchange.overlap is not None:
+            self.exchange.overlap.close()
+
+    def batches(self, samples: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        mine = np.array_split(samples, self.seat.data.size)[self.seat.data.rank]
+        return [(part[:, :-1], part[:, 1:]) for part in np.array_split(mine, self.microbatches)]
+
+    def step(self, samples: np.ndarray, number: int) -> float:
+        return self.executor.run(self.operations, self.batches(samples), SAMPLES, number, np.zeros(2)).loss
+
+    def train(self, data: np.ndarray) -> tuple[list[float], list[float], bytes]:
+        """Losses of steps, of evaluations after each, and the own weights."""
+        losses, evaluated = [], []
+        for number, samples in enumerate(data):
+            losses.append(self.step(samples, number))
+            evaluated.append(self.executor.evaluate(samples[:2, :-1], samples[:2, 1:]))
+        return losses, evaluated, self.exchange.parameters.array.tobytes()
+
+
+def text(rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(0, 256, (STEPS, SAMPLES, 9)).astype(np.uint8)
+
+
+def trained(size: int, data: np.ndarray, *args: object, **keys: object) -> list[tuple[list[float], list[float], bytes]]:
+    def body(comm: Communicator) -> tuple[list[float], list[float], bytes]:
+        with Run(comm, *args, **keys) as run:  # type: ignore[arg-type]
+            return run.train(data)
+
+    return run_threads(size, body, 2 if "hierarchical" in args else None)
+
+
+@pytest.mark.parametrize("algorithm", sorted(collectives.SHARDED))
+@pytest.mark.parametrize(("stage", "prefetch"), [(1, 0), (2, 0), (3, 1)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_thread_trains_to_the_same_bits(
+    algorithm: str, stage: int, prefetch: int, size: int, rng: np.random.Generator
+) -> None:
+    data = text(rng)
+    assert trained(size, data, stage, "thread", algorithm, prefetch) == trained(size, data, stage, "none", algorithm)
+
+
+@pytest.mark.parametrize("overlap", KINDS)
+@pytest.mark.parametrize(("stage", "prefetch"), CASES)
+def test_any_number_of_ranks_and_units_ahead_trains_to_the_same_bits(
+    overlap: str, stage: int, prefetch: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resumable, "SEGMENT_BYTES", 512)  # several lanes
+    data = text(rng)
+    for size in (3, 8) if overlap == "thread" else (2, 5):
+        assert trained(size, data, stage, overlap, "ring", prefetch) == trained(size, data, stage)
+
+
+@pytest.mark.parametrize("overlap", KINDS)
+@pytest.mark.parametrize("schedule", ["auto", "gpipe", "1f1b"])
+@pytest.mark.parametrize(("stage", "prefetch"), [(1, 0), (2, 0), (3, 2)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_microbatches_train_to_the_same_bits(
+    overlap: str, schedule: str, stage: int, prefetch: int, tied: bool, rng: np.random.Generator
+) -> None:
+    data, keys = text(rng), {"microbatches": 3, "schedule": schedule, "tied": tied}
+    assert trained(2, data, stage, overlap, "ring", prefetch, **keys) == trained(2, data, stage, **keys)
+
+
+@pytest.mark.parametrize("overlap", KINDS)
+def test_a_pipeline_with_zero1_trains_to_the_same_bits(overlap: str, rng: np.random.Generator) -> None:
+    data, keys = text(rng), {"microbatches": 2, "pipeline": 2, "tied": True}
+
+    def body(comm: Communicator, overlap: str) -> tuple[list[float], bytes]:
+        with Run(comm, 1, overlap, **keys) as run:  # type: ignore[arg-type]
+            return [run.step(samples, 1) for samples in data], run.exchange.parameters.array.tobytes()
+
+    assert run_threads(4, lambda comm: body(comm, overlap)) == run_threads(4, lambda comm: body(comm, "none"))
+
+
+@pytest.mark.parametrize("overlap", KINDS)
+def test_what_is_sent_is_what_is_sent_without(overlap: str, rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator, overlap: str, prefetch: int) -> int:
+        with recording(comm) as traffic, Run(comm, 3, overlap, "ring", prefetch) as run:
+            before = traffic.sent_bytes
+            run.step(data[0], 1)
+            assert not traffic.unknown.keys() & {"iallreduce", "all_gather", "reduce_scatter"}
+            return traffic.sent_bytes - before
+
+    assert run_threads(3, lambda comm: body(comm, overlap, 2)) == run_threads(3, lambda comm: body(comm, "none", 0))
+
+
+@pytest.mark.parametrize("overlap", KINDS)
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_gathers_ahead_are_counted_and_their_time_too(overlap: str, prefetch: int, rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator) -> None:
+        with Run(comm, 3, overlap, "ring", prefetch) as run:
+            behind = run.exchange.overlap
+            assert behind is not None
+            for number, samples in enumerate(data):
+                run.step(samples, number)
+                found = behind.fetched()
+                assert found.hits + found.misses == 2 * len(run.model.stages), "each unit forward, and back"
+                assert 0 < found.exposed_s <= behind.taken()[0]
+            run.executor.evaluate(data[0][:, :-1], data[0][:, 1:])
+            after = behind.fetched()
+            assert after.hits == after.misses == 0, "an evaluation gathers in turn"
+
+    run_threads(2, body)
+
+
+def test_a_gather_that_is_there_is_a_hit() -> None:
+    """What was started long ago is found; what another rank has not even begun is not."""
+
+    def body(comm: Communicator) -> tuple[int, int]:
+        with Run(comm, 3, "thread", "ring", 1) as run:
+            behind, carries_out = run.exchange.overlap, run.exchange.carries_out
+            assert behind is not None
+            for late in (False, True):
+                if late and comm.rank == 1:
+                    comm.recv(np.zeros(1), 0)  # sent when rank 0 has looked
+                carries_out[Kind.START_GATHER](Operation(Kind.START_GATHER, unit=1))
+                if not late:
+                    behind.drain()
+                    comm.barrier()
+                elif comm.rank == 0:
+                    assert not behind._under_way[run.model.stages[1].layer].test()
+                    behind._under_way[run.model.stages[1].layer] = Watched(comm, behind, run)
+                carries_out[Kind.WAIT_GATHER](Operation(Kind.WAIT_GATHER, unit=1))
+                run.exchange.free(Operation(Kind.FREE, unit=1))
+            found = behind.fetched()
+            return found.hits, found.misses
+
+    hits = run_threads(2, body)
+    assert hits[0] == (1, 1) and sum(hits[1]) == 2
+
+
+class Watched:
+    """A handle that lets the other rank go on only once it was found not to be there."""
+
+    def __init__(self, comm: Communicator, behind: object, run: Run) -> None:
+        self.comm, self.inner = comm, behind._under_way[run.model.stages[1].layer]  # type: ignore[attr-defined]
+
+    def test(self) -> bool:
+        found = self.inner.test()
+        self.comm.send(np.zeros(1), 1)
+        return bool(found)
+
+    def wait(self) -> None:
+        self.inner.wait()
+
+
+@pytest.mark.parametrize(("stage", "prefetch"), [(2, 0), (3, 0), (3, 1), (3, 3)])
+@pytest.mark.parametrize("algorithm", ["ring", "node_shared"])
+def test_memory_of_whole_layers_is_bounded(algorithm: str, stage: int, prefetch: int, rng: np.random.Generator) -> None:
+    """One gradient that is computed and two that travel; one layer of parameters that is used and ``prefetch`` more."""
+    data = text(rng)
+
+    def body(comm: Communicator, overlap: str) -> tuple[dict[str, int], int]:
+        with Run(comm, stage, overlap, algorithm, prefetch if overlap != "none" else 0) as run:
+            run.train(data)
+            return run.ledger.peak, max(part.size for part in run.seat.ranges.values()) * 4
+
+    for (without, layer), (behind, _) in zip(
+        run_threads(2, lambda comm: body(comm, "none")), run_threads(2, lambda comm: body(comm, "thread")), strict=True
+    ):
+        more = {kind: behind[kind] - without[kind] for kind in ("parameters", "gradients")}
+        assert more == {"parameters": prefetch * layer if stage == 3 else 0, "gradients": 2 * layer}
+
+
+@pytest.mark.parametrize("overlap", KINDS)
+@pytest.mark.parametrize(("stage", "prefetch"), CASES)
+def test_the_list_is_proven(overlap: str, stage: int, prefetch: int) -> None:
+    def body(comm: Communicator, tied: bool, schedule: str) -> Run:
+        with Run(comm, stage, overlap, "ring", prefetch, microbatches=3, tied=tied, schedule=schedule) as run:
+            return run
+
+    for tied, schedule in ((False, "auto"), (True, "auto"), (True, "gpipe")):
+        runs = run_threads(2, lambda comm, tied=tied, schedule=schedule: body(comm, tied, schedule))  # type: ignore[misc]
+        proof = verify(
+            [run.operations for run in runs],
+            grid=runs[0].grid,
+            units=dict(enumerate(runs[0].model.layout.units.values())),
+            microbatches=3,
+            needs=runs[0].model.needs,
+            accumulates=stage == 1,
+        )
+        if stage == 3 and not tied:
+            assert proof.gathered == (1 + min(prefetch, len(runs[0].model.stages) - 1),)
+        kinds = [op.kind for op in runs[0].operations]
+        assert Kind.REDUCE not in kinds and kinds.count(Kind.START) == kinds.count(Kind.WAIT) > 0
+        assert (Kind.START_GATHER in kinds) == (prefetch > 0)
+        assert (Kind.POLL in kinds) == (overlap == "poll")
+
+
+@pytest.mark.parametrize("overlap", KINDS)
+def test_a_value_that_is_not_finite_is_named_and_updates_nothing(overlap: str, rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator) -> None:
+        with Run(comm, 3, overlap, "ring", 1) as run:
+            if comm.rank == 1:
+                run.exchange.parameters.array[...] = np.nan
+            before = run.exchange.parameters.array.tobytes()
+            with pytest.raises(NonFiniteError) as caught:
+                run.step(data[0], 17)
+            said = explain(comm, run.executor, run.operations, run.batches(data[0]), caught.value)
+            assert "step 17" in str(said) and "rank 1: parameter" in str(said)
+            assert run.exchange.parameters.array.tobytes() == before
+
+    run_threads(2, body)
+
+
+def test_another_branch_on_one_rank_is_named(rng: np.random.Generator) -> None:
+    data = text(rng)
+
+    def body(comm: Communicator) -> None:
+        with Run(comm, 3, "thread", "ring", 1) as run:
+            run.step(data[0], 1)
+            index = next(index for index, op in enumerate(run.operations) if op.kind is Kind.START_GATHER)
+            other = [*run.operations[:index], *run.operations[index + 1 :]]
+            with pytest.raises(ScheduleError, match=r"got START_GATHER\(0, 1\) of unit 1, expected .* of unit 0"):
+                run.executor.run(other, run.batches(data[1]), SAMPLES, 2, np.zeros(2))
+
+    run_threads(2, body)
+
+
+def test_degrees_in_between_are_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"'thread' with sharding degrees that are neither 1 nor all of the 4"
+    ):
+        run_threads(4, lambda comm: Run(comm, 1, "thread", optimizer=2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        (["parallel.strategy=zero3", "zero.prefetch=1"], r"zero.prefetch = 1 with communication.overlap = 'none'"),
+        (["parallel.strategy=zero3", "zero.prefetch=-1"], r"zero.prefetch = -1; give a number of units"),
+        (
+            ["parallel.strategy=zero2", "zero.prefetch=1", "communication.overlap=thread"],
+            r"zero.prefetch = 1 has no effect where no parameters are cut",
+        ),
+        (["parallel.strategy=zero1", "communication.overlap=poll"], r"'auto', which has no steps"),
+        (["parallel.strategy=zero1", "communication.bucket_bytes=9"], r"bucket_bytes = 9 has no effect"),
+    ],
+)
+def test_recipes_that_cannot_be_had_are_refused(settings: list[str], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match) as caught:
+        recipes.load(None, settings)
+    assert caught.value.exit_code == 78
+
+
+def test_recipes_that_can_be_had_are_taken() -> None:
+    for strategy in ("zero1", "zero2", "zero3"):
+        found = recipes.load(None, [f"parallel.strategy={strategy}", "communication.overlap=thread"]).recipe
+        assert found.communication.overlap == "thread" and not math.isnan(found.zero.prefetch)
