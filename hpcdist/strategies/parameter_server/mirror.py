@@ -13,7 +13,8 @@ size, which the workers do not wait for.
 process: an MPI library without fault tolerance ends the job with the first process that dies, and then only a
 checkpoint helps. So what this covers is lost or damaged memory of a server (a store that a check finds wrong), or a
 process that somebody has put in the place of a dead one, in a communicator of the same ranks. If a server and its
-mirror are lost at once, so is the state of one of them.
+mirror are lost at once, so is the state of one of them. Where ranks share memory, what a server rebuilds is its own
+ranges of the node's one copy: a node whose memory is lost has lost those of all its servers.
 """
 
 from collections.abc import Iterator, Sequence
