@@ -130,7 +130,7 @@ def config_of(servers: int, placement: str) -> ParameterServerConfig:
 def test_a_late_worker_is_left_out_and_catches_up(
     size: int, servers: int, placement: str, name: str, rng: np.random.Generator
 ) -> None:
-    """The last worker misses clock 2 to 3, and takes part again in clock 4 in the place of another."""
+    """The last worker misses the first three updates, and may take part in the fourth in the place of another."""
     config = config_of(servers, placement)
     workers = len(Roles.of(config, size).workers)
     slow, data = workers - 1, text(rng, workers)
@@ -139,7 +139,7 @@ def test_a_late_worker_is_left_out_and_catches_up(
     def pause(run: Backup, clock: int) -> None:
         others_at[run.comm.rank] = clock
         rank = run.comm.rank
-        if rank == slow and clock == 1:
+        if rank == slow and clock == 0:
             serve_until(run.exchange, lambda: min(others_at[:slow]) >= 3)
         elif rank != slow and clock == 3:
             serve_until(run.exchange, lambda: others_at[slow] >= 3)
@@ -153,8 +153,8 @@ def test_a_late_worker_is_left_out_and_catches_up(
     found = run_threads(size, body)
     taken = [[w for w in range(workers) if (clock, True) in found[w][1]] for clock in range(STEPS)]
     assert all(len(ranks) == workers - 1 for ranks in taken), taken
-    assert [clock for clock, _ in found[slow][1]][:3] == [0, 1, 3], "it goes on where the others are"
-    assert (1, False) in found[slow][1]
+    assert [clock for clock, _ in found[slow][1]][:2] == [0, 3], "it goes on where the others are"
+    assert found[slow][1][0] == (0, False)
     wanted = np.frombuffer(lock_step(workers, data, taken, name=name, learning_rate=1e-2 if name != "lars" else 1.0))
     for values, _ in found[:workers]:
         assert values == found[0][0]
