@@ -5,11 +5,11 @@ from typing import Final
 
 from hpcdist.errors import ConfigurationError
 
-STRATEGIES: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")
+STRATEGIES: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server", "gossip", "local_sgd")
 SCHEDULES: Final = ("auto", "sequential", "gpipe", "1f1b")
 WITH_PIPELINE: Final = ("allreduce", "zero1")  # the others exchange gradients while micro-batches are still under way
 # Names that mean something, but have no code behind them in this version: refused, never ignored.
-UNBUILT_STRATEGIES: Final = ("gossip", "local_sgd")
+UNBUILT_STRATEGIES: Final = ()
 UNBUILT_SCHEDULES: Final = ("interleaved", "zb-h1")
 UNBUILT_DEGREES: Final = ("tensor", "context")
 

@@ -1,5 +1,6 @@
 """The architecture of a run in one line, for people."""
 
+from hpcdist.strategies.decentralised.replicas import Replicas
 from hpcdist.strategies.fixed_tree import FixedTreeExchange
 from hpcdist.strategies.parameter_server.roles import Roles
 from hpcdist.training.trainer import Trainer
@@ -22,6 +23,8 @@ def described(trainer: Trainer) -> str:
         parts.append(f"transport {servers.transport}")
     if servers.mirrored:
         parts.append("mirrored")
+    if isinstance(trainer.exchange, Replicas):
+        parts.insert(1, trainer.exchange.described())
     if isinstance(trainer.exchange, FixedTreeExchange):
         parts.append(f"{recipe.run.logical_shards} logical shards, arithmetic {trainer.exchange.arithmetic}")
     if grid.pipeline > 1:

@@ -7,7 +7,7 @@ from pathlib import Path
 from hpcdist.comm.start import Session, start
 from hpcdist.errors import OK
 from hpcdist.telemetry.provenance import provenance
-from hpcdist.training import architecture, directory, entropy
+from hpcdist.training import architecture, consensus, directory, entropy
 from hpcdist.training.asynchronous import loop_of
 from hpcdist.training.energy import Energy, energy_attributes
 from hpcdist.training.evaluation import mean_validation_loss
@@ -48,6 +48,7 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool) -> None:
     summary |= energy.figures(outcome.done)
     if rank0:
         overlapped = {name: summary[name] for name in OVERLAP_FIGURES if summary[name] is not None}
+        overlapped |= {name: found for name, found in consensus.figures(trainer).items() if found is not None}
         loop.metrics.finish(outcome.done, val_loss, **energy_attributes(summary), **overlapped)
         print(describe(summary), file=sys.stderr if as_json else sys.stdout)
         if as_json:

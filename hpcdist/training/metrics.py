@@ -1,15 +1,15 @@
 """Rows of metrics from every rank, gathered now and then and written by rank 0."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.energy import store
-from hpcdist.telemetry import shares
+from hpcdist.telemetry import loss_scales, shares
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
 from hpcdist.training.energy import Energy
 
@@ -78,6 +78,16 @@ class Metrics:
         """Write how many samples each replica takes from ``first_step`` on (rank 0 does)."""
         if self._writer is not None:
             self._writer.include(lambda file, session: shares.append(file, session, first_step, samples))
+
+    def scaled(self, step: int, scale: float, skipped: bool) -> None:
+        """Write the scale of the loss in ``step`` (rank 0 does, the others have nothing to do)."""
+        if self._writer is not None:
+            self._writer.include(lambda file, session: loss_scales.append(file, session, step, scale, skipped))
+
+    def include(self, append: Callable[[Any, int], None]) -> None:
+        """Let ``append(file, session)`` add a table of its own (rank 0 does, the others have nothing to do)."""
+        if self._writer is not None:
+            self._writer.include(append)
 
     def finish(self, steps: int, val_loss: float, **figures: float | str) -> None:
         """Write what is known at the end of the run (rank 0 does, the others have nothing to do)."""

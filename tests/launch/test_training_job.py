@@ -234,8 +234,8 @@ def test_a_directory_belongs_to_one_run(text: Path, tmp_path: Path) -> None:
     [
         (["--set", "model.layer=3"], 78, ["model.layer", "model.layers"]),
         (["--set", "run.steps=many"], 78, ["run.steps", "many"]),
-        (["--set", "parallel.strategy=gossip"], 78, ["gossip", "not built"]),
-        (["--set", "precision.mode=bfloat16"], 78, ["bfloat16", "not built"]),
+        (["--set", "decentralised.graph=torus"], 78, ["decentralised.graph", "gossip"]),
+        (["--set", "precision.loss_scale=8"], 78, ["precision.loss_scale", "float16"]),
         (["--set", "parallel.data=9"], 78, ["run.global_batch = 6"]),
         (["--set", "data.path=/does/not/exist"], 78, ["/does/not/exist"]),
         (["--set", "run.device=gpu"], 69, ["cupy"]),

@@ -175,10 +175,7 @@ def test_an_override_without_a_value_is_a_wrong_call(home: dict[str, str]) -> No
     [
         "parallel.tensor=2",
         "parallel.context=2",
-        *(f"parallel.strategy={name}" for name in ("gossip", "local_sgd")),
         *(f"parallel.schedule={name}" for name in ("interleaved", "zb-h1")),
-        "precision.mode=float16",
-        "precision.mode=bfloat16",
         "communication.compression=topk",
         "model.dropout=0.1",
     ],

@@ -1,0 +1,175 @@
+"""Gossip and local SGD over MPI: the recursion of the matrices, one model in checkpoints, the bytes, who is blamed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist import models
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.recording import recording
+from hpcdist.comm.solo import solo
+from hpcdist.comm.start import Session
+from hpcdist.errors import NonFiniteError
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.decentralised.build import EXCHANGES
+from hpcdist.strategies.decentralised.config import DecentralisedConfig
+from hpcdist.strategies.decentralised.graphs import build as build_graph
+from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.seat import Seat
+from hpcdist.training import recipe as recipes
+from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.trainer import Trainer, assemble
+
+STEPS = 6
+STRATEGIES: dict[str, dict[str, object]] = {
+    "ring": {"parallel.strategy": "gossip"},
+    "one_peer, adapt first": {
+        "parallel.strategy": "gossip",
+        "decentralised.graph": "one_peer",
+        "decentralised.order": "adapt_first",
+    },
+    "complete": {"parallel.strategy": "gossip", "decentralised.graph": "complete"},
+    "local_sgd": {"parallel.strategy": "local_sgd", "decentralised.period": 3},
+    "local_sgd, outer": {
+        "parallel.strategy": "local_sgd",
+        "decentralised.period": 3,
+        "decentralised.outer_learning_rate": 0.7,
+        "decentralised.outer_momentum": 0.9,
+    },
+}
+
+
+@pytest.mark.parametrize("order", ["combine_first", "adapt_first"])
+@pytest.mark.parametrize("graph", ["ring", "torus", "exponential", "one_peer", "complete"])
+def test_rank_gossip_is_the_recursion_of_its_matrices(
+    comm: Communicator, rng: np.random.Generator, graph: str, order: str
+) -> None:
+    model = models.build(ModelConfig(layers=1, hidden=32, heads=2), "float64", context=4)
+    rate, momentum = 0.3, 0.5
+    optimizer = OptimizerConfig(
+        name="sgd",
+        learning_rate=rate,
+        momentum=momentum,
+        decay="constant",
+        warmup_steps=0,
+        weight_decay=0.0,
+        clip_norm=0.0,
+    )
+    seat = Seat(
+        world=comm,
+        data=comm,
+        pipeline=solo(),
+        model=model,
+        units=range(len(model.stages)),
+        optimizer=optimizer,
+        total_steps=STEPS,
+        algorithm="ring",
+        bucket_bytes=20_000,
+    )
+    exchange = EXCHANGES["gossip"](seat, DecentralisedConfig(graph=graph, order=order, report_every=0))
+    x, goals = rng.standard_normal((2, comm.size, model.layout.size))  # the same draws on every rank
+    mask = np.zeros(model.layout.size)
+    for segment in model.layout.segments:
+        mask[segment.range.slice] = 1
+    x, goals, v = x * mask, goals * mask, np.zeros_like(x)
+    exchange.parameters.array[...] = x[comm.rank]
+    found = build_graph(graph, comm.size)
+    for step in range(STEPS):
+        exchange.count_samples(1, comm.size)
+        exchange.gradients.array[...] = (exchange.parameters.array - goals[comm.rank]) / comm.size
+        for op in exchange.plan():
+            if op.kind is Kind.AGREE:
+                exchange.begin_update(1.0)
+            else:
+                exchange.carries_out[op.kind](op)
+        mix = found.matrix(step % max(1, len(found.rounds)))
+        v = momentum * v + x - goals
+        x = mix @ x - rate * v if order == "combine_first" else mix @ (x - rate * v)
+        np.testing.assert_allclose(exchange.parameters.array, x[comm.rank], rtol=0, atol=1e-12)
+
+
+def _abort(code: int) -> None:
+    raise SystemExit(code)
+
+
+def _trainer(comm: Communicator, folder: Path, keys: dict[str, object], resume: Path | None = None) -> Trainer:
+    settings = {
+        "model.layers": 2,
+        "model.hidden": 32,
+        "model.heads": 2,
+        "data.path": folder / "text.txt",
+        "data.context": 16,
+        "run.steps": 2 * STEPS,
+        "run.global_batch": 9,
+        "run.validation_samples": 20,
+        "optimizer.warmup_steps": 2,
+        "communication.algorithm": "ring",
+        **keys,
+    }
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
+    return assemble(Session(comm, locate(comm, None), "test", _abort), recipe, resume)
+
+
+def _losses(trainer: Trainer, last: int) -> list[float]:
+    losses = []
+    with trainer.batches(last) as batches:
+        for step, batch in enumerate(batches, start=trainer.first_step + 1):
+            parts = trainer.cut(trainer.place(batch))
+            samples = trainer.recipe.run.global_batch
+            losses.append(trainer.executor.run(trainer.operations, parts, samples, step, np.zeros(2)).loss)
+    trainer.first_step = last
+    return losses
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_rank_a_checkpoint_is_one_model_to_go_on_from(comm: Communicator, folder: Path, name: str) -> None:
+    keys = STRATEGIES[name]
+    whole = _trainer(comm, folder, keys)
+    first = _losses(whole, 5)
+    apart = comm.allgather_object(whole.exchange.parameters.array.tobytes())
+    assert (len(set(apart)) == 1) == (comm.size == 1), "replicas differ until they are saved"
+    saved = whole.save(folder / "checkpoints", 5)
+    model = comm.allgather_object(whole.exchange.parameters.array.tobytes())
+    assert len(set(model)) == 1
+    validation = mean_validation_loss(whole)
+    alone = _trainer(solo(), folder, {}, saved)  # another strategy, on one rank
+    assert alone.exchange.parameters.array.tobytes() == model[0]
+    assert mean_validation_loss(alone) == pytest.approx(validation, rel=1e-5)
+    resumed = _trainer(comm, folder, keys, saved)
+    assert _losses(resumed, 10) == _losses(whole, 10)
+    assert resumed.exchange.parameters.array.tobytes() == whole.exchange.parameters.array.tobytes()
+    assert first[-1] < first[0]
+
+
+@pytest.mark.parametrize(("name", "volume"), [("ring", 2.0), ("one_peer, adapt first", 1.0), ("complete", None)])
+def test_rank_bytes_are_those_of_the_neighbours(comm: Communicator, folder: Path, name: str, volume: float) -> None:
+    trainer = _trainer(comm, folder, STRATEGIES[name] | {"model.hidden": 64})
+    _losses(trainer, 1)
+    with recording(comm) as traffic:
+        _losses(trainer, 2)
+    psi = trainer.model.layout.parameters * trainer.model.dtype.itemsize
+    neighbours = min(volume, comm.size - 1) if volume else 2 * (comm.size - 1) / comm.size
+    assert not traffic.unknown
+    assert traffic.sent_bytes == pytest.approx(neighbours * psi, rel=0.01, abs=1024)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_rank_only_the_owner_of_a_nan_is_blamed(comm: Communicator, folder: Path, name: str) -> None:
+    culprit = comm.size - 1
+    trainer = _trainer(comm, folder, STRATEGIES[name])
+    if comm.rank == culprit:
+        *_, (_, touched) = trainer.exchange.parameters.tensors()
+        trainer.exchange.parameters.range(touched)[...] = np.nan
+    before = trainer.exchange.parameters.array.copy()
+    with trainer.batches(1) as batches:
+        parts = trainer.cut(next(iter(batches)))
+    with pytest.raises(NonFiniteError) as failed, np.errstate(all="ignore"):
+        trainer.executor.run(trainer.operations, parts, trainer.recipe.run.global_batch, 1, np.zeros(2))
+    with np.errstate(all="ignore"):
+        said = str(explain(comm, trainer.executor, trainer.operations, parts, failed.value))
+    assert [rank for rank in range(comm.size) if f"rank {rank}: " in said] == [culprit]
+    np.testing.assert_array_equal(trainer.exchange.parameters.array, before)

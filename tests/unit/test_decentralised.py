@@ -1,0 +1,565 @@
+"""Replicas that mix or average: against the recursion of their matrices in float64, and against allreduce."""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_runs import Trained, assembled, check_same, with_pointers, write_text
+
+from hpcdist import models
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, ScheduleError
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.build import build_executor, operations
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.decentralised.build import EXCHANGES
+from hpcdist.strategies.decentralised.config import DecentralisedConfig
+from hpcdist.strategies.decentralised.gossip import GossipExchange
+from hpcdist.strategies.decentralised.graphs import build as build_graph
+from hpcdist.strategies.decentralised.local_sgd import LocalSgdExchange
+from hpcdist.strategies.decentralised.replicas import Replicas
+from hpcdist.strategies.grid import Grid
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.verify import verify
+from hpcdist.strategies.seat import Seat
+
+MODEL = ModelConfig(layers=1, hidden=8, heads=2)
+SGD: dict[str, Any] = {"name": "sgd", "learning_rate": 0.1, "momentum": 0.0, "decay": "constant", "warmup_steps": 0}
+SGD |= {"weight_decay": 0.0, "clip_norm": 0.0}
+STEPS = 7
+
+
+def seat_of(comm: Communicator, optimizer: dict[str, Any], dtype: str = "float64") -> Seat:
+    model = models.build(MODEL, dtype, context=4)
+    return Seat(
+        world=comm,
+        data=comm,
+        pipeline=solo(),
+        model=model,
+        units=range(len(model.stages)),
+        optimizer=OptimizerConfig(**optimizer),
+        total_steps=STEPS,
+        algorithm="ring",
+        bucket_bytes=2000,
+    )
+
+
+@dataclass
+class Quadratic:
+    """Rank i pulls its parameters x towards a target of its own: its gradient is x less the target.
+
+    ``samples`` are those of each rank: the gradient that an exchange gets is the share of the mean over all samples.
+    """
+
+    exchange: Replicas
+    rank: int
+    target: np.ndarray
+    samples: list[int]
+    trail: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def x(self) -> np.ndarray:
+        return self.exchange.parameters.array
+
+    def step(self, save: bool = False) -> None:
+        self.exchange.count_samples(self.samples[self.rank], sum(self.samples))
+        share = self.samples[self.rank] / sum(self.samples)
+        self.exchange.gradients.array[...] = share * (self.x - self.target)
+        handlers = dict(self.exchange.carries_out)
+        handlers[Kind.AGREE] = self._agree
+        for op in self.exchange.plan():
+            handlers[op.kind](op)
+        if save:
+            self.exchange.flush()
+        self.trail.append(self.x.copy())
+
+    def _agree(self, op: Operation) -> None:
+        self.exchange.agree(np.array([self.exchange.norm_squared()]))
+        self.exchange.begin_update(1.0)
+
+
+def trails(
+    size: int,
+    strategy: str,
+    keys: dict[str, Any],
+    optimizer: dict[str, Any],
+    start: np.ndarray,
+    targets: np.ndarray,
+    samples: list[int],
+    saves: tuple[int, ...] = (),
+) -> tuple[np.ndarray, list[dict[int, float]], np.ndarray]:
+    """The parameters of all ranks after each step (steps, ranks, n), distances, and which elements are no padding."""
+
+    def body(comm: Communicator) -> tuple[np.ndarray, dict[int, float], np.ndarray]:
+        seat = seat_of(comm, optimizer)
+        exchange = EXCHANGES[strategy](seat, DecentralisedConfig(**keys))
+        mask = np.zeros(seat.layout.size)
+        for segment in seat.layout.segments:
+            mask[segment.range.slice] = 1
+        run = Quadratic(exchange, comm.rank, mask * targets[comm.rank], samples)
+        run.x[...] = mask * start[comm.rank]
+        if isinstance(exchange, LocalSgdExchange):
+            exchange.restore(exchange.state())  # the outer optimizer takes note of where it begins
+        for step in range(1, STEPS + 1):
+            run.step(save=step in saves)
+        return np.array(run.trail), exchange.distances, mask
+
+    found = run_threads(size, body)
+    return np.array([trail for trail, _, _ in found]).swapaxes(0, 1), [d for _, d, _ in found], found[0][2]
+
+
+def size_of_model() -> int:
+    return models.build(MODEL, "float64", context=4).layout.size
+
+
+def distance(x: np.ndarray, weights: np.ndarray | None = None) -> float:  # (ranks, n), (ranks, 1)
+    mean = x.mean(axis=0) if weights is None else (weights * x).sum(axis=0)
+    return float(np.sqrt(((x - mean) ** 2).sum() / len(x)) / np.linalg.norm(mean))
+
+
+GRAPHS = {
+    "ring": {"graph": "ring"},
+    "torus": {"graph": "torus"},
+    "exponential": {"graph": "exponential"},
+    "one_peer": {"graph": "one_peer"},
+    "complete": {"graph": "complete"},
+}
+
+
+@pytest.mark.parametrize("order", ["combine_first", "adapt_first"])
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 8])
+def test_gossip_is_the_recursion_of_its_matrices(size: int, order: str, rng: np.random.Generator) -> None:
+    """With a heavy ball, decay, and samples that are spread unevenly."""
+    n, rate, momentum, decay = size_of_model(), 0.2, 0.5, 0.01
+    start, targets = rng.standard_normal((2, size, n))
+    samples = [1 + 2 * (rank % 3) for rank in range(size)]
+    optimizer = SGD | {"learning_rate": rate, "momentum": momentum, "weight_decay": decay}
+    adapted = np.zeros(n)
+    for segment in models.build(MODEL, "float64", context=4).layout.segments:
+        adapted[segment.range.slice] = segment.spec.adapted
+    chain = {"graph": "edges", "edges": " ".join(f"{rank}-{rank + 1}" for rank in range(size - 1))}
+    for keys in [*GRAPHS.values(), *([chain] if size > 1 else [])]:
+        keys = keys | {"order": order, "report_every": 3}
+        found, distances, mask = trails(size, "gossip", keys, optimizer, start, targets, samples)
+        graph = build_graph(str(keys["graph"]), size, str(keys.get("edges", "")))
+        x, goals, v = start * mask, targets * mask, np.zeros((size, n))
+        weights = size * np.array(samples) / sum(samples)
+        for step in range(STEPS):
+            mix = graph.matrix(step % max(1, len(graph.rounds)))
+            v = momentum * v + weights[:, None] * (x - goals) + decay * adapted * x
+            x = mix @ x - rate * v if order == "combine_first" else mix @ (x - rate * v)
+            np.testing.assert_allclose(found[step], x, rtol=0, atol=1e-12 * np.abs(x).max(), err_msg=graph.name)
+            if (step + 1) % 3 == 0 and size > 1:
+                assert distances[0][step + 1] == pytest.approx(distance(x), rel=1e-10)
+        assert all(one == distances[0] for one in distances) and sorted(distances[0]) == [3, 6]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("moments", ["keep", "average", "reset"])
+def test_local_sgd_is_steps_and_weighted_means(size: int, moments: str, rng: np.random.Generator) -> None:
+    n, rate, momentum, period = size_of_model(), 0.2, 0.5, 3
+    targets = rng.standard_normal((size, n))
+    start = np.broadcast_to(rng.standard_normal(n), (size, n))
+    samples = [1 + rank % 3 for rank in range(size)]
+    optimizer = SGD | {"learning_rate": rate, "momentum": momentum}
+    weights = np.array(samples)[:, None] / sum(samples)
+    for outer_rate, outer_momentum, saves in ((1.0, 0.0, (5,)), (0.7, 0.9, ()), (0.5, 0.0, ()), (0.7, 0.9, (2, 4))):
+        keys = {"period": period, "moments": moments}
+        keys |= {"outer_learning_rate": outer_rate, "outer_momentum": outer_momentum}
+        found, distances, mask = trails(size, "local_sgd", keys, optimizer, start, targets, samples, saves)
+        x, goals, v = start * mask, targets * mask, np.zeros((size, n))
+        begun, outer, since = x[0].copy(), np.zeros(n), 0
+        expected = {}
+        for step in range(1, STEPS + 1):
+            v = momentum * v + x - goals
+            x, since = x - rate * v, since + 1
+            saving = step in saves
+            if since == period or saving:
+                if since:
+                    expected[step] = distance(x, weights)
+                    apart = begun - (weights * x).sum(axis=0)
+                    outer = outer_momentum * outer + apart
+                    begun = begun - outer_rate * (apart + outer_momentum * outer)
+                    x, since = np.tile(begun, (size, 1)), 0
+                if moments == "reset":
+                    v = np.zeros_like(v)
+                elif moments == "average" or saving:
+                    v = np.tile((weights * v).sum(axis=0), (size, 1))
+            np.testing.assert_allclose(found[step - 1], x, rtol=0, atol=1e-12 * np.abs(x).max())
+        assert distances[0].keys() == expected.keys()
+        if size > 1:
+            assert [distances[0][step] for step in expected] == pytest.approx(list(expected.values()), rel=1e-9)
+
+
+@pytest.mark.parametrize("graph", ["ring", "torus", "exponential"])
+def test_the_consensus_distance_decays_with_the_spectral_gap(graph: str, rng: np.random.Generator) -> None:
+    """Without gradients each step contracts the distance by 1 - gap at most; without mixing it would stay."""
+    size, n = 6, size_of_model()
+    start = rng.standard_normal((size, n)) + 3
+    keys = {"graph": graph, "report_every": 1}
+    optimizer = SGD | {"learning_rate": 1e-300}
+    found, distances, mask = trails(size, "gossip", keys, optimizer, start, start, [1] * size)
+    gap = build_graph(graph, size).gap
+    before = distance(start * mask)
+    for step in range(1, STEPS + 1):
+        now = distances[0][step]
+        assert now <= before * (1 - gap) * (1 + 1e-9)
+        before = now
+    # The slowest mode is left in the end: the rate is that of the gap, not of a faster one.
+    assert distances[0][STEPS] >= 0.9 * distances[0][STEPS - 1] * (1 - gap)
+    np.testing.assert_allclose(found[-1].mean(axis=0), (start * mask).mean(axis=0), rtol=0, atol=1e-13)
+
+
+def test_on_a_quadratic_the_replicas_settle_where_the_matrix_says(rng: np.random.Generator) -> None:
+    """The fixed point of x = W x - rate (x - c), combine first; and the mean of the replicas is the optimum."""
+    size, n, rate = 5, size_of_model(), 0.3
+    start, targets = np.zeros((size, n)), rng.standard_normal((size, n)) + 2
+    steps = 80
+
+    def body(comm: Communicator) -> tuple[np.ndarray, float]:
+        exchange = EXCHANGES["gossip"](seat_of(comm, SGD | {"learning_rate": rate}), DecentralisedConfig())
+        mask = exchange.parameters.array * 0
+        for segment in exchange.seat.layout.segments:
+            mask[segment.range.slice] = 1
+        run = Quadratic(exchange, comm.rank, mask * targets[comm.rank], [1] * size)
+        for _ in range(steps):
+            run.step()
+        exchange.measure()
+        return run.x / np.where(mask, mask, 1), exchange.distances[steps]
+
+    found = run_threads(size, body)
+    x = np.array([values for values, _ in found])
+    mix = build_graph("ring", size).matrix()
+    goals = targets * (np.abs(x).sum(axis=0) > 0)
+    fixed = np.linalg.solve((1 + rate) * np.eye(size) - mix, rate * goals)
+    np.testing.assert_allclose(x, fixed, rtol=0, atol=1e-9)
+    np.testing.assert_allclose(x.mean(axis=0), goals.mean(axis=0), rtol=0, atol=1e-9)
+    assert found[0][1] == pytest.approx(distance(fixed), rel=1e-9)
+    assert np.abs(start).sum() == 0
+
+
+def test_gradients_are_clipped_by_their_own_norm(rng: np.random.Generator) -> None:
+    size, n, limit = 3, size_of_model(), 0.5
+    start, targets = rng.standard_normal((2, size, n))
+    optimizer = SGD | {"clip_norm": limit, "learning_rate": 1.0}
+    samples = [1, 2, 3]
+    found, _, mask = trails(size, "local_sgd", {"period": 100}, optimizer, start, targets, samples)
+    first = start * mask - found[0]
+    np.testing.assert_allclose(np.linalg.norm(first, axis=1), limit, rtol=1e-12)
+    whole = (start - targets) * mask
+    np.testing.assert_allclose(first, limit * whole / np.linalg.norm(whole, axis=1, keepdims=True), atol=1e-12)
+
+
+# Trainings of a tiny model, by threads.
+BASE: dict[str, object] = {
+    "optimizer.name": "sgd",
+    "optimizer.learning_rate": 0.5,
+    "optimizer.momentum": 0.0,
+    "optimizer.warmup_steps": 0,
+    "optimizer.clip_norm": 0.0,  # with it, gradients are clipped one by one, before they are averaged
+    "precision.mode": "float64",
+    "communication.algorithm": "ring",
+}
+SAME = {
+    "complete, adapt first": {
+        "parallel.strategy": "gossip",
+        "decentralised.graph": "complete",
+        "decentralised.order": "adapt_first",
+    },
+    "local_sgd of period 1": {"parallel.strategy": "local_sgd", "decentralised.period": 1},
+    "local_sgd with momentum": {
+        "parallel.strategy": "local_sgd",
+        "decentralised.period": 1,
+        "decentralised.moments": "average",
+        "optimizer.momentum": 0.9,
+        "optimizer.weight_decay": 0.01,
+    },
+    "local_sgd accumulating": {
+        "parallel.strategy": "local_sgd",
+        "decentralised.period": 1,
+        "parallel.microbatches": 3,
+    },
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+    return {"data.path": write_text(tmp_path / "text.txt", rng)}
+
+
+def trained(
+    comm: Communicator, settings: dict[str, object], steps: int = 5, first: Any = None
+) -> tuple[Any, list[float]]:
+    trainer = first or assembled(comm, settings)
+    losses = []
+    with trainer.batches(steps) as batches:
+        for step, batch in enumerate(batches, start=trainer.first_step + 1):
+            cut = trainer.cut(trainer.place(batch))
+            batch_size = trainer.recipe.run.global_batch
+            losses.append(trainer.executor.run(trainer.operations, cut, batch_size, step, np.zeros(2)).loss)
+    return trainer, losses
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", SAME)
+def test_averaging_in_every_step_is_allreduce(name: str, size: int, text: dict[str, object]) -> None:
+    settings = {**BASE, **text, **SAME[name]}
+    plain = {key: value for key, value in settings.items() if not key.startswith(("parallel.", "decentralised."))}
+
+    def body(settings: dict[str, object]) -> Callable[[Communicator], tuple[np.ndarray, list[float]]]:
+        def run(comm: Communicator) -> tuple[np.ndarray, list[float]]:
+            trainer, losses = trained(comm, settings)
+            return trainer.exchange.parameters.array, losses
+
+        return run
+
+    (expected, losses), *_ = run_threads(size, body(plain))
+    for parameters, mine in run_threads(size, body(settings)):
+        np.testing.assert_allclose(mine, losses, rtol=1e-12)
+        assert np.linalg.norm(parameters - expected) <= 1e-12 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("order", ["combine_first", "adapt_first"])
+@pytest.mark.parametrize(("graph", "degree"), [("ring", 2), ("torus", 3), ("exponential", 3), ("one_peer", 1)])
+def test_bytes_are_those_of_the_neighbours(graph: str, degree: int, order: str, text: dict[str, object]) -> None:
+    settings = {**BASE, **text, "parallel.strategy": "gossip", "decentralised.graph": graph, "model.hidden": 32}
+    settings |= {"decentralised.order": order, "decentralised.report_every": 0}
+
+    def body(comm: Communicator) -> float:
+        trainer, _ = trained(comm, settings, 1)
+        trainer.first_step = 1
+        with recording(comm) as traffic:
+            trained(comm, settings, 2, trainer)
+        assert not traffic.unknown
+        return traffic.sent_bytes / (trainer.model.layout.parameters * 8)
+
+    assert run_threads(6, body) == pytest.approx([degree] * 6, rel=0.01)
+
+
+def test_bytes_of_an_averaging(text: dict[str, object]) -> None:
+    settings = {**BASE, **text, "parallel.strategy": "local_sgd", "decentralised.period": 2, "model.hidden": 32}
+
+    def body(comm: Communicator) -> list[float]:
+        trainer, _ = trained(comm, settings, 2)
+        found = []
+        for step in (2, 3):
+            trainer.first_step = step
+            with recording(comm) as traffic:
+                trained(comm, settings, step + 1, trainer)
+            found.append(traffic.sent_bytes / (trainer.model.layout.parameters * 8))
+        return found
+
+    for without, whole in run_threads(4, body):
+        assert without < 0.01 and whole == pytest.approx(2 * 3 / 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"parallel.strategy": "gossip", "decentralised.graph": "one_peer"},
+        {"parallel.strategy": "gossip", "decentralised.order": "adapt_first"},
+        {"parallel.strategy": "local_sgd", "decentralised.period": 3},
+        {
+            "parallel.strategy": "local_sgd",
+            "decentralised.period": 3,
+            "decentralised.outer_learning_rate": 0.7,
+            "decentralised.outer_momentum": 0.9,
+        },
+    ],
+    ids=["one_peer", "ring", "local_sgd", "outer"],
+)
+def test_resume_has_the_bits_of_a_run_that_saved_there(
+    keys: dict[str, object], tmp_path: Path, text: dict[str, object]
+) -> None:
+    settings = {**text, "optimizer.name": "adamw", "communication.algorithm": "ring", **keys}
+
+    def body(comm: Communicator) -> tuple[list[float], list[float], bool, bool]:
+        whole, first = trained(comm, settings, 4)
+        saved = whole.save(tmp_path / "checkpoints", 4)
+        alike = comm.allgather_object(whole.exchange.parameters.array.tobytes())
+        whole.first_step = 4
+        _, rest = trained(comm, settings, 9, whole)
+        resumed = assembled(comm, settings, saved)
+        _, again = trained(comm, settings, 9, resumed)
+        bits = [trainer.exchange.parameters.array.tobytes() for trainer in (whole, resumed)]
+        alone = assembled(solo(), text | {"communication.algorithm": "ring"}, saved)  # another strategy and size
+        same = alone.exchange.parameters.array.tobytes() == alike[0]
+        return rest, again, bits[0] == bits[1], same and len(set(alike)) == 1 and len(first) == 4
+
+    for rest, again, equal, one_model in run_threads(3, body):
+        assert rest == again and equal and one_model
+
+
+ON_GPUS: list[dict[str, object]] = [
+    {"parallel.strategy": "gossip", "decentralised.report_every": 2},
+    {"parallel.strategy": "gossip", "decentralised.order": "adapt_first", "parallel.microbatches": 2},
+    {"parallel.strategy": "gossip", "decentralised.graph": "complete"},
+    {"parallel.strategy": "local_sgd", "decentralised.period": 2, "decentralised.outer_momentum": 0.9},
+]
+
+
+@pytest.mark.parametrize("pointers", [False, True])
+@pytest.mark.parametrize("keys", ON_GPUS, ids=["ring", "adapt first", "complete", "local_sgd"])
+def test_a_run_on_the_gpu_is_that_of_the_cpu(
+    gpu: ModuleType, text: dict[str, object], keys: dict[str, object], pointers: bool
+) -> None:
+    settings = {**text, **keys, "precision.mode": "float64"}
+
+    def body(comm: Communicator) -> Trained:
+        if pointers:
+            with_pointers(comm)
+        return Trained(comm, {**settings, "run.device": "gpu"})
+
+    host = run_threads(3, lambda comm: Trained(comm, settings))
+    check_same(host, run_threads(3, body), 1e-12)
+
+
+def test_saving_twice_changes_nothing(tmp_path: Path, text: dict[str, object]) -> None:
+    settings = {**text, "parallel.strategy": "gossip"}
+
+    def body(comm: Communicator) -> bool:
+        trainer, _ = trained(comm, settings, 2)
+        first = trainer.exchange.flush(), trainer.exchange.parameters.array.tobytes()
+        again = trainer.exchange.flush(), trainer.exchange.parameters.array.tobytes()
+        return first[0] and not again[0] and first[1] == again[1]
+
+    assert run_threads(3, body) == [True] * 3
+
+
+def test_equal_replicas_stay_what_they_are_in_float32(rng: np.random.Generator) -> None:
+    """Weights such as 1/3 are rounded: neither mixing nor averaging may stretch the model by that."""
+
+    def body(comm: Communicator) -> bool:
+        same = True
+        for strategy in ("gossip", "local_sgd"):
+            config = DecentralisedConfig(**({"period": 1} if strategy == "local_sgd" else {}))
+            exchange = EXCHANGES[strategy](seat_of(comm, SGD, "float32"), config)
+            values = exchange.parameters.array
+            values[...] = start
+            for _ in range(60):
+                exchange.count_samples(1, comm.size)
+                exchange.gradients.array[...] = 0
+                for op in exchange.plan():
+                    if op.kind is Kind.AGREE:
+                        exchange.begin_update(1.0)
+                    else:
+                        exchange.carries_out[op.kind](op)
+            drift = np.linalg.norm(values.astype(np.float64) - start) / np.linalg.norm(start)
+            same &= bool(drift == 0 if strategy == "gossip" else abs(values.sum(dtype=np.float64) / total - 1) < 1e-7)
+        return same
+
+    layout = models.build(MODEL, "float32", context=4).layout
+    start = np.zeros(layout.size, np.float32)
+    for segment in layout.segments:
+        start[segment.range.slice] = rng.random(segment.range.size, np.float32) + 0.5
+    total = start.sum(dtype=np.float64)
+    assert run_threads(3, body) == [True] * 3
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("keys", [*GRAPHS.values(), {"order": "adapt_first"}, None], ids=str)
+def test_every_list_is_a_proven_step(keys: dict[str, str] | None, microbatches: int) -> None:
+    strategy = "local_sgd" if keys is None else "gossip"
+    for size, optimizer in itertools.product((1, 2, 5), ("sgd", "lamb")):
+        verified(lists_of(size, strategy, keys or {}, optimizer, microbatches), size, microbatches)
+
+
+def listed(
+    comm: Communicator, strategy: str, keys: dict[str, Any], optimizer: str, microbatches: int
+) -> list[Operation]:
+    seat = seat_of(comm, {"name": optimizer})
+    exchange = EXCHANGES[strategy](seat, DecentralisedConfig(**keys))
+    executor = build_executor(seat, exchange)
+    return operations(seat, exchange, executor.copies, ParallelConfig(strategy=strategy, microbatches=microbatches))
+
+
+def lists_of(
+    size: int, strategy: str, keys: dict[str, Any], optimizer: str = "sgd", microbatches: int = 1
+) -> list[list[Operation]]:
+    return run_threads(size, lambda comm: listed(comm, strategy, keys, optimizer, microbatches))
+
+
+def verified(lists: list[list[Operation]], size: int, microbatches: int = 1) -> None:
+    model = models.build(MODEL, "float64", context=4)
+    units = dict(enumerate(model.layout.units.values()))
+    verify(lists, grid=Grid(data=size), units=units, microbatches=microbatches, needs=model.needs)
+
+
+def test_mixing_goes_beside_the_gradient_where_it_comes_first() -> None:
+    steps = lists_of(3, "gossip", {})[0]
+    kinds = [op.kind for op in steps]
+    assert kinds[0] is Kind.MIX_START and kinds.index(Kind.MIX_WAIT) > max(
+        index for index, kind in enumerate(kinds) if kind is Kind.BACKWARD
+    )
+    assert kinds.count(Kind.POLL) == kinds.count(Kind.FORWARD) + kinds.count(Kind.BACKWARD)
+    later = lists_of(3, "gossip", {"order": "adapt_first"})[0]
+    assert [op.kind for op in later][-3:] == [Kind.MIX_START, Kind.MIX_WAIT, Kind.MIX]
+
+
+def test_lists_that_would_mix_something_else_are_refused() -> None:
+    good = lists_of(2, "gossip", {})
+    verified(good, 2)
+
+    def without(kind: Kind) -> list[list[Operation]]:
+        return [[op for op in steps if op.kind is not kind] for steps in good]
+
+    def swapped(one: Kind, other: Kind) -> list[list[Operation]]:
+        found = [list(steps) for steps in good]
+        for steps in found:
+            kinds = [op.kind for op in steps]
+            a, b = kinds.index(one), kinds.index(other)
+            steps[a], steps[b] = steps[b], steps[a]
+        return found
+
+    for lists, why in (
+        (without(Kind.MIX_WAIT), "changes what MIX_START"),
+        (without(Kind.MIX_START), "waits for what was not started"),
+        (without(Kind.MIX), "brings what is never mixed"),
+        (without(Kind.KEEP), "is never exchanged"),
+        (swapped(Kind.MIX, Kind.DIRECTION), "comes before DIRECTION"),
+        ([good[0], without(Kind.MIX_START)[1]], "waits for what was not started"),
+    ):
+        with pytest.raises(ScheduleError, match=why):
+            verified(lists, 2)
+
+
+def test_bad_graphs_are_refused_on_every_rank(text: dict[str, object]) -> None:
+    settings = {**text, "parallel.strategy": "gossip", "decentralised.graph": "edges", "decentralised.edges": "0-1"}
+
+    def body(comm: Communicator) -> str:
+        with pytest.raises(ConfigurationError) as refused:
+            assembled(comm, settings)
+        return str(refused.value)
+
+    for said in run_threads(4, body):
+        assert "{0, 1} and {2} and {3}" in said
+
+
+def test_what_is_told_of_a_run() -> None:
+    def body(comm: Communicator) -> list[str]:
+        gossip = GossipExchange(seat_of(comm, SGD), DecentralisedConfig(graph="torus"))
+        local = LocalSgdExchange(seat_of(comm, {"name": "adamw"}), DecentralisedConfig(outer_momentum=0.9))
+        return [gossip.described(), local.described()]
+
+    for gossip, local in run_threads(4, body):
+        assert gossip == "torus of 2 x 2 ranks, spectral gap 0.667, combine first"
+        assert local == "averaging every 8 steps, moments: keep, outer Nesterov 0.9, outer rate 1"
+
+
+def test_distances_of_nothing_are_no_numbers() -> None:
+    def body(comm: Communicator) -> float:
+        exchange = EXCHANGES["gossip"](seat_of(comm, SGD), DecentralisedConfig())
+        exchange.measure()
+        return exchange.distances[0]
+
+    assert all(math.isnan(found) for found in run_threads(2, body))
