@@ -18,6 +18,7 @@ import numpy as np
 
 from hpcdist import models
 from hpcdist.arrays import backend, device
+from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint import manifest
@@ -29,6 +30,7 @@ from hpcdist.comm.start import Session, start, start_alone
 from hpcdist.errors import DataError, MissingCapabilityError, StorageError, UsageError
 from hpcdist.models.arena import Arena
 from hpcdist.models.model import Model
+from hpcdist.optim import kernels
 from hpcdist.strategies.exchange import pieces_of
 from hpcdist.training import data, directory
 from hpcdist.training import recipe as recipes
@@ -99,13 +101,17 @@ def load(comm: Communicator, path: Path, recipe: Recipe) -> Trained:
     scalars = manifest.load(found).scalars
     # The recipe knows as much of a text; checkpoints of the first version leave it to the recipe.
     inputs = scalars.get("model_inputs", {"context": recipe.data.context})
-    model = models.build(recipe.model, recipe.precision.mode, **inputs)
+    model = models.build(recipe.model, recipe.precision.computes, **inputs)
     ledger = Ledger()
     parameters = FlatStore(model.layout, model.dtype, on=recipe.run.device, ledger=ledger)
     sharding = SHARDED["native"]
     shares = sharding.shares(comm, parameters.size, parameters.dtype.itemsize)
     restore(found, pieces_of({"parameters": parameters}, [shares[comm.rank]]))
     sharding.all_gather(comm, parameters.array, shares)
+    if recipe.precision.working is not None:  # what the run computed with, and its validation loss is of
+        working = backend.empty(parameters.size, dtype_of(recipe.precision.working), recipe.run.device)
+        kernels.round_into(parameters.array, working)
+        kernels.widen(working, parameters.array)
     return Trained(comm, found, recipe, model, parameters, scalars, ledger)
 
 

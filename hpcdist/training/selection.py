@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from hpcdist import collectives
+from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.checkpoint import manifest
 from hpcdist.collectives import nccl, node_shared, tuning
 from hpcdist.comm.communicator import Communicator
@@ -148,7 +147,7 @@ def _is_off(comm: Communicator) -> bool:
 
 def _wanted(recipe: Recipe, model: Model, data: Communicator, kind: str) -> tuning.Wanted:
     """Return what buffers the run will reduce: sizes are rounded up to a power of two, so that like models share."""
-    dtype, layout = np.dtype(model.dtype), model.layout
+    dtype, layout = dtype_of(recipe.precision.mode), model.layout
     parts = len(layout.units) if kind == tuning.SHARDED_KIND else 1
     nbytes = 1 << (max(1, layout.size * dtype.itemsize // parts) - 1).bit_length()
     on_gpu = recipe.run.device == "gpu"

@@ -1,0 +1,109 @@
+"""16-bit working copies over real messages: sharded training has the bits of allreduce, skips and resumes included."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.start import Session
+from hpcdist.strategies.sentinel import check_replicas
+from hpcdist.training import recipe as recipes
+from hpcdist.training.trainer import Trainer, assemble
+
+SAMPLES, STEPS, BAD = 12, 8, (3, 4)
+
+
+def _trainer(comm: Communicator, folder: Path, keys: dict[str, object], resume: Path | None = None) -> Trainer:
+    settings = {
+        "model.layers": 1,
+        "model.hidden": 16,
+        "model.heads": 2,
+        "data.path": folder / "text.txt",
+        "data.context": 8,
+        "run.steps": 40,
+        "run.global_batch": SAMPLES,
+        "optimizer.warmup_steps": 2,
+        "optimizer.clip_norm": 0,  # its norm is summed by shards
+        **keys,
+    }
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
+    return assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe, resume)
+
+
+def _train(trainer: Trainer, last: int = STEPS) -> list[tuple[float, bool, float]]:
+    """Loss, whether it was skipped, and the scale of each step; on the last rank two gradients overflow."""
+    found, healthy = [], trainer.model.loss.backward
+    with trainer.batches(last) as batches:
+        for step, batch in enumerate(batches, start=trainer.first_step + 1):
+            if (
+                step in BAD
+                and trainer.comm.rank == trainer.comm.size - 1
+                and trainer.recipe.precision.mode == "float16"
+            ):
+                trainer.model.loss.backward = lambda scale, *rest: healthy(1e9 * scale, *rest)  # type: ignore[method-assign]
+            done = trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.zeros(2))
+            trainer.model.loss.backward = healthy  # type: ignore[method-assign]
+            found.append((done.loss, done.skipped, done.loss_scale))
+            if trainer.exchange.replicas_identical:
+                check_replicas(trainer.data_axis, trainer.exchange.parameters, step)
+    return found
+
+
+def _state(trainer: Trainer) -> dict[tuple[str, str], bytes]:
+    held = [(p.kind, p.tensor, p.flat.start, np.array(p.array).tobytes()) for p in trainer.exchange.pieces()]
+    whole: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
+    for pieces in trainer.comm.allgather_object(held):
+        for kind, tensor, start, values in pieces:
+            whole.setdefault((kind, tensor), []).append((start, values))
+    return {key: b"".join(values for _, values in sorted(parts)) for key, parts in whole.items()}
+
+
+@pytest.mark.parametrize("mode", ["bfloat16", "float16"])
+def test_rank_sharded_working_copies_have_the_bits_of_allreduce(comm: Communicator, folder: Path, mode: str) -> None:
+    keys: dict[str, Any] = {"precision.mode": mode, "communication.algorithm": "all_to_all"}
+    if mode == "float16":
+        keys |= {"precision.hysteresis": 1, "precision.growth_interval": 3}
+    reference = _trainer(comm, folder, keys)
+    expected, state = _train(reference), _state(reference)
+    scales = [scale for _, _, scale in expected]
+    if mode == "float16":
+        assert [step for step, (_, skipped, _) in enumerate(expected, start=1) if skipped] == list(BAD)
+        assert scales == [65536, 65536, 65536, 32768, 16384, 16384, 16384, 32768]
+    for strategy, algorithm in (("zero1", "ring"), ("zero2", "node_shared"), ("zero3", "native")):
+        other = keys | {"parallel.strategy": strategy, "communication.algorithm": algorithm}
+        trainer = _trainer(comm, folder, other)
+        found = _train(trainer)
+        # Losses are summed by another algorithm: the last of their 53 bits may differ.
+        np.testing.assert_allclose([loss for loss, *_ in found], [loss for loss, *_ in expected], rtol=1e-14)
+        assert [rest for _, *rest in found] == [rest for _, *rest in expected], strategy
+        assert _state(trainer) == state, strategy
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_rank_a_resumed_run_with_working_copies_has_the_same_bits(
+    comm: Communicator, folder: Path, strategy: str
+) -> None:
+    keys = {"precision.mode": "float16", "precision.growth_interval": 3, "parallel.strategy": strategy}
+    keys |= {"communication.algorithm": "ring"}
+    whole = _trainer(comm, folder, keys)
+    expected = _train(whole)
+    half = _trainer(comm, folder, keys)
+    first = _train(half, 3)  # between two overflows in a row
+    saved = half.save(folder / "checkpoints", 3)
+    resumed = _trainer(comm, folder, keys, resume=saved)
+    assert first + _train(resumed) == expected
+    assert _state(resumed) == _state(whole)
+    assert resumed.executor.loss_scale.state() == whole.executor.loss_scale.state()
+
+
+def test_rank_overlapped_sums_of_16_bits_have_the_same_bits(comm: Communicator, folder: Path) -> None:
+    for strategy, algorithm in (("allreduce", "ring"), ("zero2", "ring")):
+        keys = {"precision.mode": "bfloat16", "parallel.strategy": strategy, "communication.algorithm": algorithm}
+        plain = _trainer(comm, folder, keys)
+        behind = _trainer(comm, folder, keys | {"communication.overlap": "thread", "parallel.microbatches": 1})
+        assert _train(behind) == _train(plain)
+        assert _state(behind) == _state(plain)
+        behind.close()

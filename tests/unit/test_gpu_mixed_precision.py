@@ -1,0 +1,25 @@
+"""float16 working copies with run.device = "gpu" on the double: the numbers of the CPU."""
+
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from gpu_runs import LAYOUTS, Trained, check_same, write_text
+
+from hpcdist.comm.threads import run_threads
+
+BOUND = 2e-4  # a GPU sums in another order, and what is rounded to 11 bits may then fall on the other side
+
+
+@pytest.mark.parametrize("layout", ["allreduce", "zero2", "zero3", "zero2, lamb"])
+def test_a_float16_run_on_the_gpu_is_that_of_the_cpu(
+    gpu: ModuleType, tmp_path: Path, rng: np.random.Generator, layout: str
+) -> None:
+    text = write_text(tmp_path / "text.txt", rng)
+    settings = {**LAYOUTS[layout][1], "data.path": text, "precision.mode": "float16", "precision.loss_scale": 1024}
+    host = run_threads(2, lambda comm: Trained(comm, settings))
+    assert gpu.LOG.events == []
+    device = run_threads(2, lambda comm: Trained(comm, {**settings, "run.device": "gpu"}))
+    assert host[0].losses[-1] < host[0].losses[0] and gpu.LOG.events
+    check_same(host, device, BOUND)

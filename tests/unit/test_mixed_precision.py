@@ -1,0 +1,428 @@
+"""16-bit working copies with a float32 master: the rule, and that every architecture keeps it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.recording import recording
+from hpcdist.comm.solo import solo
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, NonFiniteError
+from hpcdist.models.arena import Arena
+from hpcdist.optim.clip import clip_scale
+from hpcdist.optim.master import BLOCK
+from hpcdist.strategies.loss_scale import DynamicScale
+from hpcdist.strategies.nonfinite import explain
+from hpcdist.training import inference
+from hpcdist.training import recipe as recipes
+from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.trainer import Trainer, assemble
+
+MODES = ("bfloat16", "float16")
+STRATEGIES = ("allreduce", "zero1", "zero2", "zero3")
+SAMPLES = 12
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Path:
+    path = tmp_path / "text.txt"
+    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
+    path.write_text(" ".join(rng.choice(words, 1500)))
+    return path
+
+
+def trainer_of(comm: Communicator, path: Path, keys: dict[str, Any], resume: Path | None = None) -> Trainer:
+    settings = {
+        "model.layers": 2,
+        "model.hidden": 16,
+        "model.heads": 2,
+        "data.path": path,
+        "data.context": 8,
+        "run.steps": 40,
+        "run.global_batch": SAMPLES,
+        "run.validation_samples": 20,
+        "optimizer.warmup_steps": 2,
+        "communication.algorithm": "all_to_all",
+        "precision.mode": "bfloat16",
+        **keys,
+    }
+    if str(settings.get("parallel.strategy", "")).startswith("zero") and "communication.algorithm" not in keys:
+        settings["communication.algorithm"] = "ring"  # for 16 bits both sum in the order of the ranks
+    if settings["precision.mode"] == "float16":
+        settings.setdefault("precision.loss_scale", 1024)  # small enough: no step is skipped
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
+    return assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe, resume)
+
+
+def losses_of(trainer: Trainer, last: int) -> list[float]:
+    found = []
+    with trainer.batches(last) as batches:
+        for step, batch in enumerate(batches, start=trainer.first_step + 1):
+            done = trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.zeros(2))
+            found.append(done.loss)
+    return found
+
+
+def state_of(trainer: Trainer) -> dict[tuple[str, str], np.ndarray]:
+    """Master and moments of the whole model, from what the ranks save. Collective."""
+    found: dict[tuple[str, str], np.ndarray] = {}
+    held = trainer.exchange.pieces()
+    mine = [(piece.kind, piece.tensor, piece.global_shape, piece.flat, np.array(piece.array)) for piece in held]
+    for theirs in trainer.comm.allgather_object(mine):
+        for kind, tensor, shape, flat, values in theirs:
+            assert values.dtype == np.float32, "never a rounded copy"
+            whole = found.setdefault((kind, tensor), np.full(int(np.prod(shape)), np.nan, np.float32))
+            whole[flat.slice] = values
+    assert not any(np.isnan(values).any() for values in found.values())
+    return found
+
+
+def difference(mine: dict[tuple[str, str], np.ndarray], theirs: dict[tuple[str, str], np.ndarray]) -> float:
+    keys = [key for key in theirs if key[0] == "parameters" and not key[1].endswith("qkv.bias")]
+    apart = [np.linalg.norm(mine[key].astype(np.float64) - theirs[key]) for key in keys]
+    return float(np.linalg.norm(apart) / np.linalg.norm([np.linalg.norm(theirs[key]) for key in keys]))
+
+
+class Reference:
+    """The rule, by the letter, with numpy's and ml_dtypes' own conversions and AdamW in a few lines of float32."""
+
+    def __init__(self, trainer: Trainer, scale: float) -> None:
+        self.model, self.config, self.trainer = trainer.model, trainer.recipe.optimizer, trainer
+        self.scale = scale
+        self.half = dtype_of(trainer.recipe.precision.mode)
+        self.master, self.wide, self.gradient = (FlatStore(self.model.layout, np.dtype("float32")) for _ in range(3))
+        self.model.initialise(self.master, trainer.recipe.run.seed)
+        self.m, self.v = np.zeros_like(self.master.array), np.zeros_like(self.master.array)
+        self.arena, self.count = Arena(), 0
+
+    def step(self, batches: list[tuple[np.ndarray, np.ndarray]]) -> float:
+        loss, total = 0.0, np.zeros(self.master.size, self.half)
+        self.wide.array[...] = self.master.array.astype(self.half).astype(np.float32)
+        parameters = self.model.bind(self.wide)
+        per_target = 1.0 / (SAMPLES * self.model.tokens_per_sample)
+        for number, (inputs, targets) in enumerate(batches):
+            gradients = self.model.bind_gradients(self.gradient)
+            logits = self.model.forward(parameters, inputs, self.arena)
+            last = self.arena.saved(self.model.stages[-1].layer)
+            loss += self.model.loss.forward(logits, targets, self.model.operations, last)
+            self.model.backward(parameters, gradients, per_target * self.scale, self.arena)
+            added = self.gradient.array if number == 0 else total.astype(np.float32) + self.gradient.array
+            total = added.astype(self.half)
+        self._update(total)
+        return loss * per_target
+
+    def _update(self, gradient: np.ndarray) -> None:
+        config, real = self.config, np.float32
+        squared = float(np.sum(gradient.astype(np.float64) ** 2)) / self.scale**2
+        factor = clip_scale(squared, config.clip_norm) / self.scale
+        self.count += 1
+        rate = real(self.trainer.learning_rate(self.count))
+        g = gradient.astype(np.float32) * real(factor)
+        self.m = self.m * real(config.beta1) + g * real(1 - config.beta1)
+        self.v = self.v * real(config.beta2) + g * g * real(1 - config.beta2)
+        first, second = (real(1 / (1 - beta**self.count)) for beta in (config.beta1, config.beta2))
+        u = self.m * first / (np.sqrt(self.v * second) + real(config.epsilon))
+        for segment in self.model.layout.segments:
+            where, decay = segment.range.slice, real(config.weight_decay if segment.spec.adapted else 0.0)
+            w = self.master.array[where]
+            w -= rate * (u[where] + decay * w)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("clip", [0.0, 0.3])
+def test_one_rank_follows_the_rule(text: Path, mode: str, microbatches: int, clip: float) -> None:
+    keys = {"precision.mode": mode, "parallel.microbatches": microbatches, "optimizer.clip_norm": clip}
+    trainer = trainer_of(solo(), text, keys)
+    rule = Reference(trainer, trainer.executor.loss_scale.scale)
+    with trainer.batches(8) as batches:
+        expected = [rule.step(trainer.cut(batch)) for batch in batches]
+    losses = losses_of(trainer, 8)
+    # The norm, and so the factor of a clip, is summed in another order: an ulp of it now and then.
+    np.testing.assert_allclose(losses, expected, rtol=1e-6 if clip else 0)
+    state = state_of(trainer)
+    for segment in trainer.model.layout.segments:
+        found, wanted = state["parameters", segment.key], rule.master.view(segment.key).reshape(-1)
+        np.testing.assert_allclose(found, wanted, rtol=3e-6 if clip else 0, atol=1e-9 if clip else 0)
+        working = trainer.exchange.parameters.view(segment.key).reshape(-1)
+        assert working.dtype == rule.half and working.tobytes() == found.astype(rule.half).tobytes()
+
+
+def run_of(comm: Communicator, text: Path, keys: dict[str, Any], steps: int = 6) -> tuple[Any, ...]:
+    trainer = trainer_of(comm, text, keys)
+    return losses_of(trainer, steps), state_of(trainer), mean_validation_loss(trainer)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sharded_training_has_the_bits_of_allreduce(text: Path, size: int, mode: str) -> None:
+    """Sums in the order of the ranks; without a clip, whose norm is summed by shards."""
+    keys = {"precision.mode": mode, "optimizer.clip_norm": 0}
+    losses, state, validation = run_threads(size, lambda comm: run_of(comm, text, keys))[0]
+    for strategy in STRATEGIES[1:]:
+        other = keys | {"parallel.strategy": strategy}
+        for found in run_threads(size, lambda comm, other=other: run_of(comm, text, other)):
+            assert found[0] == losses and found[2] == validation, strategy
+            assert all(found[1][key].tobytes() == values.tobytes() for key, values in state.items()), strategy
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lars", "lamb"])
+@pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3"])
+def test_every_optimizer_with_clip_and_accumulation_is_near_one_rank(text: Path, strategy: str, optimizer: str) -> None:
+    """Gradients are rounded by rank and micro-batch, 2^-11 of each: the sums differ by no more than that."""
+    keys = {"precision.mode": "float16", "optimizer.name": optimizer, "optimizer.clip_norm": 0.3, "model.tied": "true"}
+    losses, state, _ = run_of(solo(), text, keys)
+    keys |= {"parallel.strategy": strategy, "parallel.microbatches": 2}
+    for found in run_threads(3, lambda comm: run_of(comm, text, keys)):
+        np.testing.assert_allclose(found[0], losses, rtol=2e-4)
+        assert difference(found[1], state) < 1e-3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_learns_as_float32_does(text: Path, mode: str) -> None:
+    plain = losses_of(trainer_of(solo(), text, {"precision.mode": "float32"}), 40)
+    for strategy in ("allreduce", "zero3"):
+        keys = {"precision.mode": mode, "parallel.strategy": strategy}
+        half = run_threads(2, lambda comm, keys=keys: losses_of(trainer_of(comm, text, keys), 40))[0]
+        assert half[-1] < half[0] - 1.0 and plain[-1] < plain[0] - 1.0
+        np.testing.assert_allclose(half, plain, rtol=0.01 if mode == "bfloat16" else 0.002)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parameters", "gradients", "optimizer"),
+    [("allreduce", 1, 1, 1), ("zero1", 1, 1, 2), ("zero2", 1, 2, 2), ("zero3", 2, 2, 2)],
+)
+def test_memory_is_that_of_the_closed_form(
+    text: Path, strategy: str, parameters: int, gradients: int, optimizer: int
+) -> None:
+    """2 + 2 + 12 bytes a parameter, each over the ranks that share it, and the named buffers."""
+
+    def body(comm: Communicator) -> None:
+        trainer = trainer_of(comm, text, {"parallel.strategy": strategy, "model.hidden": 128, "model.layers": 4})
+        losses_of(trainer, 2)
+        psi = trainer.model.layout.parameters
+        layer = max(part.size for part in trainer.seat.ranges.values())
+        update = 4 * min(BLOCK, max(part.size for part in trainer.exchange.owner.parts))  # type: ignore[attr-defined]
+        named = {  # a layer in float32; where it is cut, one in 16 bits; and what an update widens
+            "parameters": 4 * layer + (2 * layer if parameters > 1 else 0),
+            "gradients": 4 * layer + (2 * layer if gradients > 1 else 0) + update,
+            "optimizer": 0,
+        }
+        for kind, bytes_each, ranks in (
+            ("parameters", 2, parameters),
+            ("gradients", 2, gradients),
+            ("optimizer", 12, optimizer),
+        ):
+            held = trainer.ledger.peak[kind] - named[kind]
+            assert held == pytest.approx(bytes_each * psi / ranks, rel=0.03), kind
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "algorithm", "volumes"),
+    [("allreduce", "all_to_all", 2), ("zero1", "ring", 2), ("zero2", "ring", 2), ("zero3", "ring", 3)],
+)
+def test_bytes_sent_are_half_of_float32(text: Path, strategy: str, algorithm: str, volumes: int) -> None:
+    def body(comm: Communicator) -> None:
+        keys = {"parallel.strategy": strategy, "communication.algorithm": algorithm, "model.hidden": 64}
+        trainer = trainer_of(comm, text, keys)
+        losses_of(trainer, 1)
+        with recording(comm) as traffic:
+            trainer.first_step = 1
+            losses_of(trainer, 2)
+        psi = 2 * trainer.model.layout.parameters
+        assert not traffic.unknown
+        assert traffic.sent_bytes == pytest.approx(volumes * psi * (comm.size - 1) / comm.size, rel=0.01, abs=1024)
+
+    run_threads(4, body)
+
+
+def overflowing(trainer: Trainer, rank: int) -> None:
+    """Make one gradient of ``rank`` overflow: its share of the sum is computed of a loss that much larger."""
+    if trainer.comm.rank == rank:
+        backward = trainer.model.loss.backward
+        trainer.model.loss.backward = lambda scale, *rest: backward(1e9 * scale, *rest)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_overflow_on_one_rank_is_skipped_by_all(text: Path, size: int, strategy: str) -> None:
+    keys = {"precision.mode": "float16", "precision.loss_scale": 0, "precision.hysteresis": 2}
+    keys |= {"parallel.strategy": strategy, "parallel.microbatches": 2}
+
+    def body(comm: Communicator) -> tuple[list[Any], dict[tuple[str, str], np.ndarray]]:
+        trainer = trainer_of(comm, text, keys)
+        scale, found = trainer.executor.loss_scale, []
+        assert isinstance(scale, DynamicScale)
+        scale.scale = 1024.0
+        healthy = trainer.model.loss.backward
+        with trainer.batches(6) as batches:
+            for step, batch in enumerate(batches, start=1):
+                before, working = state_of(trainer), trainer.exchange.parameters.array.copy()
+                if step in (2, 3, 4):
+                    overflowing(trainer, size - 1)
+                done = trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.ones(2))
+                trainer.model.loss.backward = healthy  # type: ignore[method-assign]
+                assert done.wishes.tolist() == [size] * 2 and np.isfinite(done.loss)
+                same = all(values.tobytes() == before[key].tobytes() for key, values in state_of(trainer).items())
+                assert same == done.skipped == (working.tobytes() == trainer.exchange.parameters.array.tobytes())
+                found.append((done.skipped, done.loss_scale, scale.scale, trainer.exchange.state()["count"]))
+        return found, state_of(trainer)
+
+    expected = [
+        (False, 1024, 1024, 1),
+        (True, 1024, 1024, 1),
+        (True, 1024, 512, 1),
+        (True, 512, 256, 1),
+        (False, 256, 256, 2),
+        (False, 256, 256, 3),
+    ]
+    for found, _ in run_threads(size, body):
+        assert found == expected
+
+
+def test_skipped_steps_leave_no_trace(text: Path) -> None:
+    """The steps around them give the bits of a run that never met the bad batches."""
+    keys = {"precision.mode": "float16", "precision.loss_scale": 256, "parallel.strategy": "zero2"}
+
+    def body(comm: Communicator, bad: tuple[int, ...], used: tuple[int, ...]) -> dict[tuple[str, str], np.ndarray]:
+        trainer = trainer_of(comm, text, keys)
+        healthy = trainer.model.loss.backward
+        with trainer.batches(6) as batches:
+            for step, batch in enumerate(batches, start=1):
+                if step in used:
+                    if step in bad:
+                        overflowing(trainer, 1)
+                    trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.zeros(2))
+                    trainer.model.loss.backward = healthy  # type: ignore[method-assign]
+        return state_of(trainer)
+
+    met = run_threads(2, lambda comm: body(comm, (3, 4), (1, 2, 3, 4, 5, 6)))[0]
+    never = run_threads(2, lambda comm: body(comm, (), (1, 2, 5, 6)))[0]
+    assert all(values.tobytes() == never[key].tobytes() for key, values in met.items())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_explained(text: Path, mode: str) -> None:
+    def body(comm: Communicator) -> str:
+        trainer = trainer_of(comm, text, {"precision.mode": mode, "parallel.strategy": "zero3"})
+        if comm.rank == 1:
+            *_, (_, touched) = trainer.exchange.parameters.tensors()
+            trainer.exchange.parameters.range(touched)[...] = np.nan
+        with trainer.batches(1) as batches:
+            parts = trainer.cut(next(iter(batches)))
+        with pytest.raises(NonFiniteError) as failed, np.errstate(all="ignore"):
+            trainer.executor.run(trainer.operations, parts, SAMPLES, 1, np.zeros(2))
+        with np.errstate(all="ignore"):
+            return str(explain(comm, trainer.executor, trainer.operations, parts, failed.value))
+
+    for said in run_threads(2, body):
+        assert "step 1: loss nan" in said and "rank 1: parameter" in said and "rank 0:" not in said
+
+
+def test_a_bfloat16_gradient_that_is_not_finite_ends_the_run(text: Path) -> None:
+    trainer = trainer_of(solo(), text, {})
+    backward = trainer.model.loss.backward
+    trainer.model.loss.backward = lambda scale, *rest: backward(1e38 * scale, *rest) * 1e38  # type: ignore[method-assign]
+    with trainer.batches(1) as batches:
+        parts = trainer.cut(next(iter(batches)))
+    before = state_of(trainer)
+    with pytest.raises(NonFiniteError, match="step 7: loss .*, gradient norm"), np.errstate(all="ignore"):
+        trainer.executor.run(trainer.operations, parts, SAMPLES, 7, np.zeros(2))
+    assert all(values.tobytes() == before[key].tobytes() for key, values in state_of(trainer).items())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_resumed_run_has_the_same_bits(text: Path, tmp_path: Path, strategy: str, mode: str) -> None:
+    keys = {"precision.mode": mode, "parallel.strategy": strategy}
+    if mode == "float16":
+        keys |= {"precision.loss_scale": 0, "precision.growth_interval": 2}  # it rises, and overflows, on the way
+
+    def whole(comm: Communicator) -> tuple[Any, ...]:
+        trainer = trainer_of(comm, text, keys)
+        return losses_of(trainer, 12), state_of(trainer), trainer.executor.loss_scale.state()
+
+    def first(comm: Communicator) -> tuple[list[float], Path]:
+        trainer = trainer_of(comm, text, keys)
+        return losses_of(trainer, 5), trainer.save(tmp_path / "checkpoints", 5)
+
+    def second(comm: Communicator) -> tuple[Any, ...]:
+        trainer = trainer_of(comm, text, keys, saved)
+        return losses_of(trainer, 12), state_of(trainer), trainer.executor.loss_scale.state()
+
+    losses, state, scale = run_threads(2, whole)[0]
+    before, saved = run_threads(2, first)[0]
+    rest, found, scale_then = run_threads(2, second)[1]
+    assert before + rest == losses and scale_then == scale
+    assert all(found[key].tobytes() == values.tobytes() for key, values in state.items())
+
+
+def test_a_checkpoint_goes_to_other_strategies_ranks_and_precisions(text: Path, tmp_path: Path) -> None:
+    def first(comm: Communicator) -> tuple[Path, dict[tuple[str, str], np.ndarray]]:
+        trainer = trainer_of(comm, text, {"parallel.strategy": "zero2"})
+        losses_of(trainer, 4)
+        return trainer.save(tmp_path / "checkpoints", 4), state_of(trainer)
+
+    saved, state = run_threads(3, first)[0]
+    for strategy, mode, size in (
+        ("allreduce", "bfloat16", 1),
+        ("zero1", "bfloat16", 2),
+        ("zero3", "float16", 4),
+        ("allreduce", "float32", 2),
+    ):
+        keys = {"parallel.strategy": strategy, "precision.mode": mode}
+
+        def second(comm: Communicator, keys: dict[str, Any] = keys) -> Any:
+            trainer = trainer_of(comm, text, keys, saved)
+            before = state_of(trainer)
+            return before, losses_of(trainer, 8)
+
+        for before, losses in run_threads(size, second):
+            assert all(before[key].tobytes() == values.tobytes() for key, values in state.items())
+            assert np.isfinite(losses).all()
+
+
+def test_what_is_evaluated_is_the_working_copy(text: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(solo(), text, {})
+    losses_of(trainer, 6)
+    expected = mean_validation_loss(trainer)
+    trainer.save(tmp_path / "checkpoints", 6)
+    trained = inference.load(solo(), tmp_path, trainer.recipe)
+    assert trained.validation_loss() == pytest.approx(expected, rel=1e-6)
+    held = trained.parameters.array
+    assert (held == held.astype(dtype_of("bfloat16")).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["precision.mode=bfloat16", "parallel.strategy=parameter_server"], "parallel.strategy"),
+        (["precision.mode=bfloat16", "parallel.strategy=gossip"], "parallel.strategy"),
+        (["precision.mode=float16", "parallel.pipeline=2"], "parallel.pipeline"),
+        (["precision.mode=float16", "run.logical_shards=4"], "run.logical_shards"),
+        (["precision.mode=bfloat16", "run.device=gpu"], "run.device"),
+        (["precision.mode=float16", "communication.overlap=thread", "communication.delayed=true"], "delayed"),
+        (["precision.mode=float16", "parallel.strategy=zero1", "zero.shared_parameters=true"], "shared_parameters"),
+        (["precision.loss_scale=8"], "precision.loss_scale"),
+        (["precision.mode=bfloat16", "precision.loss_scale=8"], "precision.loss_scale"),
+        (["precision.mode=bfloat16", "precision.hysteresis=3"], "precision.hysteresis"),
+        (["precision.mode=float16", "precision.loss_scale=8", "precision.growth_interval=5"], "growth_interval"),
+        (["precision.mode=float16", "precision.loss_scale=100"], "a power of two"),
+        (["precision.mode=float16", "precision.loss_scale=-2"], "a power of two"),
+        (["precision.mode=float16", "precision.loss_scale=inf"], "a power of two"),
+        (["precision.mode=float16", "precision.hysteresis=0"], "precision.hysteresis"),
+    ],
+)
+def test_what_does_not_go_with_16_bits_is_refused_by_name(overrides: list[str], key: str) -> None:
+    with pytest.raises(ConfigurationError, match=key) as refused:
+        recipes.load(None, overrides, {})
+    assert refused.value.exit_code == 78
