@@ -6,9 +6,9 @@ Four workers and a dedicated server train a small model. Computing takes --step-
 who waits for whom, on however few cores. Scenarios: nobody is slow ("calm"); every step of every worker is slow with
 probability 1/8 ("random"), the same steps for every contender; worker 0 always is ("persistent"). Slow is 3 times.
 
-Steps per second are those of the time in which all workers had work, without the first steps (--transient), which SSP
-needs until it has come to its bound; under asp and ssp they are the mean over the workers. A step of bsp with a backup
-worker is one that all but one of them made. Trainings take turns; a file that is there already is continued.
+Steps per second are the mean over the workers, each over its own steps without the first ones (--transient), which SSP
+needs until it has come to its bound. A step of bsp with a backup worker is one that all
+but one of them made. Trainings take turns; a file that is there already is continued.
 """
 
 import argparse

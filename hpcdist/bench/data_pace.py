@@ -1,8 +1,8 @@
 """How fast a run was and what its loss was when, from the time of every step on every rank.
 
-Workers may be at different steps. So the speed of a run is that of the time in which all of them had work: from the end
-of the first step, which compiles, to the moment in which the first worker had made all of its steps. Later the others
-have the machine, or the servers, to themselves.
+Workers may be at different steps, and be done with them at different times. So the speed of a run is the mean over its
+workers, of each over its own steps without the first, which compiles: W workers that are at work together make so many
+steps of 1/W of a batch.
 """
 
 import numpy as np
@@ -14,36 +14,37 @@ def workers(compute_s: np.ndarray) -> np.ndarray:
 
 
 def ends_s(step_s: np.ndarray) -> np.ndarray:
-    """Return when each worker had made each step but the first, since the end of its first, (steps - 1, workers).
+    """Return when each worker had made each step, (steps, workers), in seconds since all had made their first one.
 
-    ``step_s`` is (steps, workers). A step that a worker left out, because others made it without it, takes no time.
+    ``step_s`` is (steps, workers). Where it is NaN a worker left out a step, because the others made it without its
+    gradient (backup workers): then a step has the same end for all, the median over those that took part. One who came
+    too late is in it with its own time.
     """
-    return np.nancumsum(step_s[1:], axis=0)
+    ends = np.cumsum(np.nan_to_num(step_s), axis=0)
+    if np.isnan(step_s).any():
+        ends[np.isnan(step_s)] = np.nan
+        ends = np.repeat(np.nanmedian(ends, axis=1)[:, None], step_s.shape[1], axis=1)
+    since: np.ndarray = ends - ends[0].max()
+    return since
 
 
 def steps_per_s(step_s: np.ndarray, first: int = 0) -> float:
-    """Return the steps per second of ``step_s`` (steps, workers), in the mean over the workers; NaN for one step.
+    """Return the steps per second of ``step_s`` (steps, workers), in the mean over the workers; NaN for too few.
 
-    The first ``first`` of the steps behind the very first one are a transient, and left out: the time begins when all
-    workers have made them. Of the steps that are under way at its end, a worker has made a part.
+    The first ``first`` of the steps behind the very first one are a transient, and left out.
     """
+    if len(step_s) <= first + 1:
+        return float("nan")
     ends = ends_s(step_s)
-    if len(ends) <= first:
-        return float("nan")
-    start_s, stop_s = ends[first - 1].max() if first else 0.0, ends[-1].min()
-    if stop_s <= start_s:
-        return float("nan")
-    count = np.arange(len(ends) + 1)
-    made = [np.interp([start_s, stop_s], [0.0, *of_worker], count) for of_worker in ends.T]
-    return float(np.diff(made).mean() / (stop_s - start_s))
+    return float(((len(ends) - 1 - first) / (ends[-1] - ends[first])).mean())
 
 
 def curve(step_s: np.ndarray, loss: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
     """Return times and losses (steps - 1,): a step has the mean time of its workers, a loss the mean of ``window``.
 
-    The first ones are means of as many as there are.
+    The first step is left out. The first losses are means of as many as there are.
     """
-    times = ends_s(step_s).mean(axis=1)
+    times = ends_s(step_s)[1:].mean(axis=1)
     sums = np.concatenate([[0.0], np.cumsum(loss[1:])])
     last = np.arange(1, len(times) + 1)
     begin = np.maximum(0, last - window)

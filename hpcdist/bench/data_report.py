@@ -23,10 +23,11 @@ SMOOTHED: Final = 0.1  # of the steps: what a loss is the mean of
 class Row:
     """A contender in a scenario; medians over its good repeats, None where nothing was measured, and then ``reason``.
 
-    ``tokens_per_s`` and ``steps_per_s`` are those of the time in which all workers had work. ``loss_at_steps`` is the
-    training loss of the last tenth of the steps, ``loss_at_time`` that up to the moment at which the fastest contender
-    of the scenario was done. ``bytes_sent_per_step`` is the mean step's maximum over the ranks. ``peak_bytes`` are by category, of the rank that held most of each; ``pss_bytes`` is the
-    memory of all ranks together as the kernel counts it, what they share once.
+    ``tokens_per_s`` and ``steps_per_s`` are means over the workers, each over its own steps but the first.
+    ``loss_at_steps`` is the training loss of the last tenth of the steps, ``loss_at_time`` that up to the moment at
+    which the fastest contender of the scenario was done. ``bytes_sent_per_step`` is the mean step's maximum over the
+    ranks. ``peak_bytes`` are by category, of the rank that held most of each; ``pss_bytes`` is the memory of all ranks
+    together as the kernel counts it, what they share once.
     """
 
     contender: str

@@ -1,0 +1,57 @@
+"""Samples shared unevenly over real ranks, on nodes of unequal size: the run is that of even shares."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.comm.communicator import Communicator
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
+
+from gpu_runs import assembled, write_text
+
+STEPS = 6
+LAYOUTS: dict[str, dict[str, object]] = {
+    "zero3 over nodes": {"communication.algorithm": "hierarchical", "parallel.strategy": "zero3"},
+    "servers over nodes": {
+        "communication.algorithm": "hierarchical",
+        "parallel.strategy": "parameter_server",
+        "parameter_server.placement": "colocated",
+    },
+}
+
+
+def _text(comm: Communicator, tmp_path: Path) -> str:
+    path = comm.broadcast_object(str(tmp_path / "text.txt"))
+    if comm.rank == 0:
+        write_text(Path(path), np.random.default_rng(7))
+    comm.barrier()
+    return path
+
+
+def _losses(comm: Communicator, settings: dict[str, object], *, uneven: bool) -> list[float]:
+    trainer = assembled(comm, settings)
+    if uneven:
+        trainer.share_by_speed()
+        assert trainer.shares is not None
+        samples = trainer.recipe.run.global_batch
+        for batch in range(1, STEPS):  # all samples are those of one rank, every rank in its turn
+            trainer.shares.change(batch, tuple(samples * (rank == batch % comm.size) for rank in range(comm.size)))
+    losses = []
+    with trainer.batches(STEPS) as batches:
+        for step, batch in enumerate(batches, start=1):
+            parts, samples = trainer.cut(trainer.place(batch)), trainer.recipe.run.global_batch
+            losses.append(trainer.executor.run(trainer.operations, parts, samples, step, np.zeros(2)).loss)
+    trainer.close()
+    return losses
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rank_without_a_sample_takes_part_all_the_same(comm: Communicator, tmp_path: Path, name: str) -> None:
+    declared = comm.dup()
+    declared.declared_node = comm.rank // 2  # type: ignore[attr-defined]  # of 3 ranks: a node of 2, and one of 1
+    settings = {"data.path": _text(comm, tmp_path), "precision.mode": "float64", **LAYOUTS[name]}
+    even = _losses(declared, settings, uneven=False)
+    np.testing.assert_allclose(_losses(declared, settings, uneven=True), even, rtol=1e-12)
