@@ -1,11 +1,14 @@
-"""Training steps with and without reductions behind the backward, alternating in one run, on the real model.
+r"""Training steps with and without exchanges behind the computation, alternating in one run, on the real model.
 
     mpirun -n 2 python benchmarks/overlap.py
     mpirun -n 2 python benchmarks/overlap.py --hidden 256 --samples 8 --output overlap.h5 --anonymous
+    mpirun -n 2 python benchmarks/overlap.py --strategies allreduce zero1 zero2 zero3 --algorithm node_shared \
+        --hidden 256 --context 256 --samples 4 --bucket-bytes 4194304 --steps 10
 
 Every contender trains a model of its own on the same samples, one step each in turn. "none" reduces a bucket of
 gradients and goes on when that is done; "thread" and "poll" are the two kinds of communication.overlap; "poll native"
-polls MPI_Iallreduce. The weights of contenders with one algorithm are compared bit by bit after the last step.
+polls MPI_Iallreduce; "delayed" sums behind the whole next step. Of ZeRO, "+k" gathers k units ahead. The weights of
+contenders of one strategy with one algorithm are compared bit by bit after the last step.
 
 A step takes as long as its slowest rank, from a barrier on. "exposed" is the time of a step in which a rank did nothing
 but communicate: in the mean over the ranks, for it includes waiting for the other. "hidden" is how much of what "none"
@@ -16,11 +19,13 @@ the summary of a run shows: 1 - (time spent starting and waiting) / (time in whi
 
 import argparse
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from hpcdist import collectives, models
+from hpcdist.arrays.store import FlatStore
 from hpcdist.bench import place
 from hpcdist.comm import start
 from hpcdist.comm.communicator import Communicator
@@ -30,7 +35,11 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.delayed import DelayedExchange
+from hpcdist.strategies.owner import OwnerExchange
 from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.zero import ZeroExchange
+from hpcdist.strategies.zero_config import STAGES, ZeroConfig
 
 WARM_UP = 2
 FIGURES = ("step_s", "exposed_s", "given_s", "busy_s")  # the last two: `Overlap.taken`
@@ -45,17 +54,38 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=2, help="of each rank in a step (default 2)")
     parser.add_argument("--bucket-bytes", type=int, default=1 << 20)
     parser.add_argument("--algorithm", default="ring", choices=sorted(collectives.ALLREDUCE))
+    parser.add_argument(
+        "--strategies", nargs="+", default=["allreduce"], choices=["allreduce", *STAGES], help="(default allreduce)"
+    )
+    parser.add_argument("--ahead", type=int, nargs="*", default=[1, 2], help="units that zero3 gathers ahead (1 2)")
     parser.add_argument("--steps", type=int, default=30, help="of each contender (default 30)")
     parser.add_argument("--output", type=Path, help="HDF5 file to write; must not exist")
     parser.add_argument("--anonymous", action="store_true", help="leave host names out of the file")
     return parser.parse_args()
 
 
-class Contender:
-    """A model in training, all of it on every rank."""
+@dataclass(frozen=True)
+class Way:
+    """How a contender exchanges."""
 
-    def __init__(self, comm: Communicator, overlap: str, algorithm: str, options: argparse.Namespace) -> None:
-        self.comm, self.algorithm, self.number = comm, algorithm, 0
+    strategy: str
+    overlap: str = "none"
+    algorithm: str = ""  # that of the command line
+    ahead: int = 0
+    delayed: bool = False
+
+    def exchange(self, seat: Seat) -> OwnerExchange:
+        """Return the exchange. Collective."""
+        if self.strategy in STAGES:
+            return ZeroExchange(seat, STAGES[self.strategy], ZeroConfig(prefetch=self.ahead))
+        return DelayedExchange(seat) if self.delayed else AllreduceExchange(seat)
+
+
+class Contender:
+    """A model in training on every rank."""
+
+    def __init__(self, comm: Communicator, way: Way, options: argparse.Namespace) -> None:
+        self.comm, self.way, self.number = comm, way, 0
         config = ModelConfig(layers=options.layers, hidden=options.hidden, heads=max(1, options.hidden // 64))
         self.model = models.build(config, "float32", context=options.context)
         seat = Seat(
@@ -66,12 +96,15 @@ class Contender:
             units=range(len(self.model.stages)),
             optimizer=OptimizerConfig(),
             total_steps=options.steps + WARM_UP,
-            algorithm=algorithm,
+            algorithm=way.algorithm or options.algorithm,
             bucket_bytes=options.bucket_bytes,
-            overlap=overlap,
+            overlap=way.overlap,
         )
-        self.exchange = AllreduceExchange(seat)
-        self.model.initialise(self.exchange.parameters, seed=1)
+        self.exchange = way.exchange(seat)
+        for unit, part in seat.ranges.items():
+            initial = FlatStore(self.model.layout, self.model.dtype, part)
+            self.model.initialise_stage(unit, initial, 1)
+            self.exchange.take(initial)
         self.executor = build_executor(seat, self.exchange)
         self.operations = operations(seat, self.exchange, self.executor.copies, ParallelConfig())
 
@@ -89,11 +122,22 @@ class Contender:
 
 def contenders(comm: Communicator, options: argparse.Namespace) -> dict[str, Contender]:
     """Return what runs here by name, "none" first. Collective."""
-    found = {"none": ("none", options.algorithm)}
-    if comm.supports("thread_multiple"):
-        found["thread"] = ("thread", options.algorithm)
-    found |= {"poll": ("poll", "ring"), "poll native": ("poll", "native")}
-    return {name: Contender(comm, *how, options) for name, how in found.items()}
+    threads, rings = comm.supports("thread_multiple"), options.algorithm == "ring"
+    found: dict[str, Way] = {}
+    for strategy in options.strategies:
+        named = "" if strategy == "allreduce" else f"{strategy} "
+        found[f"{named}none"] = Way(strategy)
+        if threads:
+            found[f"{named}thread"] = Way(strategy, "thread")
+        if strategy == "allreduce":
+            found |= {"poll": Way(strategy, "poll", "ring"), "poll native": Way(strategy, "poll", "native")}
+            found |= {"delayed": Way(strategy, "thread", delayed=True)} if threads else {}
+            continue
+        found |= {f"{named}poll": Way(strategy, "poll")} if rings else {}
+        for ahead in options.ahead if strategy == "zero3" else ():
+            found |= {f"{named}thread +{ahead}": Way(strategy, "thread", ahead=ahead)} if threads else {}
+            found |= {f"{named}poll +{ahead}": Way(strategy, "poll", ahead=ahead)} if rings else {}
+    return {name: Contender(comm, way, options) for name, way in found.items()}
 
 
 def measure(comm: Communicator, runs: dict[str, Contender], options: argparse.Namespace) -> np.ndarray:
@@ -113,12 +157,13 @@ def measure(comm: Communicator, runs: dict[str, Contender], options: argparse.Na
 
 
 def check(runs: dict[str, Contender], rank: int) -> None:
-    """Leave with an error unless contenders of one algorithm have the same weights (local)."""
-    expected = runs["none"]
+    """Leave with an error unless contenders that must have the same weights have them (local)."""
+    expected: dict[tuple[str, str, bool], bytes] = {}
     for name, run in runs.items():
-        same = run.exchange.parameters.array.tobytes() == expected.exchange.parameters.array.tobytes()
-        if run.algorithm == expected.algorithm and not same:
-            raise SystemExit(f"{name} gave rank {rank} other weights than none")
+        weights = run.exchange.parameters.array.tobytes()
+        group = (run.way.strategy, run.exchange.algorithm, run.way.delayed)
+        if expected.setdefault(group, weights) != weights:
+            raise SystemExit(f"{name} gave rank {rank} other weights than the others of {group}")
 
 
 def report(names: list[str], figures: np.ndarray) -> list[str]:
@@ -130,7 +175,7 @@ def report(names: list[str], figures: np.ndarray) -> list[str]:
     for index, name in enumerate(names):
         low, median, high = np.percentile(steps[index] * 1e3, [25, 50, 75])
         wait = np.median(exposed[index]) * 1e3
-        line = f"  {name:<12} {median:9.1f} ms ({low:.1f} - {high:.1f})  {ratios[index]:5.2f} x none"
+        line = f"  {name:<16} {median:9.1f} ms ({low:.1f} - {high:.1f})  {ratios[index]:5.2f} x {names[0]}"
         line += f"   exposed {wait:8.1f} ms  hidden {1 - wait / (np.median(exposed[0]) * 1e3):7.1%}"
         if np.isfinite(figures[index, 3]).all():
             line += f"   of the thread {1 - figures[index, 2].sum() / figures[index, 3].sum():7.1%}"
@@ -150,7 +195,8 @@ def main() -> None:
     figures = measure(comm, runs, options)
     check(runs, comm.rank)
     if comm.rank == 0:
-        layout, buckets = runs["none"].model.layout, sum(op.kind.name == "REDUCE" for op in runs["none"].operations)
+        first = next(iter(runs.values()))
+        layout, buckets = first.model.layout, sum(op.kind.name == "REDUCE" for op in first.operations)
         print(f"{comm.size} ranks on {comm.nodes().count} nodes, {options.algorithm}; {session.library}")
         print(f"{layout.parameters:,} parameters in {buckets} buckets, {options.steps} steps each: median (quartiles)")
         print("\n".join(report(list(runs), figures)), flush=True)

@@ -1,4 +1,4 @@
-"""Nonblocking allreduce over real MPI: the bits of the blocking one, alone and in training."""
+"""Nonblocking collectives over real MPI: the bits of the blocking ones, alone and in training."""
 
 from pathlib import Path
 
@@ -8,8 +8,10 @@ import pytest
 from hpcdist import collectives
 from hpcdist.collectives import nonblocking
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.comm.placement import locate
 from hpcdist.comm.recording import recording
+from hpcdist.comm.solo import solo
 from hpcdist.comm.start import Session
 from hpcdist.errors import CommunicationError, MissingCapabilityError
 from hpcdist.strategies.schedule.operations import Kind
@@ -18,6 +20,7 @@ from hpcdist.training.data import microbatches
 from hpcdist.training.trainer import Trainer, assemble
 
 KINDS = sorted(nonblocking.KINDS)
+HALVES = [("poll", "ring"), *(("thread", name) for name in sorted(collectives.SHARDED))]
 PAIRS = [("poll", "ring"), *(("thread", name) for name in sorted(collectives.ALLREDUCE))]
 COUNTS = (0, 1, 7, 5000, 200_000)  # the last one travels in several lanes, by the protocol for large messages
 
@@ -159,3 +162,65 @@ def test_rank_training_has_the_same_bits(comm: Communicator, folder: Path, overl
     if comm.size > 1:
         overlapped = trainer.exchange.overlap
         assert overlapped is not None and overlapped.taken()[0] > 0
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), HALVES)
+def test_rank_halves_have_the_bits_of_the_blocking_ones(
+    comm: Communicator, kind: str, algorithm: str, rng: np.random.Generator
+) -> None:
+    sharding = collectives.SHARDED[algorithm]
+    inputs = [rng.standard_normal((comm.size, count)).astype(np.float32)[comm.rank] for count in COUNTS]
+    shares = [sharding.shares(comm, count, 4) for count in COUNTS]
+    expected, found = ([data.copy() for data in inputs] for _ in range(2))
+    for data, parts in zip(expected, shares, strict=True):
+        sharding.reduce_scatter(comm, data, parts)
+    with begun(comm, kind) as progress:
+        handles = [progress.ireduce_scatter(data, parts, algorithm) for data, parts in zip(found, shares, strict=True)]
+        for index in (3, 0, 4, 1, 2):
+            handles[index].wait()
+            own = shares[index][comm.rank].slice
+            assert found[index][own].tobytes() == expected[index][own].tobytes()
+        for data, parts in zip(expected, shares, strict=True):
+            sharding.all_gather(comm, data, parts)
+        handles = [progress.iall_gather(data, parts, algorithm) for data, parts in zip(found, shares, strict=True)]
+        for handle, data, right in zip(handles, found, expected, strict=True):
+            handle.wait()
+            assert data.tobytes() == right.tobytes()
+    collectives.release(comm)
+
+
+ZERO = [("zero1", 0, 1), ("zero2", 0, 2), ("zero3", 0, 2), ("zero3", 1, 1), ("zero3", 2, 2)]
+
+
+@pytest.mark.parametrize(("overlap", "algorithm"), [("poll", "ring"), ("thread", "ring"), ("thread", "node_shared")])
+@pytest.mark.parametrize(("strategy", "prefetch", "parts"), ZERO)
+def test_rank_zero_behind_the_computation_has_the_same_bits(
+    comm: Communicator, folder: Path, overlap: str, algorithm: str, strategy: str, prefetch: int, parts: int
+) -> None:
+    keys = {"parallel__strategy": strategy, "communication__algorithm": algorithm, "parallel__microbatches": parts}
+    keys["communication__bucket_bytes"] = BUCKET_BYTES  # ZeRO has no buckets
+    if overlap == "thread":
+        begun(comm, overlap).close()
+    losses, weights, _ = _trained(comm, folder, **keys)
+    keys |= {"communication__overlap": overlap, "zero__prefetch": prefetch}
+    behind, found, trainer = _trained(comm, folder, **keys)
+    assert (behind, found) == (losses, weights)
+    overlapped = trainer.exchange.overlap
+    assert (overlapped is None) == (comm.size == 1)
+    if overlapped is not None:
+        fetched = overlapped.fetched()
+        gathers = sum(op.kind is Kind.START_GATHER for op in trainer.operations)
+        assert fetched.hits + fetched.misses == 6 * gathers and (gathers > 0) == (prefetch > 0)
+
+
+@pytest.mark.parametrize("overlap", KINDS)
+def test_rank_delayed_gradients_are_those_of_one_rank(comm: Communicator, folder: Path, overlap: str) -> None:
+    keys = {"communication__algorithm": "ring", "communication__delayed": "true", "precision__mode": "float64"}
+    begun(comm, overlap).close()
+    alone, right, _ = _trained(solo(), folder, communication__overlap=overlap, **keys)
+    losses, weights, _ = _trained(comm, folder, communication__overlap=overlap, **keys)
+    again, bits, _ = _trained(comm, folder, communication__overlap=overlap, **keys)
+    assert (again, bits) == (losses, weights)
+    np.testing.assert_allclose(losses, alone, rtol=1e-10)
+    found, one = np.frombuffer(weights), np.frombuffer(right)
+    assert np.linalg.norm(found - one) <= 1e-4 * np.linalg.norm(one), "the bias of the keys is noise under Adam"
