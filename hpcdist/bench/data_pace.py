@@ -14,7 +14,7 @@ def workers(compute_s: np.ndarray) -> np.ndarray:
 
 
 def ends_s(step_s: np.ndarray) -> np.ndarray:
-    """Return when each worker had made each step, (steps, workers), in seconds since all had made their first one.
+    """Return when each worker had made each step, (steps, workers), in seconds since it had made its first one.
 
     ``step_s`` is (steps, workers). Where it is NaN a worker left out a step, because the others made it without its
     gradient (backup workers): then a step has the same end for all, the median over those that took part. One who came
@@ -24,7 +24,7 @@ def ends_s(step_s: np.ndarray) -> np.ndarray:
     if np.isnan(step_s).any():
         ends[np.isnan(step_s)] = np.nan
         ends = np.repeat(np.nanmedian(ends, axis=1)[:, None], step_s.shape[1], axis=1)
-    since: np.ndarray = ends - ends[0].max()
+    since: np.ndarray = ends - ends[0]
     return since
 
 
