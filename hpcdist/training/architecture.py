@@ -25,6 +25,8 @@ def described(trainer: Trainer) -> str:
         parts.append("mirrored")
     if isinstance(trainer.exchange, Replicas):
         parts.insert(1, trainer.exchange.described())
+    if recipe.precision.working is not None:
+        parts.append(f"{recipe.precision.working} working copies")
     if isinstance(trainer.exchange, FixedTreeExchange):
         parts.append(f"{recipe.run.logical_shards} logical shards, arithmetic {trainer.exchange.arithmetic}")
     if grid.pipeline > 1:
