@@ -1,11 +1,15 @@
 """The scale of the loss: when it rises and falls, when a run gives up, and what a checkpoint keeps of it."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from hpcdist.errors import NonFiniteError
+from hpcdist.hdf5 import files, tables
 from hpcdist.strategies.loss_scale import LEAST, MOST, PATIENCE, START, DynamicScale, FixedScale, Unscaled, build
+from hpcdist.telemetry import loss_scales
+from hpcdist.telemetry.metrics import SCHEMA, VERSION, MetricsWriter
 
 
 def scales(scale: DynamicScale, norms: str) -> list[float]:
@@ -80,3 +84,18 @@ def test_only_float16_has_one() -> None:
     assert build("float16", 0.0, 10, 3) == DynamicScale(START, interval=10, hysteresis=3)
     with pytest.raises(NonFiniteError, match="step 4"):
         Unscaled().after("step 4", math.nan)
+
+
+def test_the_metrics_keep_what_happened_and_a_resumed_run_writes_it_anew(tmp_path: Path) -> None:
+    path, writer = tmp_path / "metrics.h5", MetricsWriter(tmp_path / "metrics.h5", world=1)
+    for step, scale, skipped in ((1, 64.0, False), (5, 64.0, True), (6, 32.0, False), (5, 64.0, False)):
+        row = (step, scale, skipped)
+        writer.include(lambda file, session, row=row: loss_scales.append(file, session, *row))
+    with files.open_read(path, SCHEMA, VERSION) as file:
+        found = tables.read(file, loss_scales.TABLE)
+    assert {name: values.tolist() for name, values in found.items()} == {
+        "step": [1, 5],
+        "session": [0, 0],
+        "scale": [64.0, 64.0],
+        "skipped": [0, 0],
+    }
