@@ -19,6 +19,7 @@ from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.grid import Axes, Grid
 from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.overlap import Fetched
 from hpcdist.strategies.pipeline import cut
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.verify import verify
@@ -26,6 +27,7 @@ from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.zero import ZeroExchange
 from hpcdist.strategies.zero_config import ZeroConfig
 from hpcdist.training import recipe as recipes
+from hpcdist.training.summary import prefetch_figures
 
 SAMPLES, STEPS, LAYERS = 7, 3, 3
 KINDS = ("thread", "poll")
@@ -306,9 +308,7 @@ def test_another_branch_on_one_rank_is_named(rng: np.random.Generator) -> None:
 
 
 def test_degrees_in_between_are_refused() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"'thread' with sharding degrees that are neither 1 nor all of the 4"
-    ):
+    with pytest.raises(ConfigurationError, match=r"'thread' with sharding degrees that are neither 1 nor all of the 4"):
         run_threads(4, lambda comm: Run(comm, 1, "thread", optimizer=2))
 
 
@@ -335,3 +335,13 @@ def test_recipes_that_can_be_had_are_taken() -> None:
     for strategy in ("zero1", "zero2", "zero3"):
         found = recipes.load(None, [f"parallel.strategy={strategy}", "communication.overlap=thread"]).recipe
         assert found.communication.overlap == "thread" and not math.isnan(found.zero.prefetch)
+
+
+def test_the_summary_tells_of_gathers_ahead() -> None:
+    ranks = [
+        {"fetched": [Fetched(0, 9, 9.0), Fetched(4, 2, 0.5), Fetched(6, 0, 0.25)]},
+        {"fetched": [Fetched(5, 1, 0.75)]},
+    ]
+    found = prefetch_figures(ranks)  # the first step is left out where there is another
+    assert found == {"prefetch_hits": 5.0, "prefetch_misses": 1.0, "prefetch_exposed_s": 0.5}
+    assert prefetch_figures([{"fetched": []}]) == dict.fromkeys(found)
