@@ -8,6 +8,7 @@ caller's affair: barriers, or the flags of an algorithm.
 import contextlib
 import mmap
 import os
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,9 +60,9 @@ class MappedBlock:
 
     is_shared = True
 
-    def __init__(self, mapping: mmap.mmap, stride: int, sizes: list[int], members: Members) -> None:
+    def __init__(self, mapping: mmap.mmap, sizes: list[int], members: Members) -> None:
         whole = np.frombuffer(mapping, np.uint8)
-        self.views = [whole[rank * stride : rank * stride + size] for rank, size in enumerate(sizes)]
+        self.views = [whole[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=False)]
         self.check_alive, self.progress = members.check_alive, members.progress
 
     def close(self) -> None:
@@ -113,11 +114,10 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MappedBlock | WindowBlock | Pr
     """
     sizes = comm.allgather(nbytes)
     members = Members(mpi, comm)
-    stride = align_up(max(sizes), _STRIDE)
-    mapping = _map(comm, stride) if members.see_each_other else None
+    mapping = _map(comm, sizes) if members.see_each_other else None
     if all(comm.allgather(mapping is not None)):
         assert mapping is not None
-        return MappedBlock(mapping, stride, sizes, members)
+        return MappedBlock(mapping, sizes, members)
     # An MPI library that finds too little room may die of a SIGBUS at the first touch: ask before it does.
     if all(comm.allgather(room_in(_SHM) >= sum(sizes))):
         with contextlib.suppress(mpi.Exception):
@@ -125,9 +125,15 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MappedBlock | WindowBlock | Pr
     return PrivateBlock(comm.rank, sizes, members)
 
 
-def _map(comm: Any, stride: int) -> mmap.mmap | None:
+def _starts(sizes: list[int]) -> list[int]:
+    """Return where each rank's part begins, and behind them where the last one ends: no page belongs to two."""
+    return list(accumulate((align_up(size, _STRIDE) for size in sizes), initial=0))
+
+
+def _map(comm: Any, sizes: list[int]) -> mmap.mmap | None:
     """Map memory of the node's first rank into every rank; None where this one cannot open it, or it has no room."""
-    total = stride * comm.size
+    starts = _starts(sizes)
+    total = starts[-1]
     descriptor, failed = -1, False
     if comm.rank == 0:
         try:
@@ -146,7 +152,8 @@ def _map(comm: Any, stride: int) -> mmap.mmap | None:
             own = descriptor if comm.rank == 0 else os.open(f"/proc/{owner}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
             try:
                 if _identity(own) == identity:  # and not what has this number in another process of that number
-                    mapping = _populated(own, comm.rank * stride, stride, max(total, _STRIDE))
+                    first, end = starts[comm.rank : comm.rank + 2]
+                    mapping = _populated(own, first, end - first, max(total, _STRIDE))
             finally:
                 if comm.rank != 0:
                     os.close(own)
