@@ -38,7 +38,7 @@ class CommunicationConfig:
     which is chosen by measurement at the start of a run and kept in its checkpoints. With the strategy allreduce a
     bucket of gradients is sent once ``bucket_bytes`` of it are complete; the other strategies send layer by layer. With
     ``overlap`` a bucket travels while the gradients before it are computed: a "thread" of each rank moves it, or
-    between two layers the rank itself does ("poll"); the results are the same bits. With ``delayed`` (allreduce) the sum
+    between two layers the rank itself does ("poll"); the results are the same bits. With ``delayed`` (allreduce) a sum
     goes on behind the whole next step, and its update comes after that: each gradient is one step late. A communication
     that takes longer than ``deadline_s`` ends the job. ``ranks_per_node`` treats that many consecutive ranks as a node,
     to try code for several nodes on one; 0 takes the nodes as they are found. With ``checked`` the ranks compare what

@@ -207,8 +207,8 @@ def describe(summary: dict[str, Any]) -> str:
         gathers = summary["prefetch_hits"] + summary["prefetch_misses"]
         lines.insert(
             3,
-            f"prefetch: {summary['prefetch_hits']:.1f} of {gathers:.0f} gathers a step were there when they were waited "
-            f"for; {summary['prefetch_exposed_s'] * 1e3:.1f} ms a step went into starting and waiting for them",
+            f"prefetch: {summary['prefetch_hits']:.1f} of {gathers:.0f} gathers a step were there when they were "
+            f"waited for; {summary['prefetch_exposed_s'] * 1e3:.1f} ms a step went into starting and waiting for them",
         )
     if summary["skipped_steps"]:
         lines.insert(2, f"{summary['skipped_steps']} steps skipped; loss scale {summary['loss_scale']:g} at the end")
