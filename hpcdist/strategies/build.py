@@ -35,9 +35,7 @@ def build_executor(seat: Seat, exchange: Exchange, kind: Callable[..., Executor]
     ``kind`` is `Executor`, or takes the same arguments.
     """
     found = ties(seat.model, cut(seat.model, seat.pipeline.size))
-    return kind(
-        seat, exchange, Copies(seat, found, exchange), Arena(seat.ledger, seat.on), seat.optimizer.clip_norm
-    )
+    return kind(seat, exchange, Copies(seat, found, exchange), Arena(seat.ledger, seat.on), seat.optimizer.clip_norm)
 
 
 def operations(seat: Seat, exchange: Exchange, copies: Copies, parallel: ParallelConfig) -> list[Operation]:
