@@ -1,7 +1,7 @@
 """Restoring on any number of ranks: what is wanted is intersected with what is stored, and only that is read."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,20 +56,22 @@ def _why_not(path: Path, comm: Communicator) -> str:
     return next((reason for reason in reasons if reason), "")
 
 
-def restore(directory: str | Path, wanted: Iterable[Piece]) -> dict[str, Any]:
+def restore(directory: str | Path, wanted: Iterable[Piece], optional: Collection[str] = ()) -> dict[str, Any]:
     """Fill the arrays of ``wanted`` from the checkpoint ``directory`` (``.../step-N``) and return its scalars (local).
 
-    The pieces may be cut in any way, whatever wrote them. Raises StorageError, naming file and tensor, when bytes are
-    damaged or missing or a tensor has another shape or dtype; the arrays are then undefined.
+    The pieces may be cut in any way, whatever wrote them. Those of a kind in ``optional`` stay as they are where the
+    checkpoint has nothing of that kind. Raises StorageError, naming file and tensor, when bytes are damaged or missing
+    or a tensor has another shape or dtype; the arrays are then undefined.
     """
     directory = Path(directory)
     stored = manifest.load(directory)
     by_tensor: dict[tuple[str, str], list[Entry]] = {}
     for entry in stored.pieces:
         by_tensor.setdefault((entry.kind, entry.tensor), []).append(entry)
+    absent = set(optional) - {entry.kind for entry in stored.pieces}
     with BlockReader(directory) as reader:
         for piece in wanted:
-            if not piece.flat:
+            if not piece.flat or piece.kind in absent:
                 continue  # nobody saved what has no elements
             entries = by_tensor.get((piece.kind, piece.tensor), [])
             _check(directory, piece, entries)

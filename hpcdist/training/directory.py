@@ -18,7 +18,7 @@ RECIPE_FILE = "recipe.toml"
 
 # What a run is made with, not what it is: a run may go on with other values, in another layout, on other machines.
 OPERATIONAL: Final = (
-    *("parallel.", "parameter_server.", "decentralised.", "communication."),
+    *("parallel.", "parameter_server.", "zero.", "decentralised.", "communication."),
     *("checkpoint.", "energy.", "chaos."),
 )
 OPERATIONAL_KEYS: Final = (

@@ -17,6 +17,7 @@ from hpcdist.models.model import Model
 from hpcdist.optim import rates
 from hpcdist.strategies import build, loss_scale, pipeline
 from hpcdist.strategies.decentralised import build as decentralised
+from hpcdist.strategies.decentralised.local_sgd import OUTER
 from hpcdist.strategies.delayed import DelayedExchange
 from hpcdist.strategies.exchange import Exchange
 from hpcdist.strategies.fixed_tree import FixedTreeExchange
@@ -130,7 +131,8 @@ class Trainer:
 
         Raises DataError when the data has changed since: the sample order and every loss would be others.
         """
-        resumed = restore(path, self.exchange.wanted())
+        # A run that took no outer steps so far begins them at rest.
+        resumed = restore(path, self.exchange.wanted(), optional=(OUTER,))
         if resumed["data"] != self.source.fingerprint:
             raise DataError(
                 f"{path} was written by a run on other data than {self.source.description}; "

@@ -235,6 +235,21 @@ def test_wrong_shape_dtype_tensor_and_uncovered_tensor(tmp_path, rng):
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-1"]
 
 
+def test_optional_pieces_may_be_absent_altogether_but_not_in_part(tmp_path, rng):
+    kept = {"parameters": filled(rng), "velocity": filled(rng)}
+    path = save_on(1, tmp_path, 1, {"parameters": kept["parameters"]})
+    fresh = Piece.whole("velocity", "1.weight", np.full((33, 19), 7, "f4"))
+    restore(path, [fresh], optional=("velocity",))
+    assert (fresh.array == 7).all()
+    with pytest.raises(StorageError, match=r"has no velocity/1.weight"):
+        restore(path, [fresh])
+    path = save_on(1, tmp_path, 2, kept)
+    restore(path, [fresh], optional=("velocity",))
+    assert not (fresh.array == 7).any()
+    with pytest.raises(StorageError, match=r"has no velocity/1.wait"):
+        restore(path, [Piece.whole("velocity", "1.wait", np.zeros(3, "f4"))], optional=("velocity",))
+
+
 def test_keep_latest_and_abandoned(tmp_path, rng, capfd):
     store = {"parameters": filled(rng)}
     for step in (1, 2, 3, 4):

@@ -51,6 +51,19 @@ def test_layout_and_length_may_change_and_every_recipe_is_kept(begun: Path) -> N
     assert recipes.load_stored(begun / "recipe-2.toml").parallel.strategy == "zero3"
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("parallel.strategy=zero2", "zero.shared_parameters=true"),
+        ("parallel.strategy=zero3", "zero.persistent_below=200", "zero.gradients=2", "zero.parameters=2"),
+        ("parallel.strategy=zero1", "zero.offload_optimizer=file", "zero.offload_directory=states"),
+    ],
+)
+def test_where_states_lie_may_change_either_way(begun: Path, overrides: tuple[str, ...]) -> None:
+    assert "zero." in prepare(begun, "run.steps=10", *overrides).changed
+    assert "zero." in prepare(begun, "run.steps=10").changed
+
+
 def test_a_recipe_of_an_older_version_has_the_defaults_of_new_keys(begun: Path) -> None:
     stored = begun / "recipe.toml"
     text = stored.read_text()

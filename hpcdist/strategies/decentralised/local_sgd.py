@@ -17,7 +17,7 @@ averaged, and agrees with the others on a few numbers in every step. The outer o
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from hpcdist.arrays.backend import namespace
 from hpcdist.arrays.store import FlatStore
@@ -27,6 +27,8 @@ from hpcdist.strategies.decentralised.replicas import Replicas
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
 
+OUTER: Final = "optimizer.outer"  # the kind of its velocity in a checkpoint
+
 
 class Outer:
     """The outer optimizer: the same state on every rank. Local."""
@@ -34,7 +36,7 @@ class Outer:
     def __init__(self, seat: Seat, config: DecentralisedConfig) -> None:
         self._rate, self._momentum = config.outer_learning_rate, config.outer_momentum
         self._start = seat.store("optimizer")
-        self.slots = {"optimizer.outer": seat.store("optimizer")} if config.outer_momentum else {}
+        self.slots = {OUTER: seat.store("optimizer")} if config.outer_momentum else {}
 
     def begin(self, parameters: FlatStore) -> None:
         """Take ``parameters`` for those from which the local steps begin."""
@@ -45,7 +47,7 @@ class Outer:
         start, difference = self._start.array, parameters.array
         namespace(start).subtract(start, difference, out=difference)
         if self._momentum:
-            velocity = self.slots["optimizer.outer"].array
+            velocity = self.slots[OUTER].array
             kernels.momentum_direction(
                 start, difference, velocity, scale=1.0, momentum=self._momentum, nesterov=True, decay=0.0
             )
