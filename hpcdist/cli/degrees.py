@@ -8,8 +8,10 @@ if TYPE_CHECKING:
 
 def equation(recipe: "Recipe", world: int) -> str:
     """Return the degrees of parallelism of ``recipe`` on ``world`` ranks, or raise ConfigurationError."""
+    from hpcdist.strategies.decentralised import graphs
     from hpcdist.strategies.grid import Grid
     from hpcdist.strategies.parameter_server.roles import Roles
+    from hpcdist.strategies.zero_config import STAGES
 
     parallel = recipe.parallel
     roles = Roles.of(recipe.parameter_server, world) if parallel.strategy == "parameter_server" else None
@@ -24,5 +26,9 @@ def equation(recipe: "Recipe", world: int) -> str:
     )
     recipe.check_world(grid.data)
     recipe.chaos.check_world(world, world - servers)
+    if parallel.strategy in STAGES:
+        recipe.zero.degrees(STAGES[parallel.strategy], grid.data)
+    if parallel.strategy == "gossip":
+        graphs.build(recipe.decentralised.graph, grid.data, recipe.decentralised.edges)
     product = f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}"
     return f"{world} = {product}" + (f" + servers {servers}" if servers else "")

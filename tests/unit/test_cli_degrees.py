@@ -1,0 +1,36 @@
+"""What a number of ranks refuses of a recipe, before anything is started."""
+
+import pytest
+
+from hpcdist.cli.degrees import equation
+from hpcdist.errors import ConfigurationError
+from hpcdist.training import recipe as recipes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel.strategy=zero3", "zero.parameters=3"], "zero.parameters 3 does not divide"),
+        (
+            ["parallel.strategy=gossip", "decentralised.graph=edges", "decentralised.edges=0-1, 1-4"],
+            "1-4 names rank 4",
+        ),
+        (["parallel.strategy=gossip", "decentralised.graph=edges", "decentralised.edges=0-1, 2-3"], "not connected"),
+        (["chaos.slow_ranks=[4]"], "there is no rank 4"),
+    ],
+)
+def test_what_does_not_fit_the_ranks_is_refused(overrides: list[str], words: str) -> None:
+    recipe = recipes.load(None, overrides, {}).recipe
+    with pytest.raises(ConfigurationError, match=words):
+        equation(recipe, 4)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.strategy=zero3", "zero.parameters=2"],
+        ["parallel.strategy=gossip", "decentralised.graph=edges", "decentralised.edges=0-1, 1-2, 2-3"],
+    ],
+)
+def test_what_fits_is_told(overrides: list[str]) -> None:
+    assert equation(recipes.load(None, overrides, {}).recipe, 4).startswith("4 = data 4 x")
