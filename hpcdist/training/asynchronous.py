@@ -12,6 +12,7 @@ from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.parameter_server.asynchronous import AsynchronousExchange
 from hpcdist.strategies.parameter_server.backup import BackupExchange
 from hpcdist.strategies.schedule.executor import MicroBatch, Step
+from hpcdist.telemetry.metrics import PER_RANK
 from hpcdist.training.data import Prefetcher, microbatches
 from hpcdist.training.loop import Loop, Outcome
 from hpcdist.training.rows import UnevenMetrics
@@ -147,11 +148,16 @@ class AsynchronousLoop(Loop):
         self._boundary = now
         seconds = {**found.seconds, "step_s": outcome.step_s[-1]}
         self.metrics.add(step, loss, exchange.learning_rate, targets, seconds, outcome.sent_bytes[-1])
-        if exchange.clock > step:  # others made the steps in between: the last of them has no times of this worker
-            self.metrics.add(exchange.clock, 0.0, exchange.learning_rate, 0, dict.fromkeys(seconds, math.nan), math.nan)
+        if exchange.clock > step:
+            self._note_missed()
         outcome.communication_s.append(found.seconds["communication_s"])
         share = found.seconds["communication_s"] / outcome.step_s[-1]
         self.progress.step(exchange.clock, loss, self._targets_of_all(), share)
+
+    def _note_missed(self) -> None:
+        """Others made the steps up to this worker's clock: the last of them has no times of this worker (local)."""
+        nothing = dict.fromkeys(PER_RANK, math.nan)
+        self.metrics.add(self.exchange.clock, 0.0, self.exchange.learning_rate, 0, nothing, math.nan)
 
     def _targets_of_all(self) -> int:
         """Return how many targets all workers have done since the last call, by the updates known here (local)."""
@@ -181,10 +187,12 @@ class AsynchronousLoop(Loop):
         own = [bool(self._failure), exchange.meetings.calls, updates, loss * targets, targets]
         clocks = np.zeros(len(exchange.roles.workers))
         if exchange.works:
-            clocks[exchange.roles.workers.index(comm.rank)] = exchange.clock
+            clocks[exchange.roles.workers.index(comm.rank)] = before = exchange.clock
         values = exchange.agree(np.concatenate([self.wishes.current(), own, clocks]))
         wishes, found = values[: len(Wish)], values[len(Wish) :].tolist()
         exchange.adjourn([int(clock) for clock in found[len(own) :]], updates=int(found[2]), calls=int(found[1]))
+        if exchange.works and exchange.clock > before:
+            self._note_missed()
         self.outcome.done = min(exchange.clocks)
         if found[0]:
             failures = [failure for failure in comm.allgather_object(self._failure) if failure]

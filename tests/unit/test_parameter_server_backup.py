@@ -74,7 +74,7 @@ class Backup(Place):
         self.operations = place.attended(self.operations)
         place.part()
         self.taken: list[tuple[int, bool]] = []
-        while place.works and place.clock < STEPS:
+        while place.works and place.clock < STEPS and not place.meetings.called:
             before = place.clock
             pause(self, before)
             divisor = place.weigh(SAMPLES, SAMPLES * self.workers)
@@ -207,3 +207,30 @@ def test_a_state_goes_on_at_one_clock_for_all() -> None:
         return run.exchange.clock, run.exchange.clocks, shard.updates, run.exchange.state()
 
     assert run_threads(3, body) == [(2, [2, 2, 2], 2, {"count": 2})] * 3
+
+
+def test_a_late_worker_that_was_called_before_the_last_step_does_not_take_that_back() -> None:
+    """It hears of the meeting at clock 1, the others after one more step: all, and what is saved, are at clock 2."""
+    runs: dict[int, Backup] = {}
+    data = text(np.random.default_rng(5), 3)
+
+    def pause(run: Backup, clock: int) -> None:
+        place, late = run.exchange, runs[2].exchange
+        if place.rank == 2:
+            serve_until(place, lambda: min(runs[0].exchange.clock, runs[1].exchange.clock) == 1)
+            place.meetings.call()
+        elif clock == 1:
+            serve_until(place, lambda: late.meetings.called)
+
+    def body(comm: Communicator) -> tuple[int, list[int], dict[str, int], list[tuple[int, bool]], bytes]:
+        run = runs[comm.rank] = Backup(comm, config_of(1, "dedicated"))
+        comm.barrier()
+        run.train(data, pause)
+        place = run.exchange
+        return place.updates, place.clocks, place.state(), run.taken, place.parameters.array.tobytes()
+
+    found = run_threads(4, body)
+    assert [taken for *_, taken, _ in found] == [[(0, True), (1, True)]] * 2 + [[(0, False)], []]
+    assert [(updates, clocks, state) for updates, clocks, state, *_ in found] == [(2, [2, 2, 2], {"count": 2})] * 4
+    assert found[0][-1] == found[1][-1] == found[2][-1]
+    assert runs[2].exchange.clock == 2

@@ -160,15 +160,17 @@ class BackupExchange(ServedExchange):
         self.clock, self.taken = what.clock, not what.dropped
 
     def adjourn(self, clocks: Sequence[int], updates: int, calls: int) -> None:
-        """Take note of what the meeting found out: clocks of the workers, updates, calls that were sent (local)."""
-        super().adjourn(clocks, updates, calls)
+        """Take note of what the meeting found out: clocks of the workers, updates, calls. Collective over the world.
+
+        Whoever was late, and called before the others made their last step, missed that: it goes on where they are.
+        """
+        super().adjourn([updates] * len(clocks), updates, calls)
         if self._quorum is not None:
             self._quorum.convene(updates)
-
-    def part(self) -> None:
-        """End the meeting: every rank goes on by itself (local)."""
-        assert set(self.clocks) == {self.updates}, "a late worker was told where the others are before it came"
-        super().part()
+        if min(clocks) < updates:
+            self.refresh()
+        if self.works:
+            self.clock = updates
 
     @property
     def learning_rate(self) -> float:
