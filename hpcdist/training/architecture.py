@@ -1,13 +1,20 @@
 """The architecture of a run in one line, for people."""
 
+from typing import Final
+
 from hpcdist.strategies.decentralised.replicas import Replicas
 from hpcdist.strategies.fixed_tree import FixedTreeExchange
 from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.zero_config import STAGES, ZeroConfig
 from hpcdist.training.trainer import Trainer
+
+OVERLAPPED: Final = {"thread": "overlapped by a thread", "poll": "overlapped by polling"}
 
 
 def described(trainer: Trainer) -> str:
-    """Return strategy, algorithm and, where there are any, servers and the schedule with its bubble (local).
+    """Return strategy, algorithm and, where there are any, servers, what a recipe changes of these, and the schedule.
+
+    Local. A key that changes what a rank keeps, sends or waits for is named where it is not at its default.
 
     The bubble is the share of a step that a stage waits when all take equally long: (p-1)/(m+p-1) for p stages and m
     micro-batches, in GPipe and 1F1B alike.
@@ -25,6 +32,11 @@ def described(trainer: Trainer) -> str:
         parts.append("mirrored")
     if isinstance(trainer.exchange, Replicas):
         parts.insert(1, trainer.exchange.described())
+    parts += _where_states_lie(recipe.zero, trainer)
+    if recipe.communication.overlap != "none":
+        parts.append(OVERLAPPED[recipe.communication.overlap] + (", delayed" if recipe.communication.delayed else ""))
+    if trainer.shares is not None:
+        parts.append("samples by measured speed")
     if recipe.precision.working is not None:
         parts.append(f"{recipe.precision.working} working copies")
     if isinstance(trainer.exchange, FixedTreeExchange):
@@ -37,3 +49,24 @@ def described(trainer: Trainer) -> str:
     elif parallel.microbatches > 1:
         parts.append(f"{parallel.microbatches} micro-batches")
     return ", ".join(parts)
+
+
+def _where_states_lie(zero: ZeroConfig, trainer: Trainer) -> list[str]:
+    """Return what the keys of ZeRO change of its stage (local)."""
+    stage = STAGES.get(trainer.recipe.parallel.strategy)
+    if stage is None:
+        return []
+    parts = []
+    if zero.parameters or zero.gradients or zero.optimizer:
+        cut = zero.degrees(stage, trainer.grid.data)
+        parts.append(f"degrees {cut.parameters}, {cut.gradients}, {cut.optimizer}")
+    if zero.persistent_below:
+        parts.append(f"layers below {zero.persistent_below:,} elements whole")
+    if zero.prefetch:
+        parts.append(f"{zero.prefetch} gathered ahead")
+    if zero.shared_parameters:
+        parts.append("parameters shared by a node")
+    for place, what in ((zero.offload_optimizer, "optimizer state"), (zero.offload_parameters, "shards")):
+        if place != "none":
+            parts.append(f"{what} {'in files' if place == 'file' else 'on the host'}")
+    return parts

@@ -36,6 +36,41 @@ from hpcdist.training.trainer import assemble
             "parameter_server, 2 dedicated servers, bsp, transport shared, mirrored",
         ),
         (
+            4,
+            ["parallel.strategy=zero3", "zero.parameters=2", "zero.persistent_below=1000", "data.shares=measured"],
+            "zero3, native, degrees 2, 4, 4, layers below 1,000 elements whole, samples by measured speed",
+        ),
+        (
+            2,
+            [
+                "parallel.strategy=zero3",
+                "zero.prefetch=2",
+                "communication.overlap=poll",
+                "communication.algorithm=ring",
+            ],
+            "zero3, ring, 2 gathered ahead, overlapped by polling",
+        ),
+        (
+            2,
+            [
+                "parallel.strategy=zero3",
+                "zero.offload_optimizer=file",
+                "zero.offload_parameters=file",
+                "zero.offload_directory={here}",
+            ],
+            "zero3, native, optimizer state in files, shards in files",
+        ),
+        (
+            2,
+            ["parallel.strategy=zero1", "zero.shared_parameters=true"],
+            "zero1, native, parameters shared by a node",
+        ),
+        (
+            1,
+            ["communication.algorithm=ring", "communication.overlap=poll", "communication.delayed=true"],
+            "allreduce, ring, overlapped by polling, delayed",
+        ),
+        (
             2,
             ["parallel.pipeline=2", "parallel.microbatches=4", "parallel.recompute=true"],
             "allreduce, native, 1f1b of 4 micro-batches, recomputing, bubble 20%",
@@ -53,7 +88,7 @@ def test_one_line_says_it_all(
         "data.context=8",
         f"data.path={tmp_path / 'text.txt'}",
     ]
-    recipe = recipes.load(None, small + keys, {}).recipe
+    recipe = recipes.load(None, small + [key.format(here=tmp_path) for key in keys], {}).recipe
 
     def body(comm: Communicator) -> str:
         return architecture.described(assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe))
