@@ -210,7 +210,8 @@ def alloc_pinned_memory(nbytes: int) -> Pinned:
 
 def is_pinned(array: np.ndarray) -> bool:
     address = int(array.__array_interface__["data"][0])
-    return any(start <= address < end for start, end in list(_PINNED.items()))
+    # A copy in one step: while a list is made, the collector may run finalizers, which take entries away.
+    return any(start <= address < end for start, end in _PINNED.copy().items())
 
 
 def copy_to_host(source: np.ndarray, target: np.ndarray, stream: Stream, blocking: bool) -> None:

@@ -256,8 +256,9 @@ def test_the_sweep_of_the_architectures_is_valid_on_its_ranks():
 SLEEPS = "import time; Path('began').touch(); time.sleep(600)"
 SAYS = "import os, sys; sys.exit('Error: ' + ' '.join(sorted(name for name in os.environ if name[:7] == 'HPCDIST')))"
 COMMAND = """
-    import sys
+    import signal, sys
     from pathlib import Path
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, as it should be
     from hpcdist.bench import trial
     from hpcdist.cli import main
     trial.command = lambda ranks, recipe, out: [sys.executable, "-c", "from pathlib import Path; " + sys.argv[1]]
