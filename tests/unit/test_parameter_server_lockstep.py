@@ -1,6 +1,7 @@
 """A parameter server in lock-step trains as one process: every placement, number of servers, optimizer."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from hpcdist.strategies.grid import Grid
 from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.owner import Owner
 from hpcdist.strategies.parameter_server.build import exchange
-from hpcdist.strategies.parameter_server.config import ParameterServerConfig
+from hpcdist.strategies.parameter_server.config import PLACEMENTS, ParameterServerConfig
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.parameter_server.mirror import shift
 from hpcdist.strategies.parameter_server.roles import Roles
@@ -249,11 +250,12 @@ def test_pieces_tile_everything_once_and_restore_anywhere(
 KINDS = ("parameters", "optimizer.m", "optimizer.v")
 
 
-def test_nan_names_the_worker_and_updates_nothing(rng: np.random.Generator) -> None:
-    data = text(rng)
+@pytest.mark.parametrize(("transport", "placement"), [("messages", "dedicated"), *product(["rma"], PLACEMENTS)])
+def test_nan_names_the_worker_and_updates_nothing(transport: str, placement: str, rng: np.random.Generator) -> None:
+    data, config = text(rng), ParameterServerConfig(servers=1, transport=transport, placement=placement)
 
     def body(comm: Communicator) -> tuple[str, bool]:
-        run = Run(comm, ParameterServerConfig(servers=1), "float32")
+        run = Run(comm, config, "float32")
         if comm.rank == 1:
             run.exchange.parameters.view(run.model.layout.segments[4].key)[...] = np.nan
         before = run.exchange.parameters.array.copy()

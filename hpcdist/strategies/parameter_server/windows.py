@@ -93,6 +93,8 @@ class Windows:
             at = self._held(server) + slot + self._owned_at(part, server)
             self._window.put(self.gradients.range(part), server, at * self._itemsize)
             self._put.append(part)
+        if part == self.site.messages[-1][0]:
+            self._announce()  # nothing needs to follow: a step that is given up is computed again up to here
 
     def _announce(self) -> None:
         """Complete what was put, and tell the servers."""
