@@ -35,7 +35,7 @@ def described(trainer: Trainer) -> str:
     parts += _where_states_lie(recipe.zero, trainer)
     if recipe.communication.overlap != "none":
         parts.append(OVERLAPPED[recipe.communication.overlap] + (", delayed" if recipe.communication.delayed else ""))
-    if trainer.shares is not None:
+    if recipe.data.shares == "measured":
         parts.append("samples by measured speed")
     if recipe.precision.working is not None:
         parts.append(f"{recipe.precision.working} working copies")

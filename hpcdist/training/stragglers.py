@@ -1,4 +1,4 @@
-"""What a run whose workers are not in lock-step says of the slow ones, at its end."""
+"""What a run says of its slow ranks, at its end."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,18 @@ from hpcdist.training.trainer import Trainer
 
 
 def figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what the summary of such a run has beside the figures of all runs, {} for others (local).
+    """Return what the summary has of them (local).
 
+    ``samples_by_replica`` are those of the last step where measured speed decides, else None. The others are figures of
+    parameter servers whose workers are not in lock-step:
     ``staleness`` is that of the gradients of this start, as the first server counted it. ``dropped_gradients`` came too
     late in this start. ``servers_fullest`` is what the server with most holds, over an even share.
     """
     exchange = trainer.exchange
+    found: dict[str, Any] = {"samples_by_replica": workers[0]["shares"]}
     if not isinstance(exchange, ServedExchange):
-        return {}
-    found: dict[str, Any] = {"servers_fullest": exchange.fullest}
+        return found
+    found["servers_fullest"] = exchange.fullest
     if isinstance(exchange, BackupExchange):
         return found | {"dropped_gradients": sum(rank["dropped"] for rank in workers)}
     staleness = [value for rank in workers for value in rank["staleness"]]
@@ -29,10 +32,15 @@ def figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) -> dict[str,
 def described(summary: Mapping[str, Any]) -> list[str]:
     """Return the lines of a summary that say so, if there is anything to say."""
     lines = []
+    if summary.get("samples_by_replica") is not None:
+        shares = summary["samples_by_replica"]
+        lines.append(f"replicas took {min(shares)} to {max(shares)} of {sum(shares)} samples in the last step")
     if summary.get("staleness_mean") is not None:
         lines.append(f"gradients were {summary['staleness_mean']:.1f} updates old, at most {summary['staleness_most']}")
     if summary.get("dropped_gradients") is not None:
-        lines.append(f"{summary['dropped_gradients']} gradients came too late and were dropped")
+        count = summary["dropped_gradients"]
+        one = count == 1
+        lines.append(f"{count} gradient{'' if one else 's'} came too late and {'was' if one else 'were'} dropped")
     if summary.get("servers_fullest", 1.0) > 1.01:
         lines.append(f"the server that holds most has {summary['servers_fullest']:.2f} of an even share")
     return lines

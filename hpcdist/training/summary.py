@@ -20,6 +20,10 @@ NOT_VISIBLE: Final = (
     "the MPI library's own collective was used, and what it sends is not visible; set communication.algorithm to ring, "
     "or any but native, to count"
 )
+NOT_COUNTED: Final = (
+    "what ranks compare before each collective goes through the MPI library's own, and what that sends is not visible; "
+    "set communication.checked to false to count"
+)
 NOT_HIDDEN: Final = "while a rank does not look, it does not know what moves: set communication.overlap to thread"
 OVERLAP_FIGURES: Final = ("reductions_s", "reductions_exposed_s", "communication_hidden_share")
 PREFETCH_FIGURES: Final = ("prefetch_hits", "prefetch_misses", "prefetch_exposed_s")
@@ -102,7 +106,7 @@ def summarise(
     own: dict[str, Any] = {"step_s": outcome.step_s, "sent": outcome.sent_bytes, "comm": outcome.communication_s}
     own |= {"overlapped": outcome.overlapped, "fetched": outcome.fetched if trainer.exchange.ahead else []}
     own |= {"targets": outcome.targets, "computes": trainer.seat.computes}
-    own |= {"staleness": outcome.staleness, "dropped": outcome.dropped}
+    own |= {"staleness": outcome.staleness, "dropped": outcome.dropped, "shares": _shares(trainer, outcome.done)}
     own |= {"peak": trainer.ledger.peak, "held": trainer.ledger.peak_total, "pss": pss_bytes()}
     ranks = comm.allgather_object(own)
     workers = [rank for rank in ranks if rank["computes"]]
@@ -149,8 +153,13 @@ def summarise(
     if not shares:
         summary |= {f"{figure}_reason": NOTHING for figure in ("train", "tokens", "step", "comm", "bytes_sent")}
     elif summary["bytes_sent_per_step"] is None:
-        summary["bytes_sent_reason"] = NOT_VISIBLE
+        summary["bytes_sent_reason"] = NOT_COUNTED if trainer.recipe.communication.checked else NOT_VISIBLE
     return summary
+
+
+def _shares(trainer: Trainer, step: int) -> list[int] | None:
+    """Return the samples of each replica in ``step``, None where speed does not decide (local)."""
+    return None if trainer.shares is None else list(trainer.shares.of(max(0, step - 1)))
 
 
 def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:

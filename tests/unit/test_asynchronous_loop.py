@@ -299,7 +299,7 @@ def test_a_late_worker_is_left_behind_and_its_gradient_dropped(
     found = run_threads(size, body)
     assert [done for done, _, _ in found] == [STEPS] * size
     summary = found[0][2]
-    assert summary["dropped_gradients"] >= 1 and "gradients came too late" in describe(summary)
+    assert summary["dropped_gradients"] >= 1 and " came too late" in describe(summary)
     rows = files.read(tmp_path / "metrics.h5").steps
     assert rows["step"].tolist() == list(range(1, STEPS + 1)) and np.isfinite(rows["loss"]).all()
     samples = rows["tokens"] / 8

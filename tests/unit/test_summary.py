@@ -118,3 +118,15 @@ def test_what_the_library_sends_is_not_visible(text: dict[str, object]) -> None:
     found = summaries(text, unknown)
     assert found["bytes_sent_per_step"] is None and found["bytes_sent_reason"] == NOT_VISIBLE
     assert "tokens_reason" not in found and found["tokens_per_s"] == TARGETS
+    checked = summaries({**text, "communication.checked": "true"}, unknown)
+    assert "set communication.checked to false" in checked["bytes_sent_reason"]
+
+
+def test_it_tells_how_samples_were_shared(text: dict[str, object]) -> None:
+    done = [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2
+    assert summaries(text, done)["samples_by_replica"] is None
+    found = summaries({**text, "data.shares": "measured"}, done)
+    shares = found["samples_by_replica"]
+    assert len(shares) == 2 and max(shares) - min(shares) <= 1
+    said = f"replicas took {min(shares)} to {max(shares)} of {sum(shares)} samples in the last step"
+    assert said in describe(found | {"energy_j": None, "energy_reason": "none"})
