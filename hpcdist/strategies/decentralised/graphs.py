@@ -14,8 +14,8 @@ Rank i of an exponential graph takes from the ranks i - 1, i - 2, i - 4, ... (mo
 a time, in turn (Assran et al., arXiv:1811.10792; Ying et al., arXiv:2110.13363: both mix as quickly in theory, and one
 peer costs as much as one neighbour). A torus is the most square of its number of ranks; where that is a prime there is
 none, and the ring takes its place. All of these are regular, with the same weight for a rank and each of its
-neighbours; a graph of edges has Metropolis' weights 1/(1 + max(degree_i, degree_j)) (Xiao & Boyd 2004, doi
-10.1016/j.sysconle.2004.02.022). Rows and columns of W add up to 1, so that the mean over the ranks stays what it is.
+neighbours; a graph of edges has Metropolis' weights 1/(1 + max(degree_i, degree_j)) (Xiao, Boyd & Lall, IPSN 2005).
+Rows and columns of W add up to 1, so that the mean over the ranks stays what it is.
 """
 
 import math
