@@ -14,6 +14,11 @@ SHARES: Final = ("even", "measured")
 DEVICES: Final = ("cpu", "gpu")
 
 
+def written(value: Any) -> str:
+    """Return ``value`` as messages quote it: true and false as a recipe has them, the rest as Python has it."""
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """What is trained on.
@@ -109,7 +114,7 @@ class PrecisionConfig:
         for key, (value, only) in others.items():
             if value != only:
                 raise ConfigurationError(
-                    f"{key} = {value!r} with {built}; set {key} = {only!r}, or precision.mode = 'float32'"
+                    f"{key} = {written(value)} with {built}; set {key} = {written(only)}, or precision.mode = 'float32'"
                 )
 
 

@@ -10,6 +10,7 @@ from hpcdist.checkpoint.restore import newest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
 from hpcdist.training import recipe as recipes
+from hpcdist.training.config import written
 from hpcdist.training.metrics import METRICS_FILE
 from hpcdist.training.recipe import Recipe
 
@@ -132,7 +133,11 @@ def _differences(stored: Path, recipe: Recipe) -> dict[str, str]:
     A recipe of an older version lacks keys: they had their defaults.
     """
     before, now = recipes.flat(recipes.load_stored(stored)), recipes.flat(recipe)
-    return {key: f"{key} = {before[key]!r} there, {value!r} now" for key, value in now.items() if before[key] != value}
+    return {
+        key: f"{key} = {written(before[key])} there, {written(value)} now"
+        for key, value in now.items()
+        if before[key] != value
+    }
 
 
 def _listed(texts: list[str]) -> str:

@@ -27,7 +27,7 @@ from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.zero_config import STAGES, ZeroConfig
 from hpcdist.training import settings
 from hpcdist.training.chaos_config import ChaosConfig
-from hpcdist.training.config import DataConfig, PrecisionConfig, RunConfig
+from hpcdist.training.config import DataConfig, PrecisionConfig, RunConfig, written
 
 DEFAULT: Final = "default"
 
@@ -94,9 +94,9 @@ class Recipe:
         ):
             changed = [item.name for item in fields(given) if getattr(given, item.name) != getattr(default, item.name)]
             if changed and strategy != needed:
-                key = f"{section}.{changed[0]}"
+                key, value = f"{section}.{changed[0]}", written(getattr(given, changed[0]))
                 raise ConfigurationError(
-                    f"{key} = {getattr(given, changed[0])!r} has no effect with parallel.strategy = {strategy!r}; "
+                    f"{key} = {value} has no effect with parallel.strategy = {strategy!r}; "
                     f"remove it, or choose the strategy {needed!r}"
                 )
 
@@ -113,8 +113,8 @@ class Recipe:
         ):
             if self.run.logical_shards and given != only:
                 raise ConfigurationError(
-                    f"{key} = {given!r} with run.logical_shards = {self.run.logical_shards}: the order of its sums "
-                    f"would depend on the ranks; set {key} = {only!r}, or run.logical_shards = 0"
+                    f"{key} = {written(given)} with run.logical_shards = {self.run.logical_shards}: the order of its "
+                    f"sums would depend on the ranks; set {key} = {written(only)}, or run.logical_shards = 0"
                 )
 
     def _refuse_beside_16_bits(self) -> None:

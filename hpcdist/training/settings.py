@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.training.config import written
 
 PREFIX: Final = "HPCDIST_SET__"
 PATHS: Final = ("data.path",)  # keys that hold the path of a file or directory
@@ -109,7 +110,7 @@ def _put(settings: Settings, key: str, value: Any, place: str, known: Mapping[st
         value = msgspec.convert(value, tuple[int, ...] if kind is tuple else kind)
     except msgspec.ValidationError:
         raise ConfigurationError(
-            f"{key} = {value!r} in {place} has the wrong type: expected {TYPES[kind]}, such as {_example(known[key])!r}"
+            f"{key} = {value!r} in {place} has the wrong type: expected {TYPES[kind]}, such as {_example(known[key])}"
         ) from None
     if key in PATHS and value:
         value = os.path.abspath(base / Path(value).expanduser())
@@ -133,8 +134,8 @@ def _parse(key: str, text: str, known: Mapping[str, Any]) -> Any:
         return text
 
 
-def _example(default: Any) -> Any:
-    return [0, 1] if isinstance(default, tuple) else default
+def _example(default: Any) -> str:
+    return "[0, 1]" if isinstance(default, tuple) else written(default)
 
 
 def _check_known(key: str, value: Any, place: str, known: Mapping[str, Any]) -> None:

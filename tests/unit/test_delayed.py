@@ -378,7 +378,7 @@ def test_a_checkpoint_has_all_gradients_and_a_run_goes_on_from_it(tmp_path: Path
     ("settings", "match"),
     [
         ([], r"communication.delayed = true with communication.overlap = 'none'"),
-        (["communication.overlap=thread", "parallel.strategy=zero1"], r"delayed = True has no effect with .*'zero1'"),
+        (["communication.overlap=thread", "parallel.strategy=zero1"], r"delayed = true has no effect with .*'zero1'"),
         (["communication.overlap=thread", "run.logical_shards=4"], r"run.logical_shards = 4"),
         (["communication.overlap=thread", "precision.mode=bfloat16"], r"precision.mode = 'bfloat16' is not built"),
     ],

@@ -161,7 +161,7 @@ def test_wrong_types_name_the_key(home: dict[str, str], tmp_path: Path, text: st
     "text", ["run.steps=1.5", "run.steps=", "run.steps=0x", "model.tied=1", "data.context=2\nrun.steps=3"]
 )
 def test_wrong_types_of_overrides(home: dict[str, str], text: str) -> None:
-    with pytest.raises(ConfigurationError, match="in --set has the wrong type"):
+    with pytest.raises(ConfigurationError, match=r"in --set has the wrong type: .*, such as ['0-9a-z]"):
         recipes.load(None, [text], home)
 
 
