@@ -40,6 +40,10 @@ class Bound:
     def backward_done(self, unit: int) -> None:
         """Take note that a micro-batch has gone back through a stage."""
 
+    def no_backward(self, unit: int) -> None:
+        """Take the memory into which a micro-batch without samples writes nothing: others take theirs here too."""
+        self.gradients(unit)
+
     def complete(self, unit: int) -> None:
         """Zero what no micro-batch has written of a stage, once all have gone back."""
         if unit not in self._complete:

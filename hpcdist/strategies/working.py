@@ -92,6 +92,10 @@ class WorkingCopies(Bound):
         for user in [user for user in self._gradients if unit in self._needs[user]]:
             del self._gradients[user]
 
+    def no_backward(self, unit: int) -> None:
+        """Take 16-bit memory where `backward_done` of other ranks does."""
+        self._exchange.gradients_at(self._layers[unit])
+
     def complete(self, unit: int) -> None:
         """Zero the gradients of a stage that no micro-batch has gone back through."""
         if unit not in self._held:

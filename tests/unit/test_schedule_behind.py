@@ -126,14 +126,14 @@ def move(text: str, to: str) -> Break:
 @pytest.mark.parametrize(
     ("damage", "match"),
     [
-        (lambda own: own.pop(where(own, "WAIT_GATHER(0, 1)")), r"FREE\(0, 1\) comes while START_GATHER"),
+        (lambda own: own.pop(where(own, "WAIT_GATHER(0, 1)")), r"FORWARD\(0, 1\) uses unit 1, which is not gathered"),
         (lambda own: own.pop(where(own, "START_GATHER(0, 1)")), r"WAIT_GATHER\(0, 1\) waits for what was not started"),
         (move("WAIT_GATHER(0, 1)", "FREE(0, 1)"), r"FORWARD\(0, 1\) uses unit 1, which is not gathered then"),
         (move("START_GATHER(0, 1)", "START_GATHER(0, 0)"), r"the same order"),
         (lambda own: own.insert(0, Operation(Kind.START_GATHER, 0, 0)), r"START_GATHER\(0, 0\) comes while"),
         (
             lambda own: own.insert(where(own, "FORWARD(0, 0)"), Operation(Kind.START_GATHER, 0, 0)),
-            r"START_GATHER\(0, 0\) gathers a unit that is there already|is never waited for|comes while",
+            r"FORWARD\(0, 0\) uses unit 0, which is not gathered then: no WAIT_GATHER before it",
         ),
         (
             lambda own: own.insert(where(own, "APPLY([0:40])"), Operation(Kind.START_GATHER, unit=0)),
@@ -150,3 +150,16 @@ def test_broken_lists_are_refused(damage: Break, match: str) -> None:
     damage(lists[1])
     with pytest.raises(ScheduleError, match=rf"rank \d: .*({match})"):
         prove(lists, 3, 2, own(3))
+
+
+def test_a_unit_that_is_kept_is_not_used_while_it_is_gathered() -> None:
+    kept = [op for op in zero3(2, 1, own(2)) if op.kind not in (Kind.GATHER, Kind.FREE)]
+    kept += [Operation(Kind.GATHER, unit=unit) for unit in range(2)]
+    prove([kept, kept], 2, 1, own(2))
+    at = where(kept, "FORWARD(0, 1)")
+    ends = [Operation(kind, unit=1) for kind in (Kind.START_GATHER, Kind.WAIT_GATHER)]
+    before = [*kept[:at], *ends, *kept[at:]]
+    prove([before, before], 2, 1, own(2))
+    around = [*kept[:at], ends[0], kept[at], ends[1], *kept[at + 1 :]]
+    with pytest.raises(ScheduleError, match=r"FORWARD\(0, 1\) uses unit 1, which is not gathered then"):
+        prove([around, around], 2, 1, own(2))

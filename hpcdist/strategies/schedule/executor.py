@@ -186,6 +186,7 @@ class Executor:
 
     def _backward(self, op: Operation) -> None:
         if not len(self._batches[op.microbatch][0]):
+            self._bound.no_backward(op.unit)
             return
         stage = self.model.stages[op.unit]
         saved = self.arena.saved(stage.layer, op.microbatch)

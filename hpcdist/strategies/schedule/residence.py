@@ -4,6 +4,8 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.share import COMPUTE, Share, covered, text
 
+GATHERS = (Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER, Kind.FREE)
+
 
 def check(share: Share) -> None:
     """Raise ScheduleError when units of ``share`` are used while they are not there, or left with old values."""
@@ -23,12 +25,16 @@ def gathered(share: Share) -> int:
 
 
 def _check_gathers(share: Share) -> None:
-    """A gather that is started is waited for, once, and nobody gathers the unit, or changes its owners, meanwhile."""
+    """A gather that is started is waited for, once; until then nobody uses or gathers the unit, or steps its owners."""
     under_way: dict[int, Operation] = {}
-    for _, op in share.where(Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER, Kind.FREE, Kind.APPLY):
+    for _, op in share.where(*GATHERS, *COMPUTE, Kind.APPLY):
         if op.kind is Kind.WAIT_GATHER:
             if under_way.pop(op.unit, None) is None:
                 raise share.refuse(f"{op} waits for what was not started, or was waited for before")
+        elif op.kind in COMPUTE:
+            early = sorted({op.unit, *share.needs.get(op.unit, ())} & under_way.keys())
+            if early:
+                raise share.refuse(f"{op} uses unit {early[0]}, which is not gathered then: no WAIT_GATHER before it")
         elif op.kind is Kind.APPLY:
             for unit, begun in under_way.items():
                 if op.range and op.range.intersect(share.units.get(unit, Range(0, 0))):
