@@ -127,6 +127,8 @@ class Recipe:
             "zero.offload_optimizer": (self.zero.offload_optimizer, "none"),
             "zero.offload_parameters": (self.zero.offload_parameters, "none"),
         }
+        if self.parallel.strategy in STAGES and self.communication.overlap == "poll":
+            others["communication.overlap"] = ("poll", "none")  # no reduce-scatter in steps sums them in float32
         if self.precision.mode == "bfloat16":  # cupy has no such numbers
             others["run.device"] = (self.run.device, "cpu")
         self.precision.check_beside(self.parallel.strategy, others)
