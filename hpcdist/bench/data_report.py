@@ -181,7 +181,10 @@ def text(table: Sequence[Row], left_out: Mapping[str, str]) -> str:
     lines += [f"{row.contender}, {row.scenario}: {row.reason}" for row in table if row.failed and not row.refused]
     unknown = [row.contender for row in table if row.ok and row.bytes_sent_per_step is None]
     if unknown:
-        lines.append(f"bytes sent are not known of {', '.join(dict.fromkeys(unknown))}: the MPI library does not tell")
+        lines.append(
+            f"bytes sent are not known of {'; '.join(dict.fromkeys(unknown))}: what MPI's own collectives and memory "
+            "that ranks share move is not seen (communication.algorithm = 'ring' sends messages, which are)"
+        )
     refused = {row.contender: row.reason for row in table if row.refused}
     lines += [f"left out: {name}: {reason}" for name, reason in {**left_out, **refused}.items()]
     return "\n".join(lines).rstrip()
