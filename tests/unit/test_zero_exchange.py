@@ -155,12 +155,12 @@ def trained(comm: Communicator, make: Callable[[Seat], Exchange], steps: int = S
     return run.losses(text()[:steps]), run.state()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("size", [1, 4, 6, 8])
 def test_all_degrees_train_as_one_process(size: int) -> None:
     losses, _ = alone()
     for config in degrees(size):
-        for found, _ in run_threads(size, lambda comm, config=config: trained(comm, zero(1, config), steps=3)):
-            np.testing.assert_allclose(found, losses[:3], rtol=1e-12)
+        for found, _ in run_threads(size, lambda comm, config=config: trained(comm, zero(1, config), steps=2)):
+            np.testing.assert_allclose(found, losses[:2], rtol=1e-12)
 
 
 OPTIMIZERS: dict[str, dict[str, object]] = {
@@ -184,8 +184,19 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(("optimizer", "dtype"), [*((name, "float64") for name in OPTIMIZERS), ("adamw", "float32")])
-@pytest.mark.parametrize("name", WAYS)
+PLAIN = ("zero1", "zero2", "zero3", "shared")
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "dtype"),
+    [
+        *((name, "adamw", "float64") for name in WAYS),
+        *((name, optimizer, "float64") for name in PLAIN for optimizer in ("sgd", "lars", "lamb")),
+        *((name, "adamw", "float32") for name in PLAIN),
+        ("mixed", "lamb", "float64"),
+        ("hpZ", "lars", "float64"),
+    ],
+)
 def test_ways_train_as_one_process_with_clipping_and_accumulation(name: str, optimizer: str, dtype: str) -> None:
     size, per_node, stage, config = WAYS[name]
     keys = {"name": optimizer, "dtype": dtype, **OPTIMIZERS[optimizer]}
@@ -217,7 +228,7 @@ def volume(size: int, config: ZeroConfig, microbatches: int) -> float:
     return gradients + (1 / p - 1 / o) + 2 * microbatches * (1 - 1 / p)
 
 
-@pytest.mark.parametrize(("size", "microbatches"), [(2, 1), (3, 2), (4, 1), (4, 2), (6, 1)])
+@pytest.mark.parametrize(("size", "microbatches"), [(3, 2), (4, 2), (6, 1)])
 def test_bytes_are_those_of_the_closed_form_for_all_degrees(size: int, microbatches: int) -> None:
     model = ModelConfig(layers=1, hidden=64, heads=2, vocabulary=256)
 
