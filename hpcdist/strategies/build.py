@@ -18,6 +18,7 @@ from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.verify import Proof, verify
 from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.zero import ZeroExchange
+from hpcdist.strategies.zero_config import Degrees
 
 PROVEN_RANKS: Final = 64  # the lists of all ranks meet on one
 IN_FLIGHT: Final = 2  # whole layers of gradients that are reduced behind a backward, where they are freed afterwards
@@ -57,7 +58,13 @@ def operations(seat: Seat, exchange: Exchange, copies: Copies, parallel: Paralle
 
 
 def prove(
-    seat: Seat, grid: Grid, steps: list[Operation], microbatches: int, *, accumulates: bool, copies: int = 1
+    seat: Seat,
+    grid: Grid,
+    steps: list[Operation],
+    microbatches: int,
+    *,
+    accumulates: bool,
+    degrees: Degrees | None = None,
 ) -> Proof | None:
     """Return the proof that the lists of all ranks are one step, None for more than `PROVEN_RANKS`. Collective.
 
@@ -77,7 +84,7 @@ def prove(
                 microbatches=microbatches,
                 needs=seat.model.needs,
                 accumulates=accumulates,
-                copies=copies,
+                degrees=degrees,
             )
         except ScheduleError as error:
             verdict = error

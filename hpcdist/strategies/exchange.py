@@ -10,6 +10,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.strategies.overlap import Overlap
 from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.zero_config import Degrees
 
 Handlers: TypeAlias = Mapping[Kind, Callable[[Operation], None]]
 
@@ -26,7 +27,7 @@ class Exchange(Protocol):
     lock_step: bool  # whether all ranks make each step together
     replicas_identical: bool  # whether the sentinel may compare ``parameters`` over the data axis
     accumulates: bool  # whether gradients of all micro-batches are added up first and exchanged once
-    copies: int  # how many replicas make the same step of an element, where not all do
+    degrees: Degrees | None  # over how many replicas what is cut, where none keeps everything
     # For each unit, those whose parameters must be gathered before it is computed, and freed after it; {}: none ever.
     gathers: Mapping[int, Sequence[int]]
     alternates: bool  # whether gradients of a step go elsewhere than those of the step before

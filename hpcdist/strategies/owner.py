@@ -17,6 +17,7 @@ from hpcdist.strategies.exchange import pieces_of
 from hpcdist.strategies.overlap import Overlap
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.zero_config import Degrees
 
 
 class Owner:
@@ -99,7 +100,7 @@ class OwnerExchange:
 
     lock_step = True
     accumulates = True
-    copies = 1
+    degrees: Degrees | None = None
     gathers: Mapping[int, Sequence[int]] = {}
     alternates = False
     ahead = 0

@@ -196,7 +196,7 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
     trainer = Trainer(comm, recipe, grid, seat, source, exchange, executor, operations, ledger, selection)
     if exchange.lock_step:  # else no two ranks share a step
         trainer.proof = build.prove(
-            seat, grid, operations, microbatches, accumulates=exchange.accumulates, copies=exchange.copies
+            seat, grid, operations, microbatches, accumulates=exchange.accumulates, degrees=exchange.degrees
         )
     if recipe.data.shares == "measured" and seat.computes:
         trainer.share_by_speed()

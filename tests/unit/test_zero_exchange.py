@@ -85,7 +85,7 @@ class Run:
             self.operations,
             microbatches,
             accumulates=self.exchange.accumulates,
-            copies=self.exchange.copies,
+            degrees=self.exchange.degrees,
         )
 
     def parts(self, samples: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -161,6 +161,25 @@ def test_all_degrees_train_as_one_process(size: int) -> None:
     for config in degrees(size):
         for found, _ in run_threads(size, lambda comm, config=config: trained(comm, zero(1, config), steps=2)):
             np.testing.assert_allclose(found, losses[:2], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "why"),
+    [
+        (Kind.COMBINE, ZeroConfig(parameters=1, gradients=2, optimizer=4), "has 0 COMBINE over all replicas"),
+        (Kind.COMBINE, ZeroConfig(parameters=2, gradients=2, optimizer=2), "has 0 COMBINE over all replicas"),
+        (Kind.REFRESH, ZeroConfig(parameters=2, gradients=4, optimizer=4), "no REFRESH after its APPLY"),
+    ],
+)
+def test_a_step_without_its_second_half_is_refused(kind: Kind, config: ZeroConfig, why: str) -> None:
+    def body(comm: Communicator) -> None:
+        run = Run(comm, zero(3, config))
+        steps = [op for op in run.operations if op.kind is not kind]
+        assert len(steps) < len(run.operations)
+        with pytest.raises(ScheduleError, match=why):
+            build.prove(run.seat, Grid(data=4), steps, 1, accumulates=False, degrees=run.exchange.degrees)
+
+    run_threads(4, body)
 
 
 OPTIMIZERS: dict[str, dict[str, object]] = {

@@ -33,6 +33,7 @@ from hpcdist.strategies.parameter_server.roles import Roles
 from hpcdist.strategies.parameter_server.shard import Shard
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.zero_config import Degrees
 
 GRADIENT: Final = 0  # tags of the values
 PARAMETER: Final = 1
@@ -50,7 +51,7 @@ class ServedExchange:
     lock_step = False
     replicas_identical = False
     accumulates = True
-    copies = 1
+    degrees: Degrees | None = None
     gathers: Mapping[int, Sequence[int]] = {}
     alternates = False
     ahead = 0

@@ -108,7 +108,14 @@ def _check_gradients(share: Share) -> None:
 
 
 def _check_sums(share: Share) -> None:
-    """What is added up is reduced once."""
+    """What is added up is reduced once, and what a reduction sums only in part is combined once."""
+    combined = share.ranges(Kind.COMBINE)
+    for unit, whole in share.units.items() if share.combines else ():
+        for piece, times in coverage(whole, combined):
+            if times != 1:
+                raise share.refuse(
+                    f"the gradient of unit {unit} in {text(piece)} has {times} COMBINE over all replicas, not 1"
+                )
     reduced = share.ranges(Kind.REDUCE)
     for _, op in share.where(Kind.ADD):
         if op.range is not None and any(times != 1 for _, times in coverage(op.range, reduced)):

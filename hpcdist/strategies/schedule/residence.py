@@ -79,12 +79,17 @@ def _check_freshness(share: Share) -> None:
     """What a rank keeps of a unit is new at the end: applied here, gathered after that, or pulled from a server."""
     freed = {op.unit for _, op in share.where(Kind.FREE)}
     for unit, whole in share.units.items():
-        if unit in freed:
+        if unit in freed and not share.refreshes:
             continue
         touching = [i for i, op in share.where(Kind.APPLY) if op.range is not None and op.range.intersect(whole)]
         agreed = [index for index, _ in share.where(Kind.AGREE)]
         gathers = [index for index, op in share.where(Kind.GATHER, Kind.START_GATHER) if op.unit == unit]
         gathers += [index for index, _ in share.where(Kind.COMMIT)]
+        if unit in freed:
+            gathers = [index for index, op in share.where(Kind.REFRESH) if op.unit == unit]
+            if not gathers or gathers[-1] < max([*touching, *agreed], default=-1):
+                raise share.refuse(f"the shard of unit {unit} keeps old values: no REFRESH after its APPLY")
+            continue
         if gathers and gathers[-1] > max([*touching, *agreed], default=-1):
             continue
         if not covered(whole, share.ranges(Kind.APPLY, Kind.PULL)):

@@ -17,6 +17,8 @@ class Share:
 
     A parameter server has no units. ``needs`` maps a unit to all units whose parameters it uses. ``accumulates``:
     gradients are exchanged once a step, not after every micro-batch; ``alone``: there is nobody to exchange with.
+    ``combines``: a REDUCE does not sum over all replicas, and a COMBINE has to; ``refreshes``: what is kept of a unit
+    that is gathered and freed is more than this rank steps, and a REFRESH has to bring the rest.
     """
 
     rank: int
@@ -27,6 +29,8 @@ class Share:
     microbatches: int
     needs: Mapping[int, Collection[int]]
     accumulates: bool
+    combines: bool
+    refreshes: bool
     alone: bool
 
     def where(self, *kinds: Kind) -> list[tuple[int, Operation]]:

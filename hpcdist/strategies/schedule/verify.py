@@ -17,6 +17,7 @@ from hpcdist.strategies.schedule import checks, residence
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.share import COMPUTE, Share
 from hpcdist.strategies.schedule.waits import Neighbours, Rehearsal
+from hpcdist.strategies.zero_config import Degrees
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,15 @@ def verify(
     microbatches: int,
     needs: Mapping[int, Collection[int]] | None = None,
     accumulates: bool = True,
-    copies: int = 1,
+    degrees: Degrees | None = None,
 ) -> Proof:
     """Return the proof of one step, given the list of every rank (local).
 
     ``units`` are the ranges of all stages of the model, and ``needs`` maps each to those whose parameters it uses
     besides its own. Lists beyond the size of ``grid`` are those of parameter servers. ``accumulates`` says that
-    gradients are exchanged once a step, not after every micro-batch; ``copies`` is how many replicas step the same
-    element, where not all do. Raises ScheduleError, which names rank and operation.
+    gradients are exchanged once a step, not after every micro-batch; ``degrees`` over how many replicas parameters,
+    gradients and optimizer state are cut, where all do not step everything. Raises ScheduleError, which names rank and
+    operation.
     """
     neighbours = Neighbours(grid, len(lists))
     if len(lists) < grid.size:
@@ -67,13 +69,15 @@ def verify(
             microbatches=microbatches,
             needs=needs or {},
             accumulates=accumulates,
+            combines=degrees is not None and not accumulates and degrees.gradients < grid.data,
+            refreshes=degrees is not None and degrees.parameters < degrees.optimizer,
             alone=grid.data == 1 and not neighbours.servers,
         )
         for rank, steps in enumerate(lists)
     ]
     for share in shares:
         checks.check(share)
-    _check_owners(shares, neighbours, copies)
+    _check_owners(shares, neighbours, grid.data // degrees.optimizer if degrees else 1)
     rehearsal = Rehearsal(lists, neighbours)
     rehearsal.run()
     stages = [[share for share in shares[: grid.size] if share.stage == stage] for stage in range(grid.pipeline)]

@@ -56,14 +56,13 @@ class ZeroExchange(OwnerExchange):
 
     def __init__(self, seat: Seat, stage: int, config: ZeroConfig = _DEFAULT) -> None:
         super().__init__(seat)
-        self.degrees = config.degrees(stage, seat.data.size)
-        self.levels = levels = Levels(seat, self.degrees)
+        self.degrees = degrees = config.degrees(stage, seat.data.size)
+        self.levels = levels = Levels(seat, degrees)
         self._offload = Offload(seat, config)
         in_memory = config.offload_parameters == "none"  # else a layer comes and goes even where nothing is cut
         self._comes_and_goes = self.degrees.parameters > 1 or not in_memory
         self.replicas_identical = not self._comes_and_goes
         self.accumulates = self.degrees.gradients == 1 and in_memory
-        self.copies = seat.data.size // self.degrees.optimizer
         self.overlap = overlap_of(seat, levels)
         self.ahead = config.prefetch if self.overlap is not None else 0
         self._layers = {seat.model.stages[unit].layer: part for unit, part in seat.ranges.items()}
