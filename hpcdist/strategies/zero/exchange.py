@@ -56,13 +56,13 @@ class ZeroExchange(OwnerExchange):
 
     def __init__(self, seat: Seat, stage: int, config: ZeroConfig = _DEFAULT) -> None:
         super().__init__(seat)
-        self.degrees = degrees = config.degrees(stage, seat.data.size)
-        self.levels = levels = Levels(seat, degrees)
+        self.degrees = self._over = config.degrees(stage, seat.data.size)
+        self.levels = levels = Levels(seat, self._over)
         self._offload = Offload(seat, config)
         in_memory = config.offload_parameters == "none"  # else a layer comes and goes even where nothing is cut
-        self._comes_and_goes = self.degrees.parameters > 1 or not in_memory
+        self._comes_and_goes = self._over.parameters > 1 or not in_memory
         self.replicas_identical = not self._comes_and_goes
-        self.accumulates = self.degrees.gradients == 1 and in_memory
+        self.accumulates = self._over.gradients == 1 and in_memory
         self.overlap = overlap_of(seat, levels)
         self.ahead = config.prefetch if self.overlap is not None else 0
         self._layers = {seat.model.stages[unit].layer: part for unit, part in seat.ranges.items()}
@@ -137,7 +137,7 @@ class ZeroExchange(OwnerExchange):
         """
         ranges = list(reversed(self.seat.ranges.values()))
         reduces = [Operation(Kind.REDUCE, range=part) for part in ranges]
-        if not self.accumulates and self.degrees.gradients < self.seat.data.size:
+        if not self.accumulates and self._over.gradients < self.seat.data.size:
             reduces += [Operation(Kind.COMBINE, range=part) for part in ranges]
         return [*reduces, Operation(Kind.AGREE), *self.owner.plan(), *self._back()]
 
@@ -148,7 +148,7 @@ class ZeroExchange(OwnerExchange):
         found = []
         for unit in self.seat.units:
             is_cut = self.seat.model.stages[unit].layer in self._cut_layers
-            if (self.degrees.parameters if is_cut else 1) < self.degrees.optimizer:
+            if (self._over.parameters if is_cut else 1) < self._over.optimizer:
                 found.append(Operation(Kind.REFRESH if is_cut else Kind.GATHER, unit=unit))
         return found
 
