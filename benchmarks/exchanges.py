@@ -33,6 +33,7 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.exchange import Exchange
 from hpcdist.strategies.parameter_server import build as parameter_server
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
+from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.zero import ZeroExchange
 from hpcdist.strategies.zero_config import ZeroConfig
@@ -172,7 +173,9 @@ def main() -> None:
         print("\n".join(report(names, times, np.max(memory, axis=0))), flush=True)
     if options.output is not None and comm.rank == 0:
         write(options.output, names, times, np.array(memory), session, options)
-    comm.barrier()
+    for run in runs.values():
+        if isinstance(run.exchange, LockStepExchange):
+            run.exchange.close()  # frees its windows
     session.leave(0)
 
 
