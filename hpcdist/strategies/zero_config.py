@@ -7,6 +7,12 @@ from typing import Final
 from hpcdist.errors import ConfigurationError
 
 STAGES: Final = {"zero1": 1, "zero2": 2, "zero3": 3}  # strategy -> stage
+_ONLY: Final = {  # keys that not all stages know -> those that do
+    "persistent_below": "zero3",
+    "prefetch": "zero3",
+    "offload_parameters": "zero3",
+    "shared_parameters": "zero1 or zero2",
+}
 PLACES: Final = ("none", "host", "file")  # where states may be offloaded to
 
 
@@ -119,7 +125,7 @@ class ZeroConfig:
         if strategy not in STAGES:
             raise ConfigurationError(
                 f"{named} has no effect with parallel.strategy = {strategy!r}; remove it, or choose the strategy "
-                f"{', '.join(STAGES)}"
+                f"{_ONLY.get(changed[0], ' or '.join(STAGES))}"
             )
         if pipeline > 1:
             raise ConfigurationError(
