@@ -7,7 +7,7 @@ range of it means the same thing everywhere.
 import math
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hpcdist.arrays.ranges import Range, align_up
@@ -21,13 +21,22 @@ class TensorSpec:
     """A parameter tensor as its model declares it.
 
     ``layer`` is the global layer id (the same on every rank, whatever the cut into stages). ``adapted`` says whether
-    weight decay and layer-wise rates apply: matrices yes, biases and norm scales no.
+    weight decay and layer-wise rates apply: matrices yes, biases and norm scales no. ``cut`` is the dim along which
+    tensor parallelism cuts it; None: every rank has all of it.
+
+    Of a tensor that is cut, a rank has the box ``box`` (per dim, half-open) of the shape ``whole``; both are empty where
+    it has all. ``room`` are the elements that its layout keeps free for it, the most that any of the ranks has: so the
+    layouts of all of them agree.
     """
 
     layer: int
     name: str
     shape: tuple[int, ...]
     adapted: bool = True
+    cut: int | None = None
+    whole: tuple[int, ...] = ()
+    box: tuple[tuple[int, int], ...] = ()
+    room: int = 0
 
     @property
     def key(self) -> str:
@@ -38,6 +47,19 @@ class TensorSpec:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def padded(self) -> int:
+        """Number of elements that a layout keeps for it."""
+        return align_up(max(self.size, self.room), ALIGN_ELEMENTS)
+
+    def part(self, along: Range, longest: int) -> "TensorSpec":
+        """Return the part ``along`` the dim ``cut``; no rank has more than ``longest`` of that dim."""
+        assert self.cut is not None and not self.whole, f"{self.key} cannot be cut"
+        shape = tuple(along.size if dim == self.cut else size for dim, size in enumerate(self.shape))
+        box = tuple((along.start, along.stop) if dim == self.cut else (0, size) for dim, size in enumerate(self.shape))
+        room = self.size // self.shape[self.cut] * longest
+        return replace(self, shape=shape, whole=self.shape, box=box, room=room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +93,7 @@ class Layout:
                 raise ValueError(f"two tensors are called {spec.key}; a layout needs one name for each")
             seen.add(spec.key)
             segments.append(Segment(spec, Range(offset, offset + spec.size)))
-            offset += align_up(spec.size, ALIGN_ELEMENTS)
+            offset += spec.padded
         return cls(tuple(segments), offset)
 
     @cached_property
@@ -89,7 +111,7 @@ class Layout:
         """The range of each layer, padding included: what is gathered and freed as one."""
         units: dict[int, Range] = {}
         for segment in self.segments:
-            stop = segment.range.start + align_up(segment.range.size, ALIGN_ELEMENTS)
+            stop = segment.range.start + segment.spec.padded
             before = units.get(segment.spec.layer)
             if before is None:
                 units[segment.spec.layer] = Range(segment.range.start, stop)

@@ -55,8 +55,9 @@ class Piece:
     @classmethod
     def of(cls, kind: str, segment: Segment, touched: Range, array: Array) -> "Piece":
         """Return the piece of ``segment`` that lies at ``touched`` in the flat space of its layout."""
-        shape = segment.spec.shape
-        return cls(kind, segment.key, shape, whole_box(shape), touched.shift(-segment.range.start), array)
+        spec = segment.spec
+        shape = spec.whole or spec.shape
+        return cls(kind, spec.key, shape, spec.box or whole_box(shape), touched.shift(-segment.range.start), array)
 
     @classmethod
     def whole(cls, kind: str, tensor: str, array: Array) -> "Piece":

@@ -1,8 +1,11 @@
 """Restoring on any number of ranks: what is wanted is intersected with what is stored, and only that is read."""
 
+import math
 import sys
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +89,19 @@ def _check(directory: Path, piece: Piece, entries: list[Entry]) -> None:
     """Raise StorageError when what is stored is not what is wanted."""
     if not entries:
         raise StorageError(f"{directory} has no {piece.name}; was it saved by another model or optimizer?")
-    expected = (tuple(piece.global_shape), name_of(piece.array.dtype))
+    shape, dtype = tuple(piece.global_shape), name_of(piece.array.dtype)
     for entry in entries:
-        if (entry.shape, entry.dtype) != expected:
+        if entry.dtype != dtype or not _grouped_alike(entry.shape, shape):
             raise StorageError(
                 f"{directory}: {piece.name} is {entry.dtype}{list(entry.shape)}, expected "
-                f"{expected[1]}{list(expected[0])}; restore with the recipe that saved it"
+                f"{dtype}{list(shape)}; restore with the recipe that saved it"
             )
+
+
+def _grouped_alike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether one shape is the other with neighbouring dims joined: (3, 4, 5) and (12, 5) have the same elements."""
+    ends, others = (set(accumulate(shape, mul)) for shape in (one, other))
+    return math.prod(one) == math.prod(other) and (ends <= others or others <= ends)
 
 
 def _fill_in_blocks(directory: Path, piece: Piece, target: Stretch, entries: list[Entry], reader: BlockReader) -> None:

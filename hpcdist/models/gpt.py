@@ -32,9 +32,19 @@ def _norm(layer: int, name: str, hidden: int) -> tuple[TensorSpec, TensorSpec]:
     return TensorSpec(layer, f"{name}.scale", (hidden,), False), TensorSpec(layer, f"{name}.bias", (hidden,), False)
 
 
-def _linear(layer: int, name: str, inputs: int, outputs: int) -> tuple[TensorSpec, TensorSpec]:
+def _column(layer: int, name: str, inputs: int, *outputs: int) -> tuple[TensorSpec, TensorSpec]:
+    """Return weight and bias that tensor parallelism cuts by outputs, along the last dim of those."""
+    last = len(outputs) - 1
     return (
-        TensorSpec(layer, f"{name}.weight", (outputs, inputs)),
+        TensorSpec(layer, f"{name}.weight", (*outputs, inputs), cut=last),
+        TensorSpec(layer, f"{name}.bias", outputs, False, cut=last),
+    )
+
+
+def _row(layer: int, name: str, inputs: int, outputs: int) -> tuple[TensorSpec, TensorSpec]:
+    """Return a weight that tensor parallelism cuts by inputs, and a bias that all ranks have."""
+    return (
+        TensorSpec(layer, f"{name}.weight", (outputs, inputs), cut=1),
         TensorSpec(layer, f"{name}.bias", (outputs,), False),
     )
 
@@ -48,7 +58,7 @@ class Embed:
         self.context = context
         self._output = (context, config.hidden)
         self._specs = (
-            TensorSpec(0, "tokens.weight", (config.vocabulary, config.hidden)),
+            TensorSpec(0, "tokens.weight", (config.vocabulary, config.hidden), cut=0),
             TensorSpec(0, "positions.weight", (context, config.hidden)),
         )
 
@@ -100,11 +110,11 @@ class Block:
         hidden = config.hidden
         self._specs = (
             *_norm(layer, "norm1", hidden),
-            *_linear(layer, "qkv", hidden, 3 * hidden),
-            *_linear(layer, "projection", hidden, hidden),
+            *_column(layer, "qkv", hidden, 3, hidden),  # query, key, value: each is cut by heads
+            *_row(layer, "projection", hidden, hidden),
             *_norm(layer, "norm2", hidden),
-            *_linear(layer, "up", hidden, 4 * hidden),
-            *_linear(layer, "down", 4 * hidden, hidden),
+            *_column(layer, "up", hidden, 4 * hidden),
+            *_row(layer, "down", 4 * hidden, hidden),
         )
 
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -163,8 +173,8 @@ class Head:
         self.layer = config.layers + 1
         self._output = (context, config.vocabulary)
         self.tied = {"head.weight": "0.tokens.weight"} if config.tied else {}
-        own = () if config.tied else (TensorSpec(self.layer, "head.weight", (config.vocabulary, config.hidden)),)
-        self._specs = (*_norm(self.layer, "norm", config.hidden), *own)
+        head = TensorSpec(self.layer, "head.weight", (config.vocabulary, config.hidden), cut=0)
+        self._specs = (*_norm(self.layer, "norm", config.hidden), *(() if config.tied else (head,)))
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Return the specs of the norm, and of the head unless it is tied."""

@@ -5,11 +5,11 @@ from hpcdist.models.stage import Gradients, Parameters, Saved
 
 
 class LocalLinear:
-    """``y = x weight^T + bias`` with weight (outputs, inputs)."""
+    """``y = x weight^T + bias`` with weight (..., inputs) and bias (...): all dims but the last count outputs."""
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
         """Return y (..., outputs) for contiguous x (..., inputs)."""
-        weight = parameters[f"{prefix}.weight"]
+        weight = as_matrix(parameters[f"{prefix}.weight"])
         outputs, inputs = weight.shape
         y = saved.empty(f"{prefix}.y", (*x.shape[:-1], outputs), x.dtype)
         saved.keep(f"{prefix}.x", x)
@@ -17,7 +17,7 @@ class LocalLinear:
         namespace(x).matmul(x.reshape(-1, inputs), weight.T, out=rows)
         bias = parameters.get(f"{prefix}.bias")
         if bias is not None:
-            rows += bias
+            rows += bias.reshape(-1)
         return y
 
     def backward(
@@ -31,11 +31,12 @@ class LocalLinear:
     ) -> Array | None:
         """Write or add the gradients of weight and bias; return dx in the scratch that all linears share."""
         xp = namespace(dy)
-        weight = parameters[f"{prefix}.weight"]
+        weight = as_matrix(parameters[f"{prefix}.weight"])
         outputs, inputs = weight.shape
         x = saved[f"{prefix}.x"]
         rows = dy.reshape(-1, outputs)
-        into, add = gradients.into(f"{prefix}.weight")
+        whole, add = gradients.into(f"{prefix}.weight")
+        into = as_matrix(whole)
         if add:
             once = saved.scratch("linear.dweight", weight.shape, weight.dtype)
             into += xp.matmul(rows.T, x.reshape(-1, inputs), out=once)
@@ -43,13 +44,18 @@ class LocalLinear:
             xp.matmul(rows.T, x.reshape(-1, inputs), out=into)
         if f"{prefix}.bias" in parameters:
             into, add = gradients.into(f"{prefix}.bias")
-            column_sums(rows, into, add)
+            column_sums(rows, into.reshape(-1), add)
         if not input_gradient:
             return None
         dx = saved.scratch("linear.dx", x.shape, dy.dtype)
         assert not xp.may_share_memory(dx, dy), f"{prefix} follows a linear without an operation between them"
         xp.matmul(rows, weight, out=dx.reshape(-1, inputs))
         return dx
+
+
+def as_matrix(weight: Array) -> Array:
+    """View ``weight`` (..., inputs) as (outputs, inputs)."""
+    return weight.reshape(-1, weight.shape[-1])
 
 
 def column_sums(rows: Array, into: Array, add: bool) -> None:

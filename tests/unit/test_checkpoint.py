@@ -352,3 +352,18 @@ def test_scalars_round_trip(tmp_path):
     path = save(tmp_path / "checkpoints", 1, [], scalars, solo())
     assert restore(path, []) == scalars
     assert json.loads((path / "manifest.json").read_text())["world"] == 1
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "same"), [((12, 5), (3, 4, 5), True), ((4,), (2, 2), True), ((2, 6), (4, 3), False)]
+)
+def test_neighbouring_dims_may_be_joined_since(saved, wanted, same, tmp_path, rng):
+    values = rng.standard_normal(saved)
+    path = save(tmp_path, 1, [Piece.whole("parameters", "w", values)], {}, solo())
+    into = np.zeros(wanted)
+    if not same:
+        with pytest.raises(StorageError, match=r"is float64\[2, 6\], expected float64\[4, 3\]"):
+            restore(path, [Piece.whole("parameters", "w", into)])
+        return
+    restore(path, [Piece.whole("parameters", "w", into)])
+    assert (into.reshape(-1) == values.reshape(-1)).all()

@@ -19,7 +19,7 @@ def _gpt(w, tokens, layers, heads, tied):
     for layer in range(1, layers + 1):
         p = {key.split(".", 1)[1]: value for key, value in w.items() if key.startswith(f"{layer}.")}
         h = functional.layer_norm(x, (hidden,), p["norm1.scale"], p["norm1.bias"])
-        qkv = functional.linear(h, p["qkv.weight"], p["qkv.bias"])
+        qkv = functional.linear(h, p["qkv.weight"].flatten(0, 1), p["qkv.bias"].flatten())
         q, k, v = qkv.view(batch, context, 3, heads, hidden // heads).permute(2, 0, 3, 1, 4)
         h = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
         x = x + functional.linear(h, p["projection.weight"], p["projection.bias"])
