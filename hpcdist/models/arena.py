@@ -1,6 +1,6 @@
 """Memory of activations: taken at the first step, used again in every later one."""
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from math import prod
 from typing import Any
 
@@ -22,6 +22,8 @@ class Arena:
         self._on = on
         self._free: list[tuple[int, int]] = []  # (size, index of the block), ascending
         self._blocks: list[Array] = []
+        self._uses: list[int] = []  # of each block: 0 where it is free
+        self._starts: list[tuple[int, int]] = []  # (address, index of the block), ascending
         self._scratch: dict[str, Array] = {}
         self._live: dict[tuple[int, int], ArenaSaved] = {}
 
@@ -36,13 +38,33 @@ class Arena:
         """Return the index of a block of at least ``nbytes``: the smallest free one that fits, or a new one."""
         place = bisect_left(self._free, (nbytes, -1))
         if place < len(self._free) and self._free[place][0] <= max(WASTE * nbytes, ALIGN_BYTES):
-            return self._free.pop(place)[1]
+            index = self._free.pop(place)[1]
+            self._uses[index] = 1
+            return index
+        index = len(self._blocks)
         self._blocks.append(self._allocate(nbytes))
-        return len(self._blocks) - 1
+        self._uses.append(1)
+        insort(self._starts, (_address(self._blocks[index]), index))
+        return index
+
+    def share(self, index: int) -> None:
+        """Let one more hold a block: it is free when all of them have given it."""
+        self._uses[index] += 1
 
     def give(self, index: int) -> None:
         """Take a block back."""
-        insort(self._free, (self._blocks[index].nbytes, index))
+        self._uses[index] -= 1
+        if not self._uses[index]:
+            insort(self._free, (self._blocks[index].nbytes, index))
+
+    def find(self, array: Array) -> int | None:
+        """Return the index of the block that ``array`` lies in, None where it is no memory that `take` gave."""
+        address = _address(array)
+        place = bisect_right(self._starts, (address, len(self._blocks))) - 1
+        if place < 0:
+            return None
+        start, index = self._starts[place]
+        return index if address < start + self._blocks[index].nbytes else None
 
     def view(self, index: int, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return the beginning of a block as an array."""
@@ -66,8 +88,7 @@ class Arena:
         owner: Any = backend.empty(size + ALIGN_BYTES, np.dtype(np.uint8), self._on)
         if self._ledger is not None:
             self._ledger.track(owner, "activations")
-        pointer = owner.data.ptr if backend.is_device(owner) else owner.ctypes.data
-        start = -pointer % ALIGN_BYTES
+        start = -_address(owner) % ALIGN_BYTES
         block: Array = owner[start : start + size]
         return block
 
@@ -80,6 +101,13 @@ class ArenaSaved:
         self._key = key
         self._values: dict[str, Any] = {}
         self._taken: list[int] = []
+        self._held: list[tuple[str, int | None]] = []  # (name, block), see `hold`
+        self.deferred: dict[str, str] = {}
+
+    @property
+    def layer(self) -> int:
+        """The global layer of the stage."""
+        return self._key[0]
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return uninitialised memory that is kept under ``name`` until `release`."""
@@ -101,13 +129,40 @@ class ArenaSaved:
         """Return uninitialised memory that any stage overwrites when it asks for the same ``name``."""
         return self._arena.scratch(name, shape, dtype)
 
+    def owns(self, array: Array) -> bool:
+        """Whether ``array`` lies in memory that `empty` of this one gave."""
+        return self._arena.find(array) in self._taken
+
+    def hold(self, name: str) -> None:
+        """Keep what is under ``name`` through `narrow`, and its memory until `release`, whoever took it."""
+        index = self._arena.find(self._values[name])
+        if index is not None:
+            self._arena.share(index)
+        self._held.append((name, index))
+
+    def narrow(self) -> None:
+        """Give back all but what is held."""
+        for index in reversed(self._taken):
+            self._arena.give(index)
+        self._taken.clear()
+        self._values = {name: self._values[name] for name, _ in self._held}
+
     def release(self) -> None:
         """Give the memory back; the arrays handed out must not be used afterwards."""
         for index in reversed(self._taken):
             self._arena.give(index)
+        for _, held in reversed(self._held):
+            if held is not None:
+                self._arena.give(held)
         self._taken.clear()
+        self._held.clear()
         self._values.clear()
+        self.deferred.clear()
         self._arena.forget(self._key)
+
+
+def _address(array: Array) -> int:
+    return int(array.data.ptr if backend.is_device(array) else array.ctypes.data)
 
 
 def _shaped(block: Array, shape: tuple[int, ...], dtype: Any) -> Array:

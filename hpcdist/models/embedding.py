@@ -14,6 +14,8 @@ from hpcdist.models.tokens import check_tokens
 class LocalEmbedding:
     """A table ``PREFIX.weight`` (vocabulary, hidden)."""
 
+    weight_reads = ("indices",)
+
     def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
         """Return (..., hidden) for integer tokens (...). Raises DataError on a token outside the table."""
         table = parameters[f"{prefix}.weight"]

@@ -7,6 +7,8 @@ from hpcdist.models.stage import Gradients, Parameters, Saved
 class LocalLinear:
     """``y = x weight^T + bias`` with weight (..., inputs) and bias (...): all dims but the last count outputs."""
 
+    weight_reads = ("x",)
+
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
         """Return y (..., outputs) for contiguous x (..., inputs)."""
         weight = as_matrix(parameters[f"{prefix}.weight"])
@@ -30,27 +32,36 @@ class LocalLinear:
         input_gradient: bool = True,
     ) -> Array | None:
         """Write or add the gradients of weight and bias; return dx in the scratch that all linears share."""
+        self.backward_weight(parameters, gradients, prefix, dy, saved)
+        return self.backward_input(parameters, prefix, dy, saved) if input_gradient else None
+
+    def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
+        """Return dx in the scratch that all linears share."""
         xp = namespace(dy)
         weight = as_matrix(parameters[f"{prefix}.weight"])
         outputs, inputs = weight.shape
-        x = saved[f"{prefix}.x"]
-        rows = dy.reshape(-1, outputs)
+        dx = saved.scratch("linear.dx", (*dy.shape[:-1], inputs), dy.dtype)
+        assert not xp.may_share_memory(dx, dy), f"{prefix} follows a linear without an operation between them"
+        xp.matmul(dy.reshape(-1, outputs), weight, out=dx.reshape(-1, inputs))
+        return dx
+
+    def backward_weight(
+        self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
+    ) -> None:
+        """Write or add the gradients of weight and bias."""
+        xp = namespace(dy)
         whole, add = gradients.into(f"{prefix}.weight")
         into = as_matrix(whole)
+        outputs, inputs = into.shape
+        rows, x = dy.reshape(-1, outputs), saved[f"{prefix}.x"].reshape(-1, inputs)
         if add:
-            once = saved.scratch("linear.dweight", weight.shape, weight.dtype)
-            into += xp.matmul(rows.T, x.reshape(-1, inputs), out=once)
+            once = saved.scratch("linear.dweight", into.shape, into.dtype)
+            into += xp.matmul(rows.T, x, out=once)
         else:
-            xp.matmul(rows.T, x.reshape(-1, inputs), out=into)
+            xp.matmul(rows.T, x, out=into)
         if f"{prefix}.bias" in parameters:
             into, add = gradients.into(f"{prefix}.bias")
             column_sums(rows, into.reshape(-1), add)
-        if not input_gradient:
-            return None
-        dx = saved.scratch("linear.dx", x.shape, dy.dtype)
-        assert not xp.may_share_memory(dx, dy), f"{prefix} follows a linear without an operation between them"
-        xp.matmul(rows, weight, out=dx.reshape(-1, inputs))
-        return dx
 
 
 def as_matrix(weight: Array) -> Array:

@@ -21,6 +21,10 @@ from hpcdist.models.stage import Gradients, Parameters, Saved
 class Linear(Protocol):
     """``y = x weight^T + bias`` over the last dim; a tensor ``PREFIX.bias`` that does not exist is left out."""
 
+    @property
+    def weight_reads(self) -> tuple[str, ...]:
+        """The names, behind ``PREFIX.``, of what `backward_weight` reads in ``saved``."""
+
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
         """Return y (..., outputs) for x (..., inputs)."""
 
@@ -33,11 +37,29 @@ class Linear(Protocol):
         saved: Saved,
         input_gradient: bool = True,
     ) -> Array | None:
-        """Return dx, a scratch array that the next linear backward overwrites; None without ``input_gradient``."""
+        """Return dx, a scratch array that the next linear backward overwrites; None without ``input_gradient``.
+
+        The same as the two that follow, one after the other.
+        """
+
+    def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
+        """Return dx, as `backward` does; where a linear communicates, it is here."""
+
+    def backward_weight(
+        self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
+    ) -> None:
+        """Write or add the gradients of weight and bias.
+
+        Local, and may come much later: of ``parameters`` it looks at the names alone.
+        """
 
 
 class Embedding(Protocol):
     """Rows of a table by token."""
+
+    @property
+    def weight_reads(self) -> tuple[str, ...]:
+        """The names, behind ``PREFIX.``, of what `backward` reads in ``saved``."""
 
     def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
         """Return y (..., hidden) for integer tokens (...). Raises DataError on a token outside the table."""

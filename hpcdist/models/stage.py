@@ -37,6 +37,9 @@ class Gradients(Protocol):
 class Saved(Protocol):
     """What the forward of one stage on one micro-batch keeps for its backward."""
 
+    layer: int  # the global one of the stage
+    deferred: dict[str, str]  # prefix of a tensor -> its operation, that still owes a gradient: see models/split.py
+
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return uninitialised memory that is kept under ``name`` until `release`."""
 
@@ -48,6 +51,15 @@ class Saved(Protocol):
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return uninitialised memory that any stage overwrites when it asks for the same ``name``."""
+
+    def owns(self, array: Array) -> bool:
+        """Whether ``array`` lies in memory that `empty` of this one gave."""
+
+    def hold(self, name: str) -> None:
+        """Keep what is under ``name`` through `narrow`, and its memory until `release`, whoever took it."""
+
+    def narrow(self) -> None:
+        """Give back all but what is held."""
 
     def release(self) -> None:
         """Give the memory back: after the backward, or once the output of the forward is no longer needed."""

@@ -12,12 +12,13 @@ from hpcdist import models
 from hpcdist.arrays import backend
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
-from hpcdist.arrays.ranges import split
+from hpcdist.arrays.ranges import split as split_range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
+from hpcdist.models import split
 from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim import optimizer
@@ -86,6 +87,47 @@ class ModelRun:
             stage.finish()
         return losses
 
+    def split_step(self, batches: Batches, together: bool) -> None:
+        """Do the backward of `step` in two passes, the second of all micro-batches at the end, or ``together``.
+
+        Memory that nobody holds any more is spoiled in between.
+        """
+        model, two_passes = self.model, split.splitting(self.model.operations)
+        stages = list(zip(model.stages, self.parameters, self.into, strict=True))[::-1]
+        for stage in self.into:
+            stage.begin_step()
+        for number, (x, targets) in enumerate(batches):
+            logits = model.forward(self.parameters, x, self.arena, number)
+            saved = self.arena.saved(model.stages[-1].layer, number)
+            model.loss.forward(logits, targets, model.operations, saved)
+            d = model.loss.backward(0.25, model.operations, saved)
+            for stage, views, into in stages:
+                saved = self.arena.saved(stage.layer, number)
+                d = stage.backward(views, into, d, two_passes, saved)
+                split.narrow(saved)
+            self._spoil()
+            if together:
+                self._weights(number, stages)
+        if not together:
+            for number in range(len(batches)):
+                self._weights(number, stages)
+        for stage in self.into:
+            stage.finish()
+
+    def _weights(self, number: int, stages: list) -> None:
+        for stage, views, into in stages:
+            saved = self.arena.saved(stage.layer, number)
+            split.weight_gradients(dict.fromkeys(views), into, self.model.operations, saved)
+            saved.release()
+            self._spoil()
+
+    def _spoil(self) -> None:
+        for block in [self.arena._blocks[index] for _, index in self.arena._free]:
+            block[...] = 0xFF
+        for name, block in self.arena._scratch.items():
+            if name != "linear.dweight":
+                block[...] = 0xFF
+
 
 TENSORS = Layout.of(
     [TensorSpec(0, "table", (11, 7)), TensorSpec(1, "weight", (33, 19)), TensorSpec(1, "b", (5,), False)]
@@ -113,7 +155,7 @@ class OptimizerRun:
 
     def __init__(self, name: str, dtype: str, on: str, start: FlatStore, working: str) -> None:
         real = dtype_of(dtype)
-        self.parts = split(TENSORS.size, 2, 4)
+        self.parts = split_range(TENSORS.size, 2, 4)
         self.optimizers = [
             optimizer.build(OPTIMIZERS[name], TENSORS, part, real, total_steps=UPDATES, on=on) for part in self.parts
         ]

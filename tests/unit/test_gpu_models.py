@@ -38,3 +38,16 @@ def test_evaluation_and_logits_are_those_of_the_cpu(gpu: ModuleType, case: str, 
     assert gpu.LOG.sites() == {(gpu.D2H, "cross_entropy.forward"): 1}
     np.testing.assert_allclose(loss, host.model.evaluate(host.parameters, x, targets, host.arena), rtol=1e-12)
     np.testing.assert_allclose(logits.get(), host.model.logits(host.parameters, x, host.arena), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", ["gpt tied", "mlp gelu"])
+def test_a_backward_in_two_passes_is_that_of_the_cpu(gpu: ModuleType, case: str, rng: np.random.Generator) -> None:
+    batches, seed = batches_of(case, rng), int(rng.integers(1 << 30))
+    host, device = ModelRun(case, "float64", "cpu", seed), ModelRun(case, "float64", "gpu", seed)
+    host.split_step(batches, together=False)
+    there = placed(batches, "gpu")
+    gpu.LOG.clear()
+    device.split_step(there, together=False)
+    assert gpu.LOG.sites() == {(gpu.D2H, "cross_entropy.forward"): MICROBATCHES}
+    got, want = device.gradient.array.get(), host.gradient.array
+    assert np.linalg.norm(got - want) <= 1e-12 * np.linalg.norm(want)

@@ -1,0 +1,127 @@
+"""A backward in two passes: the gradient of the input at once, those of the weights when there is time for them.
+
+Zero-bubble schedules (Qi et al., arXiv:2401.10241) fill idle time with the second pass, which nobody waits for.
+
+- Linears and embeddings are put off; all else (norms, positions: sums over what the first pass has in its cache) is
+  done in the first pass. An embedding has no other gradient than that of its table, and the first layer of an mlp none
+  than those of its weight and bias: their whole work is put off.
+- A linear's second pass needs its input, which the forward has kept, and ``dy``. That is copied, one row of ``hidden``
+  or ``3 hidden`` a token, unless it lies in memory that this stage's `Saved` owns and nobody writes any more: as the
+  logits, or what an activation writes over its own input.
+- `narrow` gives back all other memory between the passes, above all the probabilities of attention.
+- Bits: a tensor's gradient is a sum in the order in which micro-batches add to it. With second passes in the order of
+  the micro-batches it is the same as that of a joint backward. A tensor that two stages use has one order more: where
+  both add to the same memory, the second passes of both for a micro-batch have to come before those of the next one,
+  the later stage's first. In any other order that tensor differs by rounding.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from hpcdist.arrays.backend import Array
+from hpcdist.models.operations import Embedding, Linear, Operations
+from hpcdist.models.stage import Gradients, Parameters, Saved
+
+_LINEARS: Final = ("linear_column", "linear_row")
+
+
+def splitting(operations: Operations) -> Operations:
+    """Return ``operations`` whose backward puts off the gradients of weights; see `weight_gradients`."""
+    return replace(
+        operations,
+        linear_column=SplitLinear("linear_column", operations.linear_column),
+        linear_row=SplitLinear("linear_row", operations.linear_row),
+        embed=SplitEmbedding(operations.embed),
+    )
+
+
+def narrow(saved: Saved) -> None:
+    """Give back what only the first pass needed, once a stage's backward with `splitting` operations is done."""
+    saved.narrow()
+
+
+def weight_gradients(parameters: Parameters, gradients: Gradients, operations: Operations, saved: Saved) -> None:
+    """Write or add the gradients that a backward with `splitting` operations has put off; ``saved`` can be released.
+
+    Local. Of ``parameters`` only the names count: their memory may be freed.
+    """
+    for prefix, name in saved.deferred.items():
+        dy = saved[f"{prefix}.dy"]
+        if name in _LINEARS:
+            linear: Linear = getattr(operations, name)
+            linear.backward_weight(parameters, gradients, prefix, dy, saved)
+        else:
+            operations.embed.backward(gradients, prefix, dy, saved)
+    saved.deferred.clear()
+
+
+@dataclass(frozen=True)
+class SplitLinear:
+    """The linear ``inner``, which the table has under ``name``, without its second pass."""
+
+    name: str
+    inner: Linear
+
+    @property
+    def weight_reads(self) -> tuple[str, ...]:
+        """As of the inner one."""
+        return self.inner.weight_reads
+
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+        """Return y."""
+        return self.inner.forward(parameters, prefix, x, saved)
+
+    def backward(
+        self,
+        parameters: Parameters,
+        gradients: Gradients,
+        prefix: str,
+        dy: Array,
+        saved: Saved,
+        input_gradient: bool = True,
+    ) -> Array | None:
+        """Return dx, None without ``input_gradient``; no gradient is written."""
+        dx = self.inner.backward_input(parameters, prefix, dy, saved) if input_gradient else None
+        _defer(self.name, prefix, dy, saved, self.weight_reads)
+        return dx
+
+    def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
+        """Return dx."""
+        return self.inner.backward_input(parameters, prefix, dy, saved)
+
+    def backward_weight(
+        self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
+    ) -> None:
+        """Write or add the gradients of weight and bias."""
+        self.inner.backward_weight(parameters, gradients, prefix, dy, saved)
+
+
+@dataclass(frozen=True)
+class SplitEmbedding:
+    """The embedding ``inner``, with its backward put off as a whole."""
+
+    inner: Embedding
+
+    @property
+    def weight_reads(self) -> tuple[str, ...]:
+        """As of the inner one."""
+        return self.inner.weight_reads
+
+    def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
+        """Return the rows of the table."""
+        return self.inner.forward(parameters, prefix, tokens, saved)
+
+    def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
+        """Keep dy; no gradient is written."""
+        _defer("embed", prefix, dy, saved, self.weight_reads)
+
+
+def _defer(name: str, prefix: str, dy: Array, saved: Saved, reads: tuple[str, ...]) -> None:
+    """Keep what the second pass of ``prefix`` needs. Other memory may be written, or belong to others, by then."""
+    if saved.owns(dy):
+        saved.keep(f"{prefix}.dy", dy)
+    else:
+        saved.empty(f"{prefix}.dy", dy.shape, dy.dtype)[...] = dy
+    for needed in ("dy", *reads):
+        saved.hold(f"{prefix}.{needed}")
+    saved.deferred[prefix] = name
