@@ -99,15 +99,11 @@ class ArenaSaved:
     def __init__(self, arena: Arena, key: tuple[int, int]) -> None:
         self._arena = arena
         self._key = key
+        self.layer = key[0]
         self._values: dict[str, Any] = {}
         self._taken: list[int] = []
         self._held: list[tuple[str, int | None]] = []  # (name, block), see `hold`
         self.deferred: dict[str, str] = {}
-
-    @property
-    def layer(self) -> int:
-        """The global layer of the stage."""
-        return self._key[0]
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return uninitialised memory that is kept under ``name`` until `release`."""
@@ -161,7 +157,7 @@ class ArenaSaved:
         self._arena.forget(self._key)
 
 
-def _address(array: Array) -> int:
+def _address(array: Any) -> int:
     return int(array.data.ptr if backend.is_device(array) else array.ctypes.data)
 
 
