@@ -24,9 +24,9 @@ class TensorSpec:
     weight decay and layer-wise rates apply: matrices yes, biases and norm scales no. ``cut`` is the dim along which
     tensor parallelism cuts it; None: every rank has all of it.
 
-    Of a tensor that is cut, a rank has the box ``box`` (per dim, half-open) of the shape ``whole``; both are empty where
-    it has all. ``room`` are the elements that its layout keeps free for it, the most that any of the ranks has: so the
-    layouts of all of them agree.
+    Of a tensor that is cut, a rank has the box ``box`` (per dim, half-open) of the shape ``whole``; both are empty
+    where it has all. ``room`` are the elements that its layout keeps free for it, the most that any of the ranks has:
+    so the layouts of all of them agree.
     """
 
     layer: int

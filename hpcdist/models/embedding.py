@@ -41,6 +41,25 @@ class LocalEmbedding:
             _add_rows(rows, saved[f"{prefix}.indices"], into)
 
 
+class LocalPositions:
+    """A table ``PREFIX.weight`` (positions, hidden), of which every sample gets the first rows."""
+
+    def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
+        """Add the rows of the first ``context`` positions to y (batch, context, hidden), in place."""
+        y += parameters[f"{prefix}.weight"][:context]
+        return y
+
+    def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
+        """Add dy (batch, context, hidden), summed over samples, to the gradient of the table."""
+        into, add = gradients.into(f"{prefix}.weight")
+        context = dy.shape[1]
+        if not add:
+            into[context:] = 0
+            dy.sum(axis=0, out=into[:context])
+        else:
+            into[:context] += dy.sum(axis=0)
+
+
 @jit
 def _add_rows(rows: Any, indices: Any, table: Any) -> None:
     for i in range(rows.shape[0]):

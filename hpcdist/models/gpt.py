@@ -81,21 +81,14 @@ class Embed:
         if context > self.context:
             raise UsageError(f"got {context} tokens of context, the model has {self.context} positions; pass the last")
         y = operations.embed.forward(parameters, "tokens", x, saved)
-        y += parameters["positions.weight"][:context]
-        return y
+        return operations.positions.forward(parameters, "positions", y, context, saved)
 
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> None:
         """Write the gradients of both tables; tokens have none."""
         operations.embed.backward(gradients, "tokens", dy, saved)
-        into, add = gradients.into("positions.weight")
-        context = dy.shape[1]
-        if not add:
-            into[context:] = 0
-            dy.sum(axis=0, out=into[:context])
-        else:
-            into[:context] += dy.sum(axis=0)
+        operations.positions.backward(gradients, "positions", dy, saved)
 
 
 class Block:

@@ -12,7 +12,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.models.activation import LocalActivation
 from hpcdist.models.attention import LocalAttention
 from hpcdist.models.cross_entropy import LocalCrossEntropy
-from hpcdist.models.embedding import LocalEmbedding
+from hpcdist.models.embedding import LocalEmbedding, LocalPositions
 from hpcdist.models.linear import LocalLinear
 from hpcdist.models.norm import LocalNorm
 from hpcdist.models.stage import Gradients, Parameters, Saved
@@ -66,6 +66,16 @@ class Embedding(Protocol):
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
         """Add the rows of dy to the gradient of the table."""
+
+
+class Positions(Protocol):
+    """Rows of a table by the place in the sample."""
+
+    def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
+        """Add the rows of the first ``context`` positions to y (batch, context, hidden), in place; return y."""
+
+    def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
+        """Add dy, summed over samples, to the gradient of the table."""
 
 
 class Norm(Protocol):
@@ -123,6 +133,7 @@ class Operations:
     linear_column: Linear
     linear_row: Linear
     embed: Embedding
+    positions: Positions
     norm: Norm
     attention: Attention
     activation: Activation
@@ -133,6 +144,7 @@ LOCAL: Final = Operations(
     linear_column=LocalLinear(),
     linear_row=LocalLinear(),
     embed=LocalEmbedding(),
+    positions=LocalPositions(),
     norm=LocalNorm(),
     attention=LocalAttention(),
     activation=LocalActivation(),
