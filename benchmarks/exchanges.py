@@ -101,7 +101,6 @@ class Contender:
             data=comm,
             pipeline=solo(),
             model=self.model,
-            units=range(len(self.model.stages)),
             optimizer=OptimizerConfig(learning_rate=1e-4),
             total_steps=options.steps + WARM_UP,
             algorithm=algorithm,

@@ -93,7 +93,6 @@ class Contender:
             data=comm,
             pipeline=solo(),
             model=self.model,
-            units=range(len(self.model.stages)),
             optimizer=OptimizerConfig(),
             total_steps=options.steps + WARM_UP,
             algorithm=way.algorithm or options.algorithm,

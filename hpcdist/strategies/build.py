@@ -10,7 +10,7 @@ from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.exchange import Exchange
 from hpcdist.strategies.grid import Grid
-from hpcdist.strategies.pipeline import Copies, cut, ties
+from hpcdist.strategies.pipeline import Copies, ties
 from hpcdist.strategies.schedule.behind import polled, prefetched, started
 from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.generators import compute, gathered, interleave
@@ -35,16 +35,16 @@ def build_executor(seat: Seat, exchange: Exchange, kind: Callable[..., Executor]
 
     ``kind`` is `Executor`, or takes the same arguments.
     """
-    found = ties(seat.model, cut(seat.model, seat.pipeline.size))
+    found = ties(seat.model, seat.placed)
     return kind(seat, exchange, Copies(seat, found, exchange), Arena(seat.ledger, seat.on), seat.optimizer.clip_norm)
 
 
 def operations(seat: Seat, exchange: Exchange, copies: Copies, parallel: ParallelConfig) -> list[Operation]:
     """Return the step of the rank in ``seat`` (local)."""
-    stage, stages = seat.pipeline.rank, seat.pipeline.size
-    steps = compute(parallel.order, parallel.microbatches, seat.units, stage, stages, recompute=parallel.recompute)
-    if not seat.computes:
-        steps = []
+    steps: list[Operation] = []
+    if seat.computes:
+        place = seat.placed, seat.pipeline.rank
+        steps = compute(parallel.order, parallel.microbatches, *place, recompute=parallel.recompute)
     if exchange.gathers:
         steps = gathered(steps, exchange.gathers)
     steps += copies.after_backward()

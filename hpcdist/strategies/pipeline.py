@@ -13,9 +13,11 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.models.model import Model
 from hpcdist.strategies.exchange import Exchange, Handlers
 from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.placement import Placement
 from hpcdist.strategies.seat import Seat
 
-TAG = 1 << 14  # above the tags of activations and gradients: 2 a micro-batch
+TAG = 0  # the first of `TIES` tags, below those of activations and gradients
+TIES = 1 << 10
 
 
 def cut(model: Model, ranks: int) -> list[range]:
@@ -56,15 +58,14 @@ class Tie:
     holder: int
 
 
-def ties(model: Model, parts: list[range]) -> list[Tie]:
+def ties(model: Model, placement: Placement) -> list[Tie]:
     """Return the tensors that are tied across pipeline ranks."""
-    rank_of = {unit: rank for rank, units in enumerate(parts) for unit in units}
     unit_of = {stage.layer: unit for unit, stage in enumerate(model.stages)}
     found = []
     for unit, stage in enumerate(model.stages):
         for key in stage.tied.values():
             owner = unit_of[model.layout.by_key[key].spec.layer]
-            tie = Tie(key, owner, rank_of[owner], rank_of[unit])
+            tie = Tie(key, owner, placement.rank_of(owner), placement.rank_of(unit))
             if tie.owner != tie.holder and tie not in found:
                 found.append(tie)
     return found

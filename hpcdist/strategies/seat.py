@@ -19,6 +19,7 @@ from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.optim.master import WithMaster
 from hpcdist.optim.optimizer import Optimizer
+from hpcdist.strategies.schedule.placement import Placement
 
 _FEW_BYTES: Final = 128
 _IN_SHARED_MEMORY: Final = {"node_shared", "hierarchical"}  # algorithms that work on buffers where they lie
@@ -29,16 +30,15 @@ class Seat:
     """What an architecture needs to know of the rank it works for.
 
     ``world`` joins all who agree on a step, ``data`` the replicas of these stages, ``pipeline`` the stages of this
-    replica. ``units`` are the stages of ``model`` that this rank computes: consecutive, never none. A rank that only
-    serves ``computes`` nothing. ``working`` is the 16-bit type in which parameters and gradients are kept and sent,
-    while updates step a float32 master; None: the type that the model computes in.
+    replica. ``placement`` says which stages of ``model`` each rank of the pipeline computes; None: the one rank all. A
+    rank that only serves ``computes`` nothing. ``working`` is the 16-bit type in which parameters and gradients are
+    kept and sent, while updates step a float32 master; None: the type that the model computes in.
     """
 
     world: Communicator
     data: Communicator
     pipeline: Communicator
     model: Model
-    units: range
     optimizer: OptimizerConfig
     total_steps: int
     algorithm: str = "native"
@@ -48,6 +48,22 @@ class Seat:
     ledger: Ledger | None = None
     computes: bool = True
     working: "np.dtype[np.generic] | None" = None
+    placement: Placement | None = None
+
+    @property
+    def placed(self) -> Placement:
+        """Which stages each rank of the pipeline computes."""
+        return self.placement or Placement((range(len(self.model.stages)),), (0,))
+
+    @property
+    def chunks(self) -> tuple[range, ...]:
+        """The stages that this rank computes, by consecutive ones."""
+        return self.placed.of(self.pipeline.rank)
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """The stages that this rank computes, in the order of the model; never none."""
+        return tuple(unit for chunk in self.chunks for unit in chunk)
 
     @property
     def layout(self) -> Layout:
@@ -60,10 +76,21 @@ class Seat:
         return self.model.dtype if self.working is None else self.working
 
     @property
+    def parts(self) -> tuple[Range, ...]:
+        """The ranges of the flat space that the stages of this rank take: one, or one for each of its chunks."""
+        found: list[Range] = []
+        for part in self.ranges.values():
+            if found and found[-1].stop == part.start:
+                found[-1] = Range(found[-1].start, part.stop)
+            else:
+                found.append(part)
+        return tuple(found)
+
+    @property
     def part(self) -> Range:
-        """The range of the flat space that the stages of this rank take."""
-        units = list(self.ranges.values())
-        return Range(units[0].start, units[-1].stop)
+        """The one range of the flat space of a rank that has one chunk."""
+        (part,) = self.parts
+        return part
 
     @property
     def ranges(self) -> dict[int, Range]:
@@ -88,7 +115,7 @@ class Seat:
         return FlatStore(
             self.layout,
             self.dtype,
-            self.part if parts is None else parts,
+            self.parts if parts is None else parts,
             on=self.on,
             allocate=allocate,
             category=category,

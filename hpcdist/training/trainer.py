@@ -22,11 +22,13 @@ from hpcdist.strategies.delayed import DelayedExchange
 from hpcdist.strategies.exchange import Exchange
 from hpcdist.strategies.fixed_tree import FixedTreeExchange
 from hpcdist.strategies.grid import Axes, Grid
+from hpcdist.strategies.logical_shards import LogicalShards
 from hpcdist.strategies.parameter_server import build as parameter_server
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.parameter_server.roles import Roles
 from hpcdist.strategies.schedule.executor import Executor, MicroBatch
 from hpcdist.strategies.schedule.operations import Operation
+from hpcdist.strategies.schedule.placement import looped
 from hpcdist.strategies.schedule.verify import Proof
 from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.zero import ZeroExchange
@@ -69,14 +71,14 @@ class Trainer:
     @property
     def last_stage(self) -> bool:
         """Whether this rank computes the loss."""
-        return self.seat.pipeline.rank == self.seat.pipeline.size - 1
+        return self.seat.units[-1] == len(self.model.stages) - 1
 
     def batches(self, steps: int) -> Prefetcher:
         """Return the batches of this rank's replica up to step ``steps``, read ahead; a context manager (local).
 
         Only the ends of a pipeline look at samples: all other ranks get as many rows without columns.
         """
-        reads = self.seat.computes and (self.last_stage or self.seat.pipeline.rank == 0)
+        reads = self.seat.computes and (self.last_stage or self.seat.units[0] == 0)
         of = self.source, self.recipe, self.data_axis
         return Prefetcher(*of, self.first_step, steps, reads=reads, shares=self.shares)
 
@@ -209,14 +211,15 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
 
 def _exchange(seat: Seat, recipe: Recipe) -> Exchange:
     """Return what turns gradients into parameters. Collective."""
+    shards = LogicalShards(seat, recipe.run.logical_shards) if recipe.run.logical_shards else None
     if recipe.parallel.strategy == "parameter_server":
-        return parameter_server.exchange(seat, recipe.parameter_server)
+        return parameter_server.exchange(seat, recipe.parameter_server, shards)
     if recipe.parallel.strategy in decentralised.EXCHANGES:
         return decentralised.EXCHANGES[recipe.parallel.strategy](seat, recipe.decentralised)
-    if recipe.run.logical_shards:
-        return FixedTreeExchange(seat, recipe.run.logical_shards)
     if recipe.parallel.strategy in STAGES:
-        return ZeroExchange(seat, STAGES[recipe.parallel.strategy], recipe.zero)
+        return ZeroExchange(seat, STAGES[recipe.parallel.strategy], recipe.zero, shards)
+    if shards is not None:
+        return FixedTreeExchange(seat, shards)
     if recipe.communication.delayed:
         return DelayedExchange(seat)
     return build.EXCHANGES[recipe.parallel.strategy](seat)
@@ -239,7 +242,6 @@ def _seat(
     """Return the place of this rank, and where its algorithm comes from. Collective: communicators are split."""
     comm = session.comm
     model = models.build(recipe.model, recipe.precision.computes, **source.model_inputs())
-    parts = pipeline.cut(model, grid.pipeline)
     computes = roles is None or comm.rank in roles.workers
     members = roles.part_of(comm) if roles else comm
     axes = Axes(grid if computes else Grid(data=members.size), members)
@@ -249,7 +251,7 @@ def _seat(
         data=axes.data,
         pipeline=axes.pipeline,
         model=model,
-        units=parts[axes.pipeline.rank],
+        placement=looped(pipeline.cut(model, grid.pipeline), grid.pipeline) if computes else None,
         optimizer=recipe.optimizer,
         total_steps=recipe.run.steps,
         algorithm=selection.algorithm,

@@ -64,7 +64,6 @@ def test_rank_gossip_is_the_recursion_of_its_matrices(
         data=comm,
         pipeline=solo(),
         model=model,
-        units=range(len(model.stages)),
         optimizer=optimizer,
         total_steps=STEPS,
         algorithm="ring",

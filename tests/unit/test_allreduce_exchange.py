@@ -33,7 +33,6 @@ class Run:
             data=comm,
             pipeline=solo(),
             model=self.model,
-            units=range(len(self.model.stages)),
             optimizer=OptimizerConfig(name=optimizer, learning_rate=1e-2, warmup_steps=2, clip_norm=0.5),
             total_steps=STEPS,
             algorithm=algorithm,

@@ -46,7 +46,6 @@ def seat_of(comm: Communicator, optimizer: dict[str, Any], dtype: str = "float64
         data=comm,
         pipeline=solo(),
         model=model,
-        units=range(len(model.stages)),
         optimizer=OptimizerConfig(**optimizer),
         total_steps=STEPS,
         algorithm="ring",

@@ -44,7 +44,6 @@ class Place:
             data=part,
             pipeline=part.split(part.rank),
             model=model,
-            units=range(len(model.stages)),
             optimizer=replace(OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5), **keys),
             total_steps=STEPS,
             algorithm="ring",

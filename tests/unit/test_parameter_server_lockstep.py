@@ -50,7 +50,6 @@ class Run:
             data=part,
             pipeline=part.split(part.rank),
             model=self.model,
-            units=range(len(self.model.stages)),
             optimizer=replace(OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5), **keys),
             total_steps=STEPS,
             algorithm=algorithm,

@@ -65,7 +65,6 @@ class Run:
             data=comm,
             pipeline=comm.split(comm.rank),
             model=self.model,
-            units=range(len(self.model.stages)),
             optimizer=replace(defaults, **keys),
             total_steps=STEPS,
             algorithm=algorithm,

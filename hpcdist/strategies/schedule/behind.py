@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from hpcdist.arrays.ranges import Range
-from hpcdist.strategies.schedule.operations import ENDS, Kind, Operation
+from hpcdist.strategies.schedule.operations import COMPUTE, ENDS, Kind, Operation
 
-COMPUTES = (Kind.FORWARD, Kind.BACKWARD)
 NEEDS_SUMS = (Kind.AGREE, Kind.DIRECTION)  # come behind all reductions
 
 
@@ -39,7 +38,7 @@ def started(
                 wait()
             op = replace(op, kind=Kind.START)
             under_way.append(op)
-        elif op.kind is Kind.BACKWARD:
+        elif op.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
             written = [units[unit] for unit in needs[op.unit] if unit in units]
             while any(part.intersect(other.range) for other in under_way if other.range for part in written):
                 wait()
@@ -96,6 +95,6 @@ def polled(steps: Sequence[Operation]) -> list[Operation]:
     for op in steps:
         found.append(op)
         under_way += (op.kind in ENDS) - (op.kind in ENDS.values())
-        if under_way and op.kind in COMPUTES:
+        if under_way and op.kind in COMPUTE:
             found.append(Operation(Kind.POLL))
     return found

@@ -1,13 +1,19 @@
 """Is the list of one rank a training step? Each function looks at one aspect of it, and asks no other rank."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from hpcdist.arrays.ranges import Range, coverage
 from hpcdist.strategies.schedule import mixed, residence
-from hpcdist.strategies.schedule.operations import EXCHANGED, Kind, Operation
+from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
 from hpcdist.strategies.schedule.pipelines import Pass, expand
-from hpcdist.strategies.schedule.share import COMPUTE, Share, covered, text
+from hpcdist.strategies.schedule.placement import Placement
+from hpcdist.strategies.schedule.share import Share, covered, text
 
 MESSAGES = (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
-BEFORE_AGREE = (Kind.BACKWARD, *EXCHANGED, Kind.COMBINE, Kind.WAIT, Kind.SETTLE, Kind.COLLECT, Kind.COPY_GRADIENT)
+COMPLETES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # the gradients of a unit, of one micro-batch
+WRITES = (*COMPLETES, Kind.BACKWARD_INPUT)  # gradients
+BEFORE_AGREE = (*WRITES, *EXCHANGED, Kind.COMBINE, Kind.WAIT, Kind.SETTLE, Kind.COLLECT, Kind.COPY_GRADIENT)
 AFTER_AGREE = (
     *(Kind.DIRECTION, Kind.NORMS, Kind.APPLY, Kind.PUBLISH, Kind.MIRROR, Kind.COPY_VALUE, Kind.REFRESH, Kind.COMMIT),
     *(Kind.MIX, Kind.AVERAGE),
@@ -15,6 +21,7 @@ AFTER_AGREE = (
 # (what, what of its range comes before it, whether all of its range must have it)
 ORDERS = (
     (Kind.REDUCE, Kind.ADD, False),
+    (Kind.PUSH, Kind.ADD, False),
     (Kind.COMBINE, Kind.REDUCE, False),
     (Kind.DIRECTION, Kind.REDUCE, False),
     (Kind.DIRECTION, Kind.COMBINE, False),
@@ -70,26 +77,53 @@ def _check_passes(share: Share) -> None:
         if not share.units or op.microbatch not in of:
             raise share.refuse(f"{op} belongs to none of its {share.microbatches if share.units else 0} micro-batches")
         of[op.microbatch].append(op)
-    if not share.units:
+    if share.place is None:
         return
-    first, last = min(share.units), max(share.units)
     for microbatch, steps in of.items():
-        passes = [(Pass.FORWARD, microbatch), (Pass.BACKWARD, microbatch)]
-        expected = expand(passes, range(first, last + 1), share.stage, share.stages)
-        if any(op.recompute for op in steps):
-            back = next(index for index, op in enumerate(expected) if op.kind in (Kind.BACKWARD, Kind.RECV_GRADIENT))
-            again = [Operation(Kind.FORWARD, microbatch, unit, recompute=True) for unit in range(first, last + 1)]
-            expected[back:back] = again
-        for got, want in zip([*steps, None], [*expected, None], strict=False):
+        _check_weights(share, steps)
+        passed = [op for op in steps if op.kind is not Kind.BACKWARD_WEIGHT]
+        for got, want in zip([*passed, None], [*_expected(share.place, microbatch, passed), None], strict=False):
             if got != want:
-                raise share.refuse(f"micro-batch {microbatch} comes to {got or 'its end'} where {want} is due")
+                raise share.refuse(
+                    f"micro-batch {microbatch} comes to {got or 'its end'} where {want or 'its end'} is due"
+                )
+
+
+def _expected(place: tuple[Placement, int], microbatch: int, steps: Sequence[Operation]) -> list[Operation]:
+    """Return the passes of a micro-batch over the chunks of a rank, split and computed again as in ``steps``."""
+    chunks = place[0].of(place[1])
+    split = {op.unit for op in steps if op.kind is Kind.BACKWARD_INPUT}
+    again = {op.unit for op in steps if op.recompute}
+    found = expand([(Pass.FORWARD, microbatch, chunk) for chunk in range(len(chunks))], *place)
+    for chunk in reversed(range(len(chunks))):
+        units = chunks[chunk]
+        if again.intersection(units):
+            found += [Operation(Kind.FORWARD, microbatch, unit, recompute=True) for unit in units]
+        for op in expand([(Pass.BACKWARD, microbatch, chunk)], *place):
+            found.append(replace(op, kind=Kind.BACKWARD_INPUT) if op.kind is Kind.BACKWARD and op.unit in split else op)
+    return found
+
+
+def _check_weights(share: Share, steps: Sequence[Operation]) -> None:
+    """Each BACKWARD_INPUT has one BACKWARD_WEIGHT behind it."""
+    begun: set[int] = set()
+    for op in steps:
+        if op.kind is Kind.BACKWARD_INPUT:
+            begun.add(op.unit)
+        elif op.kind is Kind.BACKWARD_WEIGHT:
+            if op.unit not in begun:
+                raise share.refuse(f"{op} has no BACKWARD_INPUT before it, or comes twice")
+            begun.remove(op.unit)
+    if begun:
+        unit, microbatch = min(begun), steps[0].microbatch
+        raise share.refuse(f"{Operation(Kind.BACKWARD_INPUT, microbatch, unit)} has no BACKWARD_WEIGHT behind it")
 
 
 def _check_gradients(share: Share) -> None:
     """Gradients of each unit are exchanged once, complete: after the last BACKWARD, or after every one."""
     exchanged = share.where(*EXCHANGED)
     for unit, whole in share.units.items():
-        backwards = [index for index, op in share.where(Kind.BACKWARD) if op.unit == unit]
+        backwards = [index for index, op in share.where(*COMPLETES) if op.unit == unit]
         for number, start in enumerate([-1, *backwards]):
             stop = [*backwards, len(share.steps)][number]
             parts = [op for index, op in exchanged if start < index < stop]
@@ -116,19 +150,19 @@ def _check_sums(share: Share) -> None:
                 raise share.refuse(
                     f"the gradient of unit {unit} in {text(piece)} has {times} COMBINE over all replicas, not 1"
                 )
-    reduced = share.ranges(Kind.REDUCE)
+    reduced = share.ranges(Kind.REDUCE, Kind.PUSH)
     for _, op in share.where(Kind.ADD):
         if op.range is not None and any(times != 1 for _, times in coverage(op.range, reduced)):
-            raise share.refuse(f"{op} adds to a sum that needs one REDUCE of all of its range")
+            raise share.refuse(f"{op} adds to a sum that needs one REDUCE of all of its range, or PUSH")
 
 
 def _check_waits(share: Share) -> None:
     """What is started is waited for, once, as it was started: until then nobody may write in its range."""
     under_way: list[Operation] = []
-    for _, op in share.where(Kind.START, Kind.WAIT, Kind.BACKWARD):
+    for _, op in share.where(Kind.START, Kind.WAIT, *WRITES):
         if op.kind is Kind.START:
             under_way.append(op)
-        elif op.kind is Kind.BACKWARD:
+        elif op.kind in WRITES:
             written = [share.units[unit] for unit in {op.unit, *share.needs.get(op.unit, ())} if unit in share.units]
             for begun in under_way:
                 if begun.range and any(begun.range.intersect(part) for part in written):

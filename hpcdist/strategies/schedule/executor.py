@@ -17,18 +17,17 @@ from hpcdist.strategies.exchange import Exchange
 from hpcdist.strategies.loss_scale import Unscaled
 from hpcdist.strategies.pipeline import Copies
 from hpcdist.strategies.schedule.generators import forward_only, gathered
-from hpcdist.strategies.schedule.messages import Neighbours
-from hpcdist.strategies.schedule.operations import EXCHANGED, Kind, Operation
+from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
+from hpcdist.strategies.schedule.stages import MicroBatch, Stages
 from hpcdist.strategies.schedule.watch import Watch
 from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.working import WorkingCopies
 
-MicroBatch = tuple[Array, Array]  # inputs (samples, ...), targets (samples, ...)
+__all__ = ["Executor", "MicroBatch", "Step"]
 
 # What each kind of operation is booked under; all others are communication.
 PHASES = {
-    Kind.FORWARD: "compute_s",
-    Kind.BACKWARD: "compute_s",
+    **dict.fromkeys(COMPUTE, "compute_s"),
     Kind.ADD: "compute_s",
     Kind.KEEP: "compute_s",
     Kind.DIRECTION: "update_s",
@@ -66,21 +65,17 @@ class Executor:
         self.seat, self.model, self.exchange, self.copies, self.arena = seat, seat.model, exchange, copies, arena
         self.clip_norm = clip_norm
         self.units = seat.ranges
-        self._last = len(self.model.stages) - 1
-        self._neighbours = Neighbours(seat, arena)
         self.loss_scale = Unscaled()
         self._bound = (Bound if seat.working is None else WorkingCopies)(seat, exchange, copies)
         self._watch = Watch()
-        evaluation = forward_only(seat.units, seat.pipeline.rank, seat.pipeline.size)
+        self._stages = Stages(seat, arena, self._bound, self._watch)
+        evaluation = forward_only(seat.placed, seat.pipeline.rank)
         self._forward_only = gathered(evaluation, exchange.gathers) if exchange.gathers else evaluation
         self._handlers: dict[Kind, Callable[[Operation], None]] = {
             **exchange.carries_out,
+            **self._stages.carries_out,
             Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.SEND_ACTIVATION: self._send_activation,
-            Kind.RECV_ACTIVATION: self._recv_activation,
-            Kind.SEND_GRADIENT: self._send_gradient,
-            Kind.RECV_GRADIENT: self._recv_gradient,
+            **dict.fromkeys(COMPUTE[1:], self._backward),
             Kind.GATHER: self._gather,
             Kind.WAIT_GATHER: self._gather,
             Kind.FREE: self._gather,
@@ -110,6 +105,7 @@ class Executor:
         self._number, self._sent = step, wishes
         self._scale = 1.0 / (samples * self.model.tokens_per_sample)
         self._outcome = Step(loss_scale=self.loss_scale.scale)
+        self._stages.scale = self._scale * self._outcome.loss_scale
         seconds = self._outcome.seconds
         phases = [PHASES.get(operation.kind, "communication_s") for operation in operations]
         clock = time.perf_counter()
@@ -123,7 +119,7 @@ class Executor:
                 clock = now
             if self._outcome.skipped:
                 break
-        self._neighbours.finish()
+        self._stages.neighbours.finish()
         return self._outcome
 
     def evaluate(self, inputs: Array, targets: Array) -> float:
@@ -132,12 +128,11 @@ class Executor:
         Collective over the pipeline, and over the data axis where units are gathered: then all ranks call it equally
         often, if need be with a batch of no samples.
         """
-        self._begin(self._forward_only, [(inputs, targets)])
-        self._dropped = {0}
+        self._begin(self._forward_only, [(inputs, targets)], evaluates=True)
         for operation in self._forward_only:
             self._handlers[operation.kind](operation)
-        self._neighbours.finish()
-        return sum(self._losses)
+        self._stages.neighbours.finish()
+        return sum(self._stages.losses)
 
     def inspect(self, operations: Sequence[Operation], batches: Sequence[MicroBatch]) -> str | None:
         """Compute a step that `run` gave up once more; return where its first value that is not finite appeared.
@@ -151,79 +146,21 @@ class Executor:
             if operation.kind is Kind.AGREE:
                 break
             self._handlers[operation.kind](operation)
-        self._neighbours.finish()
+        self._stages.neighbours.finish()
         return self._watch.end()
 
-    def _begin(self, operations: Sequence[Operation], batches: Sequence[MicroBatch]) -> None:
+    def _begin(
+        self, operations: Sequence[Operation], batches: Sequence[MicroBatch], *, evaluates: bool = False
+    ) -> None:
         self.exchange.begin(operations)
-        self._batches = batches
-        self._losses: list[float] = []  # summed over its targets, of each micro-batch that has samples
-        self._carried: dict[int, Array] = {}
-        # Their activations are computed again before the backward, or there is none.
-        self._dropped = {op.microbatch for op in operations if op.recompute}
         self._bound.begin()
+        self._stages.begin(operations, batches, evaluates=evaluates)
 
     def _forward(self, op: Operation) -> None:
-        inputs, targets = self._batches[op.microbatch]
-        if not len(inputs):
-            return  # a replica may have no sample in the last, uneven micro-batch
-        stage, first = self.model.stages[op.unit], op.unit == self.seat.units[0]
-        x = self._neighbours.received(op.microbatch, inputs) if first else self._carried[op.microbatch]
-        saved = self.arena.saved(stage.layer, op.microbatch)
-        y = stage.forward(self._bound.parameters(op.unit), x, self.model.operations, saved)
-        self._watch.look(f"output of layer {stage.layer} in micro-batch {op.microbatch}", y)
-        dropped = op.microbatch in self._dropped and not op.recompute
-        if dropped and not first:
-            self.arena.saved(self.model.stages[op.unit - 1].layer, op.microbatch).release()
-        if op.unit == self._last:
-            loss = self.model.loss.forward(y, targets, self.model.operations, saved)
-            self._watch.look(f"loss of micro-batch {op.microbatch}", np.array(loss))
-            if not op.recompute:
-                self._losses.append(loss)
-            if dropped:
-                saved.release()
-        self._carried[op.microbatch] = y
+        self._stages.forward(op)
 
     def _backward(self, op: Operation) -> None:
-        if not len(self._batches[op.microbatch][0]):
-            self._bound.no_backward(op.unit)
-            return
-        stage = self.model.stages[op.unit]
-        saved = self.arena.saved(stage.layer, op.microbatch)
-        dy = self._carried[op.microbatch]
-        if op.unit == self._last:
-            dy = self.model.loss.backward(self._scale * self._outcome.loss_scale, self.model.operations, saved)
-        parameters, gradients = self._bound.parameters(op.unit), self._bound.gradients(op.unit)
-        dx = stage.backward(parameters, gradients, dy, self.model.operations, saved)
-        self._bound.backward_done(op.unit)
-        if dx is not None:
-            self._carried[op.microbatch] = dx
-        saved.release()
-        if op.unit == self.seat.units[0]:
-            self._neighbours.forget(op.microbatch)
-
-    def _send_activation(self, op: Operation) -> None:
-        if len(self._batches[op.microbatch][0]):
-            dropped = op.microbatch in self._dropped
-            self._neighbours.send_activation(op.microbatch, self._carried.pop(op.microbatch), copy=dropped)
-            if dropped:
-                self.arena.saved(self.model.stages[self.seat.units[-1]].layer, op.microbatch).release()
-
-    def _recv_activation(self, op: Operation) -> None:
-        inputs = self._batches[op.microbatch][0]
-        self._neighbours.recv_activation(op.microbatch, len(inputs))
-        if len(inputs):
-            self._watch.distrust(self._neighbours.received(op.microbatch, inputs))
-
-    def _send_gradient(self, op: Operation) -> None:
-        if len(self._batches[op.microbatch][0]):
-            self._neighbours.send_gradient(op.microbatch, self._carried.pop(op.microbatch))
-
-    def _recv_gradient(self, op: Operation) -> None:
-        samples = len(self._batches[op.microbatch][0])
-        if samples:
-            self._carried[op.microbatch] = self._neighbours.recv_gradient(op.microbatch, samples)
-            self._watch.distrust(self._carried[op.microbatch])
+        self._stages.carries_out[op.kind](op)
 
     def _gather(self, op: Operation) -> None:
         """Gather or free a unit: where its parameters come and go, views of them are bound anew."""
@@ -269,7 +206,7 @@ class Executor:
         norm_s = time.perf_counter() - before  # a pass over the gradients is no communication
         self._outcome.seconds["update_s"] += norm_s
         self._outcome.seconds["communication_s"] -= norm_s
-        loss, values = self.exchange.agree_losses(self._losses, np.concatenate([[norm_squared], self._sent]))
+        loss, values = self.exchange.agree_losses(self._stages.losses, np.concatenate([[norm_squared], self._sent]))
         outcome, scale = self._outcome, self._outcome.loss_scale
         outcome.loss = loss * self._scale
         outcome.gradient_norm = float(np.sqrt(values[0])) / scale
@@ -280,7 +217,7 @@ class Executor:
                 raise NonFiniteError(found)  # no scale of its gradient cures it
             outcome.skipped = not self.loss_scale.after(found, outcome.gradient_norm)
         except NonFiniteError:
-            self._neighbours.finish()
+            self._stages.neighbours.finish()
             raise
         if outcome.skipped:
             return

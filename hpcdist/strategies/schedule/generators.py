@@ -5,31 +5,32 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from hpcdist.arrays.ranges import Range
-from hpcdist.strategies.schedule.operations import EXCHANGED, Kind, Operation
+from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
 from hpcdist.strategies.schedule.pipelines import PIPELINES, Pass, Passes, expand
+from hpcdist.strategies.schedule.placement import Placement
 
 SCHEDULES: Final = ("sequential", *PIPELINES)
 
 
 def compute(
-    schedule: str, microbatches: int, units: range, stage: int = 0, stages: int = 1, *, recompute: bool = False
+    schedule: str, microbatches: int, placement: Placement, rank: int = 0, *, recompute: bool = False
 ) -> list[Operation]:
-    """Return the compute operations of the rank at ``stage`` of ``stages``, and its messages to its neighbours.
+    """Return the compute operations of ``rank`` in the pipeline, and its messages to the others.
 
     "sequential" takes each micro-batch forward and back before the next one: one micro-batch of activations is alive,
     and with several micro-batches this is gradient accumulation.
     """
     passes: Passes
     if schedule == "sequential":
-        passes = [(way, microbatch) for microbatch in range(microbatches) for way in (Pass.FORWARD, Pass.BACKWARD)]
+        passes = [(way, microbatch, 0) for microbatch in range(microbatches) for way in (Pass.FORWARD, Pass.BACKWARD)]
     else:
-        passes = PIPELINES[schedule](stage, stages, microbatches)
-    return expand(passes, units, stage, stages, recompute=recompute)
+        passes = PIPELINES[schedule](rank, placement.stages, microbatches)
+    return expand(passes, placement, rank, recompute=recompute)
 
 
-def forward_only(units: range, stage: int = 0, stages: int = 1) -> list[Operation]:
+def forward_only(placement: Placement, rank: int = 0) -> list[Operation]:
     """Return the operations that evaluate one batch, as micro-batch 0."""
-    return expand([(Pass.FORWARD, 0)], units, stage, stages)
+    return expand([(Pass.FORWARD, 0, chunk) for chunk in range(len(placement.of(rank)))], placement, rank)
 
 
 def gathered(steps: Sequence[Operation], needs: Mapping[int, Sequence[int]]) -> list[Operation]:
@@ -43,7 +44,7 @@ def gathered(steps: Sequence[Operation], needs: Mapping[int, Sequence[int]]) -> 
     uses: dict[tuple[int, int], list[int]] = {}
     users = Counter(unit for used in needs.values() for unit in used)
     for index, op in enumerate(steps):
-        if op.kind in (Kind.FORWARD, Kind.BACKWARD):
+        if op.kind in COMPUTE:
             for unit in needs[op.unit]:
                 uses.setdefault((unit, op.microbatch if users[unit] > 1 else index), []).append(index)
     gathers: dict[int, list[int]] = {}  # before which operation -> units
@@ -83,7 +84,7 @@ def interleave(
     """
     complete: dict[tuple[int, int], int] = {}  # (micro-batch, unit) -> where its gradients are complete
     for index, op in enumerate(steps):
-        if op.kind in (Kind.BACKWARD, Kind.COPY_GRADIENT):
+        if op.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.COPY_GRADIENT):
             complete[op.microbatch if every_microbatch else -1, op.unit] = index
     rounds = sorted({microbatch for microbatch, _ in complete})
     added = {op.range for op in exchange if op.kind is Kind.ADD}

@@ -1,69 +1,120 @@
-"""Activations and their gradients between neighbours of a pipeline, and how long their memory must live."""
+"""Activations and their gradients between the ranks of a pipeline, and how long their memory must live."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
 
 from hpcdist.arrays.backend import Array
 from hpcdist.comm.communicator import Request
+from hpcdist.errors import CommunicationError
 from hpcdist.models.arena import Arena
 from hpcdist.models.stage import Saved
+from hpcdist.strategies.pipeline import TIES
+from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
 
-# Places in the arena, beside the layers of the model, which count from 0.
-RECEIVED, GRADIENT_IN, ACTIVATION_OUT, GRADIENT_OUT = -1, -2, -3, -4
+# Places in the arena, beside the layers of the model, which count from 0: four for each unit.
+RECEIVED, GRADIENT_IN, ACTIVATION_OUT, GRADIENT_OUT = range(4)
+AHEAD: Final = 2  # receives that are posted before their turn: in steady state one of each direction
+LAST_TAG: Final = 32767  # that every MPI library knows
+
+Crossing = tuple[int, int]  # (micro-batch, unit whose input crosses ranks)
 
 
 class Neighbours:
-    """The messages of one pipeline stage. A message is named by its micro-batch and direction, whatever the order.
+    """The messages of one pipeline rank, each named by its micro-batch, its unit and its direction.
 
-    Sends never block. Shapes follow from the model and the number of samples, which both sides know: no hand-shake.
+    Sends never block. Receives are posted ahead of their turn, so that no message waits for its receiver. Shapes follow
+    from the model and the number of samples, which both sides know; that they do, construction checks once. Collective
+    over the pipeline, then; all else is between two ranks.
     """
 
     def __init__(self, seat: Seat, arena: Arena) -> None:
-        self._comm, self._arena = seat.pipeline, arena
-        self._dtype = seat.dtype
-        first, last = seat.units[0], seat.units[-1]
-        self._input_of = seat.model.stages[first - 1].output_shape if first else None
-        self._output_of = seat.model.stages[last].output_shape
-        self._inputs: dict[int, Array] = {}
+        self._comm, self._arena, self._model, self._dtype = seat.pipeline, arena, seat.model, seat.dtype
+        self._placement, self._units = seat.placed, len(seat.model.stages)
+        self._window = (LAST_TAG + 1 - TIES) // (2 * self._units)  # micro-batches whose tags differ
+        self._awaited: deque[tuple[Operation, int]] = deque()  # (receive, samples), in the order of the list
+        self._posted: dict[tuple[Kind, int, int], tuple[Request, Array]] = {}
+        self._activations: dict[Crossing, Request] = {}  # sent out of memory that the backward needs too
         self._outbox: list[tuple[Request, Saved]] = []  # under way, and memory that only the message needs
-        self._activations: dict[int, Request] = {}  # under way, out of memory that the backward needs too
+        self._received: set[Crossing] = set()
+        self._agree_on_shapes()
 
-    def recv_activation(self, microbatch: int, samples: int) -> None:
-        """Receive the input of this stage from the previous one; it is kept until `forget`."""
-        if samples:
-            assert self._input_of is not None
-            saved = self._arena.saved(RECEIVED, microbatch)
-            x = saved.empty("x", self._input_of(samples), self._dtype)
-            self._comm.recv(x.reshape(-1), self._comm.rank - 1, 2 * microbatch)
-            self._inputs[microbatch] = x
+    def _agree_on_shapes(self) -> None:
+        if self._comm.size == 1:
+            return
+        crossing = [unit for unit in self._placement.units if self._placement.crosses(unit)]
+        mine = {unit: (self._model.stages[unit - 1].output_shape(1), str(self._dtype)) for unit in crossing}
+        for rank, theirs in enumerate(self._comm.allgather_object(mine)):
+            if theirs != mine:
+                raise CommunicationError(
+                    f"pipeline rank {rank} sends and receives activations {theirs}, rank {self._comm.rank} {mine}; "
+                    "give every rank the same recipe and the same version"
+                )
 
-    def received(self, microbatch: int, inputs: Array) -> Array:
-        """Return the input of this stage: ``inputs``, those of the data, on the first."""
-        return inputs if self._input_of is None else self._inputs[microbatch]
+    def begin(self, operations: Sequence[Operation], samples: Sequence[int]) -> None:
+        """Post the first receives of a list; ``samples`` are those of each micro-batch."""
+        kinds = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
+        self._awaited.extend(
+            (op, samples[op.microbatch]) for op in operations if op.kind in kinds and samples[op.microbatch]
+        )
+        self._post()
 
-    def forget(self, microbatch: int) -> None:
-        """Give back the memory of the input and of the gradient that came in."""
-        if self._inputs.pop(microbatch, None) is not None:
-            self._arena.saved(RECEIVED, microbatch).release()
-        self._arena.saved(GRADIENT_IN, microbatch).release()
+    def _post(self) -> None:
+        while self._awaited and len(self._posted) < AHEAD:
+            op, samples = self._awaited.popleft()
+            place = RECEIVED if op.kind is Kind.RECV_ACTIVATION else GRADIENT_IN
+            values = self._memory(place, op.microbatch, op.unit).empty(
+                "message", self._shape(op.unit, samples), self._dtype
+            )
+            request = self._comm.irecv(values.reshape(-1), self._peer(op), self._tag(op))
+            self._posted[op.kind, op.microbatch, op.unit] = request, values
 
-    def send_activation(self, microbatch: int, y: Array, *, copy: bool) -> None:
-        """Send the output of this stage to the next one; ``copy`` where ``y`` will be gone before the backward."""
-        if copy:
-            self._send_copy(ACTIVATION_OUT, microbatch, y, self._comm.rank + 1, 2 * microbatch)
+    def receive(self, op: Operation) -> Array:
+        """Return the activation, or the gradient, of ``op``; it is kept until `forget`, or `forget_gradient`."""
+        request, values = self._posted.pop((op.kind, op.microbatch, op.unit))
+        self._post()
+        request.wait()
+        if op.kind is Kind.RECV_ACTIVATION:
+            self._received.add((op.microbatch, op.unit))
         else:
-            self._activations[microbatch] = self._comm.isend(y.reshape(-1), self._comm.rank + 1, 2 * microbatch)
+            sent = self._activations.pop((op.microbatch, op.unit), None)
+            if sent is not None:
+                sent.wait()  # it has arrived: this is the answer
+        return values
 
-    def recv_gradient(self, microbatch: int, samples: int) -> Array:
-        """Receive the gradient of the output from the next stage, which then has had the output."""
-        sent = self._activations.pop(microbatch, None)
-        dy = self._arena.saved(GRADIENT_IN, microbatch).empty("dy", self._output_of(samples), self._dtype)
-        self._comm.recv(dy.reshape(-1), self._comm.rank + 1, 2 * microbatch + 1)
-        if sent is not None:
-            sent.wait()
-        return dy
+    def forget(self, microbatch: int, unit: int) -> None:
+        """Give back the memory of the input of ``unit``, where it came from another rank."""
+        if (microbatch, unit) in self._received:
+            self._received.remove((microbatch, unit))
+            self._memory(RECEIVED, microbatch, unit).release()
 
-    def send_gradient(self, microbatch: int, dx: Array) -> None:
-        """Send the gradient of the input to the previous stage, from a copy: the memory of ``dx`` is free at once."""
-        self._send_copy(GRADIENT_OUT, microbatch, dx, self._comm.rank - 1, 2 * microbatch + 1)
+    def forget_gradient(self, microbatch: int, unit: int) -> None:
+        """Give back the memory of the gradient of the input of ``unit``, which came from another rank, or was kept."""
+        self._memory(GRADIENT_IN, microbatch, unit).release()
+
+    def keep(self, microbatch: int, unit: int, dx: Array) -> Array:
+        """Return a copy of ``dx``, the gradient of the input of ``unit``, that lives until `forget_gradient`."""
+        kept = self._memory(GRADIENT_IN, microbatch, unit).empty("message", dx.shape, dx.dtype)
+        kept[...] = dx
+        return kept
+
+    def send_activation(self, op: Operation, y: Array, *, copy: bool) -> None:
+        """Send the input of a unit to its rank; ``copy`` where ``y`` will be gone before the backward."""
+        if copy:
+            self._send_copy(ACTIVATION_OUT, op, y)
+        else:
+            self._activations[op.microbatch, op.unit] = self._comm.isend(y.reshape(-1), self._peer(op), self._tag(op))
+
+    def send_gradient(self, op: Operation, dx: Array) -> None:
+        """Send the gradient of the input of a unit, from a copy: the memory of ``dx`` is free at once."""
+        self._send_copy(GRADIENT_OUT, op, dx)
+
+    def poll(self) -> None:
+        """Let what is under way move on: a library that has no thread of its own moves nothing between calls."""
+        for request, _ in self._posted.values():
+            request.test()
+        self._reap()
 
     def finish(self) -> None:
         """Wait for all that is under way, at the end of a list."""
@@ -74,15 +125,30 @@ class Neighbours:
             request.wait()
             saved.release()
         self._outbox.clear()
-        for microbatch in list(self._inputs):
-            self.forget(microbatch)
+        for microbatch, unit in list(self._received):
+            self.forget(microbatch, unit)
 
-    def _send_copy(self, place: int, microbatch: int, values: Array, peer: int, tag: int) -> None:
+    def _memory(self, place: int, microbatch: int, unit: int) -> Saved:
+        return self._arena.saved(-1 - 4 * unit - place, microbatch)
+
+    def _shape(self, unit: int, samples: int) -> tuple[int, ...]:
+        return self._model.stages[unit - 1].output_shape(samples)
+
+    def _peer(self, op: Operation) -> int:
+        ends = self._placement.rank_of(op.unit - 1), self._placement.rank_of(op.unit)
+        return ends[op.kind in (Kind.SEND_ACTIVATION, Kind.RECV_GRADIENT)]
+
+    def _tag(self, op: Operation) -> int:
+        back = op.kind in (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
+        # Far apart micro-batches share a tag: between two ranks they pass the same unit in their order.
+        return TIES + 2 * (op.microbatch % self._window * self._units + op.unit) + back
+
+    def _send_copy(self, place: int, op: Operation, values: Array) -> None:
         self._reap()
-        saved = self._arena.saved(place, microbatch)
+        saved = self._memory(place, op.microbatch, op.unit)
         message = saved.empty("message", values.shape, self._dtype)
         message[...] = values
-        self._outbox.append((self._comm.isend(message.reshape(-1), peer, tag), saved))
+        self._outbox.append((self._comm.isend(message.reshape(-1), self._peer(op), self._tag(op)), saved))
 
     def _reap(self) -> None:
         """Give back the memory of messages that are through."""

@@ -16,10 +16,13 @@ class Kind(Enum):
 
     FORWARD = "forward"  # (microbatch, unit): one unit of the model
     BACKWARD = "backward"  # (microbatch, unit): both gradients of one unit
-    SEND_ACTIVATION = "send_activation"  # (microbatch): to the next stage of the pipeline
-    RECV_ACTIVATION = "recv_activation"  # (microbatch): from the previous stage
-    SEND_GRADIENT = "send_gradient"  # (microbatch): to the previous stage
-    RECV_GRADIENT = "recv_gradient"  # (microbatch): from the next stage
+    BACKWARD_INPUT = "backward_input"  # (microbatch, unit): the gradient of its input, and what is done at once
+    BACKWARD_WEIGHT = "backward_weight"  # (microbatch, unit): the gradients of its weights that are left
+    # (microbatch, unit): the input of a unit whose predecessor is on another rank, and the gradient of that input
+    SEND_ACTIVATION = "send_activation"  # to the rank of the unit
+    RECV_ACTIVATION = "recv_activation"  # from the rank of the unit before
+    SEND_GRADIENT = "send_gradient"  # to the rank of the unit before
+    RECV_GRADIENT = "recv_gradient"  # from the rank of the unit
     GATHER = "gather"  # (unit): its parameters, whole, over the data axis
     START_GATHER = "start_gather"  # (unit): the same, but it goes on beside what follows, until WAIT_GATHER
     WAIT_GATHER = "wait_gather"  # (unit): the end of a START_GATHER
@@ -52,6 +55,7 @@ class Kind(Enum):
     COMMIT = "commit"  # the new parameters, which ranks of a node share, take the place of the old ones
 
 
+COMPUTE: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 # What takes gradients, which must be complete.
 EXCHANGED: Final = (Kind.ADD, Kind.REDUCE, Kind.START, Kind.DEFER, Kind.PUSH, Kind.KEEP)
 # What goes on beside the computation -> its end.

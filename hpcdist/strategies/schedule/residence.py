@@ -1,8 +1,8 @@
 """Are the parameters of a unit there when they are used, and new at the end? Asks one rank, and no other."""
 
 from hpcdist.arrays.ranges import Range
-from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.share import COMPUTE, Share, covered, text
+from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
+from hpcdist.strategies.schedule.share import Share, covered, text
 
 GATHERS = (Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER, Kind.FREE)
 

@@ -2,21 +2,20 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from hpcdist.arrays.ranges import Range, coverage
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.schedule.operations import Kind, Operation
-
-COMPUTE: Final = (Kind.FORWARD, Kind.BACKWARD)
+from hpcdist.strategies.schedule.placement import Placement
 
 
 @dataclass(frozen=True)
 class Share:
     """What a rank has to do: its list, and ``units``, the range of each stage of the model that it computes.
 
-    A parameter server has no units. ``needs`` maps a unit to all units whose parameters it uses. ``accumulates``:
-    gradients are exchanged once a step, not after every micro-batch; ``alone``: there is nobody to exchange with.
+    A parameter server has no units, and no ``place``: which rank of which pipeline this is. ``needs`` maps a unit to
+    all units whose parameters it uses. ``accumulates``: gradients are exchanged once a step, not after every
+    micro-batch; ``alone``: there is nobody to exchange with.
     ``combines``: a REDUCE does not sum over all replicas, and a COMBINE has to; ``refreshes``: what is kept of a unit
     that is gathered and freed is more than this rank steps, and a REFRESH has to bring the rest.
     """
@@ -24,8 +23,7 @@ class Share:
     rank: int
     steps: Sequence[Operation]
     units: Mapping[int, Range]
-    stage: int
-    stages: int
+    place: tuple[Placement, int] | None
     microbatches: int
     needs: Mapping[int, Collection[int]]
     accumulates: bool

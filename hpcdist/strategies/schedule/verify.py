@@ -9,13 +9,15 @@ every replica; and whoever keeps parameters ends with new ones. The executor run
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from hpcdist.arrays.ranges import Range, coverage
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.grid import Grid
 from hpcdist.strategies.schedule import checks, residence
-from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.share import COMPUTE, Share
+from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
+from hpcdist.strategies.schedule.placement import Placement
+from hpcdist.strategies.schedule.share import Share
 from hpcdist.strategies.schedule.waits import Neighbours, Rehearsal
 from hpcdist.strategies.zero_config import Degrees
 
@@ -58,14 +60,13 @@ def verify(
     neighbours = Neighbours(grid, len(lists))
     if len(lists) < grid.size:
         raise ScheduleError(f"there are {len(lists)} lists for the {grid.size} ranks of the grid; give one for each")
-    owned = _owned(lists, neighbours, units)
+    owned, places = _owned(lists, neighbours, units)
     shares = [
         Share(
             rank=rank,
             steps=steps,
             units={unit: units[unit] for unit in owned[rank]},
-            stage=neighbours.stage(rank) if rank < grid.size else 0,
-            stages=grid.pipeline,
+            place=(places[rank], neighbours.stage(rank)) if rank < grid.size else None,
             microbatches=microbatches,
             needs=needs or {},
             accumulates=accumulates,
@@ -78,9 +79,12 @@ def verify(
     for share in shares:
         checks.check(share)
     _check_owners(shares, neighbours, grid.data // degrees.optimizer if degrees else 1)
-    rehearsal = Rehearsal(lists, neighbours)
+    rehearsal = Rehearsal(lists, neighbours, places)
     rehearsal.run()
-    stages = [[share for share in shares[: grid.size] if share.stage == stage] for stage in range(grid.pipeline)]
+    stages = [
+        [share for share in shares[: grid.size] if share.place is not None and share.place[1] == stage]
+        for stage in range(grid.pipeline)
+    ]
     peaks = [[checks.live(share) for share in stage] for stage in stages]
     return Proof(
         live=tuple(max(live for live, _ in stage) for stage in peaks),
@@ -91,18 +95,25 @@ def verify(
     )
 
 
-def _owned(lists: Sequence[Sequence[Operation]], neighbours: Neighbours, units: Mapping[int, Range]) -> list[list[int]]:
-    """Return the units that each rank computes. Every pipeline must compute all units once, in order."""
+def _owned(
+    lists: Sequence[Sequence[Operation]], neighbours: Neighbours, units: Mapping[int, Range]
+) -> tuple[list[list[int]], list[Placement]]:
+    """Return the units that each rank computes, and the placement in its pipeline, which must compute each once."""
     owned = [sorted({op.unit for op in steps if op.kind in COMPUTE}) for steps in lists]
+    places = []
     for rank in neighbours.workers:
         pipeline = neighbours.along("pipeline", rank)
-        computed = [unit for member in pipeline for unit in owned[member]]
+        stage_of = {unit: stage for stage, member in enumerate(pipeline) for unit in owned[member]}
+        computed = sorted(unit for member in pipeline for unit in owned[member])
         if computed != sorted(units) or not all(owned[member] for member in pipeline):
             raise ScheduleError(
                 f"rank {rank}: the stages of its pipeline compute units {[owned[member] for member in pipeline]}; "
                 f"together they must be {sorted(units)}, with at least one each"
             )
-    return owned
+        parts = [list(run) for _, run in groupby(computed, key=lambda unit: stage_of[unit])]
+        chunks = tuple(range(part[0], part[-1] + 1) for part in parts)
+        places.append(Placement(chunks, tuple(stage_of[part[0]] for part in parts)))
+    return owned, places
 
 
 def _check_owners(shares: Sequence[Share], neighbours: Neighbours, copies: int) -> None:

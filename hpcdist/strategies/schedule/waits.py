@@ -1,29 +1,29 @@
 """Do the ranks of a step ever wait for each other in a circle, and does every message find its receiver?
 
 The lists are run without computing anything. A send is buffered and never waits (the executor sends with isend), a
-receive waits for the first message from its neighbour, a collective for all its members, COLLECT for what the workers
-push, PULL for what servers publish. What is started (`ENDS`) waits for nobody, but the members of an axis start in the
-same order; its end is taken for a collective: where nothing moves by itself, what others wait for moves when a rank
-comes there itself.
+receive waits for the message of its micro-batch and unit, a collective for all its members, COLLECT for what the
+workers push, PULL for what servers publish. What is started (`ENDS`) waits for nobody, but the members of an axis start
+in the same order; its end is taken for a collective: where nothing moves by itself, what others wait for moves when a
+rank comes there itself.
 
 No rank ever has a choice, so the order in which ranks are tried here cannot change what happens: a run that ends here
 ends always, as long as sends find room.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.grid import ORDER, Grid
 from hpcdist.strategies.schedule.operations import ENDS, Kind, Operation
+from hpcdist.strategies.schedule.placement import Placement
 
-# (its receive, whether it goes to the next stage)
+# (its receive, whether it goes to the rank of the unit, and not to that of the unit before)
 SENDS: Final = {
     Kind.SEND_ACTIVATION: (Kind.RECV_ACTIVATION, True),
     Kind.SEND_GRADIENT: (Kind.RECV_GRADIENT, False),
 }
-RECEIVES: Final = {receive: (send, not onward) for send, (receive, onward) in SENDS.items()}
+RECEIVES: Final = {receive: (send, onward) for send, (receive, onward) in SENDS.items()}
 OVER_DATA: Final = (
     *(Kind.REDUCE, Kind.COMBINE, Kind.GATHER, Kind.NORMS, Kind.REFRESH, Kind.COMMIT, Kind.AVERAGE),
     *(*ENDS, *ENDS.values()),
@@ -31,7 +31,7 @@ OVER_DATA: Final = (
 OVER_COPIES: Final = (Kind.COPY_GRADIENT, Kind.COPY_VALUE)
 SERVED: Final = {Kind.COLLECT: Kind.PUSH, Kind.PULL: Kind.PUBLISH}  # what waits -> what it waits for
 
-Channel: TypeAlias = tuple[int, int, Kind]  # (from, to, kind of the send)
+Letter: TypeAlias = tuple[int, int, Kind, int, int]  # (from, to, kind of the send, micro-batch, unit)
 
 
 class Neighbours:
@@ -55,29 +55,22 @@ class Neighbours:
         place = self._places[rank]
         return tuple(r for r in self.workers if all(self._places[r][other] == place[other] for other in others))
 
-    def neighbour(self, rank: int, onward: bool) -> int | None:
-        """Return the rank of the next, or the previous, stage; None at the ends and for servers."""
-        if rank >= self.grid.size:
-            return None
-        stage = self.stage(rank) + (1 if onward else -1)
-        return self.along("pipeline", rank)[stage] if 0 <= stage < self.grid.pipeline else None
-
 
 class Rehearsal:
     """Runs the lists of all ranks; afterwards ``messages`` and ``meetings`` say how many there were."""
 
-    def __init__(self, lists: Sequence[Sequence[Operation]], neighbours: Neighbours) -> None:
-        self._lists, self._neighbours = lists, neighbours
+    def __init__(
+        self, lists: Sequence[Sequence[Operation]], neighbours: Neighbours, places: Sequence[Placement]
+    ) -> None:
+        self._lists, self._neighbours, self._places = lists, neighbours, places
         self._at = [0] * len(lists)
-        self._messages: dict[Channel, deque[int]] = {}
+        self._letters: set[Letter] = set()  # sent, and not received yet
         self._arrived: dict[tuple[object, ...], dict[int, Operation]] = {}
         # What was started, with the rank that came first.
         self._begun: dict[tuple[object, ...], list[tuple[int, Operation]]] = {}
         self._starts = [0] * len(lists)
         self._data = [neighbours.along("data", rank) for rank in range(len(lists))]
-        self._next = {
-            onward: [neighbours.neighbour(rank, onward) for rank in range(len(lists))] for onward in (True, False)
-        }
+        self._pipeline = [neighbours.along("pipeline", rank) for rank in neighbours.workers]
         self.messages = self.meetings = 0
 
     def run(self) -> None:
@@ -91,10 +84,9 @@ class Rehearsal:
         stuck = [rank for rank in range(len(self._lists)) if self._now(rank) is not None]
         if stuck:
             raise ScheduleError(self._explain(stuck[0]))
-        for (sender, receiver, kind), letters in self._messages.items():
-            if letters:
-                lost = Operation(kind, letters[0])
-                raise ScheduleError(f"rank {sender}: {lost} is never received by rank {receiver}")
+        for sender, receiver, kind, microbatch, unit in sorted(self._letters, key=str):
+            lost = Operation(kind, microbatch, unit)
+            raise ScheduleError(f"rank {sender}: {lost} is never received by rank {receiver}")
 
     def _now(self, rank: int) -> Operation | None:
         steps = self._lists[rank]
@@ -105,7 +97,10 @@ class Rehearsal:
         op = self._now(rank)
         assert op is not None
         if op.kind in SENDS:
-            self._messages.setdefault(self._channel(rank, op), deque()).append(op.microbatch)
+            letter = self._letter(rank, op)
+            if letter in self._letters:
+                raise ScheduleError(f"rank {rank}: {op} is sent twice before rank {letter[1]} has received it")
+            self._letters.add(letter)
             self.messages += 1
         elif op.kind in RECEIVES:
             if not self._receive(rank, op):
@@ -120,22 +115,23 @@ class Rehearsal:
         self._at[rank] += 1
         return True
 
-    def _channel(self, rank: int, op: Operation) -> Channel:
-        onward = (SENDS if op.kind in SENDS else RECEIVES)[op.kind][1]
-        other = self._next[onward][rank]
-        if other is None:
-            raise ScheduleError(f"rank {rank}: {op} has no {'next' if onward else 'previous'} stage to talk to")
-        return (rank, other, op.kind) if op.kind in SENDS else (other, rank, RECEIVES[op.kind][0])
+    def _letter(self, rank: int, op: Operation) -> Letter:
+        """Return the message of a SEND or RECV: it goes along the input of its unit, or back with the gradient."""
+        send, onward = (op.kind, SENDS[op.kind][1]) if op.kind in SENDS else RECEIVES[op.kind]
+        place = self._places[rank] if rank < len(self._places) else None
+        if place is None or op.unit not in place.units or not place.crosses(op.unit):
+            raise ScheduleError(f"rank {rank}: {op} has no other side: the input of its unit stays on one rank")
+        ends = [self._pipeline[rank][place.rank_of(unit)] for unit in (op.unit - 1, op.unit)]
+        source, target = ends if onward else ends[::-1]
+        if rank != (source if op.kind in SENDS else target):
+            raise ScheduleError(f"rank {rank}: {op} goes from rank {source} to rank {target}, and is not this rank's")
+        return source, target, send, op.microbatch, op.unit
 
     def _receive(self, rank: int, op: Operation) -> bool:
-        channel = self._channel(rank, op)
-        letters = self._messages.get(channel)
-        if not letters:
+        letter = self._letter(rank, op)
+        if letter not in self._letters:
             return False
-        if letters[0] != op.microbatch:
-            sent = Operation(channel[2], letters[0])
-            raise ScheduleError(f"rank {rank}: {op} meets {sent} of rank {channel[0]}, which comes first")
-        letters.popleft()
+        self._letters.remove(letter)
         return True
 
     def _group(self, rank: int, op: Operation) -> tuple[tuple[object, ...], tuple[int, ...]]:
@@ -207,7 +203,7 @@ class Rehearsal:
     def _awaited(self, rank: int, op: Operation) -> list[int]:
         """Return the ranks without which ``rank`` cannot go on."""
         if op.kind in RECEIVES:
-            return [self._channel(rank, op)[0]]
+            return [self._letter(rank, op)[0]]
         if op.kind in SERVED:
             return self._missing(rank, op)
         key, members = self._group(rank, op)
