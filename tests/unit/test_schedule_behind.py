@@ -12,6 +12,7 @@ from hpcdist.strategies.grid import Grid
 from hpcdist.strategies.schedule.behind import polled, prefetched, started
 from hpcdist.strategies.schedule.generators import compute, gathered, interleave
 from hpcdist.strategies.schedule.operations import ENDS, Kind, Operation
+from hpcdist.strategies.schedule.placement import Placement
 from hpcdist.strategies.schedule.verify import Proof, verify
 
 UNIT = 40
@@ -20,7 +21,7 @@ Needs = dict[int, list[int]]
 
 def zero3(units: int, microbatches: int, needs: Needs, schedule: str = "sequential") -> list[Operation]:
     ranges = {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(units)}
-    steps = gathered(compute(schedule, microbatches, range(units)), needs)
+    steps = gathered(compute(schedule, microbatches, Placement((range(units),), (0,))), needs)
     reduces = [Operation(Kind.REDUCE, range=ranges[unit]) for unit in reversed(range(units))]
     update = [Operation(kind, range=part) for kind in (Kind.DIRECTION, Kind.APPLY) for part in ranges.values()]
     return interleave(steps, [*reduces, Operation(Kind.AGREE), *update], ranges, every_microbatch=True)
@@ -91,7 +92,7 @@ def test_what_is_started_is_bounded_in_order_and_proven(
 
 
 def test_one_unit_ahead_reads_as_it_says() -> None:
-    steps = prefetched(gathered(compute("sequential", 1, range(2)), own(2)), 1)
+    steps = prefetched(gathered(compute("sequential", 1, Placement((range(2),), (0,))), own(2)), 1)
     assert " ".join(str(op) for op in steps) == (
         "START_GATHER(0, 0) WAIT_GATHER(0, 0) START_GATHER(0, 1) FORWARD(0, 0) FREE(0, 0) "
         "WAIT_GATHER(0, 1) FORWARD(0, 1) FREE(0, 1) "

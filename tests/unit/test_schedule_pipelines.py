@@ -4,18 +4,19 @@ import pytest
 
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.pipelines import PIPELINES, Pass, Passes, expand, gpipe, one_f_one_b
+from hpcdist.strategies.schedule.placement import Placement, looped
 
 STAGES = range(1, 9)
 MICROBATCHES = range(1, 33)
 
 
 def short(passes: Passes) -> str:
-    return " ".join(f"{'F' if direction is Pass.FORWARD else 'B'}{microbatch}" for direction, microbatch in passes)
+    return " ".join(f"{'F' if direction is Pass.FORWARD else 'B'}{microbatch}" for direction, microbatch, _ in passes)
 
 
 def most_alive(passes: Passes) -> int:
     alive = most = 0
-    for direction, _ in passes:
+    for direction, _, _ in passes:
         alive += 1 if direction is Pass.FORWARD else -1
         most = max(most, alive)
     return most
@@ -50,44 +51,55 @@ def test_each_microbatch_goes_forward_once_then_back_once_in_order(schedule: str
     for microbatches in MICROBATCHES:
         for stage in range(stages):
             passes = PIPELINES[schedule](stage, stages, microbatches)
-            for direction in Pass:
-                assert [mb for done, mb in passes if done is direction] == list(range(microbatches))
+            for direction in (Pass.FORWARD, Pass.BACKWARD):
+                assert [mb for done, mb, _ in passes if done is direction] == list(range(microbatches))
             for microbatch in range(microbatches):
-                assert passes.index((Pass.FORWARD, microbatch)) < passes.index((Pass.BACKWARD, microbatch))
+                assert passes.index((Pass.FORWARD, microbatch, 0)) < passes.index((Pass.BACKWARD, microbatch, 0))
             bound = microbatches if schedule == "gpipe" else min(stages - stage, microbatches)
             assert most_alive(passes) == bound
 
 
-def ends(stage: int, stages: int, recompute: bool = False) -> list[str]:
-    return [str(op) for op in expand(one_f_one_b(stage, stages, 1), range(2, 4), stage, stages, recompute=recompute)]
+def of_two(stages: int) -> Placement:
+    """Two units for each stage."""
+    return looped([range(2 * stage, 2 * stage + 2) for stage in range(stages)], stages)
+
+
+def ends(stage: int, stages: int) -> list[str]:
+    return [str(op) for op in expand(one_f_one_b(stage, stages, 1), of_two(stages), stage)]
 
 
 def test_expand_puts_messages_around_the_units() -> None:
     assert ends(1, 3) == [
-        "RECV_ACTIVATION(0)", "FORWARD(0, 2)", "FORWARD(0, 3)", "SEND_ACTIVATION(0)",
-        "RECV_GRADIENT(0)", "BACKWARD(0, 3)", "BACKWARD(0, 2)", "SEND_GRADIENT(0)",
+        "RECV_ACTIVATION(0, 2)", "FORWARD(0, 2)", "FORWARD(0, 3)", "SEND_ACTIVATION(0, 4)",
+        "RECV_GRADIENT(0, 4)", "BACKWARD(0, 3)", "BACKWARD(0, 2)", "SEND_GRADIENT(0, 2)",
     ]  # fmt: skip
 
 
 def test_expand_sends_nothing_beyond_the_ends() -> None:
-    compute = ["FORWARD(0, 2)", "FORWARD(0, 3)", "BACKWARD(0, 3)", "BACKWARD(0, 2)"]
-    assert ends(0, 1) == compute
-    assert ends(0, 2) == [*compute[:2], "SEND_ACTIVATION(0)", "RECV_GRADIENT(0)", *compute[2:]]
-    assert ends(1, 2) == ["RECV_ACTIVATION(0)", *compute, "SEND_GRADIENT(0)"]
+    assert ends(0, 1) == ["FORWARD(0, 0)", "FORWARD(0, 1)", "BACKWARD(0, 1)", "BACKWARD(0, 0)"]
+    assert ends(0, 2) == [
+        "FORWARD(0, 0)", "FORWARD(0, 1)", "SEND_ACTIVATION(0, 2)",
+        "RECV_GRADIENT(0, 2)", "BACKWARD(0, 1)", "BACKWARD(0, 0)",
+    ]  # fmt: skip
+    assert ends(1, 2) == [
+        "RECV_ACTIVATION(0, 2)", "FORWARD(0, 2)", "FORWARD(0, 3)",
+        "BACKWARD(0, 3)", "BACKWARD(0, 2)", "SEND_GRADIENT(0, 2)",
+    ]  # fmt: skip
 
 
 def test_recompute_comes_before_the_gradient_and_only_where_time_passed() -> None:
-    first = [str(op) for op in expand(one_f_one_b(0, 2, 2), range(1), 0, 2, recompute=True)]
+    two = looped([range(1), range(1, 2)], 2)
+    first = [str(op) for op in expand(one_f_one_b(0, 2, 2), two, 0, recompute=True)]
     assert first == [
-        "FORWARD(0, 0)", "SEND_ACTIVATION(0)", "FORWARD(1, 0)", "SEND_ACTIVATION(1)",
-        "FORWARD(0, 0, again)", "RECV_GRADIENT(0)", "BACKWARD(0, 0)",
-        "FORWARD(1, 0, again)", "RECV_GRADIENT(1)", "BACKWARD(1, 0)",
+        "FORWARD(0, 0)", "SEND_ACTIVATION(0, 1)", "FORWARD(1, 0)", "SEND_ACTIVATION(1, 1)",
+        "FORWARD(0, 0, again)", "RECV_GRADIENT(0, 1)", "BACKWARD(0, 0)",
+        "FORWARD(1, 0, again)", "RECV_GRADIENT(1, 1)", "BACKWARD(1, 0)",
     ]  # fmt: skip
-    last = expand(one_f_one_b(1, 2, 2), range(1, 2), 1, 2, recompute=True)
+    last = expand(one_f_one_b(1, 2, 2), two, 1, recompute=True)
     assert not any(op.recompute for op in last), "each micro-batch goes back right after it came"
     for stage in range(2):
-        twice = expand(gpipe(stage, 2, 3), range(2), stage, 2, recompute=True)
-        assert [op.unit for op in twice if op.recompute] == [0, 1] * 3
+        twice = expand(gpipe(stage, 2, 3), of_two(2), stage, recompute=True)
+        assert [op.unit for op in twice if op.recompute] == [2 * stage, 2 * stage + 1] * 3
         assert all(op.kind is Kind.FORWARD for op in twice if op.recompute)
         once = [op for op in twice if not op.recompute]
-        assert once == expand(gpipe(stage, 2, 3), range(2), stage, 2)
+        assert once == expand(gpipe(stage, 2, 3), of_two(2), stage)

@@ -16,6 +16,7 @@ from hpcdist.strategies.grid import Axes, Grid
 from hpcdist.strategies.schedule.generators import gathered, interleave
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.pipelines import PIPELINES, Pass, Passes, expand
+from hpcdist.strategies.schedule.placement import Placement, looped
 from hpcdist.strategies.schedule.verify import Proof, verify
 
 UNIT = 40  # elements of a unit
@@ -84,9 +85,10 @@ def allreduce_step(
         microbatches,
         {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(stages * units_per_stage)},
     )
-    for stage in range(stages):
-        units = range(stage * units_per_stage, (stage + 1) * units_per_stage)
-        compute = expand(passes_of(stage, stages, microbatches), units, stage, stages, recompute=recompute)
+    chunks = [range(stage * units_per_stage, (stage + 1) * units_per_stage) for stage in range(stages)]
+    placement = looped(chunks, stages)
+    for stage, units in enumerate(chunks):
+        compute = expand(passes_of(stage, stages, microbatches), placement, stage, recompute=recompute)
         part = part_of(units)
         exchange = [*reduces(part), Operation(Kind.AGREE), *update([part])]
         own = {unit: step.units[unit] for unit in units}
@@ -124,14 +126,18 @@ def test_replicas_of_pipelines_are_proven(schedule: str, recompute: bool, stages
 
 
 def sequential(stage: int, stages: int, microbatches: int) -> Passes:
-    return [(way, microbatch) for microbatch in range(microbatches) for way in (Pass.FORWARD, Pass.BACKWARD)]
+    return [(way, microbatch, 0) for microbatch in range(microbatches) for way in (Pass.FORWARD, Pass.BACKWARD)]
+
+
+def one_rank(units: int) -> Placement:
+    return Placement((range(units),), (0,))
 
 
 def zero_step(zero: int, data: int, units: int, microbatches: int) -> Step:
     """Sharded data parallelism without a pipeline, ZeRO stage 1 to 3; the smallest units leave some shares empty."""
     step = Step(Grid(data=data), microbatches, {u: Range(20 * u, 20 * (u + 1)) for u in range(units)})
     step.accumulates = zero == 1
-    compute = expand(sequential(0, 1, microbatches), range(units), 0, 1)
+    compute = expand(sequential(0, 1, microbatches), one_rank(units), 0)
     for rank in range(data):
         steps: list[Operation] = []
         for op in compute:
@@ -166,7 +172,7 @@ def test_parameter_servers_are_proven(colocated: bool) -> None:
         ([Operation(Kind.COLLECT, range=part)], [*update([part]), Operation(Kind.PUBLISH, range=part)])
         for part in parts
     ]
-    compute = expand(sequential(0, 1, 1), range(3), 0, 1)
+    compute = expand(sequential(0, 1, 1), one_rank(3), 0)
     for rank in range(workers):
         collects, updates = serve[rank] if colocated and rank < len(serve) else ([], [])
         pushes = [Operation(Kind.PUSH, range=part) for part in parts]
@@ -241,17 +247,28 @@ def test_a_cyclic_wait_is_refused(data: int) -> None:
 
     allreduce_step(mixed, 2, 1, data).verify()
     allreduce_step(mixed, 2, 2, data).refuse(
-        rf"a cyclic wait: rank 0 waits in RECV_GRADIENT\(0\) for rank {data}; "
-        rf"rank {data} waits in RECV_ACTIVATION\(1\) for rank 0$"
+        rf"a cyclic wait: rank 0 waits in RECV_GRADIENT\(0, 2\) for rank {data}; "
+        rf"rank {data} waits in RECV_ACTIVATION\(1, 2\) for rank 0$"
     )
 
 
-def test_receives_in_another_order_than_the_sends_are_refused() -> None:
+def test_messages_are_matched_by_name_whatever_their_order() -> None:
     def swapped(stage: int, stages: int, microbatches: int) -> Passes:
         passes = PIPELINES["gpipe"](stage, stages, microbatches)
-        return [(way, 1 - mb) if stage and way is Pass.FORWARD else (way, mb) for way, mb in passes]
+        return [(way, 1 - mb if stage and way is Pass.FORWARD else mb, chunk) for way, mb, chunk in passes]
 
-    allreduce_step(swapped, 2, 2).refuse(r"rank 1: RECV_ACTIVATION\(1\) meets SEND_ACTIVATION\(0\) of rank 0")
+    allreduce_step(swapped, 2, 2).verify()
+    step = allreduce_step(PIPELINES["gpipe"], 2, 2)
+    receive = step.lists[1][step.at(1, "RECV_ACTIVATION(1, 2)")]
+    for wrong, match in (
+        (replace(receive, unit=1), r"RECV_ACTIVATION\(1, 1\) where RECV_ACTIVATION\(1, 2\) is due"),
+        (
+            replace(receive, microbatch=0),
+            r"micro-batch 0 comes to RECV_ACTIVATION\(0, 2\) where BACKWARD\(0, 3\) is due",
+        ),
+    ):
+        broken = replace(step, lists=[step.lists[0], [wrong if op == receive else op for op in step.lists[1]]])
+        broken.refuse("rank 1: .*" + match)
 
 
 def test_an_operation_that_is_too_early_is_refused() -> None:
@@ -310,7 +327,7 @@ def test_gathered_units_are_there_whatever_the_order_of_the_microbatches(
     """A unit that a tied one uses too must outlive a micro-batch that ends while others are under way."""
     step = zero_step(3, 2, 3, 4)
     step.needs = {unit: set(used) for unit, used in needs.items()}
-    compute = gathered(expand(passes_of(0, 1, 4), range(3), 0, 1), needs)
+    compute = gathered(expand(passes_of(0, 1, 4), one_rank(3), 0), needs)
     for rank, steps in enumerate(step.lists):
         update = steps[step.at(rank, "AGREE()") :]
         reduces = [Operation(Kind.REDUCE, range=part) for part in reversed(step.units.values())]
@@ -426,7 +443,8 @@ def play(comm: Communicator, step: Step) -> None:
     for op in step.lists[comm.rank]:
         onward = op.kind in (Kind.SEND_ACTIVATION, Kind.RECV_GRADIENT)
         peer = comm.rank + (stride if onward else -stride)
-        tag = int(op.kind in (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT))  # and no micro-batch: order alone must do
+        back = op.kind in (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
+        tag = 2 * (op.microbatch * len(step.units) + op.unit) + back
         if op.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
             comm.isend(np.array([float(op.microbatch)]), peer, tag)
         elif op.kind in (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT):

@@ -15,6 +15,7 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.grid import Axes, Grid
 from hpcdist.strategies.pipeline import cut
 from hpcdist.strategies.schedule.operations import Operation
+from hpcdist.strategies.schedule.placement import looped
 from hpcdist.strategies.schedule.verify import verify
 from hpcdist.strategies.seat import Seat
 
@@ -35,7 +36,7 @@ def lists(grid: Grid, model: Model, parallel: ParallelConfig, optimizer: str) ->
             data=axes.data,
             pipeline=axes.pipeline,
             model=model,
-            units=cut(model, grid.pipeline)[axes.pipeline.rank],
+            placement=looped(cut(model, grid.pipeline), grid.pipeline),
             optimizer=OptimizerConfig(name=optimizer),
             total_steps=10,
             algorithm="ring",
