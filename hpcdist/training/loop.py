@@ -142,7 +142,7 @@ class Loop:
         # One more number decides with the others when all ranks bring their rows to the file.
         wishes = np.append(self.wishes.current(), float(self.metrics.due()))
         try:
-            return trainer.executor.run(trainer.operations, batches, trainer.recipe.run.global_batch, step, wishes)
+            return trainer.step(step, batches, wishes)
         except NonFiniteError as error:
             explained = explain(trainer.comm, trainer.executor, trainer.operations, batches, error)
             self.metrics.flush()

@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hpcdist import collectives, models
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ledger import Ledger
@@ -26,7 +28,7 @@ from hpcdist.strategies.logical_shards import LogicalShards
 from hpcdist.strategies.parameter_server import build as parameter_server
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.parameter_server.roles import Roles
-from hpcdist.strategies.schedule.executor import Executor, MicroBatch
+from hpcdist.strategies.schedule.executor import Executor, MicroBatch, Step
 from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.placement import looped
 from hpcdist.strategies.schedule.verify import Proof
@@ -92,6 +94,10 @@ class Trainer:
         if run.logical_shards:
             return data.shards(batch, run.global_batch // run.logical_shards, _microbatches(self.recipe, self.grid))
         return data.microbatches(batch, self.recipe.parallel.microbatches)
+
+    def step(self, number: int, batches: list[MicroBatch], wishes: np.ndarray) -> Step:
+        """Run step ``number``, counted from 1, on this rank's micro-batches; see `Executor.run`. Collective."""
+        return self.executor.run(self.operations, batches, self.recipe.run.global_batch, number, wishes)
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of the update in step ``step``, counted from 1 (local)."""

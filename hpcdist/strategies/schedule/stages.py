@@ -8,6 +8,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.models.arena import Arena
 from hpcdist.models.operations import Operations
+from hpcdist.models.split import narrow, splitting, weight_gradients
 from hpcdist.models.stage import Saved
 from hpcdist.strategies.bound import Bound
 from hpcdist.strategies.schedule.messages import Neighbours
@@ -57,8 +58,6 @@ class Stages:
 
     @cached_property
     def _split(self) -> Operations:
-        from hpcdist.models.split import splitting
-
         return splitting(self._model.operations)
 
     def _has_samples(self, op: Operation) -> bool:
@@ -113,7 +112,9 @@ class Stages:
             if op.unit in self._firsts and not self._place.crosses(op.unit):
                 dx = self.neighbours.keep(op.microbatch, op.unit, dx)  # other chunks come before the one that takes it
             self._gradients[op.microbatch, op.unit] = dx
-        if not split:
+        if split:
+            narrow(saved)
+        else:
             self._end(op)
         if op.unit in self._firsts and (op.unit == 0 or not self._place.crosses(op.unit)):
             self._forget_gradient(op)
@@ -122,8 +123,6 @@ class Stages:
     def backward_weight(self, op: Operation) -> None:
         """Do what is left of a backward that was split."""
         if self._has_samples(op):
-            from hpcdist.models.split import weight_gradients
-
             parameters, gradients = self._bound.parameters(op.unit), self._bound.gradients(op.unit)
             weight_gradients(parameters, gradients, self._model.operations, self._saved(op))
             self._end(op)
