@@ -103,8 +103,8 @@ class Layout:
 
     @cached_property
     def parameters(self) -> int:
-        """Number of elements without padding."""
-        return sum(segment.range.size for segment in self.segments)
+        """Number of elements of all tensors, of those that are cut too, without padding."""
+        return sum(math.prod(segment.spec.whole or segment.spec.shape) for segment in self.segments)
 
     @cached_property
     def units(self) -> dict[int, Range]:

@@ -93,3 +93,8 @@ class Axes:
     def pipeline(self) -> Communicator:
         """Ranks that hold the other stages of the same replica, in order of the stages."""
         return self._along("pipeline")
+
+    @property
+    def tensor(self) -> Communicator:
+        """Ranks that hold the other parts of the same tensors, and compute the same samples."""
+        return self._along("tensor")

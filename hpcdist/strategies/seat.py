@@ -1,7 +1,7 @@
 """The place of one rank in a run: its communicators, its stages of the model, and how its memory is made."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -14,6 +14,7 @@ from hpcdist.arrays.store import Allocate, FlatStore
 from hpcdist.collectives import node_shared
 from hpcdist.collectives.selection import parse
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
 from hpcdist.models.model import Model
 from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim.config import OptimizerConfig
@@ -30,9 +31,10 @@ class Seat:
     """What an architecture needs to know of the rank it works for.
 
     ``world`` joins all who agree on a step, ``data`` the replicas of these stages, ``pipeline`` the stages of this
-    replica. ``placement`` says which stages of ``model`` each rank of the pipeline computes; None: the one rank all. A
-    rank that only serves ``computes`` nothing. ``working`` is the 16-bit type in which parameters and gradients are
-    kept and sent, while updates step a float32 master; None: the type that the model computes in.
+    replica, ``tensor`` those who compute these stages together, each with its part of the tensors, which ``model``
+    has. ``placement`` says which stages of ``model`` each rank of the pipeline computes; None: the one rank all. A rank
+    that only serves ``computes`` nothing. ``working`` is the 16-bit type in which parameters and gradients are kept and
+    sent, while updates step a float32 master; None: the type that the model computes in.
     """
 
     world: Communicator
@@ -49,6 +51,7 @@ class Seat:
     computes: bool = True
     working: "np.dtype[np.generic] | None" = None
     placement: Placement | None = None
+    tensor: Communicator = field(default_factory=solo)
 
     @property
     def placed(self) -> Placement:

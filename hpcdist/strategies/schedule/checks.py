@@ -13,7 +13,8 @@ from hpcdist.strategies.schedule.share import Share, covered, text
 MESSAGES = (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
 COMPLETES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # the gradients of a unit, of one micro-batch
 WRITES = (*COMPLETES, Kind.BACKWARD_INPUT)  # gradients
-BEFORE_AGREE = (*WRITES, *EXCHANGED, Kind.COMBINE, Kind.WAIT, Kind.SETTLE, Kind.COLLECT, Kind.COPY_GRADIENT)
+BEFORE_SUM = (*WRITES, *EXCHANGED, Kind.COMBINE, Kind.WAIT, Kind.SETTLE, Kind.COPY_GRADIENT)
+BEFORE_AGREE = (*BEFORE_SUM, Kind.SUM_ROWS, Kind.COLLECT)
 AFTER_AGREE = (
     *(Kind.DIRECTION, Kind.NORMS, Kind.APPLY, Kind.PUBLISH, Kind.MIRROR, Kind.COPY_VALUE, Kind.REFRESH, Kind.COMMIT),
     *(Kind.MIX, Kind.AVERAGE),
@@ -43,6 +44,7 @@ def check(share: Share) -> None:
     _check_sums(share)
     _check_waits(share)
     _check_settled(share)
+    _check_rows(share)
     _check_update(share)
     _check_copies(share)
     residence.check(share)
@@ -183,6 +185,16 @@ def _check_settled(share: Share) -> None:
         for op in one:
             if sum(other.range == op.range for other in others) != 1:
                 raise share.refuse(f"{op} {why}, or more than once")
+
+
+def _check_rows(share: Share) -> None:
+    """What the tensor axis sums is complete, and summed once."""
+    found = share.where(Kind.SUM_ROWS)
+    if len(found) > 1:
+        raise share.refuse("SUM_ROWS() comes twice in one step")
+    for index, op in share.where(*BEFORE_SUM) if found else ():
+        if index > found[0][0]:
+            raise share.refuse(f"{op} comes after SUM_ROWS(), which sums what it leaves")
 
 
 def _check_update(share: Share) -> None:

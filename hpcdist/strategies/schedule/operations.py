@@ -47,6 +47,7 @@ class Kind(Enum):
     MIRROR = "mirror"  # (range): a second server takes the same step
     COPY_GRADIENT = "copy_gradient"  # gradient of the copy of a tied tensor to the stage that owns it
     COPY_VALUE = "copy_value"  # the new value of a tied tensor back to its copy
+    SUM_ROWS = "sum_rows"  # of tensors that all ranks of the tensor axis have: each has the gradient of its own tokens
     AGREE = "agree"  # loss, found-inf, norm and the wish to stop; every REDUCE comes before it
     DIRECTION = "direction"  # (range): gradients become update directions
     NORMS = "norms"  # norms of tensors that several ranks share, for layer-wise rates

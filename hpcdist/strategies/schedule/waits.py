@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 
 from hpcdist.errors import ScheduleError
 from hpcdist.strategies.grid import ORDER, Grid
-from hpcdist.strategies.schedule.operations import ENDS, Kind, Operation
+from hpcdist.strategies.schedule.operations import COMPUTE, ENDS, Kind, Operation
 from hpcdist.strategies.schedule.placement import Placement
 
 # (its receive, whether it goes to the rank of the unit, and not to that of the unit before)
@@ -29,6 +29,7 @@ OVER_DATA: Final = (
     *(*ENDS, *ENDS.values()),
 )
 OVER_COPIES: Final = (Kind.COPY_GRADIENT, Kind.COPY_VALUE)
+OVER_TENSOR: Final = (*COMPUTE, Kind.SUM_ROWS)  # where that axis has several ranks, they compute together
 SERVED: Final = {Kind.COLLECT: Kind.PUSH, Kind.PULL: Kind.PUBLISH}  # what waits -> what it waits for
 
 Letter: TypeAlias = tuple[int, int, Kind, int, int]  # (from, to, kind of the send, micro-batch, unit)
@@ -110,7 +111,7 @@ class Rehearsal:
                 return False
         elif op.kind in ENDS:
             self._start(rank, op)
-        elif op.kind is Kind.AGREE or op.kind in OVER_DATA or op.kind in OVER_COPIES:
+        elif op.kind is Kind.AGREE or op.kind in (*OVER_DATA, *OVER_COPIES) or self._together(op):
             return self._meet(rank, op)
         self._at[rank] += 1
         return True
@@ -138,6 +139,9 @@ class Rehearsal:
         """Return the communicator of a collective, as a key, and its members."""
         if op.kind is Kind.AGREE:
             return ("world",), tuple(range(len(self._lists)))
+        if op.kind in OVER_TENSOR:
+            members = self._neighbours.along("tensor", rank)
+            return ("tensor", *members), members
         if op.kind in OVER_DATA:
             members = self._data[rank] if op.kind is not Kind.NORMS else self._updating(rank)
             return ("data", *members), members
@@ -146,6 +150,9 @@ class Rehearsal:
         if len(members) < 2:
             raise ScheduleError(f"rank {rank}: {op} has no other side among ranks {list(pipeline)}")
         return ("copy", op.kind, op.unit, *members), members
+
+    def _together(self, op: Operation) -> bool:
+        return op.kind in OVER_TENSOR and self._neighbours.grid.tensor > 1
 
     def _updating(self, rank: int) -> tuple[int, ...]:
         """Return the ranks along the data axis that update: all of them, or those among them that serve."""

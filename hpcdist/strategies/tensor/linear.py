@@ -1,0 +1,153 @@
+"""The two linears of a parallel part: the first cut by outputs, the second by inputs."""
+
+from hpcdist.arrays.backend import Array, namespace
+from hpcdist.models.linear import as_matrix, column_sums
+from hpcdist.models.stage import Gradients, Parameters, Saved
+from hpcdist.strategies.tensor.borders import Borders
+
+
+class ColumnLinear:
+    """``y = x weight^T + bias`` for the own outputs of all tokens. Collective over the tensor axis."""
+
+    def __init__(self, borders: Borders) -> None:
+        self.borders = borders
+        self.weight_reads = ("whole",) if borders.by_rows else ("x",)
+
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+        """Return y (..., own outputs) of all tokens for what this rank has of x (..., inputs)."""
+        weight = as_matrix(parameters[f"{prefix}.weight"])
+        saved.keep(f"{prefix}.x", x)
+        whole = self.borders.enter(x, saved)
+        y = saved.empty(f"{prefix}.y", (*whole.shape[:-1], weight.shape[0]), x.dtype)
+        rows = y.reshape(-1, weight.shape[0])
+        namespace(x).matmul(whole.reshape(-1, weight.shape[1]), weight.T, out=rows)
+        bias = parameters.get(f"{prefix}.bias")
+        if bias is not None:
+            rows += bias.reshape(-1)
+        return y
+
+    def backward(
+        self,
+        parameters: Parameters,
+        gradients: Gradients,
+        prefix: str,
+        dy: Array,
+        saved: Saved,
+        input_gradient: bool = True,
+    ) -> Array | None:
+        """Write or add the gradients of the own outputs; return what this rank has of dx, a scratch array."""
+        whole = self.borders.enter(saved[f"{prefix}.x"], saved)
+        _weight_gradients(parameters, gradients, prefix, dy, whole, saved)
+        return self._input_gradient(parameters, prefix, dy, saved) if input_gradient else None
+
+    def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
+        """Return what this rank has of dx, and keep what `backward_weight` needs."""
+        if self.borders.by_rows:
+            whole = self.borders.enter(saved[f"{prefix}.x"], saved)
+            saved.empty(f"{prefix}.whole", whole.shape, whole.dtype)[...] = whole
+        return self._input_gradient(parameters, prefix, dy, saved)
+
+    def backward_weight(
+        self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
+    ) -> None:
+        """Write or add the gradients of the own outputs (local)."""
+        _weight_gradients(parameters, gradients, prefix, dy, saved[f"{prefix}.{self.weight_reads[0]}"], saved)
+
+    def _input_gradient(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
+        return self.borders.enter_backward(_input_gradient(parameters, prefix, dy, saved), saved)
+
+
+class RowLinear:
+    """``y = x weight^T + bias`` from the own inputs of all tokens. Collective over the tensor axis.
+
+    The bias is added once, after the sum over the ranks.
+    """
+
+    def __init__(self, borders: Borders) -> None:
+        self.borders = borders
+        self.weight_reads = ("x", "whole") if borders.by_rows else ("x",)
+
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+        """Return what this rank has of y (..., outputs) for the own inputs x (..., inputs) of all tokens."""
+        weight = as_matrix(parameters[f"{prefix}.weight"])
+        outputs, inputs = weight.shape
+        saved.keep(f"{prefix}.x", x)
+        partial = self.borders.partial((*x.shape[:-1], outputs), x.dtype, f"{prefix}.y", saved)
+        namespace(x).matmul(x.reshape(-1, inputs), weight.T, out=partial.reshape(-1, outputs))
+        y = self.borders.leave(partial, f"{prefix}.y", saved)
+        bias = parameters.get(f"{prefix}.bias")
+        if bias is not None:
+            y += bias
+        return y
+
+    def backward(
+        self,
+        parameters: Parameters,
+        gradients: Gradients,
+        prefix: str,
+        dy: Array,
+        saved: Saved,
+        input_gradient: bool = True,
+    ) -> Array | None:
+        """Write or add the gradients of the own inputs and, of the tokens of dy, of the bias; return dx of all tokens.
+
+        dx is a scratch array.
+        """
+        whole = self.borders.leave_backward(dy, saved)
+        if f"{prefix}.bias" in parameters:
+            _bias_gradient(gradients, prefix, dy)
+        _weight_gradient(gradients, prefix, whole, saved[f"{prefix}.x"], saved)
+        return _input_gradient(parameters, prefix, whole, saved) if input_gradient else None
+
+    def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
+        """Return dx of all tokens, and keep what `backward_weight` needs."""
+        whole = self.borders.leave_backward(dy, saved)
+        if self.borders.by_rows:
+            saved.empty(f"{prefix}.whole", whole.shape, whole.dtype)[...] = whole
+        return _input_gradient(parameters, prefix, whole, saved)
+
+    def backward_weight(
+        self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
+    ) -> None:
+        """Write or add the gradients of the own inputs and, of the tokens of dy, of the bias (local)."""
+        if f"{prefix}.bias" in parameters:
+            _bias_gradient(gradients, prefix, dy)
+        whole = saved[f"{prefix}.whole"] if self.borders.by_rows else dy
+        _weight_gradient(gradients, prefix, whole, saved[f"{prefix}.x"], saved)
+
+
+def _weight_gradients(
+    parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, x: Array, saved: Saved
+) -> None:
+    _weight_gradient(gradients, prefix, dy, x, saved)
+    if f"{prefix}.bias" in parameters:
+        _bias_gradient(gradients, prefix, dy)
+
+
+def _weight_gradient(gradients: Gradients, prefix: str, dy: Array, x: Array, saved: Saved) -> None:
+    """Write or add dy^T x."""
+    given, add = gradients.into(f"{prefix}.weight")
+    into = as_matrix(given)
+    outputs, inputs = into.shape
+    product = saved.scratch("linear.dweight", into.shape, into.dtype) if add else into
+    namespace(dy).matmul(dy.reshape(-1, outputs).T, x.reshape(-1, inputs), out=product)
+    if add:
+        into += product
+
+
+def _bias_gradient(gradients: Gradients, prefix: str, dy: Array) -> None:
+    """Write or add the sums of the rows of dy."""
+    given, add = gradients.into(f"{prefix}.bias")
+    into = given.reshape(-1)
+    column_sums(dy.reshape(-1, into.size), into, add)
+
+
+def _input_gradient(parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
+    """Return dy weight (..., inputs) in the scratch that all linears share."""
+    xp = namespace(dy)
+    weight = as_matrix(parameters[f"{prefix}.weight"])
+    outputs, inputs = weight.shape
+    dx = saved.scratch("linear.dx", (*dy.shape[:-1], inputs), dy.dtype)
+    assert not xp.may_share_memory(dx, dy), f"{prefix} follows a linear without an operation between them"
+    xp.matmul(dy.reshape(-1, outputs), weight, out=dx.reshape(-1, inputs))
+    return dx

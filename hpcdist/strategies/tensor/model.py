@@ -1,0 +1,98 @@
+"""The model of one rank of the tensor axis: the stages of the whole model with its part of the tensors."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.layout import TensorSpec
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.comm.communicator import Communicator
+from hpcdist.models.model import Model
+from hpcdist.models.operations import Operations
+from hpcdist.models.stage import Gradients, Parameters, Saved, Stage, StreamOf
+from hpcdist.strategies.tensor.borders import Borders, ByRows, Whole
+from hpcdist.strategies.tensor.linear import ColumnLinear, RowLinear
+from hpcdist.strategies.tensor.vocabulary import RowPositions, VocabularyCrossEntropy, VocabularyEmbedding
+
+
+def local(spec: TensorSpec, comm: Communicator) -> TensorSpec:
+    """Return what this rank of the tensor axis ``comm`` has of ``spec``: as even parts as there can be (local)."""
+    if spec.cut is None or comm.size == 1:
+        return spec
+    parts = split(spec.shape[spec.cut], comm.size, itemsize=1, align_bytes=1)
+    return spec.part(parts[comm.rank], parts[0].size)
+
+
+def cut_model(model: Model, comm: Communicator, algorithm: str = "native", *, sequence_parallel: bool = False) -> Model:
+    """Return this rank's part of the gpt ``model``, which computes with the others of ``comm``. Collective.
+
+    ``algorithm`` sums activations over ``comm``, the tensor axis. Initial values are those of ``model``. On one rank
+    the model is returned as it is.
+    """
+    if comm.size == 1:
+        return model
+    borders: Borders = ByRows(comm, algorithm, model.tokens_per_sample) if sequence_parallel else Whole(comm, algorithm)
+    table = local(model.layout.by_key["0.tokens.weight"].spec, comm)
+    own, vocabulary = Range(*table.box[0]), table.whole[0]
+    operations: Operations = replace(
+        model.operations,
+        linear_column=ColumnLinear(borders),
+        linear_row=RowLinear(borders),
+        embed=VocabularyEmbedding(borders, own, vocabulary),
+        cross_entropy=VocabularyCrossEntropy(borders, own, vocabulary),
+    )
+    if sequence_parallel:
+        operations = replace(operations, positions=RowPositions(borders))
+    last = len(model.stages) - 1
+    stages = [CutStage(stage, borders, own if unit == last else None) for unit, stage in enumerate(model.stages)]
+    return Model(stages, model.dtype.name, tokens_per_sample=model.tokens_per_sample, operations=operations)
+
+
+class CutStage:
+    """The stage ``inner`` with this rank's part of its tensors; ``classes`` are the own logits, of the last stage."""
+
+    def __init__(self, inner: Stage, borders: Borders, classes: Range | None) -> None:
+        self.inner, self.layer, self.tied = inner, inner.layer, inner.tied
+        self._borders, self._classes = borders, classes
+        self._specs = tuple(local(spec, borders.comm) for spec in inner.tensors())
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the specs of the own parts, in the order of the whole ones."""
+        return self._specs
+
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """Return the shape of what this rank has of the output."""
+        whole = self.inner.output_shape(samples)
+        return self._borders.shape(whole) if self._classes is None else (*whole[:-1], self._classes.size)
+
+    def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
+        """Draw the whole tensors, one after the other, and write the own parts."""
+        boxes = {spec.name: _Box(parameters[spec.name], spec) for spec in self._specs}
+        self.inner.initialise(cast(Parameters, boxes), rng_of)
+
+    def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
+        """Return what this rank has of the output. Collective over the tensor axis."""
+        return self.inner.forward(parameters, x, operations, saved)
+
+    def backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
+    ) -> Array | None:
+        """Write or add the gradients; return what this rank has of that of the input. Collective over the tensor axis.
+
+        With activations cut by rows, gradients of tensors that are not cut are those of the own rows.
+        """
+        return self.inner.backward(parameters, gradients, dy, operations, saved)
+
+
+class _Box:
+    """A whole tensor that can only be written, and keeps the own part."""
+
+    def __init__(self, part: Array, spec: TensorSpec) -> None:
+        self._part = part
+        self._inside = tuple(slice(start, stop) for start, stop in spec.box)
+
+    def __setitem__(self, key: Any, values: np.ndarray | float) -> None:
+        assert key is Ellipsis
+        self._part[...] = values[self._inside] if isinstance(values, np.ndarray) else values

@@ -1,0 +1,187 @@
+"""A gpt cut over tensor ranks: the numbers of the whole one, and the messages that a block sends."""
+
+import numpy as np
+import pytest
+
+from hpcdist import models
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.restore import restore
+from hpcdist.checkpoint.save import save
+from hpcdist.comm.recording import recording
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.arena import Arena
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.split import narrow, splitting, weight_gradients
+from hpcdist.strategies.tensor.limits import check
+from hpcdist.strategies.tensor.model import cut_model
+from hpcdist.strategies.tensor.replicated import sum_gradients, written_here
+
+CONTEXT, BATCH = 7, 3  # 21 tokens: uneven rows on 2 and 4 ranks
+WHOLE = Range(0, 1 << 40)
+
+
+def built(ranks, tied=False, dtype="float64"):
+    heads = 6 if ranks == 3 else 4
+    config = ModelConfig(layers=2, hidden=4 * heads, heads=heads, vocabulary=37, tied=tied)
+    check(config, ranks, CONTEXT, True)
+    return models.build(config, dtype, context=CONTEXT)
+
+
+def batches(rng, count=2):
+    tokens = rng.integers(0, 37, (count, BATCH, CONTEXT + 1)).astype(np.uint16)
+    return [(part[:, :-1], part[:, 1:]) for part in tokens]
+
+
+def filled(model, seed):
+    """Return parameters of which none is special, of the whole model or a part of it."""
+    store = FlatStore(model.layout, model.dtype)
+    model.initialise(store, seed)
+    for segment in model.layout.segments:
+        spec = segment.spec
+        noise = np.random.default_rng([seed, len(spec.key), *map(ord, spec.key)]).standard_normal(
+            spec.whole or spec.shape
+        )
+        inside = tuple(slice(*ends) for ends in spec.box) if spec.whole else ...
+        store.view(segment.key)[...] += 0.05 * noise[inside]
+    return store
+
+
+def step(model, seed, found, *, split=False):
+    """Return (losses, gradients) of the micro-batches ``found``; gradients added over them."""
+    store, gradient = filled(model, seed), FlatStore(model.layout, model.dtype)
+    parameters, into, arena = model.bind(store), model.bind_gradients(gradient), Arena()
+    for stage in into:
+        stage.begin_step()
+    operations, losses = model.operations, []
+    for number, (x, targets) in enumerate(found):
+        logits = model.forward(parameters, x, arena, number)
+        last = arena.saved(model.stages[-1].layer, number)
+        losses.append(model.loss.forward(logits, targets, operations, last))
+        if not split:
+            model.backward(parameters, into, 0.25, arena, number)
+            continue
+        d = model.loss.backward(0.25, operations, last)
+        for stage, views, gradients in zip(model.stages[::-1], parameters[::-1], into[::-1], strict=True):
+            saved = arena.saved(stage.layer, number)
+            d = stage.backward(views, gradients, d, splitting(operations), saved)
+            d = None if d is None else d.copy()
+            narrow(saved)
+        for stage, views, gradients in zip(model.stages[::-1], parameters[::-1], into[::-1], strict=True):
+            saved = arena.saved(stage.layer, number)
+            weight_gradients(views, gradients, operations, saved)
+            saved.release()
+    for stage in into:
+        stage.finish()
+    return losses, gradient
+
+
+def pieces(store, kind="parameters"):
+    return [Piece.of(kind, segment, where, store.range(where)) for segment, where in store.layout.within(WHOLE)]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_loss_and_gradients_are_those_of_the_whole(ranks, tied, by_rows, split, rng):
+    found, seed = batches(rng), int(rng.integers(1 << 30))
+    whole = built(ranks, tied)
+    losses, gradient = step(whole, seed, found)
+
+    def body(comm):
+        model = cut_model(built(ranks, tied), comm, sequence_parallel=by_rows)
+        assert model.layout.size <= whole.layout.size / comm.size + 2000
+        mine, own = step(model, seed, found, split=split)
+        if by_rows:
+            sum_gradients(own, own.parts, comm, "native")
+        return mine, {segment.key: (segment.spec, own.view(segment.key).copy()) for segment in model.layout.segments}
+
+    everyone = run_threads(ranks, body)
+    np.testing.assert_allclose(np.sum([mine for mine, _ in everyone], axis=0), losses, rtol=1e-13)
+    norm = np.linalg.norm(gradient.array)
+    for _, tensors in everyone:
+        for key, (spec, values) in tensors.items():
+            inside = tuple(slice(*ends) for ends in spec.box) if spec.whole else ...
+            assert np.linalg.norm(values - gradient.view(key)[inside]) <= 1e-13 * norm, key
+    for key, (spec, values) in everyone[0][1].items():
+        if not spec.whole:
+            assert all((tensors[key][1] == values).all() for _, tensors in everyone), f"{key} differs"
+
+
+def test_evaluation_is_that_of_the_whole(rng):
+    ((x, targets),), seed = batches(rng, 1), int(rng.integers(1 << 30))
+    whole = built(4)
+    expected = whole.evaluate(whole.bind(filled(whole, seed)), x, targets, Arena())
+
+    def body(comm):
+        model = cut_model(built(4), comm, sequence_parallel=comm.size == 4)
+        return model.evaluate(model.bind(filled(model, seed)), x, targets, Arena())
+
+    for ranks in (2, 4):
+        assert sum(run_threads(ranks, body)) == pytest.approx(expected, rel=1e-13)
+
+
+@pytest.mark.parametrize(("ranks", "by_rows"), [(2, False), (4, False), (2, True), (4, True)])
+def test_messages_of_a_block(ranks, by_rows, rng):
+    """Four allreduces of the activations a block and step, of which rows make two halves each, and two halves more."""
+    ((x, targets),), seed = batches(rng, 1), 3
+
+    def body(comm, layers):
+        config = ModelConfig(layers=layers, hidden=32, heads=4, vocabulary=40)
+        model = cut_model(models.build(config, "float64", context=CONTEXT), comm, "ring", sequence_parallel=by_rows)
+        with recording(comm) as traffic:
+            step(model, seed, [(x, targets)])
+        assert not traffic.unknown
+        return traffic.sent_bytes
+
+    one, two = (sum(run_threads(ranks, lambda comm, layers=layers: body(comm, layers))) for layers in (1, 2))
+    activations = BATCH * CONTEXT * 32 * 8
+    assert two - one == (10 if by_rows else 8) * activations * (ranks - 1)  # of all ranks together
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_checkpoints_go_from_any_degree_to_any_other(by_rows, tmp_path, rng):
+    seed, whole = int(rng.integers(1 << 30)), built(4)
+    expected = filled(whole, seed)
+    path = save(tmp_path, 0, pieces(expected), {}, solo())
+
+    def body(comm, path, step):
+        model = cut_model(built(4), comm, sequence_parallel=by_rows)
+        store = FlatStore(model.layout, model.dtype)
+        restore(path, pieces(store))
+        assert (store.array == filled(model, seed).array).all()
+        return save(tmp_path, step, written_here(pieces(store), comm), {}, comm, keep=9)
+
+    for number, ranks in enumerate((1, 2, 4, 1), 1):
+        path = run_threads(ranks, lambda comm, path=path, number=number: body(comm, path, number))[0]
+        entries = manifest.load(path).pieces
+        assert sum(entry.flat[1] - entry.flat[0] for entry in entries) == whole.layout.parameters
+
+
+def test_what_is_not_cut_is_saved_once():
+    def body(comm):
+        model = cut_model(built(4), comm)
+        return [piece.tensor for piece in written_here(pieces(FlatStore(model.layout, model.dtype)), comm)]
+
+    first, *others = run_threads(4, body)
+    assert all({"1.norm1.scale", "0.positions.weight", "2.down.bias"} & set(other) == set() for other in others)
+    assert set(first) == set(built(4).layout.by_key)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "said"),
+    [
+        (ModelConfig(heads=4), 3, r"parallel.tensor = 3 with model.heads = 4: .*\[1, 2, 4\] ranks, or a multiple of 3"),
+        (ModelConfig(kind="mlp"), 2, "parallel.tensor = 2 with model.kind = 'mlp'"),
+        (ModelConfig(vocabulary=3), 4, "parallel.tensor = 4 with model.vocabulary = 3: .* at most 3 tensor ranks"),
+        (ModelConfig(heads=16), 16, "parallel.tensor = 16 with data.context = 7"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(config, ranks, said):
+    with pytest.raises(ConfigurationError, match=said):
+        check(config, ranks, CONTEXT, True)
