@@ -1,0 +1,193 @@
+"""Whatever legal order a pipeline works in, on whatever placement: losses and gradients have the bits of one process."""
+
+import random
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcdist import models
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import CommunicationError
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.allreduce import AllreduceExchange
+from hpcdist.strategies.build import build_executor
+from hpcdist.strategies.grid import Grid
+from hpcdist.strategies.schedule.generators import interleave
+from hpcdist.strategies.schedule.operations import Operation
+from hpcdist.strategies.schedule.pipelines import Pass, Passes, expand
+from hpcdist.strategies.schedule.placement import Placement, folded, looped
+from hpcdist.strategies.schedule.verify import verify
+from hpcdist.strategies.seat import Seat
+
+SAMPLES = 7
+LAYERS = 4  # of a gpt: six units
+PASSES = {True: (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT), False: (Pass.FORWARD, Pass.BACKWARD)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An order for every rank of a pipeline."""
+
+    placement: Placement
+    passes: tuple[Passes, ...]
+    microbatches: int
+    recompute: bool = False
+
+
+def parts(units: int, chunks: int, draw: random.Random) -> list[range]:
+    cuts = [0, *sorted(draw.sample(range(1, units), chunks - 1)), units]
+    return [range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+
+
+def legal(placement: Placement, microbatches: int, split: bool, draw: random.Random) -> tuple[Passes, ...]:
+    """A random order of all passes that keeps to what they need; each rank takes its own of them.
+
+    Each chunk takes micro-batches in their order in every kind of pass: sums of gradients then have the same bits.
+    """
+    last = len(placement.chunks) - 1
+    done = {(way, chunk): 0 for way in PASSES[split] for chunk in range(last + 1)}
+    found: tuple[Passes, ...] = tuple([] for _ in range(placement.stages))
+    back = PASSES[split][1]
+
+    def ready(way: Pass, chunk: int) -> bool:
+        number = done[way, chunk]
+        if number == microbatches:
+            return False
+        if way is Pass.FORWARD:
+            return chunk == 0 or done[way, chunk - 1] > number
+        if way is Pass.BACKWARD_WEIGHT:
+            return done[back, chunk] > number
+        return done[Pass.FORWARD, chunk] > number and (chunk == last or done[back, chunk + 1] > number)
+
+    while choices := [key for key in done if ready(*key)]:
+        way, chunk = draw.choice(choices)
+        rank = placement.ranks[chunk]
+        local = [number for number, owner in enumerate(placement.ranks) if owner == rank].index(chunk)
+        found[rank].append((way, done[way, chunk], local))
+        done[way, chunk] += 1
+    return found
+
+
+def run(comm: Communicator, plan: Plan, model: ModelConfig, dtype: str) -> tuple[float, dict[str, bytes]]:
+    """One step; the loss, and the gradients of the own tensors. An SGD with rate 0 changes nothing."""
+    built = models.build(model, dtype, context=8, features=5, classes=3)
+    seat = Seat(
+        world=comm,
+        data=comm.split(comm.rank),
+        pipeline=comm,
+        model=built,
+        placement=plan.placement,
+        optimizer=OptimizerConfig(name="sgd", learning_rate=1e-3),
+        total_steps=1,
+    )
+    exchange = AllreduceExchange(seat)
+    for unit, part in seat.ranges.items():
+        initial = FlatStore(built.layout, built.dtype, part)
+        built.initialise_stage(unit, initial, seed=3)
+        exchange.take(initial)
+    executor = build_executor(seat, exchange)
+    executor.copies.refresh()
+    steps = expand(plan.passes[comm.rank], plan.placement, comm.rank, recompute=plan.recompute)
+    steps = interleave(steps + executor.copies.after_backward(), exchange.plan(), seat.ranges)
+    steps += executor.copies.after_update()
+    lists: list[list[Operation]] = comm.allgather_object(steps)
+    units = {unit: built.layout.units[stage.layer] for unit, stage in enumerate(built.stages)}
+    grid = Grid(pipeline=comm.size)
+    verify(lists, grid=grid, units=units, microbatches=plan.microbatches, needs=built.needs)
+    noise = np.random.default_rng(11)
+    if model.kind == "gpt":
+        tokens = noise.integers(0, model.vocabulary, (SAMPLES, 9))
+        whole = tokens[:, :-1], tokens[:, 1:]
+    else:
+        whole = noise.standard_normal((SAMPLES, 5)).astype(dtype), noise.integers(0, 3, SAMPLES)
+    cut = list(zip(*(np.array_split(values, plan.microbatches) for values in whole), strict=True))
+    gradients: dict[str, bytes] = {}
+
+    def look(scale: float) -> None:
+        for segment, where in exchange.gradients.tensors():
+            gradients[segment.key] = exchange.gradients.range(where).tobytes()
+
+    exchange.begin_update = look  # type: ignore[method-assign]
+    steps = [op for op in steps if op.kind.name not in ("DIRECTION", "APPLY", "NORMS")]
+    loss = executor.run(steps, cut, SAMPLES, 1, np.zeros(0)).loss
+    arena = executor.arena
+    assert not arena._live, f"{sorted(arena._live)} are never given back"
+    evaluated = executor.evaluate(*whole)
+    assert not arena._live, f"{sorted(arena._live)} are never given back by an evaluation"
+    assert evaluated == 0 or comm.rank == plan.placement.ranks[-1]
+    return loss, gradients
+
+
+@cache
+def alone(model: ModelConfig, microbatches: int, dtype: str) -> tuple[float, dict[str, bytes]]:
+    units = len(models.build(model, dtype, context=8, features=5, classes=3).stages)
+    passes = [(way, microbatch, 0) for microbatch in range(microbatches) for way in (Pass.FORWARD, Pass.BACKWARD)]
+    plan = Plan(looped([range(units)], 1), (passes,), microbatches)
+    return run_threads(1, lambda comm: run(comm, plan, model, dtype))[0]
+
+
+def compare(plan: Plan, model: ModelConfig, dtype: str = "float32", *, exact: bool = True) -> None:
+    loss, expected = alone(model, plan.microbatches, dtype)
+    found: dict[str, bytes] = {}
+    for own, gradients in run_threads(plan.placement.stages, lambda comm: run(comm, plan, model, dtype)):
+        assert own == loss
+        assert not found.keys() & gradients.keys()
+        found |= gradients
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        if exact:
+            assert found[key] == values, key
+        else:
+            of = np.frombuffer(values, dtype)
+            np.testing.assert_allclose(np.frombuffer(found[key], dtype), of, rtol=1e-10, atol=1e-14, err_msg=key)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 1 << 32), split=st.booleans(), kind=st.sampled_from(["gpt", "mlp"]))
+def test_any_legal_order_computes_the_same_gradients(seed: int, split: bool, kind: str) -> None:
+    draw = random.Random(seed)
+    ranks = draw.choice([1, 2, 2, 3])
+    model = ModelConfig(kind=kind, layers=LAYERS if kind == "gpt" else 6, hidden=8, heads=2, vocabulary=19)
+    units = len(models.build(model, "float32", context=8, features=5, classes=3).stages)
+    chunks = ranks * draw.choice([1, 2]) if units >= 2 * ranks else ranks
+    fold = chunks == 2 * ranks and draw.random() < 0.5
+    placement = (folded if fold else looped)(parts(units, chunks, draw), ranks)
+    microbatches = draw.choice([1, 2, 5, 8])  # of 7 samples: the last of 8 is empty
+    passes = legal(placement, microbatches, split, draw)
+    apart = all(placement.crosses(chunk.start) for chunk in placement.chunks[1:])  # what is run again starts there
+    recompute = not split and apart and draw.random() < 0.5
+    compare(Plan(placement, passes, microbatches, recompute), model)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_tied_tensors_of_any_placement_sum_to_the_same_gradient(split: bool) -> None:
+    model = ModelConfig(layers=LAYERS, hidden=8, heads=2, vocabulary=19, tied=True)
+    for seed in range(4):
+        draw = random.Random(seed)
+        placement = (looped, folded)[seed % 2](parts(LAYERS + 2, 4, draw), 2)
+        compare(Plan(placement, legal(placement, 3, split, draw), 3), model, "float64", exact=False)
+
+
+def test_ranks_that_disagree_on_a_shape_do_not_start() -> None:
+    def build(comm: Communicator) -> None:
+        model = models.build(ModelConfig(layers=2, hidden=8 * (1 + comm.rank), heads=2), context=8)
+        seat = Seat(
+            world=comm,
+            data=comm.split(comm.rank),
+            pipeline=comm,
+            model=model,
+            placement=looped([range(2), range(2, 4)], 2),
+            optimizer=OptimizerConfig(),
+            total_steps=1,
+        )
+        build_executor(seat, AllreduceExchange(seat))
+
+    with pytest.raises(CommunicationError, match="sends and receives activations"):
+        run_threads(2, build)
