@@ -8,6 +8,7 @@ before, so however long the others need, no deadline of its own passes and nobod
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -33,7 +34,8 @@ class Meetings:
         self.left: Callable[[int], None] = lambda worker: None
         self.called = self.due = False
         self.calls = 0  # that this rank has sent, since the start
-        self._held = self._taken = 0  # meetings held, calls received
+        self._held = 0  # meetings
+        self._taken: Counter[int] = Counter()  # calls received, by the meetings that their sender had held
         self._here: set[int] = set()  # workers that push no more
         self._gathered = self._has_called = False
         self._looked = 0.0
@@ -71,13 +73,18 @@ class Meetings:
         self._held += 1
 
     def settle(self, calls: int) -> None:
-        """Take what is left of the ``calls`` of all ranks since the start; afterwards no note is under way (local).
+        """Take what is left of the ``calls`` of all ranks before `meet`; none of them is under way afterwards (local).
 
-        All ranks must have been in a collective since `meet`.
+        All ranks must have been in a collective since `meet`. Others may have parted already: what they say now belongs
+        to their next steps, and is answered when this rank has parted too.
         """
-        while self._rank == self._first and self._taken < calls:
-            self._notes.wait(alone=True)
+        while self._rank == self._first and self._taken_before() < calls:
+            self._notes.take(Note.CALL)
         self._notes.settle()
+
+    def _taken_before(self) -> int:
+        """Return how many calls came for meetings that have been."""
+        return sum(count for held, count in self._taken.items() if held < self._held)
 
     def _all_here(self) -> bool:
         return len(self._here) == len(self._roles.workers) if self._serves else self._gathered
@@ -94,7 +101,7 @@ class Meetings:
             self.left(worker)
 
     def _on_call(self, rank: int, fields: Fields) -> None:
-        self._taken += 1
+        self._taken[fields.clock] += 1
         self.due |= fields.clock == self._held  # else it was for a meeting that has been
 
     def _on_meet(self, worker: int, fields: Fields) -> None:

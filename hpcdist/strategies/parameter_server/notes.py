@@ -1,6 +1,7 @@
 """The short messages between workers and servers that are not in lock-step, apart from the values they speak of."""
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
@@ -45,6 +46,7 @@ class Fields:
 
 ALONE: Final = len(fields(Fields))  # numbers of a note of no workers, with its kind
 Answer: TypeAlias = Callable[[int, Fields], None]  # called with the sender
+Letter: TypeAlias = tuple[Note, int, Fields]  # with the sender
 
 
 class Notes:
@@ -54,6 +56,7 @@ class Notes:
         self._comm = comm
         self.answers: dict[Note, Answer] = {}
         self._sent: list[Request] = []
+        self._held: deque[Letter] = deque()  # those that came while another kind was waited for
 
     def tell(self, peer: int, note: Note, what: Fields = Fields()) -> None:
         """Begin to send a note."""
@@ -67,8 +70,8 @@ class Notes:
 
     def attend(self) -> None:
         """Answer the notes that have come; wait for none."""
-        while (message := self._comm.poll()) is not None:
-            self._answer(message)
+        while (letter := self._next()) is not None:
+            self._answer(letter)
 
     def wait(self, *, alone: bool, look: Callable[[], None] = lambda: None) -> None:
         """Wait for a note and answer it.
@@ -77,15 +80,21 @@ class Notes:
         leaves the core to others, has no deadline, and calls ``look`` all the while.
         """
         if alone:
-            self._answer(self._comm.probe())
+            self._answer(self._held.popleft() if self._held else _read(self._comm.probe()))
             return
         pause = SHORTEST_S
-        while (message := self._comm.poll()) is None:
+        while (letter := self._next()) is None:
             self.tidy()
             look()
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_S)
-        self._answer(message)
+        self._answer(letter)
+
+    def take(self, wanted: Note) -> None:
+        """Wait for a note of the kind ``wanted`` and answer it; what else comes is answered later, in its order."""
+        while (letter := _read(self._comm.probe()))[0] is not wanted:
+            self._held.append(letter)
+        self._answer(letter)
 
     def settle(self) -> None:
         """Return when all notes of this rank have been taken: after a meeting they are, or will be without more."""
@@ -93,19 +102,31 @@ class Notes:
             request.wait()
         self._sent.clear()
 
-    def _answer(self, message: Message) -> None:
-        values = np.zeros(message.nbytes // np.dtype(np.float64).itemsize)
-        message.recv(values)
-        note, clock, scale, updates, called, samples, divisor, staleness, dropped = values[:ALONE].tolist()
-        what = Fields(
-            clock=int(clock),
-            scale=scale,
-            updates=int(updates),
-            called=bool(called),
-            samples=int(samples),
-            divisor=int(divisor),
-            staleness=int(staleness),
-            dropped=bool(dropped),
-            workers=tuple(int(worker) for worker in values[ALONE:]),
-        )
-        self.answers[Note(int(note))](message.source, what)
+    def _next(self) -> Letter | None:
+        """Return the next note, None where none has come."""
+        if self._held:
+            return self._held.popleft()
+        message = self._comm.poll()
+        return None if message is None else _read(message)
+
+    def _answer(self, letter: Letter) -> None:
+        note, sender, what = letter
+        self.answers[note](sender, what)
+
+
+def _read(message: Message) -> Letter:
+    values = np.zeros(message.nbytes // np.dtype(np.float64).itemsize)
+    message.recv(values)
+    note, clock, scale, updates, called, samples, divisor, staleness, dropped = values[:ALONE].tolist()
+    what = Fields(
+        clock=int(clock),
+        scale=scale,
+        updates=int(updates),
+        called=bool(called),
+        samples=int(samples),
+        divisor=int(divisor),
+        staleness=int(staleness),
+        dropped=bool(dropped),
+        workers=tuple(int(worker) for worker in values[ALONE:]),
+    )
+    return Note(int(note)), message.source, what

@@ -1,0 +1,55 @@
+"""Notes and meetings of ranks that are not in lock-step."""
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.strategies.parameter_server.meetings import Meetings
+from hpcdist.strategies.parameter_server.notes import Fields, Note, Notes
+from hpcdist.strategies.parameter_server.roles import Roles
+
+ROLES = Roles(range(1, 3), range(1))  # rank 0 serves
+
+
+def test_what_a_quick_worker_says_after_a_meeting_does_not_pass_for_a_late_call() -> None:
+    """The call of worker 2 is still on its way when worker 1 has parted and pushes, and calls the next meeting."""
+
+    def body(comm: Communicator) -> list[str]:
+        said: list[str] = []
+        notes = Notes(comm.dup("notes"))
+        notes.answers[Note.PUSH] = lambda worker, what: said.append(f"push {what.clock} of {worker}")
+        meetings = Meetings(comm.rank, ROLES, notes)
+        meetings.meet()
+        if comm.rank == 1:
+            notes.tell(0, Note.PUSH, Fields(clock=7))
+            notes.tell(0, Note.CALL, Fields(clock=1))  # for the second meeting
+            notes.tell(0, Note.PUSH, Fields(clock=8))
+        comm.barrier()
+        if comm.rank == 2:
+            notes.tell(0, Note.CALL, Fields(clock=0))
+        if comm.rank == 0:
+            meetings.settle(calls=1)
+            assert said == [] and meetings.due, "only the second meeting is due"
+            notes.attend()
+        comm.barrier()
+        notes.settle()
+        return said
+
+    assert run_threads(3, body)[0] == ["push 7 of 1", "push 8 of 1"]
+
+
+def test_notes_that_were_held_back_come_before_others() -> None:
+    def body(comm: Communicator) -> list[int]:
+        said: list[int] = []
+        notes = Notes(comm.dup("notes"))
+        notes.answers[Note.PUSH] = lambda worker, what: said.append(what.clock)
+        notes.answers[Note.CALL] = lambda worker, what: said.append(-what.clock)
+        if comm.rank == 1:
+            for kind, clock in ((Note.PUSH, 1), (Note.CALL, 9), (Note.PUSH, 2), (Note.PUSH, 3)):
+                notes.tell(0, kind, Fields(clock=clock))
+        else:
+            notes.take(Note.CALL)
+            for alone in (True, False, True):
+                notes.wait(alone=alone)
+        notes.settle()
+        return said
+
+    assert run_threads(2, body)[0] == [-9, 1, 2, 3]
