@@ -15,9 +15,12 @@ is cut into p chunks; the owner of a chunk gets it of every node, finishes the t
     (k + 1) (p-1) α + (k + 1) (p-1)/p n β + (k p - 1)/p n γ
 
 k is 1 where L/p is a power of two: then the bytes are those of the ring, 2 (p-1)/p n. Else k <= 2 log2(L/p) + 1.
+
+`FixedTree.reduce_scatter` ends where each owner has its chunk, which the caller may cut as it likes: k (p-1)/p n bytes.
+Where d ranks make up the buffer and p/d own each chunk, every rank sends to all owners: k (p-1)/d n bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,10 +89,10 @@ class FixedTree:
     """Reduces one buffer of each of ``shards`` logical shards, in the order of the tree, over the ranks of ``comm``.
 
     Rank r holds the shards ``shards_of(shards, comm.size)[r]``: it calls `add` with each of them in ascending order,
-    then `reduce`, and may begin again. All buffers are of one size and dtype. 16-bit floats are summed, and sent, in
-    float32, and rounded once. Partial sums take as many buffers as the number of own shards has binary digits at most,
-    and while `reduce` runs as many more as a rank brings; the memory is kept. Raises UsageError for fewer shards than
-    ranks and for an unknown ``op``.
+    then `reduce` or `reduce_scatter`, and may begin again. All buffers are of one size and dtype. 16-bit floats are
+    summed, and sent, in float32, and rounded once. Partial sums take as many buffers as the number of own shards has
+    binary digits at most, and while they are reduced as many more as a rank brings; the memory is kept. Raises
+    UsageError for fewer shards than ranks and for an unknown ``op``.
     """
 
     def __init__(self, comm: Communicator, shards: int, op: str = "sum") -> None:
@@ -131,32 +134,48 @@ class FixedTree:
 
         It may be the array that was added last without a copy.
         """
+        chunks = split(buffer.size, self._comm.size, buffer.itemsize)
+        self._run("allreduce", buffer, chunks, lambda: all_gather(self._comm, buffer, chunks))
+
+    def reduce_scatter(self, buffer: Array, shares: Sequence[Range]) -> None:
+        """Overwrite ``buffer[shares[rank]]`` with the result; the rest is undefined. Collective over the communicator.
+
+        ``shares``, one for each rank and the same on all, are any ranges of the buffer. It may be the array that was
+        added last without a copy.
+        """
+        self._run("reduce_scatter", buffer, shares, lambda: None)
+
+    def _run(self, name: str, buffer: Array, shares: Sequence[Range], then: Callable[[], None]) -> None:
+        """Finish the own one of ``shares`` of ``buffer``, then do the rest; and begin again."""
         comm = self._comm
+
+        def described() -> checked.Call:
+            known = f"{self._shards} shards" + (f", {checked.fingerprint(shares)}" if name != "allreduce" else "")
+            return checked.described(name, "fixed_tree", buffer, self._op, known)
+
         try:
             check_buffer(buffer)
             self._check_turn(self._next == self._own.stop, "reduce is called")
             self._check_size(buffer.size)
+            self._check_shares(shares, buffer.size)
         except HpcdistError as error:
-            checked.refuse(comm, self._described(buffer), error)
+            checked.refuse(comm, described(), error)
             raise
         if comm.checked:
-            checked.compare(comm, self._described(buffer))
-        token = comm.events.begin(comm.name, "fixed_tree_reduce", name_of(buffer.dtype), buffer.size, 0, -1, 0)
-        chunks = split(buffer.size, comm.size, buffer.itemsize)
-        own = buffer[chunks[comm.rank].slice]
-        rows = self._rows(chunks)
+            checked.compare(comm, described())
+        op = "fixed_tree_reduce" if name == "allreduce" else f"fixed_tree_{name}"
+        token = comm.events.begin(comm.name, op, name_of(buffer.dtype), buffer.size, 0, -1, 0)
+        own = buffer[shares[comm.rank].slice]
+        rows = self._rows(shares)
         total = self._finish(Range(0, self._shards), rows, own if rows[0].dtype == own.dtype else None)
         if total is not own:
             round_into(own, total)
-        all_gather(comm, buffer, chunks)
+        then()
         for partial in self._partials:
             self._give_back(partial)
         self._partials.clear()
         self._next = self._own.start
         comm.events.end(token)
-
-    def _described(self, buffer: Array) -> checked.Call:
-        return checked.described("allreduce", "fixed_tree", buffer, self._op, f"{self._shards} shards")
 
     def _rows(self, chunks: Sequence[Range]) -> dict[int, Array]:
         """Return the own chunk of each node that some rank brings, by its first shard; any may be overwritten."""
@@ -202,6 +221,13 @@ class FixedTree:
             raise UsageError(
                 f"{what} when rank {self._comm.rank} has added {self._next - self._own.start} of its shards "
                 f"{self._own.start} to {self._own.stop - 1}; add each once, in ascending order, then call reduce"
+            )
+
+    def _check_shares(self, shares: Sequence[Range], size: int) -> None:
+        if len(shares) != self._comm.size or any(share.stop > size for share in shares):
+            raise UsageError(
+                f"shares {[(share.start, share.stop) for share in shares]} of {size} elements for {self._comm.size} "
+                "ranks; give one range within the buffer for each rank"
             )
 
     def _check_size(self, size: int) -> None:

@@ -1,11 +1,14 @@
 """Clipping by the global norm: Pascanu, Mikolov & Bengio 2013 (arXiv:1211.5063), Algorithm 1.
 
-The sum of squares of each rank's own part is additive, so the norm of a sharded gradient is one reduced scalar.
+The sum of squares of each rank's own part is additive, so the norm of a sharded gradient is one reduced scalar, or one
+reduced accumulator of `hpcdist.optim.exact` where its bits must not follow the cuts.
 """
 
 import math
 from collections.abc import Sequence
 from itertools import chain
+
+import numpy as np
 
 from hpcdist.arrays.backend import namespace
 from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float
@@ -13,7 +16,7 @@ from hpcdist.arrays.filestore import FileStore
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
-from hpcdist.optim import kernels, norms
+from hpcdist.optim import exact, kernels, norms
 
 _WIDEN = 1 << 16  # 16-bit elements that are widened at a time: 256 KiB of float32 stay in the cache
 
@@ -38,6 +41,18 @@ def sum_of_squares(store: FlatStore, parts: Range | Sequence[Range] | None = Non
         else:
             total = total + kernels.sum_of_squares(values)
     return float(total)  # the one place that waits for a GPU
+
+
+def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (exact.SLOTS,)
+    """Return the sum of squares of the tensors in ``parts`` of a ``store`` on the host, padding left out, not rounded.
+
+    See `hpcdist.optim.exact`; a NaN or infinite element gives a sum that is so when it is rounded.
+    """
+    digits = exact.zeros()
+    for _, where in chain.from_iterable(map(store.layout.within, parts)):
+        for values in store.blocks(where):
+            exact.add_squares(values, digits)
+    return digits
 
 
 def clip_scale(norm_squared: float, limit: float) -> float:

@@ -78,6 +78,10 @@ class WithMaster:
             kernels.widen(gradient.range(piece), self._wide.range(piece))
             self._inner.direction(piece, self.weights, self._wide, scale)
 
+    def sum_exactly(self) -> None:
+        """Make `partial_norms` exact."""
+        self._inner.sum_exactly()
+
     def partial_norms(self) -> np.ndarray:  # (segments, 2)
         """Return sums of squares of the master and of the direction."""
         return self._inner.partial_norms()

@@ -2,6 +2,8 @@
 
 A tensor that arrives in blocks, one behind the other, has the same bits of norm as one that arrives whole: its four
 running sums are kept between the blocks. So a state that is read in blocks from a file is updated as one in memory.
+
+`ExactNorms` do not round at all, see `hpcdist.optim.exact`: they have the same bits however tensors are cut.
 """
 
 from collections.abc import Iterable
@@ -11,7 +13,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array, is_device, zeros
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import Range
-from hpcdist.optim import kernels
+from hpcdist.optim import exact, kernels
 
 LANES = 4  # of `kernels.sum_of_squares`
 
@@ -99,6 +101,26 @@ class Norms:
         if stretch is not None:
             self._sums[tensor, 0] += _total(stretch.weights)
             self._sums[tensor, 1] += _total(stretch.step)
+
+
+class ExactNorms:
+    """As `Norms`, of weights on the host, in the accumulators of `hpcdist.optim.exact`: to be rounded by it."""
+
+    def __init__(self, count: int) -> None:
+        self._sums = exact.zeros(count, 2)
+
+    def clear(self) -> None:
+        """Forget all pieces."""
+        self._sums[...] = 0
+
+    def add(self, tensor: int, where: Range, weights: Array, step: Array) -> None:
+        """Add the piece of ``tensor`` at ``where``."""
+        exact.add_squares(weights, self._sums[tensor, 0])
+        exact.add_squares(step, self._sums[tensor, 1])
+
+    def sums(self) -> np.ndarray:  # (tensors, 2, exact.SLOTS)
+        """Return the sums so far."""
+        return self._sums
 
 
 for _dtype in (np.float32, np.float64):

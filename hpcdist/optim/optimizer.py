@@ -4,7 +4,8 @@ A layer-wise optimizer needs norms of whole tensors, but a rank may own any part
 
     begin_step  ->  direction(piece)...  ->  partial_norms  -> (the caller sums them) ->  apply(piece)...
 
-and equals the undivided update for every partition, up to the order of summation of the norms.
+and equals the undivided update for every partition, up to the order of summation of the norms, or to the bit where they
+are summed exactly.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,10 +58,15 @@ class Optimizer(Protocol):
         element of the owned part is given once in an update; pieces may cut tensors anywhere. Padding is not touched.
         """
 
+    def sum_exactly(self) -> None:
+        """From the next update on make `partial_norms` exact: the norms then have the same bits for every partition."""
+
     def partial_norms(self) -> np.ndarray:  # (segments, 2)
         """Return, for each tensor of the layout, sum(w^2) and sum(u^2) over the given pieces, in float64.
 
         On the host. The caller sums them over the ranks that share the tensors; rows of tensors that need none are 0.
+        After `sum_exactly` they are accumulators of `hpcdist.optim.exact` (segments, 2, exact.SLOTS), int64, which the
+        caller sums and rounds.
         """
 
     def apply(

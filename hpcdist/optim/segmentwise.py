@@ -14,7 +14,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
 from hpcdist.optim import kernels, rates
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.optim.norms import Norms
+from hpcdist.optim.norms import ExactNorms, Norms
 
 
 class SegmentWise(ABC):
@@ -53,7 +53,7 @@ class SegmentWise(ABC):
         self.slots = {name: make(name) for name in self._slots_of(config)}
         self._total_steps = total_steps
         self._index = {segment.range.start: index for index, segment in enumerate(layout.segments)}
-        self._norms = Norms(len(layout.segments), on)
+        self._norms: Norms | ExactNorms = Norms(len(layout.segments), on)
 
     def _slots_of(self, config: OptimizerConfig) -> tuple[str, ...]:
         return self.slot_names
@@ -78,7 +78,11 @@ class SegmentWise(ABC):
             if self.needs_norms and spec.adapted:
                 self._norms.add(index, where, weights, step)
 
-    def partial_norms(self) -> np.ndarray:  # (segments, 2)
+    def sum_exactly(self) -> None:
+        """From now on sum the partial norms in exact accumulators."""
+        self._norms = ExactNorms(len(self.layout.segments))
+
+    def partial_norms(self) -> np.ndarray:  # (segments, 2) or (segments, 2, exact.SLOTS)
         """Return sums of squares of w and of the direction over the pieces seen; 0 for tensors that need none."""
         return to_host(self._norms.sums()).copy()
 

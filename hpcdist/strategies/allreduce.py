@@ -12,6 +12,7 @@ from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, cut, split
 from hpcdist.strategies.exchange import Handlers, pieces_of
+from hpcdist.strategies.logical_shards import LogicalShards
 from hpcdist.strategies.overlap import Overlap
 from hpcdist.strategies.owner import Owner, OwnerExchange
 from hpcdist.strategies.schedule.operations import Kind, Operation
@@ -40,19 +41,28 @@ class AllreduceExchange(OwnerExchange):
 
     replicas_identical = True
 
-    def __init__(self, seat: Seat) -> None:
-        super().__init__(seat)
+    def __init__(self, seat: Seat, shards: LogicalShards | None = None) -> None:
+        super().__init__(seat, shards)
         if seat.overlap != "none" and seat.data.size > 1:
             self.overlap = Overlap(seat.data, seat.overlap)
         over = seat.data if self.overlap is None else self.overlap.over
         stores = seat.store("parameters"), seat.store("gradients", allocate=seat.for_replicas("gradients", over))
-        self.owner = Owner(*stores, seat.build_optimizer(seat.part), [seat.part], None, seat.agree_algorithm)
+        self.owner = Owner(
+            *stores,
+            seat.build_optimizer(seat.parts),
+            seat.parts,
+            None,
+            seat.agree_algorithm,
+            exactly=shards is not None,
+            tensor=seat.tensor,
+        )
         self.carries_out: Handlers = {Kind.REDUCE: self.reduce, **self.owner.carries_out}
         self.carries_out |= {Kind.START: self.start, Kind.WAIT: self.wait, Kind.POLL: self.poll}
 
     def plan(self) -> list[Operation]:
         """Return REDUCE per bucket, or START and WAIT, AGREE, then the update of everything."""
-        found = buckets(self.seat.layout, self.gradients.array.itemsize, self.seat.bucket_bytes, self.seat.part)
+        sizes = self.gradients.array.itemsize, self.seat.bucket_bytes
+        found = [bucket for part in reversed(self.seat.parts) for bucket in buckets(self.seat.layout, *sizes, part)]
         kinds = (Kind.REDUCE,) if self.overlap is None else (Kind.START, Kind.WAIT)
         reduces = [Operation(kind, range=bucket) for kind in kinds for bucket in found]
         return [*reduces, Operation(Kind.AGREE), *self.owner.plan()]
@@ -84,6 +94,6 @@ class AllreduceExchange(OwnerExchange):
 
     def pieces(self) -> Sequence[Piece]:
         """Return this rank's share, by bytes, of parameters and optimizer state: replicas are written once."""
-        part, data = self.seat.part, self.seat.data
-        mine = split(part.size, data.size, self.weights.array.itemsize)[data.rank].shift(part.start)
-        return pieces_of({"parameters": self.weights, **self.owner.slots()}, [mine])
+        data, itemsize = self.seat.data, self.weights.array.itemsize
+        mine = [split(part.size, data.size, itemsize)[data.rank].shift(part.start) for part in self.seat.parts]
+        return pieces_of({"parameters": self.weights, **self.owner.slots()}, mine)

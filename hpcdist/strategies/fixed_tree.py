@@ -1,29 +1,17 @@
-"""Data parallelism with the same bits on any number of ranks: sums in a fixed tree over logical shards.
+"""Allreduce with the same bits on any number of ranks: sums in a fixed tree over logical shards.
 
-A step is cut into L logical shards of equal size, whatever the number of ranks; each is a micro-batch of its own, so
-that every matrix product has the same shape everywhere. Gradients and losses of the shards are summed in the order of
-`hpcdist.collectives.fixed_tree`. All else that decides a step follows from those sums, on every rank alike: the norm of
-the gradient, the update. With Psi bytes of gradients each of p ranks sends 2 Psi (p-1)/p a step where L/p is a power of
-two, and keeps log2(L/p) partial sums of Psi bytes beside its gradients; see there for other numbers.
-
-The price is that of gradient accumulation: smaller matrix products, and one more pass over the gradients of each shard.
+How a step is cut into shards and what is summed how is said in `hpcdist.strategies.logical_shards`. With Psi bytes of
+gradients each of p ranks sends 2 Psi (p-1)/p a step where L/p is a power of two, and keeps log2(L/p) partial sums of
+Psi bytes beside its gradients; see `hpcdist.collectives.fixed_tree` for other numbers.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
-
-import numpy as np
+from collections.abc import Iterator
 
 from hpcdist.arrays.ranges import Range, cut
-from hpcdist.collectives.fixed_tree import FixedTree, shards_of, tree_sum
-from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.allreduce import AllreduceExchange
-from hpcdist.strategies.arithmetic import arithmetic
+from hpcdist.strategies.logical_shards import LogicalShards
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
-
-ALGORITHM: Final = "fixed_tree"
-CURE: Final = "Give every rank the same OMP_NUM_THREADS, the same kind of processor and the same numpy"
 
 
 class FixedTreeExchange(AllreduceExchange):
@@ -32,23 +20,16 @@ class FixedTreeExchange(AllreduceExchange):
     Every rank has as many micro-batches as the one with the most shards; where it has a shard less, the last is empty.
     After each but the last, ADD takes its gradients into the partial sums of this rank, without a message; REDUCE takes
     those of the last one, and finishes the sums with the other ranks.
-
-    ``arithmetic`` names the bits that the ranks compute; construction and `restore` raise ConfigurationError, on all of
-    them, where it is not the same on all ranks or not that of the run so far.
     """
 
     accumulates = False  # each shard's gradients are taken before the next one overwrites them
 
-    def __init__(self, seat: Seat, shards: int) -> None:
-        super().__init__(seat)
-        self.algorithm = ALGORITHM
-        self.shards = shards
-        self.arithmetic = _common(seat)
-        self.own = shards_of(shards, seat.data.size)[seat.data.rank]
+    def __init__(self, seat: Seat, shards: LogicalShards) -> None:
+        super().__init__(seat, shards)
         self.carries_out = {**self.carries_out, Kind.ADD: self.add}
+        self._logical = shards
         self._trees = {
-            reduced: [(piece, FixedTree(seat.data, shards)) for piece in cut(reduced, self._longest)]
-            for reduced in self._reduced()
+            reduced: [(piece, shards.tree()) for piece in cut(reduced, self._longest)] for reduced in self._reduced()
         }
 
     @property
@@ -58,11 +39,12 @@ class FixedTreeExchange(AllreduceExchange):
 
     def _reduced(self) -> Iterator[Range]:
         """Yield ranges of whole layers, last layers first, each of a bucket's size or more, but for the last."""
-        stop = self.seat.part.stop
-        for unit in sorted(self.seat.ranges.values(), reverse=True):
-            if stop - unit.start >= self._longest or unit.start == self.seat.part.start:
-                yield Range(unit.start, stop)
-                stop = unit.start
+        for part in reversed(self.seat.parts):
+            stop = part.stop
+            for unit in sorted(filter(part.intersect, self.seat.ranges.values()), reverse=True):
+                if stop - unit.start >= self._longest or unit.start == part.start:
+                    yield Range(unit.start, stop)
+                    stop = unit.start
 
     def plan(self) -> list[Operation]:
         """Return ADD and REDUCE of whole layers, AGREE, then the update of everything."""
@@ -82,40 +64,5 @@ class FixedTreeExchange(AllreduceExchange):
 
     def _take_in(self, op: Operation, *, copy: bool) -> None:
         assert op.range is not None
-        if op.microbatch < self.own.size:
-            for piece, tree in self._trees[op.range]:
-                tree.add(self.own.start + op.microbatch, self.gradients.range(piece), copy=copy)
-
-    def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
-        """Sum ``losses``, one of each own shard, in the order of the tree, and ``values`` as `agree`. Collective."""
-        of_shards = np.zeros(self.shards)
-        of_shards[self.own.slice] = losses  # all others add zeros to them, which is exact in any order
-        sums = self.agree(np.concatenate([of_shards, values]))
-        return tree_sum(sums[: self.shards].tolist()), sums[self.shards :]
-
-    def state(self) -> dict[str, Any]:
-        """Return the optimizer's clock and the name of the arithmetic."""
-        return super().state() | {"arithmetic": self.arithmetic}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back the optimizer's clock."""
-        before = state.get("arithmetic", self.arithmetic)
-        if before != self.arithmetic:
-            raise ConfigurationError(
-                f"run.logical_shards = {self.shards}: this run was computed with the arithmetic {before}, and here it "
-                f"is {self.arithmetic}, so it cannot go on with the same bits. {CURE}; or set run.logical_shards = 0 "
-                "to go on without that promise"
-            )
-        super().restore(state)
-
-
-def _common(seat: Seat) -> str:
-    """Return the arithmetic of all ranks. Collective over the data axis."""
-    names = seat.data.allgather_object(arithmetic(np.dtype(seat.dtype)))
-    other = [rank for rank, name in enumerate(names) if name != names[0]]
-    if other:
-        raise ConfigurationError(
-            f"run.logical_shards: rank {other[0]} and {len(other) - 1} others compute other bits than rank 0 "
-            f"(arithmetic {names[other[0]]}, not {names[0]}). {CURE}"
-        )
-    return str(names[0])
+        for piece, tree in self._trees[op.range]:
+            self._logical.add(tree, op.microbatch, self.gradients.range(piece), copy=copy)

@@ -133,6 +133,10 @@ class BlockedOptimizer:
         """Begin an update, at ``factor`` times the rate."""
         self._inner.begin_step(factor)
 
+    def sum_exactly(self) -> None:
+        """Make `partial_norms` exact."""
+        self._inner.sum_exactly()
+
     def partial_norms(self) -> np.ndarray:  # (segments, 2)
         """Return sums of squares of w and of the direction over the pieces seen."""
         return self._inner.partial_norms()

@@ -10,13 +10,16 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.optim import clip
+from hpcdist.comm.solo import solo
+from hpcdist.optim import clip, exact
 from hpcdist.optim.master import WithMaster, rounded
 from hpcdist.optim.optimizer import Optimizer
 from hpcdist.strategies.exchange import pieces_of
+from hpcdist.strategies.logical_shards import ALGORITHM, LogicalShards
 from hpcdist.strategies.overlap import Overlap
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.tensor.replicated import counted, sum_gradients, sum_norms
 from hpcdist.strategies.zero_config import Degrees
 
 
@@ -24,7 +27,9 @@ class Owner:
     """Steps ``parameters`` on ``parts`` along the reduced ``gradients``, in the two phases of an optimizer.
 
     ``sharers`` joins the ranks that own the other parts of the same tensors, None where tensors are whole: layer-wise
-    rates and the global norm are then exact however tensors are cut.
+    rates and the global norm are then exact however tensors are cut. With ``exactly`` they are so to the bit: their
+    squares are summed without rounding. ``tensor`` joins the ranks of the tensor axis, where there are several: tensors
+    that all of them have whole count once.
     """
 
     def __init__(
@@ -35,16 +40,24 @@ class Owner:
         parts: Sequence[Range],
         sharers: Communicator | None,
         agree_algorithm: str,
+        *,
+        exactly: bool = False,
+        tensor: Communicator | None = None,
     ) -> None:
         self.parameters, self.gradients, self.optimizer = parameters, gradients, optimizer
         self.parts = [part for part in parts if part]
-        self._sharers, self._algorithm = sharers, agree_algorithm
+        self._sharers, self._algorithm, self._exactly = sharers, agree_algorithm, exactly
+        if exactly:
+            optimizer.sum_exactly()
+        self._tensor = tensor or solo()
+        self._counted = counted(gradients.layout, self.parts, self._tensor)
         self._scale = 1.0
         self._norms: np.ndarray | None = None  # (segments, 2)
         self.carries_out = {
             Kind.DIRECTION: self.direction,
             Kind.NORMS: self.norms,
             Kind.APPLY: self.apply,
+            Kind.SUM_ROWS: self.sum_rows,
         }
 
     def plan(self) -> list[Operation]:
@@ -57,8 +70,18 @@ class Owner:
         ]
 
     def norm_squared(self) -> float:
-        """Return the sum of squares of the gradients of the owned parts (local)."""
-        return clip.sum_of_squares(self.gradients, self.parts)
+        """Return the sum of squares of the gradients of the owned parts (local).
+
+        Exactly summed it is that of all sharers, returned by the first of them, 0 by the others: their sum, as it must
+        be. Collective over the sharers then.
+        """
+        if not self._exactly:
+            return clip.sum_of_squares(self.gradients, self._counted)
+        digits = clip.exact_squares(self.gradients, self.parts)
+        if self._sharers is not None:
+            collectives.allreduce(self._sharers, digits, self._algorithm)
+        speaks = self._sharers is None or self._sharers.rank == 0
+        return float(exact.rounded(digits)) if speaks else 0.0
 
     def begin_update(self, scale: float) -> None:
         """Advance the optimizer's clock; gradients of this step are multiplied by ``scale`` (local)."""
@@ -71,10 +94,16 @@ class Owner:
         self.optimizer.direction(op.range, self.parameters, self.gradients, self._scale)
 
     def norms(self, op: Operation) -> None:
-        """Sum the norms of tensors over those who share them. Collective over the sharers."""
-        self._norms = self.optimizer.partial_norms()
+        """Sum the norms of tensors over those who share them. Collective over the sharers and the tensor axis."""
+        norms = self.optimizer.partial_norms()
         if self._sharers is not None:
-            collectives.allreduce(self._sharers, self._norms.reshape(-1), self._algorithm)
+            collectives.allreduce(self._sharers, norms.reshape(-1), self._algorithm)
+        sum_norms(norms, self.gradients.layout, self._tensor, self._algorithm)
+        self._norms = exact.rounded(norms) if self._exactly else norms
+
+    def sum_rows(self, op: Operation) -> None:
+        """Sum what the ranks of the tensor axis have of gradients of tensors that are not cut. Collective over it."""
+        sum_gradients(self.gradients, self.parts, self._tensor, self._algorithm)
 
     def apply(self, op: Operation) -> None:
         """Step the parameters (local)."""
@@ -95,7 +124,7 @@ class OwnerExchange:
     """What exchanges in lock-step share: one store of parameters and gradients each, and an `Owner` of parts of them.
 
     See `hpcdist.strategies.exchange.Exchange` for what each method promises. A subclass sets ``owner`` and adds how
-    gradients come to their owners, and parameters back.
+    gradients come to their owners, and parameters back. With ``shards`` all sums are those of logical shards.
     """
 
     lock_step = True
@@ -107,8 +136,9 @@ class OwnerExchange:
     overlap: Overlap | None = None
     owner: Owner
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat, self.algorithm = seat, seat.algorithm
+    def __init__(self, seat: Seat, shards: LogicalShards | None = None) -> None:
+        self.seat, self.shards = seat, shards
+        self.algorithm = seat.algorithm if shards is None else ALGORITHM
 
     @property
     def parameters(self) -> FlatStore:
@@ -147,6 +177,8 @@ class OwnerExchange:
 
     def agree_losses(self, losses: Sequence[float], values: np.ndarray) -> tuple[float, np.ndarray]:
         """Sum ``losses`` and ``values`` over the world. Collective."""
+        if self.shards is not None:
+            return self.shards.agree_losses(losses, values, self.agree)
         sums = self.agree(np.concatenate([[sum(losses)], values]))
         return float(sums[0]), sums[1:]
 
@@ -180,11 +212,13 @@ class OwnerExchange:
         return kept + pieces_of(self.owner.slots(), self.owner.parts)
 
     def state(self) -> dict[str, Any]:
-        """Return the optimizer's clock."""
-        return self.owner.optimizer.state()
+        """Return the optimizer's clock, and the arithmetic of logical shards."""
+        return self.owner.optimizer.state() | (self.shards.state() if self.shards is not None else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take back the optimizer's clock, and make working copies anew. Collective over the data axis then."""
+        if self.shards is not None:
+            self.shards.check(state)
         self.owner.optimizer.restore(dict(state))
         if self.owner.master is not None:
             self.owner.master.round_into(self.parameters)

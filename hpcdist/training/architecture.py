@@ -3,7 +3,7 @@
 from typing import Final
 
 from hpcdist.strategies.decentralised.replicas import Replicas
-from hpcdist.strategies.fixed_tree import FixedTreeExchange
+from hpcdist.strategies.owner import OwnerExchange
 from hpcdist.strategies.parameter_server.roles import Roles
 from hpcdist.strategies.zero_config import STAGES, ZeroConfig
 from hpcdist.training.trainer import Trainer
@@ -39,8 +39,9 @@ def described(trainer: Trainer) -> str:
         parts.append("samples by measured speed")
     if recipe.precision.working is not None:
         parts.append(f"{recipe.precision.working} working copies")
-    if isinstance(trainer.exchange, FixedTreeExchange):
-        parts.append(f"{recipe.run.logical_shards} logical shards, arithmetic {trainer.exchange.arithmetic}")
+    if isinstance(trainer.exchange, OwnerExchange) and trainer.exchange.shards is not None:
+        shards = trainer.exchange.shards
+        parts.append(f"{shards.count} logical shards, arithmetic {shards.arithmetic}")
     if grid.pipeline > 1:
         stages, microbatches = grid.pipeline, parallel.microbatches
         bubble = (stages - 1) / (microbatches + stages - 1)

@@ -30,6 +30,7 @@ from hpcdist.training.chaos_config import ChaosConfig
 from hpcdist.training.config import DataConfig, PrecisionConfig, RunConfig, written
 
 DEFAULT: Final = "default"
+IN_LOGICAL_SHARDS: Final = ("allreduce", *STAGES)  # strategies whose sums need not follow the ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +103,13 @@ class Recipe:
 
     def _refuse_beside_logical_shards(self) -> None:
         """Raise ConfigurationError for keys that decide otherwise in which order gradients are summed."""
+        if self.run.logical_shards and self.parallel.strategy not in IN_LOGICAL_SHARDS:
+            raise ConfigurationError(
+                f"parallel.strategy = {self.parallel.strategy!r} with run.logical_shards = {self.run.logical_shards}: "
+                f"the order of its sums would depend on the ranks; choose one of {', '.join(IN_LOGICAL_SHARDS)}, or "
+                "run.logical_shards = 0"
+            )
         for key, given, only in (
-            ("parallel.strategy", self.parallel.strategy, "allreduce"),
             ("parallel.pipeline", self.parallel.pipeline, 1),
             ("parallel.microbatches", self.parallel.microbatches, 1),
             ("parallel.schedule", self.parallel.order, "sequential"),

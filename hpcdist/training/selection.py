@@ -14,7 +14,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.start import Session
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.models.model import Model
-from hpcdist.strategies import fixed_tree
+from hpcdist.strategies import logical_shards
 from hpcdist.strategies.parameter_server import build as parameter_server
 from hpcdist.training.recipe import Recipe
 
@@ -55,7 +55,7 @@ def resolve(session: Session, recipe: Recipe, model: Model, data: Communicator, 
     comm, wanted = session.comm, recipe.communication.algorithm
     nodes = tuple(len(members) for members in comm.nodes().members)
     if recipe.run.logical_shards:
-        return Selection(fixed_tree.ALGORITHM, "recipe", nodes)
+        return Selection(logical_shards.ALGORITHM, "recipe", nodes)
     if wanted != AUTO:
         _refuse_on_cpu(wanted, recipe.run.device, data)
         _refuse_over_nodes(wanted, recipe.communication.ranks_per_node, comm, data)

@@ -15,7 +15,7 @@ from hpcdist.comm.recording import recording
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError, ScheduleError
-from hpcdist.strategies import fixed_tree
+from hpcdist.strategies import logical_shards
 from hpcdist.strategies.grid import Grid
 from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.schedule.operations import Kind
@@ -204,15 +204,15 @@ def test_other_arithmetic_is_refused(text: Path, tmp_path: Path, monkeypatch: py
         return trainer_of(comm, text, {key.replace("__", "."): value for key, value in keys.items()}, resume)
 
     saved = run_threads(2, lambda comm: start(comm).save(tmp_path / "checkpoints", 1))[0]
-    monkeypatch.setattr(fixed_tree, "arithmetic", lambda dtype: "0123abcd")
+    monkeypatch.setattr(logical_shards, "arithmetic", lambda dtype: "0123abcd")
     with pytest.raises(ConfigurationError, match="arithmetic .*, and here it is 0123abcd.*OMP_NUM_THREADS"):
         run_threads(2, lambda comm: start(comm, saved))
     resumed = run_threads(2, lambda comm: start(comm, saved, run__logical_shards=0))[0]
-    assert resumed.first_step == 1 and resumed.exchange.algorithm != fixed_tree.ALGORITHM
+    assert resumed.first_step == 1 and resumed.exchange.algorithm != logical_shards.ALGORITHM
 
     def two(comm: Communicator) -> None:
         names = ["0123abcd", "4567cdef"]
-        monkeypatch.setattr(fixed_tree, "arithmetic", lambda dtype: names.pop())
+        monkeypatch.setattr(logical_shards, "arithmetic", lambda dtype: names.pop())
         comm.barrier()
         start(comm)
 
@@ -223,8 +223,7 @@ def test_other_arithmetic_is_refused(text: Path, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("parallel.strategy=zero1", "parallel.strategy"),
-        ("parallel.strategy=parameter_server", "parallel.strategy"),
+        ("parallel.strategy=gossip", "parallel.strategy"),
         ("parallel.pipeline=2", "parallel.pipeline"),
         ("parallel.microbatches=2", "parallel.microbatches"),
         ("parallel.schedule=gpipe", "parallel.schedule"),

@@ -24,17 +24,24 @@ With Psi bytes of parameters and m micro-batches a step, each rank sends on the 
 so 2 Psi (p-1)/p in zero1, (1 + m) of these in zero2 and 3 m in zero3. What is kept of a model takes Psi/d_p + Psi/d_g +
 K Psi/d_o, with K = 2 for Adam, and where d_p or d_g is above 1 memory for whole layers on top: the largest one, or two.
 
+Over logical shards (see `hpcdist.strategies.logical_shards`) cuts decide no bit. Parameters travel as above, gradients
+once a step, k Psi (p-1)/d_o bytes with k = 1 where L/p is a power of two. What a rank sums of them before is of whole
+layers: log2(L/p) Psi bytes, so zero2 and zero3 save no memory of gradients unless every rank has one shard (see
+`trees`).
+
 A layer that others are tied to stays gathered from its first use in a micro-batch to its last: stage 3 then sends less.
 A layer of fewer than ``persistent_below`` elements, S bytes, stays gathered for good: it sends S (1 - 1/d_o) after its
 update, nothing for each use, and no message of a few bytes holds up a layer. All of its state is cut as before.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.strategies.exchange import Handlers, pieces_of
+from hpcdist.strategies.logical_shards import LogicalShards
 from hpcdist.strategies.node_parameters import NodeParameters
 from hpcdist.strategies.offload import Offload
 from hpcdist.strategies.owner import Owner, OwnerExchange
@@ -43,6 +50,7 @@ from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.zero.behind import Behind, overlap_of, transient
 from hpcdist.strategies.zero.levels import GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE, Levels
 from hpcdist.strategies.zero.order import Order
+from hpcdist.strategies.zero.trees import LayerTrees
 from hpcdist.strategies.zero_config import ZeroConfig
 
 _DEFAULT = ZeroConfig()
@@ -54,15 +62,21 @@ class ZeroExchange(OwnerExchange):
     ``parameters`` holds the whole of layers that stay gathered, and the shard of the others.
     """
 
-    def __init__(self, seat: Seat, stage: int, config: ZeroConfig = _DEFAULT) -> None:
-        super().__init__(seat)
+    def __init__(
+        self, seat: Seat, stage: int, config: ZeroConfig = _DEFAULT, shards: LogicalShards | None = None
+    ) -> None:
+        super().__init__(seat, shards)
         self.degrees = self._over = config.degrees(stage, seat.data.size)
+        if shards is not None:  # each REDUCE is over all replicas
+            self.degrees = replace(self._over, gradients=seat.data.size)
         self.levels = levels = Levels(seat, self._over)
         self._offload = Offload(seat, config)
         in_memory = config.offload_parameters == "none"  # else a layer comes and goes even where nothing is cut
+        self._kept = GRADIENTS if shards is None else OPTIMIZER  # what stays of gradients that are not kept whole
         self._comes_and_goes = self._over.parameters > 1 or not in_memory
         self.replicas_identical = not self._comes_and_goes
-        self.accumulates = self._over.gradients == 1 and in_memory
+        self._keeps_gradients = self._over.gradients == 1 and in_memory
+        self.accumulates = self._keeps_gradients and shards is None
         self.overlap = overlap_of(seat, levels)
         self.ahead = config.prefetch if self.overlap is not None else 0
         self._layers = {seat.model.stages[unit].layer: part for unit, part in seat.ranges.items()}
@@ -75,7 +89,7 @@ class ZeroExchange(OwnerExchange):
         self._order = Order(seat.data, seat.agree_algorithm)
         ahead = self.overlap if self.ahead else None
         self._whole_parameters = transient(seat, "parameters", cut, levels.first(WHOLE, PARAMETERS), ahead)
-        whole = () if self.accumulates else seat.units
+        whole = () if self._keeps_gradients else seat.units
         self._whole_gradients = transient(seat, "gradients", whole, levels.first(WHOLE, GRADIENTS), self.overlap)
         own = [cuts[OPTIMIZER] for cuts in levels.cuts.values()]
         self._node = NodeParameters(seat, self._cuts_of_all()) if config.shared_parameters else None
@@ -86,9 +100,13 @@ class ZeroExchange(OwnerExchange):
             own,
             levels.sharers,
             seat.agree_algorithm,
+            exactly=shards is not None,
+            tensor=seat.tensor,
         )
+        self._trees = None if shards is None else LayerTrees(shards, levels)
         self._added: set[int] = set()  # layers whose gradient shard holds a micro-batch of this step already
         self.carries_out: Handlers = {
+            Kind.ADD: self.add,
             Kind.REDUCE: self.reduce,
             Kind.COMBINE: self.combine,
             Kind.GATHER: self.gather,
@@ -123,21 +141,24 @@ class ZeroExchange(OwnerExchange):
         return self._offload.parameters(kept)
 
     def _keep_gradients(self) -> FlatStore:
-        if self.accumulates:
+        if self._keeps_gradients:
             over = self.levels.first(GRADIENTS, OPTIMIZER) or self.levels.replicas
             over = over if self.overlap is None else self.overlap.over
             return self.seat.store("gradients", allocate=self.seat.for_replicas("gradients", over))
-        return self._offload.gradients([cuts[GRADIENTS] for cuts in self.levels.cuts.values()])
+        return self._offload.gradients([cuts[self._kept] for cuts in self.levels.cuts.values()])
 
     def plan(self) -> list[Operation]:
-        """Return REDUCE per layer and COMBINE of its shards, AGREE, the update of the own cuts, and their way back.
+        """Return REDUCE per layer, COMBINE of its shards, AGREE, the update of the own cuts, and their way back.
 
+        ADD and no COMBINE where logical shards are summed.
         GATHER where a layer is kept whole, REFRESH where a shard is that is more than the own cut. COMMIT instead,
         where the ranks of a node share the parameters.
         """
         ranges = list(reversed(self.seat.ranges.values()))
         reduces = [Operation(Kind.REDUCE, range=part) for part in ranges]
-        if not self.accumulates and self._over.gradients < self.seat.data.size:
+        if self.shards is not None:
+            reduces += [Operation(Kind.ADD, range=part) for part in ranges]
+        elif not self.accumulates and self._over.gradients < self.seat.data.size:
             reduces += [Operation(Kind.COMBINE, range=part) for part in ranges]
         return [*reduces, Operation(Kind.AGREE), *self.owner.plan(), *self._back()]
 
@@ -163,9 +184,12 @@ class ZeroExchange(OwnerExchange):
         self._order.meet(op)
         layer = self._layer_of(op)
         store = self.gradients_at(layer)
-        self.levels.reduce(store, layer, WHOLE, OPTIMIZER if self.accumulates else GRADIENTS)
-        if self.accumulates:
-            self.levels.sum_replicas(store, layer)
+        if self._trees is not None:
+            self._trees.reduce(layer, op.microbatch, store)
+        else:
+            self.levels.reduce(store, layer, WHOLE, OPTIMIZER if self.accumulates else GRADIENTS)
+            if self.accumulates:
+                self.levels.sum_replicas(store, layer)
         self._take_in(layer)
 
     def _take_in(self, layer: int) -> None:
@@ -173,15 +197,23 @@ class ZeroExchange(OwnerExchange):
 
         Where gradients are whole, it is where it belongs.
         """
-        if self.accumulates:
+        if self._keeps_gradients:
             return
-        own, store = self.levels.cuts[layer][GRADIENTS], self.gradients_at(layer)
+        own, store = self.levels.cuts[layer][self._kept], self.gradients_at(layer)
         if layer in self._added:
             self.gradients.add(own, store.range(own))
         else:
             self.gradients.write(own, store.range(own))
             self._added.add(layer)
         self._whole_gradients.free(layer)
+
+    def add(self, op: Operation) -> None:
+        """Take the gradients of a logical shard into the partial sums of this rank, and free the layer (local)."""
+        assert self._trees is not None
+        layer = self._layer_of(op)
+        self._trees.add(layer, op.microbatch, self.gradients_at(layer))
+        if not self._keeps_gradients:
+            self._whole_gradients.free(layer)
 
     def combine(self, op: Operation) -> None:
         """Sum the shard of a layer over those who hold the same one, to their cuts, once a step."""
@@ -228,7 +260,7 @@ class ZeroExchange(OwnerExchange):
 
     def gradients_at(self, layer: int) -> FlatStore:
         """Return where the layer is whole: where gradients are cut, it is there until its REDUCE."""
-        return self.gradients if self.accumulates else self._whole_gradients.at(layer)
+        return self.gradients if self._keeps_gradients else self._whole_gradients.at(layer)
 
     @property
     def parameters(self) -> FlatStore:

@@ -12,14 +12,16 @@ So where d_p ranks share a node, level 0 stays inside it and the others go betwe
 levels send as much as one over all of them: 1 - 1/d_p + (1/d_p) (1 - d_p/d_g) = 1 - 1/d_g of the layer.
 """
 
+from itertools import pairwise
 from typing import Final
 
 from hpcdist import collectives
-from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.collectives.sharded import SHARDED, SHARDED_ON_GPUS, Sharding
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.logical_shards import ALGORITHM
 from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.zero_config import Degrees
 
@@ -40,7 +42,8 @@ class Levels:
     def __init__(self, seat: Seat, degrees: Degrees) -> None:
         self._data, self._made = seat.data, dict[tuple[int, int], Communicator | None]()
         bounds = (1, degrees.parameters, degrees.gradients, degrees.optimizer)
-        self._comms = [self._between(inner, outer) for inner, outer in zip(bounds, bounds[1:], strict=False)]
+        self._blocks, self._itemsize = list(pairwise(bounds)), seat.dtype.itemsize
+        self._comms = [self._between(inner, outer) for inner, outer in self._blocks]
         self.sharers = self._between(1, degrees.optimizer)
         self.replicas = self._between(degrees.optimizer, seat.data.size)
         self.algorithm = seat.algorithm
@@ -68,6 +71,8 @@ class Levels:
         return self._made[inner, outer]
 
     def _way(self, seat: Seat) -> Sharding:
+        if seat.algorithm == ALGORITHM:
+            return SHARDED["ring"]  # hands round what the trees have summed
         ways = SHARDED | SHARDED_ON_GPUS if seat.on == "gpu" else SHARDED
         if seat.algorithm not in ways:
             raise ConfigurationError(
@@ -115,6 +120,19 @@ class Levels:
             comm, part = self._comms[level], self.cuts[layer][level]
             if comm is not None and part:
                 self._sharding.all_gather(comm, store.range(part), self._shares[layer][level])
+
+    def owners(self, layer: int) -> list[Range]:
+        """Return the last cut of every data rank from the start of the layer (local).
+
+        Where fewer ranks than all cut a layer, several have the same one. For an algorithm with shares in rank order.
+        """
+        found = []
+        for rank in range(self._data.size):
+            part = Range(0, self.cuts[layer][WHOLE].size)
+            for inner, outer in self._blocks:
+                part = split(part.size, outer // inner, self._itemsize)[rank % outer // inner].shift(part.start)
+            found.append(part)
+        return found
 
     @property
     def at_once(self) -> bool:

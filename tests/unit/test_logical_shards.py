@@ -1,0 +1,228 @@
+"""Logical shards: exchanges that cut a model, and its gradients, in any way end with the same bits."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.recording import recording
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, NonFiniteError
+from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.training import recipe as recipes
+from hpcdist.training.trainer import Trainer, assemble
+
+STEPS = 3
+SAMPLES = 12
+SHARDS = 6  # two on some of 4 ranks, one on the others; one node of the tree for all of a rank, or two
+
+ALLREDUCE = {"parallel.strategy": "allreduce"}
+ZERO3 = {"parallel.strategy": "zero3"}
+SHARED = {"parallel.strategy": "zero2", "zero.shared_parameters": "true"}
+WAYS = [
+    ALLREDUCE,
+    {"parallel.strategy": "zero1"},
+    {"parallel.strategy": "zero2"},
+    ZERO3,
+    SHARED,
+    ZERO3 | {"zero.persistent_below": 300},
+]
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(rng.integers(97, 123, 4000).astype(np.uint8).tobytes())
+    return path
+
+
+def trainer_of(comm: Communicator, path: Path, keys: dict[str, Any], resume: Path | None = None) -> Trainer:
+    settings = {
+        "model.layers": 1,
+        "model.hidden": 16,
+        "model.heads": 2,
+        "data.path": path,
+        "data.context": 8,
+        "run.steps": 20,
+        "run.global_batch": SAMPLES,
+        "run.logical_shards": SHARDS,
+        "optimizer.warmup_steps": 2,
+        "optimizer.clip_norm": 0.1,
+        **keys,
+    }
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
+    return assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe, resume)
+
+
+def train(trainer: Trainer, last: int) -> list[tuple[float, float]]:
+    """Loss and norm of each step up to ``last``."""
+    found = []
+    with trainer.batches(last) as batches:
+        for step, batch in enumerate(batches, start=trainer.first_step + 1):
+            done = trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.zeros(1))
+            found.append((done.loss, done.gradient_norm))
+    return found
+
+
+def state(trainer: Trainer) -> dict[tuple[str, str], bytes]:
+    """All that the ranks save, by (kind, tensor). Collective."""
+    own = [(p.kind, p.tensor, p.global_shape, p.flat, p.array.copy()) for p in trainer.exchange.pieces()]
+    found: dict[tuple[str, str], np.ndarray] = {}
+    for pieces in trainer.comm.allgather_object(own):
+        for kind, tensor, shape, flat, values in pieces:
+            whole = found.setdefault((kind, tensor), np.full(int(np.prod(shape)), np.nan, values.dtype))
+            whole[flat.slice] = values
+    assert not any(np.isnan(whole).any() for whole in found.values())
+    return {key: whole.tobytes() for key, whole in found.items()}
+
+
+def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[object, ...]:
+    trainer = trainer_of(comm, path, keys)
+    assert trainer.proof is not None
+    return train(trainer, STEPS), state(trainer)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"optimizer.name": "adamw"},
+        {"optimizer.name": "lamb", "model.tied": "true"},
+        {"optimizer.name": "lars", "precision.mode": "float64"},
+        {"optimizer.name": "sgd", "precision.mode": "float64"},
+    ],
+    ids=lambda keys: keys["optimizer.name"],
+)
+def test_all_exchanges_have_the_same_bits_on_any_number_of_ranks(text: Path, keys: dict[str, Any]) -> None:
+    expected = run_threads(1, lambda comm: whole_run(comm, text, keys))[0]
+    clipped = [norm > 0.1 for _, norm in expected[0]]  # type: ignore[attr-defined]
+    assert all(clipped), "clipping takes part"
+    for way in WAYS:
+        for size in (1, 2, 3, 4):
+            for result in run_threads(size, lambda comm, way=way: whole_run(comm, text, keys | way)):
+                assert result == expected, f"{way} on {size} ranks"
+
+
+@pytest.mark.parametrize("degrees", [(2, 2, 2), (2, 4, 4), (1, 2, 4), (1, 1, 2), (1, 1, 1)])
+def test_degrees_decide_no_bit(text: Path, degrees: tuple[int, int, int]) -> None:
+    keys: dict[str, Any] = {"optimizer.name": "lamb"}
+    expected = run_threads(1, lambda comm: whole_run(comm, text, keys))[0]
+    way = dict(zip(("zero.parameters", "zero.gradients", "zero.optimizer"), degrees, strict=True))
+    for result in run_threads(4, lambda comm: whole_run(comm, text, keys | ZERO3 | way)):
+        assert result == expected
+
+
+def test_states_in_a_file_decide_no_bit(text: Path, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"optimizer.name": "lars"}
+    expected = run_threads(1, lambda comm: whole_run(comm, text, keys))[0]
+    way = {"zero.offload_optimizer": "file", "zero.offload_parameters": "file", "zero.offload_directory": tmp_path}
+    for result in run_threads(3, lambda comm: whole_run(comm, text, keys | ZERO3 | way)):
+        assert result == expected
+
+
+def test_a_run_goes_on_with_the_same_bits_by_another_exchange(text: Path, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"optimizer.name": "lamb"}
+
+    def go_on(comm: Communicator, way: dict[str, str], last: int, resume: Path | None) -> tuple[list[Any], Path, Any]:
+        trainer = trainer_of(comm, text, keys | way, resume)
+        kept = trainer.exchange.state()
+        assert kept["arithmetic"] and kept["count"] == trainer.first_step
+        return train(trainer, last), trainer.save(tmp_path / "checkpoints", last), state(trainer)
+
+    losses, saved = [], None
+    legs = [(ALLREDUCE, 2, 1), (ZERO3, 4, 2), (SHARED, 3, 3), (ZERO3, 1, 4), ({"parallel.strategy": "zero1"}, 4, 5)]
+    for way, size, last in legs:
+        done = run_threads(size, lambda comm, way=way, last=last, saved=saved: go_on(comm, way, last, saved))
+        found, saved, final = done[0]
+        losses += found
+    whole, _, expected = run_threads(1, lambda comm: go_on(comm, ALLREDUCE, 5, None))[0]
+    assert (losses, final) == (whole, expected)
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids=str)
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_a_step_is_proven_and_meets_once_a_layer(text: Path, way: dict[str, Any], size: int) -> None:
+    trainers = run_threads(size, lambda comm: trainer_of(comm, text, way))
+    layers, microbatches = len(trainers[0].seat.ranges), -(-SHARDS // size)
+    for trainer in trainers:
+        kinds = [op.kind for op in trainer.operations]
+        assert trainer.proof is not None and not trainer.exchange.accumulates
+        assert kinds.count(Kind.REDUCE) == layers and kinds.count(Kind.COMBINE) == 0
+        assert kinds.count(Kind.ADD) == layers * (microbatches - 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "times"),
+    [
+        ({"parallel.strategy": "zero1"}, lambda p: 2 * (p - 1) / p),
+        ({"parallel.strategy": "zero1", "run.logical_shards": 12}, lambda p: 3 * (p - 1) / p),  # k = 2
+        ({"parallel.strategy": "zero3", "zero.parameters": 1, "zero.gradients": 1}, lambda p: 2 * (p - 1) / p),
+        ({"parallel.strategy": "zero1", "zero.optimizer": 2}, lambda p: (p - 1) / 2 + 1 / 2),
+    ],
+)
+def test_a_step_sends_the_bytes_that_are_promised(text: Path, keys: dict[str, Any], times: Any) -> None:
+    settings = {"model.hidden": 64, "run.logical_shards": 4} | keys
+
+    def body(comm: Communicator) -> None:
+        trainer = trainer_of(comm, text, settings)
+        with recording(comm) as traffic:
+            train(trainer, 1)
+        assert not traffic.unknown
+        psi = trainer.model.layout.parameters * 4
+        assert abs(traffic.sent_bytes - times(comm.size) * psi) < 0.01 * psi + 2 * 8 * 100  # losses, digits of the norm
+
+    for size in (2, 4):
+        run_threads(size, body)
+
+
+def test_whole_layers_of_partial_sums_are_what_is_kept(text: Path) -> None:
+    def body(comm: Communicator) -> tuple[dict[str, int], int]:
+        trainer = trainer_of(comm, text, {"model.hidden": 64, "parallel.strategy": "zero2", "run.logical_shards": 4})
+        train(trainer, 2)
+        return trainer.ledger.peak, trainer.model.layout.size * 4
+
+    for size, partial_sums in ((1, 2), (2, 1), (4, 0)):  # log2(4/p)
+        peak, psi = run_threads(size, body)[0]
+        largest = 0.6 * psi  # one layer, whole
+        assert psi / size <= peak["gradients"] <= psi / size + largest
+        assert partial_sums * psi <= peak.get("communication", 0) <= partial_sums * psi + largest
+
+
+@pytest.mark.parametrize("way", [ALLREDUCE, ZERO3], ids=str)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_found_on_all_ranks(text: Path, way: dict[str, Any], bad: float) -> None:
+    def body(comm: Communicator) -> None:
+        trainer = trainer_of(comm, text, way)
+        before = trainer.exchange.parameters.array.tobytes()
+        exact = trainer.exchange.norm_squared
+
+        def spoiled() -> float:
+            if comm.rank == comm.size - 1:
+                (part, *_) = trainer.exchange.owner.parts  # type: ignore[attr-defined]
+                trainer.exchange.owner.gradients.range(part)[0] = bad  # type: ignore[attr-defined]
+            return exact()
+
+        trainer.exchange.norm_squared = spoiled  # type: ignore[method-assign]
+        with pytest.raises(NonFiniteError):
+            train(trainer, 1)
+        assert before == trainer.exchange.parameters.array.tobytes()
+
+    run_threads(1 if way is ALLREDUCE else 3, body)  # replicas of allreduce all have the bad value, or none
+
+
+@pytest.mark.parametrize(
+    ("override", "match"),
+    [
+        ("parallel.strategy=gossip", r"parallel\.strategy = 'gossip' .*choose one of allreduce, zero1, zero2, zero3"),
+        ("communication.overlap=thread", r"communication\.overlap"),
+        ("precision.mode=bfloat16", r"run\.logical_shards"),
+    ],
+)
+def test_what_does_not_go_with_zero_is_refused(override: str, match: str) -> None:
+    overrides = ["run.logical_shards=4", "run.global_batch=16", "parallel.strategy=zero3", override]
+    with pytest.raises(ConfigurationError, match=match) as refused:
+        recipes.load(None, overrides, {})
+    assert refused.value.exit_code == 78
