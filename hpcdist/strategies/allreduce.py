@@ -17,6 +17,7 @@ from hpcdist.strategies.overlap import Overlap
 from hpcdist.strategies.owner import Owner, OwnerExchange
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.tensor.replicated import counted
 
 
 def buckets(layout: Layout, itemsize: int, bucket_bytes: int, part: Range | None = None) -> list[Range]:
@@ -96,4 +97,5 @@ class AllreduceExchange(OwnerExchange):
         """Return this rank's share, by bytes, of parameters and optimizer state: replicas are written once."""
         data, itemsize = self.seat.data, self.weights.array.itemsize
         mine = [split(part.size, data.size, itemsize)[data.rank].shift(part.start) for part in self.seat.parts]
-        return pieces_of({"parameters": self.weights, **self.owner.slots()}, mine)
+        own = counted(self.seat.layout, mine, self.seat.tensor)
+        return pieces_of({"parameters": self.weights, **self.owner.slots()}, own)

@@ -48,7 +48,10 @@ def operations(seat: Seat, exchange: Exchange, copies: Copies, parallel: Paralle
     if exchange.gathers:
         steps = gathered(steps, exchange.gathers)
     steps += copies.after_backward()
-    whole = interleave(steps, exchange.plan(), seat.ranges, every_microbatch=not exchange.accumulates)
+    plan = exchange.plan()
+    if parallel.sequence_parallel:
+        plan.insert(plan.index(Operation(Kind.AGREE)), Operation(Kind.SUM_ROWS))
+    whole = interleave(steps, plan, seat.ranges, every_microbatch=not exchange.accumulates)
     if exchange.overlap is not None:
         most = None if exchange.accumulates else IN_FLIGHT
         whole = prefetched(started(whole, seat.ranges, seat.model.needs, most), exchange.ahead)

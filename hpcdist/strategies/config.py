@@ -7,11 +7,12 @@ from hpcdist.errors import ConfigurationError
 
 STRATEGIES: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server", "gossip", "local_sgd")
 SCHEDULES: Final = ("auto", "sequential", "gpipe", "1f1b")
+WITH_TENSOR: Final = ("allreduce", "zero1", "zero2", "zero3")
 WITH_PIPELINE: Final = ("allreduce", "zero1")  # the others exchange gradients while micro-batches are still under way
 # Names that mean something, but have no code behind them in this version: refused, never ignored.
 UNBUILT_STRATEGIES: Final = ()
 UNBUILT_SCHEDULES: Final = ("interleaved", "zb-h1")
-UNBUILT_DEGREES: Final = ("tensor", "context")
+UNBUILT_DEGREES: Final = ("context",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,8 @@ class ParallelConfig:
     replicas of the data axis turn gradients into parameters, ``schedule`` in which order micro-batches are computed
     (``auto``: 1f1b in a pipeline, else sequential). ``microbatches`` without a pipeline is gradient accumulation: less
     memory for activations, the same result. ``recompute``, in a pipeline, keeps only the input of a micro-batch and
-    computes its activations again before its backward.
+    computes its activations again before its backward. ``tensor`` ranks compute each layer of a gpt together;
+    ``sequence_parallel`` cuts what lies between their products by tokens.
     """
 
     data: int = 0
@@ -33,6 +35,7 @@ class ParallelConfig:
     schedule: str = "auto"
     microbatches: int = 1
     recompute: bool = False
+    sequence_parallel: bool = False
 
     @property
     def order(self) -> str:
@@ -55,6 +58,7 @@ class ParallelConfig:
         _choose("strategy", self.strategy, STRATEGIES, UNBUILT_STRATEGIES)
         _choose("schedule", self.schedule, SCHEDULES, UNBUILT_SCHEDULES)
         self._check_pipeline()
+        self._check_tensor()
 
     def _check_pipeline(self) -> None:
         if self.pipeline > 1 and self.schedule == "sequential":
@@ -72,6 +76,18 @@ class ParallelConfig:
             raise ConfigurationError(
                 "parallel.recompute = true saves nothing here: every micro-batch goes back right after it came; set it "
                 "to false, or use a pipeline (or parallel.schedule = 'gpipe') of several parallel.microbatches"
+            )
+
+    def _check_tensor(self) -> None:
+        if self.tensor > 1 and self.strategy not in WITH_TENSOR:
+            raise ConfigurationError(
+                f"parallel.strategy = {self.strategy!r} with parallel.tensor = {self.tensor} is not built in this "
+                f"version; choose one of {', '.join(WITH_TENSOR)}, or parallel.tensor = 1"
+            )
+        if self.sequence_parallel and self.tensor == 1:
+            raise ConfigurationError(
+                "parallel.sequence_parallel = true with parallel.tensor = 1 cuts nothing; set it to false, or use "
+                "several tensor ranks"
             )
 
 

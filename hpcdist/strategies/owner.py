@@ -50,7 +50,7 @@ class Owner:
         if exactly:
             optimizer.sum_exactly()
         self._tensor = tensor or solo()
-        self._counted = counted(gradients.layout, self.parts, self._tensor)
+        self.counted = counted(gradients.layout, self.parts, self._tensor)
         self._scale = 1.0
         self._norms: np.ndarray | None = None  # (segments, 2)
         self.carries_out = {
@@ -76,7 +76,7 @@ class Owner:
         be. Collective over the sharers then.
         """
         if not self._exactly:
-            return clip.sum_of_squares(self.gradients, self._counted)
+            return clip.sum_of_squares(self.gradients, self.counted)
         digits = clip.exact_squares(self.gradients, self.parts)
         if self._sharers is not None:
             collectives.allreduce(self._sharers, digits, self._algorithm)
@@ -201,7 +201,7 @@ class OwnerExchange:
 
     def pieces(self) -> Sequence[Piece]:
         """Return parameters and optimizer state of the owned parts."""
-        return pieces_of({"parameters": self.weights, **self.owner.slots()}, self.owner.parts)
+        return pieces_of({"parameters": self.weights, **self.owner.slots()}, self.owner.counted)
 
     def wanted(self) -> Sequence[Piece]:
         """Return all parameters that this rank keeps, and the optimizer state of the owned parts.

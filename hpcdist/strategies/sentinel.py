@@ -9,6 +9,8 @@ import xxhash
 
 from hpcdist import collectives
 from hpcdist.arrays import backend
+from hpcdist.arrays.layout import Segment
+from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DivergenceError
@@ -22,25 +24,45 @@ def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: s
     ``store`` must hold the same range everywhere. A hash is equal on all ranks exactly when its maximum is the
     complement of the maximum of its complement, so one reduction of two numbers decides.
     """
-    data = backend.to_host(store.array)
-    digest = _digest(data) >> 1  # 63 bits fit an int64
-    votes = np.array([digest, ~digest], np.int64)
-    collectives.allreduce(comm, votes, algorithm, op="max")
-    if votes[0] == ~votes[1]:
+    if _agree(comm, _digest(backend.to_host(store.array)), algorithm):
         return
-    mine = [_digest(backend.to_host(store.range(touched))) for _, touched in store.tensors()]
+    _name_the_first(comm, store, list(store.tensors()), step)
+    raise DivergenceError(f"step {step}: replicas differ in the padding between tensors, which nothing should write")
+
+
+def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
+    """Raise DivergenceError on every rank of the tensor axis ``comm`` unless tensors that are not cut are the same.
+
+    Collective over ``comm``. ``store`` must hold the same range everywhere.
+    """
+    whole = [(segment, touched) for segment, touched in store.tensors() if not segment.spec.whole]
+    digests = np.array([_digest(backend.to_host(store.range(touched))) for _, touched in whole], np.uint64)
+    if not _agree(comm, _digest(digests), algorithm):
+        _name_the_first(comm, store, whole, step)
+
+
+def _agree(comm: Communicator, digest: int, algorithm: str) -> bool:
+    """Whether all ranks bring the same digest. Collective."""
+    number = digest >> 1  # 63 bits fit an int64
+    votes = np.array([number, ~number], np.int64)
+    collectives.allreduce(comm, votes, algorithm, op="max")
+    return bool(votes[0] == ~votes[1])
+
+
+def _name_the_first(comm: Communicator, store: FlatStore, tensors: list[tuple[Segment, Range]], step: int) -> None:
+    """Raise DivergenceError for the first of ``tensors`` that is not the same on all ranks. Collective."""
+    mine = [_digest(backend.to_host(store.range(touched))) for _, touched in tensors]
     everyone = comm.allgather_object(mine)
-    for index, (segment, _) in enumerate(store.tensors()):
+    for index, (segment, _) in enumerate(tensors):
         hashes = [digests[index] for digests in everyone]
         if len(set(hashes)) > 1:
             common = max(set(hashes), key=hashes.count)
             odd = [rank for rank, value in enumerate(hashes) if value != common]
             raise DivergenceError(
                 f"step {step}: replicas differ, first in tensor {segment.key} {segment.spec.shape}: "
-                f"rank(s) {odd} hold other bits than the rest of {comm.size}; the run is not data parallel any more. "
+                f"rank(s) {odd} hold other bits than the rest of {comm.size}; the run is not one any more. "
                 "Restart from the last checkpoint, and look for a skipped reduction or a faulty node"
             )
-    raise DivergenceError(f"step {step}: replicas differ in the padding between tensors, which nothing should write")
 
 
 def _digest(data: np.ndarray) -> int:

@@ -14,7 +14,7 @@ from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.overlap import Fetched
 from hpcdist.strategies.schedule.executor import MicroBatch, Step
-from hpcdist.strategies.sentinel import check_replicas
+from hpcdist.strategies.sentinel import check_replicas, check_tensor_axis
 from hpcdist.training import consensus
 from hpcdist.training.energy import Energy
 from hpcdist.training.metrics import METRICS_FILE, Metrics
@@ -151,10 +151,12 @@ class Loop:
     def _look(self, step: int) -> None:
         """Do what is due after ``step``: compare the replicas, save."""
         trainer, run = self.trainer, self.trainer.recipe.run
-        if run.sentinel_every_steps and step % run.sentinel_every_steps == 0 and trainer.exchange.replicas_identical:
+        if run.sentinel_every_steps and step % run.sentinel_every_steps == 0:
             for store in (trainer.exchange.parameters, trainer.executor.copies.parameters):
-                if store.size:
+                if store.size and trainer.exchange.replicas_identical:
                     check_replicas(trainer.data_axis, store, step, trainer.seat.agree_algorithm)
+                if store.size and trainer.seat.tensor.size > 1:
+                    check_tensor_axis(trainer.seat.tensor, store, step, trainer.seat.agree_algorithm)
         every = trainer.recipe.checkpoint.every_steps
         if every and step % every == 0:
             self._save(step)

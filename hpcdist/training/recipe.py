@@ -24,6 +24,7 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
+from hpcdist.strategies.tensor.limits import check as check_tensor
 from hpcdist.strategies.zero_config import STAGES, ZeroConfig
 from hpcdist.training import settings
 from hpcdist.training.chaos_config import ChaosConfig
@@ -69,6 +70,7 @@ class Recipe:
         self._refuse_beside_logical_shards()
         self._refuse_measured_shares()
         self._refuse_beside_16_bits()
+        self._refuse_beside_tensor()
         microbatches, pipeline = self.parallel.microbatches, self.parallel.pipeline
         if microbatches > self.run.global_batch:
             raise ConfigurationError(
@@ -142,6 +144,23 @@ class Recipe:
     def _refuse_measured_shares(self) -> None:
         """Raise ConfigurationError where samples cannot be shared by speed without another result."""
         if self.data.shares == "even":
+    def _refuse_beside_tensor(self) -> None:
+        """Raise ConfigurationError for models that cannot be cut, and keys that do not go with the cut yet."""
+        ranks = self.parallel.tensor
+        check_tensor(self.model, ranks, self.data.context, self.parallel.sequence_parallel)
+        for key, given, only in (
+            ("run.logical_shards", self.run.logical_shards, 0),
+            ("precision.mode", self.precision.mode if self.precision.working else "float32", "float32"),
+            ("data.shares", self.data.shares, "even"),
+            ("communication.delayed", self.communication.delayed, False),
+            ("zero.shared_parameters", self.zero.shared_parameters, False),
+        ):
+            if ranks > 1 and given != only:
+                raise ConfigurationError(
+                    f"{key} = {written(given)} with parallel.tensor = {ranks} is not built in this version; set {key} "
+                    f"= {written(only)}, or parallel.tensor = 1"
+                )
+
             return
         cure = "set data.shares = 'even'"
         if self.run.logical_shards:

@@ -13,6 +13,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.restore import restore
 from hpcdist.checkpoint.save import save
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
 from hpcdist.comm.start import Session
 from hpcdist.errors import DataError
 from hpcdist.models.model import Model
@@ -33,6 +34,8 @@ from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.placement import looped
 from hpcdist.strategies.schedule.verify import Proof
 from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.tensor.borders import algorithm_on
+from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.strategies.zero import ZeroExchange
 from hpcdist.strategies.zero_config import STAGES
 from hpcdist.training import chaos, data
@@ -247,17 +250,21 @@ def _seat(
 ) -> tuple[Seat, Selection]:
     """Return the place of this rank, and where its algorithm comes from. Collective: communicators are split."""
     comm = session.comm
-    model = models.build(recipe.model, recipe.precision.computes, **source.model_inputs())
+    whole = models.build(recipe.model, recipe.precision.computes, **source.model_inputs())
     computes = roles is None or comm.rank in roles.workers
     members = roles.part_of(comm) if roles else comm
     axes = Axes(grid if computes else Grid(data=members.size), members)
-    selection = resolve(session, recipe, model, axes.data, resume_from)
+    tensor = axes.tensor if grid.tensor > 1 else solo()
+    selection = resolve(session, recipe, cut_model(whole, tensor), axes.data, resume_from)
+    settled = selection.source == "recipe"
+    algorithm = algorithm_on(tensor, selection.algorithm, settled=settled, on=recipe.run.device)
     seat = Seat(
         world=comm,
         data=axes.data,
         pipeline=axes.pipeline,
-        model=model,
-        placement=looped(pipeline.cut(model, grid.pipeline), grid.pipeline) if computes else None,
+        tensor=tensor,
+        model=cut_model(whole, tensor, algorithm, sequence_parallel=recipe.parallel.sequence_parallel),
+        placement=looped(pipeline.cut(whole, grid.pipeline), grid.pipeline) if computes else None,
         optimizer=recipe.optimizer,
         total_steps=recipe.run.steps,
         algorithm=selection.algorithm,

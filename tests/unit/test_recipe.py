@@ -173,7 +173,6 @@ def test_an_override_without_a_value_is_a_wrong_call(home: dict[str, str]) -> No
 @pytest.mark.parametrize(
     "text",
     [
-        "parallel.tensor=2",
         "parallel.context=2",
         *(f"parallel.schedule={name}" for name in ("interleaved", "zb-h1")),
         "communication.compression=topk",

@@ -19,7 +19,7 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.models.split import narrow, splitting, weight_gradients
 from hpcdist.strategies.tensor.limits import check
 from hpcdist.strategies.tensor.model import cut_model
-from hpcdist.strategies.tensor.replicated import sum_gradients, written_here
+from hpcdist.strategies.tensor.replicated import counted, sum_gradients
 
 CONTEXT, BATCH = 7, 3  # 21 tokens: uneven rows on 2 and 4 ranks
 WHOLE = Range(0, 1 << 40)
@@ -80,8 +80,9 @@ def step(model, seed, found, *, split=False):
     return losses, gradient
 
 
-def pieces(store, kind="parameters"):
-    return [Piece.of(kind, segment, where, store.range(where)) for segment, where in store.layout.within(WHOLE)]
+def pieces(store, parts=(WHOLE,)):
+    found = (found for part in parts for found in store.layout.within(part))
+    return [Piece.of("parameters", segment, where, store.range(where)) for segment, where in found]
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -155,7 +156,7 @@ def test_checkpoints_go_from_any_degree_to_any_other(by_rows, tmp_path, rng):
         store = FlatStore(model.layout, model.dtype)
         restore(path, pieces(store))
         assert (store.array == filled(model, seed).array).all()
-        return save(tmp_path, step, written_here(pieces(store), comm), {}, comm, keep=9)
+        return save(tmp_path, step, pieces(store, counted(model.layout, [WHOLE], comm)), {}, comm, keep=9)
 
     for number, ranks in enumerate((1, 2, 4, 1), 1):
         path = run_threads(ranks, lambda comm, path=path, number=number: body(comm, path, number))[0]
@@ -166,7 +167,8 @@ def test_checkpoints_go_from_any_degree_to_any_other(by_rows, tmp_path, rng):
 def test_what_is_not_cut_is_saved_once():
     def body(comm):
         model = cut_model(built(4), comm)
-        return [piece.tensor for piece in written_here(pieces(FlatStore(model.layout, model.dtype)), comm)]
+        own = counted(model.layout, [WHOLE], comm)
+        return [piece.tensor for piece in pieces(FlatStore(model.layout, model.dtype), own)]
 
     first, *others = run_threads(4, body)
     assert all({"1.norm1.scale", "0.positions.weight", "2.down.bias"} & set(other) == set() for other in others)

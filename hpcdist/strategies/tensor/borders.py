@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 from hpcdist import collectives
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import ON_GPUS, SHARDED, SHARDED_ON_GPUS, Sharding
+from hpcdist.collectives import ON_GPUS, SHARDED, SHARDED_ON_GPUS, Sharding, node_shared
 from hpcdist.collectives.selection import parse
 from hpcdist.comm.communicator import Communicator
 from hpcdist.models.stage import Saved
@@ -45,6 +45,17 @@ class Borders(Protocol):
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of what this rank has of activations of the shape ``whole`` (local)."""
+
+
+def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
+    """Return what sums activations over ``comm``: ``chosen``; where that is not ``settled``, a node's shared memory.
+
+    Collective over ``comm``. Activations are large, and summed many times a step: what was chosen for gradients over
+    another axis says little about them.
+    """
+    if not settled and on == "cpu" and node_shared.is_available(comm):
+        return ONE_NODE
+    return suited(comm, chosen)
 
 
 def suited(comm: Communicator, algorithm: str) -> str:

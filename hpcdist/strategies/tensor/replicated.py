@@ -13,7 +13,6 @@ import numpy as np
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.layout import Layout
-from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
@@ -29,11 +28,6 @@ def counted(layout: Layout, parts: Sequence[Range], comm: Communicator) -> list[
     if comm.rank == 0:
         return list(parts)
     return [where for part in parts for segment, where in layout.within(part) if segment.spec.whole]
-
-
-def written_here(pieces: Sequence[Piece], comm: Communicator) -> list[Piece]:
-    """Return the pieces that this rank of the tensor axis ``comm`` saves: each is written once (local)."""
-    return [piece for piece in pieces if comm.rank == 0 or piece.box != whole_box(piece.global_shape)]
 
 
 def sum_norms(norms: np.ndarray, layout: Layout, comm: Communicator, algorithm: str) -> None:

@@ -47,6 +47,7 @@ from hpcdist.strategies.offload import Offload
 from hpcdist.strategies.owner import Owner, OwnerExchange
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.tensor.replicated import counted
 from hpcdist.strategies.zero.behind import Behind, overlap_of, transient
 from hpcdist.strategies.zero.levels import GRADIENTS, OPTIMIZER, PARAMETERS, WHOLE, Levels
 from hpcdist.strategies.zero.order import Order
@@ -291,4 +292,5 @@ class ZeroExchange(OwnerExchange):
         if self.levels.replicas is not None:
             count, rank = self.levels.replicas.size, self.levels.replicas.rank
             parts = [split(part.size, count, self.seat.dtype.itemsize)[rank].shift(part.start) for part in parts]
-        return pieces_of({"parameters": self.weights, **self.owner.slots()}, parts)
+        own = counted(self.seat.layout, parts, self.seat.tensor)
+        return pieces_of({"parameters": self.weights, **self.owner.slots()}, own)
