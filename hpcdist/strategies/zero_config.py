@@ -39,7 +39,8 @@ class ZeroConfig:
 
     ``offload_optimizer`` keeps the optimizer state on the "host" of a GPU, or in a "file", and updates it block by
     block on the host; ``offload_parameters`` does so with the shards of parameters and gradients too (zero3). Files are
-    made in ``offload_directory``, best on a disk of the node: each rank has its own, without a name.
+    made in ``offload_directory``, best on a disk of the node: each rank has its own, without a name. A relative one
+    counts from the directory of the recipe, as ``data.path`` does, or else from the current directory.
     """
 
     parameters: int = 0

@@ -31,7 +31,7 @@ from hpcdist.training.chaos_config import ChaosConfig
 from hpcdist.training.config import DataConfig, PrecisionConfig, RunConfig, written
 
 DEFAULT: Final = "default"
-IN_LOGICAL_SHARDS: Final = ("allreduce", *STAGES)  # strategies whose sums need not follow the ranks
+IN_LOGICAL_SHARDS: Final = ("allreduce", *STAGES, "parameter_server")  # strategies whose sums need not follow the ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,10 @@ class Recipe:
                 f"the order of its sums would depend on the ranks; choose one of {', '.join(IN_LOGICAL_SHARDS)}, or "
                 "run.logical_shards = 0"
             )
+        servers = self.parameter_server
         for key, given, only in (
+            ("parameter_server.backup_workers", servers.backup_workers, 0),
+            ("parameter_server.consistency", servers.consistency if servers.bound else "bsp", "bsp"),
             ("parallel.pipeline", self.parallel.pipeline, 1),
             ("parallel.microbatches", self.parallel.microbatches, 1),
             ("parallel.schedule", self.parallel.order, "sequential"),
@@ -141,9 +144,6 @@ class Recipe:
             others["run.device"] = (self.run.device, "cpu")
         self.precision.check_beside(self.parallel.strategy, others)
 
-    def _refuse_measured_shares(self) -> None:
-        """Raise ConfigurationError where samples cannot be shared by speed without another result."""
-        if self.data.shares == "even":
     def _refuse_beside_tensor(self) -> None:
         """Raise ConfigurationError for models that cannot be cut, and keys that do not go with the cut yet."""
         ranks = self.parallel.tensor
@@ -161,6 +161,9 @@ class Recipe:
                     f"= {written(only)}, or parallel.tensor = 1"
                 )
 
+    def _refuse_measured_shares(self) -> None:
+        """Raise ConfigurationError where samples cannot be shared by speed without another result."""
+        if self.data.shares == "even":
             return
         cure = "set data.shares = 'even'"
         if self.run.logical_shards:
@@ -218,7 +221,8 @@ def load(
     """Return the recipe of the file ``path`` (None: no file) under ``overrides``, each ``section.name=value``.
 
     Either may be settings that were checked already, as those of a sweep, in the place of the file or the overrides.
-    A relative ``data.path`` counts from the directory of the file that has it, or else from the current directory.
+    A relative ``data.path`` or ``zero.offload_directory`` counts from the directory of the file that has it, or else
+    from the current directory.
     Raises ConfigurationError for a file that cannot be read, an unknown key, a wrong type or a value that cannot be
     run, and UsageError for an override without a value.
     """

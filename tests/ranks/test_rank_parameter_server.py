@@ -1,5 +1,6 @@
 """A parameter server over real ranks: in lock-step it is one process, without it learns, stops and is restored."""
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +123,31 @@ def test_rank_every_transport_equals_allreduce(comm: Communicator, folder: Path,
         same.add(found.tobytes())
         served.close()
     assert len(same) == 1
+
+
+def test_rank_logical_shards_have_the_bits_of_allreduce(comm: Communicator, folder: Path) -> None:
+    """After some steps of one process, whoever works and serves, by every transport."""
+    keys = {"run__logical_shards": 6, "run__global_batch": 12, "run__steps": FEW}
+
+    def run(trainer: Trainer) -> list[tuple[float, float]]:
+        with trainer.batches(5) as batches:
+            parts = [trainer.cut(batch) for batch in batches]
+        found = [trainer.executor.run(trainer.operations, own, 12, step, np.zeros(2)) for step, own in enumerate(parts)]
+        return [(step.loss, step.gradient_norm) for step in found]
+
+    for name in ("adamw", "lamb"):
+        alone = _trainer(solo(), folder, optimizer__name=name, **keys)
+        expected, weights = run(alone), alone.exchange.parameters
+        for (servers, placement), transport in product(_extremes(comm.size), ("messages", "shared", "rma")):
+            if name == "lamb" and transport != "messages":
+                continue
+            keep = keys | {"optimizer__name": name, "parameter_server__transport": transport}
+            together = _served(comm, folder, servers, placement, **keep)
+            assert run(together) == expected, f"{servers} {placement} {transport}"
+            comm.barrier()  # a server that does not work does not wait for what others write into the copy of the node
+            own = together.exchange.parameters
+            assert all(own.range(part).tobytes() == weights.range(part).tobytes() for part in own.parts)
+            together.close()
 
 
 def test_rank_a_lost_server_is_rebuilt(comm: Communicator, folder: Path) -> None:

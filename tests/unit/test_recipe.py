@@ -69,12 +69,15 @@ def test_a_stored_recipe_is_all_that_counts(tmp_path: Path, monkeypatch: pytest.
     assert recipes.load_stored("recipe.toml") == recipe
 
 
-def test_a_relative_data_path_counts_from_the_file_that_has_it(
+def test_a_relative_path_counts_from_the_file_that_has_it(
     home: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "recipe.toml").write_text('data.path = "text.txt"')
+    states = 'zero.offload_optimizer = "file"\nzero.offload_directory = "states"\nparallel.strategy = "zero1"'
+    (tmp_path / "recipe.toml").write_text(f'data.path = "text.txt"\n{states}')
     monkeypatch.chdir("/")
-    assert recipes.load(tmp_path / "recipe.toml", environment=home).recipe.data.path == str(tmp_path / "text.txt")
+    found = recipes.load(tmp_path / "recipe.toml", environment=home).recipe
+    assert found.data.path == str(tmp_path / "text.txt")
+    assert found.zero.offload_directory == str(tmp_path / "states")
     assert recipes.load(None, ["data.path=etc/../text.txt"], home).recipe.data.path == "/text.txt"
     assert recipes.load(None, ["data.path="], home).recipe.data.path == ""
 
@@ -176,7 +179,6 @@ def test_an_override_without_a_value_is_a_wrong_call(home: dict[str, str]) -> No
         "parallel.context=2",
         *(f"parallel.schedule={name}" for name in ("interleaved", "zb-h1")),
         "communication.compression=topk",
-        "model.dropout=0.1",
     ],
 )
 def test_what_is_not_built_is_refused(home: dict[str, str], text: str) -> None:
@@ -192,6 +194,8 @@ def test_what_is_not_built_is_refused(home: dict[str, str], text: str) -> None:
     [
         "model.heads=3",
         "model.layers=0",
+        "model.dropout=1",
+        "model.dropout=nan",
         "data.context=0",
         "data.validation_fraction=0.6",
         "data.validation_fraction=nan",

@@ -4,6 +4,7 @@ from typing import Final
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.exchange import Exchange
+from hpcdist.strategies.logical_shards import LogicalShards
 from hpcdist.strategies.parameter_server.asynchronous import AsynchronousExchange
 from hpcdist.strategies.parameter_server.backup import BackupExchange
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
@@ -19,13 +20,14 @@ def algorithms(config: ParameterServerConfig) -> tuple[str, ...]:
     return (*SERVED, "hierarchical") if config.lock_step else SERVED
 
 
-def exchange(seat: Seat, config: ParameterServerConfig) -> Exchange:
+def exchange(seat: Seat, config: ParameterServerConfig, shards: LogicalShards | None = None) -> Exchange:
     """Return the exchange of the rank in ``seat``, whose world has the roles of ``config``. Collective.
 
-    Raises ConfigurationError for an algorithm that says nothing about messages between workers and servers.
+    ``shards``: in lock-step, sums follow these. Raises ConfigurationError for an algorithm that says nothing about
+    messages between workers and servers.
     """
     known = algorithms(config)
-    if seat.algorithm not in known:
+    if shards is None and seat.algorithm not in known:
         raise ConfigurationError(
             f"communication.algorithm = {seat.algorithm!r} with a parameter server ({config.described}): workers do "
             f"not reduce among themselves{', but for those of a node' if 'hierarchical' in known else ''}; choose one "
@@ -38,4 +40,4 @@ def exchange(seat: Seat, config: ParameterServerConfig) -> Exchange:
         return AsynchronousExchange(seat, roles, config.bound, staleness_aware=config.staleness_aware)
     serves = seat.world.rank in roles.servers
     servers = seat.world.split(0 if serves else None, seat.world.rank, "servers")
-    return LockStepExchange(seat, roles, servers, transport=config.transport, mirrored=config.mirrored)
+    return LockStepExchange(seat, roles, servers, transport=config.transport, mirrored=config.mirrored, shards=shards)

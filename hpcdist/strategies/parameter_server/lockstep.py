@@ -7,6 +7,11 @@ A gradient is pushed as soon as backward has completed it. A server adds what th
 ranks, whatever the order of arrival, so a step has the same bits in every repetition, for any number of servers, both
 placements and all transports (but for the norm by which gradients are clipped, whose partial sums follow the cut).
 
+With logical shards (`hpcdist.strategies.logical_shards`) a step has the bits of allreduce with as many shards, on any
+number of workers and servers. A worker takes the gradients of a shard into its partial sums (ADD), and pushes those
+with the last one; servers finish the tree (`tree`). It pushes k Psi, k = 1 where its number of shards is a power of
+two.
+
 How gradients and parameters travel is the transport's: `messages`, `shared_memory` or `windows`. The numbers that all
 ranks agree on travel by the MPI library where ``communication.algorithm`` is native, else by counted messages.
 
@@ -24,6 +29,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.strategies.exchange import Handlers, pieces_of
+from hpcdist.strategies.logical_shards import LogicalShards
 from hpcdist.strategies.owner import Owner, OwnerExchange
 from hpcdist.strategies.parameter_server.messages import Messages
 from hpcdist.strategies.parameter_server.mirror import Mirror
@@ -55,8 +61,10 @@ class LockStepExchange(OwnerExchange):
         *,
         transport: str = "messages",
         mirrored: bool = False,
+        shards: LogicalShards | None = None,
     ) -> None:
-        super().__init__(seat)
+        super().__init__(seat, shards)
+        self.accumulates = shards is None
         if transport != "messages" and seat.algorithm == "hierarchical":
             raise ConfigurationError(
                 f"parameter_server.transport = {transport!r} with communication.algorithm = 'hierarchical', where one "
@@ -67,17 +75,23 @@ class LockStepExchange(OwnerExchange):
                 "parameter_server.mirrored = true with 1 server: its state needs another one to be kept on; set "
                 "parameter_server.servers to 2 or more, or mirrored = false"
             )
-        self.site = Site(seat, roles, seat.world.dup("parameters"))
+        self.site = Site(seat, roles, seat.world.dup("parameters"), 0 if shards is None else shards.count)
         self.works, self.serves = self.site.works, self.site.serves
         self.replicas_identical = self.works
         self.transport = TRANSPORTS[transport](self.site)
         stores = self.transport.parameters, self.transport.gradients
         parts = self.site.parts(self.site.rank) if self.serves else []
-        self.owner = Owner(*stores, seat.build_optimizer(parts), parts, servers, seat.agree_algorithm)
+        self.owner = Owner(
+            *(*stores, seat.build_optimizer(parts), parts, servers, seat.agree_algorithm), exactly=shards is not None
+        )
         self.mirrored = mirrored
         self.mirror = Mirror(self.site, servers, self.owner) if mirrored and servers is not None else None
+        self._within = {part: [part] for part, _ in self.site.messages}
+        for layer in seat.ranges.values() if shards is not None else ():
+            self._within[layer] = [part for part, _ in self.site.messages if part.intersect(layer)]
         self._last = self.plan()[-1]
         self.carries_out: Handlers = {
+            Kind.ADD: self.add,
             Kind.PUSH: self.push,
             Kind.COLLECT: self.collect,
             Kind.PUBLISH: self.publish,
@@ -96,7 +110,7 @@ class LockStepExchange(OwnerExchange):
         ranges = [part for part, _ in self.site.messages] if self.works else []
         own = self.site.own
         return [
-            *(Operation(Kind.PUSH, range=part) for part in ranges),
+            *(self._pushes() if self.works else []),
             *(Operation(Kind.COLLECT, range=part) for part in own),
             Operation(Kind.AGREE),
             *(self.owner.plan() if self.serves else []),
@@ -105,10 +119,25 @@ class LockStepExchange(OwnerExchange):
             *(Operation(Kind.PULL, range=part) for part in ranges),
         ]
 
+    def _pushes(self) -> list[Operation]:
+        """Return how a worker's gradients get to the servers: whole layers where each shard's are to be freed."""
+        if self.shards is None:
+            return [Operation(Kind.PUSH, range=part) for part, _ in self.site.messages]
+        layers = sorted(self.seat.ranges.values(), reverse=True)
+        return [Operation(kind, range=layer) for kind in (Kind.ADD, Kind.PUSH) for layer in layers]
+
+    def add(self, op: Operation) -> None:
+        """Take in the gradients of a logical shard, which the next one overwrites (local)."""
+        assert op.range is not None and self.transport.partials is not None
+        self.transport.partials.add(op.microbatch, op.range)
+
     def push(self, op: Operation) -> None:
-        """Begin to bring the gradients of a range to its server; they must stay until `agree`."""
+        """Begin to bring the gradients of a range to their server; they must stay until `agree`."""
         assert op.range is not None
-        self.transport.push(op.range)
+        if self.shards is not None:
+            self.add(op)
+        for part in self._within[op.range]:
+            self.transport.push(part)
 
     def collect(self, op: Operation) -> None:
         """Sum the gradients of an own range over the workers, the first one's first."""

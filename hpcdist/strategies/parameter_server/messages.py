@@ -9,7 +9,7 @@ With ``communication.algorithm = "hierarchical"`` the workers of a node sum thei
 speaks for the node: servers get one push a node, and answer it once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -22,7 +22,7 @@ from hpcdist.collectives.leader import LEADER, reduce_to_leader, spread_from_lea
 from hpcdist.collectives.reduction import ufunc
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator, Request
-from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, Site
+from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, Site, pushed
 
 AHEAD: Final = 4  # gradients that a server receives, or adds, at a time: two are added while two are on their way
 
@@ -77,10 +77,11 @@ class Messages:
         self.site, self.comm = site, site.comm
         kept = None if site.works else site.parts(site.rank)
         self.parameters, self.gradients = seat.store("parameters", kept), seat.store("gradients", kept)
+        self.partials = site.partials(self.gradients)
         self._node = seat.data.nodes().intra if site.works and seat.algorithm == "hierarchical" else None
         self.speakers, self.speaks = self._speakers()
         others = [worker for worker in self.speakers if worker != site.rank]
-        order = [(part.size, worker) for part in site.own for worker in others]
+        order = [(part.size, worker) for part in site.own for worker in others for _ in range(site.brings(worker))]
         self._arrivals = Arrivals(self.comm, order, seat.dtype, seat.on)
         self._expected: dict[Range, Request] = {}
         self._sent: list[Request] = []
@@ -94,16 +95,20 @@ class Messages:
     def push(self, part: Range) -> None:
         """Begin to send the gradients of a range to its server."""
         self._arrivals.begin()  # of an own range: they come while this rank computes
-        values, server = self.gradients.range(part), self.site.owners[part]
-        if self._node is not None:
-            reduce_to_leader(self._node, values)
-        if self.speaks and server != self.site.rank:
-            self._sent.append(self.comm.isend(values, server, GRADIENT))
+        server = self.site.owners[part]
+        for values in pushed(self.gradients, self.partials, part):
+            if self._node is not None:
+                reduce_to_leader(self._node, values)
+            if self.speaks and server != self.site.rank:
+                self._sent.append(self.comm.isend(values, server, GRADIENT))
 
     def collect(self, part: Range) -> None:
-        """Sum the gradients of an own range over the workers that speak, the first one's first."""
+        """Sum what is pushed of an own range over the workers that speak, the first one's first, or in the tree."""
         self._arrivals.begin()
         own = self.gradients.range(part)
+        if self.site.tree is not None:
+            self.site.tree.total(self._pushed(part), own, lasting=False)
+            return
         add = ufunc(own, "sum")
         # What the own backward wrote has its turn among the others: sums before it need memory of their own.
         late = self.speaks and len(self.speakers) > 1 and self.speakers[0] != self.site.rank
@@ -120,6 +125,14 @@ class Messages:
             total = target
         if total is not own:
             own[...] = total
+
+    def _pushed(self, part: Range) -> Iterator[Array]:
+        """Yield what each worker brings of an own range."""
+        for worker in self.site.roles.workers:
+            if worker == self.site.rank:
+                yield from pushed(self.gradients, self.partials, part)
+            else:
+                yield from (self._arrivals.take() for _ in range(self.site.brings(worker)))
 
     def expect(self) -> None:
         """Post the receives of all parameters that others serve, where they need no memory besides."""

@@ -27,7 +27,8 @@ from hpcdist.collectives.node_flags import NodeFlags
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Request, SharedBlock
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
-from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, Site, add_in_order
+from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, Site, pushed
+from hpcdist.strategies.parameter_server.tree import Partials
 
 
 class SharedMemory:
@@ -55,6 +56,7 @@ class SharedMemory:
         self._sent: list[Request] = []
         self.loaded_bytes = 0
         self._blocks: list[SharedBlock] = []
+        self.partials: Partials | None = None
         self.parameters, self.gradients = self._stores()
         alike = seat.world.allgather_object(self._flags.is_shared and all(block.is_shared for block in self._blocks))
         if not all(alike):
@@ -71,20 +73,32 @@ class SharedMemory:
         if self._worker_here is None:  # a node of servers keeps what they serve, no more
             return seat.store("parameters", own), seat.store("gradients", own)
         common = self._shared(nbytes if self._here[0] == site.rank else 0)
-        written = self._shared(nbytes if site.works else 0)
+        written = self._shared(nbytes * (1 + site.slots(site.rank)) if site.works else 0)
         # The one copy is counted by one rank.
         counted = self._counted(common.views[0], "parameters") if self._here[0] == site.rank else common.views[0]
         parameters = seat.store("parameters", None, _given(counted))
         itself = {rank: index for index, rank in enumerate(self._here)}
         self._written = {
-            rank: seat.store("gradients", None, _given(written.views[itself[rank]]))
+            rank: self._of_worker(rank, written.views[itself[rank]])
             for rank in self._here
             if rank in site.roles.workers and rank != site.rank and written.is_shared
         }
         if not site.works:
             return parameters, seat.store("gradients", own)
-        mine = self._counted(written.views[self._node.rank], "gradients")
-        return parameters, seat.store("gradients", None, _given(mine))
+        mine = written.views[self._node.rank]
+        # Kept for the ledger, which counts these as long as they live.
+        self._own = self._counted(mine[:nbytes], "gradients"), self._counted(mine[nbytes:], "communication")
+        gradients, self.partials = self._of_worker(site.rank, mine)
+        return parameters, gradients
+
+    def _of_worker(self, worker: int, octets: np.ndarray) -> tuple[FlatStore, Partials | None]:
+        """Return where the rank ``worker`` writes its gradients, and its partial sums behind them."""
+        nbytes = self.site.seat.layout.size * self.site.seat.dtype.itemsize
+        stores = [
+            self.site.seat.store("gradients", None, _given(octets[slot * nbytes : (slot + 1) * nbytes]))
+            for slot in range(1 + self.site.slots(worker))
+        ]
+        return stores[0], self.site.partials_in(worker, stores[0], lambda slot: stores[1 + slot])
 
     def _shared(self, nbytes: int) -> SharedBlock:
         block = self._node.shared(nbytes)
@@ -99,7 +113,8 @@ class SharedMemory:
         """Say that the gradients of a range are there, or begin to send them to a server elsewhere."""
         server, place = self.site.owners[part], self._place[part]
         if server not in self._here:
-            self._sent.append(self.comm.isend(self.gradients.range(part), server, GRADIENT))
+            values = pushed(self.gradients, self.partials, part)
+            self._sent += [self.comm.isend(array, server, GRADIENT) for array in values]
         self._pushes[place] += 1
         self._flags.raise_to(place, self._pushes[place])
 
@@ -107,22 +122,23 @@ class SharedMemory:
         """Sum the gradients of an own range from where the workers wrote them."""
         place, own = self._place[part], self.gradients.range(part)
         self._collects[place] += 1
-        elsewhere = [worker for worker in self.site.roles.workers if worker not in self._here]
+        others = [worker for worker in self.site.roles.workers if worker not in self._here]
+        elsewhere = [worker for worker in others for _ in range(self.site.brings(worker))]
         arrived = scratch("parameter_server.arrived", len(elsewhere) * own.size, own.dtype, own)
         arrived = arrived.reshape(len(elsewhere), own.size)
         requests = [self.comm.irecv(arrived[at], worker, GRADIENT) for at, worker in enumerate(elsewhere)]
         inputs: list[Array] = []
         for worker in self.site.roles.workers:
             if worker == self.site.rank:
-                inputs.append(own)
+                inputs += pushed(self.gradients, self.partials, part)
             elif worker in self._here:
-                self._wait(worker, place, self._collects[place], part)
-                inputs.append(self._written[worker].range(part))
+                self._wait(worker, place, self._collects[place], part.size * self.site.brings(worker))
+                inputs += pushed(*self._written[worker], part)
             else:
-                at = elsewhere.index(worker)
-                requests[at].wait()
-                inputs.append(arrived[at])
-        add_in_order(inputs, own)
+                inputs += [arrived[at] for at, rank in enumerate(elsewhere) if rank == worker]
+        for request in requests:
+            request.wait()
+        self.site.total(inputs, own)
 
     def expect(self) -> None:
         """Nothing has to be made ready."""
@@ -148,20 +164,20 @@ class SharedMemory:
             return
         assert provider is not None
         self._news[place] += 1
-        self._wait(provider, len(self._place) + place, self._news[place], part)
+        self._wait(provider, len(self._place) + place, self._news[place], part.size)
 
     def _say_new(self, part: Range) -> None:
         place = self._place[part]
         self._news[place] += 1
         self._flags.raise_to(len(self._place) + place, self._news[place])
 
-    def _wait(self, rank: int, word: int, value: int, part: Range) -> None:
-        """Wait for a counter of another rank of the node; what it stands for is then loaded from that rank's memory."""
+    def _wait(self, rank: int, word: int, value: int, size: int) -> None:
+        """Wait for a counter of another rank of the node; it stands for ``size`` elements of that rank's memory."""
         dtype = self.site.seat.dtype
-        token = self.comm.events.begin(self.comm.name, "load", str(dtype), part.size, 0, rank, 0)
+        token = self.comm.events.begin(self.comm.name, "load", str(dtype), size, 0, rank, 0)
         self._flags.wait(self._here.index(rank), word, value)
         self.comm.events.end(token)
-        self.loaded_bytes += part.size * dtype.itemsize
+        self.loaded_bytes += size * dtype.itemsize
 
     def settle(self) -> None:
         """Wait for what was sent to other nodes."""

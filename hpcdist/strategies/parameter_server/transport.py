@@ -1,6 +1,6 @@
 """How gradients come to servers in lock-step, and parameters to workers: the seam between the steps and the bytes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Protocol
@@ -15,6 +15,7 @@ from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.parameter_server.keys import Partition, partition
 from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.parameter_server.tree import Partials, Tree, slots_of
 from hpcdist.strategies.seat import Seat
 
 GRADIENT: Final = 0  # tags; messages of one tag stay in the order of the plan, which all ranks share
@@ -26,11 +27,15 @@ BLOCK_BYTES: Final = 64 << 10  # of a sum of several buffers: it stays in the ca
 
 @dataclass(frozen=True)
 class Site:
-    """Who works, who serves what, and which of them this rank is. ``comm`` is for gradients and parameters alone."""
+    """Who works, who serves what, and which of them this rank is. ``comm`` is for gradients and parameters alone.
+
+    ``shards`` logical shards are summed in their fixed tree; 0: gradients are, in the order of the workers.
+    """
 
     seat: Seat
     roles: Roles
     comm: Communicator
+    shards: int = 0
 
     @property
     def rank(self) -> int:
@@ -72,6 +77,40 @@ class Site:
         """Return all that the rank ``server`` owns, ascending."""
         return self.partition.parts(self.roles.servers.index(server))
 
+    @cached_property
+    def tree(self) -> Tree | None:
+        """The order of the sums, where it is that of logical shards."""
+        return Tree(self.shards, len(self.roles.workers)) if self.shards else None
+
+    def brings(self, worker: int) -> int:
+        """Return how many addends the rank ``worker`` brings of every range: its gradients, or partial sums."""
+        return 1 if self.tree is None else len(self.tree.nodes[self.roles.workers.index(worker)])
+
+    def slots(self, worker: int) -> int:
+        """Return how many partial sums of all parameters the rank ``worker`` keeps beside its gradients."""
+        if self.tree is None or worker not in self.roles.workers:
+            return 0
+        return slots_of(self.tree, self.roles.workers.index(worker))
+
+    def partials(self, gradients: FlatStore) -> Partials | None:
+        """Return the partial sums of this rank, which keeps them in memory of its own; None where there are none."""
+        if not self.works:
+            return None
+        return self.partials_in(self.rank, gradients, lambda slot: self.seat.store("communication"))
+
+    def partials_in(self, worker: int, gradients: FlatStore, slot: Callable[[int], FlatStore]) -> Partials | None:
+        """Return the partial sums of the rank ``worker``; ``slot`` gives the memory of each."""
+        if self.tree is None:
+            return None
+        return Partials(self.tree, self.roles.workers.index(worker), gradients, slot)
+
+    def total(self, addends: Sequence[Array], target: Array) -> None:
+        """Put the sum of what all workers bring, one after the other, into ``target``, which may be one of them."""
+        if self.tree is None:
+            add_in_order(addends, target)
+        else:
+            self.tree.total(addends, target, lasting=True)
+
 
 class Transport(Protocol):
     """What carries a step: between `push` and `collect`, and between `publish` and `pull`, the bytes have moved.
@@ -82,14 +121,15 @@ class Transport(Protocol):
 
     parameters: FlatStore
     gradients: FlatStore  # of a worker; a dedicated server sums here
+    partials: Partials | None  # of a worker, where sums follow logical shards: what it pushes then
     loaded_bytes: int  # read so far out of memory that other ranks of the node have written; never part of bytes sent
 
     def push(self, part: Range) -> None:
-        """Give the gradients of ``part`` to its server; they must stay until `settle` (a worker)."""
+        """Give the gradients of ``part``, or their partial sums, to its server; they stay until `settle` (a worker)."""
         ...
 
     def collect(self, part: Range) -> None:
-        """Sum the gradients of an own range over the workers, in rank order, into ``gradients`` (a server)."""
+        """Sum what the workers pushed of an own range, in rank order or in the tree, into ``gradients`` (a server)."""
         ...
 
     def expect(self) -> None:
@@ -111,6 +151,11 @@ class Transport(Protocol):
     def close(self) -> None:
         """Give back what only the library can free; the stores must not be used afterwards. Collective."""
         ...
+
+
+def pushed(gradients: FlatStore, partials: Partials | None, part: Range) -> list[Array]:
+    """Return what a worker pushes of ``part`` (local)."""
+    return [gradients.range(part)] if partials is None else partials.of(part)
 
 
 def add_in_order(inputs: Sequence[Array], target: Array) -> None:

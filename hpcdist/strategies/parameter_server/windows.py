@@ -1,6 +1,7 @@
 """Gradients and parameters by one-sided communication: a worker writes and reads a server's memory by itself.
 
-A server's window holds its parameters and, for each worker, a slot for the gradients of what it owns. A worker puts its
+A server's window holds its parameters and, for each worker, a slot for the gradients of what it owns (for each partial
+sum, where sums follow logical shards). A worker puts its
 gradients into its slot, flushes, and says so by a message of one byte; the server adds the slots in the order of the
 ranks, as it does with messages, and to the same bits. It says by a byte that new parameters are there, and the workers
 get them.
@@ -21,7 +22,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Request
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, Site, add_in_order
+from hpcdist.strategies.parameter_server.transport import GRADIENT, PARAMETER, Site, pushed
 
 
 class Windows:
@@ -48,7 +49,9 @@ class Windows:
         kept = None if site.works else self._parts[site.rank]
         held = self._held(site.rank) if site.serves else 0
         owned = self._starts[site.rank][-1] if site.serves else 0
-        self._window = self.comm.window((held + len(site.roles.workers) * owned) * self._itemsize)
+        # The first slot of each worker, and behind all of them how many there are.
+        self._first = list(accumulate(map(site.brings, site.roles.workers), initial=0))
+        self._window = self.comm.window((held + self._first[-1] * owned) * self._itemsize)
         memory = self._window.memory.view(seat.dtype)
         if site.serves:
             self.parameters = seat.store(
@@ -57,10 +60,9 @@ class Windows:
         else:
             self.parameters = seat.store("parameters", kept)
         self.gradients = seat.store("gradients", kept)
+        self.partials = site.partials(self.gradients)
         self._inbox = self._counted(memory[held:], "communication")
-        self._slots = {
-            worker: self._inbox[index * owned : (index + 1) * owned] for index, worker in enumerate(site.roles.workers)
-        }
+        self._slots = [self._inbox[slot * owned : (slot + 1) * owned] for slot in range(self._first[-1])]
         self._put: list[Range] = []  # not flushed yet
         self._got: set[int] = set()  # servers with which a get is under way
         self._notices: list[Request] = []
@@ -89,12 +91,19 @@ class Windows:
         self._announce()
         server = self.site.owners[part]
         if server != self.site.rank:
-            slot = self.site.roles.workers.index(self.site.rank) * self._starts[server][-1]
-            at = self._held(server) + slot + self._owned_at(part, server)
-            self._window.put(self.gradients.range(part), server, at * self._itemsize)
+            at = self._held(server) + self._owned_at(part, server)
+            for slot, values in zip(self._slots_of(self.site.rank), self._pushed(part), strict=True):
+                self._window.put(values, server, (at + slot * self._starts[server][-1]) * self._itemsize)
             self._put.append(part)
         if part == self.site.messages[-1][0]:
             self._announce()  # nothing needs to follow: a step that is given up is computed again up to here
+
+    def _slots_of(self, worker: int) -> range:
+        index = self.site.roles.workers.index(worker)
+        return range(self._first[index], self._first[index + 1])
+
+    def _pushed(self, part: Range) -> list[Array]:
+        return pushed(self.gradients, self.partials, part)
 
     def _announce(self) -> None:
         """Complete what was put, and tell the servers."""
@@ -111,12 +120,12 @@ class Windows:
         inputs: list[Array] = []
         for worker in self.site.roles.workers:
             if worker == self.site.rank:
-                inputs.append(own)
+                inputs += self._pushed(part)
             else:
                 self.comm.recv(np.zeros(1, np.uint8), worker, GRADIENT)
-                inputs.append(self._slots[worker][at : at + part.size])
+                inputs += [self._slots[slot][at : at + part.size] for slot in self._slots_of(worker)]
         self._window.sync()
-        add_in_order(inputs, own)
+        self.site.total(inputs, own)
 
     def expect(self) -> None:
         """Nothing has to be made ready."""

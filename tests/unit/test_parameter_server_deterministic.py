@@ -1,0 +1,201 @@
+"""Logical shards on a parameter server: the bits of allreduce, on any number of workers and servers."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.recording import recording
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, NonFiniteError
+from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.training import recipe as recipes
+from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.trainer import Trainer, assemble
+
+STEPS, SAMPLES = 3, 24
+KEYS = {
+    "adamw": {"optimizer.clip_norm": 0.1, "model.tied": "true"},
+    "lamb": {"optimizer.name": "lamb", "optimizer.clip_norm": 0.1},
+    "lars": {"optimizer.name": "lars", "precision.mode": "float64"},
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(rng.integers(97, 123, 4000).astype(np.uint8).tobytes())
+    return path
+
+
+def trainer_of(comm: Communicator, path: Path, keys: dict[str, Any], resume: Path | None = None) -> Trainer:
+    settings = {
+        "model.layers": 1,
+        "model.hidden": 16,
+        "model.heads": 2,
+        "data.path": path,
+        "data.context": 8,
+        "run.steps": 20,
+        "run.global_batch": SAMPLES,
+        "run.validation_samples": 20,
+        "run.logical_shards": 6,
+        "optimizer.warmup_steps": 2,
+        **keys,
+    }
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
+    return assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe, resume)
+
+
+def served(servers: int, placement: str, transport: str = "messages", **keys: Any) -> dict[str, Any]:
+    named = {"servers": servers, "placement": placement, "transport": transport, **keys}
+    return {"parallel.strategy": "parameter_server"} | {f"parameter_server.{name}": of for name, of in named.items()}
+
+
+def train(trainer: Trainer, last: int) -> list[tuple[float, float]]:
+    """Loss and norm of each step up to ``last``."""
+    found = []
+    with trainer.batches(last) as batches:
+        for step, batch in enumerate(batches, start=trainer.first_step + 1):
+            parts = trainer.cut(batch) if trainer.seat.computes else []
+            done = trainer.executor.run(trainer.operations, parts, SAMPLES, step, np.ones(2))
+            found.append((done.loss, done.gradient_norm))
+    return found
+
+
+def state(trainer: Trainer) -> str:
+    """A digest of all parameters and optimizer state of the run, whoever saves them. Collective."""
+    saved = trainer.comm.allgather_object(
+        [(piece.name, piece.flat.start, piece.array.tobytes()) for piece in trainer.exchange.pieces()]
+    )
+    pieces = sorted(piece for rank in saved for piece in rank)
+    names = {name: b"".join(values for other, _, values in pieces if other == name) for name, _, _ in pieces}
+    return hashlib.sha256(repr(sorted(names.items())).encode()).hexdigest()
+
+
+def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[object, ...]:
+    trainer = trainer_of(comm, path, keys)
+    assert trainer.proof is not None
+    try:
+        kept = train(trainer, STEPS), state(trainer), mean_validation_loss(trainer)
+        own = trainer.exchange.parameters
+        return *kept, {part.start: own.range(part).tobytes() for part in own.parts if trainer.seat.computes}
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("transport", ["messages", "shared", "rma"])
+def test_it_has_the_bits_of_allreduce_on_any_number_of_workers_and_servers(
+    text: Path, transport: str, name: str
+) -> None:
+    expected = run_threads(1, lambda comm: whole_run(comm, text, KEYS[name]))[0]
+    assert all(np.isfinite(number) for step in expected[0] for number in step)  # type: ignore[attr-defined]
+    places = [(1, 1, "colocated"), (2, 1, "dedicated"), (4, 0, "colocated"), (4, 1, "colocated"), (5, 2, "dedicated")]
+    for size, servers, placement in places[:: 1 if name == "adamw" else 2]:
+        keys = KEYS[name] | served(servers, placement, transport, mirrored="true" if size == 5 else "false")
+        for rank, found in enumerate(run_threads(size, lambda comm, keys=keys: whole_run(comm, text, keys), 2)):
+            assert found[:3] == expected[:3], f"{size} ranks, {servers} {placement}"
+            works = placement == "colocated" or rank < size - servers
+            assert found[3] == (expected[3] if works else {}), "every worker has them"
+
+
+def test_a_run_goes_on_with_the_same_bits_as_allreduce_and_back(text: Path, tmp_path: Path) -> None:
+    def part(comm: Communicator, last: int, keys: dict[str, Any], resume: Path | None) -> tuple[list[Any], Path, str]:
+        trainer = trainer_of(comm, text, keys, resume)
+        found = train(trainer, last)
+        saved = trainer.save(tmp_path / f"{comm.size}", last)
+        comm.barrier()
+        trainer.close()
+        return found, saved, state(trainer)
+
+    whole, _, expected = run_threads(2, lambda comm: part(comm, 6, {}, None))[0]
+    # ssp of 0 is bsp
+    keys = served(2, "dedicated", consistency="ssp")
+    first, saved, _ = run_threads(3, lambda comm: part(comm, 2, keys, None))[0]
+    second, saved, _ = run_threads(1, lambda comm: part(comm, 4, {}, saved))[0]
+    for third, _, found in run_threads(4, lambda comm: part(comm, 6, served(0, "colocated", "shared"), saved)):
+        assert (first + second + third, found) == (whole, expected)
+
+
+@pytest.mark.parametrize(("shards", "pushed"), [(8, 1), (6, 2), (4, 1)])
+def test_a_worker_pushes_as_many_partial_sums_as_it_must(text: Path, shards: int, pushed: int) -> None:
+    """Two workers: 4 + 4 shards are two nodes of the tree, 3 + 3 are four, 2 + 2 are two."""
+
+    def body(comm: Communicator) -> None:
+        trainer = trainer_of(comm, text, {"model.hidden": 64, "run.logical_shards": shards} | served(1, "dedicated"))
+        train(trainer, 1)
+        with recording(comm) as traffic:
+            trainer.first_step = 1
+            train(trainer, 2)
+        psi = 4 * trainer.model.layout.size
+        agreed = 3 * 8 * (shards + 4)
+        assert not traffic.unknown
+        sends = pushed * psi if trainer.exchange.works else 2 * psi  # type: ignore[attr-defined]
+        assert sends <= traffic.sent_bytes <= sends + agreed
+        if trainer.exchange.works:  # type: ignore[attr-defined]
+            assert trainer.ledger.peak["communication"] <= {8: 2, 6: 2, 4: 1}[shards] * psi + agreed
+
+    run_threads(3, body)
+
+
+@pytest.mark.parametrize("transport", ["messages", "rma"])
+def test_only_the_worker_with_a_bad_value_is_blamed_and_nothing_is_left_of_the_step(text: Path, transport: str) -> None:
+    def body(comm: Communicator) -> list[tuple[float, float]]:
+        trainer = trainer_of(comm, text, served(1, "dedicated", transport))
+        train(trainer, 1)
+        parameters, kept = trainer.exchange.parameters, trainer.exchange.parameters.array.copy()
+        if comm.rank == 1:
+            parameters.view(trainer.model.layout.segments[2].key)[...] = np.nan
+        with trainer.batches(1) as batches:
+            parts = trainer.cut(next(iter(batches))) if trainer.seat.computes else []
+        with pytest.raises(NonFiniteError) as failed:
+            trainer.executor.run(trainer.operations, parts, SAMPLES, 2, np.zeros(2))
+        said = str(explain(comm, trainer.executor, trainer.operations, parts, failed.value))
+        assert "rank 1: parameter" in said and "rank 0: " not in said and "rank 2: " not in said
+        parameters.array[...] = kept
+        trainer.first_step = 1
+        rest = train(trainer, 3)
+        trainer.close()
+        return rest
+
+    expected = run_threads(1, lambda comm: train(trainer_of(comm, text, {}), 3)[1:])[0]
+    assert run_threads(4, body) == [expected] * 4
+
+
+def test_a_worker_adds_up_layers_and_pushes_them_once(text: Path) -> None:
+    keys = served(2, "dedicated")
+    steps = run_threads(4, lambda comm: trainer_of(comm, text, keys).operations)[0]
+    layers = [op.range for op in steps if op.kind is Kind.PUSH]
+    assert len(set(layers)) == len(layers) == 3
+    assert [op.range for op in steps if op.kind is Kind.ADD] == 2 * layers, "of the first two of three shards"
+    assert [op.microbatch for op in steps if op.kind is Kind.PUSH] == [2] * 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"parameter_server.consistency": "asp"}, r"parameter_server.consistency = 'asp' with run.logical_shards = 6"),
+        (
+            {"parameter_server.consistency": "ssp", "parameter_server.staleness": 2},
+            r"set parameter_server.consistency = 'bsp', or run.logical_shards = 0",
+        ),
+        ({"parameter_server.backup_workers": 1}, r"parameter_server.backup_workers = 1 with run.logical_shards = 6"),
+        ({"communication.algorithm": "hierarchical"}, r"communication.algorithm = 'hierarchical' with run.logical_"),
+    ],
+)
+def test_what_sums_in_the_order_of_the_ranks_is_refused(keys: dict[str, Any], match: str) -> None:
+    settings = {"parallel.strategy": "parameter_server", "run.global_batch": 24, "run.logical_shards": 6, **keys}
+    with pytest.raises(ConfigurationError, match=match) as refused:
+        recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {})
+    assert refused.value.exit_code == 78
+
+
+def test_fewer_shards_than_workers_are_refused(text: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"run\.logical_shards = 2 is fewer than the 3 data ranks"):
+        run_threads(4, lambda comm: trainer_of(comm, text, {"run.logical_shards": 2} | served(1, "dedicated")))

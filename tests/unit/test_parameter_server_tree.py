@@ -1,0 +1,73 @@
+"""Sums on servers in the tree of logical shards: the bits of one process, whoever computes and whatever is kept."""
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.collectives.fixed_tree import halves
+from hpcdist.strategies.parameter_server.tree import Partials, Tree, slots_of
+
+LAYOUT = Layout.of([TensorSpec(0, "w", (40,)), TensorSpec(1, "w", (24,))])
+WHOLE = Range(0, LAYOUT.size)
+
+
+def in_the_tree(rows: np.ndarray, node: Range) -> np.ndarray:
+    """What the definition of the tree says."""
+    if node.size == 1:
+        return rows[node.start]
+    left, right = halves(node)
+    return in_the_tree(rows, left) + in_the_tree(rows, right)
+
+
+def pushed(tree: Tree, worker: int, rows: np.ndarray) -> list[np.ndarray]:
+    """What a worker brings that computes its ``rows`` one after the other in the same memory, in two ranges."""
+    gradients = FlatStore(LAYOUT, rows.dtype)
+    partials = Partials(tree, worker, gradients, lambda slot: FlatStore(LAYOUT, rows.dtype))
+    for turn in range(tree.rounds):
+        own = tree.own[worker]
+        gradients.array[...] = rows[own.start + turn] if turn < own.size else np.nan
+        for part in (LAYOUT.units[1], LAYOUT.units[0]):
+            partials.add(turn, part)
+    return partials.of(WHOLE)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 6, 7, 8, 12, 13])
+def test_sums_have_the_bits_of_the_tree_on_any_number_of_workers(shards: int, rng: np.random.Generator) -> None:
+    rows = rng.standard_normal((shards, LAYOUT.size)).astype(np.float32)
+    expected = in_the_tree(rows, Range(0, shards)).tobytes()
+    for workers in range(1, shards + 1):
+        tree = Tree(shards, workers)
+        addends = [addend for worker in range(workers) for addend in pushed(tree, worker, rows)]
+        assert len(addends) == sum(map(len, tree.nodes))
+        target = np.empty_like(rows[0])
+        tree.total(addends, target, lasting=True)
+        assert target.tobytes() == expected
+        own = addends[-1]  # what a colocated server takes for its target
+        tree.total(addends, own, lasting=True)
+        assert own.tobytes() == expected
+
+
+@pytest.mark.parametrize(("shards", "workers"), [(4, 2), (6, 4), (7, 3), (8, 8), (13, 5)])
+def test_what_comes_in_a_few_buffers_gives_the_same_bits(shards: int, workers: int, rng: np.random.Generator) -> None:
+    rows = rng.standard_normal((shards, LAYOUT.size)).astype(np.float32)
+    tree = Tree(shards, workers)
+    addends = [addend.copy() for worker in range(workers) for addend in pushed(tree, worker, rows)]
+    buffers = np.empty((2, LAYOUT.size), np.float32)
+
+    def arrivals() -> "np.ndarray":
+        for number, addend in enumerate(addends):
+            buffers[number % 2] = addend  # what was in it is gone
+            yield buffers[number % 2]
+
+    target = np.empty_like(rows[0])
+    tree.total(arrivals(), target, lasting=False)
+    assert target.tobytes() == in_the_tree(rows, Range(0, shards)).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("shards", "workers", "slots"), [(1, 1, 0), (4, 4, 0), (8, 4, 1), (8, 2, 2), (8, 1, 3), (7, 1, 2)]
+)
+def test_a_worker_keeps_few_partial_sums(shards: int, workers: int, slots: int) -> None:
+    assert max(slots_of(Tree(shards, workers), worker) for worker in range(workers)) == slots
