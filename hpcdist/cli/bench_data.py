@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from hpcdist.bench.data_contenders import CONTENDERS
-from hpcdist.errors import FAILURE, OK, REQUEUE, UsageError
+from hpcdist.errors import FAILURE, OK, REQUEUE, ConfigurationError, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
     from hpcdist.bench.results import Results
@@ -90,8 +90,10 @@ def command(
             click.echo(f"{name}: {' '.join(f'{key}={json.dumps(value)}' for key, value in settings.items())}")
         return OK
     check_alone()
-    every = {data.CALM: {}, data.STRAGGLERS: data.stragglers(slow, slow_factor, slow_probability)}
-    scenarios = every if scenario == "both" else {scenario: every[scenario]}
+    scenarios: dict[str, dict[str, Any]] = {} if scenario == data.STRAGGLERS else {data.CALM: {}}
+    if scenario != data.CALM:
+        _check_stragglers(ranks, slow, slow_factor, slow_probability)
+        scenarios[data.STRAGGLERS] = data.stragglers(slow, slow_factor, slow_probability)
     recipes = _recipes(recipe, ranks, repeats)
     base = dict(_COMMON) if recipe is not None else {**_COMMON, **_WITHOUT_RECIPE}
     wanted = data.Wanted(ranks, {**base, "run.steps": steps, **_typed(overrides)}, contenders, scenarios)
@@ -114,6 +116,17 @@ def _chosen(names: tuple[str, ...]) -> Mapping[str, Mapping[str, Any]]:
         if name not in CONTENDERS:
             raise UsageError(f"--contender {name!r} is unknown; choose from: {'; '.join(CONTENDERS)}")
     return {name: CONTENDERS[name] for name in CONTENDERS if not names or name in names}
+
+
+def _check_stragglers(ranks: int, slow: tuple[int, ...], factor: float, probability: float) -> None:
+    """Raise UsageError for what no contender can be run with, once for all."""
+    from hpcdist.training.chaos_config import ChaosConfig
+
+    try:
+        chaos = ChaosConfig(slow_ranks=slow, slow_factor=factor, slow_probability=probability)
+        chaos.check_world(ranks, ranks)
+    except ConfigurationError as error:
+        raise UsageError(f"--slow-rank, --slow-factor or --slow-probability: {error}") from None
 
 
 def _recipes(recipe: Path | None, ranks: int, repeats: int) -> "Recipes":

@@ -1,6 +1,7 @@
 """The comparison of exchanges: who takes part, how fast a run was, what its loss was when, and what is told of it."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,17 @@ def test_the_command_lists_contenders_and_refuses_what_it_does_not_know() -> Non
         invoke("-n", "1", "--contender", "servers, asp")
     with pytest.raises(ConfigurationError, match="unknown key"):
         invoke("--set", "no.such=1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--slow-rank", "2"], "chaos.slow_ranks = [2] on 2 ranks: there is no rank 2; use ranks 0 to 1"),
+        (["--slow-factor", "0.5"], "chaos.slow_factor = 0.5; it must be finite and at least 1"),
+        (["--slow-probability", "2"], "chaos.slow_probability = 2.0; it must be between 0 and 1"),
+    ],
+)
+def test_a_straggler_that_cannot_be_is_refused_once(arguments: list[str], match: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(match)) as refused:
+        invoke("-n", "2", *arguments)
+    assert str(refused.value).count("chaos.") == 1
