@@ -4,12 +4,15 @@ A `Grid` is a handful of integers, passed and never global. Ranks count with the
 the most frequent, so its members should share a node), then context, then data, and the pipeline axis slowest.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
 
 ORDER = ("pipeline", "data", "context", "tensor")  # slowest to fastest
+SHOWN: Final = 4  # of many in a row, the first and the last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,53 @@ class Grid:
         for axis in reversed(ORDER):
             rank, place[axis] = divmod(rank, getattr(self, axis))
         return place
+
+    @property
+    def tensor_groups(self) -> list[range]:
+        """The ranks that compute the same layers together: neighbours."""
+        return [range(first, first + self.tensor) for first in range(0, self.size, self.tensor)]
+
+
+def rank_map(grid: Grid, nodes: Sequence[Sequence[int]]) -> list[str]:
+    """Return which ranks compute each stage of the pipeline, and on which of ``nodes``; a line a stage.
+
+    Ranks in brackets compute each layer together. ``nodes`` are the ranks of each node.
+    """
+    node_of = {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
+    each = len(grid.tensor_groups) // grid.pipeline
+    lines = []
+    for stage in range(grid.pipeline):
+        where: dict[tuple[int, ...], list[str]] = {}
+        for group in grid.tensor_groups[stage * each : (stage + 1) * each]:
+            where.setdefault(tuple(sorted({node_of[rank] for rank in group})), []).append(_bracketed(group))
+        told = [f"node {'+'.join(map(str, on))} {_shortened(groups)}" for on, groups in where.items()]
+        lines.append(f"stage {stage}: {'; '.join(_few(told))}")
+    return lines
+
+
+def spread_groups(grid: Grid, nodes: Sequence[Sequence[int]]) -> str:
+    """Return a warning of tensor groups that are on several of ``nodes``, "" where none is."""
+    node_of = {rank: index for index, ranks in enumerate(nodes) for rank in ranks}
+    spread = [group for group in grid.tensor_groups if len({node_of[rank] for rank in group}) > 1]
+    if not spread:
+        return ""
+    return (
+        f"ranks {_bracketed(spread[0])} of one tensor group are on several nodes, as are those of {len(spread)} of "
+        f"{len(grid.tensor_groups)} groups: each layer waits for the network between them several times; give every "
+        f"node a multiple of parallel.tensor = {grid.tensor} ranks"
+    )
+
+
+def _bracketed(group: range) -> str:
+    return f"[{group[0]}]" if len(group) == 1 else f"[{group[0]}-{group[-1]}]"
+
+
+def _shortened(groups: list[str]) -> str:
+    return " ".join(_few(groups))
+
+
+def _few(words: list[str]) -> list[str]:
+    return words if len(words) <= 2 * SHOWN else [*words[:SHOWN], "...", *words[-SHOWN:]]
 
 
 class Axes:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hpcdist.comm.start import Session, start
 from hpcdist.errors import OK
+from hpcdist.strategies.grid import rank_map, spread_groups
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training import architecture, consensus, directory, entropy
 from hpcdist.training.asynchronous import loop_of
@@ -78,6 +79,13 @@ def _introduce(
         f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}; "
         f"{architecture.described(trainer)}; MPI: {session.library}"
     )
+    if grid.size > grid.data:
+        nodes = trainer.comm.nodes().members
+        for line in rank_map(grid, nodes):
+            progress.say(line)
+        warning = spread_groups(grid, nodes)
+        if warning:
+            progress.say(f"warning: {warning}")
     if trainer.recipe.chaos.on:
         progress.say(f"chaos: {trainer.recipe.chaos.described()}")
     chosen = trainer.selection.described()

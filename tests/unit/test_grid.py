@@ -5,7 +5,7 @@ import pytest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError
-from hpcdist.strategies.grid import Axes, Grid
+from hpcdist.strategies.grid import Axes, Grid, rank_map, spread_groups
 
 
 def test_data_takes_what_the_others_leave() -> None:
@@ -32,3 +32,26 @@ def test_the_data_axis_joins_equal_places() -> None:
         return Axes(Grid(data=2, tensor=2), comm).data.allgather_object(comm.rank)
 
     assert run_threads(4, body) == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def test_the_map_shows_who_computes_what_and_where() -> None:
+    nodes = [range(4), range(4, 8)]
+    assert rank_map(Grid(pipeline=2, data=2, tensor=2), nodes) == [
+        "stage 0: node 0 [0-1] [2-3]",
+        "stage 1: node 1 [4-5] [6-7]",
+    ]
+    assert rank_map(Grid(pipeline=4, data=2), nodes)[1] == "stage 1: node 0 [2] [3]"
+    assert rank_map(Grid(data=2, tensor=4), nodes) == ["stage 0: node 0 [0-3]; node 1 [4-7]"]
+    (line,) = rank_map(Grid(data=32, tensor=2), [range(64)])
+    assert line == "stage 0: node 0 [0-1] [2-3] [4-5] [6-7] ... [56-57] [58-59] [60-61] [62-63]"
+
+
+def test_tensor_groups_over_nodes_are_warned_of() -> None:
+    nodes = [range(3), range(3, 6), range(6, 8)]
+    assert spread_groups(Grid(data=8), nodes) == ""
+    assert spread_groups(Grid(data=4, tensor=2), [range(4), range(4, 8)]) == ""
+    warning = spread_groups(Grid(data=4, tensor=2), nodes)
+    assert "ranks [2-3]" in warning and "1 of 4 groups" in warning and "multiple of parallel.tensor = 2" in warning
+    assert rank_map(Grid(data=4, tensor=2), nodes) == [
+        "stage 0: node 0 [0-1]; node 0+1 [2-3]; node 1 [4-5]; node 2 [6-7]"
+    ]
