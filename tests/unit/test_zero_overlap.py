@@ -23,6 +23,7 @@ from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.overlap import Fetched
 from hpcdist.strategies.pipeline import cut
 from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.placement import looped
 from hpcdist.strategies.schedule.verify import verify
 from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.zero import ZeroExchange
@@ -63,7 +64,7 @@ class Run:
             data=axes.data,
             pipeline=axes.pipeline,
             model=self.model,
-            units=cut(self.model, pipeline)[axes.pipeline.rank],
+            placement=looped(cut(self.model, pipeline), pipeline),
             optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5),
             total_steps=STEPS,
             algorithm=algorithm,
