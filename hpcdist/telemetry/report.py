@@ -61,6 +61,10 @@ def text(found: Report) -> str:
     shares = [f"{name} {_or_unknown(figures[f'{key}_fraction'], '{:.1%}')}" for name, key in _SHARES]
     lines.append(f"time       {', '.join(shares)}")
     lines.append(f"sent       {_or_unknown(figures['bytes_sent_per_step'], '{:,.0f} bytes a step')}")
+    if figures.get("bytes_loaded_per_step"):  # of a run that has ended, where any were
+        lines.append(
+            f"loaded     {figures['bytes_loaded_per_step']:,.0f} bytes a step, from what others of the node wrote"
+        )
     if "energy_j" in figures:  # a run that has ended
         lines.append(f"energy     {_energy(figures)}")
     if figures["world"] > 1 and figures["imbalance"] is not None:

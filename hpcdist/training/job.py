@@ -14,7 +14,7 @@ from hpcdist.training.energy import Energy, energy_attributes
 from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.progress import Progress
 from hpcdist.training.recipe import Recipe
-from hpcdist.training.summary import OVERLAP_FIGURES, describe, summarise
+from hpcdist.training.summary import LOADED_FIGURE, OVERLAP_FIGURES, describe, summarise
 from hpcdist.training.survival import EXIT_CODES, StopWishes
 from hpcdist.training.trainer import Trainer, assemble
 
@@ -48,7 +48,7 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool) -> None:
     summary = summarise(session.comm, trainer, outcome, run.path, val_loss, entropies)
     summary |= energy.figures(outcome.done)
     if rank0:
-        overlapped = {name: summary[name] for name in OVERLAP_FIGURES if summary[name] is not None}
+        overlapped = {name: summary[name] for name in (*OVERLAP_FIGURES, LOADED_FIGURE) if summary[name] is not None}
         overlapped |= {name: found for name, found in consensus.figures(trainer).items() if found is not None}
         loop.metrics.finish(outcome.done, val_loss, **energy_attributes(summary), **overlapped)
         print(describe(summary), file=sys.stderr if as_json else sys.stdout)

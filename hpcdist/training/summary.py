@@ -26,6 +26,7 @@ NOT_COUNTED: Final = (
 )
 NOT_HIDDEN: Final = "while a rank does not look, it does not know what moves: set communication.overlap to thread"
 OVERLAP_FIGURES: Final = ("reductions_s", "reductions_exposed_s", "communication_hidden_share")
+LOADED_FIGURE: Final = "bytes_loaded_per_step"
 PREFETCH_FIGURES: Final = ("prefetch_hits", "prefetch_misses", "prefetch_exposed_s")
 Measured = TypeVar("Measured")
 Rank: TypeAlias = Mapping[str, Any]  # what one rank measured, by name; of its steps, a list
@@ -107,6 +108,7 @@ def summarise(
     own |= {"overlapped": outcome.overlapped, "fetched": outcome.fetched if trainer.exchange.ahead else []}
     own |= {"targets": outcome.targets, "computes": trainer.seat.computes}
     own |= {"staleness": outcome.staleness, "dropped": outcome.dropped, "shares": _shares(trainer, outcome.done)}
+    own |= {"loaded": getattr(trainer.exchange, "loaded_bytes", 0)}
     own |= {"peak": trainer.ledger.peak, "held": trainer.ledger.peak_total, "pss": pss_bytes()}
     ranks = comm.allgather_object(own)
     workers = [rank for rank in ranks if rank["computes"]]
@@ -136,6 +138,7 @@ def summarise(
         **overlap_figures(workers),
         **prefetch_figures(workers),
         "bytes_sent_per_step": None if math.isnan(pace.sent_bytes) else round(pace.sent_bytes),
+        LOADED_FIGURE: loaded_figure(ranks),
         "peak_bytes": {kind: max(rank["peak"][kind] for rank in ranks) for kind in trainer.ledger.peak},
         "peak_bytes_total": max(rank["held"] for rank in ranks),
         "pss_bytes": {"most": _number(_most(pss)), "sum": _number(sum(pss))},
@@ -187,6 +190,15 @@ def prefetch_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
     return dict(zip(PREFETCH_FIGURES, means, strict=True))
 
 
+def loaded_figure(ranks: Sequence[Rank]) -> int | None:
+    """Return what the rank that loaded most has loaded a step out of memory that others of its node wrote.
+
+    It is no part of what is sent. None where nothing was, or nobody counts it.
+    """
+    most = max((rank["loaded"] / len(rank["step_s"]) for rank in ranks if rank["step_s"]), default=0.0)
+    return round(most) or None
+
+
 def _number(value: float) -> float | None:
     """NaN is not JSON: what is not a number is null."""
     return None if math.isnan(value) else value
@@ -210,6 +222,8 @@ def describe(summary: dict[str, Any]) -> str:
         lines[2:4] = [f"{summary['tokens_reason']}: no speed was measured ({summary['architecture']})"]
     if summary["bytes_sent_per_step"] is not None:
         lines.insert(3, f"{summary['bytes_sent_per_step']:,} bytes sent a step and rank")
+    if summary[LOADED_FIGURE] is not None:
+        lines.insert(3, f"{summary[LOADED_FIGURE]:,} bytes loaded a step and rank from what others of the node wrote")
     if summary["communication_hidden_share"] is not None:
         lines.insert(3, _hidden(summary["communication_hidden_share"]))
     if summary["prefetch_hits"] is not None:

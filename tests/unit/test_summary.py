@@ -64,6 +64,28 @@ def test_a_dedicated_server_only_waits_and_sends(text: dict[str, object]) -> Non
     assert found["bytes_sent_per_step"] == 20
 
 
+def test_what_is_loaded_from_memory_of_the_node_is_no_part_of_what_is_sent(text: dict[str, object]) -> None:
+    shared = {**text, **SERVED, "parameter_server.placement": "colocated", "parameter_server.transport": "shared"}
+
+    def body(comm: Communicator) -> tuple[dict[str, Any], int]:
+        trainer = assembled(comm, shared)
+        with trainer.batches(4) as batches:
+            for step, batch in enumerate(batches, start=1):
+                trainer.executor.run(trainer.operations, trainer.cut(batch), 7, step, np.zeros(2))
+        done = outcome([1.0] * 4, [0.5] * 4, [8.0] * 4)
+        found = summarise(comm, trainer, done, Path("run"), math.nan, {})
+        trainer.close()
+        return found, trainer.model.layout.size * 4
+
+    for found, psi in run_threads(2, body):
+        assert found["bytes_sent_per_step"] == 8
+        assert found["bytes_loaded_per_step"] == pytest.approx(psi, rel=0.01), "half the gradients, half the parameters"
+        said = describe(found | {"energy_j": None, "energy_reason": "none"})
+        assert f"{found['bytes_loaded_per_step']:,} bytes loaded a step and rank" in said
+    none = summaries({**text, **SERVED, "parameter_server.placement": "colocated"}, [outcome([1.0], [0.5], [8.0])] * 2)
+    assert none["bytes_loaded_per_step"] is None
+
+
 def test_without_lock_step_every_worker_counts_its_own_steps(text: dict[str, object]) -> None:
     """Worker 0 is quick and done after 8 s of the 23 that the other takes; both took 3 or 2 s for the first step."""
     quick = outcome([3.0, 1.0, 1.0, 1.0, 2.0], [2.0, 0.5, 0.5, 0.5, 1.0], [9, 10, 10, 10, 11], [30] * 5)
