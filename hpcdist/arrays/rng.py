@@ -1,6 +1,20 @@
 """Random numbers by logical stream: counter-based, so that no cut of the work changes a draw."""
 
+from typing import Any, Final
+
 import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.jit import jit
+
+ROUNDS: Final = 10
+# Of Philox4x32: the two factors of a round, and what the two words of the key grow by between rounds.
+_FACTORS: Final = 0xD2511F53, 0xCD9E8D57
+_GROWTHS: Final = 0x9E3779B9, 0xBB67AE85
+_WORD: Final = 0xFFFFFFFF
+_A, _B = np.uint64(_FACTORS[0]), np.uint64(_FACTORS[1])
+_GA, _GB = np.uint64(_GROWTHS[0]), np.uint64(_GROWTHS[1])
+_LOW, _HALF = np.uint64(_WORD), np.uint64(32)
 
 
 def stream(seed: int, *keys: int) -> np.random.Generator:
@@ -10,3 +24,40 @@ def stream(seed: int, *keys: int) -> np.random.Generator:
     opened anywhere, for example by (seed, step, micro-batch, global layer).
     """
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *keys])))
+
+
+@jit
+def philox(
+    words: Any, count: Any, first: Any, counter1: Any, counter2: Any, counter3: Any, key0: Any, key1: Any
+) -> None:
+    """Write the words of Philox4x32-10 (Salmon et al., SC'11) at ``count`` counters to ``words`` (4 count,) of uint32.
+
+    For kernels. The lowest word of the counter runs from ``first`` on, the others are the same for all.
+    """
+    # The rounds stand here and not in a function for one counter: LLVM makes vector code of this loop alone.
+    for i in range(count):
+        a, b, c, d = np.uint64(first + i), np.uint64(counter1), np.uint64(counter2), np.uint64(counter3)
+        k, m = np.uint64(key0), np.uint64(key1)
+        for _ in range(ROUNDS):
+            p, q = _A * a, _B * c
+            a, b = (q >> _HALF) ^ b ^ k, q & _LOW
+            c, d = (p >> _HALF) ^ d ^ m, p & _LOW
+            k, m = (k + _GA) & _LOW, (m + _GB) & _LOW
+        words[4 * i] = a
+        words[4 * i + 1] = b
+        words[4 * i + 2] = c
+        words[4 * i + 3] = d
+
+
+def philox_arrays(counter: tuple[Array | int, ...], key: tuple[int, int]) -> tuple[Array | int, ...]:
+    """Return what `philox` does for counters that are uint64 arrays, or one number for all, on either processor."""
+    a, b, c, d = counter
+    k, m = key
+    for _ in range(ROUNDS):
+        p, q = a * _FACTORS[0], c * _FACTORS[1]
+        a, b, c, d = (q >> 32) ^ b ^ k, q & _WORD, (p >> 32) ^ d ^ m, p & _WORD
+        k, m = (k + _GROWTHS[0]) & _WORD, (m + _GROWTHS[1]) & _WORD
+    return a, b, c, d
+
+
+philox.sample(lambda: (np.empty(4, np.uint32), 1, 0, 0, 0, 0, 0, 0))

@@ -10,6 +10,7 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
+from hpcdist.models.dropout import Draw
 
 WASTE = 2  # a free block serves requests down to 1/WASTE of its size: uneven last batches need no memory of their own
 
@@ -100,6 +101,7 @@ class ArenaSaved:
         self._arena = arena
         self._key = key
         self.layer = key[0]
+        self.draw: Draw | None = None
         self._values: dict[str, Any] = {}
         self._taken: list[int] = []
         self._held: list[tuple[str, int | None]] = []  # (name, block), see `hold`
@@ -154,6 +156,7 @@ class ArenaSaved:
         self._held.clear()
         self._values.clear()
         self.deferred.clear()
+        self.draw = None
         self._arena.forget(self._key)
 
 

@@ -15,7 +15,8 @@ class ModelConfig:
 
     ``gpt``: ``layers`` decoder blocks of width ``hidden`` with ``heads`` heads over ``vocabulary`` tokens; ``tied``
     uses the token embedding as the output matrix. ``mlp``: ``layers`` hidden layers of width ``hidden``, with
-    features and classes given by the data.
+    features and classes given by the data. ``dropout`` is the share of elements that training drops: of embeddings,
+    attention and both branches of a block in a gpt, behind each activation in an mlp.
     """
 
     kind: str = "gpt"
@@ -36,10 +37,8 @@ class ModelConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigurationError(f"model.{name} is {value}; it must be at least 1")
-        if self.dropout != 0.0:
-            raise ConfigurationError(
-                f"model.dropout = {self.dropout} is known, but not built in this version; set it to 0.0"
-            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigurationError(f"model.dropout is {self.dropout}; it must be at least 0 and less than 1")
         if self.kind == "gpt":
             self._check_gpt()
         elif self.tied:

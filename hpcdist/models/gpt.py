@@ -10,6 +10,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.dropout import DOWN, EMBEDDING, PROJECTION
 from hpcdist.models.operations import Operations
 from hpcdist.models.stage import Gradients, Parameters, Saved, Stage, StreamOf
 
@@ -55,7 +56,7 @@ class Embed:
     def __init__(self, config: ModelConfig, context: int) -> None:
         self.layer = 0
         self.tied: dict[str, str] = {}
-        self.context = context
+        self.context, self.dropout = context, config.dropout
         self._output = (context, config.hidden)
         self._specs = (
             TensorSpec(0, "tokens.weight", (config.vocabulary, config.hidden), cut=0),
@@ -81,12 +82,14 @@ class Embed:
         if context > self.context:
             raise UsageError(f"got {context} tokens of context, the model has {self.context} positions; pass the last")
         y = operations.embed.forward(parameters, "tokens", x, saved)
-        return operations.positions.forward(parameters, "positions", y, context, saved)
+        y = operations.positions.forward(parameters, "positions", y, context, saved)
+        return operations.dropout.forward(y, self.dropout, EMBEDDING, saved)
 
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> None:
         """Write the gradients of both tables; tokens have none."""
+        dy = operations.dropout.backward(dy, self.dropout, EMBEDDING, saved)
         operations.embed.backward(gradients, "tokens", dy, saved)
         operations.positions.backward(gradients, "positions", dy, saved)
 
@@ -98,7 +101,7 @@ class Block:
         self.layer = layer
         self.tied: dict[str, str] = {}
         self._output = (context, config.hidden)
-        self.head_size = config.hidden // config.heads
+        self.head_size, self.dropout = config.hidden // config.heads, config.dropout
         self._residual_deviation = DEVIATION / math.sqrt(2 * config.layers)
         hidden = config.hidden
         self._specs = (
@@ -131,13 +134,15 @@ class Block:
         """Return (batch, context, hidden); x stays unchanged."""
         normal = operations.norm.forward(parameters, "norm1", x, saved)
         qkv = operations.linear_column.forward(parameters, "qkv", normal, saved)
-        mixed = operations.attention.forward(qkv, self.head_size, saved)
+        mixed = operations.attention.forward(qkv, self.head_size, saved, dropout=self.dropout)
         middle = operations.linear_row.forward(parameters, "projection", mixed, saved)
+        middle = operations.dropout.forward(middle, self.dropout, PROJECTION, saved)
         middle += x
         normal = operations.norm.forward(parameters, "norm2", middle, saved)
         wide = operations.linear_column.forward(parameters, "up", normal, saved)
         active = operations.activation.forward(wide, "gelu", saved)
         y = operations.linear_row.forward(parameters, "down", active, saved)
+        y = operations.dropout.forward(y, self.dropout, DOWN, saved)
         y += middle
         return y
 
@@ -145,13 +150,15 @@ class Block:
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array:
         """Write the gradients; return dx in the memory of dy, which runs along the residual."""
-        d = operations.linear_row.backward(parameters, gradients, "down", dy, saved)
+        branch = operations.dropout.backward(dy, self.dropout, DOWN, saved)
+        d = operations.linear_row.backward(parameters, gradients, "down", branch, saved)
         assert d is not None
         d = operations.activation.backward(d, saved)
         d = operations.linear_column.backward(parameters, gradients, "up", d, saved)
         assert d is not None
         dy = operations.norm.backward(parameters, gradients, "norm2", d, saved, residual=dy)
-        d = operations.linear_row.backward(parameters, gradients, "projection", dy, saved)
+        branch = operations.dropout.backward(dy, self.dropout, PROJECTION, saved)
+        d = operations.linear_row.backward(parameters, gradients, "projection", branch, saved)
         assert d is not None
         d = operations.attention.backward(d, saved)
         d = operations.linear_column.backward(parameters, gradients, "qkv", d, saved)

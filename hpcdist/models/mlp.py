@@ -8,6 +8,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.dropout import HIDDEN
 from hpcdist.models.operations import Operations
 from hpcdist.models.stage import Gradients, Parameters, Saved, Stage, StreamOf
 
@@ -21,18 +22,19 @@ def stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage, ...
     widths = [features] + [config.hidden] * config.layers + [classes]
     last = config.layers
     return tuple(
-        Dense(layer, widths[layer], widths[layer + 1], "" if layer == last else config.activation)
+        Dense(layer, widths[layer], widths[layer + 1], "" if layer == last else config.activation, config.dropout)
         for layer in range(last + 1)
     )
 
 
 class Dense:
-    """A linear layer and its activation; the last layer has none."""
+    """A linear layer, its activation, and dropout behind that; the last layer has neither."""
 
-    def __init__(self, layer: int, inputs: int, outputs: int, activation: str) -> None:
+    def __init__(self, layer: int, inputs: int, outputs: int, activation: str, dropout: float) -> None:
         self.layer = layer
         self.tied: dict[str, str] = {}
         self.activation = activation
+        self.dropout = dropout if activation else 0.0
         self._specs = (
             TensorSpec(layer, "linear.weight", (outputs, inputs)),
             TensorSpec(layer, "linear.bias", (outputs,), False),
@@ -61,13 +63,16 @@ class Dense:
             scale = np.iinfo(x.dtype).max if np.issubdtype(x.dtype, np.integer) else 1
             x = x.astype(dtype) / dtype.type(scale)
         y = operations.linear_column.forward(parameters, "linear", x, saved)
-        return operations.activation.forward(y, self.activation, saved) if self.activation else y
+        if self.activation:
+            y = operations.activation.forward(y, self.activation, saved)
+        return operations.dropout.forward(y, self.dropout, HIDDEN, saved)
 
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> Array | None:
         """Write the gradients; return dx, None in the first layer."""
-        d = operations.activation.backward(dy, saved) if self.activation else dy
+        d = operations.dropout.backward(dy, self.dropout, HIDDEN, saved)
+        d = operations.activation.backward(d, saved) if self.activation else d
         return operations.linear_column.backward(
             parameters, gradients, "linear", d, saved, input_gradient=self.layer > 0
         )

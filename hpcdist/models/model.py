@@ -13,6 +13,7 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.arena import Arena
+from hpcdist.models.dropout import Draw
 from hpcdist.models.operations import LOCAL, Operations
 from hpcdist.models.stage import Parameters, Saved, Stage
 
@@ -84,10 +85,22 @@ class Model:
 
         stage.initialise({spec.name: store.view(spec.key) for spec in stage.tensors()}, rng_of)
 
-    def forward(self, parameters: Sequence[Parameters], x: Array, arena: Arena, microbatch: int = 0) -> Array:
-        """Run all stages and keep what backward needs; return the logits (batch..., classes)."""
+    def forward(
+        self,
+        parameters: Sequence[Parameters],
+        x: Array,
+        arena: Arena,
+        microbatch: int = 0,
+        draw: Draw | None = None,
+    ) -> Array:
+        """Run all stages and keep what backward needs; return the logits (batch..., classes).
+
+        Without a ``draw`` nothing is dropped.
+        """
         for stage, views in zip(self.stages, parameters, strict=True):
-            x = stage.forward(views, x, self.operations, arena.saved(stage.layer, microbatch))
+            saved = arena.saved(stage.layer, microbatch)
+            saved.draw = draw
+            x = stage.forward(views, x, self.operations, saved)
         return x
 
     def backward(

@@ -12,6 +12,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.models.activation import LocalActivation
 from hpcdist.models.attention import LocalAttention
 from hpcdist.models.cross_entropy import LocalCrossEntropy
+from hpcdist.models.dropout import LocalDropout
 from hpcdist.models.embedding import LocalEmbedding, LocalPositions
 from hpcdist.models.linear import LocalLinear
 from hpcdist.models.norm import LocalNorm
@@ -99,8 +100,11 @@ class Norm(Protocol):
 class Attention(Protocol):
     """Causal attention of all heads that ``qkv`` holds."""
 
-    def forward(self, qkv: Array, head_size: int, saved: Saved, name: str = "attention") -> Array:
-        """Return (batch, context, width) for qkv (batch, context, 3 width), ordered query, key, value."""
+    def forward(self, qkv: Array, head_size: int, saved: Saved, name: str = "attention", dropout: float = 0.0) -> Array:
+        """Return (batch, context, width) for qkv (batch, context, 3 width), ordered query, key, value.
+
+        So much of the probabilities is dropped.
+        """
 
     def backward(self, dy: Array, saved: Saved, name: str = "attention") -> Array:
         """Return dqkv, a scratch array."""
@@ -114,6 +118,16 @@ class Activation(Protocol):
 
     def backward(self, dy: Array, saved: Saved, name: str = "activation") -> Array:
         """Return dx, written over the x that was kept."""
+
+
+class Dropout(Protocol):
+    """What is dropped follows from ``saved.draw`` and the layer of ``saved``; see `hpcdist.models.dropout`."""
+
+    def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
+        """Return x (samples, ..., columns) with elements dropped at ``rate``, in the memory of x."""
+
+    def backward(self, dy: Array, rate: float, site: int, saved: Saved) -> Array:
+        """Return dx, a scratch array that the next dropout backward overwrites, or dy where nothing was dropped."""
 
 
 class CrossEntropy(Protocol):
@@ -137,6 +151,7 @@ class Operations:
     norm: Norm
     attention: Attention
     activation: Activation
+    dropout: Dropout
     cross_entropy: CrossEntropy
 
 
@@ -148,5 +163,6 @@ LOCAL: Final = Operations(
     norm=LocalNorm(),
     attention=LocalAttention(),
     activation=LocalActivation(),
+    dropout=LocalDropout(),
     cross_entropy=LocalCrossEntropy(),
 )

@@ -15,6 +15,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import TensorSpec
 
 if TYPE_CHECKING:
+    from hpcdist.models.dropout import Draw
     from hpcdist.models.operations import Operations
 
 Parameters: TypeAlias = Mapping[str, Array]  # local tensor name -> view, tied names included
@@ -38,6 +39,7 @@ class Saved(Protocol):
     """What the forward of one stage on one micro-batch keeps for its backward."""
 
     layer: int  # the global one of the stage
+    draw: "Draw | None"  # of what is dropped; None: nothing is, as in an evaluation
     deferred: dict[str, str]  # prefix of a tensor -> its operation, that still owes a gradient: see models/split.py
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:

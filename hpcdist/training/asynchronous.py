@@ -119,7 +119,8 @@ class AsynchronousLoop(Loop):
         divisor = exchange.weigh(samples, trainer.recipe.run.global_batch)
         busy_s = exchange.shard.busy_s if exchange.shard is not None else 0.0
         try:
-            found = trainer.executor.run(self._operations, batches, divisor, step, np.zeros(0))
+            first = trainer.first_sample(step)
+            found = trainer.executor.run(self._operations, batches, divisor, step, np.zeros(0), first)
         except NonFiniteError as error:
             with exchange.unpushed():
                 where = trainer.executor.inspect(self._operations, batches)

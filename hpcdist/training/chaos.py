@@ -74,6 +74,7 @@ class SlowedExecutor(Executor):
         samples: int,
         step: int,
         wishes: np.ndarray,
+        first_sample: int = 0,
     ) -> Step:
         """Run one step, as `Executor.run`, at the pace of this rank."""
         count = sum(operation.kind in (Kind.FORWARD, Kind.BACKWARD) for operation in operations)
@@ -81,7 +82,7 @@ class SlowedExecutor(Executor):
         factor = self._config.slow_factor if is_slow(self._config, self._rank, step) else 1.0
         self._pace = Pace(count, self._config.step_s * own / self._even_samples, factor)
         try:
-            return super().run(operations, batches, samples, step, wishes)
+            return super().run(operations, batches, samples, step, wishes, first_sample)
         finally:
             self._pace = None
 

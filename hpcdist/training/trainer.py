@@ -100,7 +100,12 @@ class Trainer:
 
     def step(self, number: int, batches: list[MicroBatch], wishes: np.ndarray) -> Step:
         """Run step ``number``, counted from 1, on this rank's micro-batches; see `Executor.run`. Collective."""
-        return self.executor.run(self.operations, batches, self.recipe.run.global_batch, number, wishes)
+        samples, first = self.recipe.run.global_batch, self.first_sample(number)
+        return self.executor.run(self.operations, batches, samples, number, wishes, first)
+
+    def first_sample(self, step: int) -> int:
+        """Return the place of this replica's first sample in the batch of ``step``, counted from 1 (local)."""
+        return data.own_samples(self.recipe, self.data_axis, step - 1, self.shares).start
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of the update in step ``step``, counted from 1 (local)."""
@@ -198,7 +203,7 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
     collectives.account(ledger)  # what a measurement took is given back
     exchange = _exchange(seat, recipe)
     executor = build.build_executor(seat, exchange, chaos.executor(recipe.chaos, seat, recipe.run.global_batch))
-    precision = recipe.precision
+    executor.seed, precision = recipe.run.seed, recipe.precision
     executor.loss_scale = loss_scale.build(
         precision.mode, precision.loss_scale, precision.growth_interval, precision.hysteresis
     )

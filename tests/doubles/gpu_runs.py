@@ -21,6 +21,7 @@ from hpcdist.comm.start import Session
 from hpcdist.models import split
 from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.dropout import Draw
 from hpcdist.optim import optimizer
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.training import recipe as recipes
@@ -35,8 +36,10 @@ MODELS = {
     "gpt": (ModelConfig(**GPT), {"context": 7}),
     "gpt tied": (ModelConfig(**GPT, tied=True), {"context": 7}),
     "gpt, more than one block of queries": (ModelConfig(**GPT), {"context": 70}),
+    "gpt tied, dropout": (ModelConfig(**GPT, tied=True, dropout=0.2), {"context": 70}),
     "mlp gelu": (ModelConfig(kind="mlp", layers=2, hidden=9), {"features": 5, "classes": 4}),
     "mlp relu, bytes": (ModelConfig(kind="mlp", layers=1, hidden=9, activation="relu"), {"features": 5, "classes": 4}),
+    "mlp, dropout": (ModelConfig(kind="mlp", layers=2, hidden=9, dropout=0.4), {"features": 5, "classes": 4}),
 }
 MICROBATCHES = 2
 
@@ -72,14 +75,20 @@ class ModelRun:
         self.store.copy_from(start)
         self.parameters, self.into = self.model.bind(self.store), self.model.bind_gradients(self.gradient)
         self.arena = Arena(on=on)
+        self.seed, self.number = seed, 1  # of a step, as masks see them
+
+    def draw(self, first_sample: int) -> Draw:
+        """What a micro-batch drops."""
+        return Draw(self.seed, self.number, first_sample)
 
     def step(self, batches: Batches) -> list[float]:
         """Return the loss of each micro-batch; the gradient is left in its store."""
         for stage in self.into:
             stage.begin_step()
-        losses = []
+        losses, first = [], 0
         for number, (x, targets) in enumerate(batches):
-            logits = self.model.forward(self.parameters, x, self.arena, number)
+            logits = self.model.forward(self.parameters, x, self.arena, number, self.draw(first))
+            first += len(x)
             saved = self.arena.saved(self.model.stages[-1].layer, number)
             losses.append(self.model.loss.forward(logits, targets, self.model.operations, saved))
             self.model.backward(self.parameters, self.into, 0.25, self.arena, number)
@@ -96,8 +105,10 @@ class ModelRun:
         stages = list(zip(model.stages, self.parameters, self.into, strict=True))[::-1]
         for stage in self.into:
             stage.begin_step()
+        first = 0
         for number, (x, targets) in enumerate(batches):
-            logits = model.forward(self.parameters, x, self.arena, number)
+            logits = model.forward(self.parameters, x, self.arena, number, self.draw(first))
+            first += len(x)
             saved = self.arena.saved(model.stages[-1].layer, number)
             model.loss.forward(logits, targets, model.operations, saved)
             d = model.loss.backward(0.25, model.operations, saved)

@@ -8,14 +8,14 @@ import pytest
 from hpcdist import models
 from hpcdist.arrays import jit
 from hpcdist.arrays.store import FlatStore
-from hpcdist.models import activation, embedding, norm, softmax
+from hpcdist.models import activation, dropout, embedding, norm, softmax
 from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.operations import LOCAL, Operations
 
 
 def _kernels():
-    modules = (activation, embedding, norm, softmax)
+    modules = (activation, dropout, embedding, norm, softmax)
     return [value for module in modules for value in vars(module).values() if isinstance(value, jit.Kernel)]
 
 
@@ -26,7 +26,7 @@ def _step(model, rng):
     parameters, into, arena = model.bind(store), model.bind_gradients(gradient), Arena()
     for stage in into:
         stage.begin_step()
-    logits = model.forward(parameters, tokens[:, :-1], arena)
+    logits = model.forward(parameters, tokens[:, :-1], arena, draw=dropout.Draw(0, 1, 0))
     model.loss.forward(logits, tokens[:, 1:], model.operations, arena.saved(model.stages[-1].layer))
     model.backward(parameters, into, 1.0, arena)
 
@@ -34,13 +34,13 @@ def _step(model, rng):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_samples_cover_the_types_of_a_step(dtype, rng):
     kernels = _kernels()
-    assert len(kernels) == 9
+    assert len(kernels) == 11
     for kernel in kernels:
         assert kernel._samples, f"{kernel.__name__} has no sample: `hpcdist warmup` would leave it out"
         for arguments in kernel._samples:
             kernel(*arguments())
     before = {kernel.__name__: len(kernel.compiled.signatures) for kernel in kernels}
-    _step(models.build(ModelConfig(layers=1, hidden=8, heads=2), dtype, context=8), rng)
+    _step(models.build(ModelConfig(layers=1, hidden=8, heads=2, dropout=0.1), dtype, context=8), rng)
     assert {kernel.__name__: len(kernel.compiled.signatures) for kernel in kernels} == before
 
 
@@ -63,7 +63,7 @@ def test_a_replaced_table_sees_every_operation(rng):
     model.operations = replace(LOCAL, **counted)
     _step(model, rng)
     expected = {"linear_column": 5, "linear_row": 4, "embed": 1, "norm": 5, "attention": 2, "activation": 2}
-    expected |= {"cross_entropy": 1, "positions": 1}
+    expected |= {"cross_entropy": 1, "positions": 1, "dropout": 5}
     assert {name: one.calls for name, one in counted.items()} == {
         name: {"forward": count, "backward": count} for name, count in expected.items()
     }

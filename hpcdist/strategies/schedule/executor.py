@@ -11,6 +11,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
 from hpcdist.models.arena import Arena
+from hpcdist.models.dropout import Draw
 from hpcdist.optim import clip
 from hpcdist.strategies.bound import Bound
 from hpcdist.strategies.exchange import Exchange
@@ -57,8 +58,8 @@ class Step:
 class Executor:
     """The operations of one rank, the stages they compute with and the exchange they communicate through.
 
-    ``clip_norm`` bounds the norm of the mean gradient; 0 leaves it alone. ``loss_scale`` may be set before the first
-    step.
+    ``clip_norm`` bounds the norm of the mean gradient; 0 leaves it alone. ``loss_scale``, and the ``seed`` of what
+    models drop, may be set before the first step.
     """
 
     def __init__(self, seat: Seat, exchange: Exchange, copies: Copies, arena: Arena, clip_norm: float = 0.0) -> None:
@@ -66,6 +67,7 @@ class Executor:
         self.clip_norm = clip_norm
         self.units = seat.ranges
         self.loss_scale = Unscaled()
+        self.seed = 0
         self._bound = (Bound if seat.working is None else WorkingCopies)(seat, exchange, copies)
         self._watch = Watch()
         self._stages = Stages(seat, arena, self._bound, self._watch)
@@ -93,14 +95,17 @@ class Executor:
         samples: int,
         step: int,
         wishes: np.ndarray,
+        first_sample: int = 0,
     ) -> Step:
         """Run one step. Collective: every rank runs the list of its own place.
 
-        ``batches`` are the micro-batches of this rank's replica, ``samples`` counts those of all replicas, and
-        ``wishes`` (float64) are summed over the ranks along with the loss. Raises NonFiniteError on every rank, before
-        any parameter changed, when the loss is not finite, or the gradient and `loss_scale` has no cure.
+        ``batches`` are the micro-batches of this rank's replica, which begin with ``first_sample`` of the batch of all
+        replicas; ``samples`` counts those of all, and ``wishes`` (float64) are summed over the ranks along with the
+        loss. Raises NonFiniteError on every rank, before any parameter changed, when the loss is not finite, or the
+        gradient and `loss_scale` has no cure.
         """
-        self._begin(operations, batches)
+        self._draw = Draw(self.seed, step, first_sample)
+        self._begin(operations, batches, self._draw)
         self.exchange.count_samples(sum(len(inputs) for inputs, _ in batches), samples)
         self._number, self._sent = step, wishes
         self._scale = 1.0 / (samples * self.model.tokens_per_sample)
@@ -128,7 +133,7 @@ class Executor:
         Collective over the pipeline, and over the data axis where units are gathered: then all ranks call it equally
         often, if need be with a batch of no samples.
         """
-        self._begin(self._forward_only, [(inputs, targets)], evaluates=True)
+        self._begin(self._forward_only, [(inputs, targets)])
         for operation in self._forward_only:
             self._handlers[operation.kind](operation)
         self._stages.neighbours.finish()
@@ -141,7 +146,7 @@ class Executor:
         nothing is updated.
         """
         self._watch.begin(self.exchange.parameters)
-        self._begin(operations, batches)
+        self._begin(operations, batches, self._draw)
         for operation in operations:
             if operation.kind is Kind.AGREE:
                 break
@@ -149,12 +154,10 @@ class Executor:
         self._stages.neighbours.finish()
         return self._watch.end()
 
-    def _begin(
-        self, operations: Sequence[Operation], batches: Sequence[MicroBatch], *, evaluates: bool = False
-    ) -> None:
+    def _begin(self, operations: Sequence[Operation], batches: Sequence[MicroBatch], draw: Draw | None = None) -> None:
         self.exchange.begin(operations)
         self._bound.begin()
-        self._stages.begin(operations, batches, evaluates=evaluates)
+        self._stages.begin(operations, batches, draw)
 
     def _forward(self, op: Operation) -> None:
         self._stages.forward(op)

@@ -1,12 +1,15 @@
 """Runs the stages of a rank forward and back: what flows between them, and between ranks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.models.arena import Arena
+from hpcdist.models.dropout import Draw
 from hpcdist.models.operations import Operations
 from hpcdist.models.split import narrow, splitting, weight_gradients
 from hpcdist.models.stage import Saved
@@ -45,9 +48,11 @@ class Stages:
             Kind.RECV_GRADIENT: self._recv_gradient,
         }
 
-    def begin(self, operations: Sequence[Operation], batches: Sequence[MicroBatch], *, evaluates: bool = False) -> None:
-        """Begin a list; nothing is kept for a backward where it ``evaluates``."""
-        self._batches = batches
+    def begin(self, operations: Sequence[Operation], batches: Sequence[MicroBatch], draw: Draw | None = None) -> None:
+        """Begin a list. ``draw`` is that of its first sample; without one it evaluates: nothing is kept or dropped."""
+        self._batches, evaluates = batches, draw is None
+        firsts = accumulate((len(inputs) for inputs, _ in batches), initial=draw.first_sample if draw else 0)
+        self._draws = [draw and replace(draw, first_sample=first) for first in firsts]
         self.losses = []
         self._inputs: dict[tuple[int, int], Array] = {}
         self._gradients: dict[tuple[int, int], Array] = {}
@@ -78,6 +83,7 @@ class Stages:
         inputs, targets = self._batches[op.microbatch]
         dropped = at in self._dropped and not op.recompute
         x = inputs if op.unit == 0 else self._inputs[at]
+        saved.draw = self._draws[op.microbatch]
         y = stage.forward(self._bound.parameters(op.unit), x, self._model.operations, saved)
         self._watch.look(f"output of layer {stage.layer} in micro-batch {op.microbatch}", y)
         if not self._arrives(op.unit):

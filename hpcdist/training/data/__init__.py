@@ -1,8 +1,8 @@
 """Training data: memory-mapped sources, samples by global index, and reading ahead."""
 
-from hpcdist.training.data.prefetch import Prefetcher
+from hpcdist.training.data.prefetch import Prefetcher, own_samples
 from hpcdist.training.data.sampler import microbatches, shards
 from hpcdist.training.data.shares import Balance, Shares
 from hpcdist.training.data.source import Source, open_source
 
-__all__ = ["Balance", "Prefetcher", "Shares", "Source", "microbatches", "open_source", "shards"]
+__all__ = ["Balance", "Prefetcher", "Shares", "Source", "microbatches", "open_source", "own_samples", "shards"]

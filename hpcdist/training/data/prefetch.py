@@ -91,6 +91,16 @@ class ReadAhead(Generic[T]):
         self.close()
 
 
+def own_samples(recipe: "Recipe", data_axis: Communicator, batch: int, shares: Shares | None = None) -> Range:
+    """Return which samples of ``batch``, counted from 0, are those of this rank's replica (local)."""
+    if shares is not None:
+        return shares.own(batch, data_axis.rank)
+    size = recipe.run.global_batch
+    parts = recipe.run.logical_shards or size  # no rank cuts a logical shard
+    each, some = size // parts, share(parts, data_axis.size, data_axis.rank)
+    return Range(each * some.start, each * some.stop)
+
+
 class Prefetcher(ReadAhead[Batch]):
     """This rank's shares of the global batches of steps ``first_step`` to ``steps - 1``, counted from 0, in order.
 
@@ -111,13 +121,10 @@ class Prefetcher(ReadAhead[Batch]):
         shares: Shares | None = None,
     ) -> None:
         size = recipe.run.global_batch
-        parts = recipe.run.logical_shards or size  # no rank cuts a logical shard
-        each, some = size // parts, share(parts, data_axis.size, data_axis.rank)
-        own = Range(each * some.start, each * some.stop)
         sampler = Sampler(source.training, recipe.run.seed)
 
         def batch(step: int) -> Batch:
-            part = own if shares is None else shares.own(step, data_axis.rank)
+            part = own_samples(recipe, data_axis, step, shares)
             blank = np.empty((part.size, 0), np.uint8)
             return sampler.batch(step * size + part.start, part.size) if reads else (blank, blank)
 

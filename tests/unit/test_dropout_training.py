@@ -1,0 +1,99 @@
+"""Training with dropout: the same run under every layout, when a forward is repeated, and after a resume."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu_runs import STEPS, assembled, write_text
+
+from hpcdist.arrays import backend
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.training.data import Shares
+
+PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12}
+SHARDS = {"run.logical_shards": 3, "communication.algorithm": "auto"}
+# Name: ranks, the keys of the run alone that it equals, its own keys.
+LAYOUTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
+    "micro-batches": (1, {}, {"parallel.microbatches": 3}),
+    "uneven replicas": (3, {}, {"parallel.microbatches": 2}),
+    "zero3": (2, {}, {"parallel.strategy": "zero3"}),
+    "a server": (3, {}, {"parallel.strategy": "parameter_server", "parameter_server.servers": 1}),
+    "gpipe": (2, {"run.global_batch": 12}, {**PIPELINE, "parallel.schedule": "gpipe"}),
+    "1f1b": (4, {"run.global_batch": 12}, PIPELINE),
+    "1f1b, recomputing": (2, {"run.global_batch": 12}, {**PIPELINE, "parallel.recompute": "true"}),
+    "logical shards": (2, {"run.global_batch": 12}, {"run.global_batch": 12, **SHARDS}),
+}
+
+
+def _train(
+    comm: Communicator, keys: dict[str, object], save: Path | None = None, resume: Path | None = None
+) -> tuple[list[float], dict[object, np.ndarray]]:
+    """Return the losses and the pieces of parameters after all steps, or after the first half, which are saved."""
+    trainer = assembled(comm, keys, resume)
+    losses = []
+    with trainer.batches(STEPS // 2 if save else STEPS) as batches:
+        for step, batch in enumerate(batches, start=trainer.first_step + 1):
+            losses.append(trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2)).loss)
+    if save:
+        trainer.save(save, STEPS // 2)
+    pieces = [piece for piece in trainer.exchange.pieces() if piece.kind == "parameters"]
+    state = {(p.tensor, p.flat.start): backend.to_host(p.array).ravel().copy() for p in pieces}
+    trainer.close()
+    return losses, state
+
+
+def _keys(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+    text = write_text(tmp_path / "text.txt", rng)
+    return {"data.path": text, "model.dropout": 0.2, "precision.mode": "float64", "run.global_batch": 7}
+
+
+def _whole(ranks: list[tuple[list[float], dict[object, np.ndarray]]]) -> np.ndarray:
+    pieces = {name: values for _, state in ranks for name, values in state.items()}
+    return np.concatenate([values for (tensor, _), values in sorted(pieces.items()) if not tensor.endswith("qkv.bias")])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_drop_the_same(layout: str, tmp_path: Path, rng: np.random.Generator) -> None:
+    ranks, alone, own = LAYOUTS[layout]
+    keys = _keys(tmp_path, rng)
+    (reference,) = run_threads(1, lambda comm: _train(comm, {**keys, **alone}))
+    found = run_threads(ranks, lambda comm: _train(comm, {**keys, **own}))
+    for losses, _ in found:
+        np.testing.assert_allclose(losses, reference[0], rtol=1e-12)
+    want = _whole([reference])
+    assert np.linalg.norm(_whole(found) - want) <= 1e-11 * np.linalg.norm(want)
+
+
+def test_another_seed_drops_others_and_none_is_dropped_without_a_rate(tmp_path: Path, rng: np.random.Generator) -> None:
+    keys = _keys(tmp_path, rng)
+    first = [
+        run_threads(1, lambda comm, more=more: _train(comm, {**keys, **more}))[0][0][0]
+        for more in ({}, {"model.dropout": 0.0}, {"model.dropout": 0.3})
+    ]
+    assert len({round(loss, 6) for loss in first}) == 3
+
+
+def test_a_resumed_run_drops_what_it_would_have_dropped(tmp_path: Path, rng: np.random.Generator) -> None:
+    keys = {**_keys(tmp_path, rng), "parallel.microbatches": 2}
+    whole = run_threads(2, lambda comm: _train(comm, keys))
+    run_threads(2, lambda comm: _train(comm, keys, save=tmp_path / "checkpoints"))
+    (saved,) = (tmp_path / "checkpoints").glob("step-*")
+    resumed = run_threads(2, lambda comm: _train(comm, keys, resume=saved))
+    for (losses, state), (rest, same) in zip(whole, resumed, strict=True):
+        assert rest == losses[STEPS // 2 :]
+        assert all((state[name] == same[name]).all() for name in state)
+
+
+def test_shares_that_are_not_even_keep_the_places_of_samples(tmp_path: Path, rng: np.random.Generator) -> None:
+    keys = _keys(tmp_path, rng)
+
+    def places(comm: Communicator) -> list[tuple[int, int]]:
+        trainer = assembled(comm, keys)
+        trainer.shares = Shares(7, 3)
+        trainer.shares.change(2, (1, 1, 5))
+        return [(trainer.first_sample(step), len(batch[0])) for step, batch in enumerate(trainer.batches(4), start=1)]
+
+    ranks = run_threads(3, places)
+    for step, want in ((0, [(0, 3), (3, 2), (5, 2)]), (3, [(0, 1), (1, 1), (2, 5)])):
+        assert [rank[step] for rank in ranks] == want
