@@ -15,12 +15,13 @@ from hpcdist.errors import ScheduleError
 from hpcdist.strategies.grid import Axes, Grid
 from hpcdist.strategies.schedule.generators import gathered, interleave
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.pipelines import PIPELINES, Pass, Passes, expand
+from hpcdist.strategies.schedule.pipelines import Pass, Passes, expand, gpipe, one_f_one_b
 from hpcdist.strategies.schedule.placement import Placement, looped
 from hpcdist.strategies.schedule.verify import Proof, verify
 
 UNIT = 40  # elements of a unit
 UPDATE = (Kind.DIRECTION, Kind.APPLY)
+PIPELINES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
 @dataclass

@@ -2,35 +2,59 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 from hpcdist.arrays.ranges import Range
+from hpcdist.strategies.schedule.catalogue import SCHEDULES
 from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
-from hpcdist.strategies.schedule.pipelines import PIPELINES, Pass, Passes, expand
+from hpcdist.strategies.schedule.pipelines import Pass, Passes, expand
 from hpcdist.strategies.schedule.placement import Placement
-
-SCHEDULES: Final = ("sequential", *PIPELINES)
 
 
 def compute(
-    schedule: str, microbatches: int, placement: Placement, rank: int = 0, *, recompute: bool = False
+    schedule: str | Sequence[Passes],
+    microbatches: int,
+    placement: Placement,
+    rank: int = 0,
+    *,
+    recompute: bool = False,
 ) -> list[Operation]:
     """Return the compute operations of ``rank`` in the pipeline, and its messages to the others.
 
-    "sequential" takes each micro-batch forward and back before the next one: one micro-batch of activations is alive,
-    and with several micro-batches this is gradient accumulation.
+    ``schedule`` is one of `SCHEDULES`, or has the passes of every rank, as a file of them has.
     """
-    passes: Passes
-    if schedule == "sequential":
-        passes = [(way, microbatch, 0) for microbatch in range(microbatches) for way in (Pass.FORWARD, Pass.BACKWARD)]
+    if isinstance(schedule, str):
+        chunks = len(placement.chunks) // placement.stages
+        passes = SCHEDULES[schedule].passes(rank, placement.stages, microbatches, chunks)
     else:
-        passes = PIPELINES[schedule](rank, placement.stages, microbatches)
+        passes = schedule[rank]
     return expand(passes, placement, rank, recompute=recompute)
 
 
-def forward_only(placement: Placement, rank: int = 0) -> list[Operation]:
-    """Return the operations that evaluate one batch, as micro-batch 0."""
-    return expand([(Pass.FORWARD, 0, chunk) for chunk in range(len(placement.of(rank)))], placement, rank)
+def forward_only(placement: Placement, rank: int = 0, microbatches: int = 1) -> list[Operation]:
+    """Return the operations that evaluate ``microbatches``, by default one batch as micro-batch 0.
+
+    Chunks take turns so that no rank waits but for the pipeline to fill: where they go around the ranks, by groups of
+    as many micro-batches as there are ranks; where they are folded, as soon as the first micro-batch is back.
+    """
+    return expand(_forwards(placement, rank, microbatches), placement, rank)
+
+
+def _forwards(placement: Placement, rank: int, microbatches: int) -> Passes:
+    ranks, chunks = placement.stages, range(len(placement.of(rank)))
+    if placement.ranks == (*range(ranks), *reversed(range(ranks))):
+        ahead = min(2 * (ranks - rank) - 1, microbatches)  # until the first one is back from the other ranks
+        passes = [(Pass.FORWARD, microbatch, 0) for microbatch in range(ahead)]
+        for microbatch in range(microbatches):
+            passes.append((Pass.FORWARD, microbatch, 1))
+            if microbatch + ahead < microbatches:
+                passes.append((Pass.FORWARD, microbatch + ahead, 0))
+        return passes
+    return [
+        (Pass.FORWARD, microbatch, chunk)
+        for first in range(0, microbatches, ranks)
+        for chunk in chunks
+        for microbatch in range(first, min(first + ranks, microbatches))
+    ]
 
 
 def gathered(steps: Sequence[Operation], needs: Mapping[int, Sequence[int]]) -> list[Operation]:

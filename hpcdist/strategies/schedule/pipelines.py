@@ -1,4 +1,4 @@
-"""Pipeline schedules: in which order one stage takes its micro-batches forward and back.
+"""The oldest pipeline schedules: in which order one stage takes its micro-batches forward and back.
 
 With p stages and m micro-batches of equal cost both leave a stage idle for (p-1)/(m+p-1) of the step. They differ in
 memory: stage r of GPipe (Y. Huang et al., arXiv:1811.06965) holds the activations of all m micro-batches, that of 1F1B
@@ -9,7 +9,8 @@ and come out with the same bits.
 First the passes of a stage, which know nothing of units, then `expand` turns them into the operations of a rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final, TypeAlias
 
@@ -27,29 +28,56 @@ class Pass(Enum):
 
 
 Passes: TypeAlias = list[tuple[Pass, int, int]]  # (pass, micro-batch, chunk of the rank)
+LETTERS: Final = {
+    Pass.FORWARD: "F",
+    Pass.BACKWARD: "B",
+    Pass.BACKWARD_INPUT: "I",
+    Pass.BACKWARD_WEIGHT: "W",
+}
 
 
-def gpipe(stage: int, stages: int, microbatches: int) -> Passes:
-    """Return all forwards, then all backwards: m micro-batches are alive on every stage."""
-    _check(stage, stages, microbatches)
+@dataclass(frozen=True)
+class Peak:
+    """The most micro-batches of chunks that a rank has begun at once, each counted once for each chunk that it is in.
+
+    ``live``: between forward and backward, or the first half of one that is split: all its activations are there.
+    ``held``: between the halves: what the gradients of the weights need. ``both``: in either state.
+    """
+
+    live: int
+    held: int
+    both: int
+
+
+def spell(step: tuple[Pass, int, int]) -> str:
+    """Return a pass as schedule files have it, as F3.1: forward of micro-batch 3 through chunk 1 of the rank."""
+    return f"{LETTERS[step[0]]}{step[1]}.{step[2]}"
+
+
+def sequential(rank: int, ranks: int, microbatches: int) -> Passes:
+    """Return each micro-batch forward and back before the next: gradient accumulation, with one of them alive."""
+    _check(rank, ranks, microbatches)
+    return [(way, microbatch, 0) for microbatch in range(microbatches) for way in (Pass.FORWARD, Pass.BACKWARD)]
+
+
+def gpipe(rank: int, ranks: int, microbatches: int) -> Passes:
+    """Return all forwards, then all backwards: m micro-batches are alive on every rank."""
+    _check(rank, ranks, microbatches)
     forwards = [(Pass.FORWARD, microbatch, 0) for microbatch in range(microbatches)]
     return forwards + [(Pass.BACKWARD, microbatch, 0) for microbatch in range(microbatches)]
 
 
-def one_f_one_b(stage: int, stages: int, microbatches: int) -> Passes:
+def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Passes:
     """Return as many forwards as fill the stages behind, then forward and backward in turn, then what is left.
 
-    At most min(p - r, m) micro-batches are alive on stage r of p, for any m, also below p.
+    At most min(p - r, m) micro-batches are alive on rank r of p, for any m, also below p.
     """
-    _check(stage, stages, microbatches)
-    ahead = min(stages - stage - 1, microbatches)
+    _check(rank, ranks, microbatches)
+    ahead = min(ranks - rank - 1, microbatches)
     passes = [(Pass.FORWARD, microbatch, 0) for microbatch in range(ahead)]
     for microbatch in range(microbatches - ahead):
         passes += [(Pass.FORWARD, microbatch + ahead, 0), (Pass.BACKWARD, microbatch, 0)]
     return passes + [(Pass.BACKWARD, microbatch, 0) for microbatch in range(microbatches - ahead, microbatches)]
-
-
-PIPELINES: Final[dict[str, Callable[[int, int, int], Passes]]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
 def expand(
@@ -84,5 +112,5 @@ def expand(
     return steps
 
 
-def _check(stage: int, stages: int, microbatches: int) -> None:
-    assert 0 <= stage < stages and microbatches >= 1, f"stage {stage} of {stages}, {microbatches} micro-batches"
+def _check(rank: int, ranks: int, microbatches: int) -> None:
+    assert 0 <= rank < ranks and microbatches >= 1, f"rank {rank} of {ranks}, {microbatches} micro-batches"

@@ -1,0 +1,167 @@
+"""Every schedule, for every number of ranks, micro-batches and chunks: proven, with the peaks and times it states."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.schedule import order
+from hpcdist.strategies.schedule.catalogue import NAMES, SCHEDULES, check
+from hpcdist.strategies.schedule.generators import forward_only
+from hpcdist.strategies.schedule.interleaved import group, interleaved
+from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.schedule.pipelines import Pass, Passes, spell
+from hpcdist.strategies.schedule.placement import Placement, folded, looped
+from hpcdist.strategies.schedule.zero_bubble import zb_h1, zb_v
+
+RANKS = range(1, 9)
+MICROBATCHES = range(1, 33)
+
+
+def legal(name: str) -> list[tuple[int, int, int]]:
+    """(ranks, micro-batches, chunks) of all that are not refused, up to 8, 32 and 4."""
+    row = SCHEDULES[name]
+    chunks = [row.most] if row.most is not None else range(row.least, 5)
+    return [
+        (p, m, v)
+        for p, m, v in itertools.product(RANKS if row.pipelines else [1], MICROBATCHES, chunks)
+        if m >= row.fewest(p)
+    ]
+
+
+def units(count: int) -> list[range]:
+    return [range(unit, unit + 1) for unit in range(count)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_ranks_fit_together_and_hold_exactly_what_the_schedule_says(name: str) -> None:
+    row = SCHEDULES[name]
+    for p, m, v in legal(name):
+        assert check(name, p, m, v) == v
+        passes = [row.passes(rank, p, m, v) for rank in range(p)]
+        peaks = order.prove(passes, row.place(units(p * v), p), m)
+        for rank, (peak, bound) in enumerate(zip(peaks, [row.peak(rank, p, m, v) for rank in range(p)], strict=True)):
+            exact = name != "zb-v" or m >= 2 * p - 1
+            assert (peak.live, peak.both) == (bound.live, bound.both), f"rank {rank} of {p}, {m} x {v}"
+            assert peak.held == bound.held if exact else peak.held <= bound.held
+        for steps in passes:  # gradients are summed in the order of the micro-batches
+            done: dict[int, int] = {}
+            for way, microbatch, chunk in steps:
+                if way in (Pass.BACKWARD, Pass.BACKWARD_WEIGHT):
+                    assert done.get(chunk, -1) == microbatch - 1
+                    done[chunk] = microbatch
+            assert row.splits == any(way is Pass.BACKWARD_WEIGHT for way, _, _ in steps)
+
+
+def times(passes: list[Passes], placement: Placement, seconds: dict[Pass, float]) -> tuple[float, float]:
+    """The longest idle time of a rank between its first pass and its last, and the end; messages take none."""
+    numbers = [[n for n, owner in enumerate(placement.ranks) if owner == rank] for rank in range(len(passes))]
+    ends: dict[tuple[bool, int, int], float] = {}
+    at, clock, begin = [0] * len(passes), [0.0] * len(passes), [-1.0] * len(passes)
+    left = sum(map(len, passes))
+    while left:
+        before = left
+        for rank, steps in enumerate(passes):
+            while at[rank] < len(steps):
+                way, microbatch, chunk = steps[at[rank]]
+                here = numbers[rank][chunk]
+                needed = here - 1 if way is Pass.FORWARD else here + 1
+                alone = way is Pass.BACKWARD_WEIGHT or not 0 <= needed < len(placement.chunks)
+                if not alone and (way is Pass.FORWARD, microbatch, needed) not in ends:
+                    break
+                start = max(clock[rank], 0 if alone else ends[way is Pass.FORWARD, microbatch, needed])
+                begin[rank] = start if begin[rank] < 0 else begin[rank]
+                clock[rank] = start + seconds[way]
+                if way is not Pass.BACKWARD_WEIGHT:
+                    ends[way is Pass.FORWARD, microbatch, here] = clock[rank]
+                at[rank], left = at[rank] + 1, left - 1
+        assert left < before, "a circle"
+    work = [sum(seconds[way] for way, _, _ in steps) for steps in passes]
+    return max(clock[rank] - begin[rank] - work[rank] for rank in range(len(passes))), max(clock)
+
+
+@pytest.mark.parametrize(("f", "b", "w"), [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 2.0, 1.5)])
+def test_idle_times_are_those_of_the_papers(f: float, b: float, w: float) -> None:
+    seconds = {Pass.FORWARD: f, Pass.BACKWARD: b + w, Pass.BACKWARD_INPUT: b, Pass.BACKWARD_WEIGHT: w}
+    closed = {
+        "gpipe": lambda p: (p - 1) * (f + b + w),
+        "1f1b": lambda p: (p - 1) * (f + b + w),
+        "interleaved": lambda p: (p - 1) * (f + b + w),  # of passes that are 1/v of a rank's work
+        "zb-h1": lambda p: (p - 1) * (f + b - w),
+        "zb-h2": lambda p: (p - 1) * (f + b - 2 * w),
+        "zb-v": lambda p: 0 if f == b == w else None,
+    }
+    for name, expected in closed.items():
+        row = SCHEDULES[name]
+        for p, m, v in legal(name):
+            if p not in (1, 2, 3, 4, 7) or m not in (2 * p - 1, 2 * p, 17, 31) or m < 2 * p - 1 or v == 4:
+                continue
+            passes = [row.passes(rank, p, m, v) for rank in range(p)]
+            if expected(p) is not None:
+                found, _ = times(passes, row.place(units(p * v), p), seconds)
+                assert found == pytest.approx(expected(p)), (name, p, m, v)
+
+
+def text(passes: Passes) -> str:
+    return " ".join(map(spell, passes))
+
+
+def test_interleaved_of_two_ranks_with_two_chunks() -> None:
+    """Figure 4 of the paper, for p = 2 and m = 4: groups of 2 micro-batches take turns on the chunks."""
+    assert [text(interleaved(rank, 2, 4, 2)) for rank in range(2)] == [
+        "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0",
+        "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0",
+    ]
+    assert [group(4, m) for m in range(4, 17)] == [4, 5, 6, 7, 4, 5, 5, 6, 4, 7, 5, 5, 4]
+
+
+def test_zero_bubble_puts_off_the_weights_of_later_ranks() -> None:
+    """Figure 3 of the paper, above."""
+    assert [text(zb_h1(rank, 3, 4)).replace(".0", "") for rank in range(3)] == [
+        "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
+        "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
+        "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
+    ]
+    assert text(zb_v(1, 2, 1)) == "F0.0 F0.1 I0.1 W0.1 I0.0 W0.0"
+
+
+def test_evaluation_fills_and_drains_the_pipeline_once() -> None:
+    for p, m, v in itertools.product(range(1, 6), (1, 2, 3, 4, 5, 9, 10, 12), (1, 2, 3)):
+        for place in (looped, folded) if v == 2 else (looped,):
+            placement = place(units(p * v), p)
+            passes = [
+                [
+                    (Pass.FORWARD, op.microbatch, placement.of(rank).index(range(op.unit, op.unit + 1)))
+                    for op in forward_only(placement, rank, m)
+                    if op.kind is Kind.FORWARD
+                ]
+                for rank in range(p)
+            ]
+            assert all(len(set(steps)) == len(steps) == m * v for steps in passes)
+            _, end = times(passes, placement, {Pass.FORWARD: 1.0})
+            if place is folded:
+                assert end == 2 * m + 2 * (p - 1), "the last rank computes without a break"
+            elif m % p == 0 or v == 1:
+                assert end == v * m + p - 1, "every rank does"
+
+
+def test_what_cannot_run_is_refused_with_what_can() -> None:
+    for name, p, m, v, match in (
+        ("interleaved", 4, 3, 2, r"microbatches = 3: .* set parallel.microbatches = 4 or above"),
+        ("interleaved", 4, 8, 1, r"parallel.chunks = 1 .* made of 2 or more"),
+        ("1f1b", 4, 8, 2, r"parallel.chunks = 2 .* it has 1 on every rank"),
+        ("zb-v", 4, 8, 3, r"parallel.chunks = 3 .* it has 2 on every rank"),
+        ("sequential", 2, 8, 1, r"parallel.pipeline = 2: all stages but one would wait"),
+        ("2f2b", 2, 8, 1, r"parallel.schedule = '2f2b'; choose one of .*zb-h1.*file"),
+    ):
+        with pytest.raises(ConfigurationError, match=match):
+            check(name, p, m, v)
+    assert check("zb-v", 4, 1) == check("zb-v", 4, 1, 2) == 2
+    assert set(NAMES) == {*SCHEDULES, "file"}
+
+
+def test_a_recipe_is_checked_without_arrays() -> None:
+    code = "import sys, hpcdist.strategies.schedule.catalogue; print('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

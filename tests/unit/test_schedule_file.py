@@ -1,0 +1,101 @@
+"""Schedules as text: what is written is read back, and what cannot run is refused where it stands."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcdist.errors import ConfigurationError, ScheduleError
+from hpcdist.strategies.schedule.catalogue import SCHEDULES
+from hpcdist.strategies.schedule.generators import compute
+from hpcdist.strategies.schedule.schedule_file import dump, generated, read
+
+TWO = """
+placement = looped
+chunks = 1   # of every rank
+F0 F1 I0.0 \\
+   W0 I1 W1  # rank 0
+F0.0 B0.0 F1.0 B1.0
+"""
+
+
+def test_a_file_is_read_as_it_says() -> None:
+    written = read(TWO, 2, 2)
+    assert written.place([range(2), range(2, 3)]).ranks == (0, 1)
+    steps = compute(written.passes, 2, written.place([range(2), range(2, 3)]), 0)
+    assert [str(op) for op in steps if op.microbatch == 0] == [
+        "FORWARD(0, 0)", "FORWARD(0, 1)", "SEND_ACTIVATION(0, 2)", "RECV_GRADIENT(0, 2)",
+        "BACKWARD_INPUT(0, 1)", "BACKWARD_INPUT(0, 0)", "BACKWARD_WEIGHT(0, 1)", "BACKWARD_WEIGHT(0, 0)",
+    ]  # fmt: skip
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(list(SCHEDULES)),
+    st.integers(1, 6),
+    st.integers(1, 20),
+    st.integers(1, 4),
+    st.sampled_from(["", "two\nlines"]),
+)
+def test_what_is_written_is_read_back(name: str, ranks: int, microbatches: int, chunks: int, comment: str) -> None:
+    try:
+        written = generated(name, ranks, microbatches, chunks)
+    except ConfigurationError:
+        return
+    text = dump(written, comment)
+    assert read(text, ranks, microbatches) == written
+    assert max(map(len, text.splitlines())) <= 120
+    row = SCHEDULES[name]
+    parts = [range(unit, unit + 2) for unit in range(0, 2 * ranks * written.chunks, 2)]
+    for rank in range(ranks):
+        steps = compute(written.passes, microbatches, written.place(parts), rank)
+        assert steps == compute(name, microbatches, row.place(parts, ranks), rank)
+
+
+@pytest.mark.parametrize(
+    ("change", "to", "match"),
+    [
+        ("W1", "W1 X0.0", r"^the file, line 4, rank 0: 'X0.0' is no pass; one is F, B, I or W"),
+        ("B1.0", "B1.0.0", r"^the file, line 6, rank 1: 'B1.0.0' is no pass"),
+        ("W1", "", r"^the file, line 4, rank 0: micro-batch 1 never goes to the gradients of its weights \(W\)"),
+        ("B1.0", "", r"^the file, line 6, rank 1: micro-batch 1 never goes back through chunk 0"),
+        ("F1.0 B1.0", "", r"^the file, line 6, rank 1: micro-batch 1 never goes forward through chunk 0"),
+        ("B1.0", "B1.0 B0.0", r"^the file, line 6, rank 1: B0.0 comes where nothing more of the micro-batch is due"),
+        ("B1.0", "B1.0 F2.0", r"^the file, line 6, rank 1: F2.0 is beyond its 2 micro-batches, 0 to 1"),
+        ("B1.0", "B1.0 F1.1", r"^the file, line 6, rank 1: F1.1 is beyond .* or its chunks, 0 to 0"),
+        ("F0.0 B0.0", "B0.0 F0.0", r"^the file, line 6, rank 1: B0.0 comes where F0.0 is due"),
+        ("I1 W1", "W1 I1", r"^the file, line 4, rank 0: W1.0 comes where B1.0 or I1.0 is due, behind F1.0"),
+        ("F0.0 B0.0 F1.0 B1.0", "", r"^the file has the passes of 1 ranks, one a line; the pipeline has 2"),
+        ("looped", "circular", r"^the file: placement = circular, chunks = 1; the first is looped or folded"),
+        ("chunks = 1", "chunks = 0", r"^the file: placement = looped, chunks = 0; the first is looped or folded"),
+        ("looped", "folded", r"^the file: placement = folded with chunks = 1"),
+        ("chunks = 1", "ranks = 2", r"^the file, line 3: 'ranks = 2'; before the ranks"),
+        (
+            "F0 F1 I0.0 \\\n   W0 I1",
+            "F0 I0 W0 F1 I1",
+            None,
+        ),
+        (
+            "F0.0 B0.0 F1.0 B1.0",
+            "F0 F1 I0 W0 I1 W1\n",
+            None,
+        ),
+    ],
+)
+def test_what_is_no_schedule_is_refused_where_it_stands(change: str, to: str, match: str | None) -> None:
+    assert change in TWO
+    text = TWO.replace(change, to)
+    if match is None:
+        read(text, 2, 2)
+        return
+    with pytest.raises(ScheduleError, match=match):
+        read(text, 2, 2, "the file")
+
+
+def test_a_file_that_hangs_is_refused_with_its_circle() -> None:
+    text = "F0 B0 F1 B1\nF0 F1 B0 B1\nF0 B0 F1 B1"
+    with pytest.raises(ScheduleError) as caught:
+        read(text, 3, 2, "hangs.txt")
+    assert str(caught.value) == (
+        "a cyclic wait: hangs.txt, line 1, rank 0 waits before B0.0 for B0.0 of rank 1; "
+        "hangs.txt, line 2, rank 1 waits before F1.0 for F1.0 of rank 0"
+    )
