@@ -49,7 +49,7 @@ CASES = {
         3,
         {"parallel.tensor": 3, "parallel.sequence_parallel": "true", "model.heads": 6, "model.tied": "true"},
     ),
-    "1x1x4 tied": (4, {"parallel.tensor": 4, "model.tied": "true"}),
+    "1x1x4 tied, dropping": (4, {"parallel.tensor": 4, "model.tied": "true", "model.dropout": 0.1}),
     "1x1x4 by rows, accumulating": (
         4,
         {"parallel.tensor": 4, "parallel.sequence_parallel": "true", "parallel.microbatches": 2},
@@ -77,6 +77,7 @@ CASES = {
             "parallel.sequence_parallel": "true",
             "model.tied": "true",
             "parallel.microbatches": 5,
+            "model.dropout": 0.2,
         },
     ),
     "2x1x2 overlapping by rows": (

@@ -14,6 +14,7 @@ from hpcdist.models.operations import Operations
 from hpcdist.models.stage import Gradients, Parameters, Saved, Stage, StreamOf
 from hpcdist.strategies.tensor.borders import Borders, ByRows, Whole
 from hpcdist.strategies.tensor.linear import ColumnLinear, RowLinear
+from hpcdist.strategies.tensor.parts import HeadsAttention, RowDropout
 from hpcdist.strategies.tensor.vocabulary import RowPositions, VocabularyCrossEntropy, VocabularyEmbedding
 
 
@@ -33,18 +34,21 @@ def cut_model(model: Model, comm: Communicator, algorithm: str = "native", *, se
     """
     if comm.size == 1:
         return model
-    borders: Borders = ByRows(comm, algorithm, model.tokens_per_sample) if sequence_parallel else Whole(comm, algorithm)
+    borders: Borders = Whole(comm, algorithm)
+    operations = model.operations
+    if sequence_parallel:
+        borders = by_rows = ByRows(comm, algorithm, model.tokens_per_sample)
+        operations = replace(operations, positions=RowPositions(by_rows), dropout=RowDropout(by_rows))
     table = local(model.layout.by_key["0.tokens.weight"].spec, comm)
     own, vocabulary = Range(*table.box[0]), table.whole[0]
-    operations: Operations = replace(
-        model.operations,
+    operations = replace(
+        operations,
         linear_column=ColumnLinear(borders),
         linear_row=RowLinear(borders),
         embed=VocabularyEmbedding(borders, own, vocabulary),
+        attention=HeadsAttention(comm),
         cross_entropy=VocabularyCrossEntropy(borders, own, vocabulary),
     )
-    if sequence_parallel:
-        operations = replace(operations, positions=RowPositions(borders))
     last = len(model.stages) - 1
     stages = [CutStage(stage, borders, own if unit == last else None) for unit, stage in enumerate(model.stages)]
     return Model(stages, model.dtype.name, tokens_per_sample=model.tokens_per_sample, operations=operations)

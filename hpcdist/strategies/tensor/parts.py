@@ -1,0 +1,44 @@
+"""What a rank computes by itself, but with its own part of what is dropped. Local."""
+
+from hpcdist.arrays.backend import Array
+from hpcdist.comm.communicator import Communicator
+from hpcdist.models.attention import LocalAttention
+from hpcdist.models.dropout import LocalDropout
+from hpcdist.models.stage import Saved
+from hpcdist.strategies.tensor.borders import ByRows
+
+
+class HeadsAttention(LocalAttention):
+    """Attention of the own heads, of as many on every rank of the tensor axis."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._rank, self._size = comm.rank, comm.size
+
+    def forward(
+        self,
+        qkv: Array,
+        head_size: int,
+        saved: Saved,
+        name: str = "attention",
+        dropout: float = 0.0,
+        part: tuple[int, int] | None = None,
+    ) -> Array:
+        """Return (batch, context, own width) for qkv (batch, context, 3 own width)."""
+        heads = qkv.shape[-1] // 3 // head_size
+        own = part or (self._rank * heads, self._size * heads)
+        return super().forward(qkv, head_size, saved, name, dropout, own)
+
+
+class RowDropout:
+    """Dropout of the own rows (rows, columns) of activations that are cut by tokens."""
+
+    def __init__(self, borders: ByRows) -> None:
+        self._borders, self._local = borders, LocalDropout()
+
+    def forward(self, x: Array, rate: float, site: int, saved: Saved) -> Array:
+        """Return x, which is overwritten."""
+        return self._local.forward(x, rate, site, saved, self._borders.first_token(x), self._borders.context)
+
+    def backward(self, dy: Array, rate: float, site: int, saved: Saved) -> Array:
+        """Return dx, a scratch array; dy itself where nothing was dropped."""
+        return self._local.backward(dy, rate, site, saved, self._borders.first_token(dy), self._borders.context)
