@@ -1,0 +1,137 @@
+"""Closed forms of what units cost, against what they do: products counted, memory in the arena."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdist import models
+from hpcdist.arrays.store import FlatStore
+from hpcdist.models import linear
+from hpcdist.models.arena import Arena
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.model import Model
+from hpcdist.models.split import narrow, splitting
+from hpcdist.strategies.costs import Split, attended, unit_costs
+
+SAMPLES = 3
+ALIGNED = 64  # bytes to which the arena rounds each of its blocks
+BLOCKS = 16  # that a unit takes at most
+
+
+def gpt(context: int, *, tied: bool = False, dropout: float = 0.0) -> tuple[Model, np.ndarray]:
+    config = ModelConfig(layers=2, hidden=32, heads=4, vocabulary=48, tied=tied, dropout=dropout)
+    return models.build(config, "float32", context=context), np.zeros((SAMPLES, context), np.int64)
+
+
+def mlp() -> tuple[Model, np.ndarray]:
+    config = ModelConfig(kind="mlp", layers=2, hidden=24, activation="relu")
+    return models.build(config, "float64", features=20, classes=7), np.zeros((SAMPLES, 20), np.uint8)
+
+
+class Walked:
+    """A micro-batch through all units: bytes in the arena and operations in products, by unit."""
+
+    def __init__(self, model: Model, x: np.ndarray, counted: list[int], *, split: bool) -> None:
+        stores = [FlatStore(model.layout, model.dtype) for _ in range(2)]
+        parameters, gradients = model.bind(stores[0]), model.bind_gradients(stores[1])
+        operations = splitting(model.operations) if split else model.operations
+        self.arena, self.kept, self.forward, self.backward = Arena(), [], [], []
+        last, before = len(model.stages) - 1, 0
+        for unit, stage in enumerate(model.stages):
+            saved, begun = self.arena.saved(stage.layer), sum(counted)
+            x = stage.forward(parameters[unit], x, model.operations, saved)
+            if unit == last:
+                model.loss.forward(x, np.zeros(x.shape[:-1], np.int64), model.operations, saved)
+            self.kept.append(self.taken() - before)
+            self.forward.append(sum(counted) - begun)
+            before = self.taken()
+        d: Any = model.loss.backward(1.0, model.operations, self.arena.saved(model.stages[last].layer))
+        for unit, stage in reversed(list(enumerate(model.stages))):
+            saved, begun = self.arena.saved(stage.layer), sum(counted)
+            d = stage.backward(parameters[unit], gradients[unit], d, operations, saved)
+            self.backward.insert(0, sum(counted) - begun)
+            if split:
+                narrow(saved)
+
+    def taken(self) -> int:
+        """Bytes of all blocks that somebody holds."""
+        return sum(block.nbytes for block, uses in zip(self.arena._blocks, self.arena._uses, strict=True) if uses)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Operations of every matrix product from here on."""
+    found: list[int] = []
+    multiply = np.matmul
+
+    def matmul(a: Any, b: Any, **given: Any) -> Any:
+        product = multiply(a, b, **given)
+        found.append(2 * product.size * a.shape[-1])
+        return product
+
+    monkeypatch.setattr(np, "matmul", matmul)
+    monkeypatch.setattr(linear, "column_sums", lambda *of: None)  # bias gradients are products too, with ones
+    return found
+
+
+@pytest.mark.parametrize("build", [lambda: gpt(40), lambda: gpt(150), lambda: gpt(64, tied=True), mlp])
+def test_operations_are_those_of_the_products(build: Any, counted: list[int]) -> None:
+    model, x = build()
+    walked = Walked(model, x, counted, split=False)
+    for unit, cost in enumerate(unit_costs(model, SAMPLES)):
+        if model.stages[unit].tensors()[0].name == "tokens.weight":
+            additions = x.size * 32
+            assert (cost.forward_flop, cost.input_flop, cost.weight_flop) == (additions, 0, 2 * additions)
+        else:
+            assert cost.forward_flop == walked.forward[unit]
+            assert cost.input_flop + cost.weight_flop == walked.backward[unit]
+
+
+@pytest.mark.parametrize("build", [lambda: gpt(40), lambda: gpt(150), lambda: gpt(64, tied=True), mlp])
+def test_a_split_backward_does_the_products_of_the_input_first(build: Any, counted: list[int]) -> None:
+    model, x = build()
+    walked = Walked(model, x, counted, split=True)
+    costs = unit_costs(model, SAMPLES)
+    assert walked.backward == [cost.input_flop for cost in costs]
+    # What two units share is counted with the first: the input of a linear that is the output of the unit before.
+    held = sum(cost.held_bytes for cost in costs)
+    assert held <= walked.taken() <= held + ALIGNED * BLOCKS * len(costs)
+
+
+@pytest.mark.parametrize("build", [lambda: gpt(40), lambda: gpt(150), lambda: gpt(64, dropout=0.1), mlp])
+def test_memory_is_that_of_the_arena(build: Any) -> None:
+    model, x = build()
+    walked = Walked(model, x, [], split=False)
+    costs = unit_costs(model, SAMPLES)
+    for cost, kept in zip(costs, walked.kept, strict=True):
+        assert cost.kept_bytes <= kept <= cost.kept_bytes + ALIGNED * BLOCKS
+    expected: dict[str, int] = {}
+    for cost in costs:
+        for name, size in cost.scratch.items():
+            expected[name] = max(expected.get(name, 0), size)
+    for name, block in walked.arena._scratch.items():
+        if name in expected:
+            assert expected[name] <= block.nbytes < expected[name] + ALIGNED, name
+    assert {"linear.dx"} <= expected.keys() & walked.arena._scratch.keys()
+
+
+def test_parameters_count_what_a_rank_keeps() -> None:
+    model, _ = gpt(40)
+    assert sum(cost.parameters for cost in unit_costs(model, 1)) == model.layout.size
+    halves = unit_costs(model, 1, Split(ranks=2))
+    assert [cost.flop for cost in halves] == [cost.flop for cost in unit_costs(model, 1)]
+    assert all(half.parameters < cost.parameters for half, cost in zip(halves, unit_costs(model, 1), strict=True))
+
+
+def test_borders_are_the_outputs() -> None:
+    model, _ = gpt(40)
+    costs = unit_costs(model, 5)
+    assert [cost.input_bytes for cost in costs] == [0] + [5 * 40 * 32 * 4] * 3
+    assert [cost.output_bytes for cost in costs] == [5 * 40 * 32 * 4] * 3 + [0]
+
+
+@pytest.mark.parametrize("context", [1, 63, 64, 65, 128, 200])
+def test_scores_are_those_of_the_blocks(context: int) -> None:
+    blocks = [list(range(first, min(first + 64, context))) for first in range(0, context, 64)]
+    assert attended(context) == sum(len(block) * (block[-1] + 1) for block in blocks)

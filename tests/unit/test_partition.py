@@ -1,0 +1,167 @@
+"""Cuts of a model into stages, against all cuts there are."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from hpcdist import models
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.config import ModelConfig
+from hpcdist.strategies.costs import UnitCost
+from hpcdist.strategies.partition import Devices, cut, leanest, partition
+from hpcdist.strategies.partition_memory import Live, Memory, States
+from hpcdist.strategies.partition_search import search
+
+CASES = 120
+
+
+def every_cut(units: int, chunks: int) -> list[tuple[range, ...]]:
+    inner = itertools.combinations(range(1, units), chunks - 1)
+    return [tuple(range(a, b) for a, b in itertools.pairwise((0, *edges, units))) for edges in inner]
+
+
+def largest(parts, ranks, seconds, speeds) -> float:
+    loads = [0.0] * len(speeds)
+    for rank, part in zip(ranks, parts, strict=True):
+        loads[rank] += sum(seconds[unit] for unit in part) / speeds[rank]
+    return max(loads)
+
+
+def memories(parts, ranks, memory, count) -> list[float]:
+    own = [[part for part, owner in zip(parts, ranks, strict=True) if owner == rank] for rank in range(count)]
+    return [memory.on(r, [p.start for p in mine], [p.stop for p in mine]) for r, mine in enumerate(own)]
+
+
+def units_of(draw: np.random.Generator, count: int) -> list[UnitCost]:
+    borders = [0, *map(int, draw.integers(1, 20, count - 1)), 0]
+    return [
+        UnitCost(
+            parameters=int(draw.integers(1, 50)),
+            kept_bytes=int(draw.integers(0, 40)),
+            input_bytes=borders[unit],
+            output_bytes=borders[unit + 1],
+            scratch={"a": int(draw.integers(0, 30)), "b": int(draw.integers(0, 30))},
+        )
+        for unit in range(count)
+    ]
+
+
+def problem(draw: np.random.Generator, ranks: int, chunks: int):
+    """Units, their seconds and memory, and the ranks they are for; sometimes with room for a few cuts only."""
+    count = int(draw.integers(ranks * chunks, 13))
+    live = [[tuple(Live(*draw.integers(0, 4, 3)) for _ in range(chunks)) for _ in range(2)] for _ in range(ranks)]
+    memory = Memory(units_of(draw, count), States(itemsize=2, optimizer_bytes=3), live, {count - 1: 17})
+    distinct = draw.random() < 0.5
+    seconds = tuple(draw.random(count)) if distinct else tuple(map(float, draw.integers(1, 4, count)))
+    speeds = tuple(map(float, draw.integers(1, 4, ranks))) if draw.random() < 0.5 else (1.0,) * ranks
+    return count, seconds, speeds, memory
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_one_chunk_a_rank_is_the_best_of_all_cuts(ranks: int) -> None:
+    draw = np.random.default_rng(ranks)
+    refused = 0
+    for _ in range(CASES):
+        count, seconds, speeds, memory = problem(draw, ranks, 1)
+        cuts = every_cut(count, ranks)
+        sizes = [memories(parts, range(ranks), memory, ranks) for parts in cuts]
+        limits = (0,) * ranks
+        if draw.random() < 0.7:  # between the leanest cut and the fattest, and a little below
+            each = [sorted(size[rank] for size in sizes) for rank in range(ranks)]
+            limits = tuple(int(column[int(draw.integers(len(column)))]) for column in each)
+        fits = [all(not limit or size <= limit for size, limit in zip(one, limits, strict=True)) for one in sizes]
+        found = partition(seconds, range(ranks), Devices(speeds, limits), memory)
+        allowed = [
+            (largest(parts, range(ranks), seconds, speeds), max(size))
+            for parts, size, fit in zip(cuts, sizes, fits, strict=True)
+            if fit
+        ]
+        if not allowed:
+            assert found is None
+            refused += 1
+            continue
+        best = min(time for time, _ in allowed)
+        least = min(size for time, size in allowed if time <= best * (1 + 1e-12))
+        assert found is not None and found.is_proven and found.chunks in cuts
+        assert largest(found.chunks, range(ranks), seconds, speeds) == pytest.approx(best, rel=1e-11)
+        own = memories(found.chunks, range(ranks), memory, ranks)
+        assert max(own) == least
+        assert all(not limit or size <= limit for size, limit in zip(own, limits, strict=True))
+    assert ranks == 1 or refused
+
+
+def dealt(ranks: int, chunks: int, folded: bool) -> list[int]:
+    return [*range(ranks), *reversed(range(ranks))] if folded else [n % ranks for n in range(ranks * chunks)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "folded"),
+    [(p, v, False) for p, v in ((2, 2), (2, 3), (3, 2), (4, 2), (3, 3), (2, 4), (5, 2))]
+    + [(p, 2, True) for p in (2, 3, 4)],
+)
+def test_several_chunks_a_rank_are_the_best_of_all_cuts(ranks: int, chunks: int, folded: bool) -> None:
+    draw = np.random.default_rng(10 * ranks + chunks)
+    placed = dealt(ranks, chunks, folded)
+    for _ in range(CASES // 4):
+        count, seconds, speeds, memory = problem(draw, ranks, chunks)
+        cuts = every_cut(count, len(placed))
+        sizes = [memories(parts, placed, memory, ranks) for parts in cuts]
+        limits = (0,) * ranks
+        if draw.random() < 0.5:
+            limits = tuple(int(sizes[int(draw.integers(len(sizes)))][rank]) for rank in range(ranks))
+        fits = [all(not limit or size <= limit for size, limit in zip(one, limits, strict=True)) for one in sizes]
+        allowed = [largest(parts, placed, seconds, speeds) for parts, fit in zip(cuts, fits, strict=True) if fit]
+        found = partition(seconds, placed, Devices(speeds, limits), memory)
+        if not allowed:
+            assert found is None
+            continue
+        assert found is not None and found.is_proven and fits[cuts.index(found.chunks)]
+        assert largest(found.chunks, placed, seconds, speeds) == pytest.approx(min(allowed), rel=1e-11)
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize(("ranks", "chunks", "layers"), [(2, 2, 8), (4, 2, 26), (8, 4, 100), (8, 2, 61), (3, 2, 4)])
+def test_alike_inner_units_are_proven_without_a_search(ranks: int, chunks: int, layers: int, folded: bool) -> None:
+    placed = dealt(ranks, chunks, folded and chunks == 2)
+    seconds = (0.1, *[1.0] * layers, 2.7)
+    found = search(seconds, placed, (1.0,) * ranks, (0,) * ranks, None, steps=0)
+    assert found is not None and found.largest == pytest.approx(found.bound, rel=1e-12)
+    # Counted by hand: the rank with the head has it and `own` inner units, the others share the rest.
+    ends = 2.7 + (0.1 if placed[-1] == placed[0] else 0)
+    fewest = chunks - (2 if placed[-1] == placed[0] else 1)
+    best = min(max(ends + own, -(-(layers - own) // (ranks - 1))) for own in range(fewest, layers + 1))
+    assert found.largest == pytest.approx(best, abs=0.11)  # the embedding may be what decides
+
+
+def test_a_search_that_ends_early_says_how_far_it_may_be_off() -> None:
+    draw = np.random.default_rng(5)
+    seconds, placed = tuple(draw.random(60)), dealt(4, 4, False)
+    found = search(seconds, placed, (1.0,) * 4, (0,) * 4, None, steps=500)
+    assert found is not None
+    assert found.bound <= found.largest <= found.bound + 4 * max(seconds)
+    assert found.largest == pytest.approx(largest(found.chunks, placed, seconds, (1.0,) * 4), rel=1e-12)
+
+
+def test_memory_moves_the_cut() -> None:
+    """Units that take equally long, but the first keeps most: it gets a rank of its own."""
+    units = [UnitCost(parameters=0, kept_bytes=size) for size in (60, 10, 10, 10)]
+    memory = Memory(units, States(itemsize=4, optimizer_bytes=0), [[(Live(2, 2, 0),)], [(Live(1, 1, 0),)]])
+    seconds = (1.0,) * 4
+    free = partition(seconds, range(2), Devices.alike(2), memory)
+    assert free is not None and free.chunks == (range(2), range(2, 4))
+    tight = partition(seconds, range(2), Devices((1.0, 1.0), (120, 0)), memory)
+    assert tight is not None and tight.chunks == (range(1), range(1, 4))
+    assert partition(seconds, range(2), Devices((1.0, 1.0), (119, 0)), memory) is None
+    assert leanest(4, range(2), Devices((1.0, 1.0), (119, 0)), memory) == (range(1), range(1, 4))
+
+
+def test_a_fast_rank_gets_more() -> None:
+    found = partition((1.0,) * 12, range(3), Devices((1.0, 3.0, 2.0), (0, 0, 0)), None)
+    assert found is not None and [len(part) for part in found.chunks] == [2, 6, 4]
+
+
+def test_fewer_units_than_stages_are_refused_with_both_numbers() -> None:
+    model = models.build(ModelConfig(layers=2, hidden=8, heads=2), "float32", context=4)
+    with pytest.raises(ConfigurationError, match=r"parallel.pipeline = 5, but the model has only 4 stages"):
+        cut(model, 5)
