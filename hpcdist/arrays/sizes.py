@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them: 4096, 16K, 1M, 2G."""
+"""Numbers as people write them: 4096, 16K, 1M, 2G bytes; 1 rank, 2 ranks."""
 
 import re
 from typing import Final
@@ -15,6 +15,11 @@ def parse_bytes(text: str) -> int:
     if not 0 < found < LARGEST_BYTES:
         raise ValueError(f"{text!r} is no number of bytes such as 4096, 16K or 1M")
     return found
+
+
+def counted(number: int, what: str) -> str:
+    """Return "1 rank", "2 ranks"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def in_units(nbytes: int) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from hpcdist.arrays.sizes import counted
 from hpcdist.bench import results
 from hpcdist.bench.sweep import Trial
 from hpcdist.bench.trial import FAILED, OK, Outcome
@@ -82,7 +83,8 @@ def run(
         results.prepare(path, provenance)
         walls = _walls(path)
         for number, item in enumerate(items, 1):
-            what = f"[{number}/{len(items)}] {item.trial.name} on {item.trial.ranks} ranks, repeat {item.repeat + 1}"
+            place = f"{item.trial.name} on {counted(item.trial.ranks, 'rank')}"
+            what = f"[{number}/{len(items)}] {place}, repeat {item.repeat + 1}"
             remaining = end - time.monotonic()
             if item.status:
                 continue

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hpcdist.arrays.sizes import counted
 from hpcdist.cli import bench_collectives, bench_data
 from hpcdist.cli.bench_trials import Recipes, check_alone, remove_leftovers, run
 from hpcdist.errors import FAILURE, OK, REQUEUE
@@ -86,7 +87,7 @@ def _show(items: "list[Item]") -> None:
     for number, item in enumerate(items, 1):
         state = f"recorded: {item.status}" if item.status else "to run"
         settings = " ".join(f"{key}={json.dumps(value)}" for key, value in item.trial.settings.items())
-        where = f"{item.trial.id} {item.trial.name} on {item.trial.ranks} ranks, repeat {item.repeat + 1}"
+        where = f"{item.trial.id} {item.trial.name} on {counted(item.trial.ranks, 'rank')}, repeat {item.repeat + 1}"
         click.echo(f"[{number}/{len(items)}] {where} ({state}): {settings}")
     for ranks in sorted({item.trial.ranks for item in items}):
         click.echo(shlex.join(trial.command(ranks, Path("RECIPE"), Path("RUN_DIR"))))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hpcdist.arrays.sizes import parse_bytes
+from hpcdist.arrays.sizes import counted, parse_bytes
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.collectives.tuning_cache import Tuning
@@ -136,7 +136,7 @@ def _as_json(found: "Tuning", session: "Session") -> dict[str, Any]:
 
 def _table(found: "Tuning", session: "Session") -> str:
     """Return predicted and measured times, in us, with a star at the choice."""
-    lines = [f"{session.comm.size} ranks on {session.place.nodes} node(s); {session.library}"]
+    lines = [f"{counted(session.comm.size, 'rank')} on {counted(session.place.nodes, 'node')}; {session.library}"]
     if found.machine is not None:
         for name, link in found.machine.links.items():
             lines.append(f"link {name}: {link.latency_s * 1e6:.1f} us and {_rate(link.s_per_byte)}")

@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from hpcdist.arrays import device
+from hpcdist.arrays.sizes import counted
 from hpcdist.comm import cuda_aware, mpirun
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.handover import OPERATIONS
@@ -148,7 +149,8 @@ def check_world(comm: Communicator, said: Announced, library_text: str) -> list[
     total = np.ones(1)
     comm.allreduce(total)
     nodes = comm.nodes()
-    found = f"{comm.size} ranks on {nodes.count} node(s), announced by {said.launcher}; {_short(library_text)}"
+    place = f"{counted(comm.size, 'rank')} on {counted(nodes.count, 'node')}"
+    found = f"{place}, announced by {said.launcher}; {_short(library_text)}"
     right = total[0] == comm.size
     arrived = Check("world", OK if right else FAIL, found if right else f"{found}; but an allreduce gave {total[0]:g}")
     if comm.supports("thread_multiple"):

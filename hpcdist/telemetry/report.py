@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from hpcdist.arrays.sizes import counted
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.telemetry import metrics
 from hpcdist.telemetry.metrics import Metrics
@@ -48,7 +49,7 @@ def text(found: Report) -> str:
     lines = [f"run        {found.run_dir}"]
     lines += [f"{label:10} {figures[key]}" for label, key in _HEAD if figures.get(key)]
     sessions = f" in {figures['sessions']} sessions" if figures.get("sessions", 1) > 1 else ""
-    lines.append(f"steps      {figures['steps']} on {figures['world']} ranks{sessions}")
+    lines.append(f"steps      {figures['steps']} on {counted(figures['world'], 'rank')}{sessions}")
     lines.append(
         f"loss       train {_nats(figures['train_loss'])} ({_nats(figures['train_loss_mean'])} over the last steps), "
         f"validation {_nats(figures['val_loss'])}"
@@ -153,7 +154,7 @@ def _plot_loss(axes: Any, found: Report) -> None:
             label = f"{key.removesuffix('_nats')} entropy {value:.2f}"
             axes.axhline(value, color="0.4", linestyle=style, linewidth=1, label=label)
     axes.set_ylabel("loss (nats)")
-    axes.set_title(f"{found.run_dir.name}, {found.figures['world']} ranks", fontsize=10)
+    axes.set_title(f"{found.run_dir.name}, {counted(found.figures['world'], 'rank')}", fontsize=10)
     axes.legend(fontsize=8)
 
 

@@ -58,8 +58,8 @@ class ChaosConfig:
         for rank in self.slow_ranks:
             if rank >= world:
                 raise ConfigurationError(
-                    f"chaos.slow_ranks = {list(self.slow_ranks)} on {world} ranks: there is no rank {rank}; use ranks "
-                    f"0 to {world - 1}"
+                    f"chaos.slow_ranks = {list(self.slow_ranks)} on {world} rank{'s' if world > 1 else ''}: there is "
+                    f"no rank {rank}; " + (f"use ranks 0 to {world - 1}" if world > 1 else "use rank 0")
                 )
             if rank >= computing:
                 raise ConfigurationError(

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+from hpcdist.arrays.sizes import counted
 from hpcdist.comm.start import Session, start
 from hpcdist.errors import OK
 from hpcdist.strategies.grid import rank_map, spread_groups
@@ -75,7 +76,8 @@ def _introduce(
 ) -> None:
     grid, model = trainer.grid, trainer.model
     progress.say(
-        f"{model.layout.parameters:,} parameters, {trainer.comm.size} ranks on {session.place.nodes} node(s): "
+        f"{model.layout.parameters:,} parameters, {counted(trainer.comm.size, 'rank')} on "
+        f"{counted(session.place.nodes, 'node')}: "
         f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}; "
         f"{architecture.described(trainer)}; MPI: {session.library}"
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
+from hpcdist.arrays.sizes import counted
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.grid import ORDER
 from hpcdist.telemetry.pss import pss_bytes
@@ -208,7 +209,8 @@ def describe(summary: dict[str, Any]) -> str:
     """Return the summary as the lines that a person reads."""
     peak = summary["peak_bytes_total"] / 2**20
     lines = [
-        f"{summary['steps']} steps on {summary['world']} ranks, {summary['parameters']:,} parameters",
+        f"{counted(summary['steps'], 'step')} on {counted(summary['world'], 'rank')}, "
+        f"{summary['parameters']:,} parameters",
         f"train_loss {_shown(summary['train_loss'])}  val_loss {_shown(summary['val_loss'])} nats",
         f"{_shown(summary['tokens_per_s'], ',.0f')} tokens/s  step {_shown(summary['step_s_median'])} s",
         f"communication {_shown(summary['comm_fraction'], '.1%')} ({summary['architecture']})",

@@ -21,7 +21,7 @@ def test_under_a_launcher_rank_0_reports_for_all(mpiexec):
     assert done.stdout.count('{"ok"') == 1
     checks = report_of(done.stdout)
     assert set(checks) >= EXPECTED
-    assert checks["world"]["found"].startswith("2 ranks on 1 node(s)")
+    assert checks["world"]["found"].startswith("2 ranks on 1 node")
     assert "rank 0:" in checks["placement"]["found"] and "rank 1:" in checks["placement"]["found"]
 
 
@@ -42,4 +42,4 @@ def test_launch_starts_two_ranks(mpi):
     line = [sys.executable, "-P", "-m", "hpcdist", "doctor", "--launch", "--json"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert report_of(done.stdout)["world"]["found"].startswith("2 ranks on 1 node(s)")
+    assert report_of(done.stdout)["world"]["found"].startswith("2 ranks on 1 node")

@@ -231,7 +231,7 @@ def endless(jobs: Jobs) -> str:
 def test_stopped_and_requeued_on_two_nodes_it_ends_with_the_same_bits(jobs: Jobs) -> None:
     whole = jobs.begin("--out", "whole")
     jobs.until(whole, JobState="COMPLETED")
-    assert "4 ranks on 2 node(s)" in jobs.log(whole)
+    assert "4 ranks on 2 nodes" in jobs.log(whole)
 
     shutil.copy(jobs.folder / "recipe.toml", jobs.folder / "edited.toml")
     stopped = jobs.begin("--out", "stopped", recipe="edited.toml")

@@ -110,6 +110,8 @@ def test_edges_that_leave_components_are_refused_by_their_names() -> None:
         ({"graph": "edges", "edges": "0-1-2"}, "'0-1-2' is no edge"),
         ({"graph": "edges", "edges": "0-1, 1--2"}, "'1--2' is no edge"),
         ({"graph": "edges", "edges": "0-1, 2-2"}, "2-2 joins a rank to itself"),
+        ({"graph": "edges", "edges": "0-1, 1-2, 1-0"}, "1-0 comes twice"),
+        ({"graph": "edges", "edges": "0-1, 0-1"}, "0-1 comes twice"),
     ],
 )
 def test_bad_sections_are_refused(keys: dict[str, object], words: str) -> None:

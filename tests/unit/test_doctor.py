@@ -117,7 +117,8 @@ def test_world(size):
 
     for checks in run_threads(size, examine):
         world, level = checks
-        assert world.status == OK and f"{size} ranks on 1 node(s), announced by Somebody's mpirun" in world.found
+        place = f"{size} rank{'s' if size > 1 else ''} on 1 node"
+        assert world.status == OK and f"{place}, announced by Somebody's mpirun" in world.found
         assert level.name == "thread level"
 
 

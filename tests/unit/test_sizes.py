@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcdist.arrays.sizes import in_units, parse_bytes
+from hpcdist.arrays.sizes import counted, in_units, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,7 @@ def test_numbers_are_shown_in_the_largest_unit_that_they_reach():
         "1.5 MiB",
         "900.0 GiB",
     ]
+
+
+def test_one_is_not_many():
+    assert [counted(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]

@@ -75,7 +75,14 @@ class DecentralisedConfig:
             raise ConfigurationError(
                 f"decentralised.edges = {self.edges!r} with decentralised.graph = {self.graph!r}; {cure}"
             )
+        seen: set[frozenset[int]] = set()
         for one, other in parse_edges(self.edges):
+            if frozenset((one, other)) in seen:
+                raise ConfigurationError(
+                    f"decentralised.edges: {one}-{other} comes twice, in one direction or the other; name each edge "
+                    "once, its weight follows from the graph"
+                )
+            seen.add(frozenset((one, other)))
             if one == other:
                 raise ConfigurationError(
                     f"decentralised.edges: {one}-{other} joins a rank to itself, as every rank is anyway; remove it"

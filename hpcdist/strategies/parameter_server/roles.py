@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from hpcdist.arrays.sizes import counted
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
@@ -35,8 +36,8 @@ class Roles:
             servers = config.servers or world
             if servers > world:
                 raise ConfigurationError(
-                    f"parameter_server.servers = {servers} colocated, but the world has {world} ranks: at most every "
-                    f"rank can serve; use at most {world} servers (0: all), or more ranks"
+                    f"parameter_server.servers = {servers} colocated, but the world has {counted(world, 'rank')}: at most "
+                    f"every rank can serve; use at most {world} servers (0: all), or more ranks"
                 )
             return cls(range(world), range(servers))
         servers = config.servers or 1
