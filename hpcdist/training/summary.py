@@ -208,9 +208,9 @@ def _number(value: float) -> float | None:
 def describe(summary: dict[str, Any]) -> str:
     """Return the summary as the lines that a person reads."""
     peak = summary["peak_bytes_total"] / 2**20
+    made = f"{counted(summary['steps'], 'step')} on {counted(summary['world'], 'rank')}"
     lines = [
-        f"{counted(summary['steps'], 'step')} on {counted(summary['world'], 'rank')}, "
-        f"{summary['parameters']:,} parameters",
+        f"{made}, {summary['parameters']:,} parameters",
         f"train_loss {_shown(summary['train_loss'])}  val_loss {_shown(summary['val_loss'])} nats",
         f"{_shown(summary['tokens_per_s'], ',.0f')} tokens/s  step {_shown(summary['step_s_median'])} s",
         f"communication {_shown(summary['comm_fraction'], '.1%')} ({summary['architecture']})",

@@ -36,8 +36,8 @@ class Roles:
             servers = config.servers or world
             if servers > world:
                 raise ConfigurationError(
-                    f"parameter_server.servers = {servers} colocated, but the world has {counted(world, 'rank')}: at most "
-                    f"every rank can serve; use at most {world} servers (0: all), or more ranks"
+                    f"parameter_server.servers = {servers} colocated, but the world has {counted(world, 'rank')}: "
+                    f"at most every rank can serve; use at most {world} servers (0: all), or more ranks"
                 )
             return cls(range(world), range(servers))
         servers = config.servers or 1
