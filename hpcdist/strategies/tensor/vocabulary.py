@@ -31,7 +31,7 @@ class VocabularyEmbedding:
         indices -= self.own.start
         partial = self.borders.partial((*tokens.shape, table.shape[1]), table.dtype, f"{prefix}.y", saved)
         rows = partial.reshape(-1, table.shape[1])
-        near = xp.clip(indices, 0, self.own.size - 1)
+        near = _nearest(indices, self.own.size)
         if is_device(table):
             xp.take(table, near, axis=0, out=rows)
         else:
@@ -48,9 +48,8 @@ class VocabularyEmbedding:
         whole = self.borders.leave_backward(dy, saved)
         rows, indices = whole.reshape(-1, whole.shape[-1]), saved[f"{prefix}.indices"]
         if is_device(dy):
-            xp = namespace(dy)
-            near = xp.clip(indices, 0, self.own.size - 1)
-            xp.add.at(into, near, rows * (near == indices)[:, None])
+            near = _nearest(indices, self.own.size)
+            namespace(dy).add.at(into, near, rows * (near == indices)[:, None])
         else:
             _add_own_rows(rows, indices, into)
 
@@ -108,7 +107,7 @@ class VocabularyCrossEntropy:
         tokens = logits.shape[0]
         indices = check_tokens(targets.reshape(-1), self.vocabulary, "target")
         indices -= self.own.start
-        near = xp.clip(indices, 0, self.own.size - 1)
+        near = _nearest(indices, self.own.size)
         inside = near == indices
         saved.keep(f"{name}.near", near)
         saved.keep(f"{name}.inside", inside)
@@ -133,6 +132,12 @@ class VocabularyCrossEntropy:
         p *= scale
         p[namespace(p).arange(p.shape[0]), saved[f"{name}.near"]] -= saved[f"{name}.inside"] * p.dtype.type(scale)
         return p
+
+
+def _nearest(indices: Array, count: int) -> Array:
+    """Return ``indices`` with those outside of [0, count) moved to its ends: equal where they are inside."""
+    xp = namespace(indices)
+    return xp.minimum(xp.maximum(indices, 0), count - 1)
 
 
 @jit

@@ -1,0 +1,59 @@
+"""A gpt over tensor ranks on the double of GPUs: the numbers of the CPU, and nothing that waits but what must."""
+
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from gpu_runs import MICROBATCHES, batches_of, check_same, placed, write_text
+from gpu_runs import Trained as Run
+
+from hpcdist import models
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.models.arena import Arena
+from hpcdist.models.config import ModelConfig
+from hpcdist.strategies.tensor.model import cut_model
+
+TENSOR = {"parallel.tensor": 2, "parallel.microbatches": 2, "precision.mode": "float64", "model.dropout": 0.2}
+BY_ROWS = {"parallel.sequence_parallel": "true"}
+
+
+@pytest.mark.parametrize("changed", [{}, BY_ROWS, BY_ROWS | {"parallel.strategy": "zero3"}])
+def test_a_run_on_the_gpu_is_that_of_the_cpu(
+    gpu: ModuleType, tmp_path: Path, rng: np.random.Generator, changed: dict[str, object]
+) -> None:
+    ranks = 4 if "parallel.strategy" in changed else 2
+    settings = {"data.path": write_text(tmp_path / "text.txt", rng), **TENSOR, **changed}
+    host = run_threads(ranks, lambda comm: Run(comm, settings))
+    assert gpu.LOG.events == []
+    device = run_threads(ranks, lambda comm: Run(comm, {**settings, "run.device": "gpu"}))
+    assert host[0].losses[-1] < host[0].losses[0]
+    check_same(host, device, 1e-12)
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_a_step_brings_one_loss_to_the_host(gpu: ModuleType, rng: np.random.Generator, by_rows: bool) -> None:
+    config = ModelConfig(layers=2, hidden=12, heads=3, vocabulary=11)
+    batches = batches_of("gpt", rng)
+
+    def body(comm: Communicator) -> Counter[str]:
+        model = cut_model(models.build(config, "float64", context=7), comm, sequence_parallel=by_rows)
+        store, gradient = (FlatStore(model.layout, model.dtype, on="gpu") for _ in range(2))
+        parameters, into, arena = model.bind(store), model.bind_gradients(gradient), Arena(on="gpu")
+        for stage in into:
+            stage.begin_step()
+        before = gpu.LOG.sites()
+        for number, (x, targets) in enumerate(placed(batches, "gpu")):
+            logits = model.forward(parameters, x, arena, number)
+            model.loss.forward(logits, targets, model.operations, arena.saved(model.stages[-1].layer, number))
+            model.backward(parameters, into, 1.0, arena, number)
+        comm.barrier()
+        return Counter(gpu.LOG.sites()) - Counter(before)
+
+    found = run_threads(3, body)[0]
+    messages = ("handover", "staged")  # what these bring to the host, they do on pointers no more
+    waits = {site: count for site, count in found.items() if site[0] == gpu.D2H and not site[1].startswith(messages)}
+    assert waits == {(gpu.D2H, "vocabulary.forward"): MICROBATCHES}, "the first rank alone adds the losses up"
