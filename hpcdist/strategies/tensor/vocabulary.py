@@ -137,7 +137,8 @@ class VocabularyCrossEntropy:
 def _nearest(indices: Array, count: int) -> Array:
     """Return ``indices`` with those outside of [0, count) moved to its ends: equal where they are inside."""
     xp = namespace(indices)
-    return xp.minimum(xp.maximum(indices, 0), count - 1)
+    near: Array = xp.minimum(xp.maximum(indices, 0), count - 1)
+    return near
 
 
 @jit
