@@ -57,15 +57,15 @@ class LocalAttention:
         saved.keep(f"{name}.dropped", dropped)
         return y
 
-    def backward(self, dy: Array, saved: Saved, name: str = "attention") -> Array:
-        """Return dqkv, a scratch array of the shape of qkv, for contiguous dy (batch, context, width)."""
+    def backward(self, dy: Array, saved: Saved, name: str = "attention", keep: bool = False) -> Array:
+        """Return dqkv in the shape of qkv for contiguous dy (batch, context, width): scratch, or memory to ``keep``."""
         xp = namespace(dy)
         qkv, head_size, p = saved[f"{name}.qkv"], saved[f"{name}.head_size"], saved[f"{name}.p"]
         dropped: Mask | None = saved[f"{name}.dropped"]
         batch, heads, context, _ = p.shape
         q, k, v = _split(qkv, 3, head_size)
         (do,) = _split(dy, 1, head_size)
-        dqkv = saved.scratch("attention.dqkv", qkv.shape, qkv.dtype)
+        dqkv = (saved.empty if keep else saved.scratch)("attention.dqkv", qkv.shape, qkv.dtype)
         dq, dk, dv = _split(dqkv, 3, head_size)
         ds = saved.scratch("attention.ds", p.shape, p.dtype)
         p_square, ds_square = (array.reshape(batch * heads, context, context) for array in (p, ds))

@@ -170,7 +170,8 @@ def _drop_device(
     words = philox_arrays((counter, row // rows_per_sample + first_sample, site, step), (key0, key1))
     factors = xp.empty((*counter.shape, WORDS), x.dtype)
     for number, word in enumerate(words):
-        factors[..., number] = xp.where(word >= limit, scale, 0)
+        factors[..., number] = word >= limit
+    factors *= scale
     x[:, first:last, :width] *= factors.reshape(*row.shape[:2], used * WORDS)[:, :, :width]
 
 

@@ -106,8 +106,8 @@ class Attention(Protocol):
         So much of the probabilities is dropped.
         """
 
-    def backward(self, dy: Array, saved: Saved, name: str = "attention") -> Array:
-        """Return dqkv, a scratch array."""
+    def backward(self, dy: Array, saved: Saved, name: str = "attention", keep: bool = False) -> Array:
+        """Return dqkv, a scratch array; with ``keep`` it stays, and is what ``saved`` owns."""
 
 
 class Activation(Protocol):
