@@ -1,12 +1,14 @@
 """The deterministic mode over real messages: every number of ranks trains to the bits of one process."""
 
 import hashlib
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives.fixed_tree import FixedTree, shards_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
@@ -59,25 +61,29 @@ def _digest(trainer: Trainer) -> str:
     return hashlib.sha256(b"".join(store.array.tobytes() for store in stores.values())).hexdigest()
 
 
-@pytest.mark.parametrize("shards", [8, 12, 13])
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize(("shards", "dtype"), [(8, np.float32), (12, np.float64), (13, np.float16)])
 def test_rank_a_fixed_tree_has_the_bits_of_one_process(
     comm: Communicator, shards: int, dtype: type, rng: np.random.Generator
 ) -> None:
     inputs = rng.standard_normal((shards, 10_001)).astype(dtype)
 
-    def reduced(over: Communicator) -> bytes:
+    def reduced(over: Communicator, shares: list[Range] | None = None) -> np.ndarray:
         tree = FixedTree(over, shards)
         own = shards_of(shards, over.size)[over.rank]
         for shard in range(own.start, own.stop):
             tree.add(shard, inputs[shard])
         buffer = np.empty_like(inputs[0])
-        tree.reduce(buffer)
-        return buffer.tobytes()
+        if shares is None:
+            tree.reduce(buffer)
+        else:
+            tree.reduce_scatter(buffer, shares)
+        return buffer
 
+    shares = split(inputs.shape[1], comm.size, inputs.itemsize)[::-1]
     with recording(comm) as traffic:
-        together = reduced(comm)
-    assert together == reduced(solo())
+        together, scattered = reduced(comm), reduced(comm, shares)
+    expected, own = reduced(solo()), shares[comm.rank].slice
+    assert together.tobytes() == expected.tobytes() and scattered[own].tobytes() == expected[own].tobytes()
     assert comm.checked or not traffic.unknown
 
 
@@ -96,6 +102,30 @@ def test_rank_training_has_the_bits_of_one_process(comm: Communicator, folder: P
     assert _digest(together) == _digest(alone)
     assert mean_validation_loss(together) == mean_validation_loss(alone)
     check_replicas(comm, together.exchange.parameters, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("way", "keys"),
+    [
+        ({"parallel.strategy": "zero1"}, {"optimizer.name": "lars"}),
+        ({"parallel.strategy": "zero2", "zero.shared_parameters": "true"}, {"optimizer.name": "adamw"}),
+        ({"parallel.strategy": "zero3"}, {"optimizer.name": "lamb", "model.tied": "true", "precision.mode": "float64"}),
+        ({"parallel.strategy": "zero3", "zero.persistent_below": 1000}, {"optimizer.name": "sgd"}),
+    ],
+)
+def test_rank_zero_has_the_bits_of_allreduce_in_one_process(
+    comm: Communicator, folder: Path, way: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    keys = {"optimizer.clip_norm": 0.1, **keys}
+    alone, together = _trainer(solo(), folder, keys), _trainer(comm, folder, keys | way)
+    assert _losses(together, 3) == _losses(alone, 3)
+    expected = {(piece.kind, piece.tensor): piece.array.tobytes() for piece in alone.exchange.pieces()}
+    found: dict[tuple[str, str], bytearray] = {key: bytearray(len(whole)) for key, whole in expected.items()}
+    own = [(piece.kind, piece.tensor, piece.flat.start, piece.array) for piece in together.exchange.pieces()]
+    for kind, tensor, start, values in chain.from_iterable(comm.allgather_object(own)):
+        at = start * values.itemsize
+        found[kind, tensor][at : at + values.nbytes] = values.tobytes()
+    assert found == expected
 
 
 def test_rank_a_run_goes_on_with_the_same_bits_on_another_number_of_ranks(comm: Communicator, folder: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpcdist.arrays import backend
-from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.ranges import Range, split
 from hpcdist.collectives.fixed_tree import FixedTree, nodes_within, shards_of, tree_sum
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
@@ -51,6 +51,51 @@ def test_bits_do_not_depend_on_the_number_of_ranks(shards: int, dtype: type, rng
         for result in run_threads(size, lambda comm: reduced(comm, inputs, repeats=2)):
             assert result.tobytes() == expected.tobytes(), f"{size} ranks"
     assert float(tree_sum(inputs[:, 0].astype(np.float64))) == recursive(inputs.astype(np.float64), 0, shards)[0]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+@pytest.mark.parametrize("shards", [4, 7, 8])
+def test_any_shares_of_the_same_result_go_to_their_owners(shards: int, dtype: type, rng: np.random.Generator) -> None:
+    inputs = rng.standard_normal((shards, 200)).astype(dtype)
+    expected = run_threads(1, lambda comm: reduced(comm, inputs))[0]
+
+    def body(comm: Communicator, shares: list[Range]) -> None:
+        tree, own = FixedTree(comm, shards), shards_of(shards, comm.size)[comm.rank]
+        buffer, mine = np.empty_like(inputs[0]), shares[comm.rank].slice
+        for _ in range(2):
+            for shard in range(own.start, own.stop):
+                buffer[...] = inputs[shard]
+                tree.add(shard, buffer, copy=shard < own.stop - 1)
+            tree.reduce_scatter(buffer, shares)
+            assert buffer[mine].tobytes() == expected[mine].tobytes()
+
+    for size in (1, 2, 3, 4):
+        tiles = split(200, size, 64)
+        for shares in (tiles, tiles[::-1], [Range(0, 200)] * size, [Range(0, 0)] * (size - 1) + [Range(7, 19)]):
+            run_threads(size, lambda comm, shares=shares: body(comm, shares))
+
+
+def test_halves_of_the_ring_are_what_it_sends(rng: np.random.Generator) -> None:
+    inputs = rng.standard_normal((4, 4096))
+
+    def body(comm: Communicator) -> None:
+        tree, own = FixedTree(comm, 4), shards_of(4, comm.size)[comm.rank]
+        for shard in range(own.start, own.stop):
+            tree.add(shard, inputs[shard])
+        with recording(comm) as traffic:
+            tree.reduce_scatter(np.empty(4096), split(4096, comm.size, 8))
+        assert traffic.sent_bytes == 4096 * 8 * (comm.size - 1) // comm.size
+
+    for size in (1, 2, 4):
+        run_threads(size, body)
+
+
+def test_shares_that_are_none_are_refused() -> None:
+    tree = FixedTree(solo(), 1)
+    tree.add(0, np.ones(4))
+    for shares in ([], [Range(0, 5)], [Range(0, 2), Range(2, 4)]):
+        with pytest.raises(UsageError, match="4 elements for 1 ranks; give one range within the buffer for each"):
+            tree.reduce_scatter(np.ones(4), shares)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
