@@ -125,14 +125,18 @@ class Model:
             saved.release()
 
     def logits(self, parameters: Sequence[Parameters], x: Array, arena: Arena) -> Array:
-        """Run all stages without a backward to come: for sampling. Returns logits that the caller owns.
+        """Run all stages without a backward to come: for sampling. Returns logits that the caller owns."""
+        return self.outputs(parameters, x, arena, self.operations)
+
+    def outputs(self, parameters: Sequence[Parameters], x: Array, arena: Arena, operations: Operations) -> Array:
+        """Run all stages with ``operations`` and no backward to come; return a copy of what the last one gives.
 
         The memory of a stage is given back as soon as the next one is done.
         """
         before: Saved | None = None
         for stage, views in zip(self.stages, parameters, strict=True):
             saved = arena.saved(stage.layer, microbatch=-1)
-            x = stage.forward(views, x, self.operations, saved)
+            x = stage.forward(views, x, operations, saved)
             if before is not None:
                 before.release()
             before = saved
@@ -143,7 +147,7 @@ class Model:
 
     def evaluate(self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena) -> float:
         """Return the summed loss in nats of a batch, without a backward to come."""
-        logits = self.logits(parameters, x, arena)
+        logits = self.outputs(parameters, x, arena, self.operations)
         saved = arena.saved(self.stages[-1].layer, microbatch=-1)
         total = self.loss.forward(logits, targets, self.operations, saved)
         saved.release()

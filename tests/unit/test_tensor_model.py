@@ -127,6 +127,21 @@ def test_evaluation_is_that_of_the_whole(rng):
         assert sum(run_threads(ranks, body)) == pytest.approx(expected, rel=1e-13)
 
 
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_logits_of_texts_of_any_length_are_those_of_the_whole(by_rows, rng):
+    ((x, _),), seed, whole = batches(rng, 1), int(rng.integers(1 << 30)), built(4)
+    expected = whole.logits(whole.bind(filled(whole, seed)), x, Arena())
+
+    def body(comm):
+        model = cut_model(built(4), comm, sequence_parallel=by_rows)
+        parameters, arena = model.bind(filled(model, seed)), Arena()
+        return [model.logits(parameters, x[:, :length], arena) for length in (CONTEXT, 1, 4)]
+
+    for found in run_threads(4, body):
+        for logits in found:
+            np.testing.assert_allclose(logits, expected[:, : logits.shape[1]], rtol=1e-11, atol=1e-13)
+
+
 @pytest.mark.parametrize(("ranks", "by_rows"), [(2, False), (4, False), (2, True), (4, True)])
 def test_messages_of_a_block(ranks, by_rows, rng):
     """Four allreduces of the activations a block and step, of which rows make two halves each, and two halves more."""

@@ -1,14 +1,16 @@
 """The model of one rank of the tensor axis: the stages of the whole model with its part of the tensors."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, namespace
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.comm.communicator import Communicator
+from hpcdist.models.arena import Arena
 from hpcdist.models.model import Model
 from hpcdist.models.operations import Operations
 from hpcdist.models.stage import Gradients, Parameters, Saved, Stage, StreamOf
@@ -35,23 +37,51 @@ def cut_model(model: Model, comm: Communicator, algorithm: str = "native", *, se
     if comm.size == 1:
         return model
     borders: Borders = Whole(comm, algorithm)
-    operations = model.operations
+    classes = split(model.layout.by_key["0.tokens.weight"].spec.shape[0], comm.size, itemsize=1, align_bytes=1)
+    operations = sampling = _operations(model.operations, borders, classes)
     if sequence_parallel:
         borders = by_rows = ByRows(comm, algorithm, model.tokens_per_sample)
+        operations = _operations(model.operations, borders, classes)
         operations = replace(operations, positions=RowPositions(by_rows), dropout=RowDropout(by_rows))
-    table = local(model.layout.by_key["0.tokens.weight"].spec, comm)
-    own, vocabulary = Range(*table.box[0]), table.whole[0]
-    operations = replace(
-        operations,
+    last = len(model.stages) - 1
+    own = classes[comm.rank]
+    stages = [CutStage(stage, borders, own if unit == last else None) for unit, stage in enumerate(model.stages)]
+    cut = CutModel(stages, model.dtype.name, tokens_per_sample=model.tokens_per_sample, operations=operations)
+    cut.comm, cut.classes, cut.sampling = comm, classes, sampling
+    return cut
+
+
+def _operations(whole: Operations, borders: Borders, classes: Sequence[Range]) -> Operations:
+    """Return ``whole`` with what the ranks compute in parallel; ``classes`` of the vocabulary are those of each."""
+    own, vocabulary = classes[borders.comm.rank], classes[-1].stop
+    return replace(
+        whole,
         linear_column=ColumnLinear(borders),
         linear_row=RowLinear(borders),
         embed=VocabularyEmbedding(borders, own, vocabulary),
-        attention=HeadsAttention(comm),
+        attention=HeadsAttention(borders.comm),
         cross_entropy=VocabularyCrossEntropy(borders, own, vocabulary),
     )
-    last = len(model.stages) - 1
-    stages = [CutStage(stage, borders, own if unit == last else None) for unit, stage in enumerate(model.stages)]
-    return Model(stages, model.dtype.name, tokens_per_sample=model.tokens_per_sample, operations=operations)
+
+
+class CutModel(Model):
+    """A model of which this rank has a part; what it computes is collective over ``comm``, the tensor axis."""
+
+    comm: Communicator
+    classes: Sequence[Range]  # of each rank
+    sampling: Operations  # takes texts of any length
+
+    def logits(self, parameters: Sequence[Parameters], x: Array, arena: Arena) -> Array:
+        """Return the logits (batch..., vocabulary) of all classes: for sampling, the one use that gathers them."""
+        own = self.outputs(parameters, x, arena, self.sampling)
+        tokens = own.size // own.shape[-1]
+        parts = [Range(tokens * part.start, tokens * part.stop) for part in self.classes]
+        buffer = namespace(own).empty(parts[-1].stop, own.dtype)
+        buffer[parts[self.comm.rank].slice] = own.reshape(-1)
+        self.comm.all_gather(buffer, parts)
+        columns = [buffer[part.slice].reshape(*own.shape[:-1], -1) for part in parts]
+        whole: Array = namespace(own).concatenate(columns, axis=-1)
+        return whole
 
 
 class CutStage:
