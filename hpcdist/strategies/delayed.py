@@ -134,8 +134,9 @@ class DelayedExchange(AllreduceExchange):
         norm_squared = float(self.agree(np.array([self.norm_squared()]))[0])
         if not math.isfinite(norm_squared):
             raise NonFiniteError(
-                f"the gradient of the last step has the squared norm {norm_squared}, summed over all ranks. It was not "
-                "applied: lower optimizer.learning_rate, or set optimizer.clip_norm"
+                f"step {self.owner.optimizer.count + 1}: the gradient of this last step has the squared norm "
+                f"{norm_squared}, summed over all ranks. It was not applied: lower optimizer.learning_rate, or set "
+                "optimizer.clip_norm"
             )
         limit = self.seat.optimizer.clip_norm
         self.begin_update(clip.clip_scale(norm_squared, limit) if limit else 1.0)

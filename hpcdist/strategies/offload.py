@@ -20,6 +20,8 @@ are updated in one.
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -190,29 +192,37 @@ class BlockedOptimizer:
         """Bring each block of ``piece`` to the host, compute with it, and bring what is ``written`` back."""
         blocks = list(cut(piece, self._block))
         away = {name: store for name, store in stores.items() if not _on_the_host(store)}
+        arrived: list[Wait] = []
         arriving: list[Wait] = []
         leaving: list[list[Wait]] = [[] for _ in range(SETS)]
-        for number in range(-1, len(blocks)):
-            arrived, following = arriving, number + 1
-            if following < len(blocks):
-                _all(leaving[following % SETS])  # what these blocks of memory held two blocks ago
-                arriving = [
-                    self._begin_read(store, blocks[following], self._buffer(name, following, blocks[following]))
-                    for name, store in away.items()
+        try:
+            for number in range(-1, len(blocks)):
+                arrived, following = arriving, number + 1
+                if following < len(blocks):
+                    _all(leaving[following % SETS])  # what these blocks of memory held two blocks ago
+                    arriving = []  # one by one: what was begun before a failure is waited for
+                    for name, store in away.items():
+                        buffer = self._buffer(name, following, blocks[following])
+                        arriving.append(self._begin_read(store, blocks[following], buffer))
+                if number < 0:
+                    continue
+                _all(arrived)
+                block = blocks[number]
+                at = dict(stores) | {name: self._window(name, number, block) for name in away}
+                self._inner.slots = {name: at.get(name, slot) for name, slot in self.slots.items()}
+                compute(block, at)
+                leaving[number % SETS] = [
+                    self._begin_write(store, block, at[name].array) for name, store in away.items() if name in written
                 ]
-            if number < 0:
-                continue
-            _all(arrived)
-            block = blocks[number]
-            at = dict(stores) | {name: self._window(name, number, block) for name in away}
-            self._inner.slots = {name: at.get(name, slot) for name, slot in self.slots.items()}
-            compute(block, at)
-            leaving[number % SETS] = [
-                self._begin_write(store, block, at[name].array) for name, store in away.items() if name in written
-            ]
-        for waits in leaving:
-            _all(waits)
-        self._inner.slots = self.slots
+            for waits in leaving:
+                _all(waits)
+        finally:
+            self._inner.slots = self.slots
+            for wait in chain(
+                arrived, arriving, *leaving
+            ):  # nothing goes on behind a failure, and the first one is told
+                with suppress(Exception):
+                    wait()
 
     def _window(self, name: str, number: int, block: Range) -> FlatStore:
         """Return a store of the one ``block``, over the memory that it was read into."""

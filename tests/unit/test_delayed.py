@@ -25,6 +25,7 @@ from hpcdist.strategies.grid import Axes, Grid
 from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.pipeline import cut
 from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.schedule.placement import looped
 from hpcdist.strategies.schedule.verify import verify
 from hpcdist.strategies.seat import Seat
 from hpcdist.training import recipe as recipes
@@ -63,7 +64,7 @@ class Run:
             data=axes.data,
             pipeline=axes.pipeline,
             model=self.model,
-            units=cut(self.model, pipeline)[axes.pipeline.rank],
+            placement=looped(cut(self.model, pipeline), pipeline),
             optimizer=optimizer,
             total_steps=STEPS,
             algorithm=algorithm,
@@ -329,8 +330,14 @@ def test_a_value_that_is_not_finite_ends_the_run_on_all_ranks(overlap: str, rng:
                 run.exchange._settle(run.exchange.gradients, bucket)
             run.exchange.gradients.array[...] = np.inf
             before = run.exchange.parameters.array.tobytes()
-            with pytest.raises(NonFiniteError, match="the gradient of the last step"):
+            with pytest.raises(NonFiniteError, match="step 1: the gradient of this last step has"):
                 run.flush()
+            with pytest.raises(NonFiniteError, match=r"step 2: loss [0-9.]+, gradient norm of step 1 inf") as caught:
+                run.step(data[1], 2)
+            said = explain(comm, run.executor, run.operations, run.batches(data[1]), caught.value)
+            key = run.model.layout.segments[0].key
+            assert f"the step before left it in the gradient of {key}, summed" in str(said)
+            assert "samples of that step" in str(said) and "rank 0:" not in str(said)
             assert run.exchange.parameters.array.tobytes() == before
 
     run_threads(2, late)

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +185,49 @@ def test_blocks_take_three_times_as_much_memory_as_one(tmp_path: Path, rng: np.r
         blocked.direction(Range(0, LAYOUT.size), master, gradient)
         blocked.apply(Range(0, LAYOUT.size), master, gradient)
     assert ledger.peak["optimizer"] == ledger.peak_total == 4 * 3 * BLOCK
+
+
+@pytest.mark.parametrize("fails", ["compute", "write"])
+def test_an_update_that_fails_leaves_nothing_under_way(
+    fails: str, tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, begun, done = np.dtype("float64"), [], []
+
+    def watched(name: str) -> None:
+        plain = getattr(FileStore, name)
+
+        def call(store: FileStore, where: Range, values: np.ndarray) -> None:
+            begun.append(where)
+            time.sleep(0.01)  # long enough to be under way when the update fails
+            plain(store, where, values)
+            done.append(where)
+            if name == fails and where.start:
+                raise StorageError("no space is left")
+
+        monkeypatch.setattr(FileStore, name, call)
+
+    make = lambda name: FileStore(LAYOUT, real, directory=tmp_path)  # noqa: E731
+    inner = optimizer.build(OPTIMIZERS["adamw"], LAYOUT, Range(0, LAYOUT.size), real, total_steps=9, make_slot=make)
+    blocked = BlockedOptimizer(inner, block_bytes=BLOCK)
+    master, gradient, whole = filled(rng), filled(rng), Range(0, LAYOUT.size)
+    watched("read")
+    watched("write")
+    plain_apply = inner.apply
+
+    def apply(block: Range, *rest: object) -> None:
+        if fails == "compute" and block.start:
+            raise ZeroDivisionError("of the second block")
+        plain_apply(block, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(inner, "apply", apply)
+    blocked.begin_step()
+    blocked.direction(whole, master, gradient)
+    with pytest.raises(
+        ZeroDivisionError if fails == "compute" else StorageError, match="second block|no space is left"
+    ):
+        blocked.apply(whole, master, gradient)
+    assert len(done) == len(begun) > 4, "all that was begun is over"
+    assert inner.slots is blocked.slots, "no slot is a block that was there a moment ago"
 
 
 def test_a_place_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

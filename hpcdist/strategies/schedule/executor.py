@@ -214,7 +214,8 @@ class Executor:
         outcome.loss = loss * self._scale
         outcome.gradient_norm = float(np.sqrt(values[0])) / scale
         outcome.wishes = values[1:]
-        found = f"step {self._number}: loss {outcome.loss}, gradient norm {outcome.gradient_norm}"
+        of = f" of step {self._number - 1}" if self.exchange.alternates else ""  # whose gradient is applied now
+        found = f"step {self._number}: loss {outcome.loss}, gradient norm{of} {outcome.gradient_norm}"
         try:
             if not np.isfinite(outcome.loss):
                 raise NonFiniteError(found)  # no scale of its gradient cures it
