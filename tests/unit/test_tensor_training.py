@@ -1,14 +1,17 @@
 """Training over data x tensor: steps, norms, checkpoints and refusals, whatever exchanges the gradients."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import ConfigurationError, DivergenceError
+from hpcdist.errors import ConfigurationError, DivergenceError, ScheduleError
 from hpcdist.strategies.grid import Grid
+from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
+from hpcdist.strategies.schedule.verify import verify
 from hpcdist.strategies.sentinel import check_tensor_axis
 from hpcdist.training import recipe as recipes
 from hpcdist.training.evaluation import mean_validation_loss
@@ -190,3 +193,35 @@ def test_what_does_not_go_together_is_refused(changed, said):
     with pytest.raises(ConfigurationError, match=said) as caught:
         recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {})
     assert caught.value.exit_code == 78
+
+
+def test_the_proof_covers_the_tensor_axis(text):
+    keys = KEYS | {"data.path": text, "parallel.tensor": 2, "parallel.sequence_parallel": "true"}
+    keys |= {"parallel.microbatches": 2}
+
+    def body(comm):
+        trainer = trainer_of(comm, keys)
+        return trainer.operations, trainer.seat.ranges
+
+    lists, (units, *_) = zip(*run_threads(4, body), strict=True)
+    grid, (first, *others) = Grid(data=2, tensor=2), lists
+
+    def proven(changed):
+        return verify([changed, *others], grid=grid, units=units, microbatches=2, needs={0: (), 1: ()})
+
+    assert proven(first).meetings > verify(lists[::2], grid=Grid(data=2), units=units, microbatches=2).meetings
+    rows = Operation(Kind.SUM_ROWS)
+    assert first.count(rows) == 1
+    at = first.index(rows)
+    early = [rows, *(op for op in first if op != rows)]
+    with pytest.raises(ScheduleError, match=r"rank 0: .* comes after SUM_ROWS\(\)"):
+        proven(early)
+    with pytest.raises(ScheduleError, match=r"SUM_ROWS\(\) comes twice"):
+        proven([*first[:at], rows, *first[at:]])
+    with pytest.raises(ScheduleError, match=r"rank 0: SUM_ROWS\(\) comes after AGREE\(\)"):
+        proven([*first[:at], first[at + 1], rows, *first[at + 2 :]])
+    with pytest.raises(ScheduleError, match=r"rank 1 waits in SUM_ROWS\(\) for rank 0"):
+        proven([*first[:at], *first[at + 1 :]])
+    swapped = [replace(op, microbatch=1 - op.microbatch) if op.kind in COMPUTE else op for op in first]
+    with pytest.raises(ScheduleError, match="the members of an axis need the same order"):
+        proven(swapped)
