@@ -1,0 +1,155 @@
+"""When everything in a step happens, found by running the lists of all ranks with given times instead of a model.
+
+The same lists are run as the executor runs and the verifier proves (`lists`), or, for pipelines of any size, the passes
+that they are made of (`passes`). Sends never wait, receives do; see `simulate_program` for links and collectives.
+
+The bubble of a stage is that of the zero-bubble paper (P. Qi et al., arXiv:2401.10241): the share of its own span, from
+its first pass to the end of its last, in which it computes nothing. That of the step is that of the stage with the
+longest span. Beside it, the makespan rate is the share of all ranks' time, from the first pass of any to the last, in
+which nobody computes: where stages begin late and end early, as in ZB-H2, it is larger.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hpcdist.strategies.grid import Grid
+from hpcdist.strategies.schedule import simulate_lists, simulate_passes
+from hpcdist.strategies.schedule import simulate_program as programs
+from hpcdist.strategies.schedule.operations import Operation
+from hpcdist.strategies.schedule.placement import Placement
+from hpcdist.strategies.schedule.simulate_costs import Costs
+from hpcdist.strategies.schedule.simulate_program import AWAIT, MEET, RECV, Program, Times
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank does in a simulated step.
+
+    ``span_s`` is from its first pass to the end of its last, ``busy_s`` the passes themselves, ``idle_s`` what it waits
+    in receives, ``exchange_s`` what it spends in collectives and their like, waiting included.
+    """
+
+    begin_s: float
+    span_s: float
+    busy_s: float
+    idle_s: float
+    exchange_s: float
+
+    @property
+    def bubble(self) -> float:
+        """The share of its own span in which it computes nothing."""
+        return (self.span_s - self.busy_s) / self.span_s if self.span_s else 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step with the time of each entry of each rank."""
+
+    program: Program
+    times: Times
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """What each rank does."""
+        return tuple(self._stage(self.program.row(rank)) for rank in range(self.program.ranks))
+
+    def _stage(self, row: slice) -> Stage:
+        program, times = self.program, self.times
+        begin_s, end_s, code, passes = times.begin_s[row], times.end_s[row], program.code[row], program.work[row] >= 0
+        took_s = end_s - begin_s
+        received = code == RECV
+        idle_s = float((took_s[received] - program.seconds[row][received]).sum())
+        exchange_s = float(took_s[~passes].sum() - took_s[received].sum())
+        if not passes.any():
+            return Stage(0.0, 0.0, 0.0, idle_s, exchange_s)
+        first_s, last_s = float(begin_s[passes].min()), float(end_s[passes].max())
+        return Stage(first_s, last_s - first_s, float(took_s[passes].sum()), idle_s, exchange_s)
+
+    @property
+    def makespan_s(self) -> float:
+        """From the beginning to the end of the last entry of any rank."""
+        return float(self.times.end_s.max(initial=0.0))
+
+    @property
+    def computes_s(self) -> float:
+        """From the first pass of any rank to the end of the last one."""
+        computing = [stage for stage in self.stages if stage.span_s]
+        ends = [stage.begin_s + stage.span_s for stage in computing]
+        return max(ends, default=0.0) - min((stage.begin_s for stage in computing), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """The bubble of the stage with the longest span; of several such the largest."""
+        longest = max(stage.span_s for stage in self.stages)
+        return max(stage.bubble for stage in self.stages if stage.span_s >= longest * (1 - 1e-12))
+
+    @property
+    def makespan_rate(self) -> float:
+        """The share of the ranks' time, while any of them computes, in which they do not."""
+        computing = [stage for stage in self.stages if stage.span_s]
+        whole_s = len(computing) * self.computes_s
+        return 1.0 - sum(stage.busy_s for stage in computing) / whole_s if whole_s else 0.0
+
+    def critical_path(self) -> "list[Link]":
+        """Return the chain that decides the makespan, from the beginning on: no gap is between its links (local)."""
+        return _critical_path(self.program, self.times)
+
+
+@dataclass(frozen=True)
+class Link:
+    """One part of the critical path: ``entry`` of ``rank`` at work, or what ``entry`` waited for on its way there."""
+
+    rank: int
+    entry: int
+    begin_s: float
+    end_s: float
+    travels: bool  # a message, or the duration of a meeting, and not work of the rank
+
+
+def lists(
+    steps: Sequence[Sequence[Operation]], placement: Placement, costs: Costs, grid: Grid | None = None
+) -> Timeline:
+    """Return the timeline of the lists of all ranks (local).
+
+    Without a ``grid`` they are one pipeline. Raises ScheduleError where a rank would wait for ever.
+    """
+    program = simulate_lists.program(steps, placement, costs, grid)
+    return Timeline(program, programs.run(program))
+
+
+def passes(rows: Sequence[np.ndarray], placement: Placement, costs: Costs, *, recompute: bool = False) -> Timeline:
+    """Return the timeline of the passes of all ranks of one pipeline, given as `simulate_passes.compact` (local).
+
+    Raises ScheduleError where a rank would wait for ever.
+    """
+    program = simulate_passes.program(rows, placement, costs, recompute=recompute)
+    return Timeline(program, programs.run(program))
+
+
+def _critical_path(program: Program, times: Times) -> list[Link]:
+    found: list[Link] = []
+    entry = int(times.end_s.argmax()) if len(times.end_s) else -1
+    while entry >= 0:
+        rank = program.rank_of(entry)
+        cause, end_s = int(times.cause[entry]), float(times.end_s[entry])
+        if cause < 0:
+            found.append(Link(rank, entry, float(times.begin_s[entry]), end_s, travels=False))
+            follows = entry
+        else:
+            there_s = end_s - float(program.seconds[entry])
+            if there_s < end_s:
+                found.append(Link(rank, entry, there_s, end_s, travels=False))
+            while times.before[cause] >= 0:
+                cause = int(times.before[cause])
+            meets = program.code[entry] in (AWAIT, MEET)
+            left_s = float((times.begin_s if meets else times.end_s)[cause])
+            found.append(Link(rank, entry, left_s, there_s, travels=True))
+            if not meets:
+                entry = cause
+                continue
+            follows = cause
+        entry = follows - 1 if follows > program.starts[program.rank_of(follows)] else -1
+    return [link for link in reversed(found) if link.end_s > link.begin_s]

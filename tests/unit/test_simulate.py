@@ -1,0 +1,313 @@
+"""The simulator: its times by another way, in closed form and by hand; what decides them, and what is alive."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.ranges import Range
+from hpcdist.bench.pipeline_timeline import bars
+from hpcdist.errors import ScheduleError, UsageError
+from hpcdist.strategies.grid import Grid
+from hpcdist.strategies.schedule import simulate, simulate_closed, simulate_memory, simulate_passes
+from hpcdist.strategies.schedule.catalogue import SCHEDULES
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.pipelines import Pass, expand
+from hpcdist.strategies.schedule.placement import Placement, looped
+from hpcdist.strategies.schedule.schedule_file import Written, generated
+from hpcdist.strategies.schedule.simulate import Timeline
+from hpcdist.strategies.schedule.simulate_costs import Costs, Link, Rate
+
+PIPELINES = [name for name, schedule in SCHEDULES.items() if schedule.pipelines]
+
+
+def written(name: str, stages: int, microbatches: int, chunks: int = 2) -> Written:
+    return generated(name, stages, microbatches, chunks if SCHEDULES[name].most is None else 1)
+
+
+def cases() -> Iterator[tuple[str, int, int, int]]:
+    """Yield (schedule, stages, micro-batches, chunks)."""
+    for name in PIPELINES:
+        for stages in range(1, 5):
+            for microbatches in (1, 2, 4, 7):
+                for chunks in (2, 3) if SCHEDULES[name].most is None else (1,):
+                    if microbatches >= SCHEDULES[name].fewest(stages):
+                        yield name, stages, microbatches, chunks
+
+
+def uneven(placement: Placement, draw: np.random.Generator, link: Link | None = None) -> Costs:
+    """Costs in whole seconds, so that every order of sums is exact."""
+    units = placement.units.stop
+    rows = draw.integers(0, 6, (4, units)).astype(float).tolist()
+    sizes = draw.integers(0, 5, (3, units)).tolist()
+    names = ("forward_s", "backward_s", "input_s", "weight_s", "message_bytes", "kept_bytes", "held_bytes")
+    costs = Costs(**dict(zip(names, [*rows, *sizes], strict=True)), link=link or Link())
+    quick = {(0, 1): Link(1.0, Rate(0.0, 2.0))}
+    return replace(costs, links=quick) if link else costs
+
+
+def parts(chunks: int, draw: np.random.Generator) -> list[range]:
+    """So many chunks of one to three units."""
+    ends = np.cumsum(draw.integers(1, 4, chunks)).tolist()
+    return [range(first, stop) for first, stop in zip([0, *ends], ends, strict=False)]
+
+
+def of_lists(of: Written, placement: Placement, costs: Costs, recompute: bool = False) -> Timeline:
+    steps = [expand(row, placement, rank, recompute=recompute) for rank, row in enumerate(of.passes)]
+    return simulate.lists(steps, placement, costs)
+
+
+def of_passes(of: Written, placement: Placement, costs: Costs, recompute: bool = False) -> Timeline:
+    rows = [simulate_passes.compact(row) for row in of.passes]
+    return simulate.passes(rows, placement, costs, recompute=recompute)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_lists_and_passes_have_the_same_times_and_memory(recompute: bool, rng: np.random.Generator) -> None:
+    link = Link(latency_s=2.0, carries=Rate(1.0, 4.0))
+    for name, stages, microbatches, chunks in cases():
+        of = written(name, stages, microbatches, chunks)
+        placement = of.place(parts(stages * of.chunks, rng))
+        costs = uneven(placement, rng, link)
+        long, short = (form(of, placement, costs, recompute) for form in (of_lists, of_passes))
+        assert bars(long) == bars(short), (name, stages, microbatches)
+        assert long.makespan_s == short.makespan_s
+        peaks = [simulate_memory.peaks(form.program, placement, costs) for form in (long, short)]
+        assert peaks[0] == peaks[1], (name, stages, microbatches)
+
+
+def relaxed(of: Written, placement: Placement, costs: Costs, latency_s: float) -> dict[tuple[int, Pass, int], float]:
+    """Return when each (chunk, pass, micro-batch) ends, by repeating what it has to wait for until nothing changes."""
+    rows = {Pass.FORWARD: costs.forward_s, Pass.BACKWARD: costs.backward_s}
+    rows |= {Pass.BACKWARD_INPUT: costs.input_s, Pass.BACKWARD_WEIGHT: costs.weight_s}
+    order = [
+        [(number, way, microbatch) for way, microbatch, local in row for number in [_number(placement, rank, local)]]
+        for rank, row in enumerate(of.passes)
+    ]
+    ends: dict[tuple[int, Pass, int], float] = {}
+    changed = True
+    while changed:
+        changed = False
+        for row in order:
+            now_s = 0.0
+            for number, way, microbatch in row:
+                if way is not Pass.BACKWARD_WEIGHT:
+                    other = number - 1 if way is Pass.FORWARD else number + 1
+                    if 0 <= other < len(placement.chunks):
+                        far = placement.ranks[other] != placement.ranks[number]
+                        now_s = max(now_s, ends.get((other, way, microbatch), 0.0) + latency_s * far)
+                now_s += sum(rows[way][unit] for unit in placement.chunks[number])
+                changed |= ends.get((number, way, microbatch)) != now_s
+                ends[number, way, microbatch] = now_s
+    return ends
+
+
+def _number(placement: Placement, rank: int, local: int) -> int:
+    return [number for number, owner in enumerate(placement.ranks) if owner == rank][local]
+
+
+def test_times_are_those_of_the_longest_way_to_each_pass(rng: np.random.Generator) -> None:
+    codes = {code: way for way, code in simulate_passes.CODES.items()}
+    for name, stages, microbatches, chunks in cases():
+        of = written(name, stages, microbatches, chunks)
+        placement = of.place(parts(stages * of.chunks, rng))
+        costs = uneven(placement, rng, None)
+        costs = replace(costs, link=Link(latency_s=3.0))
+        found = {
+            (bar.chunk, codes[bar.work], bar.microbatch): bar.end_s for bar in bars(of_lists(of, placement, costs))
+        }
+        assert found == relaxed(of, placement, costs, 3.0), (name, stages, microbatches)
+
+
+def equal(name: str, stages: int, microbatches: int, costs: tuple[float, float, float], chunks: int = 2) -> Timeline:
+    of = written(name, stages, microbatches, chunks)
+    count = stages * of.chunks
+    placement = of.place([range(number, number + 1) for number in range(count)])
+    return of_passes(of, placement, Costs.equal(count, *(seconds / of.chunks for seconds in costs)))
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("costs", [(1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (2.0, 3.0, 1.0)])
+def test_closed_forms(name: str, costs: tuple[float, float, float]) -> None:
+    forward_s, input_s, weight_s = costs
+    known = 0
+    for stages in range(1, 7):
+        for microbatches in range(1, 14):
+            for chunks in (2, 3, 4) if name == "interleaved" else (1,):
+                if microbatches < SCHEDULES[name].fewest(stages):
+                    continue
+                closed = simulate_closed.bubble(
+                    name,
+                    stages,
+                    microbatches,
+                    chunks=chunks,
+                    forward_s=forward_s,
+                    input_s=input_s,
+                    weight_s=weight_s,
+                )
+                if closed is not None:
+                    known += 1
+                    found = equal(name, stages, microbatches, costs, chunks).bubble
+                    assert found == pytest.approx(closed, abs=1e-9), (stages, microbatches, chunks)
+    assert known > 20 or (name in ("zb-h2", "zb-v") and costs[1] != costs[2])
+
+
+def test_the_makespan_rate_counts_late_starts_and_early_ends() -> None:
+    """ZB-H2 is a parallelogram: no stage waits in its own span, but they do not work all the time."""
+    found = equal("zb-h2", 4, 8, (1.0, 1.0, 1.0))
+    assert found.bubble == 0.0 and [stage.begin_s for stage in found.stages] == [0, 1, 2, 3]
+    assert found.makespan_rate == pytest.approx(3 / 27) and found.makespan_s == 27
+
+
+def test_messages_slow_a_pipeline_down_and_their_links_are_taken() -> None:
+    place = looped([range(1), range(1, 2)], 2)
+    lists = [
+        [
+            *(Operation(Kind.FORWARD, m, 0) for m in range(3)),
+            *(Operation(Kind.SEND_ACTIVATION, m, 1) for m in range(3)),
+        ],
+        [Operation(Kind.RECV_ACTIVATION, m, 1) for m in range(3)],
+    ]
+    costs = replace(Costs.equal(2, 1.0, 1.0, 1.0), message_bytes=[0, 10], link=Link(5.0, Rate(0.5, 4.0)))
+    found = simulate.lists(lists, place, costs)
+    # Sent at 3 s all of them: each has the link for 0.5 + 10/4 s, and arrives 5 s later.
+    assert found.times.end_s[found.program.row(1)].tolist() == [3 + 3 + 5, 3 + 6 + 5, 3 + 9 + 5]
+    assert [(link.rank, link.travels, link.begin_s, link.end_s) for link in found.critical_path()] == [
+        (0, False, 0, 1), (0, False, 1, 2), (0, False, 2, 3), (1, True, 3, 17),
+    ]  # fmt: skip
+    other = replace(costs, links={(0, 1): Link()})
+    assert simulate.lists(lists, place, other).makespan_s == 3.0
+
+
+def test_the_critical_path_has_no_gap_and_is_as_long_as_the_step(rng: np.random.Generator) -> None:
+    for name, stages, microbatches, chunks in cases():
+        of = written(name, stages, microbatches, chunks)
+        placement = of.place(parts(stages * of.chunks, rng))
+        for link in (None, Link(1.0, Rate(3.0, 2.0))):
+            found = of_lists(of, placement, uneven(placement, rng, link))
+            path = found.critical_path()
+            assert not path or (path[0].begin_s, path[-1].end_s) == (0.0, found.makespan_s)
+            assert all(one.end_s == other.begin_s for one, other in zip(path, path[1:], strict=False))
+
+
+def test_stages_add_up(rng: np.random.Generator) -> None:
+    of = written("zb-h1", 3, 5)
+    placement = of.place(parts(3, rng))
+    found = of_lists(of, placement, uneven(placement, rng, Link(2.0)))
+    for rank, stage in enumerate(found.stages):
+        first = stage.begin_s if rank else 0.0  # what a later rank waits for its first message is not in its span
+        assert stage.span_s == pytest.approx(stage.busy_s + stage.idle_s - first)
+        assert stage.bubble == pytest.approx(1 - stage.busy_s / stage.span_s)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_activations_alive_are_the_bound_of_the_schedule(name: str) -> None:
+    for stages, microbatches in ((2, 5), (4, 8), (5, 5)):
+        of = written(name, stages, microbatches)
+        placement = of.place([range(number, number + 1) for number in range(stages * of.chunks)])
+        costs = Costs.equal(len(placement.chunks), 1.0, 1.0, 1.0)
+        found = simulate_memory.peaks(of_passes(of, placement, costs).program, placement, costs)
+        for rank, memory in enumerate(found):
+            bound = SCHEDULES[name].peak(rank, stages, microbatches, of.chunks)
+            assert memory.peak.live <= bound.live and memory.peak.both <= bound.both and memory.nbytes is None
+            if name != "zb-v":
+                assert memory.peak == bound
+
+
+def test_bytes_that_are_kept_and_held() -> None:
+    of = written("zb-h1", 2, 4)
+    placement = of.place([range(1), range(1, 2)])
+    costs = replace(Costs.equal(2, 1.0, 1.0, 1.0), kept_bytes=[100, 10], held_bytes=[7, 3], message_bytes=[0, 2])
+    found = of_passes(of, placement, costs)
+    # Rank 0 has two micro-batches between F and B at most; rank 1 one, and one that waits for its W.
+    assert [memory.nbytes for memory in simulate_memory.peaks(found.program, placement, costs)] == [200, 13]
+    again = of_passes(written("gpipe", 2, 4), placement, costs, recompute=True)
+    assert [memory.nbytes for memory in simulate_memory.peaks(again.program, placement, costs)] == [100, 3 * 2 + 10]
+
+
+def test_what_never_arrives_is_refused() -> None:
+    of = written("1f1b", 2, 3)
+    placement = of.place([range(1), range(1, 2)])
+    lists = [expand(row, placement, rank) for rank, row in enumerate(of.passes)]
+    lists[0].remove(Operation(Kind.SEND_ACTIVATION, 1, 1))
+    with pytest.raises(ScheduleError, match=r"rank 0 waits for ever .* ranks \[0, 1\]"):
+        simulate.lists(lists, placement, Costs.equal(2, 1.0, 1.0, 1.0))
+    rows = [simulate_passes.compact(row) for row in of.passes]
+    missing = [rows[0][:, rows[0][0] != 0], rows[1]]  # no forward on rank 0
+    with pytest.raises(ScheduleError, match="chunk 1 waits for micro-batch 0, which no rank sends"):
+        simulate.passes(missing, placement, Costs.equal(2, 1.0, 1.0, 1.0))
+    circle = [rows[0][:, ::-1], rows[1]]
+    with pytest.raises(ScheduleError, match="waits for ever"):
+        simulate.passes(circle, placement, Costs.equal(2, 1.0, 1.0, 1.0))
+
+
+def test_costs_are_checked() -> None:
+    with pytest.raises(UsageError, match="weight_s has 1 units, forward_s 2"):
+        Costs(forward_s=[1.0, 1.0], backward_s=[1.0, 1.0], input_s=[1.0, 1.0], weight_s=[1.0])
+    with pytest.raises(UsageError, match="finite and not negative"):
+        Costs.equal(2, 1.0, -1.0, 1.0)
+
+
+WHOLE = Range(0, 100)
+
+
+def replicas(*behind: list[Operation]) -> list[list[Operation]]:
+    """Lists of two replicas of one unit; the first computes one micro-batch, the second two."""
+    lists = []
+    for count, rest in enumerate(behind, 1):
+        passes = [Operation(way, m, 0) for m in range(count) for way in (Kind.FORWARD, Kind.BACKWARD)]
+        lists.append([*passes, *rest])
+    return lists
+
+
+def test_members_of_an_axis_meet() -> None:
+    reduces = [Operation(Kind.REDUCE, range=WHOLE), Operation(Kind.AGREE)]
+    costs = replace(
+        Costs.equal(1, 1.0, 1.0, 1.0), exchange={Kind.REDUCE: Rate(0.5, 200.0), Kind.AGREE: Rate(0.25)}, element_bytes=8
+    )
+    found = simulate.lists(replicas(reduces, reduces), looped([range(1)], 1), costs, Grid(data=2))
+    # The slower one comes at 6 s; 800 bytes take 0.5 + 4 s.
+    assert found.makespan_s == 6 + 4.5 + 0.25
+    assert [stage.exchange_s for stage in found.stages] == [7.75, 4.75]
+    assert sum(link.end_s - link.begin_s for link in found.critical_path()) == found.makespan_s
+    assert found.bubble == 0.0
+
+
+def test_what_is_started_goes_on_beside_the_passes_one_after_the_other() -> None:
+    left, right = Range(0, 50), Range(50, 100)
+    starts = [Operation(Kind.START, range=part) for part in (left, right)]
+    waits = [Operation(Kind.WAIT, range=part) for part in (left, right)]
+    forward = Operation(Kind.FORWARD, 0, 0)
+    steps = [*starts, forward, *waits]
+    costs = replace(Costs.equal(1, 5.0, 1.0, 1.0), exchange={Kind.START: Rate(4.0)})
+    found = simulate.lists([steps, steps], looped([range(1)], 1), costs, Grid(data=2))
+    assert found.times.end_s[found.program.row(0)].tolist() == [0, 0, 5, 5, 8]
+    path = found.critical_path()
+    assert sum(link.end_s - link.begin_s for link in path) == found.makespan_s == 8 and all(one.travels for one in path)
+    settled = [Operation(Kind.SETTLE, range=left), forward, Operation(Kind.DEFER, range=left)]
+    assert simulate.lists([settled] * 2, looped([range(1)], 1), costs, Grid(data=2)).makespan_s == 5.0
+
+
+def test_a_server_waits_for_all_workers_and_they_for_it() -> None:
+    worker = [Operation(Kind.PUSH, range=WHOLE), Operation(Kind.PULL, range=WHOLE)]
+    server = [
+        Operation(Kind.COLLECT, range=WHOLE),
+        Operation(Kind.APPLY, range=WHOLE),
+        Operation(Kind.PUBLISH, range=WHOLE),
+    ]
+    costs = replace(
+        Costs.equal(1, 1.0, 1.0, 1.0),
+        exchange={Kind.PUSH: Rate(2.0), Kind.PUBLISH: Rate(3.0), Kind.APPLY: Rate(0.5)},
+    )
+    lists = [*replicas(worker, worker), server]
+    found = simulate.lists(lists, looped([range(1)], 1), costs, Grid(data=2))
+    ends = [float(found.times.end_s[found.program.row(rank)].max()) for rank in range(3)]
+    assert ends == [6 + 2 + 0.5 + 3, 6 + 2 + 0.5 + 3, 6 + 2 + 0.5]
+
+
+def test_a_tied_tensor_is_exchanged_between_two_stages() -> None:
+    copy = Operation(Kind.COPY_GRADIENT, unit=0)
+    lists = [[Operation(Kind.FORWARD, 0, 0), copy], [Operation(Kind.FORWARD, 0, 1), copy]]
+    costs = replace(Costs.equal(2, 2.0, 1.0, 1.0), exchange={Kind.COPY_GRADIENT: Rate(0.0, 40.0)}, unit_sizes=[10, 0])
+    assert simulate.lists(lists, looped([range(1), range(1, 2)], 2), costs).makespan_s == 2 + 1
