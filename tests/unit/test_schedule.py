@@ -2,7 +2,7 @@
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.strategies.schedule.generators import compute, forward_only, gathered, interleave
-from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.operations import USES, Kind, Operation
 from hpcdist.strategies.schedule.placement import Placement, looped
 
 
@@ -40,17 +40,41 @@ def test_no_reduction_before_the_last_microbatch() -> None:
 
 
 def test_a_unit_is_gathered_for_each_use_and_a_shared_one_for_all_of_them() -> None:
-    apart = gathered(compute("sequential", 1, whole(2)), {0: [0], 1: [1]})
-    assert [str(op) for op in apart] == [
+    apart = gathered(compute("sequential", 2, whole(3)), {0: [0], 1: [1], 2: [2]})
+    assert [str(op) for op in apart[:11]] == [
         "GATHER(0, 0)", "FORWARD(0, 0)", "FREE(0, 0)", "GATHER(0, 1)", "FORWARD(0, 1)", "FREE(0, 1)",
-        "GATHER(0, 1)", "BACKWARD(0, 1)", "FREE(0, 1)", "GATHER(0, 0)", "BACKWARD(0, 0)", "FREE(0, 0)",
+        "GATHER(0, 2)", "FORWARD(0, 2)", "BACKWARD(0, 2)", "FREE(0, 2)", "GATHER(0, 1)",
+    ]  # fmt: skip
+    between = [str(op) for op in apart].index("BACKWARD(0, 0)")
+    assert [str(op) for op in apart[between - 1 : between + 3]] == [
+        "GATHER(0, 0)", "BACKWARD(0, 0)", "FORWARD(1, 0)", "FREE(1, 0)"
     ]  # fmt: skip
     tied = [str(op) for op in gathered(compute("sequential", 2, whole(3)), {0: [0], 1: [1], 2: [0, 2]})]
-    assert tied.count("GATHER(0, 0)") == tied.count("FREE(0, 0)") == 1
-    assert tied[0] == "GATHER(0, 0)" and tied[len(tied) // 2 - 1] == "FREE(0, 0)", "once in each micro-batch"
-    assert tied.count("GATHER(1, 2)") == 2
+    assert (tied[0], tied[-1]) == ("GATHER(0, 0)", "FREE(1, 0)"), "through both micro-batches, which follow each other"
+    for unit, times in ((0, 1), (1, 4), (2, 2)):
+        assert sum(text.startswith("GATHER") and text.endswith(f" {unit})") for text in tied) == times
     evaluation = [str(op) for op in gathered(forward_only(whole(3)), {0: [0], 1: [1], 2: [0, 2]})]
     assert evaluation.index("FREE(0, 0)") > evaluation.index("FORWARD(0, 2)")
+
+
+def test_units_that_are_kept_are_gathered_once_and_weights_need_none() -> None:
+    place = looped([range(2), range(2, 4)], 2)
+    for rank, units in enumerate(place.chunks):
+        steps = compute("zb-h1", 3, place, rank)
+        once = gathered(steps, {unit: [unit] for unit in units}, keep=True)
+        assert sorted(op.unit for op in once if op.kind is Kind.GATHER) == list(units)
+        assert [op for op in once if op.kind not in (Kind.GATHER, Kind.FREE)] == steps
+        last = [index for index, op in enumerate(once) if op.kind is Kind.BACKWARD_INPUT][-1]
+        assert {op.kind for op in once[last + 1 :]} - {Kind.SEND_GRADIENT} == {Kind.FREE, Kind.BACKWARD_WEIGHT}
+        each = gathered(steps, {unit: [unit] for unit in units})
+        there: set[int] = set()
+        for op in each:
+            if op.kind is Kind.GATHER:
+                there.add(op.unit)
+            elif op.kind is Kind.FREE:
+                there.remove(op.unit)
+            else:
+                assert len(there) <= 1 and (op.kind not in USES or op.unit in there)
 
 
 def test_every_microbatch_is_reduced_where_gradients_do_not_stay() -> None:

@@ -239,29 +239,31 @@ def test_every_algorithm_serves_every_level(algorithm: str, config: ZeroConfig) 
         np.testing.assert_allclose(found, losses[:4], rtol=1e-12)
 
 
-def volume(size: int, config: ZeroConfig, microbatches: int) -> float:
-    """What a rank sends in a step, in units of Psi, as the module's docstring has it."""
+def volume(size: int, config: ZeroConfig, microbatches: int, first: float, last: float) -> float:
+    """What a rank sends in a step, in units of Psi, as the module's docstring has it; of two layers, their shares."""
     p, g, o = config.parameters, config.gradients, config.optimizer
     gradients = (microbatches * (1 - 1 / g) if g > 1 else 0) + (1 / g - 1 / o) + 2 / o * (1 - o / size)
-    return gradients + (1 / p - 1 / o) + 2 * microbatches * (1 - 1 / p)
+    gathered = microbatches * (2 - last) - (microbatches - 1) * first
+    return gradients + (1 / p - 1 / o) + gathered * (1 - 1 / p)
 
 
 @pytest.mark.parametrize(("size", "microbatches"), [(3, 2), (4, 2), (6, 1)])
 def test_bytes_are_those_of_the_closed_form_for_all_degrees(size: int, microbatches: int) -> None:
     model = ModelConfig(layers=1, hidden=64, heads=2, vocabulary=256)
 
-    def body(comm: Communicator, config: ZeroConfig) -> tuple[int, int]:
+    def body(comm: Communicator, config: ZeroConfig) -> tuple[int, list[int]]:
         run = Run(comm, zero(1, config), "float32", model, microbatches)
         run.losses(text()[:1])  # communicators are split and scratch memory taken
         with recording(comm) as traffic:
             run.losses(text()[1:2])
         assert not traffic.unknown
-        return traffic.sent_bytes, run.model.layout.parameters * 4
+        return traffic.sent_bytes, [sum(spec.size for spec in stage.tensors()) * 4 for stage in run.model.stages]
 
     for config in degrees(size):
         found = run_threads(size, lambda comm, config=config: body(comm, config))
-        sent, psi = max(sent for sent, _ in found), found[0][1]
-        expected = volume(size, config, microbatches) * psi
+        sent, layers = max(sent for sent, _ in found), found[0][1]
+        psi = sum(layers)
+        expected = volume(size, config, microbatches, layers[0] / psi, layers[-1] / psi) * psi
         assert sent == pytest.approx(expected, rel=0.01, abs=2048), f"{config}: {sent / psi:.3f} Psi"
 
 

@@ -41,6 +41,7 @@ def check(share: Share) -> None:
     """Raise ScheduleError when the list of ``share`` is no training step."""
     _check_passes(share)
     _check_gradients(share)
+    _check_rounds(share)
     _check_sums(share)
     _check_waits(share)
     _check_settled(share)
@@ -49,27 +50,6 @@ def check(share: Share) -> None:
     _check_copies(share)
     residence.check(share)
     mixed.check(share)
-
-
-def live(share: Share) -> tuple[int, int]:
-    """Return the largest number of micro-batches between forward and backward, and of those with all activations.
-
-    The second is smaller where activations are dropped and computed again.
-    """
-    again = {op.microbatch for op in share.steps if op.recompute}
-    begun: set[int] = set()
-    whole: set[int] = set()
-    most = most_whole = 0
-    for _, op in share.where(*COMPUTE):
-        if op.kind is Kind.FORWARD:
-            begun.add(op.microbatch)
-            if op.recompute or op.microbatch not in again:
-                whole.add(op.microbatch)
-        elif op.unit == min(share.units):
-            begun.discard(op.microbatch)
-            whole.discard(op.microbatch)
-        most, most_whole = max(most, len(begun)), max(most_whole, len(whole))
-    return most, most_whole
 
 
 def _check_passes(share: Share) -> None:
@@ -141,6 +121,30 @@ def _check_gradients(share: Share) -> None:
                 if due == 0:
                     raise share.refuse(f"{named[0]} comes before {share.steps[stop]}, which adds to its gradients")
                 raise share.refuse(f"{named[1]} exchanges the gradients of {text(piece)} a second time")
+
+
+def _check_rounds(share: Share) -> None:
+    """Where every micro-batch's gradients are exchanged, those of no other are among them: backwards do not overlap."""
+    if share.accumulates:
+        return
+    found: dict[int, set[int]] = {unit: set() for unit in share.units}  # whose gradients are in memory, by unit
+    taken: set[int] = set()  # units whose gradients were exchanged since they were written
+    for _, op in share.where(*WRITES, *EXCHANGED):
+        if op.kind in WRITES:
+            for unit in {op.unit, *share.needs.get(op.unit, ())} & found.keys():
+                if unit in taken:
+                    found[unit].clear()
+                taken.discard(unit)
+                found[unit].add(op.microbatch)
+            continue
+        for unit, part in share.units.items():
+            if op.range is not None and op.range.intersect(part):
+                taken.add(unit)
+                if found[unit] - {op.microbatch}:
+                    raise share.refuse(
+                        f"{op} exchanges gradients of unit {unit} of micro-batches {sorted(found[unit])} together; one "
+                        "has to be complete before the next is begun, or all are added up first"
+                    )
 
 
 def _check_sums(share: Share) -> None:
@@ -229,7 +233,7 @@ def _check_update(share: Share) -> None:
 def _check_copies(share: Share) -> None:
     """The gradient of a tied tensor's copy is complete when it is sent, and added before the owner's is exchanged."""
     for index, copy in share.where(Kind.COPY_GRADIENT):
-        for at, op in share.where(Kind.BACKWARD):
+        for at, op in share.where(*WRITES):
             if copy.unit in (op.unit, *share.needs.get(op.unit, ())) and at > index:
                 raise share.refuse(f"{copy} comes before {op}, which adds to its gradients")
         owned = share.units.get(copy.unit)

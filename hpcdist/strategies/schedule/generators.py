@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.strategies.schedule.catalogue import SCHEDULES
-from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
+from hpcdist.strategies.schedule.operations import EXCHANGED, USES, Kind, Operation
 from hpcdist.strategies.schedule.pipelines import Pass, Passes, expand
 from hpcdist.strategies.schedule.placement import Placement
 
@@ -57,32 +57,35 @@ def _forwards(placement: Placement, rank: int, microbatches: int) -> Passes:
     ]
 
 
-def gathered(steps: Sequence[Operation], needs: Mapping[int, Sequence[int]]) -> list[Operation]:
-    """Put GATHER and FREE around the compute operations of ``steps``.
+def gathered(steps: Sequence[Operation], needs: Mapping[int, Sequence[int]], *, keep: bool = False) -> list[Operation]:
+    """Put GATHER and FREE around the compute operations of ``steps`` that use parameters.
 
     ``needs`` maps each unit to the units whose parameters it uses, itself included. A unit that only it uses is
-    gathered before each of its operations and freed behind it. One that several use stays from the first of them in a
-    micro-batch to the last, and on to the last of every micro-batch that begins before.
+    gathered before each of its operations and freed behind it, unless the next one is its own again, as the backward of
+    the last unit of a model: 2 m gathers a step, for m micro-batches, and memory for one unit. One that several use
+    stays from the first of them in a micro-batch to the last, and on to the last of every micro-batch that begins
+    before. With ``keep`` each unit stays from its first use in the list to its last: 1 gather, memory for all of them.
     """
-    # (unit, micro-batch, or its place in the list where it has one user only) -> where it is used
-    uses: dict[tuple[int, int], list[int]] = {}
     users = Counter(unit for used in needs.values() for unit in used)
-    for index, op in enumerate(steps):
-        if op.kind in COMPUTE:
-            for unit in needs[op.unit]:
-                uses.setdefault((unit, op.microbatch if users[unit] > 1 else index), []).append(index)
+    using = [index for index, op in enumerate(steps) if op.kind in USES]
+    # (unit, micro-batch, or where it has one user only its place in ``using``) -> where in ``using``
+    uses: dict[tuple[int, int], list[int]] = {}
+    for place, index in enumerate(using):
+        for unit in needs[steps[index].unit]:
+            span = 0 if keep else steps[index].microbatch if users[unit] > 1 else place
+            uses.setdefault((unit, span), []).append(place)
     gathers: dict[int, list[int]] = {}  # before which operation -> units
     frees: dict[int, list[int]] = {}  # behind which operation -> units
     for unit in users:
         spans = sorted((where[0], where[-1]) for (used, _), where in uses.items() if used == unit)
-        end = -1
+        end = -2
         for first, last in spans:
-            if first > end:
-                gathers.setdefault(first, []).append(unit)
+            if first > end + 1:
+                gathers.setdefault(using[first], []).append(unit)
             else:
-                frees[end].remove(unit)  # still there when the next micro-batch begins: it stays
+                frees[using[end]].remove(unit)  # still there, or needed again at once: it stays
             end = max(end, last)
-            frees.setdefault(end, []).append(unit)
+            frees.setdefault(using[end], []).append(unit)
     found: list[Operation] = []
     for index, op in enumerate(steps):
         found += [Operation(Kind.GATHER, op.microbatch, unit) for unit in sorted(gathers.get(index, ()))]
@@ -100,11 +103,12 @@ def interleave(
 ) -> list[Operation]:
     """Put the operations of an exchange among ``steps``, those of `EXCHANGED` as early as their gradients are complete.
 
-    The gradients of a range are complete after the last BACKWARD, and COPY_GRADIENT, of every unit that the range
-    touches; ``units`` maps unit to range. With ``every_microbatch`` they are reduced after the backward of each
-    micro-batch; where ``exchange`` has an ADD of the range, they are added up after all but the last, and then reduced.
-    All other operations follow in their order behind the last of ``steps``, but for a MIX_START at the beginning of
-    ``exchange``, which stays at the beginning.
+    The gradients of a range are complete after the last BACKWARD or BACKWARD_WEIGHT, and COPY_GRADIENT, of every unit
+    that the range touches; ``units`` maps unit to range. With ``every_microbatch`` they are reduced after the backward
+    of each micro-batch; where ``exchange`` has an ADD of the range, they are added up after all but the last, and then
+    reduced. That cannot be where a backward is split and its halves lie apart (`verify` refuses it): the first ones of
+    later micro-batches would write among what is reduced. All other operations follow in their order behind the last of
+    ``steps``, but for a MIX_START at the beginning of ``exchange``, which stays at the beginning.
     """
     complete: dict[tuple[int, int], int] = {}  # (micro-batch, unit) -> where its gradients are complete
     for index, op in enumerate(steps):

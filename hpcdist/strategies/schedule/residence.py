@@ -1,7 +1,8 @@
-"""Are the parameters of a unit there when they are used, and new at the end? Asks one rank, and no other."""
+"""What is in memory when: parameters of units that come and go, activations. Asks one rank, and no other."""
 
 from hpcdist.arrays.ranges import Range
-from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
+from hpcdist.strategies.schedule.operations import COMPUTE, USES, Kind, Operation
+from hpcdist.strategies.schedule.pipelines import Peak
 from hpcdist.strategies.schedule.share import Share, covered, text
 
 GATHERS = (Kind.GATHER, Kind.START_GATHER, Kind.WAIT_GATHER, Kind.FREE)
@@ -24,14 +25,46 @@ def gathered(share: Share) -> int:
     return most
 
 
+def peak(share: Share) -> tuple[Peak, int]:
+    """Return the most micro-batches of chunks that are begun at once, and of those that have all activations.
+
+    The second is smaller where activations are dropped and computed again.
+    """
+    chunks = share.place[0].of(share.place[1]) if share.place is not None else ()
+    chunk_of = {unit: number for number, units in enumerate(chunks) for unit in units}
+    again = {(op.microbatch, chunk_of[op.unit]) for op in share.steps if op.recompute}
+    live: set[tuple[int, int]] = set()
+    whole: set[tuple[int, int]] = set()
+    held: dict[tuple[int, int], int] = {}  # and how many of its units are left
+    most, most_whole = Peak(0, 0, 0), 0
+    for _, op in share.where(*COMPUTE):
+        at = op.microbatch, chunk_of[op.unit]
+        if op.kind is Kind.FORWARD:
+            live.add(at)
+            if op.recompute or at not in again:
+                whole.add(at)
+        elif op.kind is Kind.BACKWARD_WEIGHT:
+            held[at] -= 1
+            if not held[at]:
+                del held[at]
+        elif op.unit == chunks[at[1]].start:
+            live.discard(at)
+            whole.discard(at)
+            if op.kind is Kind.BACKWARD_INPUT:
+                held[at] = len(chunks[at[1]])
+        most = Peak(max(most.live, len(live)), max(most.held, len(held)), max(most.both, len(live) + len(held)))
+        most_whole = max(most_whole, len(whole))
+    return most, most_whole
+
+
 def _check_gathers(share: Share) -> None:
     """A gather that is started is waited for, once; until then nobody uses or gathers the unit, or steps its owners."""
     under_way: dict[int, Operation] = {}
-    for _, op in share.where(*GATHERS, *COMPUTE, Kind.APPLY):
+    for _, op in share.where(*GATHERS, *USES, Kind.APPLY):
         if op.kind is Kind.WAIT_GATHER:
             if under_way.pop(op.unit, None) is None:
                 raise share.refuse(f"{op} waits for what was not started, or was waited for before")
-        elif op.kind in COMPUTE:
+        elif op.kind in USES:
             early = sorted({op.unit, *share.needs.get(op.unit, ())} & under_way.keys())
             if early:
                 raise share.refuse(f"{op} uses unit {early[0]}, which is not gathered then: no WAIT_GATHER before it")
@@ -62,8 +95,8 @@ def _check_residence(share: Share) -> None:
             if op.unit not in there:
                 raise share.refuse(f"{op} frees a unit that is not there")
             there.remove(op.unit)
-        elif op.kind in COMPUTE or (op.kind is Kind.COPY_VALUE and op.unit in share.units):
-            used = {op.unit, *share.needs.get(op.unit, ())} if op.kind in COMPUTE else {op.unit}
+        elif op.kind in USES or (op.kind is Kind.COPY_VALUE and op.unit in share.units):
+            used = {op.unit, *share.needs.get(op.unit, ())} if op.kind in USES else {op.unit}
             absent = sorted((used & freed) - there)
             if absent:
                 raise share.refuse(f"{op} uses unit {absent[0]}, which is not gathered then")

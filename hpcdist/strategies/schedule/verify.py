@@ -26,14 +26,17 @@ from hpcdist.strategies.zero_config import Degrees
 class Proof:
     """What a proven step costs.
 
-    ``live``: for each pipeline stage, the most micro-batches between forward and backward at once; ``whole``: those of
-    them whose activations are all kept, fewer where they are computed again. ``gathered``: the most units that are
-    whole, or on their way, at once, of those that are gathered and freed. ``messages`` between stages, and ``meetings``
-    of collectives, of all ranks together.
+    For each rank of a pipeline, the most micro-batches at once, counted for each chunk that they are in: ``live``
+    between forward and backward, or its first half where it is split; ``whole`` those of them whose activations are all
+    kept, fewer where they are computed again; ``held`` between the halves, for the gradients of weights; ``both`` live
+    or held. ``gathered``: the most units that are whole, or on their way, at once, of those that are gathered and
+    freed. ``messages`` between ranks, and ``meetings`` of collectives, of all ranks together.
     """
 
     live: tuple[int, ...]
     whole: tuple[int, ...]
+    held: tuple[int, ...]
+    both: tuple[int, ...]
     gathered: tuple[int, ...]
     messages: int
     meetings: int
@@ -48,19 +51,21 @@ def verify(
     needs: Mapping[int, Collection[int]] | None = None,
     accumulates: bool = True,
     degrees: Degrees | None = None,
+    placement: Placement | None = None,
 ) -> Proof:
     """Return the proof of one step, given the list of every rank (local).
 
     ``units`` are the ranges of all stages of the model, and ``needs`` maps each to those whose parameters it uses
     besides its own. Lists beyond the size of ``grid`` are those of parameter servers. ``accumulates`` says that
     gradients are exchanged once a step, not after every micro-batch; ``degrees`` over how many replicas parameters,
-    gradients and optimizer state are cut, where all do not step everything. Raises ScheduleError, which names rank and
-    operation.
+    gradients and optimizer state are cut, where all do not step everything. ``placement`` says which rank of a pipeline
+    has which chunks; without it chunks are taken to be as long as they can be. Raises ScheduleError, which names rank
+    and operation.
     """
     neighbours = Neighbours(grid, len(lists))
     if len(lists) < grid.size:
         raise ScheduleError(f"there are {len(lists)} lists for the {grid.size} ranks of the grid; give one for each")
-    owned, places = _owned(lists, neighbours, units)
+    owned, places = _owned(lists, neighbours, units, placement)
     shares = [
         Share(
             rank=rank,
@@ -85,10 +90,12 @@ def verify(
         [share for share in shares[: grid.size] if share.place is not None and share.place[1] == stage]
         for stage in range(grid.pipeline)
     ]
-    peaks = [[checks.live(share) for share in stage] for stage in stages]
+    peaks = [[residence.peak(share) for share in stage] for stage in stages]
     return Proof(
-        live=tuple(max(live for live, _ in stage) for stage in peaks),
+        live=tuple(max(peak.live for peak, _ in stage) for stage in peaks),
         whole=tuple(max(whole for _, whole in stage) for stage in peaks),
+        held=tuple(max(peak.held for peak, _ in stage) for stage in peaks),
+        both=tuple(max(peak.both for peak, _ in stage) for stage in peaks),
         gathered=tuple(max(map(residence.gathered, stage)) for stage in stages),
         messages=rehearsal.messages,
         meetings=rehearsal.meetings,
@@ -96,7 +103,10 @@ def verify(
 
 
 def _owned(
-    lists: Sequence[Sequence[Operation]], neighbours: Neighbours, units: Mapping[int, Range]
+    lists: Sequence[Sequence[Operation]],
+    neighbours: Neighbours,
+    units: Mapping[int, Range],
+    given: Placement | None,
 ) -> tuple[list[list[int]], list[Placement]]:
     """Return the units that each rank computes, and the placement in its pipeline, which must compute each once."""
     owned = [sorted({op.unit for op in steps if op.kind in COMPUTE}) for steps in lists]
@@ -110,6 +120,15 @@ def _owned(
                 f"rank {rank}: the stages of its pipeline compute units {[owned[member] for member in pipeline]}; "
                 f"together they must be {sorted(units)}, with at least one each"
             )
+        if given is not None:
+            for stage, member in enumerate(pipeline):
+                due = [unit for chunk in given.of(stage) for unit in chunk]
+                if owned[member] != due:
+                    raise ScheduleError(
+                        f"rank {member}: it computes units {owned[member]}; the chunks of its place have {due}"
+                    )
+            places.append(given)
+            continue
         parts = [list(run) for _, run in groupby(computed, key=lambda unit: stage_of[unit])]
         chunks = tuple(range(part[0], part[-1] + 1) for part in parts)
         places.append(Placement(chunks, tuple(stage_of[part[0]] for part in parts)))
