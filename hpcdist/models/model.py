@@ -145,6 +145,10 @@ class Model:
         before.release()
         return result
 
+    def communicated_s(self) -> float:
+        """Return the seconds since the last call in which stages communicated: none where they do not (local)."""
+        return 0.0
+
     def evaluate(self, parameters: Sequence[Parameters], x: Array, targets: Array, arena: Arena) -> float:
         """Return the summed loss in nats of a batch, without a backward to come."""
         logits = self.outputs(parameters, x, arena, self.operations)

@@ -34,7 +34,7 @@ from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.placement import looped
 from hpcdist.strategies.schedule.verify import Proof
 from hpcdist.strategies.seat import Seat
-from hpcdist.strategies.tensor.borders import algorithm_on
+from hpcdist.strategies.tensor.axis import algorithm_on
 from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.strategies.zero import ZeroExchange
 from hpcdist.strategies.zero_config import STAGES

@@ -202,3 +202,15 @@ def test_what_is_not_cut_is_saved_once():
 def test_what_cannot_be_cut_is_refused(config, ranks, said):
     with pytest.raises(ConfigurationError, match=said):
         check(config, ranks, CONTEXT, True)
+
+
+def test_time_of_messages_inside_of_stages_is_known(rng):
+    found, whole = batches(rng, 1), built(2)
+
+    def body(comm):
+        model = cut_model(built(2), comm, sequence_parallel=True)
+        step(model, 1, found)
+        return model.communicated_s(), model.communicated_s()
+
+    assert whole.communicated_s() == 0
+    assert all(spent > 0 and again == 0 for spent, again in run_threads(2, body))

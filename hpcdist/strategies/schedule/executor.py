@@ -113,6 +113,7 @@ class Executor:
         self._stages.scale = self._scale * self._outcome.loss_scale
         seconds = self._outcome.seconds
         phases = [PHASES.get(operation.kind, "communication_s") for operation in operations]
+        self.model.communicated_s()  # what came before the step is not of it
         clock = time.perf_counter()
         for operation, phase, following in zip(operations, phases, [*phases[1:], ""], strict=True):
             self._handlers[operation.kind](operation)
@@ -125,6 +126,9 @@ class Executor:
             if self._outcome.skipped:
                 break
         self._stages.neighbours.finish()
+        inside_s = self.model.communicated_s()
+        seconds["communication_s"] += inside_s
+        seconds["compute_s"] -= inside_s
         return self._outcome
 
     def evaluate(self, inputs: Array, targets: Array) -> float:

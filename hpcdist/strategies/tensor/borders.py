@@ -5,24 +5,18 @@ other way round (f and g of arXiv:1909.08053). `ByRows` has the pair of arXiv:22
 reduce-scatter. Whoever calls a method here, all ranks of the axis do, in the same order.
 """
 
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
-from hpcdist import collectives
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import ON_GPUS, SHARDED, SHARDED_ON_GPUS, Sharding, node_shared
-from hpcdist.collectives.selection import parse
-from hpcdist.comm.communicator import Communicator
 from hpcdist.models.stage import Saved
-
-ONE_NODE: Final = "node_shared"
+from hpcdist.strategies.tensor.axis import TensorAxis
 
 
 class Borders(Protocol):
     """What a rank has of the activations outside of the parallel parts; inside it has all tokens."""
 
-    comm: Communicator
-    algorithm: str
+    axis: TensorAxis
     by_rows: bool  # whether a rank has only some of the tokens
 
     def enter(self, x: Array, saved: Saved) -> Array:
@@ -47,31 +41,13 @@ class Borders(Protocol):
         """Return the shape of what this rank has of activations of the shape ``whole`` (local)."""
 
 
-def algorithm_on(comm: Communicator, chosen: str, *, settled: bool, on: str) -> str:
-    """Return what sums activations over ``comm``: ``chosen``; where that is not ``settled``, a node's shared memory.
-
-    Collective over ``comm``. Activations are large, and summed many times a step: what was chosen for gradients over
-    another axis says little about them.
-    """
-    if not settled and on == "cpu" and node_shared.is_available(comm):
-        return ONE_NODE
-    return suited(comm, chosen)
-
-
-def suited(comm: Communicator, algorithm: str) -> str:
-    """Return ``algorithm`` if it can sum over ``comm``, the MPI library's own if not. Collective over ``comm``."""
-    if comm.size > 1 and ONE_NODE in algorithm and comm.nodes().count > 1:
-        return "native"
-    return algorithm
-
-
 class Whole:
     """Every rank has all activations, the same bits."""
 
     by_rows = False
 
-    def __init__(self, comm: Communicator, algorithm: str) -> None:
-        self.comm, self.algorithm = comm, suited(comm, algorithm)
+    def __init__(self, axis: TensorAxis) -> None:
+        self.axis = axis
 
     def enter(self, x: Array, saved: Saved) -> Array:
         """Return x (local)."""
@@ -79,7 +55,7 @@ class Whole:
 
     def enter_backward(self, dx: Array, saved: Saved) -> Array:
         """Sum dx in place and return it."""
-        collectives.allreduce(self.comm, dx.reshape(-1), self.algorithm)
+        self.axis.allreduce(dx.reshape(-1))
         return dx
 
     def partial(self, shape: tuple[int, ...], dtype: Any, name: str, saved: Saved) -> Array:
@@ -88,7 +64,7 @@ class Whole:
 
     def leave(self, partial: Array, name: str, saved: Saved) -> Array:
         """Sum in place; return ``partial``."""
-        collectives.allreduce(self.comm, partial.reshape(-1), self.algorithm)
+        self.axis.allreduce(partial.reshape(-1))
         return partial
 
     def leave_backward(self, dy: Array, saved: Saved) -> Array:
@@ -112,9 +88,9 @@ class ByRows:
 
     by_rows = True
 
-    def __init__(self, comm: Communicator, algorithm: str, context: int) -> None:
-        self.comm, self.algorithm, self.context = comm, suited(comm, algorithm), context
-        assert context >= comm.size
+    def __init__(self, axis: TensorAxis, context: int) -> None:
+        self.axis, self.context = axis, context
+        assert context >= axis.size
 
     def enter(self, x: Array, saved: Saved) -> Array:
         """Gather the rows of x (rows, hidden)."""
@@ -141,19 +117,19 @@ class ByRows:
 
     def first_token(self, y: Array) -> int:
         """Return the index of the first own row among all (local)."""
-        return self._rows(self._tokens(y.shape[0]))[self.comm.rank].start
+        return self._rows(self._tokens(y.shape[0]))[self.axis.rank].start
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Return (own rows, hidden) for (batch, context, hidden)."""
         batch, context, hidden = whole
-        return self._rows(batch * context)[self.comm.rank].size, hidden
+        return self._rows(batch * context)[self.axis.rank].size, hidden
 
     def _rows(self, tokens: int) -> list[Range]:
-        return split(tokens, self.comm.size, itemsize=1, align_bytes=1)
+        return split(tokens, self.axis.size, itemsize=1, align_bytes=1)
 
     def _tokens(self, own: int) -> int:
-        # This many rows here stand for one of `comm.size` consecutive numbers; one of them is a multiple of `context`.
-        return (own * self.comm.size + self.comm.rank) // self.context * self.context
+        # This many rows here stand for one of `axis.size` consecutive numbers; one of them is a multiple of `context`.
+        return (own * self.axis.size + self.axis.rank) // self.context * self.context
 
     def _gather(self, own: Array, saved: Saved) -> Array:
         rows, hidden = own.shape
@@ -161,24 +137,16 @@ class ByRows:
         whole = saved.scratch("tensor.gathered", (tokens // self.context, self.context, hidden), own.dtype)
         buffer = whole.reshape(-1)
         shares = self._shares(tokens, hidden)
-        buffer[shares[self.comm.rank].slice] = own.reshape(-1)
-        self._sharding(buffer, shares).all_gather(self.comm, buffer, shares)
+        buffer[shares[self.axis.rank].slice] = own.reshape(-1)
+        self.axis.all_gather(buffer, shares)
         return whole
 
     def _scatter(self, whole: Array) -> Array:
         hidden = whole.shape[-1]
         buffer = whole.reshape(-1)
         shares = self._shares(buffer.size // hidden, hidden)
-        self._sharding(buffer, shares).reduce_scatter(self.comm, buffer, shares)
-        return buffer[shares[self.comm.rank].slice].reshape(-1, hidden)
+        self.axis.reduce_scatter(buffer, shares)
+        return buffer[shares[self.axis.rank].slice].reshape(-1, hidden)
 
     def _shares(self, tokens: int, hidden: int) -> list[Range]:
         return [Range(rows.start * hidden, rows.stop * hidden) for rows in self._rows(tokens)]
-
-    def _sharding(self, buffer: Array, shares: list[Range]) -> Sharding:
-        """Return the two halves of the allreduce that is wanted, or of the ring where it has none for these shares."""
-        name = parse(self.algorithm).at(buffer.nbytes)
-        if name in ON_GPUS:
-            return SHARDED_ON_GPUS[name] if len({part.size for part in shares}) == 1 else SHARDED["ring"]
-        in_order = name in SHARDED and not (name == "hierarchical" and self.comm.nodes().count > 1)
-        return SHARDED[name if in_order else "ring"]

@@ -14,6 +14,7 @@ from hpcdist.models.arena import Arena
 from hpcdist.models.model import Model
 from hpcdist.models.operations import Operations
 from hpcdist.models.stage import Gradients, Parameters, Saved, Stage, StreamOf
+from hpcdist.strategies.tensor.axis import TensorAxis
 from hpcdist.strategies.tensor.borders import Borders, ByRows, Whole
 from hpcdist.strategies.tensor.linear import ColumnLinear, RowLinear
 from hpcdist.strategies.tensor.parts import HeadsAttention, RowDropout
@@ -36,38 +37,39 @@ def cut_model(model: Model, comm: Communicator, algorithm: str = "native", *, se
     """
     if comm.size == 1:
         return model
-    borders: Borders = Whole(comm, algorithm)
+    axis = TensorAxis(comm, algorithm)
+    borders: Borders = Whole(axis)
     classes = split(model.layout.by_key["0.tokens.weight"].spec.shape[0], comm.size, itemsize=1, align_bytes=1)
     operations = sampling = _operations(model.operations, borders, classes)
     if sequence_parallel:
-        borders = by_rows = ByRows(comm, algorithm, model.tokens_per_sample)
+        borders = by_rows = ByRows(axis, model.tokens_per_sample)
         operations = _operations(model.operations, borders, classes)
         operations = replace(operations, positions=RowPositions(by_rows), dropout=RowDropout(by_rows))
     last = len(model.stages) - 1
     own = classes[comm.rank]
     stages = [CutStage(stage, borders, own if unit == last else None) for unit, stage in enumerate(model.stages)]
     cut = CutModel(stages, model.dtype.name, tokens_per_sample=model.tokens_per_sample, operations=operations)
-    cut.comm, cut.classes, cut.sampling = comm, classes, sampling
+    cut.axis, cut.classes, cut.sampling = axis, classes, sampling
     return cut
 
 
 def _operations(whole: Operations, borders: Borders, classes: Sequence[Range]) -> Operations:
     """Return ``whole`` with what the ranks compute in parallel; ``classes`` of the vocabulary are those of each."""
-    own, vocabulary = classes[borders.comm.rank], classes[-1].stop
+    own, vocabulary = classes[borders.axis.rank], classes[-1].stop
     return replace(
         whole,
         linear_column=ColumnLinear(borders),
         linear_row=RowLinear(borders),
         embed=VocabularyEmbedding(borders, own, vocabulary),
-        attention=HeadsAttention(borders.comm),
+        attention=HeadsAttention(borders.axis),
         cross_entropy=VocabularyCrossEntropy(borders, own, vocabulary),
     )
 
 
 class CutModel(Model):
-    """A model of which this rank has a part; what it computes is collective over ``comm``, the tensor axis."""
+    """A model of which this rank has a part; what it computes is collective over the tensor axis."""
 
-    comm: Communicator
+    axis: TensorAxis
     classes: Sequence[Range]  # of each rank
     sampling: Operations  # takes texts of any length
 
@@ -77,11 +79,15 @@ class CutModel(Model):
         tokens = own.size // own.shape[-1]
         parts = [Range(tokens * part.start, tokens * part.stop) for part in self.classes]
         buffer = namespace(own).empty(parts[-1].stop, own.dtype)
-        buffer[parts[self.comm.rank].slice] = own.reshape(-1)
-        self.comm.all_gather(buffer, parts)
+        buffer[parts[self.axis.rank].slice] = own.reshape(-1)
+        self.axis.all_gather(buffer, parts)
         columns = [buffer[part.slice].reshape(*own.shape[:-1], -1) for part in parts]
         whole: Array = namespace(own).concatenate(columns, axis=-1)
         return whole
+
+    def communicated_s(self) -> float:
+        """Return the seconds since the last call in which this rank communicated, and waited, inside of stages."""
+        return self.axis.taken_s()
 
 
 class CutStage:
@@ -90,7 +96,7 @@ class CutStage:
     def __init__(self, inner: Stage, borders: Borders, classes: Range | None) -> None:
         self.inner, self.layer, self.tied = inner, inner.layer, inner.tied
         self._borders, self._classes = borders, classes
-        self._specs = tuple(local(spec, borders.comm) for spec in inner.tensors())
+        self._specs = tuple(local(spec, borders.axis.comm) for spec in inner.tensors())
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Return the specs of the own parts, in the order of the whole ones."""

@@ -1,18 +1,18 @@
 """What a rank computes by itself, but with its own part of what is dropped. Local."""
 
 from hpcdist.arrays.backend import Array
-from hpcdist.comm.communicator import Communicator
 from hpcdist.models.attention import LocalAttention
 from hpcdist.models.dropout import LocalDropout
 from hpcdist.models.stage import Saved
+from hpcdist.strategies.tensor.axis import TensorAxis
 from hpcdist.strategies.tensor.borders import ByRows
 
 
 class HeadsAttention(LocalAttention):
     """Attention of the own heads, of as many on every rank of the tensor axis."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self._rank, self._size = comm.rank, comm.size
+    def __init__(self, axis: TensorAxis) -> None:
+        self._axis = axis
 
     def forward(
         self,
@@ -25,7 +25,7 @@ class HeadsAttention(LocalAttention):
     ) -> Array:
         """Return (batch, context, own width) for qkv (batch, context, 3 own width)."""
         heads = qkv.shape[-1] // 3 // head_size
-        own = part or (self._rank * heads, self._size * heads)
+        own = part or (self._axis.rank * heads, self._axis.size * heads)
         return super().forward(qkv, head_size, saved, name, dropout, own)
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist import collectives
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import Range
@@ -95,8 +94,7 @@ class VocabularyCrossEntropy:
     """
 
     def __init__(self, borders: Borders, own: Range, vocabulary: int) -> None:
-        self.comm, self.algorithm = borders.comm, borders.algorithm
-        self.own, self.vocabulary = own, vocabulary
+        self.axis, self.own, self.vocabulary = borders.axis, own, vocabulary
 
     def forward(self, logits: Array, targets: Array, saved: Saved, name: str = "cross_entropy") -> float:
         """Return the sum over tokens on the first rank, 0 on the others: a sum over all ranks counts it once.
@@ -114,15 +112,15 @@ class VocabularyCrossEntropy:
         sums = saved.empty(f"{name}.sums", (2, tokens), logits.dtype)  # exponentials; the target's logit
         top = saved.scratch("cross_entropy.top", (tokens,), logits.dtype)
         logits.max(axis=1, out=top)
-        collectives.allreduce(self.comm, top, self.algorithm, op="max")
+        self.axis.allreduce(top, "max")
         logits -= top[:, None]
         sums[1] = logits[xp.arange(tokens), near] * inside
         xp.exp(logits, out=logits)
         logits.sum(axis=1, out=sums[0])
-        collectives.allreduce(self.comm, sums.reshape(-1), self.algorithm)
+        self.axis.allreduce(sums.reshape(-1))
         logits /= sums[0][:, None]
         saved.keep(f"{name}.p", logits)
-        if self.comm.rank:
+        if self.axis.rank:
             return 0.0
         return float(xp.log(sums[0].astype(np.float64)).sum() - sums[1].sum(dtype=np.float64))
 
