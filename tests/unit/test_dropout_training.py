@@ -9,6 +9,7 @@ from gpu_runs import STEPS, assembled, write_text
 from hpcdist.arrays import backend
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
+from hpcdist.models.arena import Arena
 from hpcdist.training.data import Shares
 
 PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12}
@@ -83,6 +84,21 @@ def test_a_resumed_run_drops_what_it_would_have_dropped(tmp_path: Path, rng: np.
     for (losses, state), (rest, same) in zip(whole, resumed, strict=True):
         assert rest == losses[STEPS // 2 :]
         assert all((state[name] == same[name]).all() for name in state)
+
+
+def test_an_evaluation_during_a_run_drops_nothing(tmp_path: Path, rng: np.random.Generator) -> None:
+    keys = _keys(tmp_path, rng)
+
+    def body(comm: Communicator) -> tuple[float, float]:
+        trainer = assembled(comm, keys)
+        with trainer.batches(1) as batches:
+            (batch,) = batches
+        trainer.step(1, trainer.cut(batch), np.zeros(2))
+        model, parameters = trainer.model, trainer.model.bind(trainer.exchange.parameters)
+        return trainer.executor.evaluate(*batch), model.evaluate(parameters, *batch, Arena())
+
+    ((during, alone),) = run_threads(1, body)
+    assert during == alone
 
 
 def test_shares_that_are_not_even_keep_the_places_of_samples(tmp_path: Path, rng: np.random.Generator) -> None:
