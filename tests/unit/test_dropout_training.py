@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from gpu_runs import STEPS, assembled, write_text
 
-from hpcdist.arrays import backend
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.models.arena import Arena
 from hpcdist.training.data import Shares
 
 PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12}
+CHUNKS = {"parallel.schedule": "interleaved", "parallel.chunks": 2, "parallel.microbatches": 2}
 SHARDS = {"run.logical_shards": 3, "communication.algorithm": "auto"}
 # Name: ranks, the keys of the run alone that it equals, its own keys.
 LAYOUTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
@@ -23,6 +23,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
     "gpipe": (2, {"run.global_batch": 12}, {**PIPELINE, "parallel.schedule": "gpipe"}),
     "1f1b": (4, {"run.global_batch": 12}, PIPELINE),
     "1f1b, recomputing": (2, {"run.global_batch": 12}, {**PIPELINE, "parallel.recompute": "true"}),
+    "zb-h1": (2, {"run.global_batch": 12}, {**PIPELINE, "parallel.schedule": "zb-h1"}),
+    "interleaved": (2, {"run.global_batch": 12}, {**PIPELINE, **CHUNKS}),
+    "tensor": (2, {}, {"parallel.tensor": 2}),
+    "tensor, by rows": (2, {}, {"parallel.tensor": 2, "parallel.sequence_parallel": "true"}),
     "logical shards": (2, {"run.global_batch": 12}, {"run.global_batch": 12, **SHARDS}),
 }
 
@@ -39,7 +43,7 @@ def _train(
     if save:
         trainer.save(save, STEPS // 2)
     pieces = [piece for piece in trainer.exchange.pieces() if piece.kind == "parameters"]
-    state = {(p.tensor, p.flat.start): backend.to_host(p.array).ravel().copy() for p in pieces}
+    state = {(p.tensor, p.global_shape, p.box, p.flat): p.array.copy() for p in pieces}
     trainer.close()
     return losses, state
 
@@ -50,8 +54,16 @@ def _keys(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
 
 
 def _whole(ranks: list[tuple[list[float], dict[object, np.ndarray]]]) -> np.ndarray:
-    pieces = {name: values for _, state in ranks for name, values in state.items()}
-    return np.concatenate([values for (tensor, _), values in sorted(pieces.items()) if not tensor.endswith("qkv.bias")])
+    """Return all parameters; the bias of keys is left out, which has no true gradient."""
+    tensors: dict[str, np.ndarray] = {}
+    for _, state in ranks:
+        for (tensor, shape, box, flat), values in state.items():
+            whole = tensors.setdefault(tensor, np.full(shape, np.nan))
+            part = np.ix_(*(range(*inside) for inside in box))
+            held = whole[part].ravel()
+            held[flat.slice] = values
+            whole[part] = held.reshape(whole[part].shape)
+    return np.concatenate([whole.ravel() for name, whole in sorted(tensors.items()) if not name.endswith("qkv.bias")])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
