@@ -25,7 +25,7 @@ from hpcdist.models.model import Model
 from hpcdist.models.split import narrow, splitting, weight_gradients
 
 WARM: Final = 2
-TURNS: Final = 5
+TURNS: Final = 7
 VALUE: Final = 0.01  # of all parameters: no product of them over- or underflows
 
 
@@ -95,9 +95,10 @@ class _Probe:
 
     def run(self) -> Seconds:
         turns = [self._turn() for _ in range(WARM + TURNS)][WARM:]
-        return Seconds(*(median(column) for column in zip(*turns, strict=True)))
+        first, second, joint, halves, weight = zip(*turns, strict=True)
+        return Seconds(median(first + second), median(joint), median(halves), median(weight))
 
-    def _turn(self) -> tuple[float, float, float, float]:
+    def _turn(self) -> tuple[float, float, float, float, float]:
         first = self._forward()
         joint = self._backward(split=False)
         self._saved.release()
@@ -108,7 +109,7 @@ class _Probe:
         weight_gradients(self._parameters, self._gradients, self._model.operations, self._saved)
         weight = self._clock() - begun
         self._saved.release()
-        return (first + second) / 2, joint, halves, weight
+        return first, second, joint, halves, weight
 
     def _forward(self) -> float:
         self._saved = self._arena.saved(self._stage.layer)

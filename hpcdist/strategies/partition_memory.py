@@ -3,12 +3,12 @@
 For the units of all its chunks together, n parameters of b bytes on p data ranks:
 
     states       n b (1 / d_p + 1 / d_g), and n (slots / d_o) of the optimizer, with the sharding degrees d of the
-                 exchange: 1 each for allreduce; a copy of a tied tensor has a parameter and a gradient
-    gathered     the largest units that are whole for a moment where they are cut (ZeRO-2 and 3)
+                 exchange, 1 each for allreduce, and n b for what ZeRO keeps whole besides; a copy of a tied tensor has
+                 a parameter and a gradient
     activations  at the worst moment of the schedule: the sum over its chunks of live micro-batches, each times what it
                  keeps
     messages     two inputs and two outputs of every chunk whose border is one of ranks: posted ahead, and on their way
-    scratch      for each name the largest of any unit
+    scratch      for each name the largest of any unit; units that are whole for a moment where they are cut (ZeRO)
 
 Moments come from the operations of the schedule, the list that is executed. Not counted: batches, the buckets and
 copies of collectives, what a BLAS or a GPU library takes, and blocks that the arena keeps and nobody fits in.
@@ -23,9 +23,8 @@ import numpy as np
 
 from hpcdist.strategies.costs import UnitCost
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.zero_config import Degrees
+from hpcdist.strategies.zero_config import Degrees, ZeroConfig
 
-WHOLE: Final = Degrees(1, 1, 1)
 IN_MESSAGES: Final = 2  # messages of a kind that are there at once
 
 
@@ -43,31 +42,34 @@ Moment = tuple[Live, ...]  # by local chunk
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """Bytes of what a rank keeps of a parameter, and of a unit that is whole for a moment.
+    """What a rank keeps of each parameter, with its gradient and its optimizer state, in bytes.
 
-    ``optimizer_bytes`` are those of all slots, and a master where there is one.
+    Where parameters, or gradients, are cut over the data axis, ``gathered`` and ``reduced`` units are whole at once,
+    with ``itemsize`` bytes an element.
     """
 
+    per_parameter: float
     itemsize: int
-    optimizer_bytes: int
-    degrees: Degrees = WHOLE
-    gathered_units: int = 1
+    gathered: int = 0
+    reduced: int = 0
 
-    @property
-    def per_parameter(self) -> float:
-        """Bytes of a parameter, its gradient and its optimizer state, on one rank."""
-        degrees = self.degrees
-        whole = self.itemsize / degrees.parameters + self.itemsize / degrees.gradients
-        return whole + self.optimizer_bytes / degrees.optimizer
+    @classmethod
+    def of(cls, config: ZeroConfig, degrees: Degrees, itemsize: int, optimizer_bytes: int) -> "States":
+        """Return those of an exchange that cuts by ``degrees``; ``optimizer_bytes`` are all slots, and a master."""
+        cut = degrees.parameters > 1, degrees.gradients > 1
+        whole = config.keep_parameters + config.keep_gradients
+        each = itemsize / degrees.parameters + itemsize / degrees.gradients + optimizer_bytes / degrees.optimizer
+        return cls(
+            per_parameter=each + whole * itemsize,
+            itemsize=itemsize,
+            gathered=1 + config.prefetch if cut[0] and not config.keep_parameters else 0,
+            reduced=int(cut[1] and not config.keep_gradients),
+        )
 
     def whole(self, parameters: int) -> dict[str, int]:
         """Return the bytes of a unit of so many ``parameters`` while it is used, by what they are."""
-        found = {}
-        if self.degrees.parameters > 1:
-            found["gathered"] = self.gathered_units * parameters * self.itemsize
-        if self.degrees.gradients > 1:
-            found["whole gradients"] = parameters * self.itemsize
-        return found
+        size = parameters * self.itemsize
+        return {"gathered": self.gathered * size, "reduced": self.reduced * size}
 
 
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:

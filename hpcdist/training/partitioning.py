@@ -1,0 +1,92 @@
+"""From a recipe to the cut of its model into the stages of a pipeline.
+
+A cut by parameters or operations follows from the recipe. One that is measured is kept in checkpoints, and by a start
+that goes on from one, as long as it has as many chunks: sums over the ranks of a pipeline would round differently.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.checkpoint import manifest
+from hpcdist.comm.communicator import Communicator
+from hpcdist.models.model import Model
+from hpcdist.optim.optimizer import OPTIMIZERS
+from hpcdist.strategies import partition_measured
+from hpcdist.strategies.grid import Grid
+from hpcdist.strategies.partition_measured import Seconds
+from hpcdist.strategies.partition_memory import States
+from hpcdist.strategies.partition_plan import Plan, plan
+from hpcdist.strategies.schedule.schedule_file import Written, generated
+from hpcdist.strategies.zero_config import STAGES, Degrees
+from hpcdist.training.recipe import Recipe
+
+KEPT = "stage_units"  # among the scalars of a checkpoint
+
+
+def planned(
+    comm: Communicator,
+    recipe: Recipe,
+    grid: Grid,
+    whole: Model,
+    own: Model,
+    schedule: Written | None,
+    resume_from: Path | None,
+) -> Plan | None:
+    """Return the cut of the ``whole`` model, the same on all ranks; None where it is one part.
+
+    Collective over ``comm``, the world, where it is measured: this rank has ``own`` of the model. ``schedule`` is that
+    of a file. Raises ConfigurationError, on all ranks.
+    """
+    parallel = recipe.parallel
+    order = schedule or scheduled(recipe)
+    if grid.pipeline * order.chunks == 1:
+        return None
+    kept: tuple[int, ...] = ()
+    seconds: Sequence[Seconds] | None = None
+    samples = largest_microbatch(recipe, grid.data)
+    if parallel.partition == "measured":
+        kept = _kept(resume_from, len(whole.stages), grid.pipeline * order.chunks)
+        speeds = parallel.stage_speeds or (1,) * grid.pipeline
+        speed = speeds[grid.coordinates(comm.rank)["pipeline"]]
+        measured = partition_measured.measure(own, samples, recipe.run.device)
+        seconds = partition_measured.agree(comm, measured, speed)
+    return plan(whole, parallel, order, states(recipe, grid.data), samples, seconds=seconds, kept=kept)
+
+
+def state(recipe: Recipe, made: Plan | None) -> dict[str, list[int]]:
+    """Return what a checkpoint keeps of a cut that does not follow from the recipe (local)."""
+    return {KEPT: list(made.stage_units)} if made and recipe.parallel.partition == "measured" else {}
+
+
+def scheduled(recipe: Recipe) -> Written:
+    """Return the passes of all pipeline ranks for a schedule that is none of a file (local)."""
+    parallel = recipe.parallel
+    return generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
+
+
+def largest_microbatch(recipe: Recipe, replicas: int) -> int:
+    """Return the most samples of a micro-batch (local)."""
+    return -(-recipe.run.global_batch // (replicas * recipe.parallel.microbatches))
+
+
+def states(recipe: Recipe, replicas: int) -> States:
+    """Return what a rank keeps of each parameter on ``replicas`` data ranks (local)."""
+    master = np.dtype(recipe.precision.computes).itemsize
+    working = recipe.precision.working
+    itemsize = master if working is None else dtype_of(working).itemsize
+    optimizer = recipe.optimizer
+    slots = len(OPTIMIZERS[optimizer.name].slot_names) if optimizer.name != "sgd" or optimizer.momentum else 0
+    stage = STAGES.get(recipe.parallel.strategy)
+    degrees = Degrees(1, 1, 1) if stage is None else recipe.zero.degrees(stage, replicas)
+    return States.of(recipe.zero, degrees, itemsize, master * (slots + (working is not None)))
+
+
+def _kept(path: Path | None, units: int, chunks: int) -> tuple[int, ...]:
+    """Return the measured cut of the checkpoint in ``path``; () where there is none for as many ``chunks`` (local)."""
+    if path is None:
+        return ()
+    found = tuple(map(int, manifest.load(path).scalars.get(KEPT, ())))
+    return found if len(found) == chunks and sum(found) == units else ()
