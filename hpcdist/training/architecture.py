@@ -5,6 +5,7 @@ from typing import Final
 from hpcdist.strategies.decentralised.replicas import Replicas
 from hpcdist.strategies.owner import OwnerExchange
 from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.tensor.model import CutModel
 from hpcdist.strategies.zero_config import STAGES, ZeroConfig
 from hpcdist.training.trainer import Trainer
 
@@ -42,6 +43,9 @@ def described(trainer: Trainer) -> str:
     if isinstance(trainer.exchange, OwnerExchange) and trainer.exchange.shards is not None:
         shards = trainer.exchange.shards
         parts.append(f"{shards.count} logical shards, arithmetic {shards.arithmetic}")
+    if isinstance(trainer.model, CutModel):
+        rows = ", activations by rows" if parallel.sequence_parallel else ""
+        parts.append(f"tensor by {trainer.model.axis.algorithm}{rows}")
     if grid.pipeline > 1:
         stages, microbatches = grid.pipeline, parallel.microbatches
         bubble = (stages - 1) / (microbatches + stages - 1)

@@ -75,6 +75,16 @@ from hpcdist.training.trainer import assemble
             ["parallel.pipeline=2", "parallel.microbatches=4", "parallel.recompute=true"],
             "allreduce, native, 1f1b of 4 micro-batches, recomputing, bubble 20%",
         ),
+        (
+            4,
+            ["parallel.tensor=2", "parallel.sequence_parallel=true", "model.heads=2", "parallel.strategy=zero1"],
+            "zero1, native, tensor by node_shared, activations by rows",
+        ),
+        (
+            2,
+            ["parallel.tensor=2", "model.heads=2", "communication.algorithm=ring"],
+            "allreduce, ring, tensor by ring",
+        ),
     ],
 )
 def test_one_line_says_it_all(
