@@ -28,6 +28,8 @@ def hpcdist(*arguments: str) -> "subprocess.CompletedProcess[str]":
         ["train", "--help"],
         ["bench", "collectives", "--help"],
         ["bench", "data", "--help"],
+        ["bench", "pipeline", "--help"],
+        ["schedule", "--help"],
         ["compare", "--help"],
     ],
 )

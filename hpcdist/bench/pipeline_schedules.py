@@ -1,0 +1,194 @@
+"""A schedule on paper: proven, simulated and compared with its closed form, before anything runs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hpcdist.arrays.ranges import Range
+from hpcdist.errors import UsageError
+from hpcdist.strategies.grid import Grid
+from hpcdist.strategies.schedule import order, simulate, simulate_closed, simulate_memory, simulate_passes
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.pipelines import Pass, Passes, expand
+from hpcdist.strategies.schedule.placement import Placement
+from hpcdist.strategies.schedule.schedule_file import Written
+from hpcdist.strategies.schedule.simulate import Timeline
+from hpcdist.strategies.schedule.simulate_costs import Costs, Link, Rate
+from hpcdist.strategies.schedule.simulate_memory import Memory
+from hpcdist.strategies.schedule.verify import verify
+
+PROVEN: Final = 20_000  # passes of all ranks, up to which their lists of operations are verified too: a second
+_SHOWN_RANKS: Final = 8
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a stage costs for a micro-batch, all chunks of a rank together: one for all ranks, or one for each.
+
+    ``costs`` are (forward, gradient of the input, gradients of the weights) in seconds; a joint backward takes as long
+    as the last two. Chunks of a rank are alike. A message takes its link for ``message_s``.
+    """
+
+    stages: int
+    microbatches: int
+    costs: tuple[tuple[float, float, float], ...] = ((1.0, 1.0, 1.0),)
+    message_s: float = 0.0
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.costs) not in (1, self.stages):
+            raise UsageError(f"--costs is given {len(self.costs)} times; once for all stages, or {self.stages} times")
+        if not all(math.isfinite(seconds) and seconds >= 0 for row in self.costs for seconds in row):
+            raise UsageError(f"--costs {self.costs}: seconds are finite and not negative")
+
+    @property
+    def equal(self) -> bool:
+        """Whether all stages are alike and messages take nothing, as closed forms have it."""
+        return len(set(self.costs)) == 1 and not self.message_s and not self.recompute
+
+    def of(self, placement: Placement) -> Costs:
+        """Return the costs of a placement of one unit for each chunk."""
+        rows = [self.costs[rank % len(self.costs)] for rank in placement.ranks]
+        shares = [placement.ranks.count(rank) for rank in placement.ranks]
+        forward_s, input_s, weight_s = (
+            [row[part] / share for row, share in zip(rows, shares, strict=True)] for part in range(3)
+        )
+        return Costs(
+            forward_s=forward_s,
+            backward_s=[a + b for a, b in zip(input_s, weight_s, strict=True)],
+            input_s=input_s,
+            weight_s=weight_s,
+            link=Link(carries=Rate(self.message_s)),
+        )
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A schedule, its timeline and what each rank keeps at most; ``closed`` is None where there is no such form.
+
+    ``operations`` says whether the lists of operations were verified, and not only the passes that they are made of.
+    """
+
+    name: str
+    written: Written
+    timeline: Timeline
+    memory: tuple[Memory, ...]
+    closed: float | None
+    operations: bool
+
+
+def simulated(name: str, written: Written, wanted: Wanted) -> Simulated:
+    """Return schedule ``name``, proven and simulated (local). Raises ScheduleError where it would hang, or is none."""
+    if wanted.recompute and (written.placement == "folded" or any(_splits(row) for row in written.passes)):
+        raise UsageError(
+            f"--recompute with {name}: what a weight gradient needs stays in memory until it is computed; leave it "
+            "out, or choose gpipe, 1f1b or interleaved"
+        )
+    placement = written.place([range(n, n + 1) for n in range(wanted.stages * written.chunks)])
+    order.prove(written.passes, placement, wanted.microbatches)
+    listed = sum(map(len, written.passes)) <= PROVEN
+    if listed:
+        _verify(written, placement, wanted)
+    costs = wanted.of(placement)
+    rows = [simulate_passes.compact(row) for row in written.passes]
+    timeline = simulate.passes(rows, placement, costs, recompute=wanted.recompute)
+    forward_s, input_s, weight_s = wanted.costs[0]
+    closed = simulate_closed.bubble(
+        name,
+        wanted.stages,
+        wanted.microbatches,
+        chunks=written.chunks,
+        forward_s=forward_s,
+        input_s=input_s,
+        weight_s=weight_s,
+    )
+    memory = simulate_memory.peaks(timeline.program, placement, costs)
+    return Simulated(name, written, timeline, memory, closed if wanted.equal else None, listed)
+
+
+def _splits(row: Passes) -> bool:
+    return any(way is Pass.BACKWARD_INPUT for way, _, _ in row)
+
+
+def _verify(written: Written, placement: Placement, wanted: Wanted) -> None:
+    """Verify the step that the passes become, with an update behind it, as on one replica."""
+    units = {unit: Range(unit, unit + 1) for unit in placement.units}
+    lists = []
+    for rank, row in enumerate(written.passes):
+        own = [units[unit] for chunk in placement.of(rank) for unit in chunk]
+        update = [Operation(kind, range=part) for kind in (Kind.DIRECTION, Kind.APPLY) for part in own]
+        steps = expand(row, placement, rank, recompute=wanted.recompute)
+        lists.append([*steps, Operation(Kind.AGREE), *update])
+    grid = Grid(pipeline=wanted.stages)
+    verify(lists, grid=grid, units=units, microbatches=wanted.microbatches, placement=placement)
+
+
+def jsonable(found: Simulated) -> dict[str, Any]:
+    """Return the figures as JSON values (local)."""
+    timeline = found.timeline
+    path = timeline.critical_path()
+    return {
+        "schedule": found.name,
+        "chunks": found.written.chunks,
+        "verified": "operations" if found.operations else "passes",
+        "bubble": timeline.bubble,
+        "closed_form": found.closed,
+        "makespan_rate": timeline.makespan_rate,
+        "makespan_s": timeline.makespan_s,
+        "critical_path": {
+            "computes_s": sum(link.end_s - link.begin_s for link in path if not link.travels),
+            "messages_s": sum(link.end_s - link.begin_s for link in path if link.travels),
+            "hops": sum(before.rank != link.rank for before, link in zip(path, path[1:], strict=False)),
+        },
+        "ranks": [
+            {
+                "begin_s": stage.begin_s,
+                "span_s": stage.span_s,
+                "busy_s": stage.busy_s,
+                "idle_s": stage.idle_s,
+                "bubble": stage.bubble,
+                "live": memory.peak.live,
+                "held": memory.peak.held,
+                "both": memory.peak.both,
+            }
+            for stage, memory in zip(timeline.stages, found.memory, strict=True)
+        ],
+    }
+
+
+def text(rows: Sequence[Simulated]) -> str:
+    """Return the table for people."""
+    head = ("schedule", "chunks", "bubble", "closed form", "makespan", "makespan rate", "live", "held", "path computes")
+    cells = [head, *(_cells(found) for found in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    lines = [
+        "  ".join(f"{cell:{'<' if n == 0 else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip() for row in cells
+    ]
+    lines += [
+        "",
+        "bubble: idle share of the longest stage's own span; makespan rate: idle share of all ranks' time",
+        "live, held: most micro-batches of a chunk at once, by rank: until B or I, and on to W",
+    ]
+    return "\n".join(lines)
+
+
+def _cells(found: Simulated) -> tuple[str, ...]:
+    told = jsonable(found)
+    return (
+        found.name,
+        str(found.written.chunks),
+        f"{found.timeline.bubble:.2%}",
+        "-" if found.closed is None else f"{found.closed:.2%}",
+        f"{found.timeline.makespan_s:.6g} s",
+        f"{found.timeline.makespan_rate:.2%}",
+        _by_rank([memory.peak.live for memory in found.memory]),
+        _by_rank([memory.peak.held for memory in found.memory]),
+        f"{told['critical_path']['computes_s']:.6g} s",
+    )
+
+
+def _by_rank(counts: Sequence[int]) -> str:
+    if len(counts) <= _SHOWN_RANKS:
+        return " ".join(map(str, counts))
+    return f"{min(counts)} .. {max(counts)}"
