@@ -18,11 +18,14 @@ def mean_validation_loss(trainer: Trainer) -> float:
     own = shards_of(parts, trainer.data_axis.size)[trainer.data_axis.rank] if computes else None
     speaks = trainer.last_stage and trainer.seat.tensor.rank == 0
     mine = [None] if own is None else list(range(own.start, own.stop))
+    rounds = -(-parts // trainer.data_axis.size)  # the parts of a rank, or one more
     batches = [source.validation_batches(trainer.recipe, parts, part) for part in mine]
     total, count = 0.0, 0.0
     for together in zip(*batches, strict=True):
         placed = [trainer.place(batch) for batch in together] if computes else []
         losses = [trainer.executor.evaluate(inputs, targets) for inputs, targets in placed]
+        for inputs, targets in placed[: rounds - len(placed)]:  # layers may be gathered: all ranks come equally often
+            trainer.executor.evaluate(inputs[:0], targets[:0])
         targets = sum(targets.size for _, targets in placed) if speaks else 0
         # Batch by batch, since the deadline of a communication runs for servers that wait for the others.
         loss, found = trainer.exchange.agree_losses(losses, np.array([float(targets)]))

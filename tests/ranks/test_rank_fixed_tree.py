@@ -119,6 +119,7 @@ def test_rank_zero_has_the_bits_of_allreduce_in_one_process(
     keys = {"optimizer.clip_norm": 0.1, **keys}
     alone, together = _trainer(solo(), folder, keys), _trainer(comm, folder, keys | way)
     assert _losses(together, 3) == _losses(alone, 3)
+    assert mean_validation_loss(together) == mean_validation_loss(alone)
     expected = {(piece.kind, piece.tensor): piece.array.tobytes() for piece in alone.exchange.pieces()}
     found: dict[tuple[str, str], bytearray] = {key: bytearray(len(whole)) for key, whole in expected.items()}
     own = [(piece.kind, piece.tensor, piece.flat.start, piece.array) for piece in together.exchange.pieces()]

@@ -14,6 +14,7 @@ from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training import recipe as recipes
+from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.trainer import Trainer, assemble
 
 STEPS = 3
@@ -50,6 +51,7 @@ def trainer_of(comm: Communicator, path: Path, keys: dict[str, Any], resume: Pat
         "run.steps": 20,
         "run.global_batch": SAMPLES,
         "run.logical_shards": SHARDS,
+        "run.validation_samples": 20,
         "optimizer.warmup_steps": 2,
         "optimizer.clip_norm": 0.1,
         **keys,
@@ -83,7 +85,7 @@ def state(trainer: Trainer) -> dict[tuple[str, str], bytes]:
 def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[object, ...]:
     trainer = trainer_of(comm, path, keys)
     assert trainer.proof is not None
-    return train(trainer, STEPS), state(trainer)
+    return train(trainer, STEPS), state(trainer), mean_validation_loss(trainer)
 
 
 @pytest.mark.parametrize(
