@@ -64,9 +64,11 @@ def mpi_options(text: str) -> list[str]:
 def _check(command: tuple[str, ...]) -> None:
     """Refuse what would fail on every rank at once."""
     known = ", ".join(name for name in COMMANDS if name not in ("run", "submit", "bench", "compare"))
-    # A sweep starts ranks itself; the other benchmark is measured by ranks.
-    if command[0] not in known.split(", ") and command[:2] != ("bench", "collectives"):
-        raise click.UsageError(f"{command[0]!r} is no command to run on ranks; known: {known}, bench collectives")
+    # A sweep starts ranks itself; the other benchmarks are measured by ranks.
+    if command[0] not in known.split(", ") and command[:2] not in (("bench", "collectives"), ("bench", "pipeline")):
+        raise click.UsageError(
+            f"{command[0]!r} is no command to run on ranks; known: {known}, bench collectives, bench pipeline"
+        )
     said = launcher.announced()
     if said is not None and said.size > 1:  # one rank is an interactive shell: srun --pty bash
         raise UsageError(

@@ -1,0 +1,225 @@
+"""`hpcdist bench pipeline`: runs on every rank that a launcher started, or starts them; rank 0 speaks and writes."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from hpcdist.errors import OK, UsageError
+
+if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
+    from hpcdist.bench.pipeline_file import Measured, Results
+    from hpcdist.bench.pipeline_plan import Wanted
+    from hpcdist.comm.start import Session
+
+_RANKS: Final = 2
+
+
+@click.command("pipeline")
+@click.option("-n", "--ranks", type=click.IntRange(min=2), help=f"Ranks of the pipeline.  [default: {_RANKS}]")
+@click.option("--schedule", "schedules", multiple=True, help="Schedule; may be repeated.  [default: all]")
+@click.option(
+    "--microbatches",
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=(4, 8, 16),
+    help="Micro-batches of a step; may be repeated.",
+)
+@click.option("--chunks", type=click.IntRange(min=2), default=2, help="Chunks of every rank, for interleaved.")
+@click.option("--layers", type=click.IntRange(min=1), default=8, help="Blocks of the gpt.")
+@click.option("--hidden", type=click.IntRange(min=1), default=256, help="Its width.")
+@click.option("--context", type=click.IntRange(min=1), default=128, help="Tokens of a sample.")
+@click.option("--samples", type=click.IntRange(min=1), default=1, help="Samples of a micro-batch.")
+@click.option("--steps", type=click.IntRange(min=1), default=12, help="Steps of each schedule that are kept.")
+@click.option("--warmup", type=click.IntRange(min=1), default=2, help="Steps before, which are not kept.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of batches and of the order of turns.")
+@click.option("--list", "list_only", is_flag=True, help="Print what would be measured, and start nothing.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="HDF5 file for every operation of every step; what it holds already is not measured again.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the bubbles (.png, .pdf, .svg).")
+@click.option(
+    "--timeline",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw a measured step of each schedule (.png, .pdf, .svg), or write it for Perfetto (.json).",
+)
+@click.option("--anonymous", is_flag=True, help="Leave the names of hosts out of the results.")
+@click.pass_context
+def command(
+    call: click.Context,
+    /,
+    ranks: int | None,
+    schedules: tuple[str, ...],
+    microbatches: tuple[int, ...],
+    chunks: int,
+    layers: int,
+    hidden: int,
+    context: int,
+    samples: int,
+    steps: int,
+    warmup: int,
+    seed: int,
+    list_only: bool,
+    output: Path | None,
+    as_json: bool,
+    plot: Path | None,
+    timeline: Path | None,
+    anonymous: bool,
+) -> int:
+    """Measure pipeline schedules beside the simulator, and beside ranks that work alone.
+
+    Called as one process it starts the ranks; under mpirun, srun or `hpcdist run` each rank takes part. Schedules take
+    turns on the same batches, with the same model on every rank alone among them. The units of the model are measured
+    first, and cut so that the slowest rank is as fast as can be. Bubble, waiting and overhead come from the time of
+    every operation.
+
+    Exit code 0 when all was measured, 2 for usage, 74 when a file cannot be written, which is tried first; another one
+    when a rank failed: with --output, the same command goes on behind what was measured.
+    """
+    from hpcdist.bench.pipeline_plan import Shape, Wanted, chosen
+    from hpcdist.comm import launcher
+
+    said = launcher.announced()
+    there = said.size if said is not None and said.size > 1 else None
+    if there is not None and ranks not in (None, there):
+        raise UsageError(f"--ranks {ranks}, but this process is one of {there} ranks; leave --ranks out there")
+    shape = Shape(layers, hidden, context, samples)
+    counts = tuple(dict.fromkeys(microbatches))
+    wanted = Wanted(chosen(schedules), counts, there or ranks or _RANKS, chunks, shape, steps, warmup, seed)
+    if list_only:
+        _list(wanted)
+        return OK
+    if there is None:
+        return _start(wanted.ranks, call)
+    return _take_part(wanted, Outputs(output, as_json, plot, timeline, anonymous))
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where results go."""
+
+    file: Path | None
+    as_json: bool
+    plot: Path | None
+    timeline: Path | None
+    anonymous: bool
+
+
+def _list(wanted: "Wanted") -> None:
+    from hpcdist.bench.pipeline_plan import cases
+
+    found, left_out = cases(wanted)
+    for case in found:
+        click.echo(
+            f"{case.schedule}, {case.microbatches} micro-batches, {case.chunks} chunks on each of {case.ranks} ranks"
+        )
+    for name, reason in left_out.items():
+        click.echo(f"left out: {name}: {reason}")
+
+
+def arguments(call: click.Context) -> list[str]:
+    """Return the command line of ``call`` for each of the ranks, which know themselves how many they are."""
+    line: list[str] = []
+    for option in call.command.params:
+        value = call.params[option.name or ""]
+        if option.name == "ranks" or value in (None, False):
+            continue
+        if isinstance(option, click.Option) and option.is_flag:
+            line.append(option.opts[-1])
+        else:
+            for one in value if option.multiple else (value,):
+                line += [option.opts[-1], str(one)]
+    return line
+
+
+def _start(ranks: int, call: click.Context) -> int:
+    """Start the ranks and return their exit code."""
+    from hpcdist.cli import run
+
+    launch = run.command.callback
+    assert launch is not None
+    code: int = launch(ranks, None, "", 5.0, False, ("bench", "pipeline", *arguments(call)))
+    return code
+
+
+def _take_part(wanted: "Wanted", outputs: Outputs) -> int:
+    """Measure what is not there yet, show and write. Collective over the world; leaves with the exit code."""
+    from hpcdist.bench import pipeline, pipeline_file, place
+    from hpcdist.bench.pipeline_plan import cases
+    from hpcdist.comm import start
+
+    expected, left_out = cases(wanted)
+    if not expected:
+        raise UsageError("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
+    session = start.start()
+    comm, path, known = session.comm, outputs.file, {}
+    place.agree(comm, lambda: _check_places(outputs))
+    if comm.rank == 0 and path is not None and path.exists():
+        known = {one.case.id: one for one in pipeline_file.read(path).cases}
+    done = comm.broadcast_object(list(known))
+    origin = _provenance(session, wanted, outputs.anonymous)
+
+    def keep(found: "Sequence[Measured]") -> None:
+        known.update({one.case.id: one for one in found})
+        if path is not None:
+            pipeline_file.append(path, found, origin)
+
+    pipeline.run(comm, wanted, done, keep, lambda line: click.echo(line, err=True))
+    if comm.rank == 0:
+        shown = tuple(known[case.id] for case in expected)
+        _show(pipeline_file.Results(origin, shown), left_out, outputs)
+    session.leave(OK)
+    return OK
+
+
+def _check_places(outputs: Outputs) -> None:
+    """Raise what is in the way of the files."""
+    from hpcdist.bench import collectives_report, pipeline_file
+    from hpcdist.hdf5 import files
+
+    if outputs.file is not None and outputs.file.exists():
+        pipeline_file.read(outputs.file)
+    elif outputs.file is not None:
+        files.check_place(outputs.file)
+    if outputs.plot is not None:
+        collectives_report.check_plot(outputs.plot)
+    if outputs.timeline is not None and outputs.timeline.suffix != ".json":
+        collectives_report.check_plot(outputs.timeline)
+
+
+def _show(found: "Results", left_out: dict[str, str], outputs: Outputs) -> None:
+    """Print the table, and draw it (on rank 0)."""
+    from hpcdist.bench import pipeline_report as reports
+    from hpcdist.bench import pipeline_timeline as pictures
+
+    if outputs.as_json:
+        click.echo(json.dumps(reports.jsonable(found, left_out)))
+    else:
+        click.echo(reports.text(reports.rows(found), left_out))
+    if outputs.plot is not None:
+        reports.plot(found, outputs.plot)
+    if outputs.timeline is not None:
+        write = pictures.write_trace if outputs.timeline.suffix == ".json" else pictures.draw
+        write(reports.panels(found), outputs.timeline)
+
+
+def _provenance(session: "Session", wanted: "Wanted", anonymous: bool) -> dict[str, Any]:
+    """Return what the file says of the run. Collective over the world."""
+    from hpcdist.telemetry.provenance import provenance
+
+    places = session.comm.allgather_object((session.place.host, ",".join(map(str, session.place.cores))))
+    hosts = list(dict.fromkeys(host for host, _ in places))
+    return {
+        **provenance(mpi_library=session.library, hosts=hosts, anonymous=anonymous),
+        "cores_of_rank": [cores for _, cores in places],
+        "seed": wanted.seed,
+        "warmup": wanted.warmup,
+        "order": "cases of as many micro-batches, and the model on one rank, take turns, in a new order each step",
+    }

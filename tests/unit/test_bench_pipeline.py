@@ -1,0 +1,219 @@
+"""The benchmark of pipelines: what it measures, that its arithmetic is right, and what is kept and told of it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from hpcdist.bench import pipeline, pipeline_file, pipeline_plan
+from hpcdist.bench import pipeline_report as reports
+from hpcdist.bench.pipeline_file import Measured, Results
+from hpcdist.bench.pipeline_plan import CONTENDERS, Case, Shape, Wanted
+from hpcdist.bench.pipeline_runs import Sample, place
+from hpcdist.bench.pipeline_timeline import trace
+from hpcdist.cli import bench_pipeline
+from hpcdist.cli.bench import command
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import NonFiniteError, StorageError, UsageError
+from hpcdist.strategies.partition_measured import Seconds
+from hpcdist.strategies.schedule import simulate
+from hpcdist.strategies.schedule.operations import COMPUTE, Kind
+from hpcdist.strategies.schedule.pipelines import expand
+from hpcdist.strategies.schedule.schedule_file import generated
+from hpcdist.strategies.schedule.simulate_costs import Costs, Link
+
+TINY = Shape(layers=4, hidden=8, context=8, samples=2)
+WANTED = Wanted(("1f1b", "zb-h1", "zb-v"), (2, 3), ranks=2, chunks=2, shape=TINY, steps=3, warmup=1)
+
+
+def made(case: Case, costs: Costs, steps: int = 3, overhead_s: float = 0.0) -> Measured:
+    """Return what would be measured of a machine that does what the simulator says, and ``overhead_s`` at each SEND."""
+    of = generated(case.schedule, case.ranks, case.microbatches, case.chunks)
+    placement = of.place([range(unit, unit + 1) for unit in range(case.ranks * case.chunks)])
+    lists = [expand(row, placement, rank) for rank, row in enumerate(of.passes)]
+    timeline = simulate.lists(lists, placement, costs)
+    samples = []
+    for rank, row in enumerate(lists):
+        at = timeline.program.row(rank)
+        spans = np.stack([timeline.times.begin_s[at], timeline.times.end_s[at]], axis=1) + 100.0
+        sent = np.cumsum([op.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT) for op in row])
+        spans += overhead_s * np.stack([sent - np.diff(sent, prepend=0), sent], axis=1)
+        samples.append([Sample(100.0, float(spans.max()) - 100.0, spans, 1.0)] * steps)
+    ideal_s = np.full((steps, case.ranks), timeline.makespan_s)
+    raw = pipeline._Raw(lists, samples)
+    return pipeline._measured(case, placement, raw, ideal_s, costs.link.latency_s, one_clock=True)
+
+
+def case(schedule: str, microbatches: int = 4, chunks: int = 1) -> Case:
+    return Case(schedule, microbatches, 2, chunks, TINY)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
+def test_a_machine_that_does_what_the_simulator_says_has_its_bubble(name: str, chunks: int) -> None:
+    draw = np.random.default_rng(3)
+    rows = draw.uniform(1.0, 2.0, (4, 2 * chunks)).tolist()
+    names = ("forward_s", "backward_s", "input_s", "weight_s")
+    costs = Costs(**dict(zip(names, rows, strict=True)), link=Link(latency_s=0.25))
+    found = made(case(name, 6, chunks), costs)
+    assert reports.bubbles(found) == pytest.approx([found.simulated] * 3)
+    assert found.replayed == pytest.approx([found.simulated] * 3) and 0 < found.simulated < 0.5
+    used = np.array(rows).T * [1, *((0, 1, 1) if name.startswith("zb") else (1, 0, 0))]
+    assert found.unit_s == pytest.approx(used)
+
+
+def test_overhead_is_neither_computing_nor_waiting() -> None:
+    quick = made(case("1f1b", 8), Costs.equal(2, 1.0, 1.0, 1.0))
+    slow = made(case("1f1b", 8), Costs.equal(2, 1.0, 1.0, 1.0), overhead_s=0.5)
+    rows = reports.rows(Results({}, (quick,))), reports.rows(Results({}, (slow,)))
+    (without,), (with_it,) = rows
+    assert without.overhead == pytest.approx(0.0, abs=1e-12) and without.operation_us == pytest.approx(0.0, abs=1e-6)
+    span_s, sends = 27.0 + 0.5 * 8, 8
+    assert with_it.overhead == pytest.approx(0.5 * sends / span_s)
+    assert with_it.operation_us == pytest.approx(1e6 * 0.5 * sends / len(slow.operations[0]))
+    assert with_it.measured == pytest.approx(3.0 / span_s)
+
+
+def test_closed_forms_are_those_of_the_mean_stage() -> None:
+    found = made(case("1f1b", 8), Costs.equal(2, 1.0, 2.0, 1.0))
+    assert found.closed == pytest.approx(1 / 9)
+    assert made(case("zb-h1", 8), Costs.equal(2, 1.0, 2.0, 1.0)).closed == pytest.approx(2 / (32 + 2))
+    assert made(case("zb-h1", 8), Costs.equal(2, 1.0, 1.0, 2.0)).closed is None
+
+
+def test_speed_is_told_beside_ranks_that_work_alone_and_beside_1f1b() -> None:
+    costs = Costs.equal(2, 1.0, 1.0, 1.0)
+    one, split = (made(case(name, 8), costs) for name in ("1f1b", "zb-h1"))
+    ideal = replace(one, ideal_s=np.full((3, 2), 48.0))  # 8 micro-batches of 6 s
+    first, second = reports.rows(Results({}, (ideal, replace(split, ideal_s=ideal.ideal_s))))
+    assert (first.schedule, first.step_s, first.x_1f1b) == ("1f1b", pytest.approx(27.0), 1.0)
+    assert first.x_ideal == pytest.approx(24 / 27) and first.of_bound == pytest.approx(1.0)
+    assert second.x_1f1b == pytest.approx(27 / 25) and second.of_bound == pytest.approx(1.0)
+    assert first.tokens_per_s == pytest.approx(8 * 2 * 8 / 27.0)
+
+
+def test_what_cannot_be_measured_is_left_out_with_the_reason() -> None:
+    found, left_out = pipeline_plan.cases(replace(WANTED, schedules=CONTENDERS, microbatches=(1, 4), chunks=4))
+    assert len(found) == 2 * len(CONTENDERS) - 2
+    assert set(left_out) == {"interleaved, 1 micro-batches", "interleaved, 4 micro-batches"}
+    assert "8 chunks" in left_out["interleaved, 4 micro-batches"].replace("2 x 4", "8")
+    assert len({one.id for one in found}) == len(found)
+    with pytest.raises(UsageError, match="choose from gpipe, 1f1b"):
+        pipeline_plan.chosen(["sequential"])
+
+
+def test_stages_are_cut_by_what_their_schedule_computes() -> None:
+    """The head is slow, but only where its weights are not a pass of their own."""
+    seconds = [Seconds(1.0, 2.0, 1.0, 1.0)] * 5 + [Seconds(1.0, 8.0, 1.0, 1.0)]
+    assert place(case("1f1b"), seconds).chunks == (range(4), range(4, 6))
+    assert place(case("zb-h1"), seconds).chunks == (range(3), range(3, 6))
+    assert place(case("zb-v", chunks=2), seconds).ranks == (0, 1, 1, 0)
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[Measured]:
+    """Two ranks in one process; their times mean nothing."""
+    kept: list[Measured] = []
+
+    def body(comm: Communicator) -> None:
+        pipeline.run(comm, WANTED, [case("1f1b", 2).id], kept.extend, lambda line: None)
+
+    run_threads(2, body)
+    return kept
+
+
+def test_every_operation_of_every_step_is_timed(measured: list[Measured]) -> None:
+    names = [(one.case.schedule, one.case.microbatches) for one in measured]
+    assert names == [("zb-h1", 2), ("zb-v", 2), ("1f1b", 3), ("zb-h1", 3), ("zb-v", 3)]  # 1f1b of 2 is there already
+    for one in measured:
+        assert one.step_s.shape == one.ideal_s.shape == one.idle_s.shape == (3, 2)
+        assert [len(chunk) for chunk in one.placement.chunks] and one.placement.units == range(6)
+        for rank, spans in enumerate(one.spans_s):
+            assert spans.shape == (3, len(one.operations[rank]), 2)
+            assert (np.diff(spans.reshape(3, -1), axis=1) >= 0).all()  # one after the other
+        assert (one.busy_s + one.idle_s <= one.span_s * (1 + 1e-9)).all() and (one.span_s <= one.step_s).all()
+        split = one.case.schedule != "1f1b"
+        assert ((one.unit_s > 0) == [True, not split, split, split]).all() and one.message_s > 0
+        assert (one.replayed >= 0).all() and 0 <= one.simulated < 1
+
+
+def test_results_are_kept_and_read_back(measured: list[Measured], tmp_path: Path) -> None:
+    path = tmp_path / "p.h5"
+    pipeline_file.append(path, measured[:2], {"git_commit": "abc"})
+    pipeline_file.append(path, measured[1:], {"git_commit": "later"})
+    found = pipeline_file.read(path)
+    assert found.provenance["git_commit"] == "abc" and len(found.cases) == len(measured)
+    kept = {one.case.id: one for one in found.cases}
+    for one in measured:
+        again = kept[one.case.id]
+        assert (again.case, again.placement, again.closed) == (one.case, one.placement, one.closed)
+        assert np.array_equal(again.spans_s[1], one.spans_s[1]) and np.array_equal(again.unit_s, one.unit_s)
+        assert [(op.kind, op.unit) for op in again.operations[0] if op.kind in COMPUTE] == [
+            (op.kind, op.unit) for op in one.operations[0] if op.kind in COMPUTE
+        ]
+    assert reports.rows(found) == reports.rows(Results({}, tuple(measured)))
+    (tmp_path / "no.h5").write_bytes(b"nothing")
+    with pytest.raises(StorageError):
+        pipeline_file.read(tmp_path / "no.h5")
+
+
+def test_a_schedule_that_trains_something_else_is_an_error() -> None:
+    pipeline._check_losses([2.0, 2.0001], ["one rank", "1f1b"])
+    for other in (2.1, float("nan")):
+        with pytest.raises(NonFiniteError, match="1f1b has loss"):
+            pipeline._check_losses([2.0, other], ["one rank", "1f1b"])
+
+
+def test_table_json_and_pictures(measured: list[Measured], tmp_path: Path) -> None:
+    found = Results({"git_commit": "abc"}, tuple(measured))
+    table = reports.rows(found)
+    assert [(row.microbatches, row.schedule) for row in table] == [
+        (2, "zb-h1"), (2, "zb-v"), (3, "1f1b"), (3, "zb-h1"), (3, "zb-v"),
+    ]  # fmt: skip
+    assert table[0].x_1f1b is None and table[2].x_1f1b == 1.0
+    lines = reports.text(table, {"gpipe, 2 micro-batches": "why"}).splitlines()
+    assert lines[1].split()[:2] == ["zb-h1", "2"] and lines[3] == "" and lines[-1].endswith("why")
+    told = json.loads(json.dumps(reports.jsonable(found, {})))
+    assert told["rows"][0]["schedule"] == "zb-h1" and told["rows"][2]["closed"] == pytest.approx(1 / 4)
+    passes = [event for event in trace(reports.panels(found))["traceEvents"] if event["ph"] == "X"]
+    assert len(passes) == 3 * 6 * 2 + 2 * 6 * 3 * 2 and min(event["ts"] for event in passes) == 0
+    pytest.importorskip("matplotlib")
+    reports.plot(found, tmp_path / "b.png")
+    assert (tmp_path / "b.png").stat().st_size > 5000
+    with pytest.raises(UsageError, match="nothing to plot"):
+        reports.plot(Results({}, ()), tmp_path / "c.png")
+
+
+def test_the_ranks_get_the_same_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = []
+
+    def start(ranks: int, call: click.Context) -> int:
+        lines.append((ranks, bench_pipeline.arguments(call)))
+        return 0
+
+    monkeypatch.setattr(bench_pipeline, "_start", start)
+    given = ["--schedule", "1f1b", "--schedule", "zb-h1", "--microbatches", "5", "--json", "-o", "x.h5", "--steps", "4"]
+    assert CliRunner().invoke(command, ["pipeline", "-n", "3", *given]).exit_code == 0
+    ranks, line = lines[0]
+    assert ranks == 3 and "--ranks" not in line and "-n" not in line
+    parsed = bench_pipeline.command.make_context("pipeline", list(line)).params
+    wanted = bench_pipeline.command.make_context("pipeline", given).params
+    assert parsed == wanted
+
+
+def test_the_command_line_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(*arguments: str) -> Any:
+        return CliRunner().invoke(command, ["pipeline", *arguments])
+
+    listed = said("--list", "--microbatches", "1").output.splitlines()
+    assert listed[0] == "gpipe, 1 micro-batches, 1 chunks on each of 2 ranks"
+    assert listed[-1].startswith("left out: interleaved, 1 micro-batches")
+    assert isinstance(said("--schedule", "1f2b").exception, UsageError)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert "one of 2 ranks" in str(said("-n", "3").exception)
