@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.recording import recording
 from hpcdist.training.evaluation import mean_validation_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 from rank_runs import alone, difference, losses, trainer_of
 
-STEPS = 12
+STEPS = 8
 KEYS: dict[str, object] = {
     "model.layers": 2,
     "model.hidden": 24,
@@ -32,9 +31,9 @@ BY_ROWS: dict[str, object] = {"parallel.sequence_parallel": "true"}
 CASES: dict[tuple[int, int, int], list[dict[str, object]]] = {
     (1, 1, 2): [{}, {"communication.algorithm": "node_shared"}, BY_ROWS | {"communication.algorithm": "ring"}],
     (1, 1, 3): [BY_ROWS | {"communication.algorithm": "node_shared", "model.heads": 6}],
-    (2, 1, 2): [{"parallel.strategy": "zero3"}, BY_ROWS | {"model.tied": "true"}],
+    (2, 1, 2): [BY_ROWS | {"parallel.strategy": "zero2", "model.tied": "true"}],
     (1, 2, 2): [BY_ROWS | {"parallel.microbatches": 3, "model.tied": "true"}],
-    (1, 1, 4): [BY_ROWS, {"communication.algorithm": "node_shared", "model.tied": "true"}],
+    (1, 1, 4): [BY_ROWS | {"communication.algorithm": "node_shared"}],
 }
 
 
@@ -51,24 +50,3 @@ def test_rank_tensor_training_is_that_of_one_process(
     assert difference(together, expected.state) <= 1e-11
     np.testing.assert_allclose(mean_validation_loss(together), expected.validation, rtol=1e-12)
     together.close()
-
-
-@pytest.mark.parametrize("by_rows", [False, True])
-def test_rank_a_block_sends_four_allreduces_a_step(comm: Communicator, folder: Path, by_rows: bool) -> None:
-    if comm.size not in (2, 4):
-        pytest.skip("for 2 and 4 ranks")
-    keys = KEYS | {"data.path": folder / "text.txt", "parallel.tensor": comm.size, "communication.algorithm": "ring"}
-    sent = []
-    for layers in (1, 2):
-        more = {"model.layers": layers, "parallel.sequence_parallel": str(by_rows).lower()}
-        trainer = trainer_of(comm, keys | more)
-        losses(trainer, 1)  # scratch memory taken
-        trainer.first_step = 1
-        with recording(comm) as traffic:
-            losses(trainer, 2)
-        assert not traffic.unknown
-        sent.append(sum(comm.allgather_object(traffic.sent_bytes)))
-    activations = 6 * 12 * 24 * 8
-    expected = (10 if by_rows else 8) * activations * (comm.size - 1)
-    norms = 6 * 24 * 8 * comm.size * comm.size if by_rows else 0  # gradients of tensors that are not cut
-    assert expected <= sent[1] - sent[0] <= expected + norms
