@@ -1,0 +1,59 @@
+"""From the keys of a recipe to a pipeline: in which order its stages work; which are where: see `partitioning`."""
+
+from pathlib import Path
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.pipeline import ties
+from hpcdist.strategies.schedule import schedule_file
+from hpcdist.strategies.schedule.catalogue import FILE, SCHEDULES
+from hpcdist.strategies.schedule.pipelines import Pass
+from hpcdist.strategies.schedule.schedule_file import Written
+from hpcdist.strategies.seat import Seat
+
+
+def written(parallel: ParallelConfig, comm: Communicator) -> Written | None:
+    """Return the schedule of ``parallel.schedule_file``, None where the schedule is none of a file. Collective.
+
+    One rank reads the file. Raises ConfigurationError, on all ranks, where it cannot be read, and ScheduleError where
+    it is no schedule of this pipeline.
+    """
+    if parallel.order != FILE:
+        return None
+    text: str | OSError = ""
+    if comm.rank == 0:
+        try:
+            text = Path(parallel.schedule_file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            text = error if isinstance(error, OSError) else OSError(f"not text: {error}")
+    text = comm.broadcast_object(text)
+    if isinstance(text, OSError):
+        raise ConfigurationError(
+            f"parallel.schedule_file = {parallel.schedule_file!r} cannot be read: {text}; write one with "
+            "`hpcdist schedule 1f1b --dump FILE`"
+        )
+    return schedule_file.read(text, parallel.pipeline, parallel.microbatches, parallel.schedule_file)
+
+
+def check_exchange(parallel: ParallelConfig, found: Written | None, seat: Seat, *, accumulates: bool) -> None:
+    """Raise ConfigurationError where gradients would be exchanged before they are complete (local)."""
+    if not accumulates and ties(seat.model, seat.placed):
+        raise ConfigurationError(
+            f"model.tied = true with parallel.pipeline = {parallel.pipeline} and parallel.strategy = "
+            f"{parallel.strategy!r}: the last stage adds to the gradient of the first once a step, and gradients are "
+            "reduced after each micro-batch; set zero.keep_gradients = true, or choose allreduce or zero1"
+        )
+    if not accumulates and splits(parallel, found):
+        raise ConfigurationError(
+            f"parallel.schedule = {parallel.schedule!r} with parallel.strategy = {parallel.strategy!r}: the gradients "
+            "of several micro-batches are under way at once where a backward is split, and cannot be reduced one by "
+            "one; set zero.keep_gradients = true, or choose a schedule that does not split, as 1f1b"
+        )
+
+
+def splits(parallel: ParallelConfig, found: Written | None) -> bool:
+    """Whether backwards are done in two passes (local)."""
+    if found is None:
+        return SCHEDULES[parallel.order].splits
+    return any(way is Pass.BACKWARD_WEIGHT for passes in found.passes for way, _, _ in passes)

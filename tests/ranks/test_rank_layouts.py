@@ -1,0 +1,81 @@
+"""Data x pipeline x tensor, every schedule, every ZeRO stage: each is the run of one process, dropout included.
+
+A part of the products runs by default; HPCDIST_TEST_LAYOUTS=all runs them all.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.training.evaluation import mean_validation_loss
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
+from rank_runs import alone, difference, losses, trainer_of
+
+STEPS = 20
+TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+LAYOUTS = ((1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 1, 4))  # data, pipeline, tensor
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+STRATEGIES = ("allreduce", "zero1", "zero2", "zero3")
+ALL = os.environ.get("HPCDIST_TEST_LAYOUTS") == "all"
+KEYS: dict[str, object] = {
+    "model.layers": 6,
+    "model.hidden": 24,
+    "model.heads": 4,
+    "model.dropout": 0.1,
+    "data.context": 12,
+    "run.steps": STEPS,
+    "run.global_batch": 8,
+    "run.validation_samples": 20,
+    "optimizer.warmup_steps": 3,
+    "optimizer.clip_norm": 0.7,
+    "parallel.microbatches": 4,
+}
+
+Cell = tuple[tuple[int, int, int], str, str, str]
+
+
+def cells() -> Iterator[Cell]:
+    """Yield (layout, schedule, strategy, precision)."""
+    for layout in LAYOUTS:
+        for schedule in SCHEDULES if layout[1] > 1 else ("sequential",):
+            for number, strategy in enumerate(STRATEGIES):
+                for mode in TOLERANCE:
+                    usual = (mode == "float64") == (number in (0, 3)) and (number in (0, 3) or schedule == "1f1b")
+                    if ALL or usual or (mode, strategy) == ("float32", "zero1"):
+                        yield layout, schedule, strategy, mode
+
+
+def name(cell: Cell) -> str:
+    return "-".join(["x".join(map(str, cell[0])), *cell[1:]])
+
+
+@pytest.mark.parametrize("cell", list(cells()), ids=name)
+def test_rank_products_equal_one_process(comm: Communicator, folder: Path, cell: Cell) -> None:
+    (data, pipeline, tensor), schedule, strategy, mode = cell
+    if comm.size != data * pipeline * tensor:
+        pytest.skip(f"{data} x {pipeline} x {tensor} is for {data * pipeline * tensor} ranks")
+    keys = KEYS | {
+        "data.path": folder / "text.txt",
+        "precision.mode": mode,
+        "parallel.data": data,
+        "parallel.pipeline": pipeline,
+        "parallel.tensor": tensor,
+        "parallel.schedule": schedule,
+        "parallel.strategy": strategy,
+    }
+    if schedule == "interleaved":
+        keys["parallel.chunks"] = 2
+    if schedule.startswith("zb") and strategy in ("zero2", "zero3"):
+        keys["zero.keep_gradients"] = "true"
+    expected, together = alone(keys, STEPS), trainer_of(comm, keys)
+    assert expected.losses[-1] < expected.losses[0] - 0.1, "the model learns"
+    np.testing.assert_allclose(losses(together, STEPS), expected.losses, rtol=TOLERANCE[mode])
+    assert difference(together, expected.state) <= 10 * TOLERANCE[mode]
+    np.testing.assert_allclose(mean_validation_loss(together), expected.validation, rtol=TOLERANCE[mode])
+    together.close()
