@@ -1,6 +1,6 @@
 """From the names in a recipe to the exchange, the copies and the operations of one rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -15,6 +15,7 @@ from hpcdist.strategies.schedule.behind import polled, prefetched, started
 from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.generators import compute, gathered, interleave
 from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.pipelines import Passes
 from hpcdist.strategies.schedule.verify import Proof, verify
 from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.zero import ZeroExchange
@@ -39,14 +40,20 @@ def build_executor(seat: Seat, exchange: Exchange, kind: Callable[..., Executor]
     return kind(seat, exchange, Copies(seat, found, exchange), Arena(seat.ledger, seat.on), seat.optimizer.clip_norm)
 
 
-def operations(seat: Seat, exchange: Exchange, copies: Copies, parallel: ParallelConfig) -> list[Operation]:
-    """Return the step of the rank in ``seat`` (local)."""
+def operations(
+    seat: Seat,
+    exchange: Exchange,
+    copies: Copies,
+    parallel: ParallelConfig,
+    schedule: Sequence[Passes] | None = None,
+) -> list[Operation]:
+    """Return the step of the rank in ``seat`` (local). ``schedule`` may have the passes of all pipeline ranks."""
     steps: list[Operation] = []
     if seat.computes:
         place = seat.placed, seat.pipeline.rank
-        steps = compute(parallel.order, parallel.microbatches, *place, recompute=parallel.recompute)
+        steps = compute(schedule or parallel.order, parallel.microbatches, *place, recompute=parallel.recompute)
     if exchange.gathers:
-        steps = gathered(steps, exchange.gathers)
+        steps = gathered(steps, exchange.gathers, keep=exchange.keeps_parameters)
     steps += copies.after_backward()
     plan = exchange.plan()
     if parallel.sequence_parallel:
@@ -86,6 +93,7 @@ def prove(
                 units=units,
                 microbatches=microbatches,
                 needs=seat.model.needs,
+                placement=seat.placed,
                 accumulates=accumulates,
                 degrees=degrees,
             )

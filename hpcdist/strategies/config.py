@@ -1,17 +1,19 @@
-"""The ``[parallel]`` section of a recipe. Light: imports nothing but the errors."""
+"""The ``[parallel]`` section of a recipe. Light: imports nothing but the errors and the table of schedules."""
 
 from dataclasses import dataclass
 from typing import Final
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.partition_config import DEFAULT as PARTITION
+from hpcdist.strategies.partition_config import check_partition
+from hpcdist.strategies.schedule.catalogue import FILE, NAMES, SCHEDULES
+from hpcdist.strategies.schedule.catalogue import check as check_schedule
 
 STRATEGIES: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server", "gossip", "local_sgd")
-SCHEDULES: Final = ("auto", "sequential", "gpipe", "1f1b")
 WITH_TENSOR: Final = ("allreduce", "zero1", "zero2", "zero3")
-WITH_PIPELINE: Final = ("allreduce", "zero1")  # the others exchange gradients while micro-batches are still under way
+WITH_PIPELINE: Final = WITH_TENSOR  # the others talk to all workers, or step by what one rank has
 # Names that mean something, but have no code behind them in this version: refused, never ignored.
 UNBUILT_STRATEGIES: Final = ()
-UNBUILT_SCHEDULES: Final = ("interleaved", "zb-h1")
 UNBUILT_DEGREES: Final = ("context",)
 
 
@@ -21,10 +23,16 @@ class ParallelConfig:
 
     The degrees multiply to the number of ranks; ``data = 0`` takes what the others leave. ``strategy`` says how the
     replicas of the data axis turn gradients into parameters, ``schedule`` in which order micro-batches are computed
-    (``auto``: 1f1b in a pipeline, else sequential). ``microbatches`` without a pipeline is gradient accumulation: less
-    memory for activations, the same result. ``recompute``, in a pipeline, keeps only the input of a micro-batch and
-    computes its activations again before its backward. ``tensor`` ranks compute each layer of a gpt together;
-    ``sequence_parallel`` cuts what lies between their products by tokens.
+    (``auto``: 1f1b in a pipeline, else sequential); ``chunks`` is how many parts of the model a pipeline rank has,
+    where the schedule leaves that open, and ``schedule_file`` has the passes of the schedule ``file``. ``microbatches``
+    without a pipeline is gradient accumulation: less memory for activations, the same result. ``recompute``, in a
+    pipeline, keeps only the input of a micro-batch and computes its activations again before its backward. ``tensor``
+    ranks compute each layer of a gpt together; ``sequence_parallel`` cuts what lies between their products by tokens.
+
+    A pipeline is cut by ``partition``: so that the slowest rank has as few parameters, operations or measured seconds
+    as can be, or into ``stage_units`` units (layers, and what is before and behind them) a chunk. ``stage_speeds`` are
+    those of the pipeline ranks relative to each other, ``stage_memory_bytes`` what each may use: one for all, or each
+    its own, 0 for no limit.
     """
 
     data: int = 0
@@ -33,9 +41,15 @@ class ParallelConfig:
     context: int = 1
     strategy: str = "allreduce"
     schedule: str = "auto"
+    chunks: int = 1
+    schedule_file: str = ""
     microbatches: int = 1
     recompute: bool = False
     sequence_parallel: bool = False
+    partition: str = PARTITION
+    stage_units: tuple[int, ...] = ()
+    stage_speeds: tuple[int, ...] = ()
+    stage_memory_bytes: tuple[int, ...] = ()
 
     @property
     def order(self) -> str:
@@ -44,10 +58,15 @@ class ParallelConfig:
             return self.schedule
         return "1f1b" if self.pipeline > 1 else "sequential"
 
+    @property
+    def chunks_each(self) -> int:
+        """How many chunks each rank of the pipeline has; a file says so itself."""
+        return check_schedule(self.order, self.pipeline, self.microbatches, self.chunks)
+
     def __post_init__(self) -> None:
         if self.data < 0:
             raise ConfigurationError(f"parallel.data = {self.data}; give a number of ranks, or 0 for all that are left")
-        for name in ("pipeline", "tensor", "context", "microbatches"):
+        for name in ("pipeline", "tensor", "context", "microbatches", "chunks"):
             value = getattr(self, name)
             if value < 1:
                 raise ConfigurationError(f"parallel.{name} = {value}; it must be at least 1")
@@ -56,20 +75,36 @@ class ParallelConfig:
                     f"parallel.{name} = {value} is known, but not built in this version; set it to 1"
                 )
         _choose("strategy", self.strategy, STRATEGIES, UNBUILT_STRATEGIES)
-        _choose("schedule", self.schedule, SCHEDULES, UNBUILT_SCHEDULES)
+        _choose("schedule", self.schedule, ("auto", *NAMES), ())
         self._check_pipeline()
         self._check_tensor()
+        check_partition(self.pipeline, self.partition, self.stage_units, self.stage_speeds, self.stage_memory_bytes)
 
     def _check_pipeline(self) -> None:
-        if self.pipeline > 1 and self.schedule == "sequential":
+        if (self.order == FILE) != bool(self.schedule_file):
             raise ConfigurationError(
-                f"parallel.schedule = 'sequential' with parallel.pipeline = {self.pipeline}: all stages but one would "
-                "wait; choose 1f1b or gpipe"
+                f"parallel.schedule_file = {self.schedule_file!r} with parallel.schedule = {self.schedule!r}: the "
+                "schedule 'file' needs one, and no other reads it"
             )
+        if self.order == FILE and self.chunks > 1:
+            raise ConfigurationError(
+                f"parallel.chunks = {self.chunks} with parallel.schedule = 'file', which says itself how many chunks a "
+                "rank has; leave it out"
+            )
+        check_schedule(self.order, self.pipeline, self.microbatches, self.chunks)
         if self.pipeline > 1 and self.strategy not in WITH_PIPELINE:
             raise ConfigurationError(
                 f"parallel.strategy = {self.strategy!r} with parallel.pipeline = {self.pipeline} is known, but not "
-                f"built in this version; a pipeline goes with {' or '.join(WITH_PIPELINE)}"
+                f"built in this version; a pipeline goes with {', '.join(WITH_PIPELINE)}"
+            )
+        self._check_recompute()
+
+    def _check_recompute(self) -> None:
+        row = SCHEDULES.get(self.order)
+        if self.recompute and row is not None and (row.splits or row.folded):
+            raise ConfigurationError(
+                f"parallel.recompute = true with parallel.schedule = {self.schedule!r}: what a weight gradient needs "
+                "stays in memory until it is computed; set it to false, or choose gpipe, 1f1b or interleaved"
             )
         kept = self.microbatches > 1 and (self.pipeline > 1 or self.order == "gpipe")
         if self.recompute and not kept:

@@ -30,6 +30,7 @@ class Exchange(Protocol):
     degrees: Degrees | None  # over how many replicas what is cut, where none keeps everything
     # For each unit, those whose parameters must be gathered before it is computed, and freed after it; {}: none ever.
     gathers: Mapping[int, Sequence[int]]
+    keeps_parameters: bool  # whether they stay from their first use in a step to their last
     alternates: bool  # whether gradients of a step go elsewhere than those of the step before
     ahead: int  # how many gathers are started before their turn
     overlap: Overlap | None  # the reductions that go on beside the computation, where there are any

@@ -11,6 +11,8 @@ _ONLY: Final = {  # keys that not all stages know -> those that do
     "persistent_below": "zero3",
     "prefetch": "zero3",
     "offload_parameters": "zero3",
+    "keep_parameters": "zero3",
+    "keep_gradients": "zero2 or zero3",
     "shared_parameters": "zero1 or zero2",
 }
 PLACES: Final = ("none", "host", "file")  # where states may be offloaded to
@@ -37,6 +39,10 @@ class ZeroConfig:
     in memory that they share, and nothing is gathered inside a node (zero1 and zero2, on CPUs). With ``prefetch`` the
     next so many units are gathered while one is computed, in memory of their own (zero3, by communication.overlap).
 
+    With several micro-batches a step, as in a pipeline, gradients that are cut are reduced after each of them, and
+    parameters that are cut gathered for each use. ``keep_gradients`` adds them up whole and reduces once a step, and
+    ``keep_parameters`` gathers once a step, for the memory of the whole stage.
+
     ``offload_optimizer`` keeps the optimizer state on the "host" of a GPU, or in a "file", and updates it block by
     block on the host; ``offload_parameters`` does so with the shards of parameters and gradients too (zero3). Files are
     made in ``offload_directory``, best on a disk of the node: each rank has its own, without a name. A relative one
@@ -49,6 +55,8 @@ class ZeroConfig:
     persistent_below: int = 0
     shared_parameters: bool = False
     prefetch: int = 0
+    keep_gradients: bool = False
+    keep_parameters: bool = False
     offload_optimizer: str = "none"
     offload_parameters: str = "none"
     offload_directory: str = ""
@@ -100,6 +108,20 @@ class ZeroConfig:
                 "file; remove it, or set zero.offload_optimizer = 'file'"
             )
 
+    def _check_kept(self, strategy: str) -> None:
+        cut = self.gradients > 1 if self.gradients else strategy != "zero1"
+        if self.keep_gradients and not cut:
+            raise ConfigurationError(
+                "zero.keep_gradients = true has no effect where no gradients are cut; remove it, or choose the "
+                "strategy zero2 or zero3"
+            )
+        for name in ("keep_gradients", "keep_parameters"):
+            if getattr(self, name) and self.offload_parameters != "none":
+                raise ConfigurationError(
+                    f"zero.{name} = true with zero.offload_parameters = {self.offload_parameters!r}: what does not fit "
+                    "would be kept in memory; set one of them to its default"
+                )
+
     def _check_offload_beside(self, strategy: str, device: str) -> None:
         if self.offload_parameters != "none" and strategy != "zero3":
             raise ConfigurationError(
@@ -128,12 +150,15 @@ class ZeroConfig:
                 f"{named} has no effect with parallel.strategy = {strategy!r}; remove it, or choose the strategy "
                 f"{_ONLY.get(changed[0], ' or '.join(STAGES))}"
             )
-        if pipeline > 1:
+        whole = {name for name in changed if name.startswith(("shared", "offload"))}
+        if pipeline > 1 and whole:
+            name = min(whole)
             raise ConfigurationError(
-                f"{named} with parallel.pipeline = {pipeline} is not built in this version; remove it, or set "
-                "parallel.pipeline = 1"
+                f"zero.{name} = {getattr(self, name)!r} with parallel.pipeline = {pipeline} is not built in this "
+                "version; remove it, or set parallel.pipeline = 1"
             )
-        for key in ("persistent_below", "prefetch"):
+        self._check_kept(strategy)
+        for key in ("persistent_below", "prefetch", "keep_parameters"):
             if getattr(self, key) and self.parameters <= 1 and (self.parameters or strategy != "zero3"):
                 raise ConfigurationError(
                     f"zero.{key} = {getattr(self, key)} has no effect where no parameters are cut; remove it, or "

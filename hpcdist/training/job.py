@@ -90,6 +90,8 @@ def _introduce(
             progress.say(f"warning: {warning}")
     if trainer.recipe.chaos.on:
         progress.say(f"chaos: {trainer.recipe.chaos.described()}")
+    for line in trainer.plan.table() if trainer.plan is not None else ():
+        progress.say(line)
     chosen = trainer.selection.described()
     if chosen:
         progress.say(chosen)

@@ -17,7 +17,11 @@ from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.training.config import written
 
 PREFIX: Final = "HPCDIST_SET__"
-PATHS: Final = ("data.path", "zero.offload_directory")  # keys that hold the path of a file or directory
+PATHS: Final = (
+    "data.path",
+    "zero.offload_directory",
+    "parallel.schedule_file",
+)  # keys that hold the path of a file or directory
 TYPES: Final = {
     bool: "true or false",
     int: "a whole number",

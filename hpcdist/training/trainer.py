@@ -18,7 +18,7 @@ from hpcdist.comm.start import Session
 from hpcdist.errors import DataError
 from hpcdist.models.model import Model
 from hpcdist.optim import rates
-from hpcdist.strategies import build, loss_scale, pipeline
+from hpcdist.strategies import build, loss_scale
 from hpcdist.strategies.decentralised import build as decentralised
 from hpcdist.strategies.decentralised.local_sgd import OUTER
 from hpcdist.strategies.delayed import DelayedExchange
@@ -29,16 +29,17 @@ from hpcdist.strategies.logical_shards import LogicalShards
 from hpcdist.strategies.parameter_server import build as parameter_server
 from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.partition_plan import Plan
 from hpcdist.strategies.schedule.executor import Executor, MicroBatch, Step
 from hpcdist.strategies.schedule.operations import Operation
-from hpcdist.strategies.schedule.placement import looped
+from hpcdist.strategies.schedule.schedule_file import Written
 from hpcdist.strategies.schedule.verify import Proof
 from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.tensor.axis import algorithm_on
 from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.strategies.zero import ZeroExchange
 from hpcdist.strategies.zero_config import STAGES
-from hpcdist.training import chaos, data
+from hpcdist.training import chaos, data, partitioning, pipelining
 from hpcdist.training.data import Prefetcher
 from hpcdist.training.recipe import Recipe
 from hpcdist.training.selection import Selection, resolve
@@ -62,6 +63,7 @@ class Trainer:
     shares: data.Shares | None = None  # where they are not even
     balance: data.Balance | None = None
     proof: Proof | None = None  # of the lists of all ranks; None where they were not looked at
+    plan: Plan | None = None  # of the stages, where there are several
 
     @property
     def model(self) -> Model:
@@ -118,7 +120,7 @@ class Trainer:
         of their state.
         """
         kept = {} if self.shares is None else {"shares": self.shares.state(steps)}
-        return kept | {
+        return {**kept, **partitioning.state(self.recipe, self.plan)} | {
             "steps": steps,
             "samples": steps * self.recipe.run.global_batch,
             "seed": self.recipe.run.seed,
@@ -199,7 +201,8 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
     recipe.chaos.check_world(comm.size, len(roles.workers) if roles else comm.size)
     source = data.open_source(recipe.data, recipe.model, comm)
     ledger = Ledger()
-    seat, selection = _seat(session, recipe, grid, roles, source, ledger, resume_from)
+    schedule = pipelining.written(parallel, comm)
+    seat, selection, plan = _seat(session, recipe, grid, roles, source, ledger, resume_from, schedule)
     collectives.account(ledger)  # what a measurement took is given back
     exchange = _exchange(seat, recipe)
     executor = build.build_executor(seat, exchange, chaos.executor(recipe.chaos, seat, recipe.run.global_batch))
@@ -208,8 +211,15 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
         precision.mode, precision.loss_scale, precision.growth_interval, precision.hysteresis
     )
     microbatches = _microbatches(recipe, grid)
-    operations = build.operations(seat, exchange, executor.copies, replace(parallel, microbatches=microbatches))
-    trainer = Trainer(comm, recipe, grid, seat, source, exchange, executor, operations, ledger, selection)
+    pipelining.check_exchange(parallel, schedule, seat, accumulates=exchange.accumulates)
+    operations = build.operations(
+        seat,
+        exchange,
+        executor.copies,
+        replace(parallel, microbatches=microbatches),
+        None if schedule is None else schedule.passes,
+    )
+    trainer = Trainer(comm, recipe, grid, seat, source, exchange, executor, operations, ledger, selection, plan=plan)
     if exchange.lock_step:  # else no two ranks share a step
         trainer.proof = build.prove(
             seat, grid, operations, microbatches, accumulates=exchange.accumulates, degrees=exchange.degrees
@@ -252,8 +262,9 @@ def _seat(
     source: data.Source,
     ledger: Ledger,
     resume_from: Path | None,
-) -> tuple[Seat, Selection]:
-    """Return the place of this rank, and where its algorithm comes from. Collective: communicators are split."""
+    schedule: Written | None,
+) -> tuple[Seat, Selection, Plan | None]:
+    """Return the place of this rank, where its algorithm comes from, and the cut of the model. Collective."""
     comm = session.comm
     whole = models.build(recipe.model, recipe.precision.computes, **source.model_inputs())
     computes = roles is None or comm.rank in roles.workers
@@ -263,13 +274,15 @@ def _seat(
     selection = resolve(session, recipe, cut_model(whole, tensor), axes.data, resume_from)
     settled = selection.source == "recipe"
     algorithm = algorithm_on(tensor, selection.algorithm, settled=settled, on=recipe.run.device)
+    model = cut_model(whole, tensor, algorithm, sequence_parallel=recipe.parallel.sequence_parallel)
+    plan = partitioning.planned(comm, recipe, grid, whole, model, schedule, resume_from) if computes else None
     seat = Seat(
         world=comm,
         data=axes.data,
         pipeline=axes.pipeline,
         tensor=tensor,
-        model=cut_model(whole, tensor, algorithm, sequence_parallel=recipe.parallel.sequence_parallel),
-        placement=looped(pipeline.cut(whole, grid.pipeline), grid.pipeline) if computes else None,
+        model=model,
+        placement=None if plan is None else plan.placement,
         optimizer=recipe.optimizer,
         total_steps=recipe.run.steps,
         algorithm=selection.algorithm,
@@ -280,4 +293,4 @@ def _seat(
         computes=computes,
         working=None if recipe.precision.working is None else dtype_of(recipe.precision.working),
     )
-    return seat, selection
+    return seat, selection, plan

@@ -177,7 +177,6 @@ def test_an_override_without_a_value_is_a_wrong_call(home: dict[str, str]) -> No
     "text",
     [
         "parallel.context=2",
-        *(f"parallel.schedule={name}" for name in ("interleaved", "zb-h1")),
         "communication.compression=topk",
     ],
 )
@@ -295,8 +294,31 @@ def test_reading_a_recipe_imports_nothing_heavy() -> None:
     ("texts", "message"),
     [
         (["parallel.pipeline=2", "parallel.schedule=sequential"], "all stages but one would wait"),
-        (["parallel.pipeline=2", "parallel.strategy=zero2"], "a pipeline goes with allreduce or zero1"),
-        (["parallel.pipeline=2", "parallel.strategy=zero3"], "not built in this version"),
+        (["parallel.pipeline=2", "parallel.strategy=gossip"], "a pipeline goes with allreduce, zero1, zero2, zero3"),
+        (["parallel.pipeline=2", "parallel.schedule=1F1B"], "choose one of auto, sequential, gpipe, 1f1b, inter"),
+        (["parallel.pipeline=2", "parallel.schedule=interleaved", "parallel.microbatches=4"], "chunks = 2 or above"),
+        (
+            ["parallel.pipeline=4", "parallel.schedule=interleaved", "parallel.microbatches=2", "parallel.chunks=2"],
+            "set parallel.microbatches = 4 or above",
+        ),
+        (["parallel.pipeline=2", "parallel.chunks=2"], "parallel.chunks = 2 with parallel.schedule = '1f1b'"),
+        (["parallel.pipeline=2", "parallel.schedule=file"], "the schedule 'file' needs one"),
+        (["parallel.pipeline=2", "parallel.schedule_file=a.txt"], "no other reads it"),
+        (
+            [
+                "parallel.pipeline=2",
+                "parallel.schedule=zb-h1",
+                "parallel.microbatches=4",
+                "parallel.recompute=true",
+            ],
+            "stays in memory until it is computed",
+        ),
+        (["zero.keep_gradients=true", "parallel.strategy=zero1"], "no gradients are cut"),
+        (["zero.keep_parameters=true", "parallel.strategy=zero2"], "no parameters are cut"),
+        (
+            ["parallel.pipeline=2", "zero.shared_parameters=true", "parallel.strategy=zero1"],
+            "shared_parameters = True with parallel.pipeline",
+        ),
         (["parallel.recompute=true"], "saves nothing"),
         (["parallel.pipeline=2", "parallel.microbatches=3"], "does not divide into parallel.microbatches = 3"),
         (["parallel.pipeline=0"], "must be at least 1"),

@@ -1,4 +1,4 @@
-"""Whatever legal order a pipeline works in, on whatever placement: losses and gradients have the bits of one process."""
+"""Whatever legal order a pipeline works in, on whatever placement: its gradients have the bits of one process."""
 
 import random
 from dataclasses import dataclass

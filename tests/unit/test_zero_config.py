@@ -19,7 +19,7 @@ def refused(*overrides: str) -> str:
         (("zero.gradients=-1",), "give a number of data ranks, or 0"),
         (("zero.persistent_below=-1",), "give a number of elements, or 0"),
         (("zero.parameters=2",), "no effect with parallel.strategy = 'allreduce'; remove it, or choose the strategy"),
-        (("zero.optimizer=2", "parallel.strategy=zero1", "parallel.pipeline=2"), "set parallel.pipeline = 1"),
+        (("zero.shared_parameters=true", "parallel.strategy=zero1", "parallel.pipeline=2"), "parallel.pipeline = 1"),
         (("zero.persistent_below=5", "parallel.strategy=zero2"), "no parameters are cut; remove it, or choose"),
         (("zero.shared_parameters=true", "parallel.strategy=zero3"), "choose zero1 or zero2"),
         (("zero.shared_parameters=true", "parallel.strategy=zero1", "run.device=gpu"), "run.device = 'cpu'"),

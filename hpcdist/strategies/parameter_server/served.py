@@ -53,6 +53,7 @@ class ServedExchange:
     accumulates = True
     degrees: Degrees | None = None
     gathers: Mapping[int, Sequence[int]] = {}
+    keeps_parameters = False
     alternates = False
     ahead = 0
     overlap: Overlap | None = None

@@ -19,10 +19,14 @@ With Psi bytes of parameters and m micro-batches a step, each rank sends on the 
                  Psi (1/d_g - 1/d_o)     once a step, to the cuts of the optimizer
                  2 Psi/d_o (1 - d_o/p)   once a step, over the p/d_o owners of the same cut
     parameters   Psi (1/d_p - 1/d_o)     once a step, the new cuts to all that keep them
-                 2 m Psi (1 - 1/d_p)     for each use, once forward and once backward
+                 2 m Psi (1 - 1/d_p)     for each use, once forward and once backward; uses of the same layer that
+                                         follow each other are one, as those of the last layer of a model
 
-so 2 Psi (p-1)/p in zero1, (1 + m) of these in zero2 and 3 m in zero3. What is kept of a model takes Psi/d_p + Psi/d_g +
-K Psi/d_o, with K = 2 for Adam, and where d_p or d_g is above 1 memory for whole layers on top: the largest one, or two.
+so 2 Psi (p-1)/p in zero1, (1 + m) of these in zero2 and 3 m in zero3; Psi is that of the layers of this rank. Where m
+is large, as in a pipeline, memory buys bytes: ``keep_gradients`` adds up those of a step whole and reduces once (Psi
+more memory), ``keep_parameters`` gathers once and keeps to the last use (Psi more): zero3 then sends what zero1 does.
+Else what is kept of a model takes Psi/d_p + Psi/d_g + K Psi/d_o, with K = 2 for Adam, and where d_p or d_g is above 1
+memory for whole layers on top: the largest one, or two.
 
 Over logical shards (see `hpcdist.strategies.logical_shards`) cuts decide no bit. Parameters travel as above, gradients
 once a step, k Psi (p-1)/d_o bytes with k = 1 where L/p is a power of two. What a rank sums of them before is of whole
@@ -31,7 +35,8 @@ layers: log2(L/p) Psi bytes, so zero2 and zero3 save no memory of gradients unle
 
 A layer that others are tied to stays gathered from its first use in a micro-batch to its last: stage 3 then sends less.
 A layer of fewer than ``persistent_below`` elements, S bytes, stays gathered for good: it sends S (1 - 1/d_o) after its
-update, nothing for each use, and no message of a few bytes holds up a layer. All of its state is cut as before.
+update, nothing for each use, and no message of a few bytes holds up a layer. All of its state is cut as before. So does
+a layer with a tensor that another stage of a pipeline has a copy of.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,6 +50,7 @@ from hpcdist.strategies.logical_shards import LogicalShards
 from hpcdist.strategies.node_parameters import NodeParameters
 from hpcdist.strategies.offload import Offload
 from hpcdist.strategies.owner import Owner, OwnerExchange
+from hpcdist.strategies.pipeline import ties
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.tensor.replicated import counted
@@ -76,10 +82,12 @@ class ZeroExchange(OwnerExchange):
         self._kept = GRADIENTS if shards is None else OPTIMIZER  # what stays of gradients that are not kept whole
         self._comes_and_goes = self._over.parameters > 1 or not in_memory
         self.replicas_identical = not self._comes_and_goes
-        self._keeps_gradients = self._over.gradients == 1 and in_memory
+        self._keeps_gradients = (self._over.gradients == 1 or config.keep_gradients) and in_memory
+        self.keeps_parameters = config.keep_parameters
         self.accumulates = self._keeps_gradients and shards is None
         self.overlap = overlap_of(seat, levels)
         self.ahead = config.prefetch if self.overlap is not None else 0
+        self._copied = {tie.unit for tie in ties(seat.model, seat.placed)}  # to other stages, which get the whole
         self._layers = {seat.model.stages[unit].layer: part for unit, part in seat.ranges.items()}
         self._layer_at = {part: layer for layer, part in self._layers.items()}
         cut = [unit for unit in seat.units if self._is_cut(unit, config.persistent_below)]
@@ -125,7 +133,7 @@ class ZeroExchange(OwnerExchange):
     def _is_cut(self, unit: int, persistent_below: int) -> bool:
         """Whether the parameters of ``unit`` are gathered for each use, and not kept whole (local)."""
         size = sum(part.size for _, part in self.seat.layout.within(self.seat.ranges[unit]))
-        return self._comes_and_goes and size >= persistent_below
+        return self._comes_and_goes and size >= persistent_below and unit not in self._copied
 
     def _cuts_of_all(self) -> list[list[Range]]:
         """Return, for each layer, the cut of every data rank."""
@@ -143,7 +151,7 @@ class ZeroExchange(OwnerExchange):
 
     def _keep_gradients(self) -> FlatStore:
         if self._keeps_gradients:
-            over = self.levels.first(GRADIENTS, OPTIMIZER) or self.levels.replicas
+            over = self.levels.first(WHOLE, OPTIMIZER) or self.levels.replicas
             over = over if self.overlap is None else self.overlap.over
             return self.seat.store("gradients", allocate=self.seat.for_replicas("gradients", over))
         return self._offload.gradients([cuts[self._kept] for cuts in self.levels.cuts.values()])
@@ -151,9 +159,8 @@ class ZeroExchange(OwnerExchange):
     def plan(self) -> list[Operation]:
         """Return REDUCE per layer, COMBINE of its shards, AGREE, the update of the own cuts, and their way back.
 
-        ADD and no COMBINE where logical shards are summed.
-        GATHER where a layer is kept whole, REFRESH where a shard is that is more than the own cut. COMMIT instead,
-        where the ranks of a node share the parameters.
+        ADD and no COMBINE where logical shards are summed. Back by GATHER where a layer is kept whole, REFRESH where a
+        shard is that is more than the own cut; COMMIT where the ranks of a node share the parameters.
         """
         ranges = list(reversed(self.seat.ranges.values()))
         reduces = [Operation(Kind.REDUCE, range=part) for part in ranges]
@@ -183,8 +190,7 @@ class ZeroExchange(OwnerExchange):
     def reduce(self, op: Operation) -> None:
         """Sum the gradients of a layer to the shards that are kept of it or, where they are whole, to the own cuts."""
         self._order.meet(op)
-        layer = self._layer_of(op)
-        store = self.gradients_at(layer)
+        store = self.gradients_at(layer := self._layer_of(op))
         if self._trees is not None:
             self._trees.reduce(layer, op.microbatch, store)
         else:
@@ -201,11 +207,8 @@ class ZeroExchange(OwnerExchange):
         if self._keeps_gradients:
             return
         own, store = self.levels.cuts[layer][self._kept], self.gradients_at(layer)
-        if layer in self._added:
-            self.gradients.add(own, store.range(own))
-        else:
-            self.gradients.write(own, store.range(own))
-            self._added.add(layer)
+        (self.gradients.add if layer in self._added else self.gradients.write)(own, store.range(own))
+        self._added.add(layer)
         self._whole_gradients.free(layer)
 
     def add(self, op: Operation) -> None:
