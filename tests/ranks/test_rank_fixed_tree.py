@@ -51,7 +51,7 @@ def _losses(trainer: Trainer, last: int) -> list[tuple[float, float]]:
     found = []
     with trainer.batches(last) as batches:
         for step, batch in enumerate(batches, start=trainer.first_step + 1):
-            done = trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.zeros(2))
+            done = trainer.step(step, trainer.cut(batch), np.zeros(2))
             found.append((done.loss, done.gradient_norm))
     return found
 

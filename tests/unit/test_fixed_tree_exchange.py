@@ -58,7 +58,7 @@ def train(trainer: Trainer, last: int) -> list[tuple[float, float]]:
     found = []
     with trainer.batches(last) as batches:
         for step, batch in enumerate(batches, start=trainer.first_step + 1):
-            done = trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.ones(2))
+            done = trainer.step(step, trainer.cut(batch), np.ones(2))
             assert done.wishes.tolist() == [trainer.comm.size] * 2
             found.append((done.loss, done.gradient_norm))
     return found

@@ -65,7 +65,7 @@ def train(trainer: Trainer, last: int) -> list[tuple[float, float]]:
     found = []
     with trainer.batches(last) as batches:
         for step, batch in enumerate(batches, start=trainer.first_step + 1):
-            done = trainer.executor.run(trainer.operations, trainer.cut(batch), SAMPLES, step, np.zeros(1))
+            done = trainer.step(step, trainer.cut(batch), np.zeros(1))
             found.append((done.loss, done.gradient_norm))
     return found
 
@@ -91,7 +91,7 @@ def whole_run(comm: Communicator, path: Path, keys: dict[str, Any]) -> tuple[obj
 @pytest.mark.parametrize(
     "keys",
     [
-        {"optimizer.name": "adamw"},
+        {"optimizer.name": "adamw", "model.dropout": 0.2},
         {"optimizer.name": "lamb", "model.tied": "true"},
         {"optimizer.name": "lars", "precision.mode": "float64"},
         {"optimizer.name": "sgd", "precision.mode": "float64"},
