@@ -14,6 +14,7 @@ adamw and lamb, 1 for lars and sgd with momentum) and m micro-batches:
                   written            s psi                       ... + psi    once the norms of whole tensors are known
     lars          as lamb
 
+Parameters that are gathered once for uses that follow each other, as those of the last layer, are read once for them.
 Layer-wise rates need a second pass, since all of DIRECTION comes before the norms and all of APPLY behind; the others
 are updated in one.
 """

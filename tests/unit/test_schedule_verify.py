@@ -100,7 +100,7 @@ def allreduce_step(
 @pytest.mark.parametrize("schedule", PIPELINES)
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_pipelines_under_an_allreduce_are_proven(schedule: str, stages: int) -> None:
-    for microbatches in range(1, 33):
+    for microbatches in (1, 2, stages, 32):
         proof = allreduce_step(PIPELINES[schedule], stages, microbatches).verify()
         if schedule == "gpipe":
             assert proof.live == (microbatches,) * stages
@@ -400,7 +400,7 @@ def broken(draw: st.DrawFn) -> tuple[Step, str]:
 
 
 @given(broken())
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_no_operation_can_be_missing_doubled_or_renamed(case: tuple[Step, str]) -> None:
     step, what = case
     try:

@@ -47,6 +47,7 @@ def check(share: Share) -> None:
     _check_settled(share)
     _check_rows(share)
     _check_update(share)
+    _check_norms(share)
     _check_copies(share)
     residence.check(share)
     mixed.check(share)
@@ -228,6 +229,16 @@ def _check_update(share: Share) -> None:
     for index, op in share.where(*AFTER_AGREE) if agreed else ():
         if index < agreed[0]:
             raise share.refuse(f"{op} comes before AGREE()")
+
+
+def _check_norms(share: Share) -> None:
+    """Norms are those of all directions, and each step takes its rate from them."""
+    for index, norms in share.where(Kind.NORMS):
+        for at, op in share.where(Kind.DIRECTION, Kind.APPLY):
+            if op.kind is Kind.DIRECTION and at > index:
+                raise share.refuse(f"{norms} comes before {op}")
+            if op.kind is Kind.APPLY and at < index:
+                raise share.refuse(f"{op} comes before {norms}")
 
 
 def _check_copies(share: Share) -> None:

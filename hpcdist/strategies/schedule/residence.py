@@ -1,5 +1,7 @@
 """What is in memory when: parameters of units that come and go, activations. Asks one rank, and no other."""
 
+from collections import Counter
+
 from hpcdist.arrays.ranges import Range
 from hpcdist.strategies.schedule.operations import COMPUTE, USES, Kind, Operation
 from hpcdist.strategies.schedule.pipelines import Peak
@@ -35,7 +37,10 @@ def peak(share: Share) -> tuple[Peak, int]:
     again = {(op.microbatch, chunk_of[op.unit]) for op in share.steps if op.recompute}
     live: set[tuple[int, int]] = set()
     whole: set[tuple[int, int]] = set()
-    held: dict[tuple[int, int], int] = {}  # and how many of its units are left
+    held: set[tuple[int, int]] = set()
+    left = Counter(
+        {(mb, number): len(units) for mb in range(share.microbatches) for number, units in enumerate(chunks)}
+    )
     most, most_whole = Peak(0, 0, 0), 0
     for _, op in share.where(*COMPUTE):
         at = op.microbatch, chunk_of[op.unit]
@@ -44,14 +49,14 @@ def peak(share: Share) -> tuple[Peak, int]:
             if op.recompute or at not in again:
                 whole.add(at)
         elif op.kind is Kind.BACKWARD_WEIGHT:
-            held[at] -= 1
-            if not held[at]:
-                del held[at]
+            left[at] -= 1
+            if not left[at]:
+                held.discard(at)
         elif op.unit == chunks[at[1]].start:
             live.discard(at)
             whole.discard(at)
             if op.kind is Kind.BACKWARD_INPUT:
-                held[at] = len(chunks[at[1]])
+                held.add(at)
         most = Peak(max(most.live, len(live)), max(most.held, len(held)), max(most.both, len(live) + len(held)))
         most_whole = max(most_whole, len(whole))
     return most, most_whole

@@ -1,0 +1,194 @@
+"""Whole steps, every schedule under every exchange: proven, performed, and refused where one operation is wrong.
+
+What the verifier accepts is also performed by rules of its own (`step_lists`), so that neither is taken at its word.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from step_lists import EXCHANGES, Step, build, can, perform
+
+from hpcdist.errors import ScheduleError
+from hpcdist.strategies.schedule.behind import polled, prefetched, started
+from hpcdist.strategies.schedule.catalogue import SCHEDULES
+from hpcdist.strategies.schedule.operations import ENDS, Kind, Operation
+
+PAIRS = [(schedule, exchange) for schedule in SCHEDULES for exchange in EXCHANGES if can(schedule, exchange)]
+
+
+def sizes(schedule: str, rng: np.random.Generator) -> Iterator[tuple[int, int, int]]:
+    """(ranks, micro-batches, chunks): the corners of what is legal up to 8, 32 and 4, and two from within."""
+    row = SCHEDULES[schedule]
+    most = 8 if row.pipelines else 1
+    chunks = row.most or 4
+    for ranks in {1, most}:
+        yield ranks, row.fewest(ranks), chunks
+    yield most, 32, chunks
+    for _ in range(2):
+        ranks = int(rng.integers(1, most + 1))
+        yield ranks, int(rng.integers(row.fewest(ranks), 33)), row.most or int(rng.integers(2, 5))
+
+
+@pytest.mark.parametrize(("schedule", "exchange"), PAIRS)
+def test_steps_are_proven_with_their_bounds(schedule: str, exchange: str, rng: np.random.Generator) -> None:
+    row = SCHEDULES[schedule]
+    for ranks, microbatches, chunks in sizes(schedule, rng):
+        data = 1 if microbatches * chunks > 64 else 2
+        step = build(schedule, exchange, ranks, microbatches, chunks, data)
+        proof = step.verify()
+        peaks = [row.peak(rank, ranks, microbatches, chunks) for rank in range(ranks)]
+        assert proof.live == proof.whole == tuple(peak.live for peak in peaks)
+        assert proof.both == tuple(peak.both for peak in peaks)
+        assert all(held <= peak.held for held, peak in zip(proof.held, peaks, strict=True))
+        crossing = sum(step.placement.crosses(unit) for unit in step.placement.units)
+        assert proof.messages == 2 * microbatches * crossing * data
+        gathers, keep, _ = EXCHANGES[exchange]
+        assert proof.gathered == ((chunks if keep else 1) * gathers,) * ranks
+
+
+@pytest.mark.parametrize(("schedule", "exchange"), PAIRS)
+def test_steps_add_up_every_microbatch_of_every_replica_once(schedule: str, exchange: str) -> None:
+    row = SCHEDULES[schedule]
+    for ranks, microbatches in ((1, 2), (2, 3), (3, 3)) if row.pipelines else ((1, 3),):
+        step = build(schedule, exchange, ranks, microbatches, row.most or 2, each=2)
+        step.verify()
+        everything = {((r, m, half), 1) for r in range(2) for m in range(microbatches) for half in ("input", "weight")}
+        for rank, values in enumerate(perform(step)):
+            values.pop(-1)
+            assert values, f"rank {rank}"
+            for old, (_, summed), _ in values.values():
+                assert old == "old" and set(summed) == everything
+
+
+def early(step: Step, in_flight: int | None, ahead: int) -> Step:
+    """The step with reductions and gathers that go on behind the computation."""
+    lists = []
+    for rank, steps in enumerate(step.lists):
+        place = step.placement.of(step.grid.coordinates(rank)["pipeline"])
+        own = {unit: step.units[unit] for chunk in place for unit in chunk}
+        begun = started(steps, own, {unit: [unit] for unit in own}, in_flight)
+        lists.append(polled(prefetched(begun, ahead)))
+    return replace(step, lists=lists)
+
+
+def some_step(draw: st.DrawFn) -> Step:
+    schedule, exchange = draw(st.sampled_from(PAIRS))
+    row = SCHEDULES[schedule]
+    ranks = draw(st.sampled_from([1, 2, 2, 3])) if row.pipelines else 1
+    microbatches = row.fewest(ranks) + draw(st.integers(0, 2))
+    return build(schedule, exchange, ranks, microbatches, row.most or 2, 2, draw(st.sampled_from([1, 1, 2])))
+
+
+@st.composite
+def overlapped(draw: st.DrawFn) -> tuple[Step, Step, int | None, int]:
+    step = some_step(draw)
+    in_flight, ahead = draw(st.sampled_from([None, 1, 2])), draw(st.integers(0, 2))
+    return step, early(step, in_flight, ahead), in_flight, ahead
+
+
+def most(steps: list[Operation], begins: Kind) -> int:
+    """The most that are under way at once."""
+    found = under_way = 0
+    for op in steps:
+        under_way += (op.kind is begins) - (op.kind is ENDS[begins])
+        found = max(found, under_way)
+    assert under_way == 0
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(overlapped())
+def test_pipelines_overlap_as_they_say(case: tuple[Step, Step, int | None, int]) -> None:
+    step, behind, in_flight, ahead = case
+    proof, before = behind.verify(), step.verify()
+    assert (proof.live, proof.both, proof.messages) == (before.live, before.both, before.messages)
+    assert perform(behind) == perform(step)
+    for rank, steps in enumerate(behind.lists):
+        assert most(steps, Kind.START) <= (in_flight or len(steps))
+        assert most(steps, Kind.START_GATHER) <= ahead
+        kinds = Counter(op.kind for op in steps)
+        assert kinds[Kind.START] == sum(op.kind is Kind.REDUCE for op in step.lists[rank])
+        under_way = 0
+        for op, after in zip(steps, steps[1:], strict=False):
+            under_way += (op.kind in ENDS) - (op.kind in ENDS.values())
+            computes = op.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+            assert (after.kind is Kind.POLL) == (computes and under_way > 0)
+
+
+@st.composite
+def changed(draw: st.DrawFn) -> tuple[Step, Step, str]:
+    """A step, and the same with one operation of one rank missing, doubled, moved, or of another name."""
+    step = some_step(draw)
+    if draw(st.booleans()):
+        step = early(step, 2, 1)
+    rank = draw(st.integers(0, len(step.lists) - 1))
+    steps = list(step.lists[rank])
+    at = draw(st.integers(0, len(steps) - 1))
+    op = steps[at]
+    change = draw(st.sampled_from(["drop", "double", "swap", "swap", "micro-batch", "unit"]))
+    if change == "drop":
+        del steps[at]
+    elif change == "double":
+        steps.insert(draw(st.integers(0, len(steps))), op)
+    elif change == "swap":
+        other = min(len(steps) - 1, at + draw(st.integers(1, 4)))
+        steps[at], steps[other] = steps[other], steps[at]
+    elif change == "micro-batch":
+        assume(op.microbatch >= 0)
+        steps[at] = replace(op, microbatch=max(0, op.microbatch + draw(st.sampled_from([-1, 1, 7]))))
+    else:
+        assume(op.unit >= 0)
+        steps[at] = replace(op, unit=max(0, op.unit + draw(st.sampled_from([-1, 1, 5]))))
+    assume(steps != step.lists[rank])
+    lists = [*step.lists[:rank], steps, *step.lists[rank + 1 :]]
+    return step, replace(step, lists=lists), f"{change} {op} of rank {rank}"
+
+
+HARMLESS = (Kind.POLL, Kind.FREE)  # a POLL more or less; the micro-batch by which a FREE is named
+
+
+@settings(max_examples=300, deadline=None)
+@given(changed())
+def test_what_is_changed_is_refused_or_the_same_step(case: tuple[Step, Step, str]) -> None:
+    step, broken, what = case
+    try:
+        broken.verify()
+    except ScheduleError:
+        return
+    assert what.startswith("swap") or any(kind.name in what for kind in HARMLESS), f"accepted: {what}"
+    assert perform(broken) == perform(step), f"accepted, and another step: {what}"
+
+
+def test_halves_of_a_backward_that_lie_apart_are_not_reduced_one_by_one() -> None:
+    step = build("zb-h1", "zero2", 2, 3, 1)
+    with pytest.raises(
+        ScheduleError,
+        match=r"rank 2: REDUCE\(0, \[24:48\]\) exchanges gradients of unit 1 of micro-batches \[0, 1\] toget",
+    ):
+        step.verify()
+    build("zb-h1", "zero2", 1, 3, 1).verify()  # a rank alone puts nothing off
+
+
+def test_a_weight_behind_its_reduction_is_refused() -> None:
+    for exchange in ("allreduce", "zero1", "zero3 keep both"):
+        step = build("zb-h1", exchange, 2, 3, 1)
+        steps = step.lists[0]
+        last = max(index for index, op in enumerate(steps) if op.kind is Kind.BACKWARD_WEIGHT)
+        reduce = next(index for index, op in enumerate(steps) if op.kind is Kind.REDUCE)
+        steps.insert(reduce, steps.pop(last))
+        with pytest.raises(ScheduleError, match=r"rank 0: REDUCE\(.*\[0:24\]\) comes before BACKWARD_WEIGHT\(2, 0\)"):
+            step.verify()
+
+
+def test_units_of_another_place_are_refused() -> None:
+    step = build("interleaved", "allreduce", 2, 2, 2)
+    step.placement = SCHEDULES["zb-v"].place(step.placement.chunks, 2)
+    with pytest.raises(
+        ScheduleError, match=r"rank 0: it computes units \[0, 2\]; the chunks of its place have \[0, 3\]"
+    ):
+        step.verify()
