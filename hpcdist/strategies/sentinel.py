@@ -60,7 +60,7 @@ def _name_the_first(comm: Communicator, store: FlatStore, tensors: list[tuple[Se
             odd = [rank for rank, value in enumerate(hashes) if value != common]
             raise DivergenceError(
                 f"step {step}: replicas differ, first in tensor {segment.key} {segment.spec.shape}: "
-                f"rank(s) {odd} hold other bits than the rest of {comm.size}; the run is not one any more. "
+                f"rank(s) {odd} hold other bits than the rest of {comm.size}; they are not one model any more. "
                 "Restart from the last checkpoint, and look for a skipped reduction or a faulty node"
             )
 
