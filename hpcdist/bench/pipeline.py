@@ -132,6 +132,7 @@ def _measured(
         ],
         replayed=np.array([_replayed(program, raw, step) for step in range(count)]),
         simulated=timeline.bubble,
+        simulated_by_rank=np.array([stage.bubble for stage in timeline.stages]),
         simulated_makespan=timeline.makespan_rate,
         closed=_closed(case, costs),
         unit_s=np.array([costs.forward_s, costs.backward_s, costs.input_s, costs.weight_s]).T,

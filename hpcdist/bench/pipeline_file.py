@@ -5,6 +5,7 @@
         step, rank, unit         scales
         step_s, ideal_s, span_s, busy_s, idle_s     (step, rank)
         replayed                 (step,)
+        simulated_by_rank        (rank,)
         unit_s                   (unit, forward backward input weight)
         units_of_chunk, rank_of_chunk               (chunk,)
         rank-<r>/kind, microbatch, unit             (operation,)
@@ -40,7 +41,8 @@ class Measured:
 
     ``ideal_s`` is a step of the same work on each rank alone. A span is from the first to the last pass of a rank; of
     it ``busy_s`` is computing and ``idle_s`` waiting in receives. ``unit_s`` are the seconds that the simulator was fed
-    with, 0 for passes that the schedule has not; ``closed`` is None where there is no closed form.
+    with, 0 for passes that the schedule has not; ``simulated`` is the bubble of the longest stage, and
+    ``simulated_by_rank`` that of each; ``closed`` is None where there is no closed form.
     """
 
     case: Case
@@ -53,6 +55,7 @@ class Measured:
     idle_s: np.ndarray
     spans_s: list[np.ndarray]
     replayed: np.ndarray
+    simulated_by_rank: np.ndarray
     simulated: float
     simulated_makespan: float
     closed: float | None
@@ -98,6 +101,9 @@ def _write(group: Any, one: Measured) -> None:
             dim.attach_scale(group[scale])
     replayed = group.create_dataset("replayed", data=one.replayed)
     replayed.attrs.update({"units": "1", "long_name": "bubble simulated with the times of each pass of this step"})
+    by_rank = group.create_dataset("simulated_by_rank", data=one.simulated_by_rank)
+    by_rank.attrs.update({"units": "1", "long_name": "simulated bubble of the span of each rank"})
+    by_rank.dims[0].attach_scale(group["rank"])
     group.create_dataset("unit_s", data=one.unit_s).attrs.update(
         {"units": "s", "long_name": "forward, backward, gradient of the input, gradients of the weights"}
     )
@@ -150,6 +156,7 @@ def _read(group: Any) -> Measured:
         idle_s=group["idle_s"][...],
         replayed=group["replayed"][...],
         unit_s=group["unit_s"][...],
+        simulated_by_rank=group["simulated_by_rank"][...],
         simulated=about["simulated"],
         simulated_makespan=about["simulated_makespan"],
         closed=None if math.isnan(about["closed"]) else about["closed"],

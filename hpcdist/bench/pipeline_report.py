@@ -1,7 +1,7 @@
 """The report of a benchmark of pipelines: a table, JSON, bubbles against micro-batches, and measured timelines."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +25,9 @@ FIRST: Final = "1f1b"  # what the others' speed is compared with
 class Row:
     """The figures of one case, medians over its steps.
 
-    Bubbles are shares of the longest span of a rank; see `hpcdist.bench.pipeline`. ``overhead`` is the share of it in
+    Bubbles are shares of the longest span of a rank; see `hpcdist.bench.pipeline`. ``by_rank`` are those that were
+    measured and simulated of each rank's own span: where two spans are about as long, either may be the longest.
+    ``overhead`` is the share of it in
     which the rank neither computes nor waits, ``operation_us`` the same for each operation of its list; ``receive_us``
     is the shortest receive, whose message was there. ``x_ideal`` is the speed over that of as many ranks that do the
     same work alone, ``of_bound`` that over what the simulated bubble leaves; ``x_1f1b`` the speed over that of 1F1B
@@ -44,6 +46,7 @@ class Row:
     measured: float
     simulated: float
     replayed: float
+    by_rank: tuple[tuple[float, float], ...]
     closed: float | None
     overhead: float
     operation_us: float
@@ -104,6 +107,9 @@ def _row(one: Measured, first_s: float | None) -> Row:
         measured=float(np.median(bubbles(one))),
         simulated=one.simulated,
         replayed=float(np.median(one.replayed)),
+        by_rank=tuple(
+            zip(np.median(one.idle_s / one.span_s, axis=0).tolist(), one.simulated_by_rank.tolist(), strict=True)
+        ),
         closed=one.closed,
         overhead=float(np.median(rest_s / one.span_s[at])),
         operation_us=1e6 * float(np.median(rest_s / counts)),
@@ -224,16 +230,16 @@ def _panel(one: Measured) -> Panel:
     step = int(np.argsort(one.step_s.max(axis=1))[len(one.step_s) // 2])
     chunk_of = {unit: number for number, chunk in enumerate(one.placement.chunks) for unit in chunk}
     found: list[Bar] = []
+    first_s = min(float(spans[step, :, 0].min()) for spans in one.spans_s)
     for rank, (steps, spans) in enumerate(zip(one.operations, one.spans_s, strict=True)):
         own = [number for number, owner in enumerate(one.placement.ranks) if owner == rank]
-        for op, (begin_s, end_s) in zip(steps, spans[step].tolist(), strict=True):
+        for op, (begin_s, end_s) in zip(steps, (spans[step] - first_s).tolist(), strict=True):
             if op.kind in COMPUTE:
-                work, chunk = AGAIN if op.recompute else PASSES[op.kind], chunk_of[op.unit]
-                found.append(Bar(rank, work, op.microbatch, chunk, own.index(chunk), begin_s, end_s))
-    first_s = min(bar.begin_s for bar in found)
-    moved = [
-        Bar(*(bar.rank, bar.work, bar.microbatch, bar.chunk, bar.local), bar.begin_s - first_s, bar.end_s - first_s)
-        for bar in found
-    ]
+                chunk = chunk_of[op.unit]
+                what = rank, AGAIN if op.recompute else PASSES[op.kind], op.microbatch, chunk, own.index(chunk)
+                if found and found[-1].what == what:  # the next unit of the chunk
+                    found[-1] = replace(found[-1], end_s=end_s)
+                else:
+                    found.append(Bar(*what, begin_s, end_s))
     title = f"{one.case.schedule}, {one.case.microbatches} micro-batches, measured bubble {bubbles(one)[step]:.1%}"
-    return Panel(title, one.case.ranks, one.case.chunks, moved)
+    return Panel(title, one.case.ranks, one.case.chunks, found)

@@ -50,6 +50,11 @@ class Bar:
     begin_s: float
     end_s: float
 
+    @property
+    def what(self) -> tuple[int, int, int, int, int]:
+        """All but when."""
+        return self.rank, self.work, self.microbatch, self.chunk, self.local
+
 
 @dataclass(frozen=True)
 class Panel:

@@ -63,6 +63,8 @@ def test_a_machine_that_does_what_the_simulator_says_has_its_bubble(name: str, c
     found = made(case(name, 6, chunks), costs)
     assert reports.bubbles(found) == pytest.approx([found.simulated] * 3)
     assert found.replayed == pytest.approx([found.simulated] * 3) and 0 < found.simulated < 0.5
+    (row,) = reports.rows(Results({}, (found,)))
+    assert [measured for measured, _ in row.by_rank] == pytest.approx([simulated for _, simulated in row.by_rank])
     used = np.array(rows).T * [1, *((0, 1, 1) if name.startswith("zb") else (1, 0, 0))]
     assert found.unit_s == pytest.approx(used)
 
@@ -181,7 +183,9 @@ def test_table_json_and_pictures(measured: list[Measured], tmp_path: Path) -> No
     told = json.loads(json.dumps(reports.jsonable(found, {})))
     assert told["rows"][0]["schedule"] == "zb-h1" and told["rows"][2]["closed"] == pytest.approx(1 / 4)
     passes = [event for event in trace(reports.panels(found))["traceEvents"] if event["ph"] == "X"]
-    assert len(passes) == 3 * 6 * 2 + 2 * 6 * 3 * 2 and min(event["ts"] for event in passes) == 0
+    # Of 1f1b at 3 and zb-h1 at 2 micro-batches 2 chunks, of zb-v at 2 four, each with its passes.
+    assert len(passes) == 2 * 3 * 2 + 2 * 2 * 3 + 4 * 2 * 3
+    assert 0 <= min(event["ts"] for event in passes) < max(event["ts"] for event in passes)
     pytest.importorskip("matplotlib")
     reports.plot(found, tmp_path / "b.png")
     assert (tmp_path / "b.png").stat().st_size > 5000
