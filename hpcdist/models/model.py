@@ -180,6 +180,11 @@ class BoundGradients:
         self._keys = self._own | stage.tied
         self._written = written
 
+    @property
+    def views(self) -> Parameters:
+        """Where the gradient of each tensor goes, by the names that its parameters have."""
+        return self._views
+
     def into(self, name: str) -> tuple[Array, bool]:
         """Return the view of tensor ``name`` and whether to add to it (False: this is the first write, overwrite)."""
         key = self._keys[name]

@@ -129,8 +129,9 @@ class Stages:
     def backward_weight(self, op: Operation) -> None:
         """Do what is left of a backward that was split."""
         if self._has_samples(op):
-            parameters, gradients = self._bound.parameters(op.unit), self._bound.gradients(op.unit)
-            weight_gradients(parameters, gradients, self._model.operations, self._saved(op))
+            gradients = self._bound.gradients(op.unit)
+            # Of the parameters, which may be freed by now, only the names count.
+            weight_gradients(gradients.views, gradients, self._model.operations, self._saved(op))
             self._end(op)
 
     def _end(self, op: Operation) -> None:

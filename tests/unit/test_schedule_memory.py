@@ -1,0 +1,46 @@
+"""What schedules hold of parameters that come and go: a layer, or the whole stage where it is kept for the step."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu_runs import assembled, write_text
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.training.data import microbatches
+
+RUN = {
+    "parallel.pipeline": 2,
+    "parallel.strategy": "zero3",
+    "parallel.microbatches": 3,
+    "zero.keep_gradients": "true",
+    "run.global_batch": 12,
+    "model.layers": 4,
+    "model.tied": "false",
+}
+
+
+@pytest.mark.parametrize("keep", ["false", "true"])
+def test_split_backwards_hold_no_more_parameters(tmp_path: Path, rng: np.random.Generator, keep: str) -> None:
+    text = write_text(tmp_path / "text.txt", rng)
+
+    def body(comm: Communicator, schedule: str) -> tuple[int, int, int]:
+        keys = {"data.path": text, "parallel.schedule": schedule, "zero.keep_parameters": keep}
+        trainer = assembled(comm, RUN | keys)
+        assert trainer.ledger is not None
+        with trainer.batches(2) as batches:
+            for step, batch in enumerate(batches, 1):
+                parts = microbatches(trainer.place(batch), 3)
+                trainer.executor.run(trainer.operations, parts, 12, step, np.zeros(2))
+        gathers = sum(op.kind is Kind.GATHER for op in trainer.operations)
+        return trainer.ledger.peak["parameters"], gathers, len(trainer.seat.units)
+
+    joint = run_threads(4, lambda comm: body(comm, "1f1b"))
+    for schedule in ("zb-h1", "zb-h2"):
+        for (one, _, _), (split, gathers, units) in zip(
+            joint, run_threads(4, lambda comm, schedule=schedule: body(comm, schedule)), strict=True
+        ):
+            assert split == one
+            assert (gathers == units) == (keep == "true")
