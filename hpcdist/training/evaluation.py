@@ -23,11 +23,11 @@ def mean_validation_loss(trainer: Trainer) -> float:
     total, count = 0.0, 0.0
     for together in zip(*batches, strict=True):
         placed = [trainer.place(batch) for batch in together] if computes else []
-        losses = [trainer.executor.evaluate(inputs, targets) for inputs, targets in placed]
+        losses = [trainer.executor.evaluate(*batch) for batch in placed]
         for inputs, targets in placed[: rounds - len(placed)]:  # layers may be gathered: all ranks come equally often
             trainer.executor.evaluate(inputs[:0], targets[:0])
-        targets = sum(targets.size for _, targets in placed) if speaks else 0
+        seen = sum(targets.size for _, targets in placed) if speaks else 0
         # Batch by batch, since the deadline of a communication runs for servers that wait for the others.
-        loss, found = trainer.exchange.agree_losses(losses, np.array([float(targets)]))
+        loss, found = trainer.exchange.agree_losses(losses, np.array([float(seen)]))
         total, count = total + loss, count + float(found[0])
     return total / count if count else float("nan")
