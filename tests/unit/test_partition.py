@@ -51,7 +51,7 @@ def problem(draw: np.random.Generator, ranks: int, chunks: int):
     """Units, their seconds and memory, and the ranks they are for; sometimes with room for a few cuts only."""
     count = int(draw.integers(ranks * chunks, 13))
     live = [[tuple(Live(*draw.integers(0, 4, 3)) for _ in range(chunks)) for _ in range(2)] for _ in range(ranks)]
-    memory = Memory(units_of(draw, count), States(itemsize=2, optimizer_bytes=3), live, {count - 1: 17})
+    memory = Memory(units_of(draw, count), States(per_parameter=7, itemsize=2), live, {count - 1: 17})
     distinct = draw.random() < 0.5
     seconds = tuple(draw.random(count)) if distinct else tuple(map(float, draw.integers(1, 4, count)))
     speeds = tuple(map(float, draw.integers(1, 4, ranks))) if draw.random() < 0.5 else (1.0,) * ranks
@@ -146,7 +146,7 @@ def test_a_search_that_ends_early_says_how_far_it_may_be_off() -> None:
 def test_memory_moves_the_cut() -> None:
     """Units that take equally long, but the first keeps most: it gets a rank of its own."""
     units = [UnitCost(parameters=0, kept_bytes=size) for size in (60, 10, 10, 10)]
-    memory = Memory(units, States(itemsize=4, optimizer_bytes=0), [[(Live(2, 2, 0),)], [(Live(1, 1, 0),)]])
+    memory = Memory(units, States(per_parameter=8, itemsize=4), [[(Live(2, 2, 0),)], [(Live(1, 1, 0),)]])
     seconds = (1.0,) * 4
     free = partition(seconds, range(2), Devices.alike(2), memory)
     assert free is not None and free.chunks == (range(2), range(2, 4))

@@ -1,0 +1,59 @@
+"""Stages that are cut by what their units take on these ranks: the same cut on all, the same run, also resumed."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.comm.communicator import Communicator
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
+from rank_runs import alone, losses, trainer_of
+
+STEPS = 4
+KEYS: dict[str, object] = {
+    "model.layers": 6,
+    "model.hidden": 24,
+    "model.heads": 4,
+    "data.context": 12,
+    "precision.mode": "float64",
+    "run.steps": STEPS,
+    "run.global_batch": 8,
+    "parallel.microbatches": 4,
+}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_rank_stages_cut_by_measurement(comm: Communicator, folder: Path, tensor: int) -> None:
+    if comm.size != 2 * tensor:
+        pytest.skip(f"2 stages of {tensor} for {2 * tensor} ranks")
+    keys = KEYS | {"data.path": folder / "text.txt"}
+    cut = {"parallel.pipeline": 2, "parallel.tensor": tensor, "parallel.partition": "measured"}
+    expected, first = alone(keys, STEPS), trainer_of(comm, keys | cut)
+    assert first.plan is not None and len(set(comm.allgather_object(first.plan.stage_units))) == 1
+    assert first.seat.chunks == first.plan.placement.of(first.seat.pipeline.rank)
+    np.testing.assert_allclose(losses(first, 2), expected.losses[:2], rtol=1e-12)
+    path = first.save(folder / f"measured-{tensor}", 2)
+    first.first_step = 2
+    goes_on = losses(first, STEPS)
+    again = trainer_of(comm, keys | cut, path)
+    assert again.plan is not None and again.plan.stage_units == first.plan.stage_units
+    assert losses(again, STEPS) == goes_on, "the same sums in the same order"
+    np.testing.assert_allclose(goes_on, expected.losses[2:], rtol=1e-12)
+
+
+def test_rank_stages_cut_by_hand_and_by_memory(comm: Communicator, folder: Path) -> None:
+    if comm.size != 3:
+        pytest.skip("for 3 ranks")
+    keys = KEYS | {"data.path": folder / "text.txt", "parallel.pipeline": 3}
+    expected = alone(keys, STEPS)
+    given = trainer_of(comm, keys | {"parallel.stage_units": "[1, 6, 1]"})
+    assert [len(part) for part in given.seat.placed.chunks] == [1, 6, 1]
+    np.testing.assert_allclose(losses(given, 2), expected.losses[:2], rtol=1e-12)
+    assert given.plan is not None
+    limit = given.plan.rows[1].total_bytes - 1
+    uneven = {"parallel.stage_speeds": "[1, 9, 1]", "parallel.stage_memory_bytes": f"[{limit}]"}
+    limited = trainer_of(comm, keys | uneven)
+    assert limited.plan is not None and max(row.total_bytes for row in limited.plan.rows) <= limit
+    np.testing.assert_allclose(losses(limited, 2), expected.losses[:2], rtol=1e-12)

@@ -1,0 +1,268 @@
+"""Cuts that a recipe gets: what is counted, what is measured, what is refused, and what a run really holds."""
+
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from rank_runs import losses, trainer_of
+
+from hpcdist import models
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.model import Model
+from hpcdist.strategies import partition_measured
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.partition_measured import Seconds, agree, measure
+from hpcdist.strategies.partition_memory import States, moments
+from hpcdist.strategies.partition_plan import Plan, plan
+from hpcdist.strategies.schedule.catalogue import SCHEDULES, chunks_of
+from hpcdist.strategies.schedule.pipelines import expand
+from hpcdist.strategies.schedule.schedule_file import generated
+from hpcdist.strategies.tensor.model import cut_model
+from hpcdist.strategies.zero_config import Degrees, ZeroConfig
+from hpcdist.training import partitioning
+from hpcdist.training.trainer import Trainer
+
+STATES = States(per_parameter=16, itemsize=4)
+
+
+def gpt(layers: int = 8, **changed: object) -> Model:
+    config = ModelConfig(layers=layers, hidden=16, heads=2, vocabulary=64, **changed)  # type: ignore[arg-type]
+    return models.build(config, "float32", context=8)
+
+
+def planned(model: Model, *, seconds: list[Seconds] | None = None, kept: tuple[int, ...] = (), **keys: object) -> Plan:
+    parallel = ParallelConfig(**{"pipeline": 2, "microbatches": 4, **keys})  # type: ignore[arg-type]
+    schedule = generated(parallel.order, parallel.pipeline, parallel.microbatches, parallel.chunks)
+    return plan(model, parallel, schedule, STATES, 2, seconds=seconds, kept=kept)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_moments_are_the_peaks_of_the_schedules(name: str) -> None:
+    for ranks in (1, 2, 3, 5) if SCHEDULES[name].pipelines else (1,):
+        for microbatches in (ranks, 7, 12):
+            chunks = max(chunks_of(name, 2 if name == "interleaved" else 1), 1)
+            written = generated(name, ranks, microbatches, chunks)
+            empty = written.place([range(unit, unit + 1) for unit in range(ranks * chunks)])
+            for rank in range(ranks):
+                found = moments(expand(written.passes[rank], empty, rank), empty.of(rank))
+                sums = [tuple(sum(getattr(live, k) for live in m) for k in ("inputs", "kept", "held")) for m in found]
+                peak = SCHEDULES[name].peak(rank, ranks, microbatches, chunks)
+                assert max(kept for _, kept, _ in sums) == peak.live
+                assert max(inputs for inputs, _, _ in sums) == peak.both
+                assert all(inputs == kept + held for inputs, kept, held in sums)
+
+
+def test_recomputed_chunks_keep_their_inputs() -> None:
+    written = generated("gpipe", 2, 5)
+    empty = written.place([range(1), range(1, 2)])
+    (moment,) = moments(expand(written.passes[0], empty, 0, recompute=True), empty.of(0))
+    assert (moment[0].inputs, moment[0].kept, moment[0].held) == (5, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, (5, 5)),
+        ({"partition": "parameters"}, (5, 5)),
+        ({"stage_speeds": (3, 1)}, (7, 3)),
+        ({"stage_units": (2, 8)}, (2, 8)),
+        ({"pipeline": 5}, (2, 2, 2, 2, 2)),
+        ({"schedule": "interleaved", "chunks": 2}, (3, 2, 2, 3)),
+        ({"schedule": "zb-v"}, (3, 2, 2, 3)),
+        ({"schedule": "zb-h1"}, (5, 5)),
+    ],
+)
+def test_a_plan_covers_the_model_and_shows_itself(keys: dict[str, object], expected: tuple[int, ...]) -> None:
+    model = gpt()  # the embedding is next to nothing, the head a third of a block
+    made = planned(model, **keys)
+    assert made.stage_units == expected
+    assert made.gap == 0.0
+    assert sum(row.parameters for row in made.rows) == model.layout.size
+    assert max(row.share for row in made.rows) == 1.0 and made.balance <= 1.0
+    head, names, *rows = made.table()
+    assert head.startswith("stages ") and len(rows) == len(made.rows) == keys.get("pipeline", 2)
+    assert ("forward GFLOP" in names) == (keys.get("partition") != "parameters")
+    for text, row in zip(rows, made.rows, strict=True):
+        assert f"{row.parameters:,}" in text and f"{row.share:.0%}" in text and "states" in text
+
+
+def test_measured_seconds_decide() -> None:
+    """Blocks get slower towards the end of the model, which no closed form knows."""
+    model = gpt()
+    seconds = [Seconds(1.0 + unit, 2.0, 1.5, 0.6) for unit in range(10)]
+    made = planned(model, partition="measured", seconds=seconds)
+    assert made.stage_units == (6, 4)
+    assert made.rows[0].forward == sum(range(1, 7)) and made.rows[0].backward == 12.0
+    split = planned(model, partition="measured", seconds=seconds, schedule="zb-h1")
+    assert split.rows[0].backward == pytest.approx(6 * 2.1)
+    again = planned(model, partition="measured", seconds=seconds, recompute=True)
+    units = again.rows[0].units[0]
+    assert again.rows[0].backward == pytest.approx(sum(3.0 + unit for unit in units))
+    assert planned(model, partition="measured", seconds=seconds, kept=(1, 9)).stage_units == (1, 9)
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"partition": "luck"}, "choose one of parameters, flops, measured"),
+        ({"pipeline": 1, "partition": "measured"}, "no effect with parallel.pipeline = 1"),
+        ({"pipeline": 1, "stage_memory_bytes": (5,)}, r"stage_memory_bytes = \[5\] has no effect"),
+        ({"stage_units": (5, 5), "partition": "parameters"}, "no effect with parallel.stage_units"),
+        ({"stage_units": (5, 5), "stage_speeds": (1, 2)}, "stage_speeds has no effect"),
+        ({"stage_units": (5, 4)}, "2 parts of 9 units in all; give one for each of 2 pipeline ranks, 10 units"),
+        ({"stage_units": (10, 0)}, "each must be at least 1"),
+        ({"stage_units": (3, 3, 4)}, "3 parts"),
+        ({"stage_speeds": (1, 2, 3)}, "give one for each pipeline rank"),
+        ({"stage_memory_bytes": (1, 2, 3)}, "one number for all"),
+        ({"stage_memory_bytes": (-1,)}, "at least 0"),
+        ({"pipeline": 11}, "parallel.pipeline = 11, but the model has only 10 stages"),
+        ({"pipeline": 4, "schedule": "interleaved", "chunks": 3}, "4 x 3 chunks each = 12, but .* only 10 stages"),
+        ({"stage_memory_bytes": (1000, 0)}, r"(?s)however the 10 units .* rank 0 needs .* of 1,000, .*\nrank  units"),
+        ({"stage_units": (5, 5), "stage_memory_bytes": (0, 1000)}, "with these stages, pipeline rank 1 needs"),
+        ({"schedule": "zb-v", "stage_memory_bytes": (9,)}, "with these stages, pipeline rank 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(keys: dict[str, object], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        planned(gpt(), **keys)
+
+
+def test_limits_move_units_and_are_shown() -> None:
+    free = planned(gpt())
+    limit = free.rows[0].total_bytes - 1
+    made = planned(gpt(), stage_memory_bytes=(limit, 0))
+    assert made.stage_units[0] < free.stage_units[0] and made.rows[0].total_bytes <= limit
+    assert " of " in made.table()[2] and " of " not in made.table()[3]
+
+
+def test_states_follow_the_exchange() -> None:
+    def each(degrees: tuple[int, int, int], **zero: bool) -> float:
+        return States.of(ZeroConfig(**zero), Degrees(*degrees), 4, 8).per_parameter
+
+    assert each((1, 1, 1)) == 4 + 4 + 8
+    assert each((1, 1, 4)) == 4 + 4 + 2
+    assert each((1, 4, 4)) == 4 + 1 + 2
+    assert each((4, 4, 4)) == 1 + 1 + 2
+    assert each((4, 4, 4), keep_gradients=True, keep_parameters=True) == 1 + 1 + 2 + 4 + 4
+
+
+def test_kinds_of_units_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[int] = []
+    probe = partition_measured._Probe
+
+    def counted(model: Model, unit: int, *rest: object) -> object:
+        probed.append(unit)
+        return probe(model, unit, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(partition_measured, "_Probe", counted)
+    for model in (gpt(3, tied=True, dropout=0.1), models.build(ModelConfig(kind="mlp"), features=5, classes=3)):
+        probed.clear()
+        found = measure(model, 2)
+        assert len(found) == len(model.stages) and probed == [0, 1, len(model.stages) - 1]
+        for one in found:
+            assert min(one.forward, one.backward, one.input, one.weight) > 0
+        assert len(set(found[1:-1])) == 1
+
+
+def test_ranks_agree_on_medians() -> None:
+    def body(comm: Communicator) -> tuple[Seconds, ...]:
+        speed = (1.0, 2.0, 4.0)[comm.rank]
+        return agree(comm, [Seconds(3.0 / speed, 1.0 / speed, 0.5, 0.25 * (comm.rank + 1))], speed)
+
+    assert run_threads(3, body) == [(Seconds(3.0, 1.0, 1.0, 1.0),)] * 3
+
+
+def test_tensor_ranks_measure_together() -> None:
+    def body(comm: Communicator) -> int:
+        return len(agree(comm, measure(cut_model(gpt(2), comm, sequence_parallel=True), 2)))
+
+    assert run_threads(2, body) == [4, 4]
+
+
+def test_a_gpu_is_waited_for_at_both_ends(gpu: ModuleType) -> None:
+    found = measure(gpt(1), 2, "gpu")
+    turns = partition_measured.WARM + partition_measured.TURNS
+    spans = 5  # a turn: forward twice, backward, and its halves
+    waits = gpu.LOG.sites()[gpu.SYNCHRONISE, "partition_measured._clock"]
+    assert waits == 3 * turns * spans * 2 and len(found) == 3
+
+
+KEYS: dict[str, object] = {
+    "model.layers": 5,
+    "model.hidden": 32,
+    "model.heads": 2,
+    "model.vocabulary": 256,
+    "model.tied": "true",
+    "data.context": 32,
+    "run.steps": 2,
+    "run.global_batch": 16,
+    "run.log_every_s": 100,
+    "parallel.pipeline": 2,
+    "parallel.microbatches": 4,
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> dict[str, object]:
+    path = tmp_path / "text.txt"
+    path.write_bytes(np.random.default_rng(1).integers(97, 120, 20_000, np.uint8).tobytes())
+    return {**KEYS, "data.path": path}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"parallel.schedule": "gpipe", "parallel.recompute": "true"},
+        {"parallel.schedule": "interleaved", "parallel.chunks": 3},
+        {"parallel.schedule": "zb-h1"},
+        {"parallel.schedule": "zb-v"},
+        {"optimizer.name": "sgd"},
+    ],
+)
+def test_a_run_holds_what_its_plan_says(text: dict[str, object], changed: dict[str, object]) -> None:
+    def body(comm: Communicator) -> tuple[dict[str, int], dict[str, int]]:
+        trainer = trainer_of(comm, {**text, **changed})
+        losses(trainer, 2)
+        assert trainer.plan is not None and trainer.seat.placement == trainer.plan.placement
+        return dict(trainer.plan.rows[comm.rank].bytes), trainer.ledger.peak
+
+    for plan_bytes, peak in run_threads(2, body):
+        states = peak["parameters"] + peak["gradients"] + peak["optimizer"]
+        assert plan_bytes["states"] == pytest.approx(states, rel=0.02)
+        working = plan_bytes["activations"] + plan_bytes["messages"] + plan_bytes["scratch"]
+        assert peak["activations"] == pytest.approx(working, rel=0.2)
+
+
+def test_a_measured_cut_is_kept_by_a_start_that_goes_on(
+    text: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {**text, "parallel.partition": "measured"}
+
+    def first(comm: Communicator) -> tuple[int, ...]:
+        trainer = trainer_of(comm, keys)
+        losses(trainer, 1)
+        trainer.save(tmp_path / "checkpoints", 1)
+        return units_of(trainer)
+
+    def units_of(trainer: Trainer) -> tuple[int, ...]:
+        assert trainer.plan is not None
+        return trainer.plan.stage_units
+
+    monkeypatch.setattr(partitioning.partition_measured, "measure", lambda *of: slow_at_the_end(7))
+    (cut, *_) = run_threads(2, first)
+    assert cut == (4, 3)
+    monkeypatch.setattr(partitioning.partition_measured, "measure", lambda *of: slow_at_the_end(7)[::-1])
+    assert run_threads(2, lambda comm: units_of(trainer_of(comm, keys))) == [(3, 4)] * 2
+    path = next((tmp_path / "checkpoints").glob("step-*"))
+    assert run_threads(2, lambda comm: units_of(trainer_of(comm, keys, path))) == [cut] * 2
+    other = {**keys, "parallel.pipeline": 3}
+    assert run_threads(3, lambda comm: units_of(trainer_of(comm, other, path))) == [(2, 2, 3)] * 3
+
+
+def slow_at_the_end(count: int) -> tuple[Seconds, ...]:
+    return tuple(Seconds(1.0 + 0.1 * unit, 2.0, 1.0, 1.0) for unit in range(count))
