@@ -6,10 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hpcdist import models
 from hpcdist.arrays.ranges import Range
 from hpcdist.bench.pipeline_timeline import bars
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ScheduleError, UsageError
-from hpcdist.strategies.grid import Grid
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.build import EXCHANGES, build_executor, operations
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.grid import Axes, Grid
 from hpcdist.strategies.schedule import simulate, simulate_closed, simulate_memory, simulate_passes
 from hpcdist.strategies.schedule.catalogue import SCHEDULES
 from hpcdist.strategies.schedule.operations import Kind, Operation
@@ -18,6 +25,8 @@ from hpcdist.strategies.schedule.placement import Placement, looped
 from hpcdist.strategies.schedule.schedule_file import Written, generated
 from hpcdist.strategies.schedule.simulate import Timeline
 from hpcdist.strategies.schedule.simulate_costs import Costs, Link, Rate
+from hpcdist.strategies.schedule.waits import RECEIVES, SENDS
+from hpcdist.strategies.seat import Seat
 
 PIPELINES = [name for name, schedule in SCHEDULES.items() if schedule.pipelines]
 
@@ -304,6 +313,61 @@ def test_a_server_waits_for_all_workers_and_they_for_it() -> None:
     found = simulate.lists(lists, looped([range(1)], 1), costs, Grid(data=2))
     ends = [float(found.times.end_s[found.program.row(rank)].max()) for rank in range(3)]
     assert ends == [6 + 2 + 0.5 + 3, 6 + 2 + 0.5 + 3, 6 + 2 + 0.5]
+
+
+def test_rows_are_summed_over_the_tensor_axis() -> None:
+    rows = [Operation(Kind.FORWARD, 0, 0), Operation(Kind.SUM_ROWS)]
+    late = [Operation(Kind.FORWARD, 1, 0), *rows]
+    costs = replace(Costs.equal(1, 1.0, 1.0, 1.0), exchange={Kind.SUM_ROWS: Rate(0.5)})
+    found = simulate.lists([rows, late, rows, rows], looped([range(1)], 1), costs, Grid(data=2, tensor=2))
+    assert [float(found.times.end_s[found.program.row(rank)][-1]) for rank in range(4)] == [2.5, 2.5, 1.5, 1.5]
+
+
+def real_lists(
+    strategy: str, grid: Grid, parallel: ParallelConfig, overlap: str
+) -> tuple[list[list[Operation]], Placement]:
+    """The lists that a run of a tiny model would execute."""
+    model = models.build(ModelConfig(layers=3, hidden=8, heads=2, tied=strategy != "zero3"), "float32", context=4)
+    written = generated(parallel.order, grid.pipeline, parallel.microbatches)
+    placement = written.place([range(2), range(2, 3), range(3, 4), range(4, 5)][: grid.pipeline * written.chunks])
+    if grid.pipeline * written.chunks == 2:
+        placement = written.place([range(2), range(2, 5)])
+
+    def body(comm: Communicator) -> list[Operation]:
+        axes = Axes(grid, comm)
+        seat = Seat(
+            world=comm,
+            data=axes.data,
+            pipeline=axes.pipeline,
+            model=model,
+            placement=placement,
+            optimizer=OptimizerConfig(name="lamb"),
+            total_steps=10,
+            algorithm="ring",
+            overlap=overlap,
+        )
+        exchange = EXCHANGES[strategy](seat)
+        return operations(seat, exchange, build_executor(seat, exchange).copies, parallel)
+
+    return run_threads(grid.size, body), placement
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize(("strategy", "overlap"), [("allreduce", "none"), ("zero1", "none"), ("zero3", "poll")])
+def test_the_lists_of_a_run_are_simulated_with_their_exchange(strategy: str, overlap: str, schedule: str) -> None:
+    grid, parallel = Grid(data=2, pipeline=2), ParallelConfig(pipeline=2, schedule=schedule, microbatches=3)
+    steps, placement = real_lists(strategy, grid, parallel, overlap)
+    free = Costs.equal(5, 1.0, 2.0, 1.0)
+    passes = {Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+    bare = [[op for op in row if op.kind in passes or op.kind in SENDS or op.kind in RECEIVES] for row in steps]
+    without, only = (simulate.lists(of, placement, free, grid) for of in (steps, bare))
+    assert (without.makespan_s, without.bubble) == (only.makespan_s, only.bubble)
+    costs = replace(free, exchange=dict.fromkeys(Kind, Rate(0.5)), unit_sizes=[10] * 5)
+    found = simulate.lists(steps, placement, costs, grid)
+    path = found.critical_path()
+    assert all(one.end_s == other.begin_s for one, other in zip(path, path[1:], strict=False))
+    assert (path[0].begin_s, path[-1].end_s) == (0.0, found.makespan_s) and found.makespan_s > only.makespan_s
+    assert all(stage.exchange_s > 0 for stage in found.stages)
 
 
 def test_a_tied_tensor_is_exchanged_between_two_stages() -> None:

@@ -2,7 +2,8 @@
 
 Who waits for whom is as in `waits`: a receive for its message, a collective for all its members, COLLECT for what the
 workers push, PULL for what servers publish. What is started (`ENDS`) goes on beside what follows, one after the other
-on its axis. A DEFER ends in the next step, which is not simulated: its SETTLE takes nothing.
+on its axis. A DEFER ends in the next step, which is not simulated: its SETTLE takes nothing. Ranks of a tensor axis
+compute together, and have the same costs, so that none of them waits for another in a pass.
 """
 
 from collections import deque
@@ -108,6 +109,7 @@ class _Rank:
         self._chunk_of = {unit: number for number, units in enumerate(placement.chunks) for unit in units}
         self._ranks = len(lists)
         self._data = neighbours.along("data", rank)
+        self._tensor = neighbours.along("tensor", rank)
         computes = rank < neighbours.grid.size
         self._pipeline = neighbours.along("pipeline", rank) if computes else ()
         self._stage = neighbours.stage(rank) if computes else -1
@@ -123,7 +125,7 @@ class _Rank:
                 self._letter(op)
             elif op.kind in SERVED or op.kind in SERVED.values():
                 self._serve(index, op)
-            elif op.kind is Kind.AGREE or op.kind in OVER_DATA or op.kind in OVER_COPIES:
+            elif op.kind in (Kind.AGREE, Kind.SUM_ROWS, *OVER_DATA, *OVER_COPIES):
                 self._meet(op)
             else:
                 self._found.add(WORK, op, self._costs.exchange_s(op))
@@ -178,6 +180,8 @@ class _Rank:
             axis = ("data", self._data)
         elif op.kind in OVER_COPIES:
             axis = ("copies", self._pipeline, op.unit)
+        elif op.kind is Kind.SUM_ROWS:
+            axis = ("tensor", self._tensor)
         name = (axis, op.kind)
         turn = self._turns[name] = self._turns.get(name, -1) + 1
         number = self._found.meeting((name, turn), axis, self._costs.exchange_s(op))
