@@ -86,10 +86,11 @@ def simulated(name: str, written: Written, wanted: Wanted) -> Simulated:
             "out, or choose gpipe, 1f1b or interleaved"
         )
     placement = written.place([range(n, n + 1) for n in range(wanted.stages * written.chunks)])
-    order.prove(written.passes, placement, wanted.microbatches)
     listed = sum(map(len, written.passes)) <= PROVEN
     if listed:
         _verify(written, placement, wanted)
+    else:
+        order.prove(written.passes, placement, wanted.microbatches)
     costs = wanted.of(placement)
     rows = [simulate_passes.compact(row) for row in written.passes]
     timeline = simulate.passes(rows, placement, costs, recompute=wanted.recompute)
