@@ -15,6 +15,7 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.models.arena import Arena
 from hpcdist.models.dropout import Draw
 from hpcdist.models.operations import LOCAL, Operations
+from hpcdist.models.skips import Skips
 from hpcdist.models.stage import Parameters, Saved, Stage
 
 DTYPES: Final = ("float32", "float64")
@@ -46,6 +47,11 @@ class Model:
         unit_of = {stage.layer: unit for unit, stage in enumerate(self.stages)}
         owners = [[unit_of[self.layout.by_key[key].spec.layer] for key in stage.tied.values()] for stage in self.stages]
         return {unit: sorted({unit, *owners[unit]}) for unit in unit_of.values()}
+
+    @cached_property
+    def skips(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (stage, later stage that takes its output too): those of stages that declare ``takes``."""
+        return tuple((source, unit) for unit, stage in enumerate(self.stages) for source in getattr(stage, "takes", ()))
 
     def bind_stage(self, unit: int, store_of: StoreOf) -> Parameters:
         """Return the views of stage ``unit`` into the stores that hold its tensors, tied names included."""
@@ -97,10 +103,13 @@ class Model:
 
         Without a ``draw`` nothing is dropped.
         """
-        for stage, views in zip(self.stages, parameters, strict=True):
+        skips = Skips(self.skips)
+        for unit, (stage, views) in enumerate(zip(self.stages, parameters, strict=True)):
             saved = arena.saved(stage.layer, microbatch)
             saved.draw = draw
+            skips.bring(unit, saved)
             x = stage.forward(views, x, self.operations, saved)
+            skips.leave(unit, x)
         return x
 
     def backward(
@@ -118,10 +127,13 @@ class Model:
         """
         last = arena.saved(self.stages[-1].layer, microbatch)
         d: Array | None = self.loss.backward(scale, self.operations, last)
-        for stage, views, into in zip(self.stages[::-1], parameters[::-1], gradients[::-1], strict=True):
+        skips = Skips(self.skips)
+        for unit in reversed(range(len(self.stages))):
             assert d is not None
+            stage = self.stages[unit]
             saved = arena.saved(stage.layer, microbatch)
-            d = stage.backward(views, into, d, self.operations, saved)
+            d = stage.backward(parameters[unit], gradients[unit], skips.add(unit, d), self.operations, saved)
+            skips.send_back(unit, saved)
             saved.release()
 
     def logits(self, parameters: Sequence[Parameters], x: Array, arena: Arena) -> Array:
@@ -134,9 +146,12 @@ class Model:
         The memory of a stage is given back as soon as the next one is done.
         """
         before: Saved | None = None
-        for stage, views in zip(self.stages, parameters, strict=True):
+        skips = Skips(self.skips)
+        for unit, (stage, views) in enumerate(zip(self.stages, parameters, strict=True)):
             saved = arena.saved(stage.layer, microbatch=-1)
+            skips.bring(unit, saved)
             x = stage.forward(views, x, operations, saved)
+            skips.leave(unit, x, copy=True)
             if before is not None:
                 before.release()
             before = saved

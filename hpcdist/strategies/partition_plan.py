@@ -1,7 +1,7 @@
 """The cut of a model for a recipe, and the table that says what every rank of the pipeline got. All of it is local."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from hpcdist.arrays.sizes import in_units
@@ -114,7 +114,7 @@ def plan(
         chunks, gap = found.chunks, 0.0 if found.is_proven else 1 - found.bound / found.largest
     else:
         chunks = _too_large(weights, empty, devices, memory)
-    placement = schedule.place(chunks)
+    placement = replace(schedule.place(chunks), skips=model.skips)
     rows = tuple(_rows(placement, costs, work, memory, devices))
     made = Plan(placement=placement, basis=parallel.partition, origin=origin, rows=rows, gap=gap)
     _refuse_full(made, model, is_given=bool(given))

@@ -56,7 +56,7 @@ class Seat:
     @property
     def placed(self) -> Placement:
         """Which stages each rank of the pipeline computes."""
-        return self.placement or Placement((range(len(self.model.stages)),), (0,))
+        return self.placement or Placement((range(len(self.model.stages)),), (0,), self.model.skips)
 
     @property
     def chunks(self) -> tuple[range, ...]:

@@ -13,12 +13,12 @@ from hpcdist.strategies.pipeline import TIES
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
 
-# Places in the arena, beside the layers of the model, which count from 0: four for each unit.
+# Places in the arena, beside the layers of the model, which count from 0: four for each connection of units.
 RECEIVED, GRADIENT_IN, ACTIVATION_OUT, GRADIENT_OUT = range(4)
 AHEAD: Final = 2  # receives that are posted before their turn: in steady state one of each direction
 LAST_TAG: Final = 32767  # that every MPI library knows
 
-Crossing = tuple[int, int]  # (micro-batch, unit whose input crosses ranks)
+Crossing = tuple[int, int]  # (micro-batch, connection that crosses ranks: see `Placement.edge`)
 
 
 class Neighbours:
@@ -31,8 +31,9 @@ class Neighbours:
 
     def __init__(self, seat: Seat, arena: Arena) -> None:
         self._comm, self._arena, self._model, self._dtype = seat.pipeline, arena, seat.model, seat.dtype
-        self._placement, self._units = seat.placed, len(seat.model.stages)
-        self._window = (LAST_TAG + 1 - TIES) // (2 * self._units)  # micro-batches whose tags differ
+        self._placement = seat.placed
+        self._edges = len(seat.model.stages) + len(seat.placed.skips)
+        self._window = (LAST_TAG + 1 - TIES) // (2 * self._edges)  # micro-batches whose tags differ
         self._awaited: deque[tuple[Operation, int]] = deque()  # (receive, samples), in the order of the list
         self._posted: dict[tuple[Kind, int, int], tuple[Request, Array]] = {}
         self._activations: dict[Crossing, Request] = {}  # sent out of memory that the backward needs too
@@ -43,8 +44,10 @@ class Neighbours:
     def _agree_on_shapes(self) -> None:
         if self._comm.size == 1:
             return
-        crossing = [unit for unit in self._placement.units if self._placement.crosses(unit)]
-        mine = {unit: (self._model.stages[unit - 1].output_shape(1), str(self._dtype)) for unit in crossing}
+        place = self._placement
+        crossing = [(unit - 1, unit) for unit in place.units if place.crosses(unit)]
+        crossing += [pair for pair in place.skips if place.rank_of(pair[0]) != place.rank_of(pair[1])]
+        mine = {pair: (self._model.stages[pair[0]].output_shape(1), str(self._dtype)) for pair in crossing}
         for rank, theirs in enumerate(self._comm.allgather_object(mine)):
             if theirs != mine:
                 raise CommunicationError(
@@ -64,21 +67,21 @@ class Neighbours:
         while self._awaited and len(self._posted) < AHEAD:
             op, samples = self._awaited.popleft()
             place = RECEIVED if op.kind is Kind.RECV_ACTIVATION else GRADIENT_IN
-            values = self._memory(place, op.microbatch, op.unit).empty(
-                "message", self._shape(op.unit, samples), self._dtype
-            )
+            shape = self._model.stages[_before(op)].output_shape(samples)
+            values = self._memory(place, op.microbatch, self._edge(op)).empty("message", shape, self._dtype)
             request = self._comm.irecv(values.reshape(-1), self._peer(op), self._tag(op))
-            self._posted[op.kind, op.microbatch, op.unit] = request, values
+            self._posted[op.kind, op.microbatch, self._edge(op)] = request, values
 
     def receive(self, op: Operation) -> Array:
         """Return the activation, or the gradient, of ``op``; it is kept until `forget`, or `forget_gradient`."""
-        request, values = self._posted.pop((op.kind, op.microbatch, op.unit))
+        edge = self._edge(op)
+        request, values = self._posted.pop((op.kind, op.microbatch, edge))
         self._post()
         request.wait()
         if op.kind is Kind.RECV_ACTIVATION:
-            self._received.add((op.microbatch, op.unit))
+            self._received.add((op.microbatch, edge))
         else:
-            sent = self._activations.pop((op.microbatch, op.unit), None)
+            sent = self._activations.pop((op.microbatch, edge), None)
             if sent is not None:
                 sent.wait()  # it has arrived: this is the answer
         return values
@@ -104,7 +107,8 @@ class Neighbours:
         if copy:
             self._send_copy(ACTIVATION_OUT, op, y)
         else:
-            self._activations[op.microbatch, op.unit] = self._comm.isend(y.reshape(-1), self._peer(op), self._tag(op))
+            request = self._comm.isend(y.reshape(-1), self._peer(op), self._tag(op))
+            self._activations[op.microbatch, self._edge(op)] = request
 
     def send_gradient(self, op: Operation, dx: Array) -> None:
         """Send the gradient of the input of a unit, from a copy: the memory of ``dx`` is free at once."""
@@ -131,21 +135,21 @@ class Neighbours:
     def _memory(self, place: int, microbatch: int, unit: int) -> Saved:
         return self._arena.saved(-1 - 4 * unit - place, microbatch)
 
-    def _shape(self, unit: int, samples: int) -> tuple[int, ...]:
-        return self._model.stages[unit - 1].output_shape(samples)
+    def _edge(self, op: Operation) -> int:
+        return self._placement.edge(op.source, op.unit)
 
     def _peer(self, op: Operation) -> int:
-        ends = self._placement.rank_of(op.unit - 1), self._placement.rank_of(op.unit)
+        ends = self._placement.rank_of(_before(op)), self._placement.rank_of(op.unit)
         return ends[op.kind in (Kind.SEND_ACTIVATION, Kind.RECV_GRADIENT)]
 
     def _tag(self, op: Operation) -> int:
         back = op.kind in (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
-        # Far apart micro-batches share a tag: between two ranks they pass the same unit in their order.
-        return TIES + 2 * (op.microbatch % self._window * self._units + op.unit) + back
+        # Far apart micro-batches share a tag: between two ranks they pass the same connection in their order.
+        return TIES + 2 * (op.microbatch % self._window * self._edges + self._edge(op)) + back
 
     def _send_copy(self, place: int, op: Operation, values: Array) -> None:
         self._reap()
-        saved = self._memory(place, op.microbatch, op.unit)
+        saved = self._memory(place, op.microbatch, self._edge(op))
         message = saved.empty("message", values.shape, self._dtype)
         message[...] = values
         self._outbox.append((self._comm.isend(message.reshape(-1), self._peer(op), self._tag(op)), saved))
@@ -159,3 +163,8 @@ class Neighbours:
             else:
                 under_way.append((request, saved))
         self._outbox = under_way
+
+
+def _before(op: Operation) -> int:
+    """Return the unit whose output a message is, or is the gradient of."""
+    return op.unit - 1 if op.source < 0 else op.source

@@ -73,7 +73,9 @@ ENDS: Final = {
 class Operation:
     """One entry of the list. ``unit`` is an index into the stages of the model, -1 where there is none.
 
-    ``recompute`` marks a FORWARD that is run a second time because its activations were dropped.
+    ``recompute`` marks a FORWARD that is run a second time because its activations were dropped. ``source`` is the unit
+    whose output a message brings to ``unit``, or brings the gradient of, where that is not the one before: a skip
+    connection.
     """
 
     kind: Kind
@@ -81,11 +83,14 @@ class Operation:
     unit: int = -1
     range: Range | None = None
     recompute: bool = False
+    source: int = -1
 
     def __str__(self) -> str:
         where = [str(n) for n in (self.microbatch, self.unit) if n >= 0]
         if self.range is not None:
             where.append(f"[{self.range.start}:{self.range.stop}]")
+        if self.source >= 0:
+            where.append(f"from {self.source}")
         if self.recompute:
             where.append("again")
         return f"{self.kind.name}({', '.join(where)})"

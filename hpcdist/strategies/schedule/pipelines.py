@@ -88,8 +88,10 @@ def expand(
     With ``recompute`` a chunk keeps of a micro-batch only its input, and runs its units forward once more before it
     takes the micro-batch back: 1/3 more work at most, memory for the activations of one micro-batch. A micro-batch
     that goes back right after it came is not run twice. The second run does not need the gradient from the next chunk,
-    so it comes before the wait for it.
+    so it comes before the wait for it. Skip connections and ``recompute`` do not go together: what they take would be
+    gone.
     """
+    assert not (recompute and placement.skips), "outputs that other chunks take are not computed again"
     chunks, end = placement.of(rank), placement.units.stop
     steps: list[Operation] = []
     previous: tuple[Pass, int, int] | None = None
@@ -98,7 +100,10 @@ def expand(
         before, behind = placement.crosses(units.start), units.stop < end and placement.crosses(units.stop)
         if direction is Pass.FORWARD:
             steps += [Operation(Kind.RECV_ACTIVATION, microbatch, units.start)] * before
-            steps += [Operation(Kind.FORWARD, microbatch, unit) for unit in units]
+            for unit in units:
+                steps += _skips(Kind.RECV_ACTIVATION, microbatch, unit, placement)
+                steps.append(Operation(Kind.FORWARD, microbatch, unit))
+                steps += _skips(Kind.SEND_ACTIVATION, microbatch, unit, placement)
             steps += [Operation(Kind.SEND_ACTIVATION, microbatch, units.stop)] * behind
         elif direction is Pass.BACKWARD_WEIGHT:
             steps += [Operation(Kind.BACKWARD_WEIGHT, microbatch, unit) for unit in reversed(units)]
@@ -106,10 +111,22 @@ def expand(
             if recompute and previous != (Pass.FORWARD, microbatch, chunk):
                 steps += [Operation(Kind.FORWARD, microbatch, unit, recompute=True) for unit in units]
             steps += [Operation(Kind.RECV_GRADIENT, microbatch, units.stop)] * behind
-            steps += [Operation(Kind[direction.name], microbatch, unit) for unit in reversed(units)]
+            for unit in reversed(units):
+                steps += _skips(Kind.RECV_GRADIENT, microbatch, unit, placement)
+                steps.append(Operation(Kind[direction.name], microbatch, unit))
+                steps += _skips(Kind.SEND_GRADIENT, microbatch, unit, placement)
             steps += [Operation(Kind.SEND_GRADIENT, microbatch, units.start)] * before
         previous = (direction, microbatch, chunk)
     return steps
+
+
+def _skips(kind: Kind, microbatch: int, unit: int, placement: Placement) -> list[Operation]:
+    """Return the messages of ``unit`` over skip connections to other ranks."""
+    enters = kind in (Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT)
+    ends = [(source, unit) for source in placement.skips_into(unit)]
+    ends = ends if enters else [(unit, target) for target in placement.skips_from(unit)]
+    apart = [(one, other) for one, other in ends if placement.rank_of(one) != placement.rank_of(other)]
+    return [Operation(kind, microbatch, target, source=source) for source, target in apart]
 
 
 def _check(rank: int, ranks: int, microbatches: int) -> None:

@@ -15,15 +15,20 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Placement:
-    """``chunks`` of consecutive units, in the order of the model, and the pipeline rank of each of them."""
+    """``chunks`` of consecutive units, in the order of the model, and the pipeline rank of each of them.
+
+    ``skips`` are the pairs (unit, later unit that takes its output too) of a model that has some.
+    """
 
     chunks: tuple[range, ...]
     ranks: tuple[int, ...]
+    skips: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.chunks) == len(self.ranks) > 0, "one rank for each chunk"
         assert all(before.stop == after.start for before, after in zip(self.chunks, self.chunks[1:], strict=False))
         assert all(self.chunks) and set(self.ranks) == set(range(max(self.ranks) + 1)), "nobody without a unit"
+        assert all(source + 1 < target for source, target in self.skips), "the unit before is no skip connection"
 
     @property
     def stages(self) -> int:
@@ -46,6 +51,18 @@ class Placement:
     def crosses(self, unit: int) -> bool:
         """Whether the input of ``unit`` comes from another rank: that of the unit before."""
         return unit > self.chunks[0].start and self._ranks[unit] != self._ranks[unit - 1]
+
+    def skips_into(self, unit: int) -> list[int]:
+        """Return the units whose outputs ``unit`` takes beside that of the one before it, ascending."""
+        return sorted(source for source, target in self.skips if target == unit)
+
+    def skips_from(self, unit: int) -> list[int]:
+        """Return the units that take the output of ``unit`` beside the one behind it, ascending."""
+        return sorted(target for source, target in self.skips if source == unit)
+
+    def edge(self, source: int, target: int) -> int:
+        """Return the number of a connection: that of the target, from the unit before it; skips come behind those."""
+        return target if source in (-1, target - 1) else self.units.stop + self.skips.index((source, target))
 
     @cached_property
     def _ranks(self) -> dict[int, int]:

@@ -146,11 +146,12 @@ class _Rank:
         """A message between two stages of a pipeline."""
         sends = op.kind in SENDS
         kind = op.kind if sends else RECEIVES[op.kind][0]
-        number = self._found.message((self._pipeline, kind, op.microbatch, op.unit))
+        before = op.unit - 1 if op.source < 0 else op.source
+        number = self._found.message((self._pipeline, kind, op.microbatch, op.unit, before))
         self._found.add(SEND if sends else RECV, op, target=number, chunk=self._chunk_of[op.unit])
         if sends:
-            other = self._placement.rank_of(op.unit if kind is Kind.SEND_ACTIVATION else op.unit - 1)
-            self._route(number, self._pipeline[other], self._costs.travel_s(self._stage, other, op.unit))
+            other = self._placement.rank_of(op.unit if kind is Kind.SEND_ACTIVATION else before)
+            self._route(number, self._pipeline[other], self._costs.travel_s(self._stage, other, before + 1))
 
     def _route(self, number: int, target: int, travel_s: tuple[float, float]) -> None:
         self._found.routes[number] = (self._rank * self._ranks + target, *travel_s)

@@ -16,6 +16,7 @@ from hpcdist.models.stage import Saved
 from hpcdist.strategies.bound import Bound
 from hpcdist.strategies.schedule.messages import Neighbours
 from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.skips import Skips
 from hpcdist.strategies.schedule.watch import Watch
 from hpcdist.strategies.seat import Seat
 
@@ -35,6 +36,7 @@ class Stages:
         self._place = seat.placed
         self._firsts = {chunk.start for chunk in seat.chunks}
         self.neighbours = Neighbours(seat, arena)
+        self._skips = Skips(seat.placed, self.neighbours)
         self.losses: list[float] = []  # summed over its targets, of each micro-batch that has samples
         self.scale = 1.0  # of the loss, in backward
         self.carries_out = {
@@ -59,6 +61,7 @@ class Stages:
         # Their activations are computed again before the backward, or there is none.
         again = {Kind.FORWARD} if evaluates else set()
         self._dropped = {(op.microbatch, op.unit) for op in operations if op.recompute or op.kind in again}
+        self._skips.begin()
         self.neighbours.begin(operations, [len(inputs) for inputs, _ in batches])
 
     @cached_property
@@ -84,8 +87,10 @@ class Stages:
         dropped = at in self._dropped and not op.recompute
         x = inputs if op.unit == 0 else self._inputs[at]
         saved.draw = self._draws[op.microbatch]
+        self._skips.bring(op, saved)
         y = stage.forward(self._bound.parameters(op.unit), x, self._model.operations, saved)
         self._watch.look(f"output of layer {stage.layer} in micro-batch {op.microbatch}", y)
+        self._skips.leave(op, y, dropped=dropped)
         if not self._arrives(op.unit):
             del self._inputs[at]
             if dropped:
@@ -111,9 +116,10 @@ class Stages:
         if op.unit == self._last:
             dy = self._model.loss.backward(self.scale, self._model.operations, saved)
         else:
-            dy = self._gradients.pop((op.microbatch, op.unit + 1))
+            dy = self._skips.add(op, self._gradients.pop((op.microbatch, op.unit + 1)))
         parameters, gradients = self._bound.parameters(op.unit), self._bound.gradients(op.unit)
         dx = stage.backward(parameters, gradients, dy, self._split if split else self._model.operations, saved)
+        self._skips.send_back(op, saved)
         if dx is not None:
             if op.unit in self._firsts and not self._place.crosses(op.unit):
                 dx = self.neighbours.keep(op.microbatch, op.unit, dx)  # other chunks come before the one that takes it
@@ -138,6 +144,7 @@ class Stages:
         """Give back what a unit has kept of a micro-batch, which is through."""
         self._bound.backward_done(op.unit)
         self._saved(op).release()
+        self._skips.end(op)
         if op.unit in self._firsts:
             self._inputs.pop((op.microbatch, op.unit), None)
             self.neighbours.forget(op.microbatch, op.unit)
@@ -149,7 +156,9 @@ class Stages:
             self.neighbours.forget_gradient(op.microbatch, stop)
 
     def _send_activation(self, op: Operation) -> None:
-        if self._has_samples(op):
+        if self._has_samples(op) and op.source >= 0:
+            self._skips.send_activation(op, copy=(op.microbatch, op.source) in self._dropped)
+        elif self._has_samples(op):
             dropped = (op.microbatch, op.unit - 1) in self._dropped
             self.neighbours.send_activation(op, self._inputs.pop((op.microbatch, op.unit)), copy=dropped)
             if dropped:
@@ -157,15 +166,25 @@ class Stages:
 
     def _recv_activation(self, op: Operation) -> None:
         if self._has_samples(op):
-            x = self._inputs[op.microbatch, op.unit] = self.neighbours.receive(op)
+            x = self.neighbours.receive(op)
             self._watch.distrust(x)
+            if op.source >= 0:
+                self._skips.received(op, x, back=False)
+            else:
+                self._inputs[op.microbatch, op.unit] = x
 
     def _send_gradient(self, op: Operation) -> None:
-        if self._has_samples(op):
+        if self._has_samples(op) and op.source >= 0:
+            self._skips.send_gradient(op)
+        elif self._has_samples(op):
             self.neighbours.send_gradient(op, self._gradients.pop((op.microbatch, op.unit)))
             self._forget_gradient(op)
 
     def _recv_gradient(self, op: Operation) -> None:
         if self._has_samples(op):
-            dy = self._gradients[op.microbatch, op.unit] = self.neighbours.receive(op)
+            dy = self.neighbours.receive(op)
             self._watch.distrust(dy)
+            if op.source >= 0:
+                self._skips.received(op, dy, back=True)
+            else:
+                self._gradients[op.microbatch, op.unit] = dy

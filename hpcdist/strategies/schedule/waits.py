@@ -32,7 +32,7 @@ OVER_COPIES: Final = (Kind.COPY_GRADIENT, Kind.COPY_VALUE)
 OVER_TENSOR: Final = (*COMPUTE, Kind.SUM_ROWS)  # where that axis has several ranks, they compute together
 SERVED: Final = {Kind.COLLECT: Kind.PUSH, Kind.PULL: Kind.PUBLISH}  # what waits -> what it waits for
 
-Letter: TypeAlias = tuple[int, int, Kind, int, int]  # (from, to, kind of the send, micro-batch, unit)
+Letter: TypeAlias = tuple[int, int, Kind, int, int, int]  # (from, to, kind of the send, micro-batch, unit, source)
 
 
 class Neighbours:
@@ -85,8 +85,8 @@ class Rehearsal:
         stuck = [rank for rank in range(len(self._lists)) if self._now(rank) is not None]
         if stuck:
             raise ScheduleError(self._explain(stuck[0]))
-        for sender, receiver, kind, microbatch, unit in sorted(self._letters, key=str):
-            lost = Operation(kind, microbatch, unit)
+        for sender, receiver, kind, microbatch, unit, source in sorted(self._letters, key=str):
+            lost = Operation(kind, microbatch, unit, source=source)
             raise ScheduleError(f"rank {sender}: {lost} is never received by rank {receiver}")
 
     def _now(self, rank: int) -> Operation | None:
@@ -120,13 +120,15 @@ class Rehearsal:
         """Return the message of a SEND or RECV: it goes along the input of its unit, or back with the gradient."""
         send, onward = (op.kind, SENDS[op.kind][1]) if op.kind in SENDS else RECEIVES[op.kind]
         place = self._places[rank] if rank < len(self._places) else None
-        if place is None or op.unit not in place.units or not place.crosses(op.unit):
+        before = op.unit - 1 if op.source < 0 else op.source
+        known = place is not None and op.unit in place.units and (op.source < 0 or (before, op.unit) in place.skips)
+        if place is None or not known or before < 0 or place.rank_of(before) == place.rank_of(op.unit):
             raise ScheduleError(f"rank {rank}: {op} has no other side: the input of its unit stays on one rank")
-        ends = [self._pipeline[rank][place.rank_of(unit)] for unit in (op.unit - 1, op.unit)]
+        ends = [self._pipeline[rank][place.rank_of(unit)] for unit in (before, op.unit)]
         source, target = ends if onward else ends[::-1]
         if rank != (source if op.kind in SENDS else target):
             raise ScheduleError(f"rank {rank}: {op} goes from rank {source} to rank {target}, and is not this rank's")
-        return source, target, send, op.microbatch, op.unit
+        return source, target, send, op.microbatch, op.unit, op.source
 
     def _receive(self, rank: int, op: Operation) -> bool:
         letter = self._letter(rank, op)

@@ -1,0 +1,118 @@
+"""A model whose stages take outputs of earlier ones too, and a step of it on the ranks of a pipeline."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
+from hpcdist.models.mlp import Dense
+from hpcdist.models.model import Model
+from hpcdist.models.operations import Operations
+from hpcdist.models.stage import Gradients, Parameters, Saved
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.allreduce import AllreduceExchange
+from hpcdist.strategies.build import build_executor
+from hpcdist.strategies.grid import Grid
+from hpcdist.strategies.schedule.generators import interleave
+from hpcdist.strategies.schedule.pipelines import Passes, expand
+from hpcdist.strategies.schedule.placement import Placement
+from hpcdist.strategies.schedule.schedule_file import generated
+from hpcdist.strategies.schedule.verify import verify
+from hpcdist.strategies.seat import Seat
+
+WIDTH, SAMPLES, UNITS = 6, 7, 8
+TAKES = {3: (0, 1), 5: (0,), 6: (2, 4)}  # 4 -> 6 past one unit, 0 to two units
+
+
+class Taking(Dense):
+    """A dense layer that adds outputs of earlier ones to its own."""
+
+    def __init__(self, layer: int, takes: tuple[int, ...], outputs: int = WIDTH) -> None:
+        super().__init__(layer, WIDTH, outputs, "" if outputs != WIDTH else "gelu", 0.0)
+        self.takes = takes
+
+    def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
+        y = super().forward(parameters, x, operations, saved)
+        for source in self.takes:
+            y += saved[f"skip.{source}"] * (1 + source)
+        return y
+
+    def backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
+    ) -> Array | None:
+        for source in self.takes:
+            saved.empty(f"skip.{source}.gradient", dy.shape, dy.dtype)[...] = dy * (1 + source)
+        return super().backward(parameters, gradients, dy, operations, saved)
+
+
+def model() -> Model:
+    stages = [Taking(layer, TAKES.get(layer, ())) for layer in range(UNITS - 1)]
+    return Model([*stages, Taking(UNITS - 1, (), 3)], "float64", tokens_per_sample=1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    placement: Placement
+    passes: tuple[Passes, ...]
+    microbatches: int
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    noise = np.random.default_rng(11)
+    return noise.standard_normal((SAMPLES, WIDTH)), noise.integers(0, 3, SAMPLES)
+
+
+def run(comm: Communicator, plan: Plan) -> tuple[float, float, dict[str, bytes]]:
+    """One step without its update: the loss, that of an evaluation, and the gradients of the own tensors."""
+    built = model()
+    seat = Seat(
+        world=comm,
+        data=comm.split(comm.rank),
+        pipeline=comm,
+        model=built,
+        placement=plan.placement,
+        optimizer=OptimizerConfig(name="sgd", learning_rate=1e-3),
+        total_steps=1,
+    )
+    exchange = AllreduceExchange(seat)
+    for unit, part in seat.ranges.items():
+        initial = FlatStore(built.layout, built.dtype, part)
+        built.initialise_stage(unit, initial, seed=3)
+        exchange.take(initial)
+    executor = build_executor(seat, exchange)
+    steps = expand(plan.passes[comm.rank], plan.placement, comm.rank)
+    steps = interleave(steps, exchange.plan(), seat.ranges)
+    everyone = comm.allgather_object(steps)
+    units = {unit: built.layout.units[stage.layer] for unit, stage in enumerate(built.stages)}
+    grid = Grid(pipeline=comm.size)
+    verify(everyone, grid=grid, units=units, microbatches=plan.microbatches, placement=plan.placement)
+    cut = list(zip(*(np.array_split(values, plan.microbatches) for values in data()), strict=True))
+    gradients: dict[str, bytes] = {}
+
+    def look(scale: float) -> None:
+        for segment, where in exchange.gradients.tensors():
+            gradients[segment.key] = exchange.gradients.range(where).tobytes()
+
+    exchange.begin_update = look  # type: ignore[method-assign]
+    steps = [op for op in steps if op.kind.name not in ("DIRECTION", "APPLY", "NORMS")]
+    loss = executor.run(steps, cut, SAMPLES, 1, np.zeros(0)).loss
+    assert not executor.arena._live, f"{sorted(executor.arena._live)} are never given back"
+    evaluated = comm.allgather_object(executor.evaluate(*data()))
+    assert not executor.arena._live, f"{sorted(executor.arena._live)} are never given back by an evaluation"
+    return loss, sum(evaluated), gradients
+
+
+def planned(name: str, ranks: int, chunks: int, microbatches: int) -> Plan:
+    """The passes of a schedule over even chunks."""
+    written = generated(name, ranks, microbatches, chunks)
+    each = np.array_split(range(UNITS), ranks * chunks)
+    placement = written.place([range(int(part[0]), int(part[-1]) + 1) for part in each])
+    return Plan(replace(placement, skips=model().skips), written.passes, microbatches)
+
+
+def alone(microbatches: int) -> tuple[float, float, dict[str, bytes]]:
+    """The same step on one rank (local)."""
+    return run(solo(), planned("sequential", 1, 1, microbatches))

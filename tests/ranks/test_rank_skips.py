@@ -1,0 +1,22 @@
+"""Skip connections over real messages: the bits of one process."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdist.comm.communicator import Communicator
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
+from skipping import alone, planned, run
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-v", 2)])
+def test_rank_skip_connections(comm: Communicator, name: str, chunks: int) -> None:
+    if not 2 <= comm.size <= 4:
+        pytest.skip("for 2 to 4 ranks")
+    loss, evaluated, expected = alone(8)
+    own, of_all, gradients = run(comm, planned(name, comm.size, chunks, 8))
+    assert (own, of_all) == (loss, evaluated)
+    assert gradients and gradients == {key: expected[key] for key in gradients}
+    assert sum(comm.allgather_object(len(gradients))) == len(expected)

@@ -1,0 +1,125 @@
+"""Skip connections past other ranks, between chunks of one rank and inside a chunk: the bits of one process."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from pipeline_orders import legal, parts
+from skipping import SAMPLES, UNITS, Plan, alone, data, model, planned, run
+
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ScheduleError
+from hpcdist.models.arena import Arena
+from hpcdist.strategies.grid import Grid
+from hpcdist.strategies.schedule import simulate
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.pipelines import expand
+from hpcdist.strategies.schedule.placement import Placement, folded, looped
+from hpcdist.strategies.schedule.schedule_file import generated
+from hpcdist.strategies.schedule.simulate_costs import Costs, Link
+from hpcdist.strategies.schedule.verify import verify
+
+
+def compare(plan: Plan) -> None:
+    loss, evaluated, expected = alone(plan.microbatches)
+    found: dict[str, bytes] = {}
+    for own, of_all, gradients in run_threads(plan.placement.stages, lambda comm: run(comm, plan)):
+        assert (own, of_all) == (loss, evaluated)
+        found |= gradients
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks"),
+    [
+        *(("1f1b", 2, 1), ("gpipe", 4, 1), ("1f1b", 8, 1), ("interleaved", 2, 2), ("interleaved", 2, 4)),
+        *(("zb-h1", 3, 1), ("zb-h2", 2, 1), ("zb-v", 2, 2), ("zb-v", 4, 2)),
+    ],
+)
+def test_schedules_compute_the_bits_of_one_process(name: str, ranks: int, chunks: int) -> None:
+    compare(planned(name, ranks, chunks, 8))
+
+
+def test_any_legal_order_computes_the_bits_of_one_process() -> None:
+    for seed in range(12):
+        draw = random.Random(seed)
+        ranks = draw.choice([1, 2, 2, 3])
+        chunks = ranks * draw.choice([1, 2])
+        fold = chunks == 2 * ranks and draw.random() < 0.5
+        placement = replace((folded if fold else looped)(parts(UNITS, chunks, draw), ranks), skips=model().skips)
+        microbatches = draw.choice([1, 3, 8])
+        compare(Plan(placement, legal(placement, microbatches, draw.random() < 0.5, draw), microbatches))
+
+
+def test_a_model_alone_has_the_gradients_of_its_loss() -> None:
+    """Its own forward and backward, and the executor, against finite differences of its evaluation."""
+    built = model()
+    store, gradient = (FlatStore(built.layout, built.dtype) for _ in range(2))
+    built.initialise(store, seed=3)
+    x, targets = data()
+    parameters, into, arena = built.bind(store), built.bind_gradients(gradient), Arena()
+    logits = built.forward(parameters, x, arena)
+    loss = built.loss.forward(logits, targets, built.operations, arena.saved(UNITS - 1))
+    built.backward(parameters, into, 1.0, arena)
+    assert loss == pytest.approx(built.evaluate(parameters, x, targets, arena), rel=1e-14)
+    draw = np.random.default_rng(2)
+    for segment in built.layout.segments:
+        place = int(draw.integers(segment.range.start, segment.range.stop))
+        value, sides = store.array[place], []
+        for step in (1e-6, -1e-6):
+            store.array[place] = value + step
+            sides.append(built.evaluate(parameters, x, targets, arena))
+        store.array[place] = value
+        assert gradient.array[place] == pytest.approx((sides[0] - sides[1]) / 2e-6, rel=1e-5, abs=1e-7)
+    executed = alone(1)
+    assert executed[1] == pytest.approx(loss, rel=1e-14)
+    for segment in built.layout.segments:
+        own = np.frombuffer(executed[2][segment.key]) * SAMPLES
+        np.testing.assert_allclose(own, gradient.array[segment.range.slice], rtol=1e-12, atol=1e-14)
+
+
+def proven(placement: Placement, change: dict[int, list[Operation]]) -> None:
+    written = generated("1f1b", 3, 2)
+    steps = [expand(written.passes[rank], placement, rank) for rank in range(3)]
+    built = model()
+    units = {unit: built.layout.units[stage.layer] for unit, stage in enumerate(built.stages)}
+    ranges = [{unit: units[unit] for chunk in placement.of(rank) for unit in chunk} for rank in range(3)]
+    for rank, own in enumerate(steps):
+        own[:] = [op for op in own if op not in change.get(rank, [])]
+        own += [Operation(Kind.REDUCE, range=part) for part in ranges[rank].values()]
+        own += [Operation(kind, range=part) for kind in (Kind.DIRECTION, Kind.APPLY) for part in ranges[rank].values()]
+    verify(steps, grid=Grid(pipeline=3), units=units, microbatches=2, placement=placement)
+
+
+def test_messages_over_skips_are_proven() -> None:
+    """Sent straight from the first rank to the last; none may be missing, and each goes where it belongs."""
+    placement = Placement((range(3), range(3, 5), range(5, 8)), (0, 1, 2), model().skips)
+    proven(placement, {})
+    straight = Operation(Kind.SEND_ACTIVATION, 1, 5, source=0)
+    assert str(straight) == "SEND_ACTIVATION(1, 5, from 0)"
+    with pytest.raises(ScheduleError, match=r"comes to .* where SEND_ACTIVATION\(1, 5, from 0\) is due"):
+        proven(placement, {0: [straight]})
+    without = replace(placement, skips=tuple(skip for skip in placement.skips if skip != (0, 5)))
+    with pytest.raises(ScheduleError):
+        verify(
+            [expand(generated("1f1b", 3, 2).passes[rank], placement, rank) for rank in range(3)],
+            grid=Grid(pipeline=3),
+            units={unit: model().layout.units[unit] for unit in range(UNITS)},
+            microbatches=2,
+            placement=without,
+        )
+
+
+def test_the_simulator_sends_them_straight() -> None:
+    """Only skip connections take the slow way from the first rank to the last."""
+    ones = [1.0] * UNITS
+    slow = {(0, 2): Link(latency_s=100.0)}
+    costs = Costs(forward_s=ones, backward_s=ones, input_s=ones, weight_s=ones, links=slow)
+    spans = []
+    for skips in ((), model().skips):
+        placement = Placement((range(3), range(3, 5), range(5, 8)), (0, 1, 2), skips)
+        steps = [expand(generated("1f1b", 3, 2).passes[rank], placement, rank) for rank in range(3)]
+        spans.append(simulate.lists(steps, placement, costs).makespan_s)
+    assert spans[0] < 100 < spans[1]
