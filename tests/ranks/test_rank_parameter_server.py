@@ -87,30 +87,14 @@ def _extremes(size: int) -> list[tuple[int, str]]:
 def test_rank_lock_step_equals_one_process(comm: Communicator, folder: Path, mode: str) -> None:
     alone = _losses(_trainer(solo(), folder, precision__mode=mode))
     assert alone[-1] < alone[0] - 0.5, "the model learns"
-    for servers, placement in _places(comm.size):
+    for servers, placement in _places(comm.size) if mode == "float64" else _extremes(comm.size):
         together = _losses(_served(comm, folder, servers, placement, precision__mode=mode))
         np.testing.assert_allclose(together, alone, rtol=TOLERANCE[mode], err_msg=f"{servers} {placement}")
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
-def test_rank_every_optimizer_with_clipping(comm: Communicator, folder: Path, name: str) -> None:
-    keys = {"precision__mode": "float64", "optimizer__name": name, "model__tied": "true", "run__steps": FEW}
-    alone = _trainer(solo(), folder, **keys)
-    losses = _losses(alone, FEW)
-    for servers, placement in _extremes(comm.size):
-        together = _served(comm, folder, servers, placement, parallel__microbatches=2, **keys)
-        np.testing.assert_allclose(_losses(together, FEW), losses, rtol=1e-11)
-        for part in together.exchange.parameters.parts:
-            ours, theirs = (trainer.exchange.parameters.range(part) for trainer in (together, alone))
-            assert np.linalg.norm(ours - theirs) <= 1e-9 * np.linalg.norm(theirs)
-
-
-@pytest.mark.parametrize("mode", ["float32", "float64"])
-@pytest.mark.parametrize("name", ["sgd", "adamw", "lars", "lamb"])
+@pytest.mark.parametrize(("name", "mode"), [("adamw", "float32"), ("lamb", "float64")])
 def test_rank_every_transport_equals_allreduce(comm: Communicator, folder: Path, name: str, mode: str) -> None:
     """After all steps, with clipping and two micro-batches: allreduce up to rounding, and each other bit for bit."""
-    if comm.size != 2 and (name, mode) not in (("adamw", "float32"), ("lamb", "float64")):
-        return  # all of them once; how servers are cut makes no difference to the others
     keys = {"precision__mode": mode, "optimizer__name": name, "parallel__microbatches": 2}
     replicas = _trainer(comm, folder, **keys)
     losses, weights = _losses(replicas), replicas.exchange.parameters.array

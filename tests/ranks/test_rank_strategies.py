@@ -163,15 +163,24 @@ def test_rank_layouts_equal_one_process(comm: Communicator, folder: Path, name: 
     np.testing.assert_allclose(mean_validation_loss(together), alone.validation, rtol=TOLERANCE[mode])
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "lars", "lamb"])
-@pytest.mark.parametrize("name", ["zero1", "zero3", "1f1b with zero1"])
+@pytest.mark.parametrize(  # all of them on threads: test_equalities
+    ("name", "optimizer", "mode"),
+    [
+        ("allreduce", "lars", "float32"),
+        ("zero1", "sgd", "float64"),
+        ("zero2 accumulating", "lamb", "float32"),
+        ("zero3", "lamb", "float64"),
+        ("zero1 sharing parameters", "lars", "float64"),
+        ("1f1b with zero1", "lars", "float64"),
+    ],
+)
 def test_rank_layer_wise_rates_and_clipping_are_exact(
-    comm: Communicator, folder: Path, name: str, optimizer: str
+    comm: Communicator, folder: Path, name: str, optimizer: str, mode: str
 ) -> None:
-    keys = _keys(name, comm) | {"optimizer.name": optimizer, "optimizer.clip_norm": 0.3, "precision.mode": "float64"}
+    keys = _keys(name, comm) | {"optimizer.name": optimizer, "optimizer.clip_norm": 0.3, "precision.mode": mode}
     alone, together = _alone(folder, keys), _trainer(comm, folder, keys)
-    np.testing.assert_allclose(_losses(together), alone.losses, rtol=1e-11)
-    assert _difference(together, alone.state) <= 1e-10
+    np.testing.assert_allclose(_losses(together), alone.losses, rtol=10 * TOLERANCE[mode])
+    assert _difference(together, alone.state) <= (1e-10 if mode == "float64" else 1e-4)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -1,0 +1,145 @@
+"""Every exchange in lock-step is the run of one process: all optimizers, both precisions, on 1 to 4 ranks.
+
+After 50 steps with clipping and accumulation, of a small classifier on threads. `tests/ranks` has some of it over MPI.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Final
+
+import numpy as np
+import pytest
+
+from hpcdist import models
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies import build
+from hpcdist.strategies.allreduce import AllreduceExchange
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.exchange import Exchange
+from hpcdist.strategies.parameter_server.build import exchange as served
+from hpcdist.strategies.parameter_server.config import ParameterServerConfig
+from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
+from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.zero import ZeroExchange
+from hpcdist.strategies.zero_config import ZeroConfig
+
+SAMPLES, STEPS, MICROBATCHES = 10, 50, 2  # uneven over 3 and 4 ranks
+FEATURES, CLASSES = 5, 4
+MODEL = ModelConfig(kind="mlp", layers=1, hidden=7)
+TOLERANCE: Final = {"float32": 1e-5, "float64": 1e-12}
+COMMON = OptimizerConfig(warmup_steps=3, clip_norm=0.4)
+OPTIMIZERS = {
+    "sgd": replace(COMMON, name="sgd", learning_rate=0.2),
+    "adamw": replace(COMMON, name="adamw", learning_rate=1e-2),
+    "lars": replace(COMMON, name="lars", learning_rate=2.0),
+    "lamb": replace(COMMON, name="lamb", learning_rate=2e-2),
+}
+COLOCATED = ParameterServerConfig(placement="colocated")
+# How the exchange of a rank is made, and who serves where somebody does.
+WAYS: dict[str, tuple[Callable[[Seat], Exchange], ParameterServerConfig | None]] = {
+    "allreduce": (AllreduceExchange, None),
+    "zero1": (partial(ZeroExchange, stage=1), None),
+    "zero2": (partial(ZeroExchange, stage=2), None),
+    "zero3": (partial(ZeroExchange, stage=3), None),
+    "shared parameters": (partial(ZeroExchange, stage=1, config=ZeroConfig(shared_parameters=True)), None),
+    "bsp": (partial(served, config=COLOCATED), COLOCATED),
+}
+
+
+class Run:
+    """The run of one rank."""
+
+    def __init__(self, comm: Communicator, way: str, optimizer: str, dtype: str) -> None:
+        make, servers = WAYS[way]
+        roles = Roles.of(servers, comm.size) if servers else None
+        self.model = models.build(MODEL, dtype, features=FEATURES, classes=CLASSES)
+        self.seat = Seat(
+            world=comm,
+            data=roles.part_of(comm) if roles else comm,
+            pipeline=solo(),
+            model=self.model,
+            optimizer=OPTIMIZERS[optimizer],
+            total_steps=STEPS,
+            algorithm="ring",
+            bucket_bytes=400,
+        )
+        self.exchange = make(self.seat)
+        initial = FlatStore(self.model.layout, self.model.dtype)
+        self.model.initialise(initial, seed=3)
+        self.exchange.take(initial)
+        self.executor = build.build_executor(self.seat, self.exchange)
+        parallel = ParallelConfig(microbatches=MICROBATCHES)
+        self.operations = build.operations(self.seat, self.exchange, self.executor.copies, parallel)
+
+    def losses(self, inputs: np.ndarray, targets: np.ndarray) -> list[float]:
+        found = []
+        for step in range(STEPS):
+            mine = np.array_split(np.arange(SAMPLES), self.seat.data.size)[self.seat.data.rank]
+            parts = [(inputs[step][own], targets[step][own]) for own in np.array_split(mine, MICROBATCHES)]
+            found.append(self.executor.run(self.operations, parts, SAMPLES, step, np.zeros(2)).loss)
+        return found
+
+    def weights(self) -> np.ndarray:
+        """All parameters, from the ranks that save them. Collective."""
+        whole = FlatStore(self.model.layout, self.model.dtype)
+        kept = [(p.tensor, p.flat, p.array) for p in self.exchange.pieces() if p.kind == "parameters"]
+        for pieces in self.seat.world.allgather_object(kept):
+            for tensor, flat, values in pieces:
+                whole.view(tensor).reshape(-1)[flat.slice] = values
+        return whole.array
+
+
+@cache
+def data(dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Samples whose class follows from the features."""
+    rng = np.random.default_rng(7)
+    inputs = np.tile(rng.standard_normal((STEPS // 10, SAMPLES, FEATURES)), (10, 1, 1))
+    targets = (inputs @ rng.standard_normal((FEATURES, CLASSES))).argmax(axis=2)
+    return inputs.astype(dtype), targets
+
+
+def trained(comm: Communicator, way: str, optimizer: str, dtype: str) -> tuple[list[float], np.ndarray]:
+    run = Run(comm, way, optimizer, dtype)
+    found = run.losses(*data(dtype)), run.weights()
+    if isinstance(run.exchange, LockStepExchange):
+        run.exchange.close()
+    return found
+
+
+@cache
+def alone(optimizer: str, dtype: str) -> tuple[list[float], np.ndarray]:
+    return trained(solo(), "allreduce", optimizer, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_the_run_of_one_process(way: str, optimizer: str, dtype: str) -> None:
+    losses, weights = alone(optimizer, dtype)
+    assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5]), "the model learns"
+    for size in (1, 2, 3, 4):
+        found = run_threads(size, lambda comm: trained(comm, way, optimizer, dtype))
+        for ours, kept in found:
+            np.testing.assert_allclose(ours, losses, rtol=TOLERANCE[dtype], err_msg=f"{size} ranks")
+            apart = np.linalg.norm(kept.astype(np.float64) - weights) / np.linalg.norm(weights.astype(np.float64))
+            assert apart <= TOLERANCE[dtype], f"{size} ranks: {apart:.1e}"
+
+
+def test_ssp_of_0_is_bsp() -> None:
+    """Not by its numbers: it is the same exchange."""
+    zero = ParameterServerConfig(placement="colocated", consistency="ssp", staleness=0)
+
+    def body(comm: Communicator, config: ParameterServerConfig) -> tuple[type, list[object]]:
+        run = Run(comm, "bsp", "lamb", "float64")
+        made = served(run.seat, config)
+        return type(made), made.plan()
+
+    kinds = [run_threads(3, lambda comm, config=config: body(comm, config)) for config in (COLOCATED, zero)]
+    assert kinds[0] == kinds[1] and kinds[0][0][0] is LockStepExchange
