@@ -11,7 +11,9 @@ From the times of a case come three bubbles:
 and the overhead: what of that span is neither computing nor waiting. All are medians over the steps.
 """
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -48,9 +50,23 @@ def run(comm: Communicator, wanted: Wanted, done: Sequence[str], keep: Keep, say
         together = [case for case in todo if case.microbatches == microbatches]
         if comm.rank == 0:
             say(f"{microbatches} micro-batches: {', '.join(case.schedule for case in together)}")
-        found = _measure(comm, wanted, together, seconds, message_s)
+        with _collected():
+            found = _measure(comm, wanted, together, seconds, message_s)
         if comm.rank == 0:
             keep(found)
+
+
+@contextmanager
+def _collected() -> Iterator[None]:
+    """Collect garbage at the end, and none meanwhile: it would hit one of those that take turns."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+        gc.collect()  # the models that have been measured
 
 
 @dataclass(frozen=True)

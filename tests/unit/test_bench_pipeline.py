@@ -138,7 +138,7 @@ def test_every_operation_of_every_step_is_timed(measured: list[Measured]) -> Non
         for rank, spans in enumerate(one.spans_s):
             assert spans.shape == (3, len(one.operations[rank]), 2)
             assert (np.diff(spans.reshape(3, -1), axis=1) >= 0).all()  # one after the other
-        assert (one.busy_s + one.idle_s <= one.span_s * (1 + 1e-9)).all() and (one.span_s <= one.step_s).all()
+        assert (one.busy_s + one.idle_s <= one.span_s * (1 + 1e-6)).all() and (one.span_s <= one.step_s).all()
         split = one.case.schedule != "1f1b"
         assert ((one.unit_s > 0) == [True, not split, split, split]).all() and one.message_s > 0
         assert (one.replayed >= 0).all() and 0 <= one.simulated < 1

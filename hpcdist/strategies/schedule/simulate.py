@@ -41,7 +41,7 @@ class Stage:
     @property
     def bubble(self) -> float:
         """The share of its own span in which it computes nothing."""
-        return (self.span_s - self.busy_s) / self.span_s if self.span_s else 0.0
+        return max(0.0, (self.span_s - self.busy_s) / self.span_s) if self.span_s else 0.0  # sums are rounded
 
 
 @dataclass(frozen=True)
