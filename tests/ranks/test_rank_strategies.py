@@ -225,7 +225,9 @@ def test_rank_bytes_are_those_of_the_closed_form(comm: Communicator, folder: Pat
         _losses(trainer, 2)
     sent = max(comm.allgather_object(traffic.sent_bytes))
     psi = trainer.model.layout.parameters * trainer.model.dtype.itemsize
-    expected = volumes * psi * (comm.size - 1) / comm.size
+    last = sum(spec.size for spec in trainer.model.stages[-1].tensors()) * trainer.model.dtype.itemsize
+    once = last if name == "zero3" else 0  # its forward and its backward follow each other: one gather
+    expected = (volumes * psi - once) * (comm.size - 1) / comm.size
     assert not traffic.unknown
     assert sent == pytest.approx(expected, rel=0.01, abs=1024), f"{sent / max(psi, 1):.4f} Psi"
 
