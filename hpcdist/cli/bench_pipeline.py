@@ -12,7 +12,7 @@ from hpcdist.errors import OK, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
     from hpcdist.bench.pipeline_file import Measured, Results
-    from hpcdist.bench.pipeline_plan import Wanted
+    from hpcdist.bench.pipeline_plan import Case, Wanted
     from hpcdist.comm.start import Session
 
 _RANKS: Final = 2
@@ -96,9 +96,12 @@ def command(
     if list_only:
         _list(wanted)
         return OK
+    outputs = Outputs(output, as_json, plot, timeline, anonymous)
     if there is None:
+        _expected(wanted)
+        _check_places(outputs)
         return _start(wanted.ranks, call)
-    return _take_part(wanted, Outputs(output, as_json, plot, timeline, anonymous))
+    return _take_part(wanted, outputs)
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,16 @@ def _list(wanted: "Wanted") -> None:
         )
     for name, reason in left_out.items():
         click.echo(f"left out: {name}: {reason}")
+
+
+def _expected(wanted: "Wanted") -> "tuple[list[Case], dict[str, str]]":
+    """Return the cases, and why others are left out. Raises UsageError for none."""
+    from hpcdist.bench.pipeline_plan import cases
+
+    found, left_out = cases(wanted)
+    if not found:
+        raise UsageError("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
+    return found, left_out
 
 
 def arguments(call: click.Context) -> list[str]:
@@ -152,12 +165,9 @@ def _start(ranks: int, call: click.Context) -> int:
 def _take_part(wanted: "Wanted", outputs: Outputs) -> int:
     """Measure what is not there yet, show and write. Collective over the world; leaves with the exit code."""
     from hpcdist.bench import pipeline, pipeline_file, place
-    from hpcdist.bench.pipeline_plan import cases
     from hpcdist.comm import start
 
-    expected, left_out = cases(wanted)
-    if not expected:
-        raise UsageError("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
+    expected, left_out = _expected(wanted)
     session = start.start()
     comm, path, known = session.comm, outputs.file, {}
     place.agree(comm, lambda: _check_places(outputs))
