@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from hpcdist.arrays.sizes import counted
 from hpcdist.bench import data_pace, report
 from hpcdist.bench.collectives_report import check_plot
 from hpcdist.bench.data import CALM, parts_of
@@ -23,11 +24,14 @@ SMOOTHED: Final = 0.1  # of the steps: what a loss is the mean of
 class Row:
     """A contender in a scenario; medians over its good repeats, None where nothing was measured, and then ``reason``.
 
-    ``tokens_per_s`` and ``steps_per_s`` are means over the workers, each over its own steps but the first.
+    ``tokens_per_s`` and ``steps_per_s`` are means over the workers, each over its own steps but the first. Tokens are
+    those whose gradients were taken: what backup workers computed too late is not in them, but in ``dropped``, the
+    number of such gradients in a training; None where none can be.
     ``loss_at_steps`` is the training loss of the last tenth of the steps, ``loss_at_time`` that up to the moment at
     which the fastest contender of the scenario was done. ``bytes_sent_per_step`` is the mean step's maximum over the
-    ranks. ``peak_bytes`` are by category, of the rank that held most of each; ``pss_bytes`` is the memory of all ranks
-    together as the kernel counts it, what they share once.
+    ranks; ``bytes_loaded_per_step`` what was read of memory that others of a node wrote. ``peak_bytes`` are by
+    category, of the rank that held most of each; ``pss_bytes`` is the memory of all ranks together as the kernel
+    counts it, what they share once.
     """
 
     contender: str
@@ -37,8 +41,10 @@ class Row:
     failed: int
     tokens_per_s: float | None
     steps_per_s: float | None
+    dropped: float | None
     x_first: float | None  # speed over that of the first contender of the scenario
     bytes_sent_per_step: float | None
+    bytes_loaded_per_step: float | None
     peak_bytes: Mapping[str, float] | None
     pss_bytes: float | None
     loss_at_steps: float | None
@@ -110,8 +116,10 @@ def _row(one: Configuration, moment_s: float | None, first: float | None) -> Row
         failed=len(failed),
         tokens_per_s=None if speed is None or tokens is None else speed * tokens,
         steps_per_s=speed,
+        dropped=_median(_known(good, "dropped_gradients")),
         x_first=None if speed is None or first is None else speed / first,
         bytes_sent_per_step=_sent(good) if _sent(good) is not None else base.bytes_sent_per_step,
+        bytes_loaded_per_step=_median(_known(good, "bytes_loaded_per_step")),
         peak_bytes={kind: most for kind, most in peaks.items() if most is not None} or None,
         pss_bytes=_median(_known(good, "pss_bytes.sum")),
         loss_at_steps=_median(float(curve.losses[-1]) for curve in curves if curve.losses.size),
@@ -185,9 +193,23 @@ def text(table: Sequence[Row], left_out: Mapping[str, str]) -> str:
             f"bytes sent are not known of {'; '.join(dict.fromkeys(unknown))}: what MPI's own collectives and memory "
             "that ranks share move is not seen (communication.algorithm = 'ring' sends messages, which are)"
         )
+    lines += [
+        f"{row.contender}, {row.scenario}: {row.bytes_loaded_per_step / 1e6:,.3f} MB a step loaded from what others of "
+        "the node wrote, beside what is sent"
+        for row in table
+        if row.bytes_loaded_per_step is not None
+    ]
+    lines += [_late(row, round(row.dropped)) for row in table if row.dropped is not None]
     refused = {row.contender: row.reason for row in table if row.refused}
     lines += [f"left out: {name}: {reason}" for name, reason in {**left_out, **refused}.items()]
     return "\n".join(lines).rstrip()
+
+
+def _late(row: Row, gradients: int) -> str:
+    return (
+        f"{row.contender}, {row.scenario}: tokens/s are of the gradients that were taken; "
+        f"{counted(gradients, 'gradient')} a training came too late for the step, computed for nothing"
+    )
 
 
 def jsonable(table: Sequence[Row], left_out: Mapping[str, str], provenance: Mapping[str, Any]) -> dict[str, Any]:

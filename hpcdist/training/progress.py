@@ -31,6 +31,9 @@ class Progress:
     def step(self, done: int, loss: float, targets: int, communication: float) -> None:
         """Report that ``done`` steps are complete; ``targets`` were predicted in the last, by all ranks together.
 
+        Those whose gradient came too late are none of them. The rate that is shown is the mean since this start, the
+        first step included, which compiles; reports and benchmarks leave that one out.
+
         ``communication`` is the share of its time that the last step spent in messages.
         """
         if not self._shown:

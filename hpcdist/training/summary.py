@@ -105,13 +105,7 @@ def summarise(
     What was not measured is None, with the reason beside it. ``comm_fraction`` is the mean over the ranks that compute:
     a rank that only serves waits for most of its time, and that is no communication.
     """
-    own: dict[str, Any] = {"step_s": outcome.step_s, "sent": outcome.sent_bytes, "comm": outcome.communication_s}
-    own |= {"overlapped": outcome.overlapped, "fetched": outcome.fetched if trainer.exchange.ahead else []}
-    own |= {"targets": outcome.targets, "computes": trainer.seat.computes}
-    own |= {"staleness": outcome.staleness, "dropped": outcome.dropped, "shares": _shares(trainer, outcome.done)}
-    own |= {"loaded": getattr(trainer.exchange, "loaded_bytes", 0)}
-    own |= {"peak": trainer.ledger.peak, "held": trainer.ledger.peak_total, "pss": pss_bytes()}
-    ranks = comm.allgather_object(own)
+    ranks = comm.allgather_object(_measured(trainer, outcome))
     workers = [rank for rank in ranks if rank["computes"]]
     if trainer.exchange.lock_step:
         targets = trainer.recipe.run.global_batch * trainer.model.tokens_per_sample
@@ -159,6 +153,26 @@ def summarise(
     elif summary["bytes_sent_per_step"] is None:
         summary["bytes_sent_reason"] = NOT_COUNTED if trainer.recipe.communication.checked else NOT_VISIBLE
     return summary
+
+
+def _measured(trainer: Trainer, outcome: Outcome) -> dict[str, Any]:
+    """Return what this rank measured (local)."""
+    return {
+        "step_s": outcome.step_s,
+        "sent": outcome.sent_bytes,
+        "loaded": getattr(trainer.exchange, "loaded_bytes", 0),
+        "comm": outcome.communication_s,
+        "overlapped": outcome.overlapped,
+        "fetched": outcome.fetched if trainer.exchange.ahead else [],
+        "targets": outcome.targets,
+        "computes": trainer.seat.computes,
+        "staleness": outcome.staleness,
+        "dropped": outcome.dropped,
+        "shares": _shares(trainer, outcome.done),
+        "peak": trainer.ledger.peak,
+        "held": trainer.ledger.peak_total,
+        "pss": pss_bytes(),
+    }
 
 
 def _shares(trainer: Trainer, step: int) -> list[int] | None:

@@ -91,7 +91,15 @@ def test_the_loss_at_a_moment_is_that_of_the_last_step_before_it() -> None:
     assert np.isnan(data_pace.loss_at(times, losses, 1.0))
 
 
-def outcome(step_s: float, loss: float, steps: int = 11, sent: float = 1e6, slow: float = 1.0) -> Outcome:
+def outcome(
+    step_s: float,
+    loss: float,
+    steps: int = 11,
+    sent: float = 1e6,
+    slow: float = 1.0,
+    dropped: int | None = None,
+    loaded: int | None = None,
+) -> Outcome:
     """A run on two workers and a server that has no steps."""
     times = np.column_stack([np.full(steps, step_s), np.full(steps, step_s * slow), np.full(steps, np.nan)])
     wide = {"step_s": times, "compute_s": times / 2, "communication_s": times / 4, "update_s": times / 8}
@@ -100,6 +108,10 @@ def outcome(step_s: float, loss: float, steps: int = 11, sent: float = 1e6, slow
     samples = {name: Sample(values, "1", name) for name, values in {**wide, **common}.items()}
     peaks = dict.fromkeys(reports.CATEGORIES, 2**20)
     summary = {"val_loss": loss + 1, "peak_bytes": peaks, "pss_bytes": {"sum": 3 * 2**20}, "bytes_sent_per_step": 5}
+    if loaded is not None:
+        summary["bytes_loaded_per_step"] = loaded
+    if dropped is not None:
+        summary["dropped_gradients"] = dropped
     return Outcome(OK, "", 1.0, 0, summary=summary, samples=samples)
 
 
@@ -115,6 +127,8 @@ def measured(tmp_path: Path) -> results.Results:
         "broken | calm": Outcome(FAILED, "", 1.0, 1, "RuntimeError: it broke"),
         "refused | calm": Outcome(FAILED, "", 1.0, CONFIGURATION, "exit code 78: set it to 1"),
         "silent | calm": outcome(1.0, 2.5, sent=np.nan),
+        "backed up | calm": outcome(1.0, 2.5, dropped=3),
+        "loads | calm": outcome(1.0, 2.5, loaded=2_500_000),
     }
     for position, (name, run) in enumerate(runs.items()):
         results.append(path, Trial(f"id{position}", name, 3, {}, ""), position, 0, run, "")
@@ -124,7 +138,7 @@ def measured(tmp_path: Path) -> results.Results:
 
 def test_rows_compare_what_is_comparable(measured: results.Results) -> None:
     table = {(row.contender, row.scenario): row for row in reports.rows(measured)}
-    assert len(table) == 7
+    assert len(table) == 9
     calm, asp = table["allreduce", "calm"], table["servers, asp", "calm"]
     assert calm.tokens_per_s == pytest.approx(128) and calm.x_first == 1.0
     assert asp.x_first == pytest.approx(2.0) and asp.loss_at_steps == pytest.approx(3.0)
@@ -148,7 +162,24 @@ def test_nothing_is_missing_without_a_word(measured: results.Results) -> None:
     assert shown.index("calm\n") < shown.index("stragglers\n")
     told = reports.jsonable(table, {"absent": "is not built"}, {"git_commit": "abc"})
     json.dumps(told, allow_nan=False)
-    assert told["left_out"] == {"absent": "is not built"} and len(told["rows"]) == 7
+    assert told["left_out"] == {"absent": "is not built"} and len(told["rows"]) == 9
+
+
+def test_it_says_what_is_not_in_the_tokens_of_backup_workers(measured: results.Results) -> None:
+    table = reports.rows(measured)
+    assert {row.contender: row.dropped for row in table if row.dropped is not None} == {"backed up": 3}
+    told = [line for line in reports.text(table, {}).splitlines() if "tokens/s are of" in line]
+    assert len(told) == 1 and told[0].startswith("backed up, calm: ")
+    assert "; 3 gradients a training came too late" in told[0]
+
+
+def test_what_is_loaded_stands_beside_what_is_sent(measured: results.Results) -> None:
+    table = reports.rows(measured)
+    assert {row.contender: row.bytes_loaded_per_step for row in table if row.bytes_loaded_per_step} == {"loads": 2.5e6}
+    assert (
+        "loads, calm: 2.500 MB a step loaded from what others of the node wrote, beside what is sent"
+        in reports.text(table, {})
+    )
 
 
 def test_losses_are_drawn(measured: results.Results, tmp_path: Path) -> None:
