@@ -208,8 +208,8 @@ def plot(found: Results, file: Path) -> None:
         axis.grid(True, alpha=0.3)
         if not number:
             axis.set_ylabel("bubble (% of the longest span)")
-            axis.set_ylim(bottom=0)
             axis.legend(fontsize=8)
+    axes[0].set_ylim(bottom=0)  # of all, which share it: the last word on the scale
     try:
         figure.savefig(file, dpi=120)
     except OSError as error:
