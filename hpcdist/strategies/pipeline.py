@@ -1,7 +1,7 @@
-"""Pipeline parallelism: which rank computes which stages, and the tensors that two of them share.
+"""Pipeline parallelism: the tensors that two of its ranks share.
 
 GPipe: Huang et al., arXiv:1811.06965. 1F1B: Narayanan et al., arXiv:1806.03377 and arXiv:2104.04473. The order of the
-work is in `hpcdist.strategies.schedule`.
+work is in `hpcdist.strategies.schedule`, which rank computes which stages in `hpcdist.strategies.partition`.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator, Request
-from hpcdist.errors import ConfigurationError
 from hpcdist.models.model import Model
 from hpcdist.strategies.exchange import Exchange, Handlers
 from hpcdist.strategies.schedule.operations import Kind, Operation
@@ -18,34 +17,6 @@ from hpcdist.strategies.seat import Seat
 
 TAG = 0  # the first of `TIES` tags, below those of activations and gradients
 TIES = 1 << 10
-
-
-def cut(model: Model, ranks: int) -> list[range]:
-    """Return the stages of each of ``ranks`` pipeline ranks: consecutive, with the largest rank as small as can be.
-
-    The size is the number of parameters. Raises ConfigurationError when there are fewer stages than ranks.
-    """
-    count = len(model.stages)
-    if count < ranks:
-        raise ConfigurationError(
-            f"parallel.pipeline = {ranks}, but the model has only {count} stages (its layers, and what is before and "
-            f"behind them); use at most {count} pipeline ranks, or more model.layers"
-        )
-    sizes = [sum(spec.size for spec in stage.tensors()) for stage in model.stages]
-    # best[r][n]: the smallest possible largest part when the first n stages go to r ranks, and where the last begins.
-    best = [[(float("inf"), 0)] * (count + 1) for _ in range(ranks + 1)]
-    best[0][0] = (0, 0)
-    for rank in range(1, ranks + 1):
-        for stop in range(rank, count + 1):
-            best[rank][stop] = min(
-                (max(best[rank - 1][start][0], sum(sizes[start:stop])), start) for start in range(rank - 1, stop)
-            )
-    parts, stop = [], count
-    for rank in range(ranks, 0, -1):
-        start = best[rank][stop][1]
-        parts.append(range(start, stop))
-        stop = start
-    return parts[::-1]
 
 
 @dataclass(frozen=True)

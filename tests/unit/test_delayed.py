@@ -23,7 +23,7 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.delayed import DelayedExchange
 from hpcdist.strategies.grid import Axes, Grid
 from hpcdist.strategies.nonfinite import explain
-from hpcdist.strategies.pipeline import cut
+from hpcdist.strategies.partition import cut
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.placement import looped
 from hpcdist.strategies.schedule.verify import verify

@@ -21,8 +21,9 @@ from hpcdist.strategies.build import build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.grid import Axes, Grid
 from hpcdist.strategies.nonfinite import explain
-from hpcdist.strategies.pipeline import cut
+from hpcdist.strategies.partition import cut
 from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.placement import looped
 from hpcdist.strategies.schedule.verify import verify
 from hpcdist.strategies.seat import Seat
 from hpcdist.training import recipe as recipes
@@ -47,7 +48,7 @@ class Run:
             data=axes.data,
             pipeline=axes.pipeline,
             model=self.model,
-            units=cut(self.model, self.grid.pipeline)[axes.pipeline.rank],
+            placement=looped(cut(self.model, self.grid.pipeline), self.grid.pipeline),
             optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, clip_norm=0.5),
             total_steps=STEPS,
             algorithm=algorithm,

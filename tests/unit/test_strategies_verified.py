@@ -13,7 +13,7 @@ from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.build import EXCHANGES, build_executor, operations
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.grid import Axes, Grid
-from hpcdist.strategies.pipeline import cut
+from hpcdist.strategies.partition import cut
 from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.placement import looped
 from hpcdist.strategies.schedule.verify import verify

@@ -21,7 +21,7 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.grid import Axes, Grid
 from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.overlap import Fetched
-from hpcdist.strategies.pipeline import cut
+from hpcdist.strategies.partition import cut
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.schedule.placement import looped
 from hpcdist.strategies.schedule.verify import verify

@@ -122,6 +122,8 @@ def expand(
 
 def _skips(kind: Kind, microbatch: int, unit: int, placement: Placement) -> list[Operation]:
     """Return the messages of ``unit`` over skip connections to other ranks."""
+    if not placement.skips:
+        return []
     enters = kind in (Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT)
     ends = [(source, unit) for source in placement.skips_into(unit)]
     ends = ends if enters else [(unit, target) for target in placement.skips_from(unit)]
