@@ -78,7 +78,8 @@ def prove(
 ) -> Proof | None:
     """Return the proof that the lists of all ranks are one step, None for more than `PROVEN_RANKS`. Collective.
 
-    Raises ScheduleError on every rank, before anything has run. It takes a quarter of a second for 64 ranks.
+    Raises ScheduleError on every rank, before anything has run. It takes a quarter of a second for 64 ranks
+    and 32 micro-batches, a second with four chunks on each under zero3.
     """
     if seat.world.size > PROVEN_RANKS:
         return None

@@ -2,6 +2,9 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from heapq import merge
+from operator import itemgetter
 
 from hpcdist.arrays.ranges import Range, coverage
 from hpcdist.errors import ScheduleError
@@ -32,8 +35,16 @@ class Share:
     alone: bool
 
     def where(self, *kinds: Kind) -> list[tuple[int, Operation]]:
-        """Return (position, operation) of ``kinds``."""
-        return [(index, op) for index, op in enumerate(self.steps) if op.kind in kinds]
+        """Return (position, operation) of ``kinds``, in their order."""
+        found = [self._by_kind[kind] for kind in dict.fromkeys(kinds) if kind in self._by_kind]
+        return list(merge(*found, key=itemgetter(0)))
+
+    @cached_property
+    def _by_kind(self) -> dict[Kind, list[tuple[int, Operation]]]:
+        found: dict[Kind, list[tuple[int, Operation]]] = {}
+        for index, op in enumerate(self.steps):
+            found.setdefault(op.kind, []).append((index, op))
+        return found
 
     def ranges(self, *kinds: Kind) -> list[Range]:
         """Return the ranges of all operations of ``kinds``."""
