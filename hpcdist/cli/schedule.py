@@ -58,6 +58,12 @@ class _Costs(click.ParamType):
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A schedule that was written out, or by hand.",
 )
+@click.option(
+    "--recipe",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Show the stages that the pipeline of a recipe is cut into: their work and memory.",
+)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the recipe.")
 @click.option("--dump", type=click.Path(dir_okay=False, path_type=Path), help="Write the schedule for --file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the timelines (.png, .pdf, .svg).")
@@ -71,6 +77,8 @@ def command(
     message_s: float,
     recompute: bool,
     source: Path | None,
+    recipe: Path | None,
+    overrides: tuple[str, ...],
     dump: Path | None,
     as_json: bool,
     plot: Path | None,
@@ -84,6 +92,10 @@ def command(
     from hpcdist.bench import pipeline_schedules as schedules
     from hpcdist.bench.collectives_report import check_plot
 
+    if recipe is not None or overrides:
+        _show_stages(recipe, overrides, to_stderr=as_json)
+        if not names and source is None:
+            return
     wanted = schedules.Wanted(stages, microbatches, tuple(costs), message_s, recompute)
     if plot is not None:
         check_plot(plot)
@@ -99,6 +111,14 @@ def command(
         click.echo(schedules.text(found))
     if plot is not None or trace is not None:
         _draw(found, plot, trace)
+
+
+def _show_stages(recipe: Path | None, overrides: tuple[str, ...], *, to_stderr: bool) -> None:
+    from hpcdist.training import partitioning
+    from hpcdist.training import recipe as recipes
+
+    for line in partitioning.alone(recipes.load(recipe, overrides).recipe).table():
+        click.echo(line, err=to_stderr)
 
 
 @contextmanager

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from hpcdist import models
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.checkpoint import manifest
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
+from hpcdist.errors import UsageError
 from hpcdist.models.model import Model
 from hpcdist.optim.optimizer import OPTIMIZERS
 from hpcdist.strategies import partition_measured
@@ -21,6 +24,7 @@ from hpcdist.strategies.partition_memory import States
 from hpcdist.strategies.partition_plan import Plan, plan
 from hpcdist.strategies.schedule.schedule_file import Written, generated
 from hpcdist.strategies.zero_config import STAGES, Degrees
+from hpcdist.training import data, pipelining
 from hpcdist.training.recipe import Recipe
 
 KEPT = "stage_units"  # among the scalars of a checkpoint
@@ -54,6 +58,25 @@ def planned(
         measured = partition_measured.measure(own, samples, recipe.run.device)
         seconds = partition_measured.agree(comm, measured, speed)
     return plan(whole, parallel, order, states(recipe, grid.data), samples, seconds=seconds, kept=kept)
+
+
+def alone(recipe: Recipe) -> Plan:
+    """Return the cut of a recipe where no MPI runs (local). Without ``parallel.data`` there is one replica.
+
+    What is measured is measured here, for one rank that has all of every tensor. Raises UsageError where the recipe has
+    one stage.
+    """
+    parallel, comm = recipe.parallel, solo()
+    source = data.open_source(recipe.data, recipe.model, comm)
+    whole = models.build(recipe.model, recipe.precision.computes, **source.model_inputs())
+    grid = Grid(data=max(1, parallel.data), pipeline=parallel.pipeline, tensor=parallel.tensor)
+    made = planned(comm, recipe, grid, whole, whole, pipelining.written(parallel, comm), None)
+    if made is None:
+        raise UsageError(
+            f"parallel.pipeline = {parallel.pipeline}: there is one stage, and nothing is cut; choose a recipe with a "
+            "pipeline, or add --set parallel.pipeline=2"
+        )
+    return made
 
 
 def state(recipe: Recipe, made: Plan | None) -> dict[str, list[int]]:

@@ -5,12 +5,14 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from rank_runs import losses, trainer_of
 
 from hpcdist import models
+from hpcdist.cli.schedule import command as schedule
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
 from hpcdist.strategies import partition_measured
@@ -266,3 +268,15 @@ def test_a_measured_cut_is_kept_by_a_start_that_goes_on(
 
 def slow_at_the_end(count: int) -> tuple[Seconds, ...]:
     return tuple(Seconds(1.0 + 0.1 * unit, 2.0, 1.0, 1.0) for unit in range(count))
+
+
+def test_the_table_needs_no_ranks(text: dict[str, object], tmp_path: Path) -> None:
+    settings = [f"--set={key}={value}" for key, value in text.items()]
+    alone = CliRunner().invoke(schedule, [*settings, "--set=parallel.partition=measured"])
+    assert alone.exit_code == 0, alone.output
+    head, names, *rows = alone.output.splitlines()
+    assert head.startswith("stages cut by measured") and "forward ms" in names and len(rows) == 2
+    both = CliRunner().invoke(schedule, ["1f1b", "--stages", "2", *settings])
+    assert "stages cut by flops" in both.output and "makespan" in both.output
+    refused = CliRunner().invoke(schedule, [*settings, "--set=parallel.pipeline=1", "--set=parallel.microbatches=1"])
+    assert isinstance(refused.exception, UsageError) and "nothing is cut" in str(refused.exception)
