@@ -39,6 +39,7 @@ class NodeParameters:
     def __init__(self, seat: Seat, cuts: Sequence[Sequence[Range]]) -> None:
         nodes = seat.data.nodes()
         self._intra = nodes.intra
+        self._data = seat.data
         self._comm = seat.data.dup("node parameters") if nodes.count > 1 else seat.data
         shares = self._intra.size == 1 or node_shared.is_available(self._intra)
         if not all(seat.data.allgather_object(shares)):
@@ -96,6 +97,11 @@ class NodeParameters:
         self._committed += 1
         self._meet()
         self._stores.reverse()
+
+    def free(self) -> None:
+        """Give back what cuts travel over; nothing can be committed then. Collective over the data axis."""
+        if self._comm is not self._data:
+            self._comm.free()
 
     def _meet(self) -> None:
         """Return when all ranks of the node have come, for the same commit. Collective over the node."""

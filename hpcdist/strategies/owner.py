@@ -225,5 +225,8 @@ class OwnerExchange:
             self.owner.master.round_into(self.parameters)
             self.spread()
 
+    def close(self) -> None:
+        """Give back what is not memory alone; no step can be made afterwards. Collective over the world."""
+
     def spread(self) -> None:
         """Bring the parameters of the owned parts to all who keep them: here each rank has made its own (local)."""

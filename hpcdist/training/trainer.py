@@ -26,8 +26,8 @@ from hpcdist.strategies.exchange import Exchange
 from hpcdist.strategies.fixed_tree import FixedTreeExchange
 from hpcdist.strategies.grid import Axes, Grid
 from hpcdist.strategies.logical_shards import LogicalShards
+from hpcdist.strategies.owner import OwnerExchange
 from hpcdist.strategies.parameter_server import build as parameter_server
-from hpcdist.strategies.parameter_server.lockstep import LockStepExchange
 from hpcdist.strategies.parameter_server.roles import Roles
 from hpcdist.strategies.partition_plan import Plan
 from hpcdist.strategies.schedule.executor import Executor, MicroBatch, Step
@@ -172,7 +172,7 @@ class Trainer:
         """End what runs beside the steps. Collective; no step can be made afterwards."""
         if self.exchange.overlap is not None:
             self.exchange.overlap.close()
-        if isinstance(self.exchange, LockStepExchange):
+        if isinstance(self.exchange, OwnerExchange):
             self.exchange.close()
 
     def initialise(self) -> None:

@@ -10,7 +10,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.recording import recording
 from hpcdist.comm.start import Session
-from hpcdist.comm.threads import run_threads
+from hpcdist.comm.threads import ThreadCommunicator, run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training import recipe as recipes
@@ -31,6 +31,7 @@ WAYS = [
     ZERO3,
     SHARED,
     ZERO3 | {"zero.persistent_below": 300},
+    ZERO3 | {"zero.keep_parameters": "true", "zero.keep_gradients": "true"},
 ]
 
 
@@ -115,6 +116,27 @@ def test_degrees_decide_no_bit(text: Path, degrees: tuple[int, int, int]) -> Non
     way = dict(zip(("zero.parameters", "zero.gradients", "zero.optimizer"), degrees, strict=True))
     for result in run_threads(4, lambda comm: whole_run(comm, text, keys | ZERO3 | way)):
         assert result == expected
+
+
+@pytest.mark.parametrize(("degrees", "made"), [((2, 2, 2), 2), ((2, 4, 4), 2), ((4, 4, 4), 0), ((1, 2, 2), 2)])
+def test_what_joins_the_levels_is_given_back(
+    text: Path, monkeypatch: pytest.MonkeyPatch, degrees: tuple[int, int, int], made: int
+) -> None:
+    """Level 0 and what is between its groups, or between the owners of the same part: never the data axis itself."""
+    way = dict(zip(("zero.parameters", "zero.gradients", "zero.optimizer"), degrees, strict=True))
+    freed: list[str] = []
+    monkeypatch.setattr(ThreadCommunicator, "free", lambda comm: freed.append(comm.name))
+
+    def body(comm: Communicator) -> None:
+        trainer = trainer_of(comm, text, ZERO3 | way)
+        train(trainer, 1)
+        comm.barrier()
+        assert not freed
+        comm.barrier()
+        trainer.close()
+
+    run_threads(4, body)
+    assert len(freed) == 4 * made and all("data of" in name for name in freed)
 
 
 def test_states_in_a_file_decide_no_bit(text: Path, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hpcdist.arrays.piece import Piece
-from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.ranges import split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.strategies.exchange import Handlers, pieces_of
 from hpcdist.strategies.logical_shards import LogicalShards
@@ -88,8 +88,7 @@ class ZeroExchange(OwnerExchange):
         self.overlap = overlap_of(seat, levels)
         self.ahead = config.prefetch if self.overlap is not None else 0
         self._copied = {tie.unit for tie in ties(seat.model, seat.placed)}  # to other stages, which get the whole
-        self._layers = {seat.model.stages[unit].layer: part for unit, part in seat.ranges.items()}
-        self._layer_at = {part: layer for layer, part in self._layers.items()}
+        self._layer_at = {part: seat.model.stages[unit].layer for unit, part in seat.ranges.items()}
         cut = [unit for unit in seat.units if self._is_cut(unit, config.persistent_below)]
         self._cut_layers = {seat.model.stages[unit].layer for unit in cut}
         self.gathers: Mapping[int, Sequence[int]] = (
@@ -101,7 +100,7 @@ class ZeroExchange(OwnerExchange):
         whole = () if self._keeps_gradients else seat.units
         self._whole_gradients = transient(seat, "gradients", whole, levels.first(WHOLE, GRADIENTS), self.overlap)
         own = [cuts[OPTIMIZER] for cuts in levels.cuts.values()]
-        self._node = NodeParameters(seat, self._cuts_of_all()) if config.shared_parameters else None
+        self._node = NodeParameters(seat, [*map(levels.of_all, levels.cuts)]) if config.shared_parameters else None
         self.owner = Owner(
             self._keep_parameters() if self._node is None else self._node.front,
             self._keep_gradients(),
@@ -134,12 +133,6 @@ class ZeroExchange(OwnerExchange):
         """Whether the parameters of ``unit`` are gathered for each use, and not kept whole (local)."""
         size = sum(part.size for _, part in self.seat.layout.within(self.seat.ranges[unit]))
         return self._comes_and_goes and size >= persistent_below and unit not in self._copied
-
-    def _cuts_of_all(self) -> list[list[Range]]:
-        """Return, for each layer, the cut of every data rank."""
-        if self.seat.data.size == 1:
-            return [[cuts[OPTIMIZER]] for cuts in self.levels.cuts.values()]
-        return [self.levels.of_all(layer) for layer in self._layers]
 
     def _keep_parameters(self) -> FlatStore:
         # What is whole is handed round among the replicas; a shard of it is this rank's alone.
@@ -288,6 +281,12 @@ class ZeroExchange(OwnerExchange):
         if self._node is not None:
             self.owner.parameters = self._node.begin()
         self.owner.begin_update(scale)
+
+    def close(self) -> None:
+        """Give back the communicators of levels and nodes."""
+        self.levels.free()
+        if self._node is not None:
+            self._node.free()
 
     def pieces(self) -> Sequence[Piece]:
         """Return this rank's share, by bytes, of the own cuts: what several ranks own is written once."""

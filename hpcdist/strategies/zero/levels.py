@@ -134,6 +134,13 @@ class Levels:
             found.append(part)
         return found
 
+    def free(self) -> None:
+        """Give back the communicators of the levels; nothing can be summed or gathered then. Collective over them."""
+        for comm in self._made.values():
+            if comm is not None and comm is not self._data:
+                comm.free()
+        self._made.clear()
+
     @property
     def at_once(self) -> bool:
         """Whether each layer is cut over all data ranks in one step (local)."""
@@ -145,5 +152,7 @@ class Levels:
 
     def of_all(self, layer: int) -> list[Range]:
         """Return the last cut of every data rank; the layer must be cut over all of them at one level (local)."""
+        if self._data.size == 1:
+            return [self.cuts[layer][OPTIMIZER]]
         (level,) = [level for level, comm in enumerate(self._comms) if comm is self._data]
         return [part.shift(self.cuts[layer][WHOLE].start) for part in self._shares[layer][level]]
