@@ -14,7 +14,7 @@ def equation(recipe: "Recipe", world: int) -> str:
     from hpcdist.strategies.zero_config import STAGES
 
     parallel = recipe.parallel
-    roles = Roles.of(recipe.parameter_server, world) if parallel.strategy == "parameter_server" else None
+    roles = Roles.of(recipe.parameter_server, world) if parallel.has_roles else None
     servers = world - len(roles.workers) if roles else 0
     grid = Grid.of(
         world,
@@ -24,6 +24,8 @@ def equation(recipe: "Recipe", world: int) -> str:
         context=parallel.context,
         servers=servers,
     )
+    if parallel.strategy == "parameter_server" and roles is None:
+        Roles.of(recipe.parameter_server, grid.data)
     recipe.check_world(grid.data)
     recipe.chaos.check_world(world, world - servers)
     if parallel.strategy in STAGES:

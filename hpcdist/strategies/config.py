@@ -10,8 +10,8 @@ from hpcdist.strategies.schedule.catalogue import FILE, NAMES, SCHEDULES
 from hpcdist.strategies.schedule.catalogue import check as check_schedule
 
 STRATEGIES: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server", "gossip", "local_sgd")
-WITH_TENSOR: Final = ("allreduce", "zero1", "zero2", "zero3")
-WITH_PIPELINE: Final = WITH_TENSOR  # the others talk to all workers, or step by what one rank has
+WITH_TENSOR: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")
+WITH_PIPELINE: Final = WITH_TENSOR  # gossip and local_sgd step by the norm of what one rank has
 # Names that mean something, but have no code behind them in this version: refused, never ignored.
 UNBUILT_STRATEGIES: Final = ()
 UNBUILT_DEGREES: Final = ("context",)
@@ -57,6 +57,11 @@ class ParallelConfig:
         if self.schedule != "auto":
             return self.schedule
         return "1f1b" if self.pipeline > 1 else "sequential"
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether ranks of the world are servers or workers; in a product of axes they are so along the data axis."""
+        return self.strategy == "parameter_server" and self.pipeline * self.tensor == 1
 
     @property
     def chunks_each(self) -> int:

@@ -69,6 +69,11 @@ class Seat:
         return tuple(unit for chunk in self.chunks for unit in chunk)
 
     @property
+    def members(self) -> Communicator:
+        """Who computes these stages and who serves their parameters: the world, but for the replicas in a product."""
+        return self.world if self.pipeline.size * self.tensor.size == 1 else self.data
+
+    @property
     def layout(self) -> Layout:
         """The flat space of the whole model."""
         return self.model.layout

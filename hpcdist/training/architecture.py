@@ -24,7 +24,7 @@ def described(trainer: Trainer) -> str:
     parallel, servers = recipe.parallel, recipe.parameter_server
     parts = [parallel.strategy, trainer.exchange.algorithm]
     if parallel.strategy == "parameter_server":
-        roles = Roles.of(servers, trainer.comm.size)
+        roles = Roles.of(servers, trainer.seat.members.size)
         count = len(roles.servers)
         parts[1:] = [f"{count} {servers.placement} server{'s' if count > 1 else ''}", servers.described]
     if servers.transport != "messages":

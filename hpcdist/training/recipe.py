@@ -57,6 +57,8 @@ class Recipe:
         self.zero.check_beside(self.parallel.strategy, self.parallel.pipeline, self.run.device)
         self.decentralised.check_beside(self.parallel.strategy, self.optimizer.name)
         self._refuse_without_effect()
+        if self.parallel.strategy == "parameter_server":
+            self.parameter_server.check_beside(self.parallel.pipeline, self.parallel.tensor)
         if self.communication.overlap != "none" and self.run.device != "cpu":
             raise ConfigurationError(
                 f"communication.overlap = {self.communication.overlap!r} with run.device = {self.run.device!r} is not "

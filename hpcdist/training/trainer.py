@@ -188,7 +188,8 @@ class Trainer:
 def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) -> Trainer:
     """Build the run of ``recipe`` on this rank, initialised or restored. Collective."""
     comm, parallel = session.comm, recipe.parallel
-    roles = Roles.of(recipe.parameter_server, comm.size) if parallel.strategy == "parameter_server" else None
+    # In a product every rank computes, and serves what its replicas share: `Seat.members`.
+    roles = Roles.of(recipe.parameter_server, comm.size) if parallel.has_roles else None
     grid = Grid.of(
         comm.size,
         data=parallel.data,

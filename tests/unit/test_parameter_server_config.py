@@ -53,9 +53,22 @@ def test_as_many_backups_as_workers_are_refused(placement: str, world: int) -> N
     assert len(Roles.of(ParameterServerConfig(placement=placement, backup_workers=1), world).workers) == 2
 
 
-def test_a_pipeline_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="parameter_server.*parallel.pipeline = 2"):
-        ParallelConfig(strategy="parameter_server", pipeline=2)
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({}, "placement = 'dedicated'.*set it to 'colocated'"),
+        ({"placement": "colocated", "consistency": "asp"}, "consistency = 'asp'.*set it to 'bsp'"),
+        ({"placement": "colocated", "transport": "shared"}, "transport = 'shared'.*set it to 'messages'"),
+        ({"placement": "colocated", "mirrored": True}, "mirrored = True.*set it to False"),
+    ],
+)
+def test_what_has_no_servers_of_its_own_in_a_product_is_refused(keys: dict[str, object], said: str) -> None:
+    config = ParameterServerConfig(**keys)
+    config.check_beside(pipeline=1, tensor=1)
+    for degrees in ({"pipeline": 2, "tensor": 1}, {"pipeline": 1, "tensor": 2}):
+        with pytest.raises(ConfigurationError, match=said):
+            config.check_beside(**degrees)
+    assert not ParallelConfig(strategy="parameter_server", pipeline=2).has_roles
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def algorithms(config: ParameterServerConfig) -> tuple[str, ...]:
 
 
 def exchange(seat: Seat, config: ParameterServerConfig, shards: LogicalShards | None = None) -> Exchange:
-    """Return the exchange of the rank in ``seat``, whose world has the roles of ``config``. Collective.
+    """Return the exchange of the rank in ``seat``, whose members have the roles of ``config``. Collective.
 
     ``shards``: in lock-step, sums follow these. Raises ConfigurationError for an algorithm that says nothing about
     messages between workers and servers.
@@ -33,11 +33,11 @@ def exchange(seat: Seat, config: ParameterServerConfig, shards: LogicalShards | 
             f"not reduce among themselves{', but for those of a node' if 'hierarchical' in known else ''}; choose one "
             f"of {', '.join(known)}"
         )
-    roles = Roles.of(config, seat.world.size)
+    roles = Roles.of(config, seat.members.size)
     if config.backup_workers:
         return BackupExchange(seat, roles, config.backup_workers)
     if not config.lock_step:
         return AsynchronousExchange(seat, roles, config.bound, staleness_aware=config.staleness_aware)
-    serves = seat.world.rank in roles.servers
-    servers = seat.world.split(0 if serves else None, seat.world.rank, "servers")
+    serves = seat.members.rank in roles.servers
+    servers = seat.members.split(0 if serves else None, seat.members.rank, "servers")
     return LockStepExchange(seat, roles, servers, transport=config.transport, mirrored=config.mirrored, shards=shards)

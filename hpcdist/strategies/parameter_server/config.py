@@ -9,6 +9,14 @@ from hpcdist.errors import ConfigurationError
 PLACEMENTS: Final = ("dedicated", "colocated")
 CONSISTENCIES: Final = ("bsp", "ssp", "asp")
 TRANSPORTS: Final = ("messages", "shared", "rma")
+# Of servers in a product of data with pipeline or tensor ranks.
+IN_PRODUCTS: Final = {
+    "placement": "colocated",
+    "consistency": "bsp",
+    "backup_workers": 0,
+    "transport": "messages",
+    "mirrored": False,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +126,16 @@ class ParameterServerConfig:
                 f"parameter_server.mirrored = true with parameter_server.servers = {self.servers} "
                 f"({self.placement}): the state of a server needs another one to be kept on; use at least 2 servers"
             )
+
+    def check_beside(self, pipeline: int, tensor: int) -> None:
+        """Raise ConfigurationError for servers that each place in a product of axes cannot have for itself (local)."""
+        if pipeline * tensor == 1:
+            return
+        for name, only in IN_PRODUCTS.items():
+            given = getattr(self, name)
+            if given != only:
+                raise ConfigurationError(
+                    f"parameter_server.{name} = {given!r} with parallel.pipeline = {pipeline} and parallel.tensor = "
+                    f"{tensor} is not built in this version: there every rank serves what its replicas share; set it "
+                    f"to {only!r}"
+                )

@@ -52,18 +52,19 @@ class Partition:
         return found
 
 
-def partition(layout: Layout, servers: int, *, whole: bool = False) -> Partition:
+def partition(layout: Layout, servers: int, *, whole: bool = False, within: Sequence[Range] | None = None) -> Partition:
     """Return which of ``servers`` servers owns which part of ``layout``; the same on every rank.
 
-    With ``whole`` no tensor is cut. Raises ConfigurationError when there are fewer keys than servers, even at the
-    shortest that is possible.
+    ``within`` are the ranges of whole layers that are to be owned, by default all. With ``whole`` no tensor is cut.
+    Raises ConfigurationError when there are fewer keys than servers, even at the shortest that is possible.
     """
     if whole:
         return _uncut(layout, servers)
-    share = layout.size / servers
-    longest = max(ALIGN_ELEMENTS, layout.size)
+    within = (Range(0, layout.size),) if within is None else within
+    size = sum(part.size for part in within)
+    share, longest = size / servers, max(ALIGN_ELEMENTS, size)
     while True:
-        keys = _cut(layout, longest)
+        keys = _cut(layout, longest, within)
         shortest = longest <= ALIGN_ELEMENTS
         if len(keys) >= servers:
             owners, loads = _assign(keys, servers)
@@ -71,14 +72,14 @@ def partition(layout: Layout, servers: int, *, whole: bool = False) -> Partition
                 return Partition(tuple(keys), tuple(owners), servers)
         elif shortest:
             raise ConfigurationError(
-                f"{servers} servers, but {layout.parameters} parameters cut into at most {len(keys)} keys of "
+                f"{servers} servers, but {size} parameters, padding included, cut into at most {len(keys)} keys of "
                 f"{ALIGN_ELEMENTS} elements; set parameter_server.servers to at most {len(keys)}"
             )
         longest = max(ALIGN_ELEMENTS, align_up(longest // 2, ALIGN_ELEMENTS))
 
 
 def _uncut(layout: Layout, servers: int) -> Partition:
-    keys = _cut(layout, max(ALIGN_ELEMENTS, layout.size))
+    keys = _cut(layout, max(ALIGN_ELEMENTS, layout.size), (Range(0, layout.size),))
     if len(keys) < servers:
         raise ConfigurationError(
             f"{servers} servers, but the model has {len(keys)} tensors, and servers that do not wait for each other "
@@ -88,10 +89,10 @@ def _uncut(layout: Layout, servers: int) -> Partition:
     return Partition(tuple(keys), tuple(_assign(keys, servers)[0]), servers)
 
 
-def _cut(layout: Layout, longest: int) -> list[Range]:
+def _cut(layout: Layout, longest: int, within: Sequence[Range]) -> list[Range]:
     """Return keys of at most ``longest`` elements; boundaries within a tensor are aligned."""
     keys = []
-    for segment in layout.segments:
+    for segment, _ in (found for part in within for found in layout.within(part)):
         size = align_up(segment.range.size, ALIGN_ELEMENTS)
         pieces = split(size, max(1, -(-size // longest)), itemsize=1, align_bytes=ALIGN_ELEMENTS)
         keys += [piece.shift(segment.range.start) for piece in pieces if piece]

@@ -50,7 +50,9 @@ TRANSPORTS: Final[dict[str, Callable[[Site], Transport]]] = {
 class LockStepExchange(OwnerExchange):
     """Workers push, servers sum in rank order and update, workers pull. Collective over the world.
 
-    ``servers`` joins the ranks that serve; None on the others. ``mirrored``: every range has a second server.
+    Workers and servers are `Seat.members`: with a pipeline or tensor axis each place on it has servers of its own, and
+    what is called a rank here is one of those. ``servers`` joins the ranks that serve; None on the others.
+    ``mirrored``: every range has a second server.
     """
 
     def __init__(
@@ -75,14 +77,16 @@ class LockStepExchange(OwnerExchange):
                 "parameter_server.mirrored = true with 1 server: its state needs another one to be kept on; set "
                 "parameter_server.servers to 2 or more, or mirrored = false"
             )
-        self.site = Site(seat, roles, seat.world.dup("parameters"), 0 if shards is None else shards.count)
+        self.site = Site(seat, roles, seat.members.dup("parameters"), 0 if shards is None else shards.count)
         self.works, self.serves = self.site.works, self.site.serves
         self.replicas_identical = self.works
         self.transport = TRANSPORTS[transport](self.site)
         stores = self.transport.parameters, self.transport.gradients
         parts = self.site.parts(self.site.rank) if self.serves else []
         self.owner = Owner(
-            *(*stores, seat.build_optimizer(parts), parts, servers, seat.agree_algorithm), exactly=shards is not None
+            *(*stores, seat.build_optimizer(parts), parts, servers, seat.agree_algorithm),
+            exactly=shards is not None,
+            tensor=seat.tensor,
         )
         self.mirrored = mirrored
         self.mirror = Mirror(self.site, servers, self.owner) if mirrored and servers is not None else None

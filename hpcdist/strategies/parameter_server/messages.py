@@ -89,7 +89,7 @@ class Messages:
     def _speakers(self) -> tuple[list[int], bool]:
         """Return the workers that exchange messages with servers, and whether this rank is one. Collective."""
         own = self.site.works and (self._node is None or self._node.rank == LEADER)
-        found = self.site.seat.world.allgather_object(own)
+        found = self.comm.allgather_object(own)
         return [rank for rank, speaks in enumerate(found) if speaks], own
 
     def push(self, part: Range) -> None:

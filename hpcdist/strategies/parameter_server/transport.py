@@ -39,7 +39,7 @@ class Site:
 
     @property
     def rank(self) -> int:
-        """This rank of the world."""
+        """This rank of those who work and serve."""
         return self.comm.rank
 
     @property
@@ -55,12 +55,12 @@ class Site:
     @cached_property
     def partition(self) -> Partition:
         """Which server owns what."""
-        return partition(self.seat.layout, len(self.roles.servers))
+        return partition(self.seat.layout, len(self.roles.servers), within=self.seat.parts)
 
     @cached_property
     def messages(self) -> list[tuple[Range, int]]:
         """Each range that travels as one, and the rank that owns it, as backward completes them."""
-        found = self.partition.messages(self.seat.layout.units)
+        found = self.partition.messages(self.seat.ranges)
         return [(part, self.roles.servers[index]) for part, index in found]
 
     @cached_property
