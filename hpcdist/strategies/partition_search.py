@@ -24,7 +24,7 @@ from typing import Final
 
 from hpcdist.strategies.partition_memory import Memory
 
-STEPS: Final = 100_000  # about a second
+STEPS: Final = 30_000  # about a second
 SAME: Final = 1e-12  # sums of the same numbers in another order differ by less
 VISITS: Final = 50  # that are remembered of a place
 
