@@ -123,6 +123,23 @@ def test_a_run_goes_on_with_the_same_bits_as_allreduce_and_back(text: Path, tmp_
         assert (first + second + third, found) == (whole, expected)
 
 
+def test_a_mirror_has_the_bits_of_the_server_that_is_lost(text: Path) -> None:
+    keys = {"optimizer.name": "lamb", "optimizer.clip_norm": 0.1}
+    expected = run_threads(1, lambda comm: train(trainer_of(comm, text, keys), 4))[0]
+
+    def body(comm: Communicator) -> list[tuple[float, float]]:
+        trainer = trainer_of(comm, text, keys | served(3, "colocated", mirrored="true"))
+        found, exchange = train(trainer, 2), trainer.exchange
+        if comm.rank == 1:
+            for store in (exchange.parameters, *exchange.owner.slots().values()):  # type: ignore[attr-defined]
+                store.array[...] = np.nan
+        exchange.recover(1)  # type: ignore[attr-defined]
+        trainer.first_step = 2
+        return found + train(trainer, 4)
+
+    assert run_threads(3, body) == [expected] * 3
+
+
 @pytest.mark.parametrize(("shards", "pushed"), [(8, 1), (6, 2), (4, 1)])
 def test_a_worker_pushes_as_many_partial_sums_as_it_must(text: Path, shards: int, pushed: int) -> None:
     """Two workers: 4 + 4 shards are two nodes of the tree, 3 + 3 are four, 2 + 2 are two."""
