@@ -8,6 +8,7 @@ import numpy as np
 from hpcdist.arrays import device
 
 Array: TypeAlias = np.ndarray  # or cupy.ndarray: the part of the interface that both have
+Scalar: TypeAlias = float | Array  # a number of the host, or an array () that is still to be computed on a GPU
 
 
 def is_device(array: Any) -> bool:

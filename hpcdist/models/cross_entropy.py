@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, namespace
+from hpcdist.arrays.backend import Array, Scalar, namespace
 from hpcdist.models.softmax import normalise, shift
 from hpcdist.models.stage import Saved
 from hpcdist.models.tokens import check_tokens
@@ -11,10 +11,11 @@ from hpcdist.models.tokens import check_tokens
 class LocalCrossEntropy:
     """Negative log likelihood of the target classes in nats."""
 
-    def forward(self, logits: Array, targets: Array, saved: Saved, name: str = "cross_entropy") -> float:
+    def forward(self, logits: Array, targets: Array, saved: Saved, name: str = "cross_entropy") -> Scalar:
         """Return the sum over tokens, as float64. Contiguous logits (tokens, classes) become probabilities.
 
-        ``targets`` are integers (tokens,). Raises DataError on one that is no class.
+        ``targets`` are integers (tokens,). Raises DataError on one that is no class. A GPU is not waited for: its sum
+        stays there, as an array ().
         """
         xp = namespace(logits)
         tokens, classes = logits.shape
@@ -27,7 +28,8 @@ class LocalCrossEntropy:
         normalise(cube, 0, tokens, classes, sums)
         saved.keep(f"{name}.p", logits)
         saved.keep(f"{name}.targets", targets)
-        return float(xp.log(sums.astype(np.float64)).sum() - chosen.sum(dtype=np.float64))
+        total: Scalar = xp.log(sums.astype(np.float64)).sum() - chosen.sum(dtype=np.float64)
+        return total
 
     def backward(self, scale: float, saved: Saved, name: str = "cross_entropy") -> Array:
         """Return dlogits (tokens, classes) = (softmax - onehot) scale, in the memory of the logits."""

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from hpcdist.arrays import rng
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, Scalar
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.store import FlatStore
@@ -168,7 +168,7 @@ class Model:
         """Return the summed loss in nats of a batch, without a backward to come."""
         logits = self.outputs(parameters, x, arena, self.operations)
         saved = arena.saved(self.stages[-1].layer, microbatch=-1)
-        total = self.loss.forward(logits, targets, self.operations, saved)
+        total = float(self.loss.forward(logits, targets, self.operations, saved))
         saved.release()
         return total
 
@@ -176,7 +176,7 @@ class Model:
 class Loss:
     """Cross entropy of the logits of the last stage, summed over samples and tokens."""
 
-    def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> float:
+    def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
         """Return the sum in nats (float64). ``logits`` (batch..., classes) are overwritten; targets are (batch...)."""
         saved.keep("loss.shape", logits.shape)
         return operations.cross_entropy.forward(logits.reshape(-1, logits.shape[-1]), targets, saved)

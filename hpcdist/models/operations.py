@@ -8,7 +8,7 @@ that prefix. An operation leaves ``dy`` alone; see `hpcdist.models.stage` for wh
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, Scalar
 from hpcdist.models.activation import LocalActivation
 from hpcdist.models.attention import LocalAttention
 from hpcdist.models.cross_entropy import LocalCrossEntropy
@@ -133,7 +133,7 @@ class Dropout(Protocol):
 class CrossEntropy(Protocol):
     """Softmax and negative log likelihood."""
 
-    def forward(self, logits: Array, targets: Array, saved: Saved, name: str = "cross_entropy") -> float:
+    def forward(self, logits: Array, targets: Array, saved: Saved, name: str = "cross_entropy") -> Scalar:
         """Return the sum of the losses over all tokens in nats; logits (tokens, classes) are overwritten."""
 
     def backward(self, scale: float, saved: Saved, name: str = "cross_entropy") -> Array:

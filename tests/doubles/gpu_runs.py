@@ -25,7 +25,6 @@ from hpcdist.models.dropout import Draw
 from hpcdist.optim import optimizer
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.training import recipe as recipes
-from hpcdist.training.data import microbatches
 from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.trainer import Trainer, assemble
 
@@ -81,8 +80,8 @@ class ModelRun:
         """What a micro-batch drops."""
         return Draw(self.seed, self.number, first_sample)
 
-    def step(self, batches: Batches) -> list[float]:
-        """Return the loss of each micro-batch; the gradient is left in its store."""
+    def step(self, batches: Batches) -> list[backend.Scalar]:
+        """Return the loss of each micro-batch, where it was computed; the gradient is left in its store."""
         for stage in self.into:
             stage.begin_step()
         losses, first = [], 0
@@ -220,7 +219,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
     "pipeline of 4": ((4,), {**PIPELINE, "parallel.pipeline": 4}),
     "a server": ((2, 4), {**SERVER, "parameter_server.servers": 1}),
     "two servers": ((4,), {**SERVER, "parameter_server.servers": 2}),
-    "servers that work": ((2, 4), {**SERVER, "parameter_server.placement": "colocated"}),
+    "servers that work": ((2,), {**SERVER, "parameter_server.placement": "colocated"}),
 }
 TRAININGS = [(name, ranks) for name, (sizes, _) in LAYOUTS.items() for ranks in sizes]
 
@@ -233,7 +232,7 @@ def write_text(path: Path, rng: np.random.Generator) -> Path:
 
 
 class Trained:
-    """What one rank has after `STEPS` steps: the losses, the validation loss, and its share of the state."""
+    """What one rank has after all steps: the losses, the validation loss, and its share of the state."""
 
     def __init__(
         self,
@@ -244,12 +243,10 @@ class Trained:
     ) -> None:
         self.trainer = assembled(comm, settings)
         trainer, self.losses = self.trainer, []
-        with trainer.batches(STEPS) as batches:
+        with trainer.batches(trainer.recipe.run.steps) as batches:
             for step, batch in enumerate(batches, start=1):
                 before_step()
-                parts = microbatches(trainer.place(batch), trainer.recipe.parallel.microbatches)
-                samples = trainer.recipe.run.global_batch
-                found = trainer.executor.run(trainer.operations, parts, samples, step, np.zeros(2))
+                found = trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2))
                 after_step()
                 self.losses.append(found.loss)
         self.validation = mean_validation_loss(trainer)

@@ -1,10 +1,10 @@
-"""Models on the double of a GPU: the numbers of the CPU, and one scalar a micro-batch on the way to the host."""
+"""Models on the double of a GPU: the numbers of the CPU, and nothing on the way to the host; losses stay there too."""
 
 from types import ModuleType
 
 import numpy as np
 import pytest
-from gpu_runs import MICROBATCHES, MODELS, ModelRun, batches_of, placed
+from gpu_runs import MODELS, ModelRun, batches_of, placed
 
 BOUNDS = {"float32": 1e-5, "float64": 1e-12}
 
@@ -19,9 +19,8 @@ def test_forward_and_backward_are_those_of_the_cpu(
     expected, there = host.step(batches), placed(batches, "gpu")
     gpu.LOG.clear()
     losses = device.step(there)
-    assert gpu.LOG.sites() == {(gpu.D2H, "cross_entropy.forward"): MICROBATCHES}
-    assert gpu.LOG.nbytes(gpu.D2H) == 8 * MICROBATCHES
-    np.testing.assert_allclose(losses, expected, rtol=BOUNDS[dtype])
+    assert gpu.LOG.events == []
+    np.testing.assert_allclose([float(loss) for loss in losses], expected, rtol=BOUNDS[dtype])
     got, want = device.gradient.array.get(), host.gradient.array
     assert np.linalg.norm(got - want) <= BOUNDS[dtype] * np.linalg.norm(want)
 
@@ -35,7 +34,7 @@ def test_evaluation_and_logits_are_those_of_the_cpu(gpu: ModuleType, case: str, 
     logits = device.model.logits(device.parameters, there, device.arena)
     assert gpu.LOG.events == []
     loss = device.model.evaluate(device.parameters, there, answers, device.arena)
-    assert gpu.LOG.sites() == {(gpu.D2H, "cross_entropy.forward"): 1}
+    assert gpu.LOG.sites() == {(gpu.D2H, "model.evaluate"): 1}
     np.testing.assert_allclose(loss, host.model.evaluate(host.parameters, x, targets, host.arena), rtol=1e-12)
     np.testing.assert_allclose(logits.get(), host.model.logits(host.parameters, x, host.arena), rtol=1e-10, atol=1e-12)
 
@@ -48,6 +47,6 @@ def test_a_backward_in_two_passes_is_that_of_the_cpu(gpu: ModuleType, case: str,
     there = placed(batches, "gpu")
     gpu.LOG.clear()
     device.split_step(there, together=False)
-    assert gpu.LOG.sites() == {(gpu.D2H, "cross_entropy.forward"): MICROBATCHES}
+    assert gpu.LOG.events == []
     got, want = device.gradient.array.get(), host.gradient.array
     assert np.linalg.norm(got - want) <= 1e-12 * np.linalg.norm(want)

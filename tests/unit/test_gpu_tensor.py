@@ -6,8 +6,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from gpu_runs import MICROBATCHES, batches_of, check_same, placed, write_text
 from gpu_runs import Trained as Run
+from gpu_runs import batches_of, check_same, placed, write_text
 
 from hpcdist import models
 from hpcdist.arrays.store import FlatStore
@@ -17,25 +17,21 @@ from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
 from hpcdist.strategies.tensor.model import cut_model
 
-TENSOR = {"parallel.tensor": 2, "parallel.microbatches": 2, "precision.mode": "float64", "model.dropout": 0.2}
-BY_ROWS = {"parallel.sequence_parallel": "true"}
+TENSOR = {"parallel.tensor": 2, "parallel.sequence_parallel": "true", "parallel.microbatches": 2}
+TENSOR |= {"precision.mode": "float64", "model.dropout": 0.2}
 
 
-@pytest.mark.parametrize("changed", [{}, BY_ROWS, BY_ROWS | {"parallel.strategy": "zero3"}])
-def test_a_run_on_the_gpu_is_that_of_the_cpu(
-    gpu: ModuleType, tmp_path: Path, rng: np.random.Generator, changed: dict[str, object]
-) -> None:
-    ranks = 4 if "parallel.strategy" in changed else 2
-    settings = {"data.path": write_text(tmp_path / "text.txt", rng), **TENSOR, **changed}
-    host = run_threads(ranks, lambda comm: Run(comm, settings))
+def test_a_run_on_the_gpu_is_that_of_the_cpu(gpu: ModuleType, tmp_path: Path, rng: np.random.Generator) -> None:
+    settings = {"data.path": write_text(tmp_path / "text.txt", rng), **TENSOR}
+    host = run_threads(2, lambda comm: Run(comm, settings))
     assert gpu.LOG.events == []
-    device = run_threads(ranks, lambda comm: Run(comm, {**settings, "run.device": "gpu"}))
+    device = run_threads(2, lambda comm: Run(comm, {**settings, "run.device": "gpu"}))
     assert host[0].losses[-1] < host[0].losses[0]
     check_same(host, device, 1e-12)
 
 
 @pytest.mark.parametrize("by_rows", [False, True])
-def test_a_step_brings_one_loss_to_the_host(gpu: ModuleType, rng: np.random.Generator, by_rows: bool) -> None:
+def test_nothing_but_messages_comes_to_the_host(gpu: ModuleType, rng: np.random.Generator, by_rows: bool) -> None:
     config = ModelConfig(layers=2, hidden=12, heads=3, vocabulary=11)
     batches = batches_of("gpt", rng)
 
@@ -56,4 +52,4 @@ def test_a_step_brings_one_loss_to_the_host(gpu: ModuleType, rng: np.random.Gene
     found = run_threads(3, body)[0]
     messages = ("handover", "staged")  # what these bring to the host, they do on pointers no more
     waits = {site: count for site, count in found.items() if site[0] == gpu.D2H and not site[1].startswith(messages)}
-    assert waits == {(gpu.D2H, "vocabulary.forward"): MICROBATCHES}, "the first rank alone adds the losses up"
+    assert waits == {} and any(site[1].startswith(messages) for site in found)

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.models.arena import Arena
 from hpcdist.models.dropout import Draw
@@ -37,7 +38,6 @@ class Stages:
         self._firsts = {chunk.start for chunk in seat.chunks}
         self.neighbours = Neighbours(seat, arena)
         self._skips = Skips(seat.placed, self.neighbours)
-        self.losses: list[float] = []  # summed over its targets, of each micro-batch that has samples
         self.scale = 1.0  # of the loss, in backward
         self.carries_out = {
             Kind.FORWARD: self.forward,
@@ -55,7 +55,8 @@ class Stages:
         self._batches, evaluates = batches, draw is None
         firsts = accumulate((len(inputs) for inputs, _ in batches), initial=draw.first_sample if draw else 0)
         self._draws = [draw and replace(draw, first_sample=first) for first in firsts]
-        self.losses = []
+        self._losses = backend.empty(len(batches), np.dtype(np.float64), self._seat.on)
+        self._counted = 0
         self._inputs: dict[tuple[int, int], Array] = {}
         self._gradients: dict[tuple[int, int], Array] = {}
         # Their activations are computed again before the backward, or there is none.
@@ -63,6 +64,12 @@ class Stages:
         self._dropped = {(op.microbatch, op.unit) for op in operations if op.recompute or op.kind in again}
         self._skips.begin()
         self.neighbours.begin(operations, [len(inputs) for inputs, _ in batches])
+
+    @property
+    def losses(self) -> list[float]:
+        """Sums over its targets, of each micro-batch so far that has samples; what a GPU computes is waited for."""
+        found: list[float] = backend.to_host(self._losses[: self._counted]).tolist() if self._counted else []
+        return found
 
     @cached_property
     def _split(self) -> Operations:
@@ -97,9 +104,10 @@ class Stages:
                 self._arena.saved(self._model.stages[op.unit - 1].layer, op.microbatch).release()
         if op.unit == self._last:
             loss = self._model.loss.forward(y, targets, self._model.operations, saved)
-            self._watch.look(f"loss of micro-batch {op.microbatch}", np.array(loss))
+            self._watch.look(f"loss of micro-batch {op.microbatch}", loss)
             if not op.recompute:
-                self.losses.append(loss)
+                self._losses[self._counted] = loss  # where it was computed: the host need not wait for it
+                self._counted += 1
             if dropped:
                 saved.release()
         elif not (op.recompute and self._place.crosses(op.unit + 1)):  # else it was sent long ago

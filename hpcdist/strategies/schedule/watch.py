@@ -1,7 +1,7 @@
 """Looks for the first value that is not finite, while a step that has gone wrong is computed once more."""
 
 from hpcdist.arrays import backend
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, Scalar
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.optim import clip
@@ -25,7 +25,7 @@ class Watch:
         self._awake = False
         return self._found
 
-    def look(self, what: str, values: Array) -> None:
+    def look(self, what: str, values: Scalar) -> None:
         """Look at ``values``, which this rank has computed."""
         if self._awake and self._found is None and not _finite(values):
             self._found = what
@@ -42,5 +42,5 @@ class Watch:
             self._awake = False
 
 
-def _finite(values: Array) -> bool:
+def _finite(values: Scalar) -> bool:
     return bool(backend.namespace(values).isfinite(values).all())

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.backend import Array, Scalar, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import Range
 from hpcdist.models.kernels import SAMPLE_DTYPES
@@ -96,7 +96,7 @@ class VocabularyCrossEntropy:
     def __init__(self, borders: Borders, own: Range, vocabulary: int) -> None:
         self.axis, self.own, self.vocabulary = borders.axis, own, vocabulary
 
-    def forward(self, logits: Array, targets: Array, saved: Saved, name: str = "cross_entropy") -> float:
+    def forward(self, logits: Array, targets: Array, saved: Saved, name: str = "cross_entropy") -> Scalar:
         """Return the sum over tokens on the first rank, 0 on the others: a sum over all ranks counts it once.
 
         Contiguous logits (tokens, own classes) become probabilities; ``targets`` are integers (tokens,) of all classes.
@@ -122,7 +122,8 @@ class VocabularyCrossEntropy:
         saved.keep(f"{name}.p", logits)
         if self.axis.rank:
             return 0.0
-        return float(xp.log(sums[0].astype(np.float64)).sum() - sums[1].sum(dtype=np.float64))
+        total: Scalar = xp.log(sums[0].astype(np.float64)).sum() - sums[1].sum(dtype=np.float64)
+        return total
 
     def backward(self, scale: float, saved: Saved, name: str = "cross_entropy") -> Array:
         """Return dlogits (tokens, own classes) = (softmax - onehot) scale, in the memory of the logits (local)."""
