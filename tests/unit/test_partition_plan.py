@@ -224,20 +224,25 @@ def text(tmp_path: Path) -> dict[str, object]:
         {"parallel.schedule": "zb-h1"},
         {"parallel.schedule": "zb-v"},
         {"optimizer.name": "sgd"},
+        {"parallel.data": 2, "parallel.strategy": "zero3", "model.tied": "false"},
+        {"parallel.data": 2, "parallel.strategy": "zero2", "zero.keep_gradients": "true"},
+        {"parallel.tensor": 2, "parallel.sequence_parallel": "true"},
     ],
 )
 def test_a_run_holds_what_its_plan_says(text: dict[str, object], changed: dict[str, object]) -> None:
+    ranks = 2 * int(str(changed.get("parallel.data", 1))) * int(str(changed.get("parallel.tensor", 1)))
+
     def body(comm: Communicator) -> tuple[dict[str, int], dict[str, int]]:
         trainer = trainer_of(comm, {**text, **changed})
         losses(trainer, 2)
         assert trainer.plan is not None and trainer.seat.placement == trainer.plan.placement
-        return dict(trainer.plan.rows[comm.rank].bytes), trainer.ledger.peak
+        return dict(trainer.plan.rows[trainer.seat.pipeline.rank].bytes), trainer.ledger.peak
 
-    for plan_bytes, peak in run_threads(2, body):
+    for plan_bytes, peak in run_threads(ranks, body):
         states = peak["parameters"] + peak["gradients"] + peak["optimizer"]
-        assert plan_bytes["states"] == pytest.approx(states, rel=0.02)
-        working = plan_bytes["activations"] + plan_bytes["messages"] + plan_bytes["scratch"]
-        assert peak["activations"] == pytest.approx(working, rel=0.2)
+        assert sum(plan_bytes.values()) == pytest.approx(states + peak["activations"], rel=0.12)
+        if ranks == 2:  # else some units are whole for a moment
+            assert plan_bytes["states"] == pytest.approx(states, rel=0.02)
 
 
 def test_a_measured_cut_is_kept_by_a_start_that_goes_on(
