@@ -19,12 +19,12 @@ KEEP_BOTH = {"zero.keep_gradients": "true", "zero.keep_parameters": "true"}
 BY_ROWS = {"parallel.tensor": 2, "parallel.sequence_parallel": "true"}
 # A product: its ranks, and its keys.
 PRODUCTS: dict[str, tuple[int, dict[str, object]]] = {
-    "tensor": (2, {**SMALL, "parallel.tensor": 2, "parallel.microbatches": 2}),
     "interleaved, recomputing": (
         2,
         {**PIPELINE, "parallel.schedule": "interleaved", "parallel.chunks": 2, "parallel.recompute": "true"}
         | {"parallel.microbatches": 2},
     ),
+    "tensor": (2, {**SMALL, "parallel.tensor": 2, "parallel.microbatches": 2}),
     "zb-v, tied": (2, {**PIPELINE, "parallel.schedule": "zb-v"}),
     "gpipe x zero3, kept": (4, {**PIPELINE, "parallel.schedule": "gpipe", "parallel.strategy": "zero3", **KEEP_BOTH}),
     "1f1b x zero2": (4, {**PIPELINE, "parallel.strategy": "zero2", "model.tied": "false"}),

@@ -1,0 +1,79 @@
+"""Non-blocking messages between threads that use memory as freely as MPI may.
+
+What `isend` was given is read when its receiver waits, and not before; what `irecv` was given is full of 0xFF from the
+call on, and is filled when it is waited for. Memory that is written, read or handed out again in between shows.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.backend import Array
+from hpcdist.comm.communicator import Request
+from hpcdist.comm.mailbox import Posted
+from hpcdist.comm.threads import ThreadCommunicator, _deliver
+
+
+class _Late:
+    """A letter whose contents are those of the sender's memory at the moment it is taken; also the sender's request."""
+
+    def __init__(self, comm: ThreadCommunicator, message: Array, tag: int) -> None:
+        self._comm, self._message = comm, message
+        self.source, self.tag, self.taken = comm.rank, tag, False
+
+    @property
+    def payload(self) -> Array:
+        return self._message.view(np.uint8)
+
+    def test(self) -> bool:
+        return self.taken
+
+    def wait(self) -> None:
+        with self._comm._group.changed:
+            self._comm._wait(lambda: self.taken, "a send that nobody takes")
+
+
+class _Receive:
+    def __init__(self, comm: ThreadCommunicator, message: Array, posted: Posted) -> None:
+        self._comm, self._message, self._posted = comm, message, posted
+
+    def test(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        letter: Any = self._comm._arrived(self._posted)
+        _deliver(letter, self._message)
+        with self._comm._group.changed:
+            letter.taken = True
+            self._comm._group.changed.notify_all()
+
+
+def _isend(comm: ThreadCommunicator, message: Array, peer: int, tag: int) -> Request:
+    letter: Any = _Late(comm, message, tag)
+    group = comm._group
+    with group.changed:
+        line = group.posted[peer]
+        first = next((posted for posted in line if posted.matches(letter)), None)
+        if first is None:
+            group.inbox[peer].append(letter)
+        else:
+            line.remove(first)
+            first.letter = letter
+        group.changed.notify_all()
+    return letter
+
+
+def _irecv(comm: ThreadCommunicator, message: Array, peer: int, tag: int) -> Request:
+    message.view(np.uint8)[...] = 0xFF
+    return _Receive(comm, message, comm._post(peer, tag))
+
+
+def _recv(comm: ThreadCommunicator, message: Array, peer: int, tag: int) -> None:
+    _Receive(comm, message, comm._post(peer, tag)).wait()
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `isend` and `irecv` of threads be late."""
+    for name, function in (("_isend", _isend), ("_irecv", _irecv), ("_recv", _recv)):
+        monkeypatch.setattr(ThreadCommunicator, name, function)
