@@ -4,6 +4,7 @@
 other's place, ``step-N.abandoned`` lies beyond a step from which the run was continued anew.
 """
 
+import math
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.retention import Retention, loss_of
 
 LATEST: Final = "latest"
 _NAME: Final = re.compile(r"step-(\d+)(\.tmp|\.replaced)?")
@@ -41,7 +43,7 @@ def begin(directory: Path, step: int) -> Path:
     return temporary
 
 
-def commit(directory: Path, step: int, text: str, keep: int) -> Path:
+def commit(directory: Path, step: int, text: str, keep: int | Retention) -> Path:
     """Write the manifest ``text``, give ``step-N.tmp`` its name and prune. Raises OSError.
 
     Until the rename, the previous checkpoint is the newest; from then on, this one is.
@@ -58,7 +60,7 @@ def commit(directory: Path, step: int, text: str, keep: int) -> Path:
     _write(directory / f"{LATEST}.tmp", final.name + "\n")
     (directory / f"{LATEST}.tmp").replace(directory / LATEST)
     _sync(directory)
-    _prune(directory, step, keep)
+    _prune(directory, step, Retention.of(keep))
     return final
 
 
@@ -67,17 +69,18 @@ def discard(temporary: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _prune(directory: Path, step: int, keep: int) -> None:
-    """Leave the ``keep`` newest up to ``step``; what lies beyond is set aside. Failures are told, not raised."""
-    kept = 0
-    for number, path in candidates(directory):
+def _prune(directory: Path, step: int, keep: Retention) -> None:
+    """Leave what ``keep`` says up to ``step``; what lies beyond is set aside. Failures are told, not raised."""
+    found = candidates(directory)
+    complete = [(number, path) for number, path in found if not path.suffix and number <= step]
+    stay = keep.kept({number: loss_of(path) if keep.best else math.nan for number, path in complete})
+    for number, path in found:
         try:
             if not path.suffix and number > step:
                 _set_aside(path)
                 continue
-            kept += not path.suffix
-            if path.suffix or kept > keep:
-                _remove(path)
+            if path.suffix or number not in stay:
+                remove(path)
         except OSError as error:
             print(f"hpcdist: {path} could not be removed: {error.strerror}", file=sys.stderr)
 
@@ -90,7 +93,8 @@ def _set_aside(path: Path) -> None:
     print(f"hpcdist: {path} is from before the run was continued at an earlier step; now {aside.name}", file=sys.stderr)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove what is at ``path``. Raises OSError."""
     # Under its final name a directory is always complete, so it loses that name first.
     doomed = path if path.suffix == ".tmp" else path.with_name(f"{path.name.split('.')[0]}.tmp")
     path.rename(doomed)

@@ -15,6 +15,7 @@ from hpcdist.arrays.ranges import Range, cut
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.manifest import Entry
+from hpcdist.checkpoint.retention import Retention
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
@@ -27,16 +28,16 @@ def save(
     pieces: Sequence[Piece],
     scalars: dict[str, Any],
     comm: Communicator,
-    keep: int = 2,
+    keep: int | Retention = 2,
 ) -> Path:
     """Save the checkpoint of ``step`` in ``directory`` and return ``directory/step-N``. Collective over ``comm``.
 
     ``pieces`` are this rank's share: together the ranks must cover every tensor, and what two ranks bring is written
     twice. They are only read, and may change when the call returns. ``scalars`` (JSON values) are taken from rank 0.
-    The ``keep`` newest checkpoints stay. Raises StorageError on all ranks when one of them cannot write; the
-    checkpoints that were there are then untouched.
+    The checkpoints that ``keep`` says stay (a number: the newest so many). Raises StorageError on all ranks when one
+    of them cannot write; the checkpoints that were there are then untouched.
     """
-    assert keep >= 1, f"keep is {keep}: a checkpoint that is thrown away at once saves nothing"
+    keep = Retention.of(keep)
     directory = Path(directory)
     error = ""
     if comm.rank == 0:
@@ -68,7 +69,7 @@ def _agree(comm: Communicator, error: str) -> None:
         raise StorageError(f"the checkpoint was not saved: {error}")
 
 
-def _commit(directory: Path, step: int, scalars: dict[str, Any], keep: int, outcomes: list[Any]) -> str:
+def _commit(directory: Path, step: int, scalars: dict[str, Any], keep: Retention, outcomes: list[Any]) -> str:
     """Make the checkpoint visible; return the reason when that fails."""
     sizes = {name: size for _, found, _ in outcomes for name, size in found.items()}
     entries = [entry for _, _, found in outcomes for entry in found]
