@@ -1,8 +1,10 @@
 """Verified reading of the blocks of a checkpoint's shards, without libhdf5."""
 
 import os
+from collections import OrderedDict
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 import numpy as np
 import xxhash
@@ -10,7 +12,10 @@ import xxhash
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest
 from hpcdist.errors import StorageError
-from hpcdist.hdf5.overlay import pread_all
+from hpcdist.hdf5.overlay import open_regular
+
+READ_BYTES: Final = 1 << 20  # read and digested at a time: it is then still in the cache (empirical)
+MOST_OPEN: Final = 64  # files; a rank that restores from thousands of shards must not run out of descriptors
 
 
 class BlockReader:
@@ -18,7 +23,7 @@ class BlockReader:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._open: dict[str, int] = {}
+        self._open: OrderedDict[str, int] = OrderedDict()  # the one used last at the end
 
     def __enter__(self) -> "BlockReader":
         return self
@@ -30,25 +35,46 @@ class BlockReader:
             os.close(fd)
         self._open.clear()
 
-    def read(self, entry: Entry, block: int) -> np.ndarray:
-        """Return the elements of a block of ``entry`` (read-only). Raises StorageError, naming file and tensor."""
+    def read(self, entry: Entry, block: int, out: np.ndarray | None = None) -> np.ndarray:
+        """Return the elements of a block of ``entry``: in ``out``, contiguous and as long as the block, where given.
+
+        Raises StorageError, naming file and tensor; ``out`` is then undefined.
+        """
         offset = block * BLOCK_BYTES
         count = min(BLOCK_BYTES, entry.nbytes - offset)
+        dtype = dtype_of(entry.dtype)
+        data = np.empty(count // dtype.itemsize, dtype) if out is None else out
         where = f"{self._directory.name}/{entry.file}: bytes {offset} to {offset + count} of {entry.name}"
+        digest = xxhash.xxh3_128()
         try:
-            data = pread_all(self._fd(entry.file), count, entry.offset + offset)
+            found = _read(self._fd(entry.file), data.view(np.uint8).data, entry.offset + offset, digest)
         except OSError as error:
             raise StorageError(f"{where} cannot be read: {error.strerror}") from error
-        if len(data) != count:
+        if found != count:
             raise StorageError(f"{where} are beyond the end of the file")
-        if block >= len(entry.digests) or xxhash.xxh3_128_hexdigest(data) != entry.digests[block]:
+        if block >= len(entry.digests) or digest.hexdigest() != entry.digests[block]:
             raise StorageError(f"{where} are damaged: the digest does not match")
-        return np.frombuffer(data, dtype_of(entry.dtype))
+        return data
 
     def _fd(self, name: str) -> int:
         if name not in self._open:
-            self._open[name] = os.open(self._directory / name, os.O_RDONLY)
+            if len(self._open) >= MOST_OPEN:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[name] = open_regular(self._directory / name)
+        self._open.move_to_end(name)
         return self._open[name]
+
+
+def _read(fd: int, view: memoryview, start: int, digest: xxhash.xxh3_128) -> int:
+    """Fill ``view`` from the byte ``start`` on, taking the digest; return how many bytes there were."""
+    done = 0
+    while done < len(view):
+        read = os.preadv(fd, [view[done : done + READ_BYTES]], start + done)
+        if not read:
+            break
+        digest.update(view[done : done + read])
+        done += read
+    return done
 
 
 def problem(directory: Path, manifest: Manifest, share: int = 0, of: int = 1) -> str:
@@ -63,11 +89,17 @@ def problem(directory: Path, manifest: Manifest, share: int = 0, of: int = 1) ->
             return f"{name} cannot be read: {error.strerror}"
         if found != size:
             return f"{name} has {found} bytes, the manifest says {size}"
-    blocks = [(entry, block) for entry in manifest.pieces for block in range(-(-entry.nbytes // BLOCK_BYTES))]
+    memory = np.empty(0, np.uint8)
     with BlockReader(directory) as reader:
-        for entry, block in blocks[share::of]:
+        blocks = ((entry, block) for entry in manifest.pieces for block in range(-(-entry.nbytes // BLOCK_BYTES)))
+        for number, (entry, block) in enumerate(blocks):
+            if number % of != share:
+                continue
+            nbytes = min(BLOCK_BYTES, entry.nbytes - block * BLOCK_BYTES)
+            if memory.nbytes < nbytes:
+                memory = np.empty(min(BLOCK_BYTES, max(nbytes, 2 * memory.nbytes)), np.uint8)
             try:
-                reader.read(entry, block)
+                reader.read(entry, block, memory[:nbytes])
             except StorageError as error:
                 return str(error)
     return ""

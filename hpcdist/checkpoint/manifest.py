@@ -7,10 +7,10 @@ ranges of them and never opens them through libhdf5, which can crash on damaged 
 import dataclasses
 import json
 import math
-import re
+import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,16 +18,18 @@ import msgspec
 import numpy as np
 import xxhash
 
-from hpcdist.arrays.dtypes import FLOATS, INTEGERS, dtype_of
+from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.piece import Box, Runs, first_gap, runs
 from hpcdist.arrays.ranges import Range
+from hpcdist.checkpoint import checks
 from hpcdist.errors import StorageError, UsageError
+from hpcdist.hdf5.overlay import open_regular, pread_all
 
 SCHEMA: Final = "hpcdist.checkpoint"
-VERSION: Final = 1
+VERSION: Final = 2  # 1 has no ``about`` and no ``index``, and all shards in one directory
 FILE_NAME: Final = "manifest.json"
 BLOCK_BYTES: Final = 16 << 20  # a multiple of every item size: no element straddles two blocks
-_SHARD: Final = re.compile(r"shard-\d{5,}\.h5")
+MOST_BYTES: Final = 1 << 30  # of a manifest that is read: some millions of pieces
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,20 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Index:
+    """The file of virtual datasets that shows whole tensors: for people and tools, a restore does not look at it."""
+
+    file: str
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """What ``manifest.json`` says. ``files`` gives the size of each shard in bytes."""
+    """What ``manifest.json`` says. ``files`` gives the size of each shard in bytes.
+
+    ``about`` says where the state comes from (topology, recipe, versions), for people and tools.
+    """
 
     schema: str
     version: int
@@ -73,6 +87,8 @@ class Manifest:
     scalars: dict[str, Any]
     files: dict[str, int]
     pieces: tuple[Entry, ...]
+    about: dict[str, Any] = field(default_factory=dict)
+    index: Index | None = None
 
 
 def block_digests(data: np.ndarray) -> tuple[str, ...]:
@@ -84,7 +100,14 @@ def block_digests(data: np.ndarray) -> tuple[str, ...]:
     return tuple(xxhash.xxh3_128_hexdigest(view[start : start + BLOCK_BYTES]) for start in starts)
 
 
-def build(step: int, world: int, scalars: dict[str, Any], files: dict[str, int], pieces: Iterable[Entry]) -> Manifest:
+def build(
+    step: int,
+    world: int,
+    scalars: dict[str, Any],
+    files: dict[str, int],
+    pieces: Iterable[Entry],
+    about: dict[str, Any] | None = None,
+) -> Manifest:
     """Return the manifest of a checkpoint. Raises StorageError when the pieces leave a part of a tensor out."""
     entries = tuple(sorted(pieces, key=lambda e: (e.kind, e.tensor, e.box, e.flat)))
     by_tensor: dict[tuple[str, str, tuple[int, ...], str], list[Entry]] = {}
@@ -97,7 +120,7 @@ def build(step: int, world: int, scalars: dict[str, Any], files: dict[str, int],
             raise StorageError(
                 f"{kind}/{tensor}: no rank saved element {gap} of its {math.prod(shape)}; the checkpoint is refused"
             )
-    return Manifest(SCHEMA, VERSION, step, world, sys.byteorder, BLOCK_BYTES, scalars, files, entries)
+    return Manifest(SCHEMA, VERSION, step, world, sys.byteorder, BLOCK_BYTES, scalars, files, entries, about or {})
 
 
 def encode(manifest: Manifest) -> str:
@@ -115,32 +138,65 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def load(directory: Path) -> Manifest:
-    """Read and check the manifest in ``directory``; no shard is looked at. Raises StorageError."""
+    """Read and check the manifest in ``directory``; no shard is looked at. Raises StorageError.
+
+    Nothing in it is believed: whoever wrote it, what is returned names bytes inside the shards of this directory, and
+    pieces that fit their tensors.
+    """
     path = directory / FILE_NAME
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = json.loads(_read(path), object_pairs_hook=_once)
+        manifest = _converted(path, body)
+    except StorageError:
+        raise
     except FileNotFoundError:
         raise StorageError(f"{path} is missing: the checkpoint was not finished") from None
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise StorageError(f"{path} cannot be read: {error or type(error).__name__}") from error
+    if manifest.byte_order != sys.byteorder:
+        raise StorageError(
+            f"{path} was written on a {manifest.byte_order[:20]}-endian machine, this one is {sys.byteorder}"
+        )
+    if manifest.block_bytes != BLOCK_BYTES:
+        raise StorageError(f"{path} has blocks of {manifest.block_bytes} bytes, known here are {BLOCK_BYTES}")
+    reason = checks.problem(manifest)
+    if reason:
+        raise StorageError(f"{path} {reason}")
+    return manifest
+
+
+def _read(path: Path) -> bytes:
+    fd = open_regular(path)
+    try:
+        size = os.fstat(fd).st_size
+        if size > MOST_BYTES:
+            raise OSError(f"it has {size} bytes, at most {MOST_BYTES} are read")
+        return pread_all(fd, size, 0)
+    finally:
+        os.close(fd)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of ``pairs``; of a key that comes twice nobody knows which value counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key comes twice in one object")
+    return found
+
+
+def _converted(path: Path, body: Any) -> Manifest:
+    """Return what the JSON value ``body`` says, once its digest has been looked at."""
     if not isinstance(body, dict) or body.get("schema") != SCHEMA:
         raise StorageError(f"{path} is not a manifest of {SCHEMA}")
-    if body.get("version") != VERSION:
-        raise StorageError(f"{path} has version {body.get('version')}, known here is {VERSION}; update hpcdist")
+    version = body.get("version")
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise StorageError(f"{path} has version {str(version)[:20]}, known here are 1 to {VERSION}; update hpcdist")
     digest = body.pop("digest", None)
     if digest != _digest(body):
         raise StorageError(f"{path} is damaged: its digest does not match")
     try:
-        manifest = msgspec.convert(body, Manifest)
+        return msgspec.convert(body, Manifest)
     except msgspec.ValidationError as error:
         raise StorageError(f"{path} is not valid: {error}") from error
-    if manifest.byte_order != sys.byteorder:
-        raise StorageError(f"{path} was written on a {manifest.byte_order}-endian machine, this one is {sys.byteorder}")
-    if manifest.block_bytes != BLOCK_BYTES:
-        raise StorageError(f"{path} has blocks of {manifest.block_bytes} bytes, known here are {BLOCK_BYTES}")
-    strange = [name for name in manifest.files if not _SHARD.fullmatch(name)]
-    strange += [entry.file for entry in manifest.pieces if entry.file not in manifest.files]
-    strange += [entry.dtype for entry in manifest.pieces if entry.dtype not in FLOATS | INTEGERS]
-    if strange:
-        raise StorageError(f"{path} names {strange[0]!r}, which is no shard or dtype of a checkpoint")
-    return manifest

@@ -33,8 +33,8 @@ def newest(run_dir: str | Path, comm: Communicator | None = None) -> Path | None
     """
     comm = comm or solo()
     found = comm.broadcast_object(names.candidates(Path(run_dir) / "checkpoints") if comm.rank == 0 else None)
-    for _, path in found:
-        reason = _why_not(path, comm)
+    for step, path in found:
+        reason = _why_not(path, step, comm)
         if not reason:
             return Path(path)
         if comm.rank == 0:
@@ -42,7 +42,7 @@ def newest(run_dir: str | Path, comm: Communicator | None = None) -> Path | None
     return None
 
 
-def _why_not(path: Path, comm: Communicator) -> str:
+def _why_not(path: Path, step: int, comm: Communicator) -> str:
     """Return why the checkpoint at ``path`` cannot be used, "" when it can; the same on all ranks."""
     if path.suffix == ".tmp":
         return "it was not finished"
@@ -50,6 +50,8 @@ def _why_not(path: Path, comm: Communicator) -> str:
     if comm.rank == 0:
         try:
             loaded = manifest.load(path)
+            if loaded.step != step:
+                loaded = f"its manifest is of step {loaded.step}"
         except StorageError as error:
             loaded = str(error)
     loaded = comm.broadcast_object(loaded)
@@ -139,10 +141,16 @@ def _copy(
     spans = zip(at // per_block, (at + size - 1) // per_block, strict=True)
     needed = sorted({number for first, last in spans for number in range(int(first), int(last) + 1)})
     for number in needed:
-        data = reader.read(entry, number)
         low = number * per_block
-        high = low + data.size
-        for k in range(np.searchsorted(at + size, low, side="right"), np.searchsorted(at, high, side="left")):
+        high = min(low + per_block, entry.flat[1] - entry.flat[0])
+        held = range(int(np.searchsorted(at + size, low, "right")), int(np.searchsorted(at, high, "left")))
+        k = held[0]
+        if at[k] <= low and high <= at[k] + size[k]:  # all of the block, one behind the other: no copy
+            place = int(to[k]) + low - int(at[k])
+            reader.read(entry, number, out[place : place + high - low])
+            continue
+        data = reader.read(entry, number)
+        for k in held:
             start, stop = max(int(at[k]), low), min(int(at[k] + size[k]), high)
             place = int(to[k]) + start - int(at[k])
             out[place : place + stop - start] = data[start - low : stop - low]

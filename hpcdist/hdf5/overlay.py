@@ -7,8 +7,10 @@ then the changes themselves. A full disk is met before the first byte is changed
 in between leaves its journal behind: the next one completes the work, and readers look through the journal until then.
 """
 
+import errno
 import io
 import os
+import stat
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +38,18 @@ def pread_all(fd: int, count: int, offset: int) -> bytes:
         parts.append(part)
         count, offset = count - len(part), offset + len(part)
     return b"".join(parts)
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """Return a descriptor of the file at ``path`` for reading. Raises OSError, also for what is no regular file.
+
+    A pipe in the place of a file would block whoever opens it.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return fd
 
 
 def journal_of(path: Path) -> Path:

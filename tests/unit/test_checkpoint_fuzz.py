@@ -1,0 +1,210 @@
+"""Mutated checkpoints: each is refused or loaded, without a crash, an endless loop, a stray write or much memory.
+
+300 mutations; as many as HPCDIST_TEST_MUTATIONS says where that is set (10,000 take some minutes).
+"""
+
+import copy
+import json
+import os
+import resource
+import shutil
+import signal
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.restore import newest, restore
+from hpcdist.checkpoint.save import save
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import StorageError
+
+MUTATIONS = int(os.environ.get("HPCDIST_TEST_MUTATIONS", "300"))
+SPARE_BYTES = 512 << 20  # what the child may take beyond what it began with
+PATIENCE_S = 60  # for one mutation
+GUARD = 64
+
+LAYOUT = Layout.of([TensorSpec(0, "table", (40, 7)), TensorSpec(1, "weight", (33, 19)), TensorSpec(1, "bias", (5,))])
+
+NASTY = [
+    *(-1, 0, 1, 7, 2**31, 2**40, 2**62, 2**63, 2**64, 2**200, -(2**63), 1.5, 1e308, float("nan"), float("inf")),
+    *(
+        "",
+        "x",
+        "../../canary",
+        "/etc/passwd",
+        "shard-00000.h5/..",
+        "shard-00001.h5",
+        "shard-99999.h5\0",
+        "..",
+        "\ud800",
+    ),
+    *("ab/shard-00000.h5", "float64", "int8", "complex128", "manifest.json", "a" * 5000, None, True, [], {}, [[]]),
+    *([2**40, 2**40], [2**62, 0], [1] * 60, [[0, 2**62]] * 2, [-5, 5], [5, 3], [[5, 3]], {"a": 1}, [0, 10**9]),
+]
+
+
+def pieces_of(store, part):
+    return [Piece.of("parameters", seg, touched, store.range(touched)) for seg, touched in LAYOUT.within(part)]
+
+
+class Guarded:
+    """A store between two stretches of memory that nobody may write."""
+
+    def __init__(self, part):
+        self.memory = None
+        self.store = FlatStore(LAYOUT, np.dtype("float32"), part, allocate=self._allocate)
+
+    def _allocate(self, size, dtype):
+        self.memory = np.full(size + 2 * GUARD, 42, dtype)
+        self.memory[GUARD : GUARD + size] = 0
+        return self.memory[GUARD : GUARD + size]
+
+    def intact(self):
+        return bool((self.memory[:GUARD] == 42).all() and (self.memory[-GUARD:] == 42).all())
+
+
+def mutate_bytes(rng, path):
+    name = str(rng.choice(["shard-00000.h5", "shard-00001.h5", "manifest.json"]))
+    data = bytearray((path / name).read_bytes())
+    way = int(rng.integers(4))
+    if way == 0:
+        for _ in range(int(rng.integers(1, 9))):
+            data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
+    elif way == 1:
+        del data[int(rng.integers(len(data))) :]
+    elif way == 2:
+        data += rng.bytes(int(rng.integers(1, 3000)))
+    else:
+        at, size = int(rng.integers(len(data))), int(rng.integers(1, 400))
+        data[at : at + size] = rng.bytes(size)
+    (path / name).write_bytes(data)
+
+
+def mutate_files(rng, path):
+    target = path / str(rng.choice(["shard-00000.h5", "shard-00001.h5", "manifest.json"]))
+    target.unlink()
+    way = int(rng.integers(5))
+    if way == 0:
+        target.mkdir()
+    elif way == 1:
+        os.mkfifo(target)
+    elif way == 2:
+        target.symlink_to("/dev/zero")
+    elif way == 3:
+        target.symlink_to(target.name)
+
+
+def places(value, path=()):
+    yield path
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield from places(child, (*path, key))
+
+
+def at(body, path):
+    for key in path:
+        body = body[key]
+    return body
+
+
+def forge(rng, path):
+    """Change the manifest as somebody would who knows how its digest is taken."""
+    body = json.loads((path / "manifest.json").read_text())
+    body.pop("digest")
+    for _ in range(int(rng.integers(1, 4))):
+        found = [place for place in places(body) if place]
+        *above, last = found[int(rng.integers(len(found)))]
+        parent = at(body, above)
+        way = int(rng.integers(5))
+        if way == 0:
+            del parent[last]
+        elif way == 1:
+            parent[last] = copy.deepcopy(at(body, found[int(rng.integers(len(found)))]))
+        else:
+            parent[last] = copy.deepcopy(NASTY[int(rng.integers(len(NASTY)))])
+    text = json.dumps(body | {"digest": manifest._digest(body)})
+    way = int(rng.integers(8))
+    if way == 0:
+        text = text.replace("{", '{"version": 1, ', 1)  # twice
+    elif way == 1:
+        text = text[:-1] + ', "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    elif way == 2:
+        text = text[:-1] + ', "x": ' + "9" * 10_000 + "}"
+    (path / "manifest.json").write_text(text)
+
+
+def attempt(rng, run, original):
+    """Mutate a copy of the checkpoint and load it; return whether it was."""
+    shutil.rmtree(run / "checkpoints", ignore_errors=True)
+    path = run / "checkpoints/step-7"
+    path.parent.mkdir()
+    shutil.copytree(run / "good", path)
+    way = [mutate_bytes, mutate_files, forge, forge][int(rng.integers(4))]
+    way(rng, path)
+    loaded = 0
+    for part in (Range(0, LAYOUT.size), split(LAYOUT.size, 3, 4)[1]):
+        into = Guarded(part)
+        try:
+            restore(path, pieces_of(into.store, part))
+            loaded += 1
+            if way is not forge:
+                assert into.store.array.tobytes() == original[part.slice].tobytes()
+        except StorageError:
+            pass
+        assert into.intact()
+    found = newest(run)
+    assert found in (None, path)
+    return loaded
+
+
+def campaign(seed, run, original, count):
+    """Try mutations in this process, a child whose memory and time are limited."""
+    virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (virtual + SPARE_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what is skipped is told there
+    loaded = 0
+    for number in range(count):
+        (run / "number").write_text(str(number))
+        signal.alarm(PATIENCE_S)
+        loaded += attempt(np.random.Generator(np.random.Philox(key=[seed, number])), run, original)
+    (run / "loaded").write_text(str(loaded))
+
+
+@pytest.mark.timeout(3600 if MUTATIONS > 1000 else 300)
+def test_mutated_checkpoints_are_refused_or_loaded(tmp_path, rng):
+    store = FlatStore(LAYOUT, np.dtype("float32"))
+    for segment in LAYOUT.segments:
+        store.range(segment.range)[...] = rng.standard_normal(segment.range.size).astype("f4")
+
+    def body(comm):
+        part = split(LAYOUT.size, comm.size, 4)[comm.rank]
+        return save(tmp_path / "saved", 7, pieces_of(store, part), {"step": 7, "list": [1, {"a": None}]}, comm)
+
+    run = tmp_path / "run"
+    shutil.copytree(run_threads(2, body)[0], run / "good")
+    (tmp_path / "canary").write_text("mine")
+    before = sorted(str(path) for path in tmp_path.rglob("*") if run not in path.parents)
+    seed = int(rng.integers(2**60))
+    child = os.fork()
+    if not child:
+        try:
+            campaign(seed, run, store.array, MUTATIONS)
+            os._exit(0)
+        except BaseException:  # noqa: BLE001 - the child must not return into pytest
+            (run / "failure").write_text(traceback.format_exc())
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    failure = (run / "failure").read_text() if (run / "failure").exists() else ""
+    assert code == 0, f"mutation {(run / 'number').read_text()} with seed {seed} ended with {code}: {failure}"
+    loaded = int((run / "loaded").read_text())
+    assert 0 < loaded < MUTATIONS, "some mutations harm nothing, such as a flipped byte of the HDF5 headers"
+    assert (tmp_path / "canary").read_text() == "mine"
+    assert sorted(str(path) for path in tmp_path.rglob("*") if run not in path.parents) == before
