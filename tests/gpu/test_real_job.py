@@ -13,6 +13,7 @@ from gpu_runs import write_text
 from hpcdist.comm import mpirun
 from hpcdist.errors import HpcdistError
 
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu_pipeline.py"
 SETTINGS = [
     "model.layers=2",
     "model.hidden=32",
@@ -26,6 +27,10 @@ LAYOUTS = {
     "node-shared": ["communication.algorithm=node_shared"],
     "zero3": ["parallel.strategy=zero3"],
     "pipeline": ["parallel.pipeline=2", "parallel.microbatches=4"],
+    "zb-v": ["parallel.pipeline=2", "parallel.microbatches=4", "parallel.schedule=zb-v", "model.dropout=0.1"],
+    "measured stages": ["parallel.pipeline=2", "parallel.microbatches=4", "parallel.partition=measured"],
+    "tensor": ["parallel.tensor=2", "model.dropout=0.1"],
+    "tensor by rows": ["parallel.tensor=2", "parallel.sequence_parallel=true", "parallel.microbatches=2"],
     "servers that work": ["parallel.strategy=parameter_server", "parameter_server.placement=colocated"],
 }
 
@@ -64,3 +69,20 @@ def test_two_ranks_that_share_a_gpu_train_as_the_cpu_does(
         assert found["gpu"][name] == pytest.approx(found["cpu"][name], rel=1e-3)
     assert "val_loss" in hpcdist("evaluate", str(tmp_path / "gpu"))
     assert hpcdist("sample", str(tmp_path / "gpu"), "--tokens", "4", "--prompt", "ab")
+
+
+def test_pipelines_and_tensor_ranks_are_measured(tmp_path: Path, rng: np.random.Generator) -> None:
+    try:
+        launcher = mpirun.find()
+    except HpcdistError as error:
+        pytest.skip(str(error))
+    small = [*SETTINGS, f"data.path={write_text(tmp_path / 'text.txt', rng)}", "parallel.microbatches=4"]
+    words = [word for key in small if not key.startswith("run.steps") for word in ("--set", key)]
+    program = [sys.executable, str(BENCHMARK), *words, "--steps", "2", "-o", str(tmp_path / "measured.h5")]
+    line = mpirun.command(launcher, 2, program, {})
+    environment = os.environ | mpirun.settings(launcher)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    rows = [json.loads(row) for row in done.stdout.splitlines()]
+    assert {"one rank", "1f1b", "zb-h1", "tensor", "1f1b, dropout"} <= {row["contender"] for row in rows}
+    assert (tmp_path / "measured.h5").exists()

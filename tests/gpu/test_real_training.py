@@ -3,8 +3,10 @@
 from pathlib import Path
 from types import ModuleType
 
+import late_messages
 import numpy as np
 import pytest
+from gpu_products import PRODUCTS
 from gpu_runs import LAYOUTS, STEPS, TRAININGS, Trained, assembled, check_same, with_pointers, write_text
 
 from hpcdist import collectives
@@ -44,6 +46,25 @@ def test_a_run_is_that_of_the_cpu(
 
     host = run_threads(ranks, lambda comm: Trained(comm, settings))
     check_same(host, run_threads(ranks, on_device), BOUNDS[mode], NOISE)
+
+
+@pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_product_is_that_of_the_cpu(
+    text: dict[str, object], product: str, pointers: bool, cupy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if pointers and cupy.cuda.runtime.getDeviceCount() > 1:
+        pytest.skip("threads on several GPUs need peer access; this test is for ranks that share one")
+    ranks, keys = PRODUCTS[product]
+    settings = text | keys | {"precision.mode": "float64"}
+
+    def on_device(comm: Communicator) -> Trained:
+        on_gpu(comm, pointers)
+        return Trained(comm, {**settings, "run.device": "gpu"})
+
+    host = run_threads(ranks, lambda comm: Trained(comm, settings))
+    late_messages.install(monkeypatch)
+    check_same(host, run_threads(ranks, on_device), BOUNDS["float64"], NOISE)
 
 
 @pytest.mark.parametrize("pointers", [False, True], ids=["staged", "pointers"])

@@ -3,8 +3,10 @@
 import importlib.util
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import h5py
 import numpy as np
@@ -15,20 +17,24 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import MISSING_CAPABILITY, MissingCapabilityError
+from hpcdist.errors import MISSING_CAPABILITY, MissingCapabilityError, UsageError
 from hpcdist.training import recipe as recipes
 
 SMALL = ["model.layers=1", "model.hidden=16", "model.heads=2", "data.context=8", "run.global_batch=3"]
 
 
-@pytest.fixture
-def gpu_step() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"
-    spec = importlib.util.spec_from_file_location("gpu_step", path)
+def benchmark(name: str) -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def gpu_step() -> ModuleType:
+    return benchmark("gpu_step")
 
 
 def arguments(folder: Path) -> list[str]:
@@ -89,19 +95,10 @@ def test_without_a_gpu_it_leaves_with_69(
     assert not (tmp_path / "step.h5").exists()
 
 
-def collectives_benchmark() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "gpu_collectives.py"
-    spec = importlib.util.spec_from_file_location("gpu_collectives", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_collectives_are_measured_beside_pageable_memory(
     gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = collectives_benchmark()
+    module = benchmark("gpu_collectives")
     options = Namespace(bytes=[4096, 40000], repetitions=3, output=tmp_path / "gpu.h5", anonymous=True)
 
     def body(comm: Communicator) -> None:
@@ -121,8 +118,68 @@ def test_collectives_are_measured_beside_pageable_memory(
         assert "share GPU" in file.attrs["refused: nccl"]
 
 
+def piped(tmp_path: Path, ranks: int = 2) -> Callable[[ModuleType], None]:
+    """Return what runs the benchmark of pipelines on ``ranks`` threads."""
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 40)
+    few = [*SMALL, f"data.path={tmp_path / 'text.txt'}", "run.global_batch=2", "parallel.microbatches=2"]
+    options = Namespace(set=few, steps=2, output=tmp_path / "pipeline.h5", anonymous=True)
+
+    def start(module: ModuleType) -> None:
+        def body(comm: Communicator) -> None:
+            module.run(Session(comm, locate(comm, None), "threads", lambda code: None), options)
+
+        run_threads(ranks, body)
+
+    return start
+
+
+def test_pipelines_and_tensor_ranks_are_measured_beside_one_rank(
+    gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = benchmark("gpu_pipeline")
+    monkeypatch.setattr(module, "WARM_UP", 1)
+    piped(tmp_path)(module)
+    rows = {row["contender"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert list(rows) == list(module.CONTENDERS) and rows["one rank"]["x_one_rank"] == 1
+    with h5py.File(tmp_path / "pipeline.h5") as file:
+        assert file.attrs["gpu"] == "double" and file.attrs["gpus"] == 1 and "hosts" not in file.attrs
+        for name, row in rows.items():
+            times = file[name][...]  # (ranks, steps, step and phases)
+            assert times.shape == (2, 2, 1 + len(module.PHASES))
+            assert (times[0, :, 0] > 0).all() and (times[1, :, 0] > 0).all() == (not name.startswith("one rank"))
+            assert row["step_s"] == pytest.approx(np.median(times[..., 0].max(axis=0)))
+            assert (times[..., 1:].sum(axis=2) <= times[..., 0]).all()
+        stored = tmp_path / "recipe.toml"
+        stored.write_text(file["zb-h1"].attrs["recipe"])
+        assert recipes.load_stored(stored).parallel.schedule == "zb-h1"
+        stored.write_text(file["tensor, dropout"].attrs["recipe"])
+        dropping = recipes.load_stored(stored)
+    assert (dropping.parallel.tensor, dropping.model.dropout) == (2, 0.1)
+
+
+def test_a_contender_with_another_loss_is_refused(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = benchmark("gpu_pipeline")
+    monkeypatch.setattr(module, "CONTENDERS", {name: module.CONTENDERS[name] for name in ("one rank", "1f1b")})
+    right = module.Contender.step
+
+    def wrong(self: Any, comm: Communicator) -> tuple[list[float], float]:
+        times, loss = right(self, comm)
+        return times, loss * (1.01 if self.recipe.parallel.pipeline > 1 else 1)
+
+    monkeypatch.setattr(module.Contender, "step", wrong)
+    with pytest.raises(SystemExit, match="step 1: 1f1b has loss .*, one rank has"):
+        piped(tmp_path)(module)
+
+
+def test_a_pipeline_of_one_rank_is_no_comparison(gpu: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="mpirun -n 2"):
+        piped(tmp_path, ranks=1)(benchmark("gpu_pipeline"))
+
+
 def test_a_wrong_result_of_a_collective_is_refused(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = collectives_benchmark()
+    module = benchmark("gpu_collectives")
     right = module.device_shared.device_shared_allreduce
 
     def wrong(comm: Communicator, buffer: object) -> None:
@@ -138,14 +195,15 @@ def test_a_wrong_result_of_a_collective_is_refused(gpu: ModuleType, monkeypatch:
         run_threads(2, body)
 
 
-def test_collectives_without_a_gpu_leave_with_69(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["gpu_collectives", "gpu_pipeline"])
+def test_without_a_gpu_no_rank_starts(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing() -> ModuleType:
         raise MissingCapabilityError("cupy cannot be imported")
 
     monkeypatch.setattr(device, "cupy", missing)
     with pytest.raises(SystemExit) as left:
-        collectives_benchmark().main([])
+        benchmark(name).main([])
     assert left.value.code == MISSING_CAPABILITY
     assert "cupy cannot be imported" in capsys.readouterr().err
