@@ -10,7 +10,7 @@ from hpcdist.errors import UsageError
 from hpcdist.strategies.grid import Grid
 from hpcdist.strategies.schedule import order, simulate, simulate_closed, simulate_memory, simulate_passes
 from hpcdist.strategies.schedule.operations import Kind, Operation
-from hpcdist.strategies.schedule.pipelines import Pass, Passes, expand
+from hpcdist.strategies.schedule.pipelines import expand
 from hpcdist.strategies.schedule.placement import Placement
 from hpcdist.strategies.schedule.schedule_file import Written
 from hpcdist.strategies.schedule.simulate import Timeline
@@ -41,6 +41,10 @@ class Wanted:
             raise UsageError(f"--costs is given {len(self.costs)} times; once for all stages, or {self.stages} times")
         if not all(math.isfinite(seconds) and seconds >= 0 for row in self.costs for seconds in row):
             raise UsageError(f"--costs {self.costs}: seconds are finite and not negative")
+        if not all(map(any, self.costs)):
+            raise UsageError(f"--costs {self.costs}: a stage that takes nothing has no bubble; give one part some time")
+        if not math.isfinite(self.message_s):
+            raise UsageError(f"--message-s {self.message_s}: seconds are finite")
 
     @property
     def equal(self) -> bool:
@@ -80,7 +84,7 @@ class Simulated:
 
 def simulated(name: str, written: Written, wanted: Wanted) -> Simulated:
     """Return schedule ``name``, proven and simulated (local). Raises ScheduleError where it would hang, or is none."""
-    if wanted.recompute and (written.placement == "folded" or any(_splits(row) for row in written.passes)):
+    if wanted.recompute and written.keeps:
         raise UsageError(
             f"--recompute with {name}: what a weight gradient needs stays in memory until it is computed; leave it "
             "out, or choose gpipe, 1f1b or interleaved"
@@ -106,10 +110,6 @@ def simulated(name: str, written: Written, wanted: Wanted) -> Simulated:
     )
     memory = simulate_memory.peaks(timeline.program, placement, costs)
     return Simulated(name, written, timeline, memory, closed if wanted.equal else None, listed)
-
-
-def _splits(row: Passes) -> bool:
-    return any(way is Pass.BACKWARD_INPUT for way, _, _ in row)
 
 
 def _verify(written: Written, placement: Placement, wanted: Wanted) -> None:

@@ -12,7 +12,7 @@ from hpcdist.strategies.costs import Split, UnitCost, unit_costs
 from hpcdist.strategies.partition import Devices, check_units, leanest, partition
 from hpcdist.strategies.partition_measured import Seconds
 from hpcdist.strategies.partition_memory import Memory, Moment, States, moments
-from hpcdist.strategies.schedule.pipelines import Pass, expand
+from hpcdist.strategies.schedule.pipelines import expand
 from hpcdist.strategies.schedule.placement import Placement
 from hpcdist.strategies.schedule.schedule_file import Written
 
@@ -146,7 +146,6 @@ def _work(
     basis: str, costs: Sequence[UnitCost], seconds: Sequence[Seconds] | None, schedule: Written, *, recompute: bool
 ) -> Iterator[tuple[float, float]]:
     """Yield the work of each unit, forward and back; a forward that is repeated counts with the backward."""
-    split = any(way is Pass.BACKWARD_WEIGHT for passes in schedule.passes for way, _, _ in passes)
     for unit, cost in enumerate(costs):
         if basis == "parameters":
             yield float(cost.parameters), 0.0
@@ -155,7 +154,7 @@ def _work(
         if basis == "measured":
             assert seconds is not None, "measure the units first"
             one = seconds[unit]
-            forward, backward = one.forward, one.input + one.weight if split else one.backward
+            forward, backward = one.forward, one.input + one.weight if schedule.splits else one.backward
         yield forward, backward + forward * recompute
 
 

@@ -8,7 +8,6 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.pipeline import ties
 from hpcdist.strategies.schedule import schedule_file
 from hpcdist.strategies.schedule.catalogue import FILE, SCHEDULES
-from hpcdist.strategies.schedule.pipelines import Pass
 from hpcdist.strategies.schedule.schedule_file import Written
 from hpcdist.strategies.seat import Seat
 
@@ -16,8 +15,8 @@ from hpcdist.strategies.seat import Seat
 def written(parallel: ParallelConfig, comm: Communicator) -> Written | None:
     """Return the schedule of ``parallel.schedule_file``, None where the schedule is none of a file. Collective.
 
-    One rank reads the file. Raises ConfigurationError, on all ranks, where it cannot be read, and ScheduleError where
-    it is no schedule of this pipeline.
+    One rank reads the file. Raises ConfigurationError, on all ranks, where it cannot be read, or is no schedule of this
+    pipeline.
     """
     if parallel.order != FILE:
         return None
@@ -33,7 +32,13 @@ def written(parallel: ParallelConfig, comm: Communicator) -> Written | None:
             f"parallel.schedule_file = {parallel.schedule_file!r} cannot be read: {text}; write one with "
             "`hpcdist schedule 1f1b --dump FILE`"
         )
-    return schedule_file.read(text, parallel.pipeline, parallel.microbatches, parallel.schedule_file)
+    found = schedule_file.read(text, parallel.pipeline, parallel.microbatches, parallel.schedule_file)
+    if parallel.recompute and found.keeps:
+        raise ConfigurationError(
+            f"parallel.recompute = true with parallel.schedule_file = {parallel.schedule_file!r}, which is folded or "
+            "splits backwards: what its chunks need stays in memory; set it to false, or write a looped one with F and B"
+        )
+    return found
 
 
 def check_exchange(parallel: ParallelConfig, found: Written | None, seat: Seat, *, accumulates: bool) -> None:
@@ -56,4 +61,4 @@ def splits(parallel: ParallelConfig, found: Written | None) -> bool:
     """Whether backwards are done in two passes (local)."""
     if found is None:
         return SCHEDULES[parallel.order].splits
-    return any(way is Pass.BACKWARD_WEIGHT for passes in found.passes for way, _, _ in passes)
+    return found.splits

@@ -12,7 +12,7 @@ from hpcdist.bench import pipeline_schedules as schedules
 from hpcdist.bench import pipeline_timeline as pictures
 from hpcdist.bench.pipeline_schedules import Wanted
 from hpcdist.cli.schedule import command
-from hpcdist.errors import ConfigurationError, HpcdistError, ScheduleError, StorageError, UsageError
+from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
 from hpcdist.strategies.schedule import verify
 from hpcdist.strategies.schedule.schedule_file import generated
 
@@ -72,7 +72,7 @@ def test_a_schedule_that_is_written_out_is_read_back(tmp_path: Path) -> None:
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "circle.txt"
     file.write_text("F0 B0 F1 B1\nF1 B1 F0 B0\n")
-    said = refused(ScheduleError, "--file", file, "--stages", 2, "--microbatches", 2)
+    said = refused(ConfigurationError, "--file", file, "--stages", 2, "--microbatches", 2)
     assert str(file) in said and "cyclic wait" in said
     assert "as many as there are ranks" in refused(ConfigurationError, "interleaved", "--microbatches", 2)
     assert "choose from gpipe, 1f1b" in refused(UsageError, "1f2b")
@@ -80,6 +80,8 @@ def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     assert "give a schedule" in refused(UsageError)
     assert "once for all stages, or 4 times" in refused(UsageError, "1f1b", "--costs", "1,1,1", "--costs", "2,1,1")
     assert "finite" in refused(UsageError, "1f1b", "--costs", "1,1,inf")
+    assert "takes nothing" in refused(UsageError, "1f1b", "--costs", "0,0,0")
+    assert "--message-s inf" in refused(UsageError, "1f1b", "--message-s", "inf")
     assert "stays in memory" in refused(UsageError, "zb-h1", "--recompute")
     assert "2 are named" in refused(UsageError, "1f1b", "gpipe", "--dump", tmp_path / "x")
     for option in ("--dump", "--trace", "--plot"):

@@ -1,13 +1,19 @@
 """Schedules as text: what is written is read back, and what cannot run is refused where it stands."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcdist.errors import ConfigurationError, ScheduleError
+from hpcdist.comm.solo import solo
+from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.schedule.catalogue import SCHEDULES
 from hpcdist.strategies.schedule.generators import compute
 from hpcdist.strategies.schedule.schedule_file import dump, generated, read
+from hpcdist.training import pipelining
 
 TWO = """
 placement = looped
@@ -68,6 +74,8 @@ def test_what_is_written_is_read_back(name: str, ranks: int, microbatches: int, 
         ("looped", "circular", r"^the file: placement = circular, chunks = 1; the first is looped or folded"),
         ("chunks = 1", "chunks = 0", r"^the file: placement = looped, chunks = 0; the first is looped or folded"),
         ("looped", "folded", r"^the file: placement = folded with chunks = 1"),
+        ("chunks = 1", "chunks = ²", r"^the file: placement = looped, chunks = ²; the first is looped or folded"),
+        ("chunks = 1", "chunks = 99999999", r"^the file: chunks = 99999999, more than the 4 passes of a rank"),
         ("chunks = 1", "ranks = 2", r"^the file, line 3: 'ranks = 2'; before the ranks"),
         (
             "F0 F1 I0.0 \\\n   W0 I1",
@@ -87,15 +95,33 @@ def test_what_is_no_schedule_is_refused_where_it_stands(change: str, to: str, ma
     if match is None:
         read(text, 2, 2)
         return
-    with pytest.raises(ScheduleError, match=match):
+    with pytest.raises(ConfigurationError, match=match):
         read(text, 2, 2, "the file")
 
 
 def test_a_file_that_hangs_is_refused_with_its_circle() -> None:
     text = "F0 B0 F1 B1\nF0 F1 B0 B1\nF0 B0 F1 B1"
-    with pytest.raises(ScheduleError) as caught:
+    with pytest.raises(ConfigurationError) as caught:
         read(text, 3, 2, "hangs.txt")
     assert str(caught.value) == (
         "a cyclic wait: hangs.txt, line 1, rank 0 waits before B0.0 for B0.0 of rank 1; "
         "hangs.txt, line 2, rank 1 waits before F1.0 for F1.0 of rank 0"
     )
+
+
+def test_activations_of_a_file_are_dropped_only_where_nobody_else_needs_them(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+
+    def wanted(text: str) -> ParallelConfig:
+        file.write_text(text)
+        return ParallelConfig(pipeline=2, microbatches=2, schedule="file", schedule_file=str(file), recompute=True)
+
+    looped = dump(generated("1f1b", 2, 2))
+    found = pipelining.written(wanted(looped), solo())
+    assert found is not None and not found.keeps and dump(found) == looped
+    one, other = "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 B0.0 B1.0", "F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0"
+    for text in (dump(generated("zb-h1", 2, 2)), f"placement = folded\nchunks = 2\n{one}\n{other}\n"):
+        with pytest.raises(ConfigurationError, match="recompute = true with parallel.schedule_file .* stays in memory"):
+            pipelining.written(wanted(text), solo())
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        pipelining.written(replace(wanted(looped), schedule_file=str(tmp_path / "no")), solo())

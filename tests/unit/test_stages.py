@@ -14,16 +14,18 @@ from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import CommunicationError
+from hpcdist.errors import CommunicationError, ScheduleError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.build import build_executor
 from hpcdist.strategies.grid import Grid
+from hpcdist.strategies.schedule import messages
 from hpcdist.strategies.schedule.generators import interleave
 from hpcdist.strategies.schedule.operations import Operation
 from hpcdist.strategies.schedule.pipelines import Pass, Passes, expand
 from hpcdist.strategies.schedule.placement import Placement, folded, looped
+from hpcdist.strategies.schedule.schedule_file import generated
 from hpcdist.strategies.schedule.verify import verify
 from hpcdist.strategies.seat import Seat
 
@@ -139,6 +141,21 @@ def test_tied_tensors_of_any_placement_sum_to_the_same_gradient(split: bool) -> 
         draw = random.Random(seed)
         placement = (looped, folded)[seed % 2](parts(LAYERS + 2, 4, draw), 2)
         compare(Plan(placement, legal(placement, 3, split, draw), 3), model, "float64", exact=False)
+
+
+def test_microbatches_that_share_a_tag_come_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "LAST_TAG", messages.TIES - 1 + 2 * 2 * (LAYERS + 2))  # 2 micro-batches apart
+    model = ModelConfig(layers=LAYERS, hidden=8, heads=2, vocabulary=19)
+    placement = looped([range(2), range(2, LAYERS + 2)], 2)
+    compare(Plan(placement, generated("zb-h1", 2, 5).passes, 5), model)
+    turned = tuple(
+        [(way, (2, 1, 0)[microbatch], 0) for way, microbatch, _ in row] for row in generated("1f1b", 2, 3).passes
+    )
+    refused = (
+        r"pipeline rank \d: (SEND|RECV)_ACTIVATION\(0, 2\) comes behind \w+\(2, 2\), and the tags of 2 micro-batches"
+    )
+    with pytest.raises(ScheduleError, match=refused):
+        compare(Plan(placement, turned, 3), model)
 
 
 def test_ranks_that_disagree_on_a_shape_do_not_start() -> None:

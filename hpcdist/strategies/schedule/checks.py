@@ -1,16 +1,16 @@
 """Is the list of one rank a training step? Each function looks at one aspect of it, and asks no other rank."""
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 
 from hpcdist.arrays.ranges import Range, coverage
 from hpcdist.strategies.schedule import mixed, residence
-from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
+from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, MESSAGES, Kind, Operation
 from hpcdist.strategies.schedule.pipelines import Pass, expand
 from hpcdist.strategies.schedule.placement import Placement
 from hpcdist.strategies.schedule.share import Share, covered, text
 
-MESSAGES = (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
 COMPLETES = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)  # the gradients of a unit, of one micro-batch
 WRITES = (*COMPLETES, Kind.BACKWARD_INPUT)  # gradients
 BEFORE_SUM = (*WRITES, *EXCHANGED, Kind.COMBINE, Kind.WAIT, Kind.SETTLE, Kind.COPY_GRADIENT)
@@ -105,11 +105,12 @@ def _check_weights(share: Share, steps: Sequence[Operation]) -> None:
 def _check_gradients(share: Share) -> None:
     """Gradients of each unit are exchanged once, complete: after the last BACKWARD, or after every one."""
     exchanged = share.where(*EXCHANGED)
+    places = [index for index, _ in exchanged]
     for unit, whole in share.units.items():
         backwards = [index for index, op in share.where(*COMPLETES) if op.unit == unit]
         for number, start in enumerate([-1, *backwards]):
             stop = [*backwards, len(share.steps)][number]
-            parts = [op for index, op in exchanged if start < index < stop]
+            parts = [op for _, op in exchanged[bisect(places, start) : bisect(places, stop)]]
             ranges = [op.range for op in parts if op.range is not None]
             for piece, times in coverage(whole, ranges):
                 last = number == len(backwards)

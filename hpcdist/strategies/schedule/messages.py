@@ -6,11 +6,11 @@ from typing import Final
 
 from hpcdist.arrays.backend import Array
 from hpcdist.comm.communicator import Request
-from hpcdist.errors import CommunicationError
+from hpcdist.errors import CommunicationError, ScheduleError
 from hpcdist.models.arena import Arena
 from hpcdist.models.stage import Saved
 from hpcdist.strategies.pipeline import TIES
-from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.operations import MESSAGES, Kind, Operation
 from hpcdist.strategies.seat import Seat
 
 # Places in the arena, beside the layers of the model, which count from 0: four for each connection of units.
@@ -56,12 +56,30 @@ class Neighbours:
                 )
 
     def begin(self, operations: Sequence[Operation], samples: Sequence[int]) -> None:
-        """Post the first receives of a list; ``samples`` are those of each micro-batch."""
+        """Post the first receives of a list; ``samples`` are those of each micro-batch.
+
+        Raises ScheduleError, before any is posted, where tags would not tell its messages apart.
+        """
+        if len(samples) > self._window:
+            self._check_order(operations)
         kinds = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
         self._awaited.extend(
             (op, samples[op.microbatch]) for op in operations if op.kind in kinds and samples[op.microbatch]
         )
         self._post()
+
+    def _check_order(self, operations: Sequence[Operation]) -> None:
+        """Micro-batches that share a tag come in their order: here and on the other side, which looks too."""
+        latest: dict[tuple[Kind, int], Operation] = {}  # (kind, tag)
+        for op in operations:
+            if op.kind in MESSAGES:
+                before = latest.setdefault((op.kind, self._tag(op)), op)
+                if before.microbatch > op.microbatch:
+                    raise ScheduleError(
+                        f"pipeline rank {self._comm.rank}: {op} comes behind {before}, and the tags of {self._window} "
+                        "micro-batches differ; take them through a chunk in their order, or take fewer"
+                    )
+                latest[op.kind, self._tag(op)] = op
 
     def _post(self) -> None:
         while self._awaited and len(self._posted) < AHEAD:
@@ -144,7 +162,7 @@ class Neighbours:
 
     def _tag(self, op: Operation) -> int:
         back = op.kind in (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
-        # Far apart micro-batches share a tag: between two ranks they pass the same connection in their order.
+        # Far apart micro-batches share a tag: they pass the same connection in their order, see `_check_order`.
         return TIES + 2 * (op.microbatch % self._window * self._edges + self._edge(op)) + back
 
     def _send_copy(self, place: int, op: Operation, values: Array) -> None:

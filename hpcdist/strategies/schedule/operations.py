@@ -58,6 +58,7 @@ class Kind(Enum):
 
 COMPUTE: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 USES: Final = COMPUTE[:3]  # parameters: the gradients of weights need what a micro-batch has left, not the weights
+MESSAGES: Final = (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
 # What takes gradients, which must be complete.
 EXCHANGED: Final = (Kind.ADD, Kind.REDUCE, Kind.START, Kind.DEFER, Kind.PUSH, Kind.KEEP)
 # What goes on beside the computation -> its end.

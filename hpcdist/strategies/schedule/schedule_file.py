@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hpcdist.errors import ScheduleError
+from hpcdist.errors import ConfigurationError, ScheduleError
 from hpcdist.strategies.schedule import order
 from hpcdist.strategies.schedule.catalogue import SCHEDULES, check
 from hpcdist.strategies.schedule.pipelines import LETTERS, Pass, Passes, spell
@@ -41,6 +41,16 @@ class Written:
     chunks: int
     passes: tuple[Passes, ...]
 
+    @property
+    def splits(self) -> bool:
+        """Whether a backward is done in two passes."""
+        return any(way is Pass.BACKWARD_WEIGHT for steps in self.passes for way, _, _ in steps)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether activations cannot be dropped: for a second pass, or as the input of a neighbouring chunk."""
+        return self.splits or self.placement == "folded"
+
     def place(self, parts: Sequence[range]) -> Placement:
         """Return the placement of ``parts`` of consecutive units, `chunks` for each rank."""
         return PLACEMENTS[self.placement](parts, len(self.passes))
@@ -49,7 +59,7 @@ class Written:
 def read(text: str, ranks: int, microbatches: int, name: str = "the schedule file") -> Written:
     """Return the schedule in ``text``, the contents of the file ``name`` (local).
 
-    Raises ScheduleError, with line, rank and token, where it is not one of ``ranks`` and ``microbatches``.
+    Raises ConfigurationError, with line, rank and token, where it is not one of ``ranks`` and ``microbatches``.
     """
     header: dict[str, str] = {}
     passes: list[Passes] = []
@@ -58,7 +68,7 @@ def read(text: str, ranks: int, microbatches: int, name: str = "the schedule fil
         key, equals, value = (part.strip() for part in line.partition("="))
         if equals:
             if key not in ("placement", "chunks") or key in header or passes:
-                raise ScheduleError(
+                raise ConfigurationError(
                     f"{name}, line {number}: {line!r}; before the ranks, and once each, come placement = looped or "
                     "folded, and chunks = their number on every rank"
                 )
@@ -67,17 +77,27 @@ def read(text: str, ranks: int, microbatches: int, name: str = "the schedule fil
             lines.append(f"{name}, line {number}, rank {len(passes)}")
             passes.append([_pass(token, lines[-1]) for token in line.split()])
     placement, chunks = header.get("placement", "looped"), header.get("chunks", "1")
-    if placement not in PLACEMENTS or not chunks.isdigit() or int(chunks) < 1:
-        raise ScheduleError(
+    if placement not in PLACEMENTS or not chunks.isdecimal() or int(chunks) < 1:
+        raise ConfigurationError(
             f"{name}: placement = {placement}, chunks = {chunks}; the first is looped or folded, the second 1 or more"
         )
     if placement == "folded" and chunks != "2":
-        raise ScheduleError(f"{name}: placement = folded with chunks = {chunks}; forth and back is 2 on every rank")
+        raise ConfigurationError(
+            f"{name}: placement = folded with chunks = {chunks}; forth and back is 2 on every rank"
+        )
     if len(passes) != ranks:
-        raise ScheduleError(f"{name} has the passes of {len(passes)} ranks, one a line; the pipeline has {ranks}")
+        raise ConfigurationError(f"{name} has the passes of {len(passes)} ranks, one a line; the pipeline has {ranks}")
+    if int(chunks) > min(map(len, passes)):
+        raise ConfigurationError(
+            f"{name}: chunks = {chunks}, more than the {min(map(len, passes))} passes of a rank; every micro-batch "
+            "goes through each of them"
+        )
     found = Written(placement, int(chunks), tuple(passes))
     units = [range(unit, unit + 1) for unit in range(ranks * found.chunks)]
-    order.prove(passes, found.place(units), microbatches, lines)
+    try:
+        order.prove(passes, found.place(units), microbatches, lines)
+    except ScheduleError as error:
+        raise ConfigurationError(str(error)) from error  # whoever wrote the file can change it
     return found
 
 
@@ -120,7 +140,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 def _pass(token: str, where: str) -> tuple[Pass, int, int]:
     found = _TOKEN.fullmatch(token)
     if found is None:
-        raise ScheduleError(
+        raise ConfigurationError(
             f"{where}: {token!r} is no pass; one is F, B, I or W, a micro-batch and a chunk of the rank, as F3.1"
         )
     letter, microbatch, chunk = found.groups(default="0")
