@@ -36,7 +36,7 @@ def written(parallel: ParallelConfig, comm: Communicator) -> Written | None:
     if parallel.recompute and found.keeps:
         raise ConfigurationError(
             f"parallel.recompute = true with parallel.schedule_file = {parallel.schedule_file!r}, which is folded or "
-            "splits backwards: what its chunks need stays in memory; set it to false, or write a looped one with F and B"
+            "splits backwards: what its chunks need stays in memory; set it to false, or make it looped, of F and B"
         )
     return found
 
