@@ -36,8 +36,9 @@ def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm
     Collective over ``comm``. ``store`` must hold the same range everywhere.
     """
     whole = [(segment, touched) for segment, touched in store.tensors() if not segment.spec.whole]
-    digests = np.array([_digest(backend.to_host(store.range(touched))) for _, touched in whole], np.uint64)
-    if not _agree(comm, _digest(digests), algorithm):
+    values = [store.range(touched) for _, touched in whole] or [store.array[:0]]
+    together = backend.namespace(store.array).concatenate(values)  # so that a GPU is asked once
+    if not _agree(comm, _digest(backend.to_host(together)), algorithm):
         _name_the_first(comm, store, whole, step)
 
 

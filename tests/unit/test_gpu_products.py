@@ -5,18 +5,25 @@ so does a sum over the tensor axis. Nothing waits for a layer or a micro-batch; 
 use the memory that they were given until they are waited for: none is given out again, or written, before.
 """
 
+import threading
+import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import late_messages
 import numpy as np
 import pytest
 from gpu_products import PRODUCTS, STEPS
-from gpu_runs import Trained, check_same, with_pointers, write_text
+from gpu_runs import Trained, assembled, check_same, with_pointers, write_text
 from gpu_watch import Watch, expected_sites
 
+from hpcdist.arrays import backend
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
+from hpcdist.errors import DivergenceError, NonFiniteError
+from hpcdist.strategies import partition_measured
+from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.sentinel import check_tensor_axis
 
 
 @pytest.fixture
@@ -48,3 +55,71 @@ def test_a_product_on_the_gpu_is_that_of_the_cpu(
         for sites, messages in watch.steps:
             assert +sites == +expected_sites(gpu, run, messages, pointers)
             assert messages.total() > 0
+
+
+def test_measured_seconds_begin_and_end_where_the_gpu_is_idle(
+    gpu: ModuleType, text: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[bool] = []
+
+    def look() -> float:
+        looks.append(gpu.LOG.kernels_pending())
+        return time.perf_counter()
+
+    monkeypatch.setattr(partition_measured, "time", SimpleNamespace(perf_counter=look))
+    _, keys = PRODUCTS["zb-h2, measured"]
+    plans = run_threads(2, lambda comm: assembled(comm, {**text, **keys, "run.device": "gpu"}).plan)
+    assert plans[0] is not None and looks and not any(looks)
+
+
+def test_tensor_ranks_are_compared_by_one_copy(gpu: ModuleType, text: dict[str, object]) -> None:
+    def body(comm: Communicator) -> str:
+        trainer = assembled(comm, {**text, **PRODUCTS["tensor"][1], "run.device": "gpu"})
+        tensor, store, name = trainer.seat.tensor, trainer.exchange.parameters, threading.current_thread().name
+        before = gpu.LOG.sites(name)
+        check_tensor_axis(tensor, store, 7)
+        assert gpu.LOG.sites(name) - before == {(gpu.D2H, "sentinel.check_tensor_axis"): 1}
+        store.view("1.norm2.scale")[3] += 1e-3 * comm.rank
+        try:
+            check_tensor_axis(tensor, store, 8)
+        except DivergenceError as error:
+            return str(error)
+        return "no error"
+
+    assert all("step 8" in said and "1.norm2.scale" in said for said in run_threads(2, body))
+
+
+def test_a_nan_in_a_product_is_explained(gpu: ModuleType, text: dict[str, object]) -> None:
+    ranks, keys = PRODUCTS["zb-h1 x tensor by rows"]
+
+    def body(comm: Communicator) -> str:
+        trainer = assembled(comm, {**text, **keys, "run.device": "gpu"})
+        if comm.rank == ranks - 1:
+            trainer.exchange.parameters.array[3] = np.nan
+        with trainer.batches(1) as batches:
+            parts = trainer.cut(trainer.place(next(iter(batches))))
+        try:
+            trainer.step(1, parts, np.zeros(2))
+        except NonFiniteError as error:
+            return str(explain(comm, trainer.executor, trainer.operations, parts, error))
+        return "no error"
+
+    assert all(f"rank {ranks - 1}: parameter " in said for said in run_threads(ranks, body))
+
+
+def test_a_product_goes_on_from_a_checkpoint_of_the_other_side(
+    gpu: ModuleType, text: dict[str, object], tmp_path: Path
+) -> None:
+    ranks, keys = PRODUCTS["zero3 x tensor by rows"]
+    settings = text | keys
+
+    def saved(comm: Communicator) -> Path:
+        return Trained(comm, {**settings, "run.device": "gpu"}).trainer.save(tmp_path / "checkpoints", STEPS)
+
+    def resumed(comm: Communicator, on: str) -> dict[str, bytes]:
+        trainer = assembled(comm, {**settings, "run.device": on}, path)
+        return {f"{p.name} {p.flat.start}": backend.to_host(p.array).tobytes() for p in trainer.exchange.pieces()}
+
+    path = run_threads(ranks, saved)[0]
+    host, there = (run_threads(ranks, lambda comm, on=on: resumed(comm, on)) for on in ("cpu", "gpu"))
+    assert host == there and all(host)
