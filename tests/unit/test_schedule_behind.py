@@ -163,3 +163,10 @@ def test_a_unit_that_is_kept_is_not_used_while_it_is_gathered() -> None:
     around = [*kept[:at], ends[0], kept[at], ends[1], *kept[at + 1 :]]
     with pytest.raises(ScheduleError, match=r"FORWARD\(0, 1\) uses unit 1, which is not gathered then"):
         prove([around, around], 2, 1, own(2))
+
+
+def test_sums_are_waited_for_before_the_rows_of_tensor_ranks_are_summed() -> None:
+    ranges = {unit: Range(UNIT * unit, UNIT * (unit + 1)) for unit in range(2)}
+    reduces = [Operation(Kind.REDUCE, range=part) for part in ranges.values()]
+    found = started([*reduces, Operation(Kind.SUM_ROWS), Operation(Kind.AGREE)], ranges, own(2))
+    assert [op.kind for op in found] == [*[Kind.START] * 2, *[Kind.WAIT] * 2, Kind.SUM_ROWS, Kind.AGREE]

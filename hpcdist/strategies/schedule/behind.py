@@ -11,7 +11,7 @@ from dataclasses import replace
 from hpcdist.arrays.ranges import Range
 from hpcdist.strategies.schedule.operations import COMPUTE, ENDS, Kind, Operation
 
-NEEDS_SUMS = (Kind.AGREE, Kind.DIRECTION)  # come behind all reductions
+NEEDS_SUMS = (Kind.SUM_ROWS, Kind.AGREE, Kind.DIRECTION)  # come behind all reductions
 
 
 def started(
@@ -22,9 +22,9 @@ def started(
 ) -> list[Operation]:
     """Turn each REDUCE of ``steps`` into a START in its place and a WAIT as late as can be.
 
-    That is before AGREE, or before a BACKWARD writes again where something is under way: ``units`` are the ranges of
-    this rank, and ``needs`` maps each unit to those whose gradients its backward adds to. With ``most`` there are never
-    more under way: where whole gradients are freed by WAIT, this bounds their memory to that of one more.
+    That is before SUM_ROWS and AGREE, or before a BACKWARD writes again where something is under way: ``units`` are the
+    ranges of this rank, and ``needs`` maps each unit to those whose gradients its backward adds to. With ``most`` there
+    are never more under way: where whole gradients are freed by WAIT, this bounds their memory to that of one more.
     """
     found: list[Operation] = []
     under_way: deque[Operation] = deque()
