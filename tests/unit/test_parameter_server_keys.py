@@ -73,6 +73,15 @@ def test_one_server_has_uncut_tensors_and_one_message_a_layer() -> None:
     assert len(found.keys) == len(layout.segments)
 
 
+@pytest.mark.parametrize("rows", [9, 10, 11])
+def test_tensor_ranks_with_a_row_less_have_the_same_keys(rows: int) -> None:
+    whole = TensorSpec(0, "table", (rows, 40), cut=0)
+    halves = [Range(0, -(-rows // 2)), Range(-(-rows // 2), rows)]
+    layouts = [Layout.of([whole.part(half, halves[0].size), TensorSpec(1, "norm", (50,))]) for half in halves]
+    first, last = (check(layout, 2) for layout in layouts)
+    assert first == last
+
+
 def test_the_largest_go_first_to_the_least_loaded() -> None:
     layout = layout_of(64, 128, 64)  # 128 to server 0, then both of 64 to server 1
     found = partition(layout, 2)

@@ -93,7 +93,7 @@ def _cut(layout: Layout, longest: int, within: Sequence[Range]) -> list[Range]:
     """Return keys of at most ``longest`` elements; boundaries within a tensor are aligned."""
     keys = []
     for segment, _ in (found for part in within for found in layout.within(part)):
-        size = align_up(segment.range.size, ALIGN_ELEMENTS)
+        size = segment.spec.padded  # as on the other tensor ranks, which may have a row more
         pieces = split(size, max(1, -(-size // longest)), itemsize=1, align_bytes=ALIGN_ELEMENTS)
         keys += [piece.shift(segment.range.start) for piece in pieces if piece]
     return keys
