@@ -1,9 +1,11 @@
 """A model whose stages take outputs of earlier ones too, and a step of it on the ranks of a pipeline."""
 
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 
+from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
@@ -65,7 +67,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return noise.standard_normal((SAMPLES, WIDTH)), noise.integers(0, 3, SAMPLES)
 
 
-def run(comm: Communicator, plan: Plan) -> tuple[float, float, dict[str, bytes]]:
+def run(comm: Communicator, plan: Plan, on: str = "cpu") -> tuple[float, float, dict[str, bytes]]:
     """One step without its update: the loss, that of an evaluation, and the gradients of the own tensors."""
     built = model()
     seat = Seat(
@@ -76,6 +78,7 @@ def run(comm: Communicator, plan: Plan) -> tuple[float, float, dict[str, bytes]]
         placement=plan.placement,
         optimizer=OptimizerConfig(name="sgd", learning_rate=1e-3),
         total_steps=1,
+        on=on,
     )
     exchange = AllreduceExchange(seat)
     for unit, part in seat.ranges.items():
@@ -89,18 +92,20 @@ def run(comm: Communicator, plan: Plan) -> tuple[float, float, dict[str, bytes]]
     units = {unit: built.layout.units[stage.layer] for unit, stage in enumerate(built.stages)}
     grid = Grid(pipeline=comm.size)
     verify(everyone, grid=grid, units=units, microbatches=plan.microbatches, placement=plan.placement)
-    cut = list(zip(*(np.array_split(values, plan.microbatches) for values in data()), strict=True))
+    whole = tuple(backend.place(values, on) for values in data())
+    ends = [0, *accumulate(len(part) for part in np.array_split(range(SAMPLES), plan.microbatches))]
+    cut = [tuple(values[first:end] for values in whole) for first, end in pairwise(ends)]
     gradients: dict[str, bytes] = {}
 
     def look(scale: float) -> None:
         for segment, where in exchange.gradients.tensors():
-            gradients[segment.key] = exchange.gradients.range(where).tobytes()
+            gradients[segment.key] = backend.to_host(exchange.gradients.range(where)).tobytes()
 
     exchange.begin_update = look  # type: ignore[method-assign]
     steps = [op for op in steps if op.kind.name not in ("DIRECTION", "APPLY", "NORMS")]
     loss = executor.run(steps, cut, SAMPLES, 1, np.zeros(0)).loss
     assert not executor.arena._live, f"{sorted(executor.arena._live)} are never given back"
-    evaluated = comm.allgather_object(executor.evaluate(*data()))
+    evaluated = comm.allgather_object(executor.evaluate(*whole))
     assert not executor.arena._live, f"{sorted(executor.arena._live)} are never given back by an evaluation"
     return loss, sum(evaluated), gradients
 
@@ -113,6 +118,6 @@ def planned(name: str, ranks: int, chunks: int, microbatches: int) -> Plan:
     return Plan(replace(placement, skips=model().skips), written.passes, microbatches)
 
 
-def alone(microbatches: int) -> tuple[float, float, dict[str, bytes]]:
+def alone(microbatches: int, on: str = "cpu") -> tuple[float, float, dict[str, bytes]]:
     """The same step on one rank (local)."""
-    return run(solo(), planned("sequential", 1, 1, microbatches))
+    return run(solo(), planned("sequential", 1, 1, microbatches), on)

@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 import late_messages
 import numpy as np
 import pytest
+import skipping
 from gpu_products import PRODUCTS, STEPS
 from gpu_runs import Trained, assembled, check_same, with_pointers, write_text
 from gpu_watch import Watch, expected_sites
@@ -123,3 +124,25 @@ def test_a_product_goes_on_from_a_checkpoint_of_the_other_side(
     path = run_threads(ranks, saved)[0]
     host, there = (run_threads(ranks, lambda comm, on=on: resumed(comm, on)) for on in ("cpu", "gpu"))
     assert host == there and all(host)
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "chunks"), [("zb-h1", 3, 1), ("interleaved", 2, 2)])
+def test_skip_connections_on_the_gpu(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, schedule: str, ranks: int, chunks: int
+) -> None:
+    loss, evaluated, expected = skipping.alone(4, "gpu")
+    host = skipping.alone(4)
+    late_messages.install(monkeypatch)
+    found: dict[str, bytes] = {}
+
+    def body(comm: Communicator) -> tuple[float, float, dict[str, bytes]]:
+        with_pointers(comm)
+        return skipping.run(comm, skipping.planned(schedule, ranks, chunks, 4), "gpu")
+
+    for own, of_all, gradients in run_threads(ranks, body):
+        assert (own, of_all) == (loss, evaluated)
+        found |= gradients
+    assert found == expected  # the bits of one GPU, and nearly those of the CPU
+    assert (loss, evaluated) == pytest.approx(host[:2], rel=1e-12)
+    for key, values in host[2].items():
+        np.testing.assert_allclose(np.frombuffer(found[key]), np.frombuffer(values), rtol=1e-10, atol=1e-14)
