@@ -1,5 +1,6 @@
 """From the names in a recipe to the exchange, the copies and the operations of one rank."""
 
+import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -79,17 +80,18 @@ def prove(
     """Return the proof that the lists of all ranks are one step, None for more than `PROVEN_RANKS`. Collective.
 
     Raises ScheduleError on every rank, before anything has run. It takes a quarter of a second for 64 ranks
-    and 32 micro-batches, a second with four chunks on each under zero3.
+    and 32 micro-batches, a second with four chunks on each under zero3; 3 s for 64 ranks and 1024 micro-batches, 11 s
+    with four chunks.
     """
     if seat.world.size > PROVEN_RANKS:
         return None
-    lists = seat.world.allgather_object(steps)
+    written = seat.world.allgather_object(pickle.dumps(steps))  # read by one rank: there can be millions
     verdict: Proof | ScheduleError | None = None
     if seat.world.rank == 0:
         units = {unit: seat.layout.units[stage.layer] for unit, stage in enumerate(seat.model.stages)}
         try:
             verdict = verify(
-                lists,
+                list(map(pickle.loads, written)),
                 grid=grid,
                 units=units,
                 microbatches=microbatches,
