@@ -151,6 +151,20 @@ def test_training_is_that_of_one_process(case, text):
     run_threads(ranks, body)
 
 
+def test_cuts_that_follow_nodes_are_the_same_on_all_tensor_ranks(text):
+    keys = KEYS | {"data.path": text, "parallel.tensor": 2, "parallel.sequence_parallel": "true"}
+    keys |= {"parallel.strategy": "zero1", "communication.algorithm": "hierarchical"}
+    expected = alone(keys, 2)
+
+    def body(comm):
+        together = trainer_of(comm, keys)
+        assert [len(ranks) for ranks in together.seat.data.nodes().members] == [[3, 1], [2, 2]][comm.rank % 2]
+        np.testing.assert_allclose(losses(together, 2), expected.losses, rtol=1e-12)
+        check_tensor_axis(together.seat.tensor, together.exchange.parameters, 2)
+
+    run_threads(8, body, 5)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
 def test_checkpoints_go_from_any_degree_to_any_other(optimizer, text, tmp_path):
     keys = KEYS | {"data.path": text, "optimizer.name": optimizer}

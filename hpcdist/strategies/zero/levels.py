@@ -32,7 +32,7 @@ OPTIMIZER: Final = 3
 
 
 class Levels:
-    """The cuts of this rank, by layer, and who shares them. Construction is collective over the data axis.
+    """The cuts of this rank, by layer, and who shares them. Construction is collective over the world.
 
     ``cuts[layer]`` are four ranges of the flat space, each inside the one before: the whole layer, the shard of its
     parameters, of its gradients, and what this rank updates of it. ``sharers`` joins the ranks whose last cuts make up
@@ -46,7 +46,7 @@ class Levels:
         self._comms = [self._between(inner, outer) for inner, outer in self._blocks]
         self.sharers = self._between(1, degrees.optimizer)
         self.replicas = self._between(degrees.optimizer, seat.data.size)
-        self.algorithm = seat.algorithm
+        self.algorithm = _alike(seat)
         self._sharding = self._way(seat)
         self.cuts: dict[int, list[Range]] = {}
         self._shares: dict[int, list[list[Range]]] = {}  # of all members of each level, from the start of its range
@@ -71,18 +71,18 @@ class Levels:
         return self._made[inner, outer]
 
     def _way(self, seat: Seat) -> Sharding:
-        if seat.algorithm == ALGORITHM:
+        if self.algorithm == ALGORITHM:
             return SHARDED["ring"]  # hands round what the trees have summed
         ways = SHARDED | SHARDED_ON_GPUS if seat.on == "gpu" else SHARDED
-        if seat.algorithm not in ways:
+        if self.algorithm not in ways:
             raise ConfigurationError(
-                f"communication.algorithm = {seat.algorithm!r} cannot be halved into a reduce-scatter and an "
+                f"communication.algorithm = {self.algorithm!r} cannot be halved into a reduce-scatter and an "
                 f"all-gather, as ZeRO needs; on the {seat.on} choose one of {', '.join(ways)}"
             )
-        if seat.algorithm == "hierarchical" and not all(comm in (None, self._data) for comm in self._comms):
+        if self.algorithm == "hierarchical" and not all(comm in (None, self._data) for comm in self._comms):
             # Its cuts follow the nodes, and those of two groups need not be alike. The levels are its hierarchy.
             return ways["ring"]
-        return ways[seat.algorithm]
+        return ways[self.algorithm]
 
     def _cut(self, whole: Range, itemsize: int) -> tuple[list[Range], list[list[Range]]]:
         cuts, shares = [whole], []
@@ -156,3 +156,15 @@ class Levels:
             return [self.cuts[layer][OPTIMIZER]]
         (level,) = [level for level, comm in enumerate(self._comms) if comm is self._data]
         return [part.shift(self.cuts[layer][WHOLE].start) for part in self._shares[layer][level]]
+
+
+def _alike(seat: Seat) -> str:
+    """Return the algorithm, or the ring where the ranks of a tensor axis would be given other cuts. Collective.
+
+    Those of ``hierarchical`` follow the nodes, and where tensor groups lie across nodes so may the replicas of one of
+    their ranks lie otherwise than those of the next. All ranks of the world have to come.
+    """
+    if seat.algorithm != "hierarchical" or seat.tensor.size == 1:
+        return seat.algorithm
+    places = seat.world.allgather_object(seat.data.nodes().members)
+    return seat.algorithm if all(place == places[0] for place in places) else "ring"
