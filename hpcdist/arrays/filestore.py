@@ -158,7 +158,7 @@ class FileStore(FlatStore):
     def _pwrite(self, values: np.ndarray, start: int) -> None:
         self._move("written", lambda view, at: os.pwrite(self._fd, view, at), values, start)
         self.written_bytes += values.nbytes
-        _begin_write_back(self._fd, start * self.dtype.itemsize, values.nbytes)
+        begin_write_back(self._fd, start * self.dtype.itemsize, values.nbytes)
 
     def _move(self, verb: str, move: Callable[[memoryview, int], int], array: np.ndarray, start: int) -> None:
         """Move the bytes of ``array``, however many the kernel takes at a time."""
@@ -228,7 +228,7 @@ def _reserved(directory: Path, nbytes: int, what: str) -> int:
     return fd
 
 
-def _begin_write_back(fd: int, start: int, nbytes: int) -> None:
+def begin_write_back(fd: int, start: int, nbytes: int) -> None:
     """Ask the kernel to write the pages of a range to the disk now, without waiting; no matter where it cannot."""
     if _sync_file_range is not None:
         _sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _WRITE_BACK)

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -32,14 +33,19 @@ def candidates(directory: Path) -> list[tuple[int, Path]]:
     return [(-step, path) for step, _, path in sorted(found)]
 
 
-def begin(directory: Path, step: int) -> Path:
-    """Make the empty ``step-N.tmp`` and return it; what crashed saves left is removed. Raises OSError."""
+def begin(directory: Path, step: int, inside: Sequence[str] = ()) -> Path:
+    """Make the empty ``step-N.tmp``, with the directories ``inside``, and return it. Raises OSError.
+
+    What crashed saves left is removed.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for _, path in candidates(directory):
         if path.suffix == ".tmp":
             shutil.rmtree(path)
     temporary = directory / f"step-{step}.tmp"
     temporary.mkdir()
+    for name in inside:
+        (temporary / name).mkdir()
     return temporary
 
 
@@ -50,6 +56,9 @@ def commit(directory: Path, step: int, text: str, keep: int | Retention) -> Path
     """
     temporary, final = directory / f"step-{step}.tmp", directory / f"step-{step}"
     _write(temporary / manifest.FILE_NAME, text)
+    for inside in temporary.iterdir():
+        if inside.is_dir():
+            _sync(inside)
     _sync(temporary)
     replaced = directory / f"step-{step}.replaced"
     if final.exists():

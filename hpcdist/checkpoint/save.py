@@ -1,25 +1,51 @@
-"""Saving in two phases: every rank writes its shard, all agree, and rank 0 makes the checkpoint visible."""
+"""Saving in two phases: the writers write their shards, all agree, and rank 0 makes the checkpoint visible."""
 
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from hpcdist.arrays import backend
-from hpcdist.arrays.dtypes import name_of
-from hpcdist.arrays.filestore import Stretch
-from hpcdist.arrays.piece import Piece, whole_box
-from hpcdist.arrays.ranges import Range, cut
+from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import directory as names
-from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint import index, manifest, shard
 from hpcdist.checkpoint.manifest import Entry
 from hpcdist.checkpoint.retention import Retention
+from hpcdist.checkpoint.slots import Slot
+from hpcdist.checkpoint.sources import Source
+from hpcdist.checkpoint.writers import Delivery, Group, group_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
-from hpcdist.hdf5 import files
-from hpcdist.hdf5.files import storable
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a rank's part: the reason why it failed, or "", and the shard that it wrote, if it did."""
+
+    error: str = ""
+    files: dict[str, int] | None = None
+    entries: Sequence[Entry] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checkpoint that is being made: what rank 0 commits."""
+
+    directory: Path
+    step: int
+    world: int
+    scalars: dict[str, Any]
+    about: dict[str, Any]
+    keep: int | Retention
+
+    @property
+    def temporary(self) -> Path:
+        """Where it lies until it is complete."""
+        return self.directory / f"step-{self.step}.tmp"
+
+    @property
+    def final(self) -> Path:
+        """Where it lies then."""
+        return self.directory / f"step-{self.step}"
 
 
 def save(
@@ -29,133 +55,77 @@ def save(
     scalars: dict[str, Any],
     comm: Communicator,
     keep: int | Retention = 2,
+    *,
+    writers: str = "rank",
+    about: dict[str, Any] | None = None,
 ) -> Path:
     """Save the checkpoint of ``step`` in ``directory`` and return ``directory/step-N``. Collective over ``comm``.
 
-    ``pieces`` are this rank's share: together the ranks must cover every tensor, and what two ranks bring is written
-    twice. They are only read, and may change when the call returns. ``scalars`` (JSON values) are taken from rank 0.
-    The checkpoints that ``keep`` says stay (a number: the newest so many). Raises StorageError on all ranks when one
-    of them cannot write; the checkpoints that were there are then untouched.
+    ``pieces`` are this rank's share: together the ranks must cover every tensor, and what two ranks bring may be
+    written twice. They are only read, and may change when the call returns. ``scalars`` and ``about`` (JSON values)
+    are taken from rank 0, and so is ``keep``, which checkpoints stay (a number: the newest so many). ``writers``: see
+    `hpcdist.checkpoint.writers`. Raises StorageError on all ranks when one of them cannot write; the checkpoints that
+    were there are then untouched.
     """
-    keep = Retention.of(keep)
-    directory = Path(directory)
+    plan = Plan(Path(directory), step, comm.size, scalars, about or {}, keep)
+    group = group_of(comm, writers)
+    prepare(plan, group, comm)
+    delivery = Delivery(group, pieces)
+    if group.writes:
+        outcome = write(plan, group, delivery.slots, delivery.sources())
+        delivery.end()
+    else:
+        outcome = Outcome(delivery.bring())
+    outcomes = comm.allgather_object(outcome)
+    agree(comm, commit(plan, outcomes) if comm.rank == 0 else "")
+    return plan.final
+
+
+def prepare(plan: Plan, group: Group, comm: Communicator) -> None:
+    """Make the directory that the shards are written to. Collective; raises StorageError on all ranks."""
     error = ""
     if comm.rank == 0:
         try:
-            names.begin(directory, step)
+            names.begin(plan.directory, plan.step, shard.directories(group.count))
         except OSError as failure:
-            error = f"{directory} cannot be written: {failure.strerror}"
-    _agree(comm, error)
-    temporary = directory / f"step-{step}.tmp"
-    shard: tuple[dict[str, int], list[Entry]] = ({}, [])
+            error = f"{plan.directory} cannot be written: {failure.strerror or failure}"
+    agree(comm, error)
+
+
+def write(plan: Plan, group: Group, slots: Sequence[Slot], sources: Sequence[Source]) -> Outcome:
+    """Write the shard of ``group`` (local)."""
+    name = shard.file_name(group.index, group.count)
     try:
-        shard = _write_shard(temporary, step, pieces, comm.rank)
-    except StorageError as failure:
-        error = str(failure)
-    outcomes = comm.allgather_object((error, *shard))
-    if comm.rank == 0:
-        error = next((f"rank {rank}: {outcome[0]}" for rank, outcome in enumerate(outcomes) if outcome[0]), "")
-        error = error or _commit(directory, step, scalars, keep, outcomes)
-        if error:
-            names.discard(temporary)
-    _agree(comm, error if comm.rank == 0 else "")
-    return directory / f"step-{step}"
+        return Outcome("", *shard.write(plan.temporary, name, slots, sources, {"step": plan.step, "rank": group.index}))
+    except OSError as failure:
+        return Outcome(str(failure))
 
 
-def _agree(comm: Communicator, error: str) -> None:
-    """Raise StorageError on every rank when rank 0 has an error."""
+def agree(comm: Communicator, error: str) -> None:
+    """Raise StorageError on every rank when rank 0 has an error. Collective."""
     error = comm.broadcast_object(error)
     if error:
         raise StorageError(f"the checkpoint was not saved: {error}")
 
 
-def _commit(directory: Path, step: int, scalars: dict[str, Any], keep: Retention, outcomes: list[Any]) -> str:
-    """Make the checkpoint visible; return the reason when that fails."""
-    sizes = {name: size for _, found, _ in outcomes for name, size in found.items()}
-    entries = [entry for _, _, found in outcomes for entry in found]
+def commit(plan: Plan, outcomes: Sequence[Outcome]) -> str:
+    """Make the checkpoint visible; return the reason when that fails, and nothing is left of it then (local)."""
+    error = next((f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error), "")
+    error = error or _commit(plan, outcomes)
+    if error:
+        names.discard(plan.temporary)
+    return error
+
+
+def _commit(plan: Plan, outcomes: Sequence[Outcome]) -> str:
+    sizes = {name: size for outcome in outcomes for name, size in (outcome.files or {}).items()}
+    entries = [entry for outcome in outcomes for entry in outcome.entries]
     try:
-        text = manifest.encode(manifest.build(step, len(outcomes), scalars, sizes, entries))
-        names.commit(directory, step, text, keep)
+        made = manifest.build(plan.step, plan.world, plan.scalars, sizes, entries, plan.about)
+        made = replace(made, index=index.write(plan.temporary, made.pieces, plan.step))
+        names.commit(plan.directory, plan.step, manifest.encode(made), plan.keep)
     except StorageError as failure:
         return str(failure)
     except OSError as failure:
-        return f"{directory} cannot be written: {failure.strerror}"
+        return f"{plan.directory} cannot be written: {failure.strerror or failure}"
     return ""
-
-
-def _write_shard(temporary: Path, step: int, pieces: Sequence[Piece], rank: int) -> tuple[dict[str, int], list[Entry]]:
-    """Write this rank's shard; return its size by name, and its entries."""
-    name = f"shard-{rank:05d}.h5"
-    datasets: dict[str, np.ndarray | _Streamed] = {}
-    attributes: dict[str, dict[str, Any]] = {}
-    for piece in pieces:
-        dataset = _dataset_name(piece, datasets)
-        if isinstance(piece.array, Stretch):
-            datasets[dataset] = _Streamed(piece.array, _shape(piece))
-        else:
-            datasets[dataset] = storable(backend.to_host(piece.array)).reshape(_shape(piece))
-        attributes[dataset] = {"global_shape": piece.global_shape, "box": np.array(piece.box).reshape(-1, 2)}
-        attributes[dataset] |= {"flat": (piece.flat.start, piece.flat.stop), "dtype": name_of(piece.array.dtype)}
-    root = {"step": step, "rank": rank}
-    offsets = files.write_contiguous(
-        temporary / name, datasets, root, attributes, schema="hpcdist.shard", version=manifest.VERSION
-    )
-    entries = [
-        Entry(
-            kind=piece.kind,
-            tensor=piece.tensor,
-            dtype=name_of(piece.array.dtype),
-            shape=piece.global_shape,
-            box=piece.box,
-            flat=(piece.flat.start, piece.flat.stop),
-            file=name,
-            dataset=dataset,
-            offset=offsets[dataset],
-            digests=manifest.block_digests(data.reshape(-1)) if isinstance(data, np.ndarray) else tuple(data.digests),
-        )
-        for piece, (dataset, data) in zip(pieces, datasets.items(), strict=True)
-    ]
-    return {name: (temporary / name).stat().st_size}, entries
-
-
-@dataclass
-class _Streamed:
-    """A piece that is not in memory, as `hpcdist.hdf5.files.Blocks`: its digests are taken as the blocks come by."""
-
-    source: Stretch
-    shape: tuple[int, ...]
-    digests: list[str] = field(default_factory=list)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """As HDF5 has it."""
-        return storable(np.empty(0, self.source.dtype)).dtype
-
-    def blocks(self) -> Iterator[np.ndarray]:
-        """Yield the blocks of the manifest, one after the other in the same memory."""
-        longest = manifest.BLOCK_BYTES // self.source.dtype.itemsize
-        memory = np.empty(min(longest, self.source.where.size), self.source.dtype)
-        for part in cut(Range(0, self.source.where.size), longest):
-            block = memory[: part.size]
-            self.source.read(part, block)
-            self.digests += manifest.block_digests(block)
-            yield storable(block)
-
-
-def _dataset_name(piece: Piece, taken: Container[str]) -> str:
-    """Return the tensor's name; a further piece of the same tensor gets the place where it begins behind it."""
-    name = piece.name
-    if name in taken:
-        corner = ",".join(str(start) for start, _ in piece.box)
-        name = f"{name}@{corner}+{piece.flat.start}"
-    assert name not in taken, f"{name} is saved twice by one rank"
-    return name
-
-
-def _shape(piece: Piece) -> tuple[int, ...]:
-    """Return how a piece is stored: a whole tensor or box in its shape, a flat part of one in one dim."""
-    if piece.flat != Range(0, piece.box_size):
-        return (piece.flat.size,)
-    if piece.box == whole_box(piece.global_shape):
-        return piece.global_shape
-    return tuple(stop - start for start, stop in piece.box)

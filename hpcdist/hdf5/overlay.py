@@ -18,6 +18,8 @@ from typing import Self
 
 import xxhash
 
+from hpcdist.arrays.filestore import begin_write_back
+
 PAGE_BYTES = 4096
 JOURNAL = ".journal"  # the file beside, whose name ends so
 MAGIC = b"hpcdist journal\n"
@@ -251,9 +253,13 @@ class Overlay(io.RawIOBase):
         pwrite_all(self._fd, memoryview(self._pages[number])[: max(0, self._size - start)], start)
 
     def pwrite(self, data: memoryview, offset: int) -> None:
-        """Write to the disk at once, beside the overlay; only after `commit`. Raises OSError."""
+        """Write to the disk at once, beside the overlay; only after `commit`. Raises OSError.
+
+        The disk begins with it while the caller prepares what comes next.
+        """
         assert not self._pages, "commit first: pages in memory would overwrite this"
         pwrite_all(self._fd, data, offset)
+        begin_write_back(self._fd, offset, data.nbytes)
 
     def fsync(self) -> None:
         """Wait until the file is on the disk. Raises OSError."""

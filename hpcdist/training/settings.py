@@ -22,6 +22,7 @@ PATHS: Final = (
     "zero.offload_directory",
     "parallel.schedule_file",
 )  # keys that hold the path of a file or directory
+NUMBERED: Final = ("checkpoint.writers",)  # keys of texts that may be numbers
 TYPES: Final = {
     bool: "true or false",
     int: "a whole number",
@@ -110,6 +111,8 @@ def _leaves(tree: Mapping[str, Any], known: Mapping[str, Any], prefix: str = "")
 def _put(settings: Settings, key: str, value: Any, place: str, known: Mapping[str, Any], base: Path) -> None:
     _check_known(key, value, place, known)
     kind = type(known[key])
+    if key in NUMBERED and type(value) is int:
+        value = str(value)
     try:
         value = msgspec.convert(value, tuple[int, ...] if kind is tuple else kind)
     except msgspec.ValidationError:

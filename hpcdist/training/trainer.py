@@ -10,17 +10,14 @@ from hpcdist import collectives, models
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint.restore import restore
 from hpcdist.checkpoint.save import save
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.solo import solo
 from hpcdist.comm.start import Session
-from hpcdist.errors import DataError
 from hpcdist.models.model import Model
 from hpcdist.optim import rates
 from hpcdist.strategies import build, loss_scale
 from hpcdist.strategies.decentralised import build as decentralised
-from hpcdist.strategies.decentralised.local_sgd import OUTER
 from hpcdist.strategies.delayed import DelayedExchange
 from hpcdist.strategies.exchange import Exchange
 from hpcdist.strategies.fixed_tree import FixedTreeExchange
@@ -39,7 +36,7 @@ from hpcdist.strategies.tensor.axis import algorithm_on
 from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.strategies.zero import ZeroExchange
 from hpcdist.strategies.zero_config import STAGES
-from hpcdist.training import chaos, data, partitioning, pipelining
+from hpcdist.training import chaos, data, partitioning, pipelining, state
 from hpcdist.training.data import Prefetcher
 from hpcdist.training.recipe import Recipe
 from hpcdist.training.selection import Selection, resolve
@@ -113,31 +110,15 @@ class Trainer:
         """Return the rate of the update in step ``step``, counted from 1 (local)."""
         return rates.learning_rate(self.recipe.optimizer, step, self.recipe.run.steps)
 
-    def scalars(self, steps: int) -> dict[str, Any]:
-        """Return what a checkpoint after ``steps`` steps keeps beside the pieces.
-
-        Random streams are keyed by (seed, step, ...) and batches by the global sample index, so these numbers are all
-        of their state.
-        """
-        kept = {} if self.shares is None else {"shares": self.shares.state(steps)}
-        return {**kept, **partitioning.state(self.recipe, self.plan)} | {
-            "steps": steps,
-            "samples": steps * self.recipe.run.global_batch,
-            "seed": self.recipe.run.seed,
-            "world": self.comm.size,
-            "ranks_per_node": list(self.selection.ranks_per_node),
-            "algorithm": self.exchange.algorithm,
-            "data": self.source.fingerprint,
-            "model_inputs": self.source.model_inputs(),
-            "optimizer": self.exchange.state(),
-            "loss_scale": self.executor.loss_scale.state(),
-        }
-
     def save(self, directory: Path, steps: int, **kept: Any) -> Path:
         """Write the checkpoint after ``steps`` steps, with what else is ``kept`` beside the scalars. Collective."""
         self.flush()
-        scalars = self.scalars(steps) | kept
-        return save(directory, steps, self.exchange.pieces(), scalars, self.comm, self.recipe.checkpoint.keep)
+        config, scalars = self.recipe.checkpoint, state.scalars(self, steps) | kept
+        return save(
+            *(directory, steps, self.exchange.pieces(), scalars, self.comm, config.keep),
+            writers=config.writers,
+            about=state.about(self),
+        )
 
     def flush(self) -> None:
         """Bring into the parameters what the steps so far have left to be done. Collective."""
@@ -145,23 +126,8 @@ class Trainer:
             self.executor.copies.refresh()
 
     def restore(self, path: Path) -> None:
-        """Take back the state in ``path``, written by any number of ranks in any layout. Collective.
-
-        Raises DataError when the data has changed since: the sample order and every loss would be others.
-        """
-        # A run that took no outer steps so far begins them at rest.
-        resumed = restore(path, self.exchange.wanted(), optional=(OUTER,))
-        if resumed["data"] != self.source.fingerprint:
-            raise DataError(
-                f"{path} was written by a run on other data than {self.source.description}; "
-                "give back the data it was trained on, or start a new run"
-            )
-        self.exchange.restore(resumed["optimizer"])
-        self.executor.loss_scale.restore(resumed.get("loss_scale", {}))
-        self.first_step = int(resumed["steps"])
-        if self.shares is not None:
-            self.shares.restore(resumed.get("shares", []))
-        self.executor.copies.refresh()
+        """Take back the state in ``path``; see `state.take_back`. Collective."""
+        state.take_back(self, path)
 
     def share_by_speed(self) -> None:
         """Share samples over the replicas by the speed that they show, from the next batch on (local)."""

@@ -47,11 +47,28 @@ def test_save_and_restore(comm, rng, shared_dir):
     for step in (1, 2, 3):
         path = save(f"{shared_dir}/checkpoints", step, pieces_of(store, parts[comm.rank]), {"step": step}, comm)
     assert newest(shared_dir, comm) == path and path.name == "step-3"
-    assert sorted(os.listdir(path)) == ["manifest.json", *(f"shard-{rank:05d}.h5" for rank in range(comm.size))]
+    assert sorted(os.listdir(path)) == [
+        "index.h5",
+        "manifest.json",
+        *(f"shard-{rank:05d}.h5" for rank in range(comm.size)),
+    ]
     for part in (Range(0, LAYOUT.size), parts[(comm.rank + 1) % comm.size], split(LAYOUT.size, 7, 4)[comm.rank]):
         into = FlatStore(LAYOUT, np.dtype("float32"), part)
         assert restore(path, pieces_of(into, part)) == {"step": 3}
         assert into.array.tobytes() == store.array[part.slice].tobytes()
+    comm.barrier()
+
+
+@pytest.mark.parametrize("writers", ["node", "2"])
+def test_pieces_travel_to_their_writers(comm, rng, shared_dir, writers):
+    store = state(comm, rng)
+    part = split(LAYOUT.size, comm.size, 4)[comm.rank]
+    path = save(f"{shared_dir}/checkpoints", 1, pieces_of(store, part), {}, comm, writers=writers)
+    files = comm.nodes().count if writers == "node" else min(2, comm.size)
+    assert len(list(path.glob("shard-*.h5"))) == files and newest(shared_dir, comm) == path
+    into = FlatStore(LAYOUT, np.dtype("float32"))
+    restore(path, pieces_of(into, Range(0, LAYOUT.size)))
+    assert into.array.tobytes() == store.array.tobytes()
     comm.barrier()
 
 

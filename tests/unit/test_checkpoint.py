@@ -104,7 +104,7 @@ def test_any_number_of_ranks_bit_equal(tmp_path, rng, saved, restored):
 
 
 def test_cut_by_columns_to_cut_by_rows_over_several_blocks(tmp_path, rng, monkeypatch):
-    for module in ("manifest", "blocks", "restore"):
+    for module in ("manifest", "blocks", "restore", "slots", "sources"):
         monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 1024)
     whole = rng.standard_normal((60, 45))
 

@@ -1,0 +1,108 @@
+"""One shard: an HDF5 file of the pieces of one rank or several, and the digests of what was written (local).
+
+Digests are taken of small parts just before they are written, while they are in the cache, and the disk is at work on
+the parts before.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.manifest import Entry
+from hpcdist.checkpoint.slots import Slot, named
+from hpcdist.checkpoint.sources import Source
+from hpcdist.hdf5 import files
+from hpcdist.hdf5.files import storable
+
+SCHEMA: Final = "hpcdist.shard"
+PART_BYTES: Final = 1 << 20  # digested and written at a time (empirical)
+PER_DIRECTORY: Final = 1000  # shards; above that, they are spread over directories
+
+
+def file_name(writer: int, writers: int) -> str:
+    """Return the shard of ``writer``: neighbours, who create theirs at the same time, lie in different directories."""
+    name = f"shard-{writer:05d}.h5"
+    spread = directories(writers)
+    return f"{spread[writer % len(spread)]}/{name}" if spread else name
+
+
+def directories(writers: int) -> list[str]:
+    """Return the directories over which so many shards are spread; none where one is enough."""
+    if writers <= PER_DIRECTORY:
+        return []
+    count = 1 << (-(-writers // PER_DIRECTORY) - 1).bit_length()
+    return [f"{number:02x}" for number in range(count)]
+
+
+@dataclass
+class _Stored:
+    """A piece as `hpcdist.hdf5.files.Blocks`, whose digests are there when it has been written."""
+
+    slot: Slot
+    source: Source
+    digests: list[str] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As HDF5 has it."""
+        return self.slot.stored_shape()
+
+    @property
+    def dtype(self) -> np.dtype:
+        """As HDF5 has it."""
+        return storable(np.empty(0, dtype_of(self.slot.dtype))).dtype
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Yield all bytes in small parts."""
+        for block in self.source():
+            digest = xxhash.xxh3_128()
+            for start in range(0, block.size, PART_BYTES):
+                part = block[start : start + PART_BYTES]
+                digest.update(part.data)
+                yield part
+            self.digests.append(digest.hexdigest())
+
+
+def write(
+    directory: Path, name: str, slots: Sequence[Slot], sources: Sequence[Source], about: Mapping[str, Any]
+) -> tuple[dict[str, int], list[Entry]]:
+    """Write the shard ``name`` to the disk; return its size by name, and its entries. Raises StorageError.
+
+    The sources are asked for their blocks in the order of the slots, each once.
+    """
+    datasets = {
+        dataset: _Stored(slot, source) for dataset, slot, source in zip(named(slots), slots, sources, strict=True)
+    }
+    attributes = {
+        dataset: {
+            "global_shape": slot.shape,
+            "box": np.array(slot.box, np.int64).reshape(-1, 2),
+            "flat": slot.flat,
+            "dtype": slot.dtype,
+        }
+        for dataset, slot in zip(datasets, slots, strict=True)
+    }
+    path = directory / name
+    offsets = files.write_contiguous(path, datasets, about, attributes, schema=SCHEMA, version=manifest.VERSION)
+    entries = [
+        Entry(
+            kind=slot.kind,
+            tensor=slot.tensor,
+            dtype=slot.dtype,
+            shape=slot.shape,
+            box=slot.box,
+            flat=slot.flat,
+            file=name,
+            dataset=dataset,
+            offset=offsets[dataset],
+            digests=tuple(stored.digests),
+        )
+        for slot, (dataset, stored) in zip(slots, datasets.items(), strict=True)
+    ]
+    return {name: path.stat().st_size}, entries

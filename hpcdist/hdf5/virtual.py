@@ -1,0 +1,103 @@
+"""A file of virtual datasets: whole tensors out of parts that lie in other files, for h5ls, h5dump, h5py and viewers.
+
+Where such a file is missing, HDF5 shows the fill value without a word: NaN here, so that it is seen.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from hpcdist.errors import StorageError
+from hpcdist.hdf5.files import FAILURES, LIBVER, storable
+from hpcdist.hdf5.overlay import Overlay
+
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements ``flat`` (row-major) of ``box`` of the whole, stored in ``shape`` in a dataset of another file."""
+
+    file: str  # relative to the directory of the virtual one
+    dataset: str
+    shape: tuple[int, ...]
+    box: Box
+    flat: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A virtual dataset, and the parts that it is made of."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    parts: Sequence[Part]
+    attributes: Mapping[str, Any]
+
+
+def rectangles(extent: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes, in order, that elements ``start`` to ``stop`` (row-major) of an array of ``extent`` make up."""
+    if start >= stop:
+        return
+    if not extent:
+        yield ()
+        return
+    inner = int(np.prod(extent[1:], dtype=object))
+    first, last = start // inner, stop // inner
+    if start % inner:
+        end = min(stop - first * inner, inner)
+        yield from (((first, first + 1), *box) for box in rectangles(extent[1:], start - first * inner, end))
+        first += 1
+    if first < last:
+        yield ((first, last), *((0, size) for size in extent[1:]))
+    if first <= last:
+        yield from (((last, last + 1), *box) for box in rectangles(extent[1:], 0, stop - last * inner))
+
+
+def write(
+    path: str | os.PathLike[str],
+    wholes: Mapping[str, Whole],
+    attributes: Mapping[str, Any],
+    *,
+    schema: str,
+    version: int,
+) -> None:
+    """Write the new file ``path`` to the disk (fsync included). Raises StorageError; no file is left then."""
+    path = Path(path)
+    try:
+        with Overlay(path, create=True) as overlay:
+            with h5py.File(overlay, "w", libver=LIBVER) as file:
+                file.attrs.update({"schema": schema, "schema_version": version, **attributes})
+                for name, whole in wholes.items():
+                    _make(file, name, whole)
+            overlay.commit()
+    except FAILURES as error:
+        path.unlink(missing_ok=True)
+        raise StorageError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _make(file: h5py.File, name: str, whole: Whole) -> None:
+    if not whole.shape:  # HDF5 has no virtual scalars
+        file[name] = h5py.ExternalLink(whole.parts[0].file, whole.parts[0].dataset)
+        return
+    layout = h5py.VirtualLayout(whole.shape, storable(np.empty(0, whole.dtype)).dtype)
+    for part in whole.parts:
+        source = h5py.VirtualSource(part.file, part.dataset, part.shape)
+        if len(part.shape) == len(part.box) and part.flat == (0, int(np.prod(part.shape))):
+            layout[tuple(slice(*ends) for ends in part.box)] = source
+            continue
+        done = 0
+        for box in rectangles([stop - start for start, stop in part.box], *part.flat):
+            size = int(np.prod([stop - start for start, stop in box]))
+            where = zip(part.box, box, strict=True)
+            layout[tuple(slice(origin + start, origin + stop) for (origin, _), (start, stop) in where)] = source[
+                done : done + size
+            ]
+            done += size
+    fill = np.nan if whole.dtype.kind == "f" else None
+    file.create_virtual_dataset(name, layout, fillvalue=fill).attrs.update(whole.attributes)

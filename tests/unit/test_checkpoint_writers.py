@@ -1,0 +1,194 @@
+"""Who writes a checkpoint: groups of ranks, hashed directories, and the index that shows whole tensors."""
+
+import errno
+import itertools
+import os
+import shutil
+import subprocess
+
+import h5py
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint import manifest, shard
+from hpcdist.checkpoint.config import CheckpointConfig
+from hpcdist.checkpoint.restore import newest, restore
+from hpcdist.checkpoint.save import save
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.hdf5.virtual import rectangles
+from hpcdist.training.recipe import load
+
+LAYOUT = Layout.of(
+    [
+        TensorSpec(0, "table", (11, 7, 3)),
+        TensorSpec(1, "weight", (33, 19)),
+        TensorSpec(1, "bias", (5,)),
+        TensorSpec(2, "scale", ()),
+    ]
+)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    for module in ("manifest", "blocks", "restore", "slots", "sources"):
+        monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 256)
+    monkeypatch.setattr(shard, "PART_BYTES", 128)
+
+
+def pieces_of(store, kind, part):
+    return [Piece.of(kind, seg, touched, store.range(touched)) for seg, touched in LAYOUT.within(part)]
+
+
+def filled(rng, dtype="float32"):
+    store = FlatStore(LAYOUT, dtype_of(dtype))
+    for segment in LAYOUT.segments:
+        store.range(segment.range)[...] = rng.standard_normal(segment.range.size).astype(store.dtype)
+    return store
+
+
+def save_on(ranks, directory, stores, step=7, **options):
+    def body(comm):
+        part = split(LAYOUT.size, comm.size, 4)[comm.rank]
+        pieces = [piece for kind, store in stores.items() for piece in pieces_of(store, kind, part)]
+        return save(directory / "checkpoints", step, pieces, {"step": step}, comm, **options)
+
+    return run_threads(ranks, body)[0]
+
+
+def check(path, stores):
+    for kind, store in stores.items():
+        into = FlatStore(LAYOUT, store.dtype)
+        restore(path, pieces_of(into, kind, Range(0, LAYOUT.size)))
+        assert into.array.tobytes() == store.array.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "writers", "files"),
+    [(1, "node", 1), (4, "node", 1), (5, "1", 1), (5, "2", 2), (5, "3", 3), (3, "9", 3), (4, "rank", 4)],
+)
+def test_any_writers_bit_equal(tmp_path, rng, ranks, writers, files):
+    stores = {"parameters": filled(rng), "optimizer.m": filled(rng, "float64"), "half": filled(rng, "bfloat16")}
+    path = save_on(ranks, tmp_path, stores, writers=writers, about={"recipe": {"run.steps": 3}})
+    loaded = manifest.load(path)
+    assert sorted(loaded.files) == [f"shard-{index:05d}.h5" for index in range(files)]
+    assert (loaded.world, loaded.about) == (ranks, {"recipe": {"run.steps": 3}})
+    assert newest(tmp_path) == path
+    check(path, stores)
+
+
+def test_what_all_ranks_of_a_group_have_is_written_once(tmp_path, rng):
+    store = filled(rng)
+    whole = Range(0, LAYOUT.size)
+
+    def body(comm):
+        return save(tmp_path / "checkpoints", 1, pieces_of(store, "parameters", whole), {}, comm, writers="2")
+
+    path = run_threads(4, body)[0]
+    assert len(manifest.load(path).pieces) == 2 * len(LAYOUT.segments)
+    check(path, {"parameters": store})
+
+
+def test_shards_are_spread_over_directories(tmp_path, rng, monkeypatch):
+    assert shard.directories(1000) == [] and len(shard.directories(1001)) == 2 and len(shard.directories(5000)) == 8
+    names = [shard.file_name(writer, 5000) for writer in range(5000)]
+    assert len(set(names)) == 5000 and max(sum(n.startswith(d) for n in names) for d in shard.directories(5000)) <= 1000
+    monkeypatch.setattr(shard, "PER_DIRECTORY", 2)
+    stores = {"parameters": filled(rng)}
+    path = save_on(5, tmp_path, stores)
+    assert sorted(manifest.load(path).files) == [
+        *("00/shard-00000.h5", "00/shard-00004.h5", "01/shard-00001.h5", "02/shard-00002.h5", "03/shard-00003.h5")
+    ]
+    assert newest(tmp_path) == path
+    check(path, stores)
+    with h5py.File(path / "index.h5") as file:
+        assert (file["parameters/1.weight"][...] == stores["parameters"].view("1.weight")).all()
+
+
+def test_rectangles_against_index_arrays(rng):
+    for _ in range(300):
+        extent = tuple(int(n) for n in rng.integers(1, 5, rng.integers(0, 4)))
+        whole = np.arange(np.prod(extent, dtype=int)).reshape(extent)
+        start, stop = sorted(int(v) for v in rng.integers(0, whole.size + 1, 2))
+        found = list(rectangles(extent, start, stop))
+        spelled = [v for box in found for v in whole[tuple(slice(*ends) for ends in box)].reshape(-1).tolist()]
+        assert spelled == list(range(start, stop)) and len(found) <= 2 * max(1, len(extent)) - 1
+
+
+@pytest.mark.parametrize(("ranks", "writers"), [(1, "rank"), (4, "rank"), (5, "2")])
+def test_the_index_shows_whole_tensors(tmp_path, rng, ranks, writers):
+    stores = {"parameters": filled(rng), "half": filled(rng, "bfloat16")}
+    path = save_on(ranks, tmp_path, stores, writers=writers)
+    index = manifest.load(path).index
+    assert (index.file, index.nbytes) == ("index.h5", (path / "index.h5").stat().st_size)
+    with h5py.File(path / "index.h5") as file:
+        assert file.attrs["schema"] == "hpcdist.index" and file.attrs["step"] == 7
+        for segment in LAYOUT.segments:
+            assert (file[f"parameters/{segment.key}"][...] == stores["parameters"].view(segment.key)).all()
+            half = file[f"half/{segment.key}"]
+            assert half.attrs["dtype"] == "bfloat16"
+            assert (half[...].view(ml_dtypes.bfloat16) == stores["half"].view(segment.key)).all()
+    if shutil.which("h5ls"):
+        listed = subprocess.run(["h5ls", "-r", "-v", path / "index.h5"], capture_output=True, text=True, timeout=60)
+        assert listed.returncode == 0 and "1.weight" in listed.stdout
+    (path / "index.h5").unlink()
+    assert newest(tmp_path) == path, "nobody needs the index"
+    check(path, stores)
+
+
+def test_the_index_of_columns_shows_them_in_place(tmp_path, rng):
+    whole = rng.standard_normal((12, 9))
+
+    def body(comm):
+        own = split(9, comm.size, 8, align_bytes=8)[comm.rank]
+        array = np.ascontiguousarray(whole[:, own.slice]).reshape(-1)
+        half = array.size // 2 - 1  # once in two flat parts, once in one
+        cuts = [Range(0, half), Range(half, array.size)] if comm.rank else [Range(0, array.size)]
+        box = ((0, 12), (own.start, own.stop))
+        pieces = [Piece("w", "0.w", (12, 9), box, cut, array[cut.slice]) for cut in cuts]
+        return save(tmp_path, 1, pieces, {}, comm, writers="1")
+
+    path = run_threads(3, body)[0]
+    with h5py.File(path / "index.h5") as file:
+        assert (file["w/0.w"][...] == whole).all()
+
+
+def test_a_writer_whose_disk_is_full_holds_nobody_up(tmp_path, rng, monkeypatch):
+    stores = {"parameters": filled(rng), "optimizer.m": filled(rng)}
+    before = save_on(4, tmp_path, stores, step=1, writers="2")
+    true, seen = os.pwrite, itertools.count(1)
+
+    def full(fd, data, offset):
+        if next(seen) == 9:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return true(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+
+    def body(comm):
+        pieces = pieces_of(stores["parameters"], "parameters", split(LAYOUT.size, comm.size, 4)[comm.rank])
+        with pytest.raises(StorageError, match=r"rank [02]: .*No space left"):
+            save(tmp_path / "checkpoints", 2, pieces, {}, comm, writers="2")
+
+    run_threads(4, body)
+    assert newest(tmp_path) == before and sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-1"]
+
+
+def test_bad_writers_are_refused():
+    for good in ("rank", "node", "1", "16"):
+        assert CheckpointConfig(writers=good).writers == good
+    for bad in ("0", "-1", "ranks", "", "1.5", "٣"):
+        with pytest.raises(ConfigurationError, match="checkpoint.writers"):
+            CheckpointConfig(writers=bad)
+
+
+def test_a_number_of_writers_needs_no_quotes(tmp_path):
+    (tmp_path / "recipe.toml").write_text("[checkpoint]\nwriters = 4\n")
+    assert load(tmp_path / "recipe.toml").recipe.checkpoint.writers == "4"
+    assert load(None, ["checkpoint.writers=3"]).recipe.checkpoint.writers == "3"
