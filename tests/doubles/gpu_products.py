@@ -31,4 +31,9 @@ PRODUCTS: dict[str, tuple[int, dict[str, object]]] = {
     "zb-h2, measured": (2, {**PIPELINE, "parallel.schedule": "zb-h2", "parallel.partition": "measured"}),
     "zb-h1 x tensor by rows": (4, {**PIPELINE, "parallel.schedule": "zb-h1", **BY_ROWS}),
     "zero3 x tensor by rows": (4, {**SMALL, "parallel.strategy": "zero3", **BY_ROWS}),
+    "zb-h1 x servers": (
+        4,
+        {**PIPELINE, "parallel.schedule": "zb-h1", "parallel.strategy": "parameter_server"}
+        | {"parameter_server.placement": "colocated"},
+    ),
 }
