@@ -55,7 +55,8 @@ def test_each_piece_is_copied_once(gpu: ModuleType, tmp_path: Path) -> None:
     pieces = pieces_of(store)
     gpu.LOG.clear()
     path = run_threads(1, lambda comm: save(tmp_path, 1, pieces, {}, comm))[0]
-    assert gpu.LOG.sites() == {(gpu.D2H, "save._write_shard"): len(pieces)}
+    copied = {(gpu.D2H, "sources._of_device"): len(pieces), (gpu.SYNCHRONISE, "sources._arrived"): len(pieces)}
+    assert gpu.LOG.sites() == copied and gpu.LOG.nbytes(gpu.D2H) == sum(piece.array.nbytes for piece in pieces)
     gpu.LOG.clear()
     restore(path, pieces)
     assert gpu.LOG.sites() == {(gpu.H2D, "restore._fill"): len(pieces)}
