@@ -5,6 +5,7 @@ from typing import Final
 from hpcdist.strategies.decentralised.replicas import Replicas
 from hpcdist.strategies.owner import OwnerExchange
 from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.schedule import simulate_closed
 from hpcdist.strategies.tensor.model import CutModel
 from hpcdist.strategies.zero_config import STAGES, ZeroConfig
 from hpcdist.training.trainer import Trainer
@@ -17,8 +18,9 @@ def described(trainer: Trainer) -> str:
 
     Local. A key that changes what a rank keeps, sends or waits for is named where it is not at its default.
 
-    The bubble is the share of a step that a stage waits when all take equally long: (p-1)/(m+p-1) for p stages and m
-    micro-batches, in GPipe and 1F1B alike.
+    The bubble is the share of its span that a stage waits where all are alike, and forward and both halves of backward
+    take equally long; schedules, or numbers of micro-batches, without a closed form have none here, and neither has
+    recomputing, which fills a part of it.
     """
     recipe, grid = trainer.recipe, trainer.grid
     parallel, servers = recipe.parallel, recipe.parameter_server
@@ -47,10 +49,14 @@ def described(trainer: Trainer) -> str:
         rows = ", activations by rows" if parallel.sequence_parallel else ""
         parts.append(f"tensor by {trainer.model.axis.algorithm}{rows}")
     if grid.pipeline > 1:
-        stages, microbatches = grid.pipeline, parallel.microbatches
-        bubble = (stages - 1) / (microbatches + stages - 1)
-        again = ", recomputing" if parallel.recompute else ""
-        parts.append(f"{parallel.order} of {microbatches} micro-batches{again}, bubble {bubble:.0%}")
+        parts.append(f"{parallel.order} of {parallel.microbatches} micro-batches")
+        bubble = simulate_closed.bubble(
+            parallel.order, grid.pipeline, parallel.microbatches, chunks=parallel.chunks_each
+        )
+        if parallel.recompute:
+            parts.append("recomputing")
+        elif bubble is not None:
+            parts.append(f"bubble {bubble:.0%}")
     elif parallel.microbatches > 1:
         parts.append(f"{parallel.microbatches} micro-batches")
     return ", ".join(parts)

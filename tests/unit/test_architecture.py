@@ -73,7 +73,33 @@ from hpcdist.training.trainer import assemble
         (
             2,
             ["parallel.pipeline=2", "parallel.microbatches=4", "parallel.recompute=true"],
-            "allreduce, native, 1f1b of 4 micro-batches, recomputing, bubble 20%",
+            "allreduce, native, 1f1b of 4 micro-batches, recomputing",
+        ),
+        (
+            2,
+            ["parallel.pipeline=2", "parallel.microbatches=4"],
+            "allreduce, native, 1f1b of 4 micro-batches, bubble 20%",
+        ),
+        (
+            2,
+            ["parallel.pipeline=2", "parallel.microbatches=4", "parallel.schedule=zb-h1"],
+            "allreduce, native, zb-h1 of 4 micro-batches, bubble 8%",
+        ),
+        (
+            2,
+            [
+                "model.layers=2",
+                "parallel.pipeline=2",
+                "parallel.microbatches=4",
+                "parallel.schedule=interleaved",
+                "parallel.chunks=2",
+            ],
+            "allreduce, native, interleaved of 4 micro-batches, bubble 11%",
+        ),
+        (
+            2,
+            ["parallel.pipeline=2", "parallel.microbatches=1", "parallel.schedule=zb-h1"],
+            "allreduce, native, zb-h1 of 1 micro-batches",
         ),
         (
             4,
