@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "compare": ("hpcdist.cli.compare:command", "Tell whether a benchmark became slower."),
     "tune": ("hpcdist.cli.tune:command", "Measure which allreduce is fastest here."),
     "schedule": ("hpcdist.cli.schedule:command", "Show what pipeline schedules cost, and draw them."),
+    "checkpoint": ("hpcdist.cli.checkpoint:command", "List, verify, export and import what runs have saved."),
     "hang": ("hpcdist.cli.hang:command", "Name the rank and the line at which a run came apart."),
     "config": ("hpcdist.cli.config:command", "Show a recipe as it will run, and where each value comes from."),
     "energy": ("hpcdist.cli.energy:command", "Show which energy counters can be read here."),

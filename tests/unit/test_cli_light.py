@@ -31,6 +31,8 @@ def hpcdist(*arguments: str) -> "subprocess.CompletedProcess[str]":
         ["bench", "pipeline", "--help"],
         ["schedule", "--help"],
         ["compare", "--help"],
+        ["checkpoint", "--help"],
+        ["checkpoint", "export", "--help"],
     ],
 )
 def test_help_loads_nothing_heavy(arguments):

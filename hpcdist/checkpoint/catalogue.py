@@ -1,0 +1,162 @@
+"""What lies in a directory of checkpoints, and in one of them, read from names, sizes and manifests alone (local)."""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.checkpoint import directory as names
+from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.manifest import Manifest
+from hpcdist.errors import StorageError
+
+PARAMETERS: Final = "parameters"
+COMPLETE: Final = "complete"
+UNFINISHED: Final = "unfinished"
+DAMAGED: Final = "damaged"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A whole tensor that a checkpoint holds, whatever pieces it lies in."""
+
+    kind: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.size * dtype_of(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Found:
+    """A directory that is, or was to become, a checkpoint. ``reason`` says why it cannot be used, "" where it can.
+
+    Sizes have been compared with the manifest, digests have not.
+    """
+
+    path: Path
+    step: int
+    state: str
+    reason: str
+    manifest: Manifest | None
+
+    @property
+    def written_utc(self) -> str:
+        """When its manifest was written; "" where there is none."""
+        try:
+            seconds = (self.path / manifest.FILE_NAME).stat().st_mtime
+        except OSError:
+            return ""
+        return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its shards by the manifest."""
+        return sum(self.manifest.files.values()) if self.manifest is not None else 0
+
+
+def place(run_dir: Path) -> Path:
+    """Return the directory of checkpoints: of a run, or ``run_dir`` itself. Raises StorageError where there is none."""
+    inside = run_dir / "checkpoints"
+    if inside.is_dir():
+        return inside
+    if run_dir.is_dir() and names.candidates(run_dir):
+        return run_dir
+    raise StorageError(f"{run_dir} has no checkpoints; give the directory of a run (its --out)")
+
+
+def listed(run_dir: Path) -> list[Found]:
+    """Return all that lies in the directory of checkpoints of ``run_dir``, the most recent first."""
+    return [look(path) for _, path in names.candidates(place(run_dir))]
+
+
+def look(path: Path) -> Found:
+    """Return what is at ``path``."""
+    stem = path.name.partition(".")[0].removeprefix("step-")
+    step = int(stem) if stem.isdecimal() else -1
+    if path.suffix == ".tmp":
+        return Found(path, step, UNFINISHED, "it was not finished, or is being written", None)
+    try:
+        found = manifest.load(path)
+    except StorageError as error:
+        return Found(path, step, DAMAGED, str(error), None)
+    reason = _wrong_size(path, found)
+    return Found(path, found.step, DAMAGED if reason else COMPLETE, reason, found)
+
+
+def _wrong_size(path: Path, loaded: Manifest) -> str:
+    for name, size in loaded.files.items():
+        try:
+            found = (path / name).stat().st_size
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        if found != size:
+            return f"{name} has {found} bytes, the manifest says {size}"
+    return ""
+
+
+def choose(path: Path) -> Path:
+    """Return ``path`` where it is a checkpoint, else the newest complete one of the run there. Raises StorageError.
+
+    A directory that was begun as a checkpoint is returned as it is, so that its reader tells what it lacks.
+    """
+    if (path / manifest.FILE_NAME).exists() or (path.is_dir() and path.name.startswith("step-")):
+        return path
+    for found in listed(path):
+        if found.state == COMPLETE:
+            return found.path
+    raise StorageError(f"{path} has no complete checkpoint; `hpcdist checkpoint ls {path}` says why")
+
+
+def tensors(loaded: Manifest, kinds: Collection[str] | None = None) -> list[Tensor]:
+    """Return the tensors of ``kinds`` (None: of all), ordered by kind, layer and name."""
+    found = {
+        (entry.kind, entry.tensor): Tensor(entry.kind, entry.tensor, entry.dtype, entry.shape)
+        for entry in loaded.pieces
+        if kinds is None or entry.kind in kinds
+    }
+    return sorted(found.values(), key=lambda tensor: (tensor.kind != PARAMETERS, tensor.kind, _by_layer(tensor.name)))
+
+
+def _by_layer(name: str) -> tuple[int, str]:
+    layer, _, rest = name.partition(".")
+    return (int(layer), rest) if layer.isdecimal() else (0, name)
+
+
+def summary(found: Found) -> dict[str, Any]:
+    """Return what a person wants to know of a checkpoint, as JSON values."""
+    loaded = found.manifest
+    figures: dict[str, Any] = {
+        "path": str(found.path),
+        "step": found.step,
+        "state": found.state,
+        "reason": found.reason,
+        "written_utc": found.written_utc,
+        "bytes": found.nbytes,
+    }
+    if loaded is None:
+        return figures
+    by_kind: dict[str, dict[str, int]] = {}
+    for tensor in tensors(loaded):
+        sums = by_kind.setdefault(tensor.kind, {"tensors": 0, "elements": 0, "bytes": 0})
+        for name, value in (("tensors", 1), ("elements", tensor.size), ("bytes", tensor.nbytes)):
+            sums[name] += value
+    return figures | {
+        "ranks": loaded.world,
+        "files": len(loaded.files),
+        "pieces": len(loaded.pieces),
+        "schema_version": loaded.version,
+        "kinds": by_kind,
+    }

@@ -1,0 +1,117 @@
+"""Whole tensors out of a checkpoint, into a file of another format: block by block, each verified as it is read.
+
+Names are those of parameters (``3.qkv.weight``: global layer id and tensor); what belongs to another kind, as the
+optimizer's state, has it in front (``optimizer.m/3.qkv.weight``). No tensor, and no model, need fit into memory.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.filestore import Stretch
+from hpcdist.arrays.piece import Piece, whole_box
+from hpcdist.arrays.ranges import Range
+from hpcdist.checkpoint.catalogue import PARAMETERS, Tensor, tensors
+from hpcdist.checkpoint.manifest import Manifest
+from hpcdist.checkpoint.restore import restore
+from hpcdist.errors import StorageError, UsageError
+from hpcdist.hdf5.overlay import pwrite_all
+
+
+@dataclass(frozen=True)
+class _Region:
+    """The place of a tensor in a file that is written: what a `Stretch` has as its store."""
+
+    fd: int
+    offset: int
+    dtype: np.dtype
+
+    def write(self, wanted: Range, values: np.ndarray) -> None:
+        """Write ``values`` at ``wanted``."""
+        pwrite_all(self.fd, values.view(np.uint8).data, self.offset + wanted.start * self.dtype.itemsize)
+
+
+def key_of(tensor: Tensor) -> str:
+    """Return the name of ``tensor`` in a file of another format."""
+    return tensor.name if tensor.kind == PARAMETERS else f"{tensor.kind}/{tensor.name}"
+
+
+def told(loaded: Manifest) -> str:
+    """Return what an export says of the checkpoint that it was made of, so that it can become one again."""
+    kinds = sorted({entry.kind for entry in loaded.pieces})
+    return json.dumps({"step": loaded.step, "scalars": loaded.scalars, "kinds": kinds})
+
+
+def chosen(loaded: Manifest, optimizer: bool) -> list[Tensor]:
+    """Return what is exported: the parameters, with ``optimizer`` all else too. Raises UsageError for no parameters."""
+    found = tensors(loaded, None if optimizer else {PARAMETERS})
+    if not found:
+        raise UsageError("this checkpoint has no parameters; add --optimizer to export what it has")
+    return found
+
+
+def fill(checkpoint: Path, fd: int, places: Sequence[tuple[Tensor, int]]) -> None:
+    """Write each tensor of ``checkpoint`` at its byte offset into the file ``fd``. Raises StorageError, OSError."""
+    pieces = []
+    for tensor, offset in places:
+        whole = Range(0, tensor.size)
+        region = Stretch(_Region(fd, offset, dtype_of(tensor.dtype)), whole)  # type: ignore[arg-type]
+        pieces.append(
+            Piece(tensor.kind, tensor.name, tensor.shape, whole_box(tensor.shape), whole, region)  # type: ignore[arg-type]
+        )
+    restore(checkpoint, pieces)
+
+
+@contextmanager
+def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
+    """Yield where to write each of ``paths``, none of which may exist; they get their names, in order, at the end.
+
+    Raises StorageError; then none of them is there.
+    """
+    for path in paths:
+        if path.exists():
+            raise StorageError(f"{path}: exists already; remove it, or choose another name")
+    written = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in paths}
+    named: list[Path] = []
+    try:
+        for folder in {path.parent for path in paths}:
+            folder.mkdir(parents=True, exist_ok=True)
+        yield written
+        for path, temporary in written.items():
+            temporary.rename(path)
+            named.append(path)
+        for folder in {path.parent for path in paths}:
+            _sync(folder)
+    except OSError as error:
+        for path in named:
+            path.unlink(missing_ok=True)
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"{paths[0]}: cannot be written: {error.strerror or error}") from error
+    finally:
+        for temporary in written.values():
+            temporary.unlink(missing_ok=True)
+
+
+def write_file(path: Path, write: Callable[[int], None]) -> None:
+    """Make the file at ``path``, let ``write`` fill its descriptor, and wait until it is on the disk."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        write(fd)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,242 @@
+"""Files of other formats, opened in a process of their own and believed in nothing.
+
+A library that reads a hostile file may crash, loop, or run what somebody else wrote. So this process never opens such a
+file: a child does, confined (`hpcdist.checkpoint.sandbox`) and without the caller's environment, and hands over names,
+shapes and bytes through a pipe. What it says is checked here against the size of the file; its death is an error.
+"""
+
+import json
+import math
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+import numpy as np
+
+import hpcdist
+from hpcdist.arrays.dtypes import FLOATS, INTEGERS, dtype_of
+from hpcdist.arrays.filestore import Stretch
+from hpcdist.arrays.piece import Piece, whole_box
+from hpcdist.arrays.ranges import Range
+from hpcdist.checkpoint import torch_state
+from hpcdist.checkpoint.catalogue import Tensor
+from hpcdist.checkpoint.foreign_child import ERROR, size_of
+from hpcdist.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX
+from hpcdist.errors import StorageError, UsageError
+
+PATIENCE_S: Final = 300.0  # for one answer
+MOST_TOLD_BYTES: Final = 256 << 20  # of what a file is said to hold
+MOST_TIMES: Final = 4  # all tensors together may be so many times the file: some share their bytes
+_KIND: Final = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)*")
+_KEPT: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "HOME")  # of the environment
+
+
+@dataclass(frozen=True)
+class _Told:
+    kind: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Contents:
+    tensors: list[_Told]
+    metadata: str
+    left_out: list[str]
+    not_confined: str
+
+
+def format_of(path: Path) -> tuple[str, Path]:
+    """Return the format of ``path``, and the file to open: of a directory, the one or the index that it has.
+
+    Raises StorageError where there is none, UsageError for a format that is not known.
+    """
+    if path.is_dir():
+        found = sorted(path.glob("*" + INDEX_SUFFIX)) or sorted(path.glob("*" + SUFFIX))
+        if len(found) != 1:
+            held = f"{len(found)} of them" if found else "none"
+            raise StorageError(f"{path}: expected one {SUFFIX} file, or an index of several, found {held}")
+        path = found[0]
+    if not path.is_file():
+        raise StorageError(f"{path}: there is no such file")
+    if path.name.endswith((SUFFIX, INDEX_SUFFIX)):
+        return "safetensors", path
+    if path.suffix in torch_state.SUFFIXES:
+        return "torch", path
+    known = ", ".join((SUFFIX, INDEX_SUFFIX, *torch_state.SUFFIXES))
+    raise UsageError(f"{path}: a file of an unknown format; known by their ends are {known}")
+
+
+class Foreign:
+    """The file at ``path``, open in a child; a context manager. Raises StorageError for whatever goes wrong there."""
+
+    def __init__(self, path: Path) -> None:
+        self.format, self.path = format_of(path)
+        self._nbytes = size_of(self.path)
+        self._lock = threading.Lock()  # one request after the other, whoever asks
+
+    def __enter__(self) -> Self:
+        package = str(Path(hpcdist.__file__).resolve().parents[1])
+        line = [sys.executable, "-P", "-m", "hpcdist.checkpoint.foreign_child", self.format, str(self.path.resolve())]
+        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        self._child = subprocess.Popen(
+            line,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**kept, **threads, "PYTHONPATH": package},
+            cwd="/",
+            start_new_session=True,
+        )
+        try:
+            self._take(self._answer(MOST_TOLD_BYTES))
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def pieces(self) -> list[Piece]:
+        """Return every tensor as a piece whose bytes are asked for when they are read."""
+        found = []
+        for index, one in enumerate(self.tensors):
+            whole = Range(0, one.size)
+            lies = Stretch(_Remote(self, index, dtype_of(one.dtype)), whole)  # type: ignore[arg-type]
+            found.append(Piece(one.kind, one.name, one.shape, whole_box(one.shape), whole, lies))  # type: ignore[arg-type]
+        return found
+
+    def fetch(self, index: int, part: Range, out: np.ndarray) -> None:
+        """Fill ``out`` with elements ``part`` of the tensor of that number."""
+        view = out.view(np.uint8).data
+        with self._lock:
+            assert self._child.stdin is not None
+            try:
+                self._child.stdin.write(json.dumps([index, part.start, part.stop]).encode() + b"\n")
+                self._child.stdin.flush()
+            except OSError:
+                raise self._died() from None
+            data = self._answer(len(view))
+        if len(data) != len(view):
+            raise StorageError(f"{self.path}: {len(data)} of {len(view)} bytes of {self.tensors[index].name} are there")
+        view[:] = data
+
+    def _take(self, told: bytes) -> None:
+        """Check what the child says of the file, and keep it."""
+        try:
+            found = msgspec.json.decode(told, type=_Contents)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise StorageError(f"{self.path}: what was read of it makes no sense: {error}") from error
+        reason = _why_not(found.tensors, self._nbytes)
+        if reason:
+            raise StorageError(f"{self.path}: {reason}")
+        self.tensors = [Tensor(one.kind, one.name, one.dtype, one.shape) for one in found.tensors]
+        self.left_out, self.not_confined = found.left_out, found.not_confined
+        self.metadata = _metadata(found.metadata)
+
+    def _answer(self, most: int) -> bytes:
+        """Return the next frame. Raises StorageError when there is none, or one of more than ``most`` bytes."""
+        length = int.from_bytes(self._read(8), "little")
+        if length & ERROR:
+            reason = self._read(min(length & ~ERROR, 2048)).decode(errors="replace")
+            raise StorageError(f"{self.path} cannot be read as {self.format}: {reason}")
+        if length > most:
+            raise StorageError(f"{self.path}: an answer of {length} bytes, expected at most {most}")
+        return self._read(length)
+
+    def _read(self, count: int) -> bytes:
+        assert self._child.stdout is not None
+        fd, parts = self._child.stdout.fileno(), []
+        while count:
+            if not select.select([fd], [], [], PATIENCE_S)[0]:
+                raise StorageError(f"{self.path}: nothing was read of it in {PATIENCE_S:g} s")
+            part = os.read(fd, min(count, 1 << 20))
+            if not part:
+                raise self._died()
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def _died(self) -> StorageError:
+        code = self._child.wait()
+        how = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
+        return StorageError(
+            f"{self.path} cannot be read as {self.format}: the process that opened it ended with {how}; it is damaged, "
+            "or made to do harm"
+        )
+
+    def _end(self) -> None:
+        self._child.kill()
+        self._child.wait()
+        for pipe in (self._child.stdin, self._child.stdout):
+            try:
+                if pipe is not None:
+                    pipe.close()
+            except BrokenPipeError:  # a request that nobody read
+                pass
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """A tensor of a foreign file: what a `Stretch` has as its store."""
+
+    source: Foreign
+    index: int
+    dtype: np.dtype
+
+    def read(self, wanted: Range, out: np.ndarray) -> None:
+        """Read ``wanted`` into ``out``."""
+        self.source.fetch(self.index, wanted, out)
+
+
+def _why_not(told: list[_Told], file_bytes: int) -> str:
+    """Return what of it cannot be, or cannot be kept, as the rest of a sentence; "" when all can."""
+    total, seen = 0, set()
+    for one in told:
+        parts = one.name.split("/")
+        plain = one.name.isprintable() and len(one.name) <= 512 and not {"", ".", ".."} & set(parts)
+        if not plain or len(one.kind) > 64 or not _KIND.fullmatch(one.kind):
+            return f"a tensor is called {one.name[:80]!r} of {one.kind[:80]!r}, which cannot be a name of a dataset"
+        if one.dtype not in FLOATS | INTEGERS:
+            return f"{one.name} has dtype {one.dtype[:20]!r}, known are {', '.join(FLOATS | INTEGERS)}"
+        if len(one.shape) > 32 or not all(0 <= size < 1 << 48 for size in one.shape):
+            return f"{one.name} has the shape {str(one.shape)[:80]}"
+        nbytes = math.prod(one.shape) * dtype_of(one.dtype).itemsize
+        total += nbytes
+        if nbytes > file_bytes or total > MOST_TIMES * file_bytes:
+            return f"{one.name} of shape {list(one.shape)} is more than a file of {file_bytes} bytes can hold"
+        if (one.kind, one.name) in seen:
+            return f"{one.name} comes twice"
+        seen.add((one.kind, one.name))
+    for kind, name in seen:
+        above = name.split("/")[:-1]
+        if any((kind, "/".join(above[: k + 1])) in seen for k in range(len(above))):
+            return f"{name} lies inside another tensor of that name; rename one of them"
+    return ""
+
+
+def _metadata(text: str) -> Mapping[str, Any]:
+    """Return what one of our exports says of itself (`exporting.told`); {} for files of others."""
+    try:
+        found = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict) or not isinstance(found.get("scalars"), dict):
+        return {}
+    step, kinds = found.get("step"), found.get("kinds")
+    return found if type(step) is int and 0 <= step < 1 << 60 and isinstance(kinds, list) else {}

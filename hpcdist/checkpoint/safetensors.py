@@ -1,0 +1,157 @@
+"""The safetensors format: eight bytes of length, a JSON header, and the bytes of the tensors one behind the other.
+
+https://github.com/huggingface/safetensors. It is written and read here, since the library's own functions for numpy
+take and return whole files in memory and have no bfloat16; tests hold this against the library, both ways. A model of
+several files has a ``model.safetensors.index.json`` that says which tensor lies in which.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.checkpoint.catalogue import Tensor
+from hpcdist.checkpoint.exporting import fill, key_of, new_files, told, write_file
+from hpcdist.checkpoint.manifest import Manifest
+from hpcdist.hdf5.overlay import pread_all, pwrite_all
+
+SUFFIX: Final = ".safetensors"
+INDEX_SUFFIX: Final = ".safetensors.index.json"
+OURS: Final = "hpcdist"  # the key of our metadata: see `exporting.told`
+MOST_HEADER_BYTES: Final = 100_000_000  # as the library has it
+SHARD_BYTES: Final = 5 << 30
+_CODES: Final = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+}
+DTYPES: Final = {code: name for name, code in _CODES.items()}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor in a file; ``start`` counts bytes of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+def write(
+    checkpoint: Path, loaded: Manifest, tensors: Sequence[Tensor], out: Path, shard_bytes: int = SHARD_BYTES
+) -> list[Path]:
+    """Write ``tensors`` of ``checkpoint`` to ``out``, or, when they are more than ``shard_bytes``, to several files.
+
+    These are called ``out``-00001-of-00003, and the index beside them. Returns what was written, the index last.
+    Raises StorageError; nothing is left then.
+    """
+    groups = shards(tensors, shard_bytes)
+    stem = out.name.removesuffix(SUFFIX)
+    numbered = [out.with_name(f"{stem}-{k + 1:05d}-of-{len(groups):05d}{SUFFIX}") for k in range(len(groups))]
+    paths = [out] if len(groups) == 1 else numbered
+    index = [out.with_name(stem + INDEX_SUFFIX)] if len(groups) > 1 else []
+    # "pt" says that tensors are row-major, as they are for all who write it; some readers refuse files without it.
+    metadata = {"format": "pt", OURS: told(loaded)}
+    with new_files([*paths, *index]) as written:
+        for path, group in zip(paths, groups, strict=True):
+            head, places = header(group, metadata)
+
+            def body(fd: int, head: bytes = head, places: list[tuple[Tensor, int]] = places) -> None:
+                pwrite_all(fd, head, 0)
+                fill(checkpoint, fd, places)
+
+            write_file(written[path], body)
+        for path in index:
+            weight_map = {key_of(one): file.name for file, group in zip(paths, groups, strict=True) for one in group}
+            total = sum(one.nbytes for one in tensors)
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+            write_file(written[path], lambda fd, text=text: pwrite_all(fd, text.encode(), 0))  # type: ignore[misc]
+    return [*paths, *index]
+
+
+def shards(tensors: Sequence[Tensor], most_bytes: int) -> list[list[Tensor]]:
+    """Cut ``tensors``, in order, into files of at most ``most_bytes``; a larger tensor has a file of its own."""
+    groups: list[list[Tensor]] = [[]]
+    held = 0
+    for tensor in tensors:
+        if groups[-1] and held + tensor.nbytes > most_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(tensor)
+        held += tensor.nbytes
+    return groups
+
+
+def header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> tuple[bytes, list[tuple[Tensor, int]]]:
+    """Return what comes before the bytes, and where each tensor begins in the file."""
+    # The widest elements first: then every tensor begins at a multiple of its elements, without holes.
+    ordered = sorted(tensors, key=lambda one: -dtype_of(one.dtype).itemsize)
+    found: dict[str, Any] = {"__metadata__": dict(metadata)}
+    starts, position = [], 0
+    for tensor in ordered:
+        starts.append(position)
+        end = position + tensor.nbytes
+        found[key_of(tensor)] = {
+            "dtype": _CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(found, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, [(tensor, len(head) + start) for tensor, start in zip(ordered, starts, strict=True)]
+
+
+def read_header(fd: int) -> tuple[dict[str, Place], dict[str, str]]:
+    """Return tensors by name, and the metadata, of the open file. Raises ValueError for anything that is not right.
+
+    To be called where the file may be hostile: see `hpcdist.checkpoint.foreign`.
+    """
+    size = os.fstat(fd).st_size
+    length = int.from_bytes(pread_all(fd, 8, 0), "little")
+    if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
+        raise ValueError(f"a header of {length} bytes in a file of {size}")
+    told = json.loads(pread_all(fd, length, 8), object_pairs_hook=_once)
+    if not isinstance(told, dict):
+        raise ValueError("the header is no JSON object")
+    metadata = told.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError("__metadata__ is not text by name")
+    found = {name: _place(name, one, 8 + length) for name, one in told.items()}
+    position = 8 + length
+    for name, place in sorted(found.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if place.start != position:
+            raise ValueError(f"{name} begins at byte {place.start}, expected {position}: a hole or an overlap")
+        position += place.nbytes
+    if position != size:
+        raise ValueError(f"tensors end at byte {position} of {size}")
+    return found, metadata
+
+
+def _place(name: str, told: Any, begin: int) -> Place:
+    try:
+        code, shape, (start, stop) = told["dtype"], tuple(told["shape"]), told["data_offsets"]
+        whole = all(type(number) is int and 0 <= number < 1 << 60 for number in (*shape, start, stop))
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(f"{name}: expected dtype, shape and data_offsets, got {str(told)[:80]}") from None
+    if not whole or code not in DTYPES:
+        raise ValueError(f"{name}: dtype {str(code)[:20]}, shape {str(shape)[:80]} cannot be read here")
+    nbytes = math.prod(shape) * dtype_of(DTYPES[code]).itemsize
+    if stop - start != nbytes:
+        raise ValueError(f"{name}: {stop - start} bytes for {code}{list(shape)}, expected {nbytes}")
+    return Place(DTYPES[code], shape, begin + start, nbytes)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name comes twice")
+    return found

@@ -1,0 +1,181 @@
+"""Striping the directory of checkpoints, on file systems that spread files over servers: Lustre and BeeGFS (local).
+
+A file is striped when it is made, after its directory. What is sensible follows from the size of a shard and from how
+many are written at once: shards of a few hundred megabytes, one a rank, spread the load by their number, and a stripe
+each is best; few large ones need several. On Lustre the layout is progressive (``lfs setstripe -E``): the first bytes,
+all that a small file has, lie on one server, and only what follows is spread.
+
+    per_shard = bytes / writers
+    stripes   = min(per_shard / 1 GiB, servers / writers (8 where nobody knows how many there are)), at least 1,
+                and at least one for each 100 GB
+
+The recipe, and so the site profile, may say otherwise with ``checkpoint.stripe``: "none", or the options themselves.
+"""
+
+import ctypes
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hpcdist.arrays.sizes import counted, in_units
+
+LUSTRE: Final = "lustre"
+BEEGFS: Final = "beegfs"
+_MAGIC: Final = {0x0BD00BD0: LUSTRE, 0x19830326: BEEGFS}  # statfs f_type
+_MOUNTED: Final = {"lustre": LUSTRE, "lustre_lite": LUSTRE, "beegfs": BEEGFS, "fhgfs": BEEGFS}
+MOUNTS: Final = Path("/proc/self/mounts")
+TOOL_LIMIT_S: Final = 30.0
+STRIPE_BYTES: Final = 4 << 20
+PER_STRIPE_BYTES: Final = 1 << 30
+AT_LEAST_ONE_EACH_BYTES: Final = 100 * 10**9
+UNKNOWN_SERVERS_STRIPES: Final = 8
+MOST_STRIPES: Final = 128
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """What lies under a path. ``kind`` is "lustre", "beegfs", or the name that the mount table has."""
+
+    kind: str
+    mount: str
+
+    @property
+    def striped(self) -> bool:
+        """Whether files can be spread over servers."""
+        return self.kind in (LUSTRE, BEEGFS)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a directory would be striped. ``command`` is empty where it would not, for the reason in ``why``."""
+
+    system: FileSystem
+    command: tuple[str, ...]
+    why: str
+
+    @property
+    def text(self) -> str:
+        """The command as a shell takes it."""
+        return shlex.join(self.command)
+
+
+def file_system(path: Path, mounts: Path = MOUNTS) -> FileSystem:
+    """Return the file system of ``path``, or of the nearest directory above that is there."""
+    there = path.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    mount, mounted = _mount_of(there.resolve(), mounts)
+    return FileSystem(_MAGIC.get(_magic(there)) or _MOUNTED.get(mounted, mounted), mount)
+
+
+def _magic(path: Path) -> int:
+    """Return statfs f_type, the first word of the structure on every Linux; 0 where it cannot be had."""
+    words = (ctypes.c_long * 64)()
+    try:
+        failed = ctypes.CDLL(None).statfs(os.fsencode(path), words)
+    except (OSError, AttributeError):
+        return 0
+    return 0 if failed else int(words[0]) & 0xFFFFFFFF
+
+
+def _mount_of(path: Path, mounts: Path) -> tuple[str, str]:
+    """Return mount point and type of what ``path`` lies on, by the mount table; the last of the longest wins."""
+    best = ("", "unknown")
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return best
+    for line in lines:
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), fields[1])
+        if (path == Path(point) or Path(point) in path.parents) and len(point) >= len(best[0]):
+            best = (point, fields[2])
+    return best
+
+
+def stripes(nbytes: int, writers: int, servers: int | None = None) -> int:
+    """Return over how many servers a shard is spread when ``writers`` write ``nbytes`` together."""
+    shard = -(-nbytes // max(1, writers))
+    most = UNKNOWN_SERVERS_STRIPES if servers is None else max(1, servers // max(1, writers))
+    wanted = max(1, min(shard // PER_STRIPE_BYTES, most), -(-shard // AT_LEAST_ONE_EACH_BYTES))
+    return min(wanted, MOST_STRIPES if servers is None else max(1, servers))
+
+
+def plan(directory: Path, nbytes: int, writers: int, wish: str = "auto", mounts: Path = MOUNTS) -> Plan:
+    """Return how ``directory`` is to be striped before ``writers`` write ``nbytes`` into it.
+
+    ``wish`` is ``checkpoint.stripe``: "auto", "none", or options of the tool in its place.
+    """
+    system = file_system(directory, mounts)
+    if wish == "none":
+        return Plan(system, (), "checkpoint.stripe = 'none'")
+    if not system.striped:
+        return Plan(system, (), f"{directory} lies on {system.kind}, which has no stripes")
+    begin = _begin(system.kind)
+    if wish != "auto":
+        return Plan(system, (*begin, *shlex.split(wish), str(directory)), "checkpoint.stripe says so")
+    servers = _servers(directory) if system.kind == LUSTRE else None
+    count = stripes(nbytes, writers, servers)
+    known = "an unknown number of servers" if servers is None else counted(servers, "server")
+    why = f"{in_units(nbytes)} by {counted(writers, 'writer')} on {known}: {counted(count, 'stripe')} a shard"
+    return Plan(system, (*begin, *_options(begin, count), str(directory)), why)
+
+
+def _begin(kind: str) -> tuple[str, ...]:
+    if kind == LUSTRE:
+        return ("lfs", "setstripe")
+    return ("beegfs", "entry", "set") if shutil.which("beegfs") else ("beegfs-ctl", "--setpattern")
+
+
+def _options(begin: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """Return what gives files ``count`` stripes."""
+    if begin[0] == "beegfs":
+        return ("--chunk-size", "4Mi", "--num-targets", str(count))
+    if begin[0] == "beegfs-ctl":
+        return ("--chunksize=4m", f"--numtargets={count}")
+    size = f"{STRIPE_BYTES >> 20}M"
+    if count == 1:
+        return ("-c", "1", "-S", size)
+    first = ("-E", "64M", "-c", "1", "-S", size)
+    middle = ("-E", "1G", "-c", str(min(4, count)), "-S", size)
+    return (*first, *middle, "-E", "-1", "-c", str(count), "-S", size)
+
+
+def _servers(directory: Path) -> int | None:
+    """Return how many servers (OSTs) the Lustre of ``directory`` has; None where `lfs` does not say."""
+    there = next((one for one in (directory.absolute(), *directory.absolute().parents) if one.exists()), Path("/"))
+    done = _run(("lfs", "osts", str(there)))
+    if isinstance(done, str):
+        return None
+    return len(re.findall(r"^\d+:.* ACTIVE", done.stdout, re.MULTILINE)) or None
+
+
+def apply(wanted: Plan) -> str:
+    """Stripe the directory, which is there; return what went wrong, "" where nothing did or nothing is to be done."""
+    if not wanted.command:
+        return ""
+    done = _run(wanted.command)
+    if isinstance(done, str):
+        return done
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+        return f"{wanted.command[0]}: {said[0]}"
+    return ""
+
+
+def _run(command: tuple[str, ...]) -> "subprocess.CompletedProcess[str] | str":
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=TOOL_LIMIT_S, check=False)
+    except FileNotFoundError:
+        return f"{command[0]} is not installed on this node"
+    except subprocess.TimeoutExpired:
+        return f"{command[0]} did not answer in {TOOL_LIMIT_S:g} s"
+    except OSError as error:
+        return f"{command[0]}: {error.strerror}"

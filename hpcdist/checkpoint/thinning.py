@@ -1,0 +1,61 @@
+"""Throwing checkpoints away on a person's word: what stays is proven first (local)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcdist.checkpoint import catalogue
+from hpcdist.checkpoint import directory as names
+from hpcdist.checkpoint.catalogue import COMPLETE, DAMAGED, Found
+from hpcdist.checkpoint.retention import Retention, loss_of
+from hpcdist.checkpoint.verify import verify
+from hpcdist.errors import StorageError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What goes and what stays, the most recent first."""
+
+    doomed: tuple[Found, ...]
+    kept: tuple[Found, ...]
+
+
+def plan(run_dir: Path, rule: Retention, damaged: bool = False) -> Plan:
+    """Return what ``rule`` leaves of the checkpoints of ``run_dir``. Raises StorageError when none can be restored.
+
+    The newest complete one is read in full: where its bytes are damaged, the one before is the newest.
+    """
+    found = [one for one in catalogue.listed(run_dir) if one.path.suffix == ""]
+    complete = [one for one in found if one.state == COMPLETE]
+    while complete and verify(complete[0].path).damage:
+        complete.pop(0)
+    if not complete:
+        raise StorageError(
+            f"{run_dir} has no checkpoint that can be restored; nothing is removed. `hpcdist checkpoint verify "
+            f"{run_dir}` says what is damaged"
+        )
+    stay = rule.kept({one.step: loss_of(one.path) if rule.best else float("nan") for one in complete})
+    usable = {one.path for one in complete}
+    doomed = [one for one in complete if one.step not in stay]
+    if damaged:
+        doomed += [one for one in found if one.path not in usable and one.state in (COMPLETE, DAMAGED)]
+    gone = {one.path for one in doomed}
+    return Plan(tuple(doomed), tuple(one for one in found if one.path not in gone))
+
+
+def remove(wanted: Plan) -> tuple[list[Path], dict[Path, str]]:
+    """Remove what is doomed; return what is gone, and the reason of what could not be removed."""
+    gone, failed = [], {}
+    for one in wanted.doomed:
+        try:
+            names.remove(one.path)
+            gone.append(one.path)
+        except OSError as error:
+            failed[one.path] = error.strerror or str(error)
+    return gone, failed
+
+
+def check(failed: Mapping[Path, str]) -> None:
+    """Raise StorageError when something could not be removed."""
+    if failed:
+        raise StorageError("; ".join(f"{path} could not be removed: {why}" for path, why in failed.items()))

@@ -1,0 +1,120 @@
+"""PyTorch state dicts (``torch.save``): written from a checkpoint, and read with ``weights_only``: no code is run.
+
+A file of parameters alone is a dict of tensors by name, ready for ``load_state_dict``. With the optimizer's state it is
+a dict of such dicts by kind (``parameters``, ``optimizer.m``, ...) and ``hpcdist``, what `exporting.told` says.
+torch is imported late, and only here.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays.dtypes import BFLOAT16, FLOATS, INTEGERS, dtype_of
+from hpcdist.arrays.ranges import align_up
+from hpcdist.checkpoint.catalogue import PARAMETERS, Tensor
+from hpcdist.checkpoint.exporting import fill, new_files, told, write_file
+from hpcdist.checkpoint.manifest import Manifest
+from hpcdist.errors import MissingCapabilityError
+
+SUFFIXES: Final = (".pt", ".pth", ".bin")
+OURS: Final = "hpcdist"
+WRAPPERS: Final = ("state_dict", "model", "module", "model_state_dict")  # under which trainers keep the parameters
+_ALIGNED: Final = 64
+
+
+def torch() -> ModuleType:
+    """Return the module. Raises MissingCapabilityError where it is not installed."""
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingCapabilityError(
+            f"PyTorch cannot be imported ({error}); pip install 'hpcdist[torch]', or use safetensors instead"
+        ) from error
+    return torch
+
+
+def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[Tensor], out: Path, nested: bool) -> list[Path]:
+    """Write ``tensors`` of ``checkpoint`` to the file ``out``; ``nested`` by kind.
+
+    Their bytes pass through a file beside, which is mapped: what is in memory can be dropped by the kernel. Raises
+    StorageError; nothing is left then.
+    """
+    module = torch()
+    places, position = [], 0
+    for tensor in tensors:
+        places.append((tensor, position))
+        position = align_up(position + tensor.nbytes, _ALIGNED)
+    raw = out.with_name(f".{out.name}.{os.getpid()}.raw")
+    with new_files([out]) as written:
+        try:
+            write_file(raw, lambda fd: fill(checkpoint, fd, places))
+            state: dict[str, Any] = {}
+            for tensor, start in places:
+                group = state.setdefault(tensor.kind, {}) if nested else state
+                group[tensor.name] = _mapped(module, raw, tensor, start)
+            if nested:
+                state[OURS] = told(loaded)
+            module.save(state, written[out])
+            fd = os.open(written[out], os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except RuntimeError as error:  # how torch reports what its writer met
+            raise OSError(f"{error}".splitlines()[0]) from error
+        finally:
+            raw.unlink(missing_ok=True)
+    return [out]
+
+
+def _mapped(module: ModuleType, raw: Path, tensor: Tensor, start: int) -> Any:
+    dtype = dtype_of(tensor.dtype)
+    stored = np.dtype(np.int16) if dtype == BFLOAT16 else dtype
+    if not tensor.size:
+        return module.empty(tensor.shape, dtype=getattr(module, tensor.dtype))
+    view = np.memmap(raw, stored, "r+", start, tensor.shape or (1,)).reshape(tensor.shape)
+    found = module.from_numpy(view)
+    return found.view(module.bfloat16) if dtype == BFLOAT16 else found
+
+
+def read(path: Path) -> tuple[dict[tuple[str, str], Any], str, list[str]]:
+    """Return tensors by kind and name, our metadata, and what was left out, of the file at ``path``.
+
+    Raises ValueError for what is no state dict. To be called where the file may be hostile: see
+    `hpcdist.checkpoint.foreign`.
+    """
+    module = torch()
+    state = module.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(state, Mapping):
+        raise ValueError(f"a {type(state).__name__}, expected a dict of tensors")
+    metadata = state.get(OURS)
+    if isinstance(metadata, str):
+        groups = {kind: group for kind, group in state.items() if isinstance(group, Mapping)}
+        others = [str(name) for name in state if name not in groups and name != OURS]
+    elif any(isinstance(value, module.Tensor) for value in state.values()):
+        metadata, groups, others = "", {PARAMETERS: state}, []
+    else:
+        within = [name for name in WRAPPERS if isinstance(state.get(name), Mapping)]
+        if not within:
+            held = ", ".join(str(name)[:40] for name in list(state)[:8])
+            raise ValueError(f"no tensors, and none of {', '.join(WRAPPERS)}; it holds {held or 'nothing'}")
+        metadata, groups = "", {PARAMETERS: state[within[0]]}
+        others = [str(name) for name in state if name != within[0]]
+    found = {}
+    for kind, group in groups.items():
+        for name, value in group.items():
+            if isinstance(value, module.Tensor) and _dtype(value) and value.layout == module.strided:
+                found[str(kind), str(name)] = value.detach()
+            else:
+                others.append(f"{kind}/{name}")
+    return found, metadata, others
+
+
+def _dtype(value: Any) -> str:
+    """Return our name of its dtype, "" for one that is not known here."""
+    name = str(value.dtype).removeprefix("torch.")
+    return name if name in FLOATS | INTEGERS else ""

@@ -1,0 +1,153 @@
+"""`hpcdist checkpoint`: what a run has saved: looked at, verified, thinned out, and carried to and from other tools."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpcdist.cli.checkpoint_exchange import export, import_
+from hpcdist.cli.checkpoint_stripe import stripe
+from hpcdist.errors import FAILURE, OK
+
+if TYPE_CHECKING:  # late at run time: --help must not load numpy
+    from hpcdist.checkpoint.verify import Verdict
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+_PATH = click.argument("path", metavar="PATH", type=click.Path(path_type=Path))
+
+
+@click.group()
+def command() -> None:
+    """Look at checkpoints, verify, thin out, export and import them. Needs neither MPI nor the recipe."""
+
+
+command.add_command(export)
+command.add_command(import_)
+command.add_command(stripe)
+
+
+@command.command("ls")
+@click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
+@_JSON
+def ls(run_dir: Path, as_json: bool) -> None:
+    """List the checkpoints of the run in RUN_DIR, the newest first, and say of each whether it is complete.
+
+    Manifests and the sizes of files are looked at; `hpcdist checkpoint verify` reads every byte.
+    """
+    from hpcdist.arrays.sizes import counted, in_units
+    from hpcdist.checkpoint import catalogue
+
+    found = catalogue.listed(run_dir)
+    if as_json:
+        click.echo(json.dumps({"checkpoints": [catalogue.summary(one) for one in found]}))
+        return
+    for one in found:
+        ranks = "" if one.manifest is None else f"  {counted(one.manifest.world, 'rank')}, {in_units(one.nbytes)}"
+        reason = f": {one.reason}" if one.reason else ""
+        click.echo(f"{one.path.name:<16} {one.written_utc:<25}  {one.state}{ranks}{reason}")
+    click.echo(f"{counted(len(found), 'checkpoint')} in {catalogue.place(run_dir)}", err=True)
+
+
+@command.command("show")
+@_PATH
+@click.option("--tensors", is_flag=True, help="List every tensor with its shape.")
+@_JSON
+def show(path: Path, tensors: bool, as_json: bool) -> None:
+    """Tell what the checkpoint PATH (.../step-N) holds; of a run directory, its newest complete one."""
+    from hpcdist.checkpoint import catalogue, manifest
+
+    found = catalogue.look(catalogue.choose(path))
+    loaded = manifest.load(found.path)  # raises what is wrong with it
+    figures: dict[str, Any] = catalogue.summary(found) | {"scalars": loaded.scalars}
+    if tensors:
+        figures["tensors"] = [
+            {"kind": one.kind, "name": one.name, "dtype": one.dtype, "shape": list(one.shape), "bytes": one.nbytes}
+            for one in catalogue.tensors(loaded)
+        ]
+    if as_json:
+        click.echo(json.dumps(figures))
+    else:
+        _print(figures)
+
+
+def _print(figures: dict[str, Any]) -> None:
+    from hpcdist.arrays.sizes import counted, in_units
+
+    click.echo(f"{figures['path']}: after {counted(figures['step'], 'step')}, written {figures['written_utc']}")
+    reason = f": {figures['reason']}" if figures["reason"] else ""
+    files = counted(figures["files"], "file")
+    click.echo(f"{figures['state']}{reason}; {in_units(figures['bytes'])} in {files}")
+    click.echo(f"written by {counted(figures['ranks'], 'rank')}")
+    for kind, sums in figures["kinds"].items():
+        size = f"{sums['elements']:>15,} elements  {in_units(sums['bytes']):>10}"
+        click.echo(f"  {kind:<20} {sums['tensors']:>6} tensors  {size}")
+    for one in figures.get("tensors", ()):
+        click.echo(f"  {one['kind']:<20} {one['name']:<28} {one['dtype']:<9} {one['shape']}")
+
+
+@command.command("verify")
+@_PATH
+@_JSON
+def verify(path: Path, as_json: bool) -> int:
+    """Read every byte of the checkpoint PATH (.../step-N), or of all that the run directory PATH has.
+
+    Each block is compared with its digest; all damage is told with file, bytes and tensor. What a save left unfinished
+    is named, and is no damage.
+
+    Exit code 0 when nothing is damaged, 1 when something is, 74 when there is nothing to verify.
+    """
+    from hpcdist.arrays.sizes import in_units
+    from hpcdist.checkpoint import catalogue
+    from hpcdist.checkpoint.verify import verify as verified
+
+    single = path.is_dir() and path.name.startswith("step-")
+    paths = [path] if single else [one.path for one in catalogue.listed(path)]
+    verdicts = [verified(one) for one in paths]
+    if as_json:
+        click.echo(json.dumps({"damaged": any(one.damage for one in verdicts), "checkpoints": _plain(verdicts)}))
+    else:
+        for one in verdicts:
+            click.echo(f"{one.path}: {one.state}, {in_units(one.read_bytes)} read")
+            for line in one.damage:
+                click.echo(f"  {line}")
+    return FAILURE if any(one.damage for one in verdicts) else OK
+
+
+def _plain(verdicts: "list[Verdict]") -> list[dict[str, Any]]:
+    return [
+        {"path": str(one.path), "state": one.state, "damage": list(one.damage), "read_bytes": one.read_bytes}
+        for one in verdicts
+    ]
+
+
+@command.command("prune")
+@click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
+@click.option("--keep", type=click.IntRange(min=1), default=2, help="The newest so many stay.")
+@click.option("--keep-every", type=click.IntRange(min=0), default=0, help="So does the first of each so many steps.")
+@click.option("--keep-best", type=click.IntRange(min=0), default=0, help="And those with the lowest validation loss.")
+@click.option("--damaged", is_flag=True, help="Remove what is damaged, too, as long as one complete checkpoint stays.")
+@click.option("--dry-run", is_flag=True, help="Say what would be removed, and remove nothing.")
+@_JSON
+def prune(
+    run_dir: Path, keep: int, keep_every: int, keep_best: int, damaged: bool, dry_run: bool, as_json: bool
+) -> None:
+    """Remove checkpoints of the run in RUN_DIR but those that the options keep.
+
+    Only complete ones count, so the newest that can be restored always stays: it is read and verified first. What is
+    being written is left alone.
+    """
+    from hpcdist.checkpoint import thinning
+    from hpcdist.checkpoint.retention import Retention
+
+    plan = thinning.plan(run_dir, Retention(keep, keep_every, keep_best), damaged)
+    removed, failed = ([one.path for one in plan.doomed], {}) if dry_run else thinning.remove(plan)
+    if as_json:
+        figures = {"dry_run": dry_run, "removed": [str(path) for path in removed]}
+        kept = [str(one.path) for one in plan.kept]
+        click.echo(json.dumps({**figures, "kept": kept, "failed": {str(path): why for path, why in failed.items()}}))
+    else:
+        for path in removed:
+            click.echo(f"{'would remove' if dry_run else 'removed'} {path}")
+        click.echo(f"kept {', '.join(one.path.name for one in plan.kept)}", err=True)
+    thinning.check(failed)

@@ -1,0 +1,151 @@
+"""`hpcdist checkpoint`: what people and scripts see of the checkpoints of a run."""
+
+import json
+import os
+
+import pytest
+
+from hpcdist.arrays.piece import Piece, whole_box
+from hpcdist.arrays.ranges import Range
+from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.retention import VAL_LOSS
+from hpcdist.checkpoint.save import save
+from hpcdist.cli import main
+from hpcdist.comm.threads import run_threads
+
+
+def hpcdist(capsys, *arguments):
+    """Run a command; return its exit code, what it printed, and what it said beside."""
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["checkpoint", *map(str, arguments)])
+    told = capsys.readouterr()
+    return leaving.value.code or 0, told.out, told.err
+
+
+def figures(capsys, *arguments):
+    code, out, err = hpcdist(capsys, *arguments, "--json")
+    return code, json.loads(out), err
+
+
+@pytest.fixture
+def run(tmp_path, rng):
+    """A run with the checkpoints of steps 10, 20 and 30, of two ranks."""
+    weight = rng.standard_normal((6, 4)).astype("f4")
+
+    def body(comm):
+        for step, loss in ((10, 1.0), (20, 3.0), (30, 2.0)):
+            flat = Range(12 * comm.rank, 12 * comm.rank + 12)
+            pieces = [
+                Piece(kind, "3.w", (6, 4), whole_box((6, 4)), flat, weight.reshape(-1)[flat.slice].copy())
+                for kind in ("parameters", "optimizer.m")
+            ]
+            save(tmp_path / "run/checkpoints", step, pieces, {"steps": step, VAL_LOSS: loss}, comm, 9)
+
+    run_threads(2, body)
+    return tmp_path / "run"
+
+
+def flip(path, position):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def damage(path):
+    entry = manifest.load(path).pieces[0]
+    flip(path / entry.file, entry.offset)
+    return entry
+
+
+def test_ls_tells_what_is_complete_and_what_is_not(run, capsys):
+    (run / "checkpoints/step-40.tmp").mkdir()
+    os.truncate(run / "checkpoints/step-20/shard-00001.h5", 100)
+    flip(run / "checkpoints/step-10/manifest.json", 50)
+    code, found, _ = figures(capsys, "ls", run)
+    states = {one["step"]: (one["state"], one["reason"]) for one in found["checkpoints"]}
+    assert code == 0 and list(states) == [40, 30, 20, 10], "the newest first"
+    assert states[30] == ("complete", "") and found["checkpoints"][1]["ranks"] == 2
+    assert states[40][0] == "unfinished" and states[10][0] == states[20][0] == "damaged"
+    assert "shard-00001.h5 has 100 bytes" in states[20][1] and "manifest.json" in states[10][1]
+    code, shown, _ = hpcdist(capsys, "ls", run)
+    assert code == 0 and shown.splitlines()[0].startswith("step-40.tmp") and "2 ranks" in shown.splitlines()[1]
+
+
+def test_show_of_a_run_is_its_newest(run, capsys):
+    code, found, _ = figures(capsys, "show", run, "--tensors")
+    assert code == 0 and found["step"] == 30 and found["scalars"]["steps"] == 30
+    assert found["kinds"]["parameters"] == {"tensors": 1, "elements": 24, "bytes": 96}
+    one = {"kind": "parameters", "name": "3.w", "dtype": "float32", "shape": [6, 4], "bytes": 96}
+    assert found["tensors"][0] == one
+    shown = hpcdist(capsys, "show", run / "checkpoints/step-10", "--tensors")[1]
+    assert "after 10 steps" in shown and "3.w" in shown and "[6, 4]" in shown
+
+
+def test_verify_names_all_damage(run, capsys):
+    assert hpcdist(capsys, "verify", run)[0] == 0
+    path = run / "checkpoints/step-20"
+    entries = [entry for entry in manifest.load(path).pieces if entry.kind == "parameters"]
+    for entry in entries:
+        flip(path / entry.file, entry.offset)
+    code, found, _ = figures(capsys, "verify", run)
+    by_step = {one["path"].rpartition("-")[2]: one for one in found["checkpoints"]}
+    assert code == 1 and found["damaged"] and by_step["10"]["damage"] == by_step["30"]["damage"] == []
+    assert len(by_step["20"]["damage"]) == 2
+    for entry, line in zip(entries, sorted(by_step["20"]["damage"]), strict=True):
+        assert entry.file in line and "parameters/3.w" in line
+    assert by_step["30"]["read_bytes"] == 2 * 96
+    (path / entries[0].file).unlink()
+    code, found, _ = figures(capsys, "verify", path)
+    assert code == 1 and any("cannot be read" in line for line in found["checkpoints"][0]["damage"])
+
+
+def test_what_is_unfinished_is_no_damage(run, capsys):
+    (run / "checkpoints/step-40.tmp").mkdir()
+    assert hpcdist(capsys, "verify", run)[0] == 0
+    (run / "checkpoints/step-30/manifest.json").unlink()
+    assert hpcdist(capsys, "verify", run)[0] == 1
+
+
+@pytest.mark.parametrize("name", ("ls", "show", "verify", "prune"))
+def test_nothing_there(name, tmp_path, capsys):
+    code, out, err = hpcdist(capsys, name, tmp_path / "nowhere")
+    assert code == 74 and not out and "has no checkpoints" in err
+
+
+def left(run):
+    return sorted(name for name in os.listdir(run / "checkpoints") if name.startswith("step"))
+
+
+def test_prune_keeps_what_the_options_say(run, capsys):
+    code, found, _ = figures(capsys, "prune", run, "--keep", 1, "--dry-run")
+    assert code == 0 and [path.rpartition("/")[2] for path in found["removed"]] == ["step-20", "step-10"]
+    assert left(run) == ["step-10", "step-20", "step-30"]
+    assert hpcdist(capsys, "prune", run, "--keep", 1, "--keep-best", 1)[0] == 0
+    assert left(run) == ["step-10", "step-30"]
+
+
+def test_prune_never_counts_what_cannot_be_restored(run, capsys):
+    damage(run / "checkpoints/step-30")  # the sizes are right: only reading tells
+    (run / "checkpoints/step-40.tmp").mkdir()
+    assert hpcdist(capsys, "prune", run, "--keep", 1)[0] == 0
+    assert left(run) == ["step-20", "step-30", "step-40.tmp"]
+    assert hpcdist(capsys, "prune", run, "--keep", 1, "--damaged")[0] == 0
+    assert left(run) == ["step-20", "step-40.tmp"]
+    damage(run / "checkpoints/step-20")
+    code, _, err = hpcdist(capsys, "prune", run, "--keep", 1, "--damaged")
+    assert code == 74 and "nothing is removed" in err and "step-20" in left(run)
+
+
+def test_usage(run, capsys):
+    assert hpcdist(capsys, "prune", run, "--keep", 0)[0] == 2
+    assert hpcdist(capsys, "ls")[0] == 2
+    assert hpcdist(capsys, "no-such-command")[0] == 2
+
+
+def test_not_a_checkpoint(tmp_path, capsys):
+    (tmp_path / "step-1").mkdir()
+    assert hpcdist(capsys, "show", tmp_path / "step-1")[0] == 74
+    assert "manifest.json is missing" in hpcdist(capsys, "show", tmp_path / "step-1")[2]
+    (tmp_path / "file").write_text("")
+    assert hpcdist(capsys, "ls", tmp_path / "file")[0] == 74
+    assert os.listdir(tmp_path / "step-1") == []

@@ -1,0 +1,295 @@
+"""Checkpoints to and from safetensors and PyTorch: the same bits, whatever the file, and no harm from any file."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.piece import Piece, whole_box
+from hpcdist.arrays.ranges import split
+from hpcdist.checkpoint import manifest, safetensors
+from hpcdist.checkpoint.adopt import adopt
+from hpcdist.checkpoint.foreign import Foreign
+from hpcdist.checkpoint.restore import newest, restore
+from hpcdist.checkpoint.save import save
+from hpcdist.cli import main
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import StorageError, UsageError
+
+SHAPES = {"0.table": (7, 5), "1.weight": (33, 19), "1.bias": (5,), "2.scale": ()}
+DTYPES = {"parameters": "float32", "optimizer.m": "float64", "optimizer.half": "bfloat16", "counts": "int64"}
+SCALARS = {"steps": 12, "seed": 2**70, "data": "x", "optimizer": {"count": 12}}
+
+
+def hpcdist(capsys, *arguments):
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["checkpoint", *map(str, arguments)])
+    told = capsys.readouterr()
+    return leaving.value.code or 0, told.out, told.err
+
+
+@pytest.fixture
+def state(rng):
+    return {
+        (kind, name): (100 * rng.standard_normal(shape)).astype(dtype_of(dtype))
+        for kind, dtype in DTYPES.items()
+        for name, shape in SHAPES.items()
+    }
+
+
+@pytest.fixture
+def run(tmp_path, state):
+    """A run that three ranks saved, every tensor cut at odd places."""
+
+    def body(comm):
+        pieces = []
+        for (kind, name), array in state.items():
+            part = split(array.size, comm.size, array.itemsize, array.itemsize)[comm.rank]
+            own = array.reshape(-1)[part.slice].copy()
+            pieces.append(Piece(kind, name, array.shape, whole_box(array.shape), part, own))
+        save(tmp_path / "run/checkpoints", 12, pieces, SCALARS, comm)
+
+    run_threads(3, body)
+    return tmp_path / "run"
+
+
+def restored(run_dir, state):
+    path = newest(run_dir)
+    pieces = [Piece.whole(kind, name, np.zeros_like(array)) for (kind, name), array in state.items()]
+    scalars = restore(path, pieces)
+    return {(piece.kind, piece.tensor): piece.array for piece in pieces}, scalars
+
+
+@pytest.mark.parametrize("out", ("all.safetensors", "all.pt"))
+def test_a_round_trip_keeps_every_bit_and_the_scalars(out, run, state, tmp_path, capsys):
+    if out.endswith(".pt"):
+        pytest.importorskip("torch")
+    assert hpcdist(capsys, "export", run, tmp_path / out, "--optimizer")[0] == 0
+    code, told, _ = hpcdist(capsys, "import", tmp_path / out, tmp_path / "again", "--json")
+    found = json.loads(told)
+    assert code == 0 and found["step"] == 12 and found["resumable"] and found["tensors"] == len(state)
+    arrays, scalars = restored(tmp_path / "again", state)
+    assert all(arrays[key].tobytes() == array.tobytes() for key, array in state.items())
+    assert scalars == SCALARS | {"imported": out}
+
+
+def test_parameters_only_by_default(run, state, tmp_path, capsys):
+    code, told, _ = hpcdist(capsys, "export", run, tmp_path / "out", "--json")
+    assert code == 0 and json.loads(told)["files"] == [str(tmp_path / "out/model.safetensors")]
+    found = adopt(tmp_path / "out", tmp_path / "again")
+    assert {one.name for one in found.tensors} == set(SHAPES) and not found.resumable
+    assert {one.kind for one in found.tensors} == {"parameters"}
+    with pytest.raises(StorageError, match=r"has no optimizer.m"):
+        restored(tmp_path / "again", state)
+    with pytest.raises(UsageError, match="checkpoints already"):
+        adopt(tmp_path / "out", tmp_path / "again")
+    assert hpcdist(capsys, "export", run, tmp_path / "out")[0] == 74, "nothing is overwritten"
+
+
+def test_the_library_reads_what_is_written(run, state, tmp_path, capsys):
+    pytest.importorskip("safetensors", reason="pip install 'hpcdist[safetensors]'")
+    torch = pytest.importorskip("torch")  # its door of safetensors has bfloat16
+    from safetensors import safe_open
+
+    assert hpcdist(capsys, "export", run, tmp_path / "all.safetensors", "--optimizer")[0] == 0
+    with safe_open(tmp_path / "all.safetensors", "pt") as file:
+        assert set(file.keys()) == {name if kind == "parameters" else f"{kind}/{name}" for kind, name in state}
+        for (kind, name), array in state.items():
+            found = file.get_tensor(name if kind == "parameters" else f"{kind}/{name}")
+            assert found.shape == array.shape
+            bits = found.view(torch.int16).numpy() if found.dtype == torch.bfloat16 else found.numpy()
+            assert bits.tobytes() == array.tobytes()
+
+
+def test_what_the_library_writes_is_read(rng, tmp_path):
+    library = pytest.importorskip("safetensors.numpy", reason="pip install 'hpcdist[safetensors]'")
+    given = {f"layer.{k}.w": rng.standard_normal((k, 3)).astype(("f4", "f8", "f2")[k % 3]) for k in range(1, 7)}
+    library.save_file(given, tmp_path / "theirs.safetensors", {"format": "np"})
+    found = adopt(tmp_path / "theirs.safetensors", tmp_path / "run", step=3)
+    assert found.step == 3 and not found.resumable and not found.left_out
+    arrays, _ = restored(tmp_path / "run", {("parameters", name): array for name, array in given.items()})
+    assert all(arrays["parameters", name].tobytes() == array.tobytes() for name, array in given.items())
+
+
+def test_large_models_are_cut_into_files_with_an_index(run, state, tmp_path, capsys):
+    arguments = ("export", run, tmp_path / "out", "--shard-bytes", "1K", "--json")
+    files = [Path(file) for file in json.loads(hpcdist(capsys, *arguments)[1])["files"]]
+    assert [file.name for file in files] == [
+        "model-00001-of-00003.safetensors",
+        "model-00002-of-00003.safetensors",
+        "model-00003-of-00003.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(file.name for file in files)
+    index = json.loads(files[-1].read_text())
+    parameters = {name: array for (kind, name), array in state.items() if kind == "parameters"}
+    assert index["metadata"] == {"total_size": sum(array.nbytes for array in parameters.values())}
+    assert set(index["weight_map"]) == set(parameters)
+    adopt(tmp_path / "out", tmp_path / "again")
+    arrays, _ = restored(tmp_path / "again", {("parameters", name): array for name, array in parameters.items()})
+    assert all(arrays["parameters", name].tobytes() == array.tobytes() for name, array in parameters.items())
+    files[1].unlink()
+    with pytest.raises(StorageError, match="FileNotFoundError"):
+        adopt(tmp_path / "out", tmp_path / "third")
+
+
+def test_damage_is_not_exported(run, tmp_path, capsys):
+    entry = next(one for one in manifest.load(newest(run)).pieces if one.kind == "parameters")
+    data = bytearray((newest(run) / entry.file).read_bytes())
+    data[entry.offset] ^= 1
+    (run / "checkpoints/step-12" / entry.file).write_bytes(data)
+    code, _, err = hpcdist(capsys, "export", run, tmp_path / "out/model.safetensors")
+    assert code == 74 and "digest does not match" in err and os.listdir(tmp_path / "out") == []
+
+
+def test_memory_holds_blocks_not_the_model(tmp_path):
+    big = np.arange(1 << 24, dtype="f4")  # 64 MiB in four blocks
+    run_threads(
+        1, lambda comm: save(tmp_path / "run/checkpoints", 1, [Piece.whole("parameters", "0.w", big)], {}, comm)
+    )
+    checkpoint = newest(tmp_path / "run")
+    loaded = manifest.load(checkpoint)
+    from hpcdist.checkpoint import exporting
+
+    tracemalloc.start()
+    safetensors.write(checkpoint, loaded, exporting.chosen(loaded, False), tmp_path / "m.safetensors")
+    adopt(tmp_path / "m.safetensors", tmp_path / "again")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.8 * big.nbytes, f"{peak} bytes at once"
+    into = Piece.whole("parameters", "0.w", np.zeros_like(big))
+    restore(newest(tmp_path / "again"), [into])
+    assert (into.array == big).all()
+
+
+class Harm:
+    def __reduce__(self):
+        return os.system, ("touch harmed",)
+
+
+def test_a_pickle_is_not_executed(tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.save({"w": torch.zeros(3), "x": Harm()}, tmp_path / "evil.pt")
+    with pytest.raises(StorageError, match="cannot be read as torch"):
+        adopt(tmp_path / "evil.pt", tmp_path / "run")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Harm()))
+    with pytest.raises(StorageError, match="cannot be read as torch"):
+        adopt(tmp_path / "plain.pt", tmp_path / "run")
+    assert sorted(os.listdir(tmp_path)) == ["evil.pt", "plain.pt"] and not Path("/harmed").exists()
+
+
+def test_state_dicts_of_others(rng, tmp_path):
+    torch = pytest.importorskip("torch")
+    weight = torch.from_numpy(rng.standard_normal((4, 6)).astype("f4"))
+    state = {"a.w": weight.T, "b.w": weight[1:3], "half": weight.bfloat16(), "mask": torch.ones(3, dtype=torch.bool)}
+    torch.save({"model": state, "epoch": 3}, tmp_path / "theirs.pt")
+    found = adopt(tmp_path / "theirs.pt", tmp_path / "run")
+    assert found.left_out == ("epoch", "parameters/mask")
+    half = np.zeros((4, 6), ml_dtypes.bfloat16)
+    wanted = {"a.w": np.zeros((6, 4), "f4"), "b.w": np.zeros((2, 6), "f4"), "half": half}
+    arrays, _ = restored(tmp_path / "run", {("parameters", name): array for name, array in wanted.items()})
+    assert (arrays["parameters", "a.w"].reshape(6, 4) == weight.T.numpy()).all()
+    assert (arrays["parameters", "b.w"].reshape(2, 6) == weight[1:3].numpy()).all()
+    assert (arrays["parameters", "half"].view("i2") == weight.bfloat16().view(torch.int16).numpy().reshape(-1)).all()
+    torch.save({"epoch": 3}, tmp_path / "none.pt")
+    with pytest.raises(StorageError, match="it holds epoch"):
+        adopt(tmp_path / "none.pt", tmp_path / "other")
+
+
+def forged(header, body=b"\0" * 8):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def one(**changes):
+    return {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
+
+
+FORGED = {
+    "a header of": (1 << 62).to_bytes(8, "little") + b"{}",
+    "in a file of": b"",
+    "no JSON object": forged([]),
+    "JSONDecodeError": forged(b"{"),
+    "comes twice": forged(b'{"w":{},"w":{}}'),
+    "expected dtype": forged({"w": 3}),
+    "cannot be read here": forged(one(dtype="F4")),
+    "expected 16": forged(one(shape=[4])),
+    "hole or an overlap": forged(one(data_offsets=[4, 12]), b"\0" * 12),
+    "tensors end at byte": forged(one(), b"\0" * 9),
+    "cannot be a name": forged({"../../w": one()["w"]}),
+    r"shape \(-2,\)": forged(one(shape=[-2])),
+    "is not text": forged({"__metadata__": {"a": 1}}),
+    "RecursionError": forged(b"[" * 100_000 + b"]" * 100_000),
+}
+
+
+@pytest.mark.parametrize("reason", FORGED)
+def test_forged_headers(reason, tmp_path):
+    (tmp_path / "m.safetensors").write_bytes(FORGED[reason])
+    with pytest.raises((StorageError), match=reason):
+        adopt(tmp_path / "m.safetensors", tmp_path / "run")
+    assert os.listdir(tmp_path) == ["m.safetensors"]
+
+
+def test_an_index_cannot_point_elsewhere(tmp_path):
+    (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../m.safetensors"}}))
+    with pytest.raises(StorageError, match="expected files beside it"):
+        adopt(tmp_path, tmp_path / "run")
+
+
+def test_the_death_of_the_child_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "m.safetensors").write_bytes(forged(one()))
+    with Foreign(tmp_path / "m.safetensors") as file:
+        file._child.kill()
+        file._child.wait()
+        with pytest.raises(StorageError, match="ended with SIGKILL"):
+            save_into(tmp_path / "run", file)
+    assert newest(tmp_path / "run") is None
+
+
+def save_into(run_dir, file):
+    run_threads(1, lambda comm: save(run_dir / "checkpoints", 1, file.pieces(), {}, comm))
+
+
+@pytest.mark.parametrize(("name", "code"), [("nothing.safetensors", 74), ("x.gguf", 2)])
+def test_files_that_are_not_there_or_not_known(name, code, tmp_path, capsys):
+    if code == 2:
+        (tmp_path / name).write_text("")
+    assert hpcdist(capsys, "import", tmp_path / name, tmp_path / "run")[0] == code
+
+
+CONFINED = """
+import os, socket, sys
+from hpcdist.checkpoint.sandbox import confine
+refused = confine(1 << 30, 60)
+def tried(what):
+    try:
+        what()
+    except (OSError, MemoryError) as error:
+        return type(error).__name__
+    return "done"
+print([refused, tried(lambda: socket.socket()), tried(lambda: os.unlink(sys.argv[1])),
+       tried(lambda: os.execv("/bin/true", ["true"])), tried(lambda: bytearray(2 << 30)),
+       tried(lambda: open(sys.argv[1]).read())], flush=True)
+with open(sys.argv[1], "a") as file:
+    file.write("x")
+"""
+
+
+def test_a_confined_process_can_read_and_little_else(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    line = [sys.executable, "-P", "-c", CONFINED, str(tmp_path / "file")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    found = eval(done.stdout)
+    if found[0]:
+        pytest.skip(f"no filter of system calls here: {found[0]}")
+    assert found == ["", "PermissionError", "PermissionError", "PermissionError", "MemoryError", "done"]
+    assert done.returncode and (tmp_path / "file").read_text() == "kept"
