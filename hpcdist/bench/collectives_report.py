@@ -197,10 +197,15 @@ def check_plot(file: Path) -> Any:
     known = figure.Figure().canvas.get_supported_filetypes()
     if file.suffix.removeprefix(".").lower() not in known:
         raise UsageError(f"{file}: matplotlib writes no such files; choose an ending from {', '.join(sorted(known))}")
+    check_folder(file)
+    return figure
+
+
+def check_folder(file: Path) -> None:
+    """Raise StorageError where ``file`` cannot be written, or replaced, in its folder (local)."""
     folder = file.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise StorageError(f"{file}: cannot be written: {folder} is missing or may not be written")
-    return figure
 
 
 def plot(table: Sequence[Row], file: Path) -> None:

@@ -27,11 +27,10 @@ class Row:
 
     Bubbles are shares of the longest span of a rank; see `hpcdist.bench.pipeline`. ``by_rank`` are those that were
     measured and simulated of each rank's own span: where two spans are about as long, either may be the longest.
-    ``overhead`` is the share of it in
-    which the rank neither computes nor waits, ``operation_us`` the same for each operation of its list; ``receive_us``
-    is the shortest receive, whose message was there. ``x_ideal`` is the speed over that of as many ranks that do the
-    same work alone, ``of_bound`` that over what the simulated bubble leaves; ``x_1f1b`` the speed over that of 1F1B
-    with as many micro-batches in the same file.
+    ``overhead`` is the share of it in which the rank neither computes nor waits, ``operation_us`` the same for each
+    operation of its list; ``receive_us`` is the shortest receive, whose message was there. ``x_ideal`` is the speed
+    over that of as many ranks that do the same work alone, ``of_bound`` that over what the simulated bubble leaves;
+    ``x_1f1b`` the speed over that of 1F1B with as many micro-batches in the same file.
     """
 
     schedule: str

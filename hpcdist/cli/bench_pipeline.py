@@ -200,8 +200,9 @@ def _check_places(outputs: Outputs) -> None:
         files.check_place(outputs.file)
     if outputs.plot is not None:
         collectives_report.check_plot(outputs.plot)
-    if outputs.timeline is not None and outputs.timeline.suffix != ".json":
-        collectives_report.check_plot(outputs.timeline)
+    if outputs.timeline is not None:
+        check = collectives_report.check_folder if outputs.timeline.suffix == ".json" else collectives_report.check_plot
+        check(outputs.timeline)
 
 
 def _show(found: "Results", left_out: dict[str, str], outputs: Outputs) -> None:

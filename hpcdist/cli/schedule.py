@@ -90,7 +90,7 @@ def command(
     deadlock first. Nothing is trained and no MPI is needed.
     """
     from hpcdist.bench import pipeline_schedules as schedules
-    from hpcdist.bench.collectives_report import check_plot
+    from hpcdist.bench.collectives_report import check_folder, check_plot
 
     if recipe is not None or overrides:
         _show_stages(recipe, overrides, to_stderr=as_json)
@@ -99,6 +99,8 @@ def command(
     wanted = schedules.Wanted(stages, microbatches, tuple(costs), message_s, recompute)
     if plot is not None:
         check_plot(plot)
+    if trace is not None:
+        check_folder(trace)
     with _without_collection():
         known = _written(names, wanted, chunks, source)
         if dump is not None:

@@ -219,7 +219,7 @@ def test_the_command_line_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert listed[-1].startswith("left out: interleaved, 1 micro-batches")
     assert isinstance(said("--schedule", "1f2b").exception, UsageError)
     assert "3 units" in str(said("--schedule", "interleaved", "--layers", "1").exception)
-    for option, name in (("-o", "x.h5"), ("--plot", "x.png"), ("--timeline", "x.svg")):
+    for option, name in (("-o", "x.h5"), ("--plot", "x.png"), ("--timeline", "x.svg"), ("--timeline", "x.json")):
         assert isinstance(said(option, f"/proc/no/{name}").exception, StorageError)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
