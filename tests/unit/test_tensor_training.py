@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import ConfigurationError, DivergenceError, ScheduleError
+from hpcdist.errors import ConfigurationError, DivergenceError, NonFiniteError, ScheduleError
 from hpcdist.strategies.grid import Grid
+from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.schedule.operations import COMPUTE, Kind, Operation
 from hpcdist.strategies.schedule.verify import verify
 from hpcdist.strategies.sentinel import check_tensor_axis
@@ -211,6 +212,31 @@ def test_the_sentinel_names_a_tensor_that_drifts(text):
             check_tensor_axis(tensor, store, 4)
 
     run_threads(4, body)
+
+
+@pytest.mark.parametrize("by_rows", ["false", "true"])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(np.nan, "parameter 1.down.weight"), (1e308, "output of layer 1 in micro-batch 0")],
+)
+def test_only_the_tensor_rank_that_brought_a_bad_value_is_named(by_rows, value, said, text):
+    keys = KEYS | {"data.path": text, "parallel.tensor": 2, "parallel.sequence_parallel": by_rows}
+
+    def body(comm):
+        trainer = trainer_of(comm, keys)
+        if comm.rank == 1:
+            trainer.exchange.parameters.view("1.up.bias")[...] = 100
+            trainer.exchange.parameters.view("1.down.weight")[...] = value
+        with trainer.batches(1) as stream:
+            (batch,) = stream
+            batches = trainer.cut(trainer.place(batch))
+        with np.errstate(all="ignore"), pytest.raises(NonFiniteError) as caught:
+            trainer.step(1, batches, np.zeros(2))
+        with np.errstate(all="ignore"):
+            found = str(explain(comm, trainer.executor, trainer.operations, batches, caught.value))
+        assert f". rank 1: {said}. Nothing" in found
+
+    run_threads(2, body)
 
 
 @pytest.mark.parametrize(

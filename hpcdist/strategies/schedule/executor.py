@@ -22,6 +22,7 @@ from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Ope
 from hpcdist.strategies.schedule.stages import MicroBatch, Stages
 from hpcdist.strategies.schedule.watch import Watch
 from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.tensor.model import CutModel
 from hpcdist.strategies.working import WorkingCopies
 
 __all__ = ["Executor", "MicroBatch", "Step"]
@@ -70,6 +71,8 @@ class Executor:
         self.seed = 0
         self._bound = (Bound if seat.working is None else WorkingCopies)(seat, exchange, copies)
         self._watch = Watch()
+        if isinstance(seat.model, CutModel):
+            seat.model.axis.watch = self._watch
         self._stages = Stages(seat, arena, self._bound, self._watch)
         evaluation = forward_only(seat.placed, seat.pipeline.rank)
         self._forward_only = gathered(evaluation, exchange.gathers) if exchange.gathers else evaluation

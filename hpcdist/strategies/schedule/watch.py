@@ -36,6 +36,10 @@ class Watch:
             for segment, touched in store.layout.within(part):
                 self.look(f"gradient of {segment.key}", store.range(touched))
 
+    def sees_only_finite(self, values: Array) -> bool:
+        """Whether this rank is looking, and ``values``, which it has computed, are as they should be."""
+        return self._awake and _finite(values)
+
     def distrust(self, values: Array) -> None:
         """Stop looking when ``values``, which came from another rank, are bad: what follows is not this rank's."""
         if self._awake and not _finite(values):

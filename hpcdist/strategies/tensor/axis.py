@@ -10,6 +10,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import ON_GPUS, SHARDED, SHARDED_ON_GPUS, Sharding, node_shared
 from hpcdist.collectives.selection import parse
 from hpcdist.comm.communicator import Communicator
+from hpcdist.strategies.schedule.watch import Watch
 
 ONE_NODE: Final = "node_shared"
 
@@ -33,24 +34,30 @@ def suited(comm: Communicator, algorithm: str) -> str:
 
 
 class TensorAxis:
-    """Collectives over ``comm`` by ``algorithm``, or by what comes closest where it cannot. All of it is collective."""
+    """Collectives over ``comm`` by ``algorithm``, or by what comes closest where it cannot. All of it is collective.
+
+    ``watch`` looks for this rank's own bad values: where those of another rank come in by a sum, it stops.
+    """
 
     def __init__(self, comm: Communicator, algorithm: str) -> None:
         self.comm, self.algorithm = comm, suited(comm, algorithm)
         self.rank, self.size = comm.rank, comm.size
         self._spent_s = 0.0
+        self.watch = Watch()
 
     def allreduce(self, buffer: Array, op: str = "sum") -> None:
         """Reduce ``buffer``, 1-D, in place."""
-        self._timed(buffer, lambda: collectives.allreduce(self.comm, buffer, self.algorithm, op))
+        self._timed(buffer, buffer, buffer, lambda: collectives.allreduce(self.comm, buffer, self.algorithm, op))
 
     def reduce_scatter(self, buffer: Array, shares: Sequence[Range]) -> None:
         """Sum in place; afterwards the own share of ``shares``, in rank order, is defined."""
-        self._timed(buffer, lambda: self._sharding(buffer, shares).reduce_scatter(self.comm, buffer, shares))
+        own, halves = buffer[shares[self.rank].slice], self._sharding(buffer, shares)
+        self._timed(buffer, buffer, own, lambda: halves.reduce_scatter(self.comm, buffer, shares))
 
     def all_gather(self, buffer: Array, shares: Sequence[Range]) -> None:
         """Give the own share to all and fill the others, in place."""
-        self._timed(buffer, lambda: self._sharding(buffer, shares).all_gather(self.comm, buffer, shares))
+        own, halves = buffer[shares[self.rank].slice], self._sharding(buffer, shares)
+        self._timed(buffer, own, buffer, lambda: halves.all_gather(self.comm, buffer, shares))
 
     def taken_s(self) -> float:
         """Return the seconds that this rank has given to these calls since the last time it asked (local).
@@ -60,11 +67,15 @@ class TensorAxis:
         spent_s, self._spent_s = self._spent_s, 0.0
         return spent_s
 
-    def _timed(self, buffer: Array, call: Callable[[], None]) -> None:
+    def _timed(self, buffer: Array, given: Array, taken: Array, call: Callable[[], None]) -> None:
+        """Make ``call``, to which this rank gives some of ``buffer``, and from which it takes some."""
+        innocent = self.watch.sees_only_finite(given)
         begin = time.perf_counter()
         call()
         if not is_device(buffer):
             self._spent_s += time.perf_counter() - begin
+        if innocent:
+            self.watch.distrust(taken)
 
     def _sharding(self, buffer: Array, shares: Sequence[Range]) -> Sharding:
         """Return the two halves of the allreduce that is wanted, or of the ring where it has none for these shares."""
