@@ -1,5 +1,6 @@
 """Passes of one rank: the textbook orders, and what they become."""
 
+from hpcdist.strategies.schedule.generators import compute, gathered
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.pipelines import Pass, Passes, expand, gpipe, one_f_one_b
 from hpcdist.strategies.schedule.placement import Placement, looped
@@ -76,3 +77,12 @@ def test_recompute_comes_before_the_gradient_and_only_where_time_passed() -> Non
         assert all(op.kind is Kind.FORWARD for op in twice if op.recompute)
         once = [op for op in twice if not op.recompute]
         assert once == expand(gpipe(stage, 2, 3), of_two(2), stage)
+
+
+def test_a_second_forward_gathers_once_more() -> None:
+    """Inner units are gathered for each use; the ends of a chunk stay where it turns back, or the next one begins."""
+    three = looped([range(3), range(3, 6)], 2)
+    for recompute, each in ((False, [8, 8, 7]), (True, [9, 12, 8])):
+        steps = gathered(compute("gpipe", 4, three, recompute=recompute), {unit: [unit] for unit in range(3)})
+        units = [op.unit for op in steps if op.kind is Kind.GATHER]
+        assert [units.count(unit) for unit in range(3)] == each

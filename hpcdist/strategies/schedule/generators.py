@@ -62,9 +62,10 @@ def gathered(steps: Sequence[Operation], needs: Mapping[int, Sequence[int]], *, 
 
     ``needs`` maps each unit to the units whose parameters it uses, itself included. A unit that only it uses is
     gathered before each of its operations and freed behind it, unless the next one is its own again, as the backward of
-    the last unit of a model: 2 m gathers a step, for m micro-batches, and memory for one unit. One that several use
-    stays from the first of them in a micro-batch to the last, and on to the last of every micro-batch that begins
-    before. With ``keep`` each unit stays from its first use in the list to its last: 1 gather, memory for all of them.
+    the last unit of a model: 2 m gathers a step, up to 3 m with a second forward, for m micro-batches, and memory for
+    one unit. One that several use stays from the first of them in a micro-batch to the last, and on to the last of
+    every micro-batch that begins before. With ``keep`` each unit stays from its first use in the list to its last: 1
+    gather, memory for all of them.
     """
     users = Counter(unit for used in needs.values() for unit in used)
     using = [index for index, op in enumerate(steps) if op.kind in USES]

@@ -20,7 +20,8 @@ With Psi bytes of parameters and m micro-batches a step, each rank sends on the 
                  2 Psi/d_o (1 - d_o/p)   once a step, over the p/d_o owners of the same cut
     parameters   Psi (1/d_p - 1/d_o)     once a step, the new cuts to all that keep them
                  2 m Psi (1 - 1/d_p)     for each use, once forward and once backward; uses of the same layer that
-                                         follow each other are one, as those of the last layer of a model
+                                         follow each other are one, as those of the last layer of a model;
+                                         up to 3 m where a pipeline computes forwards again
 
 so 2 Psi (p-1)/p in zero1, (1 + m) of these in zero2 and 3 m in zero3; Psi is that of the layers of this rank. Where m
 is large, as in a pipeline, memory buys bytes: ``keep_gradients`` adds up those of a step whole and reduces once (Psi
