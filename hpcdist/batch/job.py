@@ -94,7 +94,7 @@ class BatchJob:
         return self.nodes * self.ranks_per_node
 
 
-def walltime_s(text: str) -> int:
+def walltime_s(text: str, option: str = "--time") -> int:
     """Return the seconds of a walltime: D-HH:MM:SS, HH:MM:SS or minutes. Raises UsageError for anything else.
 
     Slurm reads 10:00 as ten minutes, which is easily meant as ten hours: so two fields are refused.
@@ -107,7 +107,7 @@ def walltime_s(text: str) -> int:
         found = (hours * 60 + int(match["minutes"])) * 60 + int(match["seconds"])
     if found < 60:
         raise UsageError(
-            f"--time {text!r}: expected D-HH:MM:SS, HH:MM:SS or whole minutes, at least one minute in all; "
+            f"{option} {text!r}: expected D-HH:MM:SS, HH:MM:SS or whole minutes, at least one minute in all; "
             "for example 1-12:00:00, 00:30:00 or 90"
         )
     return found

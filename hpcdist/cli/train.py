@@ -18,14 +18,28 @@ import click
     help="auto: go on from the newest valid checkpoint in --out, or start where there is none.",
 )
 @click.option(
+    "--time-limit",
+    metavar="WALLTIME",
+    help="Save and stop in time, with exit code 75: D-HH:MM:SS, HH:MM:SS or minutes.  [default: the job's, in Slurm]",
+)
+@click.option(
     "--json", "as_json", is_flag=True, help="Print the summary as one JSON object on the last line of stdout."
 )
-def command(recipe: Path | None, overrides: tuple[str, ...], out: Path | None, resume: str, as_json: bool) -> None:
+def command(
+    recipe: Path | None,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    resume: str,
+    time_limit: str | None,
+    as_json: bool,
+) -> None:
     """Train the model of RECIPE (TOML), or of the default recipe, on every rank that the launcher started.
 
     Without a launcher it trains in this process alone.
     """
+    from hpcdist.batch.job import walltime_s
     from hpcdist.training import job
     from hpcdist.training import recipe as recipes
 
-    job.train(recipes.load(recipe, overrides).recipe, out, resume, as_json)
+    limit_s = None if time_limit is None else walltime_s(time_limit, "--time-limit")
+    job.train(recipes.load(recipe, overrides).recipe, out, resume, as_json, limit_s)

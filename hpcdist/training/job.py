@@ -1,7 +1,9 @@
 """A whole job: start, train, evaluate, report, leave. What `hpcdist train` calls."""
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 
 from hpcdist.arrays.sizes import counted
@@ -13,6 +15,7 @@ from hpcdist.training import architecture, consensus, directory, entropy
 from hpcdist.training.asynchronous import loop_of
 from hpcdist.training.energy import Energy, energy_attributes
 from hpcdist.training.evaluation import mean_validation_loss
+from hpcdist.training.pace import end_of_job
 from hpcdist.training.progress import Progress
 from hpcdist.training.recipe import Recipe
 from hpcdist.training.summary import LOADED_FIGURE, OVERLAP_FIGURES, describe, summarise
@@ -20,9 +23,12 @@ from hpcdist.training.survival import EXIT_CODES, StopWishes
 from hpcdist.training.trainer import Trainer, assemble
 
 
-def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool) -> None:
-    """Train ``recipe`` on all ranks that the launcher started, and leave with the agreed exit code. Collective."""
-    wishes = StopWishes()
+def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s: float | None = None) -> None:
+    """Train ``recipe`` on all ranks that the launcher started, and leave with the agreed exit code. Collective.
+
+    Before ``limit_s`` seconds are over, or the job is by Slurm's word, the run is saved and stops.
+    """
+    wishes = StopWishes(ends=end_of_job(limit_s, time.time(), os.environ))
     wishes.listen()  # a signal that comes while the job starts is answered after the first step
     communication = recipe.communication
     session = start(recipe.run.device, communication.ranks_per_node or None, communication.checked)

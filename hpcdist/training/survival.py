@@ -1,6 +1,8 @@
-"""The wish to stop: signals and a stop file set flags; the decision is taken by all ranks at a step boundary."""
+"""The wish to stop: signals, a stop file and the clock set flags; all ranks decide together at a step boundary."""
 
+import math
 import signal
+from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
@@ -15,18 +17,27 @@ STOP_FILE = "stop"
 class Wish(IntEnum):
     """Why a rank wants to stop; the index of its count in the numbers that a step agrees on."""
 
-    REQUEUE = 0  # SIGTERM, SIGUSR1 or the stop file: save and let the scheduler start the job again
+    REQUEUE = 0  # SIGTERM, SIGUSR1, the stop file or the job's time: save and let the scheduler start the job again
     INTERRUPT = 1  # Ctrl-C: save and leave
 
 
 EXIT_CODES = {Wish.REQUEUE: errors.REQUEUE, Wish.INTERRUPT: errors.INTERRUPTED}
 
 
-class StopWishes:
-    """Listens on this rank. Signals only set a flag: a handler must neither communicate nor write files."""
+def _never() -> bool:
+    return False
 
-    def __init__(self, stop_file: Path | None = None) -> None:
+
+class StopWishes:
+    """Listens on this rank. Signals only set a flag: a handler must neither communicate nor write files.
+
+    ``ends`` is when the job is over, in seconds since 1970.
+    """
+
+    def __init__(self, stop_file: Path | None = None, ends: float = math.inf) -> None:
         self.stop_file = stop_file  # looked at by one rank only, once the run directory is known
+        self.ends = ends
+        self.time_up: Callable[[], bool] = _never  # asked by one rank only, once it knows what steps and saves take
         self._wanted = np.zeros(len(Wish))
 
     def listen(self) -> None:
@@ -43,7 +54,7 @@ class StopWishes:
 
     def current(self) -> np.ndarray:
         """Return this rank's wishes as numbers to be summed over the ranks."""
-        if self.stop_file is not None and self.stop_file.exists():
+        if self.time_up() or (self.stop_file is not None and self.stop_file.exists()):
             self._wanted[Wish.REQUEUE] = 1.0
         return self._wanted
 

@@ -1,0 +1,90 @@
+"""When to save: by the time since the last save, and before the job's own time is over.
+
+Rank 0 keeps the clock. What it wants travels with the numbers that every step sums over the ranks, so that all save
+after the same step. Until a save has been measured, its cost is that of this rank's bytes at `GUESS_BYTES_PER_S`.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from hpcdist.checkpoint.config import CheckpointConfig
+from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.interval import daly
+
+GUESS_BYTES_PER_S: Final = 100e6
+REMEMBERED: Final = 1000  # steps, and saves
+JOB_END: Final = "SLURM_JOB_END_TIME"  # seconds since 1970, which Slurm sets
+
+
+class Pace:
+    """The clock of one rank (local). ``state_bytes`` is what it saves, ``ends`` the time at which the job is over."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        state_bytes: int,
+        ends: float = math.inf,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._config, self._ends, self._clock = config, ends, clock
+        self._guess_s = state_bytes / GUESS_BYTES_PER_S
+        self._steps: deque[float] = deque(maxlen=REMEMBERED)
+        self._saves: deque[float] = deque(maxlen=REMEMBERED)
+        self._saved = clock()
+
+    def stepped(self, seconds: float) -> None:
+        """Take note of a step."""
+        self._steps.append(seconds)
+
+    def saved(self, seconds: float) -> None:
+        """Take note of a save that held the steps up for ``seconds``, and is over."""
+        self._saves.append(seconds)
+        self._saved = self._clock()
+
+    @property
+    def cost_s(self) -> float:
+        """What a save takes: the median, so that one on a busy disk does not count for all."""
+        return quantile(self._saves, 0.5) if self._saves else self._guess_s
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds of work between two saves by `daly`; infinite where ``checkpoint.mtbf_s`` is not used."""
+        return daly(self.cost_s, self._config.mtbf_s) if self._config.mtbf_s else math.inf
+
+    def due(self) -> bool:
+        """Whether so much work lies behind the last save that the next step should be followed by one."""
+        if math.isinf(self.interval_s):
+            return False
+        step_s = quantile(self._steps, 0.5) if self._steps else 0.0
+        return self._clock() - self._saved + step_s / 2 >= self.interval_s  # the step boundary next to it
+
+    def time_up(self) -> bool:
+        """Whether one more step and a save might not end in time: cost at its 95th percentile, step at its 99th."""
+        if math.isinf(self._ends):
+            return False
+        cost_s = quantile(self._saves, 0.95) if self._saves else self._guess_s
+        step_s = quantile(self._steps, 0.99) if self._steps else 0.0
+        return self._ends - self._clock() < cost_s + step_s
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the least of ``values`` that no more than ``1 - share`` of them exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
+
+
+def end_of_job(limit_s: float | None, started: float, environment: Mapping[str, str]) -> float:
+    """Return when the job is over, in seconds since 1970: its own limit or Slurm's, whichever comes first.
+
+    Raises ConfigurationError when the environment holds something else than a time.
+    """
+    ends = math.inf if limit_s is None else started + limit_s
+    told = environment.get(JOB_END, "")
+    if told:
+        if not told.isascii() or not told.isdecimal():
+            raise ConfigurationError(f"{JOB_END}={told!r}: expected seconds since 1970; unset it")
+        ends = min(ends, float(told))
+    return ends
