@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from hpcdist.arrays.backend import Array
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication")
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "checkpoint")
 
 
 class Ledger:

@@ -67,7 +67,11 @@ def save(
     `hpcdist.checkpoint.writers`. Raises StorageError on all ranks when one of them cannot write; the checkpoints that
     were there are then untouched.
     """
-    plan = Plan(Path(directory), step, comm.size, scalars, about or {}, keep)
+    return make(Plan(Path(directory), step, comm.size, scalars, about or {}, keep), pieces, comm, writers)
+
+
+def make(plan: Plan, pieces: Sequence[Piece], comm: Communicator, writers: str) -> Path:
+    """Save the checkpoint ``plan`` of ``pieces`` as `save` does. Collective over ``comm``."""
     group = group_of(comm, writers)
     prepare(plan, group, comm)
     delivery = Delivery(group, pieces)

@@ -54,7 +54,8 @@ class Delivery:
     """The pieces of a group on their way to its writer. Construction is collective over the group.
 
     On the writer, ``slots`` and ``sources`` are what a shard gets: the sources must be used in their order, each once;
-    then, or when writing has failed, it calls `end`. The others `bring` theirs.
+    then, or when writing has failed, it calls `end`. The first ones are of ``arrays``, its own. The others `bring`
+    theirs.
     """
 
     def __init__(self, group: Group, pieces: Sequence[Piece]) -> None:
@@ -63,7 +64,7 @@ class Delivery:
         found: list[list[Slot]] = [own] if comm is None else comm.allgather_object(own)
         wanted = once(found)
         mine = wanted[0 if comm is None else comm.rank]
-        self._arrays = [piece.array for piece, kept in zip(pieces, mine, strict=True) if kept]
+        self.arrays = [piece.array for piece, kept in zip(pieces, mine, strict=True) if kept]
         self._slots = [
             [slot for slot, kept in zip(slots, kept_ones, strict=True) if kept]
             for slots, kept_ones in zip(found, wanted, strict=True)
@@ -78,7 +79,7 @@ class Delivery:
 
     def sources(self) -> list[Source]:
         """Return where the bytes of each slot come from."""
-        own: list[Source] = [partial(held, array) for array in self._arrays]
+        own: list[Source] = [partial(held, array) for array in self.arrays]
         theirs = [(rank, slot) for rank, slots in enumerate(self._slots[1:], start=1) for slot in slots]
         return own + [partial(self._sent, rank, len(slot.blocks())) for rank, slot in theirs]
 
@@ -101,7 +102,7 @@ class Delivery:
         assert self._group.comm is not None
         rank = self._group.comm.rank
         sizes = [size for slot in self._slots[rank] for size in slot.blocks()]
-        return send(self._group.comm, 0, self._arrays, sizes)
+        return send(self._group.comm, 0, self.arrays, sizes)
 
     def end(self) -> None:
         """Take what was not asked for, so that nobody waits: on the writer."""

@@ -209,11 +209,13 @@ class AsynchronousLoop(Loop):
     def _decide(self, wish: Wish | None) -> bool:
         """Save, stop: what all ranks agreed on. Collective."""
         outcome, recipe = self.outcome, self.trainer.recipe
+        self._finish_save()  # ranks that share no step agree on nothing between two meetings
         finished = outcome.done == recipe.run.steps
         every = recipe.checkpoint.every_steps
         if finished or wish is not None:
             self.exchange.refresh()
             self._save(outcome.done)
+            self._finish_save()
             outcome.wish = None if finished else wish
             return True
         if every and outcome.done // every > self._saved_at // every:

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcdist.comm.recording import Traffic
 from hpcdist.comm.start import Session
-from hpcdist.errors import NonFiniteError
+from hpcdist.errors import NonFiniteError, StorageError
 from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.overlap import Fetched
 from hpcdist.strategies.schedule.executor import MicroBatch, Step
@@ -19,6 +19,7 @@ from hpcdist.training import consensus
 from hpcdist.training.energy import Energy
 from hpcdist.training.metrics import METRICS_FILE, Metrics
 from hpcdist.training.progress import Progress
+from hpcdist.training.saving import saver_of
 from hpcdist.training.survival import STOP_FILE, StopWishes, Wish, agreed
 from hpcdist.training.trainer import Trainer
 
@@ -68,6 +69,7 @@ class Loop:
         self.metrics = self.kind_of_metrics(
             session.comm, directory / METRICS_FILE, _continued(directory, trainer.first_step), attributes, energy
         )
+        self.saver = saver_of(trainer, directory / "checkpoints")
         self.outcome = Outcome(trainer.first_step, trainer.first_step)
         self._boundary = time.perf_counter()
         self._loss_scale = 1.0  # of the last row about it
@@ -88,6 +90,7 @@ class Loop:
         self.metrics.flush()
         if outcome.checkpoint is None:
             self._save(outcome.done)
+        self._finish_save()
         if outcome.done == steps:
             outcome.wish = None  # the run is complete: nobody needs to start it again
         self.wishes.answered()
@@ -118,6 +121,7 @@ class Loop:
         outcome.checkpoint = None
         if found.wishes[len(Wish)] > 0:
             self.metrics.flush()
+        self._settle(found.wishes[len(Wish) + 1 :])
         self._look(step)
         self.progress.step(step, found.loss, targets, found.seconds["communication_s"] / step_s)
         if trainer.balance is not None and trainer.balance.after(step, found.seconds["compute_s"]):
@@ -140,12 +144,16 @@ class Loop:
     def _train(self, step: int, batches: list[MicroBatch]) -> Step:
         trainer = self.trainer
         # One more number decides with the others when all ranks bring their rows to the file.
-        wishes = np.append(self.wishes.current(), float(self.metrics.due()))
+        wishes = np.concatenate([self.wishes.current(), [float(self.metrics.due())], self.saver.numbers()])
         try:
             return trainer.step(step, batches, wishes)
         except NonFiniteError as error:
             explained = explain(trainer.comm, trainer.executor, trainer.operations, batches, error)
             self.metrics.flush()
+            try:
+                self._finish_save()
+            except StorageError as failure:
+                self.progress.say(str(failure))
             raise explained from None
 
     def _look(self, step: int) -> None:
@@ -164,9 +172,24 @@ class Loop:
     def _save(self, step: int) -> None:
         used = self.energy.state()
         with self.energy.window("checkpoint"):
-            self.metrics.flush()
-            self.outcome.checkpoint = self.trainer.save(self.directory / "checkpoints", step, energy=used)
+            if self.saver.waits:
+                self.metrics.flush()
+            self.outcome.checkpoint = self.saver.save(step, energy=used)
             consensus.note(self.metrics, self.trainer)
+
+    def _settle(self, sums: np.ndarray) -> None:
+        """Go on with the checkpoint that is written beside the steps, where all ranks have come so far."""
+        if self.saver.goes_on(sums):
+            self.metrics.flush()  # a run that goes on from it has the rows up to it
+            with self.energy.window("checkpoint"):
+                self.saver.settle(sums)
+
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint that is written beside the steps."""
+        if self.saver.is_busy:
+            self.metrics.flush()
+            with self.energy.window("checkpoint"):
+                self.saver.finish()
 
 
 def _continued(directory: Path, first_step: int) -> int | None:

@@ -73,6 +73,9 @@ class Recipe:
         self._refuse_measured_shares()
         self._refuse_beside_16_bits()
         self._refuse_beside_tensor()
+        self.checkpoint.check_beside("file" in (self.zero.offload_optimizer, self.zero.offload_parameters))
+        lock_step = self.parallel.strategy != "parameter_server" or self.parameter_server.lock_step
+        self.checkpoint.check_steps(lock_step, self.data.validation_fraction > 0)
         microbatches, pipeline = self.parallel.microbatches, self.parallel.pipeline
         if microbatches > self.run.global_batch:
             raise ConfigurationError(

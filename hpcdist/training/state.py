@@ -1,10 +1,12 @@
 """What a checkpoint keeps of a run beside the pieces, and what it says of where it comes from."""
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.checkpoint.restore import restore
+from hpcdist.checkpoint.save import Plan
 from hpcdist.errors import DataError, StorageError
 from hpcdist.strategies.decentralised.local_sgd import OUTER
 from hpcdist.telemetry.provenance import provenance
@@ -34,6 +36,12 @@ def scalars(trainer: "Trainer", steps: int) -> dict[str, Any]:
         "optimizer": trainer.exchange.state(),
         "loss_scale": trainer.executor.loss_scale.state(),
     }
+
+
+def plan(trainer: "Trainer", directory: Path, steps: int, kept: Mapping[str, Any]) -> Plan:
+    """Return the checkpoint after ``steps`` steps, with what else is ``kept`` beside the scalars (local)."""
+    config, numbers = trainer.recipe.checkpoint, scalars(trainer, steps) | dict(kept)
+    return Plan(directory, steps, trainer.comm.size, numbers, about(trainer), config.keep)
 
 
 def about(trainer: "Trainer") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from hpcdist import collectives, models
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint.save import save
+from hpcdist.checkpoint.save import make as save
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.solo import solo
 from hpcdist.comm.start import Session
@@ -113,12 +113,8 @@ class Trainer:
     def save(self, directory: Path, steps: int, **kept: Any) -> Path:
         """Write the checkpoint after ``steps`` steps, with what else is ``kept`` beside the scalars. Collective."""
         self.flush()
-        config, scalars = self.recipe.checkpoint, state.scalars(self, steps) | kept
-        return save(
-            *(directory, steps, self.exchange.pieces(), scalars, self.comm, config.keep),
-            writers=config.writers,
-            about=state.about(self),
-        )
+        plan = state.plan(self, directory, steps, kept)
+        return save(plan, self.exchange.pieces(), self.comm, self.recipe.checkpoint.writers)
 
     def flush(self) -> None:
         """Bring into the parameters what the steps so far have left to be done. Collective."""

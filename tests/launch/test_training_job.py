@@ -118,10 +118,10 @@ def test_a_run_goes_on_in_another_layout_and_for_longer(text: Path, tmp_path: Pa
 # name -> (ranks, keys)
 LAYOUTS = {
     "allreduce": (2, ()),
-    "zero1": (2, ("parallel.strategy=zero1",)),
+    "zero1": (2, ("parallel.strategy=zero1", "checkpoint.asynchronous=true")),
     "zero2": (3, ("parallel.strategy=zero2", "parallel.microbatches=2")),
     "zero3": (2, ("parallel.strategy=zero3",)),
-    "dedicated server": (3, ("parallel.strategy=parameter_server",)),
+    "dedicated server": (3, ("parallel.strategy=parameter_server", "checkpoint.writers=2")),
     "colocated servers": (2, ("parallel.strategy=parameter_server", "parameter_server.placement=colocated")),
     "1f1b": (2, ("parallel.pipeline=2", "parallel.microbatches=3")),
     "gpipe x data with zero1": (

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.background import Background
 from hpcdist.checkpoint.restore import newest, restore
-from hpcdist.checkpoint.save import save
+from hpcdist.checkpoint.save import Plan, save
 from hpcdist.errors import StorageError
 
 LAYOUT = Layout.of([TensorSpec(0, "table", (301, 17)), TensorSpec(1, "weight", (64, 33)), TensorSpec(1, "bias", (5,))])
@@ -69,6 +71,27 @@ def test_pieces_travel_to_their_writers(comm, rng, shared_dir, writers):
     into = FlatStore(LAYOUT, np.dtype("float32"))
     restore(path, pieces_of(into, Range(0, LAYOUT.size)))
     assert into.array.tobytes() == store.array.tobytes()
+    comm.barrier()
+
+
+def test_beside_the_steps(comm, rng, shared_dir):
+    store = state(comm, rng)
+    kept, part = store.array.copy(), split(LAYOUT.size, comm.size, 4)[comm.rank]
+    beside = Background(comm)
+    for step in (1, 2):
+        plan = Plan(Path(shared_dir) / "checkpoints", step, comm.size, {}, {}, 2)
+        beside.begin(plan, pieces_of(store, part), "rank" if step == 1 else "2")
+        store.array[...] = step
+    path = None
+    while path is None:
+        sums = beside.numbers()
+        comm.allreduce(sums)
+        path = beside.settle(sums)
+    assert path.name == "step-2" and newest(shared_dir, comm) == path
+    for step, expected in (1, kept), (2, np.where(kept == 0, 0, np.float32(1))):  # zeros are the padding
+        into = FlatStore(LAYOUT, np.dtype("float32"))
+        restore(path.with_name(f"step-{step}"), pieces_of(into, Range(0, LAYOUT.size)))
+        assert into.array.tobytes() == expected.astype("f4").tobytes()
     comm.barrier()
 
 

@@ -1,0 +1,180 @@
+"""Checkpoints written beside the steps: what was saved is the state of the boundary, and nobody waits unseen."""
+
+import errno
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint import background, save
+from hpcdist.checkpoint.background import Background
+from hpcdist.checkpoint.restore import newest, restore
+from hpcdist.checkpoint.save import Plan
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.training.recipe import load
+
+LAYOUT = Layout.of([TensorSpec(0, "table", (11, 7)), TensorSpec(1, "weight", (33, 19)), TensorSpec(1, "scale", ())])
+FLOAT = np.dtype("float32")
+
+
+def pieces_of(store, part):
+    return [Piece.of("parameters", seg, touched, store.range(touched)) for seg, touched in LAYOUT.within(part)]
+
+
+class Run:
+    """One rank that saves: its part of a state that is the number of the step, everywhere."""
+
+    def __init__(self, comm, root, writers="rank", ledger=None, on="cpu"):
+        self.comm, self.root, self.writers = comm, root, writers
+        self.store = FlatStore(LAYOUT, FLOAT, on=on)
+        self.part = split(LAYOUT.size, comm.size, 4)[comm.rank]
+        self.background = Background(comm, ledger)
+
+    def begin(self, step):
+        self.store.array[...] = step
+        plan = Plan(self.root, step, self.comm.size, {"step": step}, {}, 2)
+        self.background.begin(plan, pieces_of(self.store, self.part), self.writers)
+        self.store.array[...] = -1  # training goes on at once
+
+    def step(self):
+        """What a training step does for it; return the checkpoint that became visible in it."""
+        sums = self.background.numbers()
+        self.comm.allreduce(sums)
+        return self.background.settle(sums)
+
+    def steps(self):
+        while (path := self.step()) is None:
+            pass
+        return path
+
+
+def check(path, step):
+    into = FlatStore(LAYOUT, FLOAT)
+    assert restore(path, pieces_of(into, Range(0, LAYOUT.size))) == {"step": step}
+    assert all((into.view(segment.key) == step).all() for segment in LAYOUT.segments)
+
+
+class OnlyHere:
+    """Takes note of messages of any other thread than the one that made it."""
+
+    def __init__(self):
+        self.thread, self.strange = threading.current_thread(), []
+
+    def begin(self, comm, op, *_):
+        if threading.current_thread() is not self.thread:
+            self.strange.append(op)
+        return 0
+
+    def end(self, token):
+        return None
+
+
+@pytest.mark.parametrize(("ranks", "writers"), [(1, "rank"), (3, "rank"), (4, "2")])
+def test_the_state_of_the_boundary_is_saved_while_it_changes(tmp_path, monkeypatch, ranks, writers):
+    may_write = threading.Event()
+    true = save.write
+
+    def held_up(*args):
+        assert may_write.wait(30)
+        return true(*args)
+
+    monkeypatch.setattr(save, "write", held_up)
+
+    def body(comm):
+        run = Run(comm, tmp_path / "checkpoints", writers)
+        comm.events = seen = OnlyHere()
+        run.begin(10)
+        assert [run.step() for _ in range(3)] == [None] * 3 and run.background.is_busy
+        assert newest(tmp_path, comm) is None, "not before all have written"
+        comm.barrier()
+        may_write.set()
+        path = run.steps()
+        assert not run.background.is_busy and path == tmp_path / "checkpoints/step-10"
+        run.begin(20)
+        run.begin(30)  # waits for the one before
+        assert run.background.finish() == tmp_path / "checkpoints/step-30"
+        assert not seen.strange, "a thread of the checkpoint has sent messages"
+
+    run_threads(ranks, body)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-20", "step-30"]
+    check(tmp_path / "checkpoints/step-20", 20)
+    check(newest(tmp_path), 30)
+
+
+@pytest.mark.parametrize("where", ["write", "snapshot", "commit", "unforeseen"])
+@pytest.mark.parametrize("writers", ["rank", "2"])
+def test_a_failure_is_raised_on_all_ranks_at_a_step(tmp_path, monkeypatch, where, writers):
+    def failing(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def broken(*_):
+        raise ZeroDivisionError("a mistake of the programme")
+
+    def body(comm):
+        run = Run(comm, tmp_path / "checkpoints", writers)
+        run.begin(1)
+        run.background.finish()
+        comm.barrier()
+        if comm.rank == 0:
+            place = {"write": "shard.write", "commit": "names.commit", "unforeseen": "shard.write"}.get(where)
+            if place:
+                monkeypatch.setattr(f"hpcdist.checkpoint.save.{place}", broken if where == "unforeseen" else failing)
+            else:
+                monkeypatch.setattr(background.Spare, "fill", failing)
+        comm.barrier()
+        run.begin(2)
+        with pytest.raises(StorageError, match="No space left|a mistake of the programme"):
+            run.steps()
+        assert not run.background.is_busy
+        comm.barrier()
+        if comm.rank == 0:
+            monkeypatch.undo()
+        comm.barrier()
+        assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-1"]
+        comm.barrier()
+        run.begin(3)
+        run.background.finish()
+
+    run_threads(4, body)
+    check(newest(tmp_path), 3)
+
+
+def test_the_memory_is_kept_and_counted(tmp_path):
+    ledgers = [Ledger(), Ledger()]
+
+    def body(comm):
+        run = Run(comm, tmp_path / "checkpoints", "1", ledgers[comm.rank])
+        for step in (1, 2):
+            run.begin(step)
+            run.background.finish()
+        held = ledgers[comm.rank].current["checkpoint"]
+        assert held == ledgers[comm.rank].peak["checkpoint"]
+        return held
+
+    writer, other = run_threads(2, body)
+    psi = 4 * LAYOUT.parameters
+    assert psi <= writer <= psi + 64 * 2 * len(LAYOUT.segments) and other == 0
+
+
+@pytest.mark.parametrize("writers", ["rank", "2"])
+def test_of_a_gpu(gpu, tmp_path, writers):
+    def body(comm):
+        run = Run(comm, tmp_path / "checkpoints", writers, on="gpu")
+        run.begin(4)
+        return run.background.finish()
+
+    check(run_threads(3, body)[0], 4)
+
+
+def test_no_copy_in_memory_of_a_state_in_a_file():
+    keys = ["parallel.strategy=zero1", "zero.offload_optimizer=file", "zero.offload_directory=/tmp"]
+    assert load(None, keys).recipe.zero.offload_optimizer == "file"
+    with pytest.raises(ConfigurationError, match="checkpoint.asynchronous = true with a state offloaded to a file"):
+        load(None, [*keys, "checkpoint.asynchronous=true"])
