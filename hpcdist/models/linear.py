@@ -37,31 +37,44 @@ class LocalLinear:
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
         """Return dx in the scratch that all linears share."""
-        xp = namespace(dy)
-        weight = as_matrix(parameters[f"{prefix}.weight"])
-        outputs, inputs = weight.shape
-        dx = saved.scratch("linear.dx", (*dy.shape[:-1], inputs), dy.dtype)
-        assert not xp.may_share_memory(dx, dy), f"{prefix} follows a linear without an operation between them"
-        xp.matmul(dy.reshape(-1, outputs), weight, out=dx.reshape(-1, inputs))
-        return dx
+        return gradient_of_input(parameters, prefix, dy, saved)
 
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
         """Write or add the gradients of weight and bias."""
-        xp = namespace(dy)
-        whole, add = gradients.into(f"{prefix}.weight")
-        into = as_matrix(whole)
-        outputs, inputs = into.shape
-        rows, x = dy.reshape(-1, outputs), saved[f"{prefix}.x"].reshape(-1, inputs)
-        if add:
-            once = saved.scratch("linear.dweight", into.shape, into.dtype)
-            into += xp.matmul(rows.T, x, out=once)
-        else:
-            xp.matmul(rows.T, x, out=into)
+        gradient_of_weight(gradients, prefix, dy, saved[f"{prefix}.x"], saved)
         if f"{prefix}.bias" in parameters:
-            into, add = gradients.into(f"{prefix}.bias")
-            column_sums(rows, into.reshape(-1), add)
+            gradient_of_bias(gradients, prefix, dy)
+
+
+def gradient_of_input(parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
+    """Return dy weight (..., inputs) in the scratch that all linears share."""
+    xp = namespace(dy)
+    weight = as_matrix(parameters[f"{prefix}.weight"])
+    outputs, inputs = weight.shape
+    dx = saved.scratch("linear.dx", (*dy.shape[:-1], inputs), dy.dtype)
+    assert not xp.may_share_memory(dx, dy), f"{prefix} follows a linear without an operation between them"
+    xp.matmul(dy.reshape(-1, outputs), weight, out=dx.reshape(-1, inputs))
+    return dx
+
+
+def gradient_of_weight(gradients: Gradients, prefix: str, dy: Array, x: Array, saved: Saved) -> None:
+    """Write or add dy^T x."""
+    given, add = gradients.into(f"{prefix}.weight")
+    into = as_matrix(given)
+    outputs, inputs = into.shape
+    product = saved.scratch("linear.dweight", into.shape, into.dtype) if add else into
+    namespace(dy).matmul(dy.reshape(-1, outputs).T, x.reshape(-1, inputs), out=product)
+    if add:
+        into += product
+
+
+def gradient_of_bias(gradients: Gradients, prefix: str, dy: Array) -> None:
+    """Write or add the sums of the rows of dy."""
+    given, add = gradients.into(f"{prefix}.bias")
+    into = given.reshape(-1)
+    column_sums(dy.reshape(-1, into.size), into, add)
 
 
 def as_matrix(weight: Array) -> Array:

@@ -1,7 +1,7 @@
 """The two linears of a parallel part: the first cut by outputs, the second by inputs."""
 
 from hpcdist.arrays.backend import Array, namespace
-from hpcdist.models.linear import as_matrix, column_sums
+from hpcdist.models.linear import as_matrix, gradient_of_bias, gradient_of_input, gradient_of_weight
 from hpcdist.models.stage import Gradients, Parameters, Saved
 from hpcdist.strategies.tensor.borders import Borders
 
@@ -54,7 +54,7 @@ class ColumnLinear:
         _weight_gradients(parameters, gradients, prefix, dy, saved[f"{prefix}.{self.weight_reads[0]}"], saved)
 
     def _input_gradient(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-        return self.borders.enter_backward(_input_gradient(parameters, prefix, dy, saved), saved)
+        return self.borders.enter_backward(gradient_of_input(parameters, prefix, dy, saved), saved)
 
 
 class RowLinear:
@@ -95,59 +95,30 @@ class RowLinear:
         """
         whole = self.borders.leave_backward(dy, saved)
         if f"{prefix}.bias" in parameters:
-            _bias_gradient(gradients, prefix, dy)
-        _weight_gradient(gradients, prefix, whole, saved[f"{prefix}.x"], saved)
-        return _input_gradient(parameters, prefix, whole, saved) if input_gradient else None
+            gradient_of_bias(gradients, prefix, dy)
+        gradient_of_weight(gradients, prefix, whole, saved[f"{prefix}.x"], saved)
+        return gradient_of_input(parameters, prefix, whole, saved) if input_gradient else None
 
     def backward_input(self, parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
         """Return dx of all tokens, and keep what `backward_weight` needs."""
         whole = self.borders.leave_backward(dy, saved)
         if self.borders.by_rows:
             saved.empty(f"{prefix}.whole", whole.shape, whole.dtype)[...] = whole
-        return _input_gradient(parameters, prefix, whole, saved)
+        return gradient_of_input(parameters, prefix, whole, saved)
 
     def backward_weight(
         self, parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, saved: Saved
     ) -> None:
         """Write or add the gradients of the own inputs and, of the tokens of dy, of the bias (local)."""
         if f"{prefix}.bias" in parameters:
-            _bias_gradient(gradients, prefix, dy)
+            gradient_of_bias(gradients, prefix, dy)
         whole = saved[f"{prefix}.whole"] if self.borders.by_rows else dy
-        _weight_gradient(gradients, prefix, whole, saved[f"{prefix}.x"], saved)
+        gradient_of_weight(gradients, prefix, whole, saved[f"{prefix}.x"], saved)
 
 
 def _weight_gradients(
     parameters: Parameters, gradients: Gradients, prefix: str, dy: Array, x: Array, saved: Saved
 ) -> None:
-    _weight_gradient(gradients, prefix, dy, x, saved)
+    gradient_of_weight(gradients, prefix, dy, x, saved)
     if f"{prefix}.bias" in parameters:
-        _bias_gradient(gradients, prefix, dy)
-
-
-def _weight_gradient(gradients: Gradients, prefix: str, dy: Array, x: Array, saved: Saved) -> None:
-    """Write or add dy^T x."""
-    given, add = gradients.into(f"{prefix}.weight")
-    into = as_matrix(given)
-    outputs, inputs = into.shape
-    product = saved.scratch("linear.dweight", into.shape, into.dtype) if add else into
-    namespace(dy).matmul(dy.reshape(-1, outputs).T, x.reshape(-1, inputs), out=product)
-    if add:
-        into += product
-
-
-def _bias_gradient(gradients: Gradients, prefix: str, dy: Array) -> None:
-    """Write or add the sums of the rows of dy."""
-    given, add = gradients.into(f"{prefix}.bias")
-    into = given.reshape(-1)
-    column_sums(dy.reshape(-1, into.size), into, add)
-
-
-def _input_gradient(parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:
-    """Return dy weight (..., inputs) in the scratch that all linears share."""
-    xp = namespace(dy)
-    weight = as_matrix(parameters[f"{prefix}.weight"])
-    outputs, inputs = weight.shape
-    dx = saved.scratch("linear.dx", (*dy.shape[:-1], inputs), dy.dtype)
-    assert not xp.may_share_memory(dx, dy), f"{prefix} follows a linear without an operation between them"
-    xp.matmul(dy.reshape(-1, outputs), weight, out=dx.reshape(-1, inputs))
-    return dx
+        gradient_of_bias(gradients, prefix, dy)
