@@ -1,23 +1,38 @@
-"""The energy of a run: measured from its first step to its validation, over all of its starts."""
+"""The energy and time of a run: measured from its first step to its validation, over all of its starts.
 
+What is used after the last checkpoint of a start that was killed counts too, though its steps are done again: the run
+directory keeps a record, renewed with the rows of the metrics, that no checkpoint has to wait for.
+"""
+
+import json
 import math
+import os
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hpcdist.arrays import device
 from hpcdist.checkpoint import manifest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.energy.monitor import Monitor
 from hpcdist.energy.store import NodeRows
+from hpcdist.errors import StorageError
 from hpcdist.training.recipe import Recipe
+
+USAGE_FILE: Final = "usage.json"
 
 
 class Energy:
-    """What `Monitor` measures of a run, and the step after which it began. Construction is collective."""
+    """What `Monitor` measures of a run, and the step after which it began. Construction is collective.
 
-    def __init__(self, comm: Communicator, recipe: Recipe, resume_from: Path | None) -> None:
+    ``directory`` is that of the run, None where no record is kept.
+    """
+
+    def __init__(
+        self, comm: Communicator, recipe: Recipe, resume_from: Path | None, directory: Path | None = None
+    ) -> None:
         on_gpu = recipe.run.device == "gpu"
         self.monitor = (
             Monitor(comm, recipe.energy, bus_id=device.bus_id(), synchronise=device.synchronise)
@@ -31,6 +46,11 @@ class Energy:
             # A checkpoint of an earlier version has none: then joules are those of the steps from here on.
             self._since_step = kept.get("since_step", int(scalars["steps"]))
             self.monitor.restore(kept.get("joules"))
+        self._comm, self._path = comm, None if directory is None else directory / USAGE_FILE
+        noted = comm.broadcast_object(_noted(self._path) if self._path is not None and comm.rank == 0 else None)
+        if noted is not None:  # later than the checkpoint
+            self._since_step = noted["since_step"]
+            self.monitor.restore(noted["joules"])
 
     def window(self, phase: str) -> AbstractContextManager[None]:
         """Count what is used inside as that of ``phase`` (local; every rank should call)."""
@@ -44,13 +64,41 @@ class Energy:
         """Return what a checkpoint keeps. Collective."""
         return {"since_step": self._since_step, "joules": self.monitor.state()}
 
+    def note(self) -> None:
+        """Renew the record of what has been used so far. Collective; raises StorageError on rank 0."""
+        if self._path is None:
+            return
+        text = json.dumps(self.state())
+        if self._comm.rank:
+            return
+        new = self._path.with_suffix(".tmp")
+        try:
+            new.write_text(text, encoding="utf-8")
+            os.replace(new, self._path)
+        except OSError as error:
+            raise StorageError(f"{self._path} cannot be written: {error.strerror}") from error
+
     def figures(self, steps: int) -> dict[str, Any]:
         """Return what the summary of a run of ``steps`` steps says, as JSON values. Collective.
 
-        ``j_per_step`` is training without checkpoints and validation, over the steps that count: what a killed start
-        did after its last checkpoint was done again.
+        ``j_per_step`` is training without checkpoints and validation, over the steps of the run: those that a killed
+        start made after its last checkpoint, and another one made again, are paid twice and count once.
         """
         return summary(self.monitor.report(), steps - self._since_step)
+
+
+def _noted(path: Path) -> dict[str, Any] | None:
+    """Return what the record says; None where there is none, or it cannot be used."""
+    try:
+        found = json.loads(path.read_bytes())
+        if isinstance(found["since_step"], int) and isinstance(found["joules"], dict):
+            return {"since_step": found["since_step"], "joules": found["joules"]}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    print(f"hpcdist: {path} cannot be read: energy and time count from the checkpoint", file=sys.stderr, flush=True)
+    return None
 
 
 def summary(report: Mapping[str, Any], steps: int) -> dict[str, Any]:
@@ -62,6 +110,7 @@ def summary(report: Mapping[str, Any], steps: int) -> dict[str, Any]:
         "energy_reason": report["reason"],
         "energy_j_by_phase": {name: _number(phase["joules"]) for name, phase in phases.items()},
         "energy_reason_by_phase": {name: phase["reason"] for name, phase in phases.items() if phase["reason"]},
+        "seconds_by_phase": {name: phase["seconds"] for name, phase in phases.items()},
         "energy_j_by_kind": {kind: _number(joules) for kind, joules in report["by_kind"].items()},
         "energy_not_included": report["not_included"],
         "energy_sources": [

@@ -40,7 +40,7 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s:
     entropies = entropy.of(trainer.source) if rank0 else {}
     if rank0:
         _introduce(progress, session, trainer, run, entropies)
-    energy = Energy(session.comm, recipe, run.resume_from)
+    energy = Energy(session.comm, recipe, run.resume_from, run.path)
     attributes = _attributes(session, trainer, entropies) if rank0 else {}
     loop = loop_of(trainer)(session, trainer, run.path, progress, attributes, wishes, energy)
     with energy.monitor:

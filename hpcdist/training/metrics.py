@@ -58,6 +58,7 @@ class Metrics:
         nodes = self._energy.collect()
         if self._writer is not None and nodes:
             self._writer.include(lambda file, session: store.append(file, session, nodes))
+        self._energy.note()
         self._flushed = time.monotonic()
 
     def _gather(self) -> None:

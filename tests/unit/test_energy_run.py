@@ -71,6 +71,20 @@ def test_joules_count_from_where_the_checkpoint_says(tmp_path, version):
     assert ("an earlier start of this run: measured cpu" in state["joules"]["reason"]) is (version == "with")
 
 
+@pytest.mark.parametrize("record", ["newer", "damaged", "foreign"])
+def test_what_a_killed_start_used_after_its_checkpoint_counts(tmp_path, record, capfd):
+    used = {"since_step": 3, "joules": {"by_kind": {"cpu": 5.0}, "phases": {}, "reason": None}}
+    path = save(tmp_path / "checkpoints", 8, [], {"steps": 8, "energy": used | {"since_step": 4}}, solo())
+    noted = {"newer": json.dumps(used), "damaged": json.dumps(used)[:20], "foreign": '{"since_step": "3"}'}[record]
+    (tmp_path / "usage.json").write_text(noted)
+    recipe = load(overrides=["energy.sources=none"], environment={}).recipe
+    found = Energy(solo(), recipe, path, tmp_path)
+    assert found.state()["since_step"] == (3 if record == "newer" else 4)
+    assert ("usage.json cannot be read" in capfd.readouterr().err) is (record != "newer")
+    found.note()
+    assert Energy(solo(), recipe, None, tmp_path).state()["since_step"] == found.state()["since_step"]
+
+
 @pytest.mark.parametrize(
     ("attributes", "line"),
     [
