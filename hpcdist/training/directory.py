@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+from hpcdist.checkpoint.lock import Lock
 from hpcdist.checkpoint.restore import newest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
@@ -44,17 +45,19 @@ class RunDirectory:
     changed: str = ""
 
 
-def prepare(comm: Communicator, recipe: Recipe, out: Path | None, resume: str) -> RunDirectory:
+def prepare(
+    comm: Communicator, recipe: Recipe, out: Path | None, resume: str, lock: Lock | None = None
+) -> RunDirectory:
     """Create or reopen the run directory. Collective; rank 0 looks and decides, and all raise the same error.
 
     ``resume`` is "auto" (go on from the newest valid checkpoint, or start where there is none) or "never". Raises
     ConfigurationError when the directory holds another run, UsageError when it holds this one and ``resume`` is
-    "never", StorageError when it cannot be created.
+    "never", StorageError when it cannot be created, or when another job has it: rank 0 takes ``lock`` for it.
     """
     verdict: RunDirectory | HpcdistError | None = None
     if comm.rank == 0:
         try:
-            verdict = _prepare(recipe, out, resume)
+            verdict = _prepare(recipe, out, resume, lock)
         except HpcdistError as error:
             verdict = error
         except OSError as error:
@@ -66,7 +69,7 @@ def prepare(comm: Communicator, recipe: Recipe, out: Path | None, resume: str) -
     return verdict
 
 
-def _prepare(recipe: Recipe, out: Path | None, resume: str) -> RunDirectory:
+def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: Lock | None) -> RunDirectory:
     path = out or _fresh(recipe.parallel.strategy)
     stored = path / RECIPE_FILE
     if stored.exists() and _begun(path):
@@ -81,6 +84,8 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str) -> RunDirectory:
             raise UsageError(
                 f"{path} holds this run already; add --resume auto to go on with it, or choose another --out"
             )
+        if lock is not None:
+            lock.take(path)
         if keys:
             _keep(stored)
             _write(stored, recipe)
@@ -90,6 +95,8 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str) -> RunDirectory:
     if path.is_dir() and not stored.exists() and any(path.iterdir()):
         raise ConfigurationError(f"{path} is not empty and holds no run of hpcdist; choose another --out")
     path.mkdir(parents=True, exist_ok=True)
+    if lock is not None:
+        lock.take(path)
     _write(stored, recipe)
     return RunDirectory(path, None)
 

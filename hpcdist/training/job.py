@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from hpcdist.arrays.sizes import counted
+from hpcdist.checkpoint.lock import Lock
 from hpcdist.comm.start import Session, start
 from hpcdist.errors import OK
 from hpcdist.strategies.grid import rank_map, spread_groups
@@ -33,7 +34,8 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s:
     communication = recipe.communication
     session = start(recipe.run.device, communication.ranks_per_node or None, communication.checked)
     rank0 = session.comm.rank == 0
-    run = directory.prepare(session.comm, recipe, out, resume)
+    lock = Lock()
+    run = directory.prepare(session.comm, recipe, out, resume, lock)
     session.record(run.path, recipe.communication.deadline_s)
     trainer = assemble(session, recipe, run.resume_from)
     progress = Progress(recipe.run.steps, trainer.first_step, recipe.run.log_every_s, rank0)
@@ -62,6 +64,7 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s:
         if as_json:
             print(json.dumps(summary), flush=True)
     trainer.close()
+    lock.release()
     session.leave(OK if outcome.wish is None else EXIT_CODES[outcome.wish])
 
 

@@ -1,0 +1,174 @@
+"""The lock of a run directory: two jobs that write the same checkpoints would each destroy the other's (local).
+
+The file ``lock`` names host, process and job of its holder, whose thread touches it every `BEAT_S`. It is stale when
+the holder is known to be dead (same machine and namespace of processes, and no such process), when it is an earlier
+start of the same batch job, or when it was not touched for `STALE_S` by the clock of the file system. A lock of another
+machine that may be one is waited for so long: a job that was requeued to another node goes on by itself.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from hpcdist.errors import StorageError
+
+LOCK_FILE: Final = "lock"
+BEAT_S: Final = 10.0
+STALE_S: Final = 60.0
+
+
+class Lock:
+    """The lock of one process. Taken by the rank that commits checkpoints; a crash leaves the file behind."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self._own = _identity(environment)
+        self._path: Path | None = None
+        self._ended = threading.Event()
+
+    def take(self, directory: Path) -> None:
+        """Lock ``directory``, which exists. Raises StorageError while another process has it."""
+        path = directory / LOCK_FILE
+        limit = time.monotonic() + STALE_S + BEAT_S
+        seen = None
+        while not self._made(path):
+            holder, age_s = _look(path)
+            if holder is None or is_dead(holder, self._own) or age_s > STALE_S:
+                _remove(path, holder)
+                continue
+            touched = path.stat().st_mtime_ns if path.exists() else None
+            alive = _here(holder, self._own) or (seen is not None and touched != seen)
+            if alive or time.monotonic() > limit:
+                raise StorageError(
+                    f"{directory} is being written by process {holder.get('pid')} on {holder.get('host')}"
+                    f"{', job ' + str(holder['job']) if holder.get('job') else ''} (touched {age_s:.0f} s ago); wait "
+                    f"for its end or choose another --out; if there is no such process any more, remove {path}"
+                )
+            seen = touched
+            time.sleep(min(1.0, BEAT_S / 2))
+        self._path = path
+        threading.Thread(target=self._beat, name="hpcdist lock", daemon=True).start()
+
+    def _made(self, path: Path) -> bool:
+        """Whether the lock is this process's now."""
+        new = path.with_name(f"{LOCK_FILE}.{self._own['host']}.{self._own['pid']}.{threading.get_ident()}")
+        try:
+            new.write_text(json.dumps(self._own) + "\n", encoding="utf-8")
+            _link_new(new, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise StorageError(f"{path} cannot be made: {error.strerror}; choose another --out") from error
+        finally:
+            new.unlink(missing_ok=True)
+        return True
+
+    def _beat(self) -> None:
+        assert self._path is not None
+        while not self._ended.wait(BEAT_S):
+            try:
+                os.utime(self._path)
+            except OSError:
+                return  # the directory is gone, and so is what was protected
+
+    def release(self) -> None:
+        """Give the directory free, where this process has it."""
+        self._ended.set()
+        if self._path is not None and _look(self._path)[0] == self._own:
+            self._path.unlink(missing_ok=True)
+        self._path = None
+
+
+def _link_new(new: Path, path: Path) -> None:
+    """Let ``path`` be there with the contents of ``new``, unless it is there already."""
+    try:
+        os.link(new, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        with path.open("x", encoding="utf-8") as file:  # a file system without links: whole a moment later
+            file.write(new.read_text(encoding="utf-8"))
+
+
+def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "pid": pid,
+        "started": _started(pid),
+        "machine": _text("/proc/sys/kernel/random/boot_id") + _link("/proc/self/ns/pid"),
+        "job": environment.get("SLURM_JOB_ID", ""),
+        "restarts": environment.get("SLURM_RESTART_COUNT", "0"),
+    }
+
+
+def _look(path: Path) -> tuple[dict[str, Any] | None, float]:
+    """Return who holds the lock, {} where that cannot be read and None where nobody does, and since when it is still.
+
+    Both times are those of the file system, whose clock may differ from this machine's.
+    """
+    now, age_s = path.with_name(f"{LOCK_FILE}.now.{os.getpid()}.{threading.get_ident()}"), 0.0
+    try:
+        now.touch()
+        age_s = now.stat().st_mtime - path.stat().st_mtime
+        found = json.loads(path.read_bytes())
+        return (found if isinstance(found, dict) else {}), age_s
+    except FileNotFoundError:
+        return None, 0.0
+    except (OSError, ValueError, RecursionError):
+        return {}, age_s
+    finally:
+        now.unlink(missing_ok=True)
+
+
+def is_dead(holder: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Whether the process ``holder`` is known not to run any more, as ``own`` sees it."""
+    if own["job"] and holder.get("job") == own["job"] and holder.get("restarts") != own["restarts"]:
+        return True  # the batch system starts a job again when it has ended
+    return _here(holder, own) and _started(holder.get("pid")) != holder.get("started")
+
+
+def _here(holder: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Whether processes of ``holder`` can be seen from here."""
+    return bool(own["machine"]) and holder.get("machine") == own["machine"]
+
+
+def _started(pid: Any) -> str:
+    """Return when a process was started, in the units of the kernel; "" where there is none, or it is a zombie."""
+    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+
+
+def _remove(path: Path, holder: Mapping[str, Any] | None) -> None:
+    """Remove a stale lock, unless somebody else has done so and holds a new one now."""
+    aside = path.with_name(f"{LOCK_FILE}.stale.{os.getpid()}")
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise StorageError(f"{path} is stale and cannot be removed: {error.strerror}") from error
+    if _look(aside)[0] != holder:  # it was another's
+        with contextlib.suppress(FileExistsError):
+            _link_new(aside, path)
+    aside.unlink(missing_ok=True)
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
