@@ -147,6 +147,7 @@ class AsynchronousLoop(Loop):
         now = time.perf_counter()
         outcome.step_s.append(now - self._boundary)
         self._boundary = now
+        self.pace.stepped(outcome.step_s[-1])
         seconds = {**found.seconds, "step_s": outcome.step_s[-1]}
         self.metrics.add(step, loss, exchange.learning_rate, targets, seconds, outcome.sent_bytes[-1])
         if exchange.clock > step:

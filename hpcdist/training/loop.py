@@ -1,5 +1,6 @@
 """The training loop: batch, step, look, save; and the decision to stop, taken together at a step boundary."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from hpcdist.checkpoint.retention import VAL_LOSS
 from hpcdist.comm.recording import Traffic
 from hpcdist.comm.start import Session
 from hpcdist.errors import NonFiniteError, StorageError
@@ -15,9 +17,11 @@ from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.overlap import Fetched
 from hpcdist.strategies.schedule.executor import MicroBatch, Step
 from hpcdist.strategies.sentinel import check_replicas, check_tensor_axis
-from hpcdist.training import consensus
+from hpcdist.training import consensus, striping
 from hpcdist.training.energy import Energy
+from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.metrics import METRICS_FILE, Metrics
+from hpcdist.training.pace import Pace
 from hpcdist.training.progress import Progress
 from hpcdist.training.saving import saver_of
 from hpcdist.training.survival import STOP_FILE, StopWishes, Wish, agreed
@@ -70,6 +74,12 @@ class Loop:
             session.comm, directory / METRICS_FILE, _continued(directory, trainer.first_step), attributes, energy
         )
         self.saver = saver_of(trainer, directory / "checkpoints")
+        config, state_bytes = trainer.recipe.checkpoint, trainer.state_bytes()
+        striping.prepare(session.comm, self.saver.directory, config, state_bytes, progress.say)
+        self.pace = Pace(config, state_bytes, wishes.ends, progress.say)
+        if rank0:
+            self.wishes.time_up = self.pace.time_up
+        self._held_s, self._began = 0.0, math.nan  # by saves since the last row; when the last save began
         self.outcome = Outcome(trainer.first_step, trainer.first_step)
         self._boundary = time.perf_counter()
         self._loss_scale = 1.0  # of the last row about it
@@ -121,8 +131,10 @@ class Loop:
         outcome.checkpoint = None
         if found.wishes[len(Wish)] > 0:
             self.metrics.flush()
-        self._settle(found.wishes[len(Wish) + 1 :])
-        self._look(step)
+        self.pace.stepped(step_s - self._held_s)
+        self._held_s = 0.0
+        self._settle(found.wishes[len(Wish) + 2 :])
+        self._look(step, save=found.wishes[len(Wish) + 1] > 0)
         self.progress.step(step, found.loss, targets, found.seconds["communication_s"] / step_s)
         if trainer.balance is not None and trainer.balance.after(step, found.seconds["compute_s"]):
             self._note_shares(-1)
@@ -143,8 +155,9 @@ class Loop:
 
     def _train(self, step: int, batches: list[MicroBatch]) -> Step:
         trainer = self.trainer
-        # One more number decides with the others when all ranks bring their rows to the file.
-        wishes = np.concatenate([self.wishes.current(), [float(self.metrics.due())], self.saver.numbers()])
+        # Further numbers decide with the others when all ranks bring their rows to the file, and when they save.
+        due = [float(self.metrics.due()), float(trainer.comm.rank == 0 and self.pace.due())]
+        wishes = np.concatenate([self.wishes.current(), due, self.saver.numbers()])
         try:
             return trainer.step(step, batches, wishes)
         except NonFiniteError as error:
@@ -156,8 +169,8 @@ class Loop:
                 self.progress.say(str(failure))
             raise explained from None
 
-    def _look(self, step: int) -> None:
-        """Do what is due after ``step``: compare the replicas, save."""
+    def _look(self, step: int, save: bool) -> None:
+        """Do what is due after ``step``: compare the replicas, save where all agreed on it or the recipe says so."""
         trainer, run = self.trainer, self.trainer.recipe.run
         if run.sentinel_every_steps and step % run.sentinel_every_steps == 0:
             for store in (trainer.exchange.parameters, trainer.executor.copies.parameters):
@@ -166,16 +179,36 @@ class Loop:
                 if store.size and trainer.seat.tensor.size > 1:
                     check_tensor_axis(trainer.seat.tensor, store, step, trainer.seat.agree_algorithm)
         every = trainer.recipe.checkpoint.every_steps
-        if every and step % every == 0:
+        if save or (every and step % every == 0):
             self._save(step)
 
     def _save(self, step: int) -> None:
+        kept = self._validated()
         used = self.energy.state()
+        self._began = time.perf_counter()
         with self.energy.window("checkpoint"):
             if self.saver.waits:
                 self.metrics.flush()
-            self.outcome.checkpoint = self.saver.save(step, energy=used)
+            self.outcome.checkpoint = self.saver.save(step, energy=used, **kept)
             consensus.note(self.metrics, self.trainer)
+        held_s = time.perf_counter() - self._began
+        self._held_s += held_s
+        self.pace.saved(held_s)
+        self._note_complete()
+
+    def _validated(self) -> dict[str, float | None]:
+        """Return what a checkpoint keeps of how good it is, where the best of them stay."""
+        if not self.trainer.recipe.checkpoint.keep_best:
+            return {}
+        with self.energy.window("validation"):
+            loss = mean_validation_loss(self.trainer)
+        return {VAL_LOSS: None if math.isnan(loss) else loss}
+
+    def _note_complete(self) -> None:
+        """Take note of how long the last save took until it was complete, if it is (local)."""
+        if not self.saver.is_busy and not math.isnan(self._began):
+            self.pace.completed(time.perf_counter() - self._began)
+            self._began = math.nan
 
     def _settle(self, sums: np.ndarray) -> None:
         """Go on with the checkpoint that is written beside the steps, where all ranks have come so far."""
@@ -183,6 +216,7 @@ class Loop:
             self.metrics.flush()  # a run that goes on from it has the rows up to it
             with self.energy.window("checkpoint"):
                 self.saver.settle(sums)
+            self._note_complete()
 
     def _finish_save(self) -> None:
         """Wait for the checkpoint that is written beside the steps."""
@@ -190,6 +224,7 @@ class Loop:
             self.metrics.flush()
             with self.energy.window("checkpoint"):
                 self.saver.finish()
+            self._note_complete()
 
 
 def _continued(directory: Path, first_step: int) -> int | None:

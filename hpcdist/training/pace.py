@@ -1,7 +1,8 @@
 """When to save: by the time since the last save, and before the job's own time is over.
 
 Rank 0 keeps the clock. What it wants travels with the numbers that every step sums over the ranks, so that all save
-after the same step. Until a save has been measured, its cost is that of this rank's bytes at `GUESS_BYTES_PER_S`.
+after the same step. Until a save has been measured, it is taken to cost `GUESS_S` and this rank's bytes at
+`GUESS_BYTES_PER_S`.
 """
 
 import math
@@ -14,7 +15,9 @@ from hpcdist.checkpoint.config import CheckpointConfig
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.interval import daly
 
+GUESS_S: Final = 1.0
 GUESS_BYTES_PER_S: Final = 100e6
+LEAVING_S: Final = 2.0  # after the last save: metrics, a barrier, MPI's own end
 REMEMBERED: Final = 1000  # steps, and saves
 JOB_END: Final = "SLURM_JOB_END_TIME"  # seconds since 1970, which Slurm sets
 
@@ -27,12 +30,15 @@ class Pace:
         config: CheckpointConfig,
         state_bytes: int,
         ends: float = math.inf,
+        say: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._config, self._ends, self._clock = config, ends, clock
-        self._guess_s = state_bytes / GUESS_BYTES_PER_S
+        self._config, self._ends, self._say, self._clock = config, ends, say, clock
+        self._up = False
+        self._guess_s = GUESS_S + state_bytes / GUESS_BYTES_PER_S
         self._steps: deque[float] = deque(maxlen=REMEMBERED)
         self._saves: deque[float] = deque(maxlen=REMEMBERED)
+        self._complete: deque[float] = deque(maxlen=REMEMBERED)
         self._saved = clock()
 
     def stepped(self, seconds: float) -> None:
@@ -40,9 +46,13 @@ class Pace:
         self._steps.append(seconds)
 
     def saved(self, seconds: float) -> None:
-        """Take note of a save that held the steps up for ``seconds``, and is over."""
+        """Take note of a save that held the steps up for ``seconds``."""
         self._saves.append(seconds)
         self._saved = self._clock()
+
+    def completed(self, seconds: float) -> None:
+        """Take note of a save that was complete after ``seconds``, in the background or not."""
+        self._complete.append(seconds)
 
     @property
     def cost_s(self) -> float:
@@ -62,12 +72,17 @@ class Pace:
         return self._clock() - self._saved + step_s / 2 >= self.interval_s  # the step boundary next to it
 
     def time_up(self) -> bool:
-        """Whether one more step and a save might not end in time: cost at its 95th percentile, step at its 99th."""
-        if math.isinf(self._ends):
-            return False
-        cost_s = quantile(self._saves, 0.95) if self._saves else self._guess_s
+        """Whether one more step and a save might not end in time, by the 99th and the 95th percentile of theirs."""
+        if self._up or math.isinf(self._ends):
+            return self._up
+        cost_s = quantile(self._complete, 0.95) if self._complete else self._guess_s
         step_s = quantile(self._steps, 0.99) if self._steps else 0.0
-        return self._ends - self._clock() < cost_s + step_s
+        left_s = self._ends - LEAVING_S - self._clock()
+        if left_s < cost_s + step_s:
+            self._up = True
+            known = f"a step takes up to {step_s:.2f} s and a save {cost_s:.2f} s"
+            self._say(f"the job ends in {left_s + LEAVING_S:.1f} s, so it stops now: {known}")
+        return self._up
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.checkpoint.restore import restore
+from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.save import Plan
 from hpcdist.errors import DataError, StorageError
 from hpcdist.strategies.decentralised.local_sgd import OUTER
@@ -41,7 +42,8 @@ def scalars(trainer: "Trainer", steps: int) -> dict[str, Any]:
 def plan(trainer: "Trainer", directory: Path, steps: int, kept: Mapping[str, Any]) -> Plan:
     """Return the checkpoint after ``steps`` steps, with what else is ``kept`` beside the scalars (local)."""
     config, numbers = trainer.recipe.checkpoint, scalars(trainer, steps) | dict(kept)
-    return Plan(directory, steps, trainer.comm.size, numbers, about(trainer), config.keep)
+    keep = Retention(config.keep, config.keep_every, config.keep_best)
+    return Plan(directory, steps, trainer.comm.size, numbers, about(trainer), keep)
 
 
 def about(trainer: "Trainer") -> dict[str, Any]:

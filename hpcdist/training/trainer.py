@@ -116,6 +116,10 @@ class Trainer:
         plan = state.plan(self, directory, steps, kept)
         return save(plan, self.exchange.pieces(), self.comm, self.recipe.checkpoint.writers)
 
+    def state_bytes(self) -> int:
+        """Return how much this rank saves (local)."""
+        return sum(piece.flat.size * piece.array.dtype.itemsize for piece in self.exchange.pieces())
+
     def flush(self) -> None:
         """Bring into the parameters what the steps so far have left to be done. Collective."""
         if self.exchange.flush():

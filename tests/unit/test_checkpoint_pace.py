@@ -1,0 +1,93 @@
+"""The loop saves by the clock, keeps the best, and stops before the job ends: on all ranks after the same step."""
+
+import math
+import time
+
+import pytest
+from gpu_runs import assembled, write_text
+
+from hpcdist.checkpoint import catalogue
+from hpcdist.checkpoint.retention import loss_of
+from hpcdist.comm.placement import locate
+from hpcdist.comm.start import Session
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError
+from hpcdist.telemetry import metrics as files
+from hpcdist.training import recipe as recipes
+from hpcdist.training.energy import Energy
+from hpcdist.training.loop import Loop
+from hpcdist.training.progress import Progress
+from hpcdist.training.survival import StopWishes, Wish
+
+STEPS = 12
+
+
+@pytest.fixture
+def settings(tmp_path, rng):
+    path = write_text(tmp_path / "text.txt", rng)
+    return {"data.path": path, "run.steps": STEPS, "energy.sources": "none", "checkpoint.keep": 99}
+
+
+def trained(settings, out, ends=math.inf):
+    """Train on two ranks; return the outcome of each."""
+    out.mkdir()
+
+    def body(comm):
+        trainer = assembled(comm, settings)
+        session = Session(comm, locate(comm, None), "threads", lambda code: None)
+        progress, energy = Progress(STEPS, 0, 1e9, shown=False), Energy(comm, trainer.recipe, None)
+        with energy.monitor:
+            return Loop(session, trainer, out, progress, {}, StopWishes(ends=ends), energy).run()
+
+    return run_threads(2, body)
+
+
+def steps_in(run):
+    return sorted(one.step for one in catalogue.listed(run))
+
+
+def test_a_run_saves_by_the_time_between_failures(settings, tmp_path):
+    often = trained({**settings, "checkpoint.mtbf_s": 1e-9}, tmp_path / "often")  # the interval is no time at all
+    assert steps_in(tmp_path / "often") == list(range(1, STEPS + 1))
+    assert [one.done for one in often] == [STEPS, STEPS]
+    trained({**settings, "checkpoint.mtbf_s": 1e9}, tmp_path / "seldom")
+    assert steps_in(tmp_path / "seldom") == [STEPS], "at its end only"
+
+
+def losses(run):
+    return files.read(run / "metrics.h5").steps["loss"].tolist()
+
+
+def test_the_best_stay_and_the_losses_are_those_of_a_run_without(settings, tmp_path):
+    rule = {"checkpoint.every_steps": 1, "checkpoint.keep": 1, "checkpoint.keep_best": 2, "checkpoint.keep_every": 5}
+    trained({**settings, **rule, "run.validation_samples": 4}, tmp_path / "best")
+    trained({**settings, "run.validation_samples": 4}, tmp_path / "plain")
+    left = steps_in(tmp_path / "best")
+    known = {step: loss_of(tmp_path / f"best/checkpoints/step-{step}") for step in left}
+    assert {5, 10, 12} <= set(left) and len(left) <= 5 and not any(map(math.isnan, known.values()))
+    assert math.isnan(loss_of(tmp_path / "plain/checkpoints/step-12"))
+    assert losses(tmp_path / "best") == losses(tmp_path / "plain")
+
+
+def test_a_run_stops_when_another_save_would_not_fit(settings, tmp_path):
+    found = trained(settings, tmp_path / "run", ends=time.time() + 1.0)
+    assert [one.wish for one in found] == [Wish.REQUEUE, Wish.REQUEUE]
+    assert [one.done for one in found] == [1, 1] and steps_in(tmp_path / "run") == [1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("checkpoint.mtbf_s=60", "checkpoint.every_steps=5"), "one of them says when"),
+        (("checkpoint.mtbf_s=-1",), "checkpoint.mtbf_s = -1"),
+        (("checkpoint.keep_best=-1",), "checkpoint.keep_best = -1"),
+        (("checkpoint.keep_best=1", "data.validation_fraction=0.0"), "no validation loss"),
+        *(
+            ((f"checkpoint.{key}=9", "parallel.strategy=parameter_server", "parameter_server.consistency=asp"), key)
+            for key in ("mtbf_s", "keep_best")
+        ),
+    ],
+)
+def test_what_cannot_be(settings, said):
+    with pytest.raises(ConfigurationError, match=said):
+        recipes.load(None, settings, {})

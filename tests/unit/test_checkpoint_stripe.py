@@ -1,0 +1,156 @@
+"""Stripes of Lustre and BeeGFS, by a fake mount table and tools of our own in PATH."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from hpcdist.checkpoint import stripe
+from hpcdist.checkpoint.config import CheckpointConfig
+from hpcdist.cli import main
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError
+from hpcdist.training import striping
+
+GIB = 1 << 30
+
+
+def tool(folder: Path, name: str, body: str) -> None:
+    """Put an executable into ``folder`` that notes its arguments in ``calls``."""
+    (folder / name).write_text(f'#!/bin/sh\necho "{name} $*" >> "{folder}/calls"\n{body}\n')
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder that lies on Lustre, by its mount table, and one on BeeGFS; `lfs` knows 12 servers."""
+    for name in ("lustre", "bee gfs", "bin", "lustre/local"):
+        (tmp_path / name).mkdir()
+    mounts = tmp_path / "mounts"
+    named = str(tmp_path / "bee gfs").replace(" ", r"\040")
+    mounts.write_text(
+        f"/dev/sda / ext4 rw 0 0\nmgs:/scratch {tmp_path}/lustre lustre rw 0 0\nb {named} beegfs rw 0 0\n"
+        f"tmpfs {tmp_path}/lustre/local tmpfs rw 0 0\n"
+    )
+    monkeypatch.setattr(stripe, "MOUNTS", mounts)
+    monkeypatch.setattr(stripe.file_system, "__defaults__", (mounts,))
+    monkeypatch.setattr(stripe.plan, "__defaults__", ("auto", mounts))
+    osts = "\n".join(f"echo '{k}: scratch-OST{k:04x}_UUID ACTIVE'" for k in range(12))
+    tool(tmp_path / "bin", "lfs", f'[ "$1" = osts ] || exit 0\necho OBDS:\n{osts}\necho "12: x INACTIVE"')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    return tmp_path
+
+
+def calls(site):
+    found = site / "bin/calls"
+    return found.read_text().splitlines() if found.exists() else []
+
+
+def test_file_systems_by_mount_table_and_by_number(site, monkeypatch):
+    kind = lambda path: stripe.file_system(site / path).kind  # noqa: E731
+    assert kind("lustre/run/not/there/yet") == "lustre" and kind("bee gfs") == "beegfs"
+    assert kind("lustre/local") == "tmpfs" and kind("bin") == "ext4"
+    assert stripe.file_system(site / "lustre").mount == f"{site}/lustre"
+    monkeypatch.setattr(stripe, "_magic", lambda path: 0x0BD00BD0)
+    assert kind("bin") == "lustre", "whatever the table calls it"
+    assert stripe.file_system(site, site / "no table").kind == "lustre"
+
+
+def test_the_number_of_this_file_system_is_that_of_the_kernel(tmp_path):
+    stat = os.popen(f"stat -f -c %t '{tmp_path}'").read().strip()
+    assert stripe._magic(tmp_path) == int(stat, 16)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "writers", "servers", "count"),
+    [
+        (100 << 20, 1, None, 1),  # small: one stripe
+        (16 * GIB, 16, 64, 1),  # a file of each rank is spread by their number
+        (64 * GIB, 2, 64, 32),  # few large ones need several
+        (64 * GIB, 2, 12, 6),
+        (64 * GIB, 2, None, 8),  # nobody knows how many there are
+        (10_000 * GIB, 8, 12, 12),  # at least one for 100 GB, as long as there are so many
+        (10_000 * GIB, 8, None, 14),
+        (0, 1, None, 1),
+    ],
+)
+def test_stripes_by_size_writers_and_servers(nbytes, writers, servers, count):
+    assert stripe.stripes(nbytes, writers, servers) == count
+
+
+def test_plans(site):
+    lustre, bee = site / "lustre/run", site / "bee gfs/run"
+    assert stripe.plan(lustre, GIB, 8).command == ("lfs", "setstripe", "-c", "1", "-S", "4M", str(lustre))
+    text = stripe.plan(lustre, 64 * GIB, 2).text
+    assert text == f"lfs setstripe -E 64M -c 1 -S 4M -E 1G -c 4 -S 4M -E -1 -c 6 -S 4M {lustre}"
+    assert stripe.plan(lustre, GIB, 1, "-c 2 -p capacity").command[2:] == ("-c", "2", "-p", "capacity", str(lustre))
+    assert stripe.plan(lustre, GIB, 1, "none").command == ()
+    nothing = stripe.plan(site / "bin", GIB, 1)
+    assert nothing.command == () and "ext4, which has no stripes" in nothing.why
+    assert stripe.plan(bee, 64 * GIB, 2).command == (
+        *("beegfs-ctl", "--setpattern", "--chunksize=4m", "--numtargets=8"),
+        str(bee),
+    )
+    tool(site / "bin", "beegfs", "")
+    assert stripe.plan(bee, GIB, 2).text == f"beegfs entry set --chunk-size 4Mi --num-targets 1 '{bee}'"
+
+
+def test_what_goes_wrong_is_told_and_nothing_more(site):
+    assert "beegfs-ctl is not installed" in stripe.apply(stripe.plan(site / "bee gfs", GIB, 1))
+    tool(site / "bin", "lfs", "echo 'setstripe: Permission denied' >&2; exit 13")
+    assert stripe.apply(stripe.plan(site / "lustre", GIB, 1)) == "lfs: setstripe: Permission denied"
+
+
+def on_three_ranks(directory, **keys):
+    said = []
+
+    def body(comm):
+        config = CheckpointConfig(**keys)
+        striping.prepare(comm, directory, config, 12 * GIB, said.append if comm.rank == 0 else said.remove)
+
+    run_threads(3, body)
+    return said
+
+
+def test_a_run_stripes_its_directory_once(site):
+    directory = site / "lustre/run/checkpoints"
+    said = on_three_ranks(directory)
+    layout = f"lfs setstripe -E 64M -c 1 -S 4M -E 1G -c 4 -S 4M -E -1 -c 4 -S 4M {directory}"
+    assert len(said) == 1 and layout in said[0] and "36.0 GiB by 3 writers on 12 servers" in said[0]
+    assert calls(site)[-1] == layout and directory.is_dir()
+    assert on_three_ranks(directory, writers="1")[0].count("-c 12") == 1
+    assert len(calls(site)) == 4 and on_three_ranks(directory, stripe="none") == []
+    assert on_three_ranks(site / "bin/run") == [] and len(calls(site)) == 4
+
+
+def test_a_run_goes_on_where_the_tool_fails(site):
+    tool(site / "bin", "lfs", "echo no >&2; exit 1")
+    said = on_three_ranks(site / "lustre/run", stripe="-c 3")
+    assert "lfs setstripe -c 3" in said[0] and said[1].startswith("warning: lfs: no;")
+
+
+def test_the_command(site, capsys):
+    def hpcdist(*arguments):
+        with pytest.raises(SystemExit) as leaving:
+            main.main(["checkpoint", "stripe", *map(str, arguments)])
+        return leaving.value.code or 0, *capsys.readouterr()
+
+    folder = site / "lustre/run"
+    code, out, err = hpcdist(folder, "--plan", "--bytes", "40G", "--writers", 4)
+    assert code == 0 and out.startswith("lfs setstripe -E 64M") and "4 writers on 12 servers: 3 stripes" in err
+    assert not folder.exists() and all("setstripe" not in line for line in calls(site))
+    found = json.loads(hpcdist(folder, "--json")[1])
+    assert found["file_system"] == "lustre" and found["done"] and folder.is_dir()
+    assert calls(site)[-1] == f"lfs setstripe -c 1 -S 4M {folder}"
+    assert hpcdist(site / "bin")[:2] == (0, "nothing to do\n")
+    tool(site / "bin", "lfs", "exit 3")
+    code, _, err = hpcdist(folder)
+    assert code == 74 and "failed: lfs: exit code 3" in err
+    assert hpcdist(folder, "--bytes", "lots")[0] == 2
+
+
+@pytest.mark.parametrize("text", ("4", "lfs setstripe -c 4", "-c '4", ""))
+def test_texts_that_are_no_options(text):
+    with pytest.raises(ConfigurationError, match=r"checkpoint\.stripe"):
+        CheckpointConfig(stripe=text)

@@ -1,0 +1,95 @@
+"""When a run saves by the clock, and before its job ends."""
+
+import math
+
+import numpy as np
+import pytest
+
+from hpcdist.checkpoint.config import CheckpointConfig
+from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.interval import daly
+from hpcdist.training.pace import GUESS_BYTES_PER_S, GUESS_S, JOB_END, LEAVING_S, Pace, end_of_job, quantile
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def simulated(pace, clock, step_s, cost_s, until_s):
+    """Steps of a run that saves when it is due; returns the work between its saves."""
+    work, found = 0.0, []
+    while clock.now < until_s:
+        due = pace.due()  # said before the step, answered after it
+        clock.now += step_s
+        work += step_s
+        pace.stepped(step_s)
+        if due:
+            clock.now += cost_s
+            pace.saved(cost_s)
+            found.append(work)
+            work = 0.0
+    return found
+
+
+def test_saves_come_at_the_interval_of_daly():
+    clock = Clock()
+    pace = Pace(CheckpointConfig(mtbf_s=10_000), int(3 * GUESS_BYTES_PER_S), clock=clock)
+    assert pace.interval_s == daly(GUESS_S + 3.0, 10_000)
+    found = simulated(pace, clock, step_s=2.0, cost_s=5.0, until_s=20_000)
+    assert abs(found[0] - daly(GUESS_S + 3.0, 10_000)) <= 4, "by the guess, until one was measured"
+    assert len(found) > 20 and all(abs(work - daly(5.0, 10_000)) <= 4 for work in found[1:])
+
+
+def test_without_failures_nothing_is_due():
+    clock = Clock()
+    pace = Pace(CheckpointConfig(), 1 << 30, clock=clock)
+    clock.now += 1e9
+    assert not pace.due() and not pace.time_up() and pace.interval_s == math.inf
+
+
+def test_one_slow_save_does_not_count_for_all():
+    pace = Pace(CheckpointConfig(mtbf_s=3600), 0)
+    for seconds in (1.0, 1.0, 60.0):
+        pace.saved(seconds)
+    assert pace.cost_s == 1.0
+
+
+def test_time_is_up_before_a_step_and_a_save_would_not_fit():
+    clock = Clock()
+    said = []
+    ends, guess_bytes = 1100.0 + LEAVING_S, int((20 - GUESS_S) * GUESS_BYTES_PER_S)
+    pace = Pace(CheckpointConfig(), guess_bytes, ends, said.append, clock)
+    clock.now = 1079.0
+    assert not pace.time_up()
+    clock.now = 1081.0
+    assert pace.time_up() and pace.time_up(), "20 s by the guess"
+    assert len(said) == 1 and "ends in 21.0 s" in said[0]
+    pace = Pace(CheckpointConfig(), guess_bytes, ends, said.append, clock)
+    for seconds in (*np.linspace(1, 2, 99), 9.0):
+        pace.stepped(float(seconds))
+    for seconds in (4.0, 4.0, 6.0):
+        pace.saved(1.0)  # the steps went on: what counts is when it was complete
+        pace.completed(seconds)
+    clock.now = 1091.5
+    assert not pace.time_up(), "6 s and 2 s are left: the slowest step is one of a hundred"
+    clock.now = 1092.5
+    assert pace.time_up()
+
+
+def test_quantiles():
+    assert quantile([3.0], 0.99) == 3.0
+    assert quantile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.0 and quantile([4.0, 1.0, 3.0, 2.0], 0.95) == 4.0
+    assert quantile(list(map(float, range(1, 101))), 0.99) == 99.0
+
+
+def test_the_end_of_the_job():
+    assert end_of_job(None, 5.0, {}) == math.inf
+    assert end_of_job(60.0, 5.0, {}) == 65.0
+    assert end_of_job(60.0, 5.0, {JOB_END: "50"}) == 50.0
+    assert end_of_job(None, 5.0, {JOB_END: "1750000000"}) == 1750000000.0
+    with pytest.raises(ConfigurationError, match="expected seconds"):
+        end_of_job(None, 5.0, {JOB_END: "tomorrow"})
