@@ -25,6 +25,11 @@ SITES: Final = 8  # room for them in a word that has the layer too
 WORDS: Final = 4  # of a counter
 
 
+def countable(rows: int, columns: int) -> bool:
+    """Whether the counters of a mask tell all elements of a sample apart, so many rows of ``columns`` (local)."""
+    return rows * -(-columns // WORDS) < 1 << 32
+
+
 @dataclass(frozen=True)
 class Draw:
     """What the masks of a micro-batch follow from: its first sample is the one at ``first_sample`` of the batch."""
@@ -59,7 +64,7 @@ class Mask:
         """
         assert x.flags.c_contiguous, "rows of this array are no memory of one piece"
         blocks = -(-self.columns // WORDS)
-        assert self.rows_per_sample * blocks < 1 << 32, "a sample has more elements than a counter can tell apart"
+        assert countable(self.rows_per_sample, self.columns), "the model should have been refused"
         counter = self.draw.first_sample, self.layer * SITES + self.site, self.draw.step & 0xFFFFFFFF
         key = self.draw.seed & 0xFFFFFFFF, self.draw.seed >> 32 & 0xFFFFFFFF
         limit = min(round(self.rate * (1 << 32)), (1 << 32) - 1)

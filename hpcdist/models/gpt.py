@@ -10,7 +10,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.dropout import DOWN, EMBEDDING, PROJECTION
+from hpcdist.models.dropout import DOWN, EMBEDDING, PROJECTION, countable
 from hpcdist.models.operations import Operations
 from hpcdist.models.stage import Gradients, Parameters, Saved, Stage, StreamOf
 
@@ -21,6 +21,12 @@ def stages(config: ModelConfig, context: int) -> tuple[Stage, ...]:
     """Return the stages of a GPT for at most ``context`` tokens a sample."""
     if context < 1:
         raise ConfigurationError(f"data.context is {context}; a gpt needs at least 1 token of context")
+    if config.dropout and not countable(config.heads * context, context):
+        raise ConfigurationError(
+            f"model.dropout = {config.dropout} with model.heads = {config.heads} and data.context = {context}: a sample "
+            "has more probabilities of attention than the random numbers can be counted for; use fewer heads, a "
+            "shorter context, or model.dropout = 0"
+        )
     blocks = (Block(layer, config, context) for layer in range(1, config.layers + 1))
     return (Embed(config, context), *blocks, Head(config, context))
 

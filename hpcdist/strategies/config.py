@@ -111,7 +111,8 @@ class ParallelConfig:
                 f"parallel.recompute = true with parallel.schedule = {self.schedule!r}: what a weight gradient needs "
                 "stays in memory until it is computed; set it to false, or choose gpipe, 1f1b or interleaved"
             )
-        kept = self.microbatches > 1 and (self.pipeline > 1 or self.order == "gpipe")
+        at_once = self.order in ("sequential", "1f1b") and self.pipeline == 1
+        kept = self.microbatches > 1 and not at_once
         if self.recompute and not kept:
             raise ConfigurationError(
                 "parallel.recompute = true saves nothing here: every micro-batch goes back right after it came; set it "

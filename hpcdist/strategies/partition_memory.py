@@ -11,7 +11,8 @@ For the units of all its chunks together, n parameters of b bytes on p data rank
     scratch      for each name the largest of any unit; units that are whole for a moment where they are cut (ZeRO)
 
 Moments come from the operations of the schedule, the list that is executed. Not counted: batches, the buckets and
-copies of collectives, what a BLAS or a GPU library takes, and blocks that the arena keeps and nobody fits in.
+copies of collectives, gradients on their way to a stage that is late, what a BLAS or a GPU library takes, and blocks
+that the arena keeps and nobody fits in.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -61,7 +61,7 @@ class Plan:
     def table(self) -> list[str]:
         """Return the lines that a person reads."""
         work, size = BASES[self.basis]
-        lines = [["rank", "units", "parameters", work and f"forward {work}", work and f"backward {work}", "time"]]
+        lines = [["stage", "units", "parameters", work and f"forward {work}", work and f"backward {work}", "time"]]
         lines[0].append("memory")
         for rank, row in enumerate(self.rows):
             parts = ", ".join(f"{name} {in_units(each)}" for name, each in row.bytes.items() if each)

@@ -39,6 +39,7 @@ def ties(model: Model, placement: Placement) -> list[Tie]:
             tie = Tie(key, owner, placement.rank_of(owner), placement.rank_of(unit))
             if tie.owner != tie.holder and tie not in found:
                 found.append(tie)
+    assert len(found) <= TIES, f"{len(found)} tied tensors would run into the tags of activations"
     return found
 
 

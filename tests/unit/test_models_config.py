@@ -31,6 +31,13 @@ def test_refusals(changes: dict[str, Any], message: str) -> None:
         ModelConfig(**changes)
 
 
+def test_dropout_of_more_probabilities_than_can_be_counted_is_refused() -> None:
+    config = ModelConfig(heads=16, hidden=128, dropout=0.1)
+    with pytest.raises(ConfigurationError, match="model.heads = 16 and data.context = 32768"):
+        models.build(config, context=32768)
+    assert models.build(config, context=32764).tokens_per_sample == 32764
+
+
 def test_hidden_of_an_mlp_needs_no_heads() -> None:
     assert ModelConfig(kind="mlp", hidden=7).hidden == 7
 

@@ -123,7 +123,7 @@ def test_measured_seconds_decide() -> None:
         ({"stage_memory_bytes": (-1,)}, "at least 0"),
         ({"pipeline": 11}, "parallel.pipeline = 11, but the model has only 10 stages"),
         ({"pipeline": 4, "schedule": "interleaved", "chunks": 3}, "4 x 3 chunks each = 12, but .* only 10 stages"),
-        ({"stage_memory_bytes": (1000, 0)}, r"(?s)however the 10 units .* rank 0 needs .* of 1,000, .*\nrank  units"),
+        ({"stage_memory_bytes": (1000, 0)}, r"(?s)however the 10 units .* rank 0 needs .* of 1,000, .*\nstage  units"),
         ({"stage_units": (5, 5), "stage_memory_bytes": (0, 1000)}, "with these stages, pipeline rank 1 needs"),
         ({"schedule": "zb-v", "stage_memory_bytes": (9,)}, "with these stages, pipeline rank 0"),
     ],
