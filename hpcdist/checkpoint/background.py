@@ -7,8 +7,8 @@
 
 So no step waits for a disk, and the manifest is written when all have agreed that the shards are on theirs. At most
 one checkpoint is under way: the next one, the end of a run and a wish to stop wait for it. What fails on one rank is
-raised on all, at the boundary behind the step in which it is known. Costs: the memory of a second state, and a copy of
-it a save.
+raised on all, at the boundary behind the step in which it is known. Costs: the memory of a second state (with
+``local_directory``, its bytes on a disk of the node), and a copy of it a save.
 """
 
 import threading
@@ -22,6 +22,8 @@ import numpy as np
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import save
+from hpcdist.checkpoint.kept import Kept
+from hpcdist.checkpoint.local import LocalFile
 from hpcdist.checkpoint.save import Outcome, Plan, agree
 from hpcdist.checkpoint.spare import Spare
 from hpcdist.checkpoint.writers import Delivery, group_of
@@ -58,8 +60,16 @@ class Task(threading.Thread):
 class Background:
     """The checkpoints of ``comm`` that are written beside the steps. Every method is collective, unless it says not."""
 
-    def __init__(self, comm: Communicator, ledger: Ledger | None = None) -> None:
-        self._comm, self._spare = comm, Spare(ledger)
+    def __init__(
+        self,
+        comm: Communicator,
+        ledger: Ledger | None = None,
+        *,
+        local_directory: Path | None = None,
+        kept: Kept | None = None,
+    ) -> None:
+        self._comm, self._kept = comm, kept
+        self._spare = Spare(ledger) if local_directory is None else LocalFile(local_directory)
         self._phase = Phase.IDLE
         self._task: Task | None = None
         self._own = Outcome()
@@ -96,7 +106,7 @@ class Background:
             self._own = Outcome(f"no snapshot: {error or type(error).__name__}")
             delivery.end()
             return
-        self._task = Task(lambda: save.write(plan, group, slots, sources))
+        self._task = Task(lambda: save.write(plan, group, slots, sources, self._kept))
 
     def goes_on(self, sums: np.ndarray) -> bool:
         """Whether nobody is at work any more, or somebody has failed, by the sums of `numbers` (local)."""
@@ -124,6 +134,8 @@ class Background:
         self._phase = Phase.IDLE  # should anything be raised
         if phase is Phase.COMMIT:
             agree(self._comm, own.error if self._comm.rank == 0 else "")
+            if self._kept is not None:
+                self._kept.settle()
             return plan.final
         outcomes: list[Outcome] = self._comm.allgather_object(own)
         if any(outcome.error for outcome in outcomes):

@@ -19,7 +19,7 @@ MOST: Final = 1 << 60  # elements of a tensor, and bytes of a file
 MOST_DIMS: Final = 32  # of HDF5
 LONGEST_NAME: Final = 1024
 INDEX: Final = "index.h5"
-_SHARD: Final = re.compile(r"([0-9a-f]{2,8}/)?shard-[0-9]{5,9}\.h5")
+_SHARD: Final = re.compile(r"([0-9a-f]{2,8}/)?shard-[0-9]{5,9}(-of-[0-9]{1,18})?\.h5")
 _DIGEST: Final = re.compile(r"[0-9a-f]{32}")
 
 

@@ -16,7 +16,8 @@ class CheckpointConfig:
 
     ``writers`` says who writes files: every "rank", one rank of a "node", or so many ranks (a number). The others send
     them what they hold. ``asynchronous``: steps go on while threads write a copy of the state, which takes its memory
-    once more.
+    once more, or space in ``local_directory``, on a disk of the node. ``incremental``: what has not changed since the
+    checkpoint before is linked, not written again, which pays for frozen layers only.
 
     ``mtbf_s`` is the mean time between failures of the job, in the place of ``every_steps``: the run is saved when the
     interval of `hpcdist.strategies.interval.daly` is over, by the measured cost of a save (0: not used). ``keep_every``
@@ -33,6 +34,8 @@ class CheckpointConfig:
     stripe: str = "auto"
     writers: str = "rank"
     asynchronous: bool = False
+    incremental: bool = False
+    local_directory: str = ""
 
     def __post_init__(self) -> None:
         if self.every_steps < 0:
@@ -45,7 +48,16 @@ class CheckpointConfig:
             raise ConfigurationError(
                 f"checkpoint.writers = {self.writers!r}; choose 'rank', 'node', or a number of ranks of at least 1"
             )
-
+        if self.local_directory and not self.asynchronous:
+            raise ConfigurationError(
+                f"checkpoint.local_directory = {self.local_directory!r} with checkpoint.asynchronous = false: a state "
+                "would be written there and copied while all ranks wait; set checkpoint.asynchronous = true"
+            )
+        if self.incremental and not (self.asynchronous or self.writers == "rank"):
+            raise ConfigurationError(
+                f"checkpoint.incremental = true with checkpoint.writers = {self.writers!r}: a writer would have to be "
+                "sent what it then leaves out; set checkpoint.asynchronous = true, or writers = 'rank'"
+            )
         self._check_rules()
 
     def _check_rules(self) -> None:
@@ -83,10 +95,10 @@ class CheckpointConfig:
 
     def check_beside(self, in_file: bool) -> None:
         """Raise ConfigurationError for a copy in memory of a state that is kept ``in_file``."""
-        if self.asynchronous and in_file:
+        if self.asynchronous and in_file and not self.local_directory:
             raise ConfigurationError(
                 "checkpoint.asynchronous = true with a state offloaded to a file: it would make a copy in memory; "
-                "set checkpoint.asynchronous = false"
+                "set checkpoint.asynchronous = false, or name a checkpoint.local_directory"
             )
 
 

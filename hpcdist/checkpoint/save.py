@@ -8,6 +8,7 @@ from typing import Any
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint import index, manifest, shard
+from hpcdist.checkpoint.kept import Kept
 from hpcdist.checkpoint.manifest import Entry
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.slots import Slot
@@ -70,18 +71,23 @@ def save(
     return make(Plan(Path(directory), step, comm.size, scalars, about or {}, keep), pieces, comm, writers)
 
 
-def make(plan: Plan, pieces: Sequence[Piece], comm: Communicator, writers: str) -> Path:
-    """Save the checkpoint ``plan`` of ``pieces`` as `save` does. Collective over ``comm``."""
+def make(plan: Plan, pieces: Sequence[Piece], comm: Communicator, writers: str, kept: Kept | None = None) -> Path:
+    """Save the checkpoint ``plan`` of ``pieces`` as `save` does. Collective over ``comm``.
+
+    With ``kept``, where every rank writes, only what has changed since the one before is written.
+    """
     group = group_of(comm, writers)
     prepare(plan, group, comm)
     delivery = Delivery(group, pieces)
     if group.writes:
-        outcome = write(plan, group, delivery.slots, delivery.sources())
+        outcome = write(plan, group, delivery.slots, delivery.sources(), kept)
         delivery.end()
     else:
         outcome = Outcome(delivery.bring())
     outcomes = comm.allgather_object(outcome)
     agree(comm, commit(plan, outcomes) if comm.rank == 0 else "")
+    if kept is not None:
+        kept.settle()
     return plan.final
 
 
@@ -96,11 +102,16 @@ def prepare(plan: Plan, group: Group, comm: Communicator) -> None:
     agree(comm, error)
 
 
-def write(plan: Plan, group: Group, slots: Sequence[Slot], sources: Sequence[Source]) -> Outcome:
-    """Write the shard of ``group`` (local)."""
+def write(
+    plan: Plan, group: Group, slots: Sequence[Slot], sources: Sequence[Source], kept: Kept | None = None
+) -> Outcome:
+    """Write the shard of ``group``, of what has changed since what is ``kept`` where that is given (local)."""
     name = shard.file_name(group.index, group.count)
+    about = {"step": plan.step, "rank": group.index}
     try:
-        return Outcome("", *shard.write(plan.temporary, name, slots, sources, {"step": plan.step, "rank": group.index}))
+        if kept is not None:
+            return Outcome("", *kept.write((plan.temporary, plan.final), name, slots, sources, about))
+        return Outcome("", *shard.write(plan.temporary, name, slots, sources, about))
     except OSError as failure:
         return Outcome(str(failure))
 

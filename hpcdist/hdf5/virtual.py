@@ -88,11 +88,12 @@ def _make(file: h5py.File, name: str, whole: Whole) -> None:
     layout = h5py.VirtualLayout(whole.shape, storable(np.empty(0, whole.dtype)).dtype)
     for part in whole.parts:
         source = h5py.VirtualSource(part.file, part.dataset, part.shape)
-        if len(part.shape) == len(part.box) and part.flat == (0, int(np.prod(part.shape))):
+        extent = tuple(stop - start for start, stop in part.box)
+        if part.shape == extent:
             layout[tuple(slice(*ends) for ends in part.box)] = source
             continue
         done = 0
-        for box in rectangles([stop - start for start, stop in part.box], *part.flat):
+        for box in rectangles(extent, *part.flat):
             size = int(np.prod([stop - start for start, stop in box]))
             where = zip(part.box, box, strict=True)
             layout[tuple(slice(origin + start, origin + stop) for (origin, _), (start, stop) in where)] = source[

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 
 from hpcdist.checkpoint.background import Background
+from hpcdist.checkpoint.kept import Kept
+from hpcdist.checkpoint.save import make
 from hpcdist.training import state
 from hpcdist.training.trainer import Trainer
 
@@ -18,10 +20,14 @@ class Saver:
 
     def __init__(self, trainer: Trainer, directory: Path) -> None:
         self.trainer, self.directory = trainer, directory
+        self._kept = Kept() if trainer.recipe.checkpoint.incremental else None
 
     def save(self, step: int, **kept: Any) -> Path:
         """Save the state after ``step`` steps, and what else is ``kept``; return where it lies, or will lie."""
-        return self.trainer.save(self.directory, step, **kept)
+        trainer = self.trainer
+        trainer.flush()
+        plan = state.plan(trainer, self.directory, step, kept)
+        return make(plan, trainer.exchange.pieces(), trainer.comm, trainer.recipe.checkpoint.writers, self._kept)
 
     def numbers(self) -> np.ndarray:
         """Return what the ranks sum in every step for `settle` (local)."""
@@ -45,7 +51,10 @@ class BackgroundSaver(Saver):
 
     def __init__(self, trainer: Trainer, directory: Path) -> None:
         super().__init__(trainer, directory)
-        self._background = Background(trainer.comm, trainer.ledger)
+        local = trainer.recipe.checkpoint.local_directory
+        self._background = Background(
+            trainer.comm, trainer.ledger, local_directory=Path(local) if local else None, kept=self._kept
+        )
 
     @property
     def is_busy(self) -> bool:  # type: ignore[override]

@@ -20,6 +20,7 @@ PREFIX: Final = "HPCDIST_SET__"
 PATHS: Final = (
     "data.path",
     "zero.offload_directory",
+    "checkpoint.local_directory",
     "parallel.schedule_file",
 )  # keys that hold the path of a file or directory
 NUMBERED: Final = ("checkpoint.writers",)  # keys of texts that may be numbers

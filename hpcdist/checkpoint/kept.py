@@ -1,0 +1,84 @@
+"""Incremental checkpoints: what has not changed since the one before is linked, not written again (local).
+
+A piece is unchanged when all its digests are. The older shard gets a second name in the new checkpoint (a hard link),
+so a checkpoint still needs nothing outside its directory, and may be removed in any order; the space of a shard is free
+when the last one that uses a part of it is gone. This pays for frozen layers, and for embeddings of which few pieces
+are touched. It pays nothing for a model all of which is trained: every parameter and moment of a dense Adam changes in
+every step, and has been read once more to find that out. The first checkpoint of a start is always whole.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hpcdist.checkpoint import shard
+from hpcdist.checkpoint.manifest import Entry
+from hpcdist.checkpoint.slots import Slot
+from hpcdist.checkpoint.sources import Source
+
+
+@dataclass
+class Kept:
+    """What one writer has in the checkpoint before: ``entries`` in ``directory``, None where there is none."""
+
+    directory: Path | None = None
+    entries: dict[Slot, Entry] = field(default_factory=dict)
+    _written: tuple[Path, dict[Slot, Entry]] | None = None  # by the save that is under way
+
+    def write(
+        self,
+        directories: tuple[Path, Path],
+        name: str,
+        slots: Sequence[Slot],
+        sources: Sequence[Source],
+        about: Mapping[str, Any],
+    ) -> tuple[dict[str, int], list[Entry]]:
+        """Write the shard ``name`` of what has changed, and link the rest; return sizes by name, and the entries.
+
+        ``directories`` are where the checkpoint is made, and where it will lie. The sources are asked for their blocks
+        twice. Raises StorageError.
+        """
+        temporary, final = directories
+        files, linked = self._link(temporary, self._unchanged(slots, sources))
+        new = [(slot, source) for slot, source in zip(slots, sources, strict=True) if slot not in linked]
+        written: list[Entry] = []
+        if new or not linked:
+            sizes, written = shard.write(temporary, name, [slot for slot, _ in new], [s for _, s in new], about)
+            files |= sizes
+        found = dict(zip((slot for slot, _ in new), written, strict=True)) | linked
+        self._written = final, found
+        return files, [found[slot] for slot in slots]
+
+    def _unchanged(self, slots: Sequence[Slot], sources: Sequence[Source]) -> dict[Slot, Entry]:
+        same = {}
+        for slot, source in zip(slots, sources, strict=True):
+            entry = self.entries.get(slot)
+            if entry is not None and slot.nbytes and shard.digests(source()) == entry.digests:
+                same[slot] = entry
+        return same
+
+    def _link(self, temporary: Path, same: dict[Slot, Entry]) -> tuple[dict[str, int], dict[Slot, Entry]]:
+        """Give the shards of ``same`` names in ``temporary``; those that cannot be linked are written again."""
+        files: dict[str, int] = {}
+        linked: dict[Slot, Entry] = {}
+        for name in sorted({entry.file for entry in same.values()}):
+            assert self.directory is not None
+            step = self.directory.name.removeprefix("step-")
+            again = name if shard.is_linked(name) else shard.linked_name(name, step)
+            try:
+                os.link(self.directory / name, temporary / again)
+                files[again] = (temporary / again).stat().st_size
+            except OSError as error:
+                print(f"hpcdist: {self.directory / name} is written again: {error.strerror}", file=sys.stderr)
+                continue
+            linked |= {slot: replace(entry, file=again) for slot, entry in same.items() if entry.file == name}
+        return files, linked
+
+    def settle(self) -> None:
+        """Take note that what was written last is part of a complete checkpoint."""
+        if self._written is not None:
+            self.directory, self.entries = self._written
+        self._written = None

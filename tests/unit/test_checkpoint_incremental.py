@@ -1,0 +1,172 @@
+"""Checkpoints of which a part is that of the one before, and snapshots on a disk of the node."""
+
+import errno
+import os
+
+import h5py
+import numpy as np
+import pytest
+
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import split
+from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.background import Background
+from hpcdist.checkpoint.kept import Kept
+from hpcdist.checkpoint.restore import newest, restore
+from hpcdist.checkpoint.save import Plan, make
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.training.recipe import load
+
+SIZE = 3000
+
+
+class State:
+    """A tensor that never changes and one that is the number of the step; each rank has a part of both."""
+
+    def __init__(self, comm):
+        self.part = split(SIZE, comm.size, 8)[comm.rank]
+        self.frozen = np.arange(SIZE, dtype=float)[self.part.slice]
+        self.trained = np.zeros(self.part.size)
+
+    def pieces(self):
+        named = {"frozen": self.frozen, "trained": self.trained}
+        return [Piece("parameters", n, (SIZE,), ((0, SIZE),), self.part, array) for n, array in named.items()]
+
+
+def plan_of(tmp_path, comm, step, keep=2):
+    return Plan(tmp_path / "checkpoints", step, comm.size, {"step": step}, {}, keep)
+
+
+def check(path):
+    frozen, trained = np.zeros(SIZE), np.zeros(SIZE)
+    step = restore(path, [Piece.whole("parameters", "frozen", frozen), Piece.whole("parameters", "trained", trained)])
+    assert (frozen == np.arange(SIZE)).all() and (trained == step["step"]).all()
+    with h5py.File(path / "index.h5") as file:
+        assert (file["parameters/frozen"][...] == frozen).all() and (file["parameters/trained"][...] == trained).all()
+    return step["step"]
+
+
+@pytest.mark.parametrize("way", ["waiting", "beside", "beside one writer"])
+def test_what_has_not_changed_is_linked(tmp_path, way):
+    def body(comm):
+        state, kept = State(comm), Kept()
+        beside = Background(comm, kept=kept)
+        for step in (1, 2, 3, 4):
+            state.trained[...] = step
+            plan = plan_of(tmp_path, comm, step)
+            if way == "waiting":
+                make(plan, state.pieces(), comm, "rank", kept)
+            else:
+                beside.begin(plan, state.pieces(), "1" if "one" in way else "rank")
+                beside.finish()
+
+    run_threads(3, body)
+    root = tmp_path / "checkpoints"
+    assert sorted(os.listdir(root)) == ["latest", "step-3", "step-4"], "step 1, whose shards are used, may go"
+    shards = 1 if "one" in way else 3
+    names = [f"shard-{index:05d}{end}.h5" for index in range(shards) for end in ("", "-of-1")]
+    for path in (root / "step-3", root / "step-4"):
+        assert sorted(manifest.load(path).files) == sorted(names)
+        assert f"step-{check(path)}" == path.name
+    assert newest(tmp_path) == root / "step-4"
+    inode = [(root / step / "shard-00000-of-1.h5").stat().st_ino for step in ("step-3", "step-4")]
+    assert inode[0] == inode[1]
+    written = (root / "step-4" / "shard-00000.h5").stat().st_size
+    assert written < 0.7 * (root / "step-4" / "shard-00000-of-1.h5").stat().st_size
+
+
+def test_a_failed_save_is_never_linked_to(tmp_path, monkeypatch):
+    def body(comm):
+        state, kept = State(comm), Kept()
+        make(plan_of(tmp_path, comm, 1), state.pieces(), comm, "rank", kept)
+        state.frozen += 7.0
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        comm.barrier()
+        if comm.rank == 0:
+            monkeypatch.setattr("hpcdist.checkpoint.save.names.commit", full)
+        comm.barrier()
+        with pytest.raises(StorageError, match="No space left"):
+            make(plan_of(tmp_path, comm, 2), state.pieces(), comm, "rank", kept)
+        comm.barrier()
+        if comm.rank == 0:
+            monkeypatch.undo()
+        comm.barrier()
+        state.frozen -= 7.0
+        state.trained[...] = 3
+        make(plan_of(tmp_path, comm, 3), state.pieces(), comm, "rank", kept)
+
+    run_threads(2, body)
+    assert check(newest(tmp_path)) == 3
+
+
+def test_a_file_system_without_links_gets_it_all_again(tmp_path, monkeypatch, capfd):
+    def refused(*_, **__):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refused)
+
+    def body(comm):
+        state, kept = State(comm), Kept()
+        for step in (1, 2):
+            state.trained[...] = step
+            make(plan_of(tmp_path, comm, step), state.pieces(), comm, "rank", kept)
+
+    run_threads(2, body)
+    assert check(newest(tmp_path)) == 2 and "is written again: Operation not permitted" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("writers", ["rank", "1"])
+def test_a_snapshot_on_a_disk_of_the_node(tmp_path, writers):
+    local = tmp_path / "local"
+    local.mkdir()
+
+    def body(comm):
+        state, beside = State(comm), Background(comm, local_directory=local)
+        for step in (1, 2, 3):
+            state.trained[...] = step
+            beside.begin(plan_of(tmp_path, comm, step), state.pieces(), writers)
+            state.trained[...] = -1
+            assert not list(local.iterdir()), "nothing that a killed process would leave"
+        beside.finish()
+
+    run_threads(3, body)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-2", "step-3"]
+    assert [check(tmp_path / f"checkpoints/step-{step}") for step in (2, 3)] == [2, 3]
+
+
+@pytest.mark.parametrize("trouble", ["full", "missing"])
+def test_a_disk_of_the_node_that_has_no_room(tmp_path, monkeypatch, trouble):
+    local = tmp_path / "local"
+    if trouble == "full":
+        local.mkdir()
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+
+    def body(comm):
+        state, beside = State(comm), Background(comm, local_directory=local)
+        beside.begin(plan_of(tmp_path, comm, 1), state.pieces(), "rank")
+        with pytest.raises(StorageError, match=r"rank 0: .*checkpoint.local_directory = .*(No space|No such file)"):
+            beside.finish()
+
+    run_threads(2, body)
+    assert os.listdir(tmp_path / "checkpoints") == []
+
+
+def test_keys_that_do_not_go_together():
+    beside = "checkpoint.asynchronous=true"
+    for keys, said in (
+        (["checkpoint.local_directory=/tmp"], "checkpoint.asynchronous = false"),
+        (["checkpoint.incremental=true", "checkpoint.writers=node"], "checkpoint.writers = 'node'"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            load(None, keys)
+        assert load(None, [*keys, beside]).recipe.checkpoint.asynchronous
+    in_file = ["parallel.strategy=zero1", "zero.offload_optimizer=file", "zero.offload_directory=/tmp"]
+    assert load(None, [*in_file, beside, "checkpoint.local_directory=/tmp"]).recipe.checkpoint.local_directory == "/tmp"
