@@ -23,8 +23,8 @@ def stages(config: ModelConfig, context: int) -> tuple[Stage, ...]:
         raise ConfigurationError(f"data.context is {context}; a gpt needs at least 1 token of context")
     if config.dropout and not countable(config.heads * context, context):
         raise ConfigurationError(
-            f"model.dropout = {config.dropout} with model.heads = {config.heads} and data.context = {context}: a sample "
-            "has more probabilities of attention than the random numbers can be counted for; use fewer heads, a "
+            f"model.dropout = {config.dropout} with model.heads = {config.heads} and data.context = {context}: a "
+            "sample has more probabilities of attention than the random numbers can be counted for; use fewer heads, a "
             "shorter context, or model.dropout = 0"
         )
     blocks = (Block(layer, config, context) for layer in range(1, config.layers + 1))
