@@ -80,8 +80,8 @@ def import_(
 
     IN may be a file, an index of several, or a directory with either. It is opened in a process of its own, with
     limits of memory and time and without a network, and no pickled code is run: a file that is damaged or hostile is
-    an error message. With --recipe, DIR is a run that `hpcdist sample` and `hpcdist evaluate` know; `hpcdist train
-    --resume auto` goes on from what was exported with --optimizer.
+    an error message. With --recipe, DIR is a run that `hpcdist sample` knows; `hpcdist train --resume auto` goes on
+    from what was exported with --optimizer.
     """
     from hpcdist.checkpoint.adopt import adopt
     from hpcdist.checkpoint.foreign import Foreign
