@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpcdist.arrays.sizes import counted
-from hpcdist.cli import bench_collectives, bench_data, bench_pipeline
+from hpcdist.cli import bench_checkpoint, bench_collectives, bench_data, bench_pipeline
 from hpcdist.cli.bench_trials import Recipes, check_alone, remove_leftovers, run
 from hpcdist.errors import FAILURE, OK, REQUEUE
 
@@ -18,12 +18,13 @@ if TYPE_CHECKING:  # late at run time: --help must not load h5py
 
 @click.group()
 def command() -> None:
-    """Measure configurations of a training, its exchanges, pipeline schedules, or collective operations."""
+    """Measure configurations of a training, its exchanges, pipeline schedules, collective operations, checkpoints."""
 
 
 command.add_command(bench_collectives.command)
 command.add_command(bench_data.command)
 command.add_command(bench_pipeline.command)
+command.add_command(bench_checkpoint.command)
 
 
 @command.command()

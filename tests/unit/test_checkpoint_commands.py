@@ -99,6 +99,12 @@ def test_verify_names_all_damage(run, capsys):
     assert code == 1 and any("cannot be read" in line for line in found["checkpoints"][0]["damage"])
 
 
+def test_the_index_for_other_tools_is_verified_too(run, capsys):
+    flip(run / "checkpoints/step-30/index.h5", 1000)
+    code, found, _ = figures(capsys, "verify", run / "checkpoints/step-30")
+    assert code == 1 and ["index.h5 is damaged" in line for line in found["checkpoints"][0]["damage"]] == [True]
+
+
 def test_what_is_unfinished_is_no_damage(run, capsys):
     (run / "checkpoints/step-40.tmp").mkdir()
     assert hpcdist(capsys, "verify", run)[0] == 0

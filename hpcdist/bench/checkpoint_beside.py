@@ -1,0 +1,116 @@
+"""What a save in the background costs the steps: a saving step, and those while it is written, beside plain ones.
+
+A step is a fixed piece of work (products of matrices that lie in a cache) and one small allreduce, as the loop of a
+training has. In each round there are as many plain steps as saving ones have followers, and a save.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from hpcdist.collectives import allreduce
+from hpcdist.comm.communicator import Communicator
+
+_SIDE: Final = 192
+MOST_FOLLOWERS: Final = 1000
+
+
+class Saver(Protocol):
+    """A save beside the steps."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether one is under way; the same on all ranks."""
+
+    def begin(self) -> object:
+        """Begin one; the state may change when this returns. Collective."""
+
+    def numbers(self) -> np.ndarray:
+        """Return what `settle` wants the sums of (local)."""
+
+    def settle(self, sums: np.ndarray) -> object:
+        """Go on by the sums. Collective."""
+
+
+@dataclass
+class Steps:
+    """Seconds of the slowest rank by kind of step."""
+
+    plain_s: list[float] = field(default_factory=list)
+    saving_s: list[float] = field(default_factory=list)  # the steps that begin a save
+    beside_s: list[float] = field(default_factory=list)  # those while it is written
+    saves_s: list[float] = field(default_factory=list)  # from its begin until it is complete
+
+    def figures(self) -> dict[str, Any]:
+        """Return medians, and ratios to plain steps."""
+        plain = float(np.median(self.plain_s))
+        saving, beside = float(np.median(self.saving_s)), float(np.median(self.beside_s or [plain]))
+        return {
+            "plain_step_s": plain,
+            "saving_step_s": saving,
+            "step_beside_s": beside,
+            "save_s": float(np.median(self.saves_s)),
+            "saving_over_plain": saving / plain,
+            "beside_over_plain": beside / plain,
+        }
+
+
+class Work:
+    """Steps of about ``step_s`` seconds. Making it is collective: all ranks do equally much."""
+
+    def __init__(self, comm: Communicator, step_s: float) -> None:
+        self._comm = comm
+        self._one = np.full((_SIDE, _SIDE), 1 / _SIDE, np.float32)
+        self._other = np.empty_like(self._one)
+        begin, count = time.perf_counter(), 50
+        self._products(count)
+        own = step_s * count / (time.perf_counter() - begin)
+        self._count = max(1, round(min(comm.allgather_object(own))))
+
+    def _products(self, count: int) -> None:
+        for _ in range(count):
+            np.matmul(self._one, self._one, out=self._other)
+
+    def step(self, numbers: np.ndarray) -> np.ndarray:
+        """Make one; return the sums of ``numbers`` over the ranks. Collective."""
+        self._products(self._count)
+        sums = np.concatenate([[0.0], numbers])
+        allreduce(self._comm, sums)
+        return sums[1:]
+
+
+def run(comm: Communicator, saver: Saver, step_s: float, rounds: int, say: Callable[[str], None]) -> Steps:
+    """Measure ``rounds`` saves after one that does not count. Collective over ``comm``."""
+    work, found, followers = Work(comm, step_s), Steps(), 8
+    for number in range(rounds + 1):
+        plain = [_timed(comm, lambda: work.step(np.zeros(2))) for _ in range(max(8, min(followers, 50)))]
+        begin = time.perf_counter()
+
+        def saving() -> None:
+            work.step(np.zeros(2))
+            saver.begin()
+
+        first = _timed(comm, saving)
+        beside: list[float] = []
+        while saver.is_busy and len(beside) < MOST_FOLLOWERS:
+            beside.append(_timed(comm, lambda: saver.settle(work.step(saver.numbers()))))
+        followers = len(beside)
+        if number:
+            found.plain_s += plain
+            found.saving_s.append(first)
+            found.beside_s += beside
+            found.saves_s.append(time.perf_counter() - begin)
+        if comm.rank == 0:
+            say(f"save {number + 1} of {rounds + 1}: {followers} steps beside it")
+    return found
+
+
+def _timed(comm: Communicator, call: Callable[[], object]) -> float:
+    """Return the time of the slowest rank. Collective."""
+    comm.barrier()
+    begin = time.perf_counter()
+    call()
+    return max(comm.allgather_object(time.perf_counter() - begin))
