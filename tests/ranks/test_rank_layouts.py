@@ -52,10 +52,14 @@ def cells() -> Iterator[Cell]:
 
 
 def usual(layout: tuple[int, int, int], schedule: str, number: int) -> bool:
-    """Whether a cell is one of those that always run: every pair of schedule and strategy, on some layout."""
-    if layout[1] == 1:
-        return number in (0, 3) or layout[0] > 1
-    return number in (0, 3) if layout[0] == 1 else schedule == "1f1b" or number == SCHEDULES.index(schedule) % 5
+    """Whether a cell is one of those that always run: every schedule on every layout, every strategy on some."""
+    data, pipeline, tensor = layout
+    if pipeline == 1:
+        return number in (0, 3) or data > 1
+    place = SCHEDULES.index(schedule)
+    if data > 1:
+        return schedule == "1f1b" or number == place % len(STRATEGIES)
+    return number == 3 * ((place + pipeline // 2 + tensor) % 2)
 
 
 def name(cell: Cell) -> str:
