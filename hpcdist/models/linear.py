@@ -11,16 +11,8 @@ class LocalLinear:
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
         """Return y (..., outputs) for contiguous x (..., inputs)."""
-        weight = as_matrix(parameters[f"{prefix}.weight"])
-        outputs, inputs = weight.shape
-        y = saved.empty(f"{prefix}.y", (*x.shape[:-1], outputs), x.dtype)
         saved.keep(f"{prefix}.x", x)
-        rows = y.reshape(-1, outputs)
-        namespace(x).matmul(x.reshape(-1, inputs), weight.T, out=rows)
-        bias = parameters.get(f"{prefix}.bias")
-        if bias is not None:
-            rows += bias.reshape(-1)
-        return y
+        return affine(parameters, prefix, x, saved)
 
     def backward(
         self,
@@ -46,6 +38,19 @@ class LocalLinear:
         gradient_of_weight(gradients, prefix, dy, saved[f"{prefix}.x"], saved)
         if f"{prefix}.bias" in parameters:
             gradient_of_bias(gradients, prefix, dy)
+
+
+def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+    """Return x weight^T + bias (..., outputs), kept as ``PREFIX.y``; x is contiguous, and not kept."""
+    weight = as_matrix(parameters[f"{prefix}.weight"])
+    outputs, inputs = weight.shape
+    y = saved.empty(f"{prefix}.y", (*x.shape[:-1], outputs), x.dtype)
+    rows = y.reshape(-1, outputs)
+    namespace(x).matmul(x.reshape(-1, inputs), weight.T, out=rows)
+    bias = parameters.get(f"{prefix}.bias")
+    if bias is not None:
+        rows += bias.reshape(-1)
+    return y
 
 
 def gradient_of_input(parameters: Parameters, prefix: str, dy: Array, saved: Saved) -> Array:

@@ -1,7 +1,7 @@
 """The two linears of a parallel part: the first cut by outputs, the second by inputs."""
 
 from hpcdist.arrays.backend import Array, namespace
-from hpcdist.models.linear import as_matrix, gradient_of_bias, gradient_of_input, gradient_of_weight
+from hpcdist.models.linear import affine, as_matrix, gradient_of_bias, gradient_of_input, gradient_of_weight
 from hpcdist.models.stage import Gradients, Parameters, Saved
 from hpcdist.strategies.tensor.borders import Borders
 
@@ -15,16 +15,8 @@ class ColumnLinear:
 
     def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
         """Return y (..., own outputs) of all tokens for what this rank has of x (..., inputs)."""
-        weight = as_matrix(parameters[f"{prefix}.weight"])
         saved.keep(f"{prefix}.x", x)
-        whole = self.borders.enter(x, saved)
-        y = saved.empty(f"{prefix}.y", (*whole.shape[:-1], weight.shape[0]), x.dtype)
-        rows = y.reshape(-1, weight.shape[0])
-        namespace(x).matmul(whole.reshape(-1, weight.shape[1]), weight.T, out=rows)
-        bias = parameters.get(f"{prefix}.bias")
-        if bias is not None:
-            rows += bias.reshape(-1)
-        return y
+        return affine(parameters, prefix, self.borders.enter(x, saved), saved)
 
     def backward(
         self,
