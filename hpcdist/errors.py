@@ -4,6 +4,7 @@ Every message says what was got, what was expected and what to change. User inpu
 ``assert`` is for invariants of the code itself.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 OK: Final = 0
@@ -54,6 +55,21 @@ class StorageError(HpcdistError, OSError):
 
 class CommunicationError(HpcdistError, RuntimeError):
     """A message could not be sent, received or matched."""
+
+
+class RankDiedError(CommunicationError):
+    """A rank has died, or the communicator was revoked because one had. ``ranks`` are those known to be dead, if any.
+
+    See `hpcdist.comm.deaths`: the MPI library tells of a death by errors of its own.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class TooFewRanksError(CommunicationError):
+    """So many ranks have died that the others cannot go on; a new start can."""
 
 
 class DeadlineError(CommunicationError):

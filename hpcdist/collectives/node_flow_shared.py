@@ -62,7 +62,8 @@ class FlowMemory:
         self.rank = intra.rank
         self.is_shared = self.block.is_shared
         self.summed = self.spread = 0  # numbers, over all calls
-        self.is_busy = False  # from the start of a call to its end; it stays where a call was given up
+        self.is_busy = False  # from the start of a call to its end; it stays where a call was given up,
+        self.given_up: BaseException | None = None  # because of this, if it was while it waited
         if self.is_shared:
             self.lines = np.array([view.ctypes.data for view in self.block.views], np.int64)
 
@@ -85,9 +86,13 @@ class FlowMemory:
         since, turns = time.monotonic(), 0
         while not is_reached(self.lines, word, number, SPINS):
             turns += 1
-            if turns % PATIENCE == 0:
-                self.block.check_alive(since)
-            self.block.progress()
+            try:
+                if turns % PATIENCE == 0:
+                    self.block.check_alive(since)
+                self.block.progress()
+            except Exception as error:
+                self.given_up = error
+                raise
             time.sleep(0)
 
 
@@ -110,7 +115,7 @@ def flow_of(
         raise CommunicationError(
             f"an earlier collective in the shared memory of {intra.name} was given up half-way, and its ranks are out "
             "of step; end the job, or call collectives.release on all ranks"
-        )
+        ) from memory.given_up
     if memory is None or memory.segment_bytes < owners * part_bytes or memory.part_bytes < part_bytes:
         kept = (0, 0) if memory is None else (memory.segment_bytes, memory.part_bytes)
         _give_back(intra)

@@ -62,7 +62,7 @@ class NodeMemory:
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._blocks_of: dict[int, np.ndarray] = {}  # by dtype: what the reduction works in
         self._common: list[tuple[int, int]] = []
-        self._given_up = False
+        self._given_up: BaseException | None = None
         cores = set().union(*comm.allgather_object(os.sched_getaffinity(0)))
         self._spins = SPINS_CROWDED if comm.size > len(cores) else SPINS
 
@@ -105,11 +105,11 @@ class NodeMemory:
 
         ``target`` is the address of an array for all ranks that takes the result, or 0.
         """
-        if self._given_up:
+        if self._given_up is not None:
             raise CommunicationError(
                 "an earlier collective in this shared memory was given up half-way, and the ranks are out of step; "
                 "end the job, or call collectives.release on all ranks"
-            )
+            ) from self._given_up
         ends = None if ranges is None else tuple((part.start, part.stop) for part in ranges)
         key = (buffer.size, buffer.dtype.num, op, mode, ends)
         plan = self._plans.get(key) or self._plan(key, buffer, ranges)
@@ -123,8 +123,8 @@ class NodeMemory:
                 while answer == node_words.WAITING:
                     self._block.check_alive(since)
                     answer = node_machine.go_on(*arguments)
-        except BaseException:  # a signal's among them: the next call would count on a meeting that never was
-            self._given_up = True
+        except BaseException as error:  # a signal's among them: the next call would count on a meeting that never was
+            self._given_up = error
             raise
         return bool(answer == node_words.DONE)
 

@@ -58,14 +58,14 @@ class SharedBlock(Protocol):
         ...
 
     def check_alive(self, since: float) -> None:
-        """Let messages progress, and raise CommunicationError when a member is seen to have died (local).
+        """Let messages progress, and raise RankDiedError when a member is seen to have died (local).
 
         To be called by whoever has waited in the memory ``since`` this reading of `time.monotonic`.
         """
         ...
 
     def close(self) -> None:
-        """Give the memory back; the views must not be used again. Collective."""
+        """Give the memory back; the views must not be used again. Collective, or local after `Communicator.revoke`."""
         ...
 
 
@@ -202,7 +202,42 @@ class Communicator(Protocol):
         ...
 
     def supports(self, feature: str) -> bool:
-        """Whether ``feature`` ("device_pointers", "thread_multiple") is there (local)."""
+        """Whether ``feature`` is there (local): "device_pointers", "thread_multiple", or "ulfm".
+
+        "ulfm": the ranks that live can go on when one dies. Without it `revoke`, `agree` and `shrink` raise
+        MissingCapabilityError.
+        """
+        ...
+
+    def revoke(self) -> None:
+        """Make all operations on this communicator, and on all made from it, fail on every rank (local).
+
+        To be called by whoever has met a death (see `deaths.is_death`): it releases those who wait for somebody who
+        has left. Only `failed`, `agree`, `shrink` and `abandon` work afterwards.
+        """
+        ...
+
+    def failed(self) -> tuple[int, ...]:
+        """Return the ranks that this one knows to be dead, ascending; another rank may know others (local)."""
+        ...
+
+    def agree(self, flag: bool) -> bool:
+        """Return whether all the living brought true: the same on all, also where ranks die meanwhile.
+
+        Collective over the living, revoked or not.
+        """
+        ...
+
+    def shrink(self, label: str = "world") -> "Communicator":
+        """Return a communicator of the living in the order of their ranks, named ``label``.
+
+        Collective over the living, revoked or not. One that died meanwhile may still be a member; the next operation
+        tells.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """Give a revoked communicator back, and what was made from it; errors in it are swallowed (local)."""
         ...
 
     def free(self) -> None:

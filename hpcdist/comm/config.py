@@ -26,6 +26,22 @@ ALGORITHMS: Final = (
 
 _LIMIT: Final = re.compile(r"0|[1-9][0-9]{0,17}")
 OVERLAPS: Final = ("none", "thread", "poll")
+COMPRESSIONS: Final = (
+    "none",
+    "auto",
+    "float16",
+    "bfloat16",
+    "int8",
+    "int4",
+    "adaptive",
+    "qsgd",
+    "sign",
+    "topk",
+    "randomk",
+    "powersgd",
+    "dgc",
+    "onebit",
+)
 POLLED: Final = ("ring",)  # algorithms in steps, with the bits that they have otherwise
 BUCKET_BYTES: Final = 4 << 20
 
@@ -35,14 +51,16 @@ class CommunicationConfig:
     """How ranks exchange gradients.
 
     ``algorithm`` is an allreduce by name, a table of names by size (see `hpcdist.collectives.selection`), or ``auto``,
-    which is chosen by measurement at the start of a run and kept in its checkpoints. With the strategy allreduce a
-    bucket of gradients is sent once ``bucket_bytes`` of it are complete; the other strategies send layer by layer. With
-    ``overlap`` a bucket travels while the gradients before it are computed: a "thread" of each rank moves it, or
-    between two layers the rank itself does ("poll"); the results are the same bits. With ``delayed`` (allreduce) a sum
-    goes on behind the whole next step, and its update comes after that: each gradient is one step late. A communication
-    that takes longer than ``deadline_s`` ends the job. ``ranks_per_node`` treats that many consecutive ranks as a node,
-    to try code for several nodes on one; 0 takes the nodes as they are found. With ``checked`` the ranks compare what
-    they are about to do before each collective, and all fail with what each brought where it differs.
+    which is chosen by measurement at the start of a run and kept in its checkpoints. ``compression`` is how gradients
+    travel between replicas (see the section ``[compression]``); with ``auto`` they are compressed where it is measured
+    to be faster. With the strategy allreduce a bucket of gradients is sent once ``bucket_bytes`` of it are complete;
+    the other strategies send layer by layer. With ``overlap`` a bucket travels while the gradients before it are
+    computed: a "thread" of each rank moves it, or between two layers the rank itself does ("poll"); the results are the
+    same bits. With ``delayed`` (allreduce) a sum goes on behind the whole next step, and its update comes after that:
+    each gradient is one step late. A communication that takes longer than ``deadline_s`` ends the job.
+    ``ranks_per_node`` treats that many consecutive ranks as a node, to try code for several nodes on one; 0 takes the
+    nodes as they are found. With ``checked`` the ranks compare what they are about to do before each collective, and
+    all fail with what each brought where it differs.
     """
 
     algorithm: str = "auto"
@@ -62,10 +80,9 @@ class CommunicationConfig:
                 "table of them by size in bytes as `hpcdist tune` prints it, such as 'native<=4096,ring'"
             )
         self._check_overlap()
-        if self.compression != "none":
+        if self.compression not in COMPRESSIONS:
             raise ConfigurationError(
-                f"communication.compression = {self.compression!r}: compression of gradients is not built in this "
-                "version; set it to 'none'"
+                f"communication.compression = {self.compression!r}; choose one of {', '.join(COMPRESSIONS)}"
             )
         if self.bucket_bytes < 1:
             raise ConfigurationError(f"communication.bucket_bytes = {self.bucket_bytes}; it must be at least 1")

@@ -26,6 +26,9 @@ OK: Final = "OK"
 WARN: Final = "WARN"
 FAIL: Final = "FAIL"
 CHILD_LIMIT_S: Final = 60.0
+WITHOUT_THREADS: Final = (
+    "without it there is no progress thread; build MPI with --enable-mpi-thread-multiple for overlap"
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def check_library_and_launcher(environment: Mapping[str, str] = os.environ) -> l
     loaded = started = None
     try:
         loaded = library()
-        checks.append(Check("MPI library", OK, f"{_short(loaded.text)} ({loaded.path or 'file unknown'})"))
+        checks.append(Check("MPI library", OK, f"{short(loaded.text)} ({loaded.path or 'file unknown'})"))
     except MissingCapabilityError as error:
         cure = "install hpcdist[workstation], or load the site's MPI module (mpi4py finds it through LD_LIBRARY_PATH)"
         checks.append(Check("MPI library", FAIL, str(error), cure))
@@ -150,15 +153,14 @@ def check_world(comm: Communicator, said: Announced, library_text: str) -> list[
     comm.allreduce(total)
     nodes = comm.nodes()
     place = f"{counted(comm.size, 'rank')} on {counted(nodes.count, 'node')}"
-    found = f"{place}, announced by {said.launcher}; {_short(library_text)}"
+    found = f"{place}, announced by {said.launcher}; {short(library_text)}"
     right = total[0] == comm.size
     arrived = Check("world", OK if right else FAIL, found if right else f"{found}; but an allreduce gave {total[0]:g}")
     if comm.supports("thread_multiple"):
         return [arrived, Check("thread level", OK, "MPI_THREAD_MULTIPLE")]
-    cure = "without it there is no progress thread; build MPI with --enable-mpi-thread-multiple for overlap"
-    return [arrived, Check("thread level", WARN, "below MPI_THREAD_MULTIPLE", cure)]
+    return [arrived, Check("thread level", WARN, "below MPI_THREAD_MULTIPLE", WITHOUT_THREADS)]
 
 
-def _short(library_text: str) -> str:
+def short(library_text: str) -> str:
     """Drop who packaged the library, and where, from its name."""
     return " ".join(library_text.split(", package")[0].split())

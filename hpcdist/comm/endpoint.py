@@ -5,7 +5,7 @@ read or written as they are.
 """
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,13 +16,13 @@ from hpcdist.comm.checks import check_reduction, check_tiling, is_plain
 from hpcdist.comm.communicator import ANY, REDUCTIONS, Communicator, Message, Nodes, Request, SharedBlock
 from hpcdist.comm.events import UNKNOWN_BYTES
 from hpcdist.comm.handover import Handover
+from hpcdist.comm.mortal import Mortal
 from hpcdist.comm.pending import Pending
-from hpcdist.comm.watched import Watched
 from hpcdist.comm.window import LateWindow, Transfers, WatchedWindow, Window
 from hpcdist.errors import UsageError
 
 
-class Endpoint(Watched, ABC):
+class Endpoint(Mortal):
     """Base of the communicators; see `communicator.Communicator` for what each method promises."""
 
     def __init__(self, name: str, rank: int, size: int, handover: Handover, declared_node: int | None) -> None:
@@ -190,6 +190,7 @@ class Endpoint(Watched, ABC):
         child = self._split(color, key, self.name + suffix)
         self.events.end(token)
         if child is not None:
+            self._adopt(child)
             child._looking_on = self._looking_on
             child.checked = self.checked
         return child
@@ -287,10 +288,6 @@ class Endpoint(Watched, ABC):
 
     @abstractmethod
     def _shared(self, nbytes: int) -> SharedBlock: ...
-    @abstractmethod
-    def supports(self, feature: str) -> bool:
-        """Whether the transport has ``feature``."""
-
     @abstractmethod
     def free(self) -> None:
         """Give the communicator back."""

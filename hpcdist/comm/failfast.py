@@ -6,6 +6,7 @@ MPI's own default prints its error over the traceback.
 
 import atexit
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -18,26 +19,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn
 
+from hpcdist.comm import ending, wording
 from hpcdist.comm.recorder import Recorder
-from hpcdist.errors import (
-    FAILURE,
-    INTERRUPTED,
-    CommunicationError,
-    ConfigurationError,
-    DataError,
-    HpcdistError,
-    MissingCapabilityError,
-    NonFiniteError,
-    StorageError,
-    UsageError,
-)
+from hpcdist.comm.wording import lines, summary
+from hpcdist.errors import FAILURE, INTERRUPTED, CommunicationError, DeadlineError, HpcdistError
 
 FAILURE_DIR: Final = "HPCDIST_FAILURE_DIR"  # set by `hpcdist run`, which shows the first failure last
 PRECEDENCE_S: Final = 1.0  # head start of the rank that failed first over those that failed because of it
 DRAIN_S: Final = 0.2  # launchers forward stderr through pipes, and drop what is in them when told to abort
 ABORT_S: Final = 3.0  # after this the process leaves by itself, whatever the MPI library is doing
-# The message says it all: where in our code it was raised would only hide it.
-FOR_THE_USER: Final = (ConfigurationError, DataError, MissingCapabilityError, StorageError, UsageError, NonFiniteError)
+FOR_THE_USER: Final = wording.FOR_THE_USER
 STDERR: Final = 2  # the descriptor: sys.stderr may be somebody's object without one
 
 
@@ -54,6 +45,8 @@ class _Installed:
     failing: threading.Lock
     all_say: Callable[[str], bool] | None = None
     withdraw: Callable[[], None] | None = None
+    is_outlived: Callable[[BaseException], bool] | None = None
+    limit: threading.Timer | None = None
 
 
 _installed: _Installed | None = None  # sys.excepthook is one per process, and so is this
@@ -69,6 +62,17 @@ def install(abort: Callable[[int], None], recorder: Recorder | None, rank: int) 
     if not faulthandler.is_enabled():
         faulthandler.enable(STDERR, all_threads=True)
     answer_requests_for_stacks()
+
+
+def move(rank: int) -> None:
+    """From now on speak for ``rank``, and ask nobody whether all fail alike until `join` says whom (local)."""
+    assert _installed is not None, "install comes first"
+    _installed.rank, _installed.all_say, _installed.withdraw = rank, None, None
+
+
+def is_installed() -> bool:
+    """Whether `install` was called (local)."""
+    return _installed is not None
 
 
 def answer_requests_for_stacks() -> None:
@@ -94,6 +98,37 @@ def join(all_say: Callable[[str], bool], withdraw: Callable[[], None]) -> None:
     """
     assert _installed is not None, "install comes first"
     _installed.all_say, _installed.withdraw = all_say, withdraw
+
+
+def outlive(is_outlived: Callable[[BaseException], bool]) -> None:
+    """From now on let threads end quietly by an error that ``is_outlived``, and leave without finalising MPI (local).
+
+    The main thread meets the same death, and goes on or fails for all.
+    """
+    assert _installed is not None, "install comes first"
+    _installed.is_outlived = is_outlived
+
+
+def allow(limit_s: float | None) -> None:
+    """End the job, as any failure does, unless this is called again within ``limit_s`` seconds; None: no limit (local).
+
+    For the time after a death, in which no operation has a deadline: a job that does not come together again is
+    better started again. Nothing happens without `install`.
+    """
+    if _installed is None:
+        return
+    if _installed.limit is not None:
+        _installed.limit.cancel()
+    _installed.limit = None
+    if limit_s is not None and math.isfinite(limit_s):
+        _installed.limit = threading.Timer(limit_s, _give_up, (limit_s,))
+        _installed.limit.daemon = True
+        _installed.limit.start()
+
+
+def _give_up(limit_s: float) -> None:
+    faulthandler.dump_traceback(STDERR, all_threads=True)
+    fail(DeadlineError(f"a rank died, and the others did not go on within {limit_s:g} s; start the job again"))
 
 
 def attach(recorder: Recorder) -> None:
@@ -143,7 +178,7 @@ def _fail_together(state: _Installed, error: BaseException) -> None:
     """Leave with the other ranks, of which the first speaks, if all have ``error``; return if not."""
     if state.all_say is None or state.withdraw is None or not isinstance(error, FOR_THE_USER):
         return
-    text = "".join(_lines(error))
+    text = "".join(lines(error))
     try:
         if not state.all_say(text):
             return
@@ -152,7 +187,7 @@ def _fail_together(state: _Installed, error: BaseException) -> None:
     code = exit_code(error)
     _leave_by(time.monotonic() + ABORT_S, code)
     if state.recorder is not None:
-        state.recorder.note("raised", _summary(error, None))
+        state.recorder.note("raised", summary(error, None))
     if state.rank == 0:
         publish(0, f"every rank failed alike: exit code {code}", text, alone=True)
     state.withdraw()
@@ -167,7 +202,13 @@ def _leave_by(limit: float, code: int) -> None:
 
 
 def agreed_exit(code: int) -> NoReturn:
-    """Leave with ``code``, past the abort: every rank does the same, and MPI is finalised (see `Session.leave`)."""
+    """Leave with ``code``, past the abort: every rank does the same, and MPI is finalised (see `Session.leave`).
+
+    Where deaths are outlived MPI is not, and the end of Python would do it: so the process ends here.
+    """
+    ending.say(code)
+    if _installed is not None and _installed.is_outlived is not None:
+        os._exit(code)
     raise AgreedExit(code)
 
 
@@ -192,6 +233,7 @@ def fail(error: BaseException, thread: str | None = None) -> NoReturn:
     try:
         _report(state, error, code, thread)
         time.sleep(DRAIN_S)
+        ending.say(code)  # a launcher may wait for ever after an abort, or return the code of a rank that it killed
         state.abort(code)
     except BaseException:  # noqa: BLE001 - whatever it was, the job must end, with the code of the first error
         traceback.print_exc()
@@ -203,8 +245,8 @@ def _report(state: _Installed, error: BaseException, code: int, thread: str | No
         time.sleep(PRECEDENCE_S)  # most often the echo of another rank's failure, which shall speak first
     where = f"rank {state.rank}" + (f", thread {thread}" if thread else "")
     if state.recorder is not None:
-        state.recorder.note("raised", _summary(error, thread))
-    publish(state.rank, f"{where} failed: exit code {code}", "".join(_lines(error)))
+        state.recorder.note("raised", summary(error, thread))
+    publish(state.rank, f"{where} failed: exit code {code}", "".join(lines(error)))
 
 
 def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> None:
@@ -233,22 +275,6 @@ def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> None
         pass  # stderr is closed or its reader is gone: the file has it, and the job must still end
 
 
-def _lines(error: BaseException) -> list[str]:
-    if isinstance(error, FOR_THE_USER):
-        return [f"{type(error).__name__}: {error}"]
-    if isinstance(error, SystemExit) and isinstance(error.code, str):
-        return [error.code, "\n", *traceback.format_exception(error)]
-    return traceback.format_exception(error)
-
-
-def _summary(error: BaseException, thread: str | None) -> str:
-    """Return the exception and its innermost line in one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
-    what = " ".join("".join(traceback.format_exception_only(error)).split())
-    return what.removeprefix("hpcdist.errors.") + where + (f" in thread {thread}" if thread else "")
-
-
 def _on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     fail(error.with_traceback(trace))
 
@@ -257,4 +283,6 @@ def _on_thread_exception(arguments: threading.ExceptHookArgs) -> None:
     error = arguments.exc_value if arguments.exc_value is not None else arguments.exc_type()
     if isinstance(error, SystemExit) and exit_code(error) == 0:
         return  # the usual way to end a thread early
+    if _installed is not None and _installed.is_outlived is not None and _installed.is_outlived(error):
+        return
     fail(error, arguments.thread.name if arguments.thread is not None else "(gone)")

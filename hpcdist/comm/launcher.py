@@ -5,7 +5,7 @@ Read for the choice of a GPU, which must precede MPI_Init, and to notice a run t
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,12 @@ class Announced:
 
 
 # (launcher, size, rank, local rank). Open MPI and PMI first: under mpirun in sbatch, SLURM_* describe the batch step.
+# PALS, too, has PMI's size.
 _VARIABLES = (
     ("Open MPI mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PALS mpiexec", "PMI_SIZE", "PALS_RANKID", "PALS_LOCAL_RANKID"),
     ("MPICH mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
     ("MVAPICH2", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
-    ("PALS mpiexec", "PALS_SIZE", "PALS_RANKID", "PALS_LOCAL_RANKID"),
     ("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
     ("Slurm srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
 )
@@ -34,20 +35,31 @@ def announced(environment: Mapping[str, str] = os.environ) -> Announced | None:
 
     SLURM_* count only inside a step that srun launched: the batch script itself also sees them.
     """
+    found = []
     for launcher, size, rank, local_rank in _VARIABLES:
-        if launcher == "Slurm srun" and not _inside_srun(environment):
+        if launcher == "Slurm srun" and not inside_srun(environment):
             continue
-        if size in environment:
-            return Announced(
-                launcher,
-                int(environment[size]),
-                _integer(environment.get(rank)),
-                _integer(environment.get(local_rank) or environment.get("PMI_LOCAL_RANK")),
-            )
-    return None
+        if size in environment and rank in environment:
+            local = _integer(environment.get(local_rank) or environment.get("PMI_LOCAL_RANK"))
+            found.append(Announced(launcher, int(environment[size]), _integer(environment[rank]), local))
+    if not found:
+        return None
+    # srun and flux, asked for PMI, announce the world in its variables and the local rank in theirs.
+    same = [other.local_rank for other in found if (other.size, other.rank) == (found[0].size, found[0].rank)]
+    return replace(found[0], local_rank=next((local for local in same if local is not None), None))
 
 
-def _inside_srun(environment: Mapping[str, str]) -> bool:
+def started_by_srun(size: int, rank: int | None, environment: Mapping[str, str]) -> bool:
+    """Whether srun started this ``rank`` of ``size`` itself, so that SLURM_LOCALID and the like are its own (local).
+
+    It also starts daemons of mpirun, one on each node, which leave their variables to their ranks.
+    """
+    own = (_integer(environment.get("SLURM_STEP_NUM_TASKS")), _integer(environment.get("SLURM_PROCID")))
+    return inside_srun(environment) and own == (size, rank)
+
+
+def inside_srun(environment: Mapping[str, str]) -> bool:
+    """Whether this process, or the daemon that started it, was started by srun (local)."""
     # srun gives its step a number; in the batch script SLURM_STEP_ID is absent or names the batch step.
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     return step.isdigit() and int(step) < 0xFFFFFFF0 and "SLURM_PROCID" in environment

@@ -1,14 +1,14 @@
 """The communicator over MPI. mpi4py is imported by `start`, never at import of this module."""
 
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.comm import shared, window
+from hpcdist.comm import gathering, shared, ulfm, window
 from hpcdist.comm.communicator import ANY, Message, Request, SharedBlock
 from hpcdist.comm.endpoint import Endpoint
 from hpcdist.comm.handover import Handover
@@ -120,6 +120,7 @@ class MpiCommunicator(Endpoint):
     def _all_gather(self, message: Array, ranges: Sequence[Range]) -> None:
         counts, starts = [part.size for part in ranges], [part.start for part in ranges]
         self._comm.Allgatherv(self._mpi.IN_PLACE, [message, counts, starts, self._typecode(message)])
+        gathering.confirm(self._mpi, self._comm)
 
     def _all_to_all(
         self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
@@ -134,7 +135,7 @@ class MpiCommunicator(Endpoint):
         return self._mpi.Datatype.fromcode(message.dtype.char)
 
     def _allgather_object(self, value: Any) -> list[Any]:
-        return list(self._comm.allgather(value))
+        return gathering.objects(self._mpi, self._comm, value)
 
     def _broadcast_object(self, value: Any, root: int) -> Any:
         return self._comm.bcast(value, root)
@@ -164,7 +165,31 @@ class MpiCommunicator(Endpoint):
             return bool(self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE)
         if feature == "device_pointers":
             return self.handover.device_pointers
-        return False
+        return feature == "ulfm" and ulfm.is_enabled(self._mpi)
+
+    def _revoke(self) -> None:
+        if self._comm:  # false once it was freed
+            self._comm.Revoke()
+
+    def _failed(self) -> tuple[int, ...]:
+        return ulfm.failed(self._mpi, self._comm) if self.supports("ulfm") else ()
+
+    def _agree(self, flag: bool) -> bool:
+        return ulfm.agree(self._mpi, self._comm, flag)
+
+    def _shrink(self, name: str) -> Self:
+        smaller = ulfm.shrink(self._mpi, self._comm)
+        smaller.Set_name(name)
+        return type(self)(self._mpi, smaller, name, self.handover, self.declared_node)
+
+    def _grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], name: str) -> Self:
+        larger = ulfm.grow(self._mpi, self._comm, count, arguments, environment)
+        larger.Set_name(name)
+        return type(self)(self._mpi, larger, name, self.handover, self.declared_node)
+
+    def _abandon(self) -> None:
+        self._nodes = None
+        self._comm.Free()
 
     def free(self) -> None:
         """Free the MPI communicator, and those made by `nodes`. Collective."""

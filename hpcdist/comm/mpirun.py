@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -18,6 +19,7 @@ from hpcdist.errors import MissingCapabilityError
 OPEN_MPI: Final = "Open MPI"
 MPICH: Final = "MPICH"
 INTEL_MPI: Final = "Intel MPI"
+UNKNOWN: Final = "unknown"
 NAMES: Final = ("mpirun", "mpiexec")
 VERSION_LIMIT_S: Final = 20.0
 
@@ -28,12 +30,19 @@ _VENDORS = (
 )
 # Where a resource manager owns the cores, neither its binding nor its count of slots is overruled.
 _RESOURCE_MANAGERS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID", "JOB_ID")
+_TRANSPORTS: Final = "OMPI_MCA_btl"  # an option of mpirun wins over it
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_EXPORTED: Final = "SLURM_EXPORT_ENV"
+# Options that Open MPI 5 refuses to be given twice: the last one is meant.
+_ONCE: Final = ("--bind-to", "--map-by")
+_ULFM: Final = "ft_mpi_support:yes"
+_SESSION_BASE: Final = "PRTE_MCA_prte_local_tmpdir_base"
+_BASES: Final = ("prte_tmpdir_base", "prte_local_tmpdir_base")  # parameters that say where; mpirun refuses both
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """An mpirun: where it is, whose it is ("unknown" where it does not say), and its version."""
+    """An mpirun: where it is, whose it is (UNKNOWN where it does not say), and its version."""
 
     path: Path
     vendor: str
@@ -80,7 +89,7 @@ def recognise(text: str) -> tuple[str, str]:
         match = pattern.search(text)
         if match:
             return vendor, next(group for group in match.groups() if group)
-    return "unknown", ""
+    return UNKNOWN, ""
 
 
 def command(
@@ -95,7 +104,7 @@ def command(
 
     ``extra`` are options of the launcher itself, placed last so that they win.
     """
-    line = [str(launcher.path)]
+    line: list[str] = []
     if launcher.vendor == OPEN_MPI:
         # The UCX one-sided component of the wheels complains at every start; windows work without it.
         line += ["--mca", "osc", "^ucx"]
@@ -103,7 +112,94 @@ def command(
             line += ["--bind-to", "none", "--oversubscribe"]
         for name in settings:
             line += ["-x", name]  # Open MPI passes the environment to ranks on this host only
-    return [*line, "-n", str(ranks), *extra, *program]
+    return [str(launcher.path), *_last_given([*line, "-n", str(ranks), *extra]), *program]
+
+
+def _last_given(options: Sequence[str]) -> list[str]:
+    """Return ``options`` without those of _ONCE that another one of the same name follows."""
+    kept, later = [], list(options)
+    while later:
+        option = later.pop(0)
+        if option in _ONCE and option in later:
+            later.pop(0)  # with its value
+        else:
+            kept.append(option)
+    return kept
+
+
+def surviving(launcher: Launcher) -> list[str]:
+    """Return the options with which the death of a rank is an error for the others, and not the end of the job.
+
+    Raises MissingCapabilityError for an MPI that has no user-level failure mitigation (ULFM).
+    """
+    lacks = _why_not_surviving(launcher)
+    if lacks:
+        raise MissingCapabilityError(
+            f"--survive needs Open MPI 5 with user-level failure mitigation, and {lacks}; use --restarts N instead, "
+            "which starts the job again from its newest checkpoint"
+        )
+    # Of its ways to send, ob1 is the one that reports a death. It does not give back the slots of the dead, so ranks
+    # that come later need some beyond those there are. Its connections must not fetch long messages (put): whoever
+    # does so from a dead rank never stops. And libfabric, which ob1 has no use for, makes each new rank sleep a second.
+    return [
+        *("--with-ft", "ulfm", "--mca", "pml", "ob1", "--mca", "btl_tcp_flags", "send,inplace", "--mca", "btl", "^ofi"),
+        *("--oversubscribe", "--bind-to", "none"),
+    ]
+
+
+def _why_not_surviving(launcher: Launcher) -> str:
+    """Return what ``launcher`` lacks, "" where nothing is known to be missing."""
+    if launcher.vendor != OPEN_MPI:
+        return f"{launcher.path} is of {launcher.vendor} {launcher.version}".rstrip()
+    if _major(launcher) < 5:
+        return f"{launcher.path} is Open MPI {launcher.version}"
+    try:
+        said = subprocess.run(
+            [launcher.path.with_name("ompi_info"), "--parsable"],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=VERSION_LIMIT_S,
+            check=False,
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""  # it is built so by default, and mpirun refuses --with-ft where it was not
+    return "" if _ULFM in said else f"{launcher.path} was built without it (see `ompi_info`)"
+
+
+def _major(launcher: Launcher) -> int:
+    """Return the first number of its version, 0 where it has none."""
+    first = launcher.version.split(".")[0]
+    return int(first) if first.isdecimal() else 0
+
+
+def session(
+    launcher: Launcher, folder: Path, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variable that has this mpirun (not its ranks) keep its session in ``folder``, of this start alone.
+
+    Open MPI 5 names a session after a process id and nothing else: an mpirun that was killed leaves its session in
+    TMPDIR, and a later one that is given the same process id ends with exit code 213. None for other launchers, nor
+    where the environment, the ``options`` or a file of parameters say where sessions are.
+    """
+    if launcher.vendor != OPEN_MPI or _major(launcher) < 5:
+        return {}
+    if any(base in word for word in (*environment, *options, *_parameters(launcher)) for base in _BASES):
+        return {}
+    return {_SESSION_BASE: str(folder)}
+
+
+def _parameters(launcher: Launcher) -> list[str]:
+    """Return the lines that set parameters of ``launcher``, for this user or for all."""
+    home = Path(os.path.expanduser("~"))
+    site = [launcher.path.parents[1] / "etc", launcher.path.resolve().parents[1] / "etc", Path("/etc/openmpi")]
+    paths = [home / folder / "mca-params.conf" for folder in (".prte", ".openmpi")]
+    paths += [folder / name for folder in site for name in ("prte-mca-params.conf", "openmpi-mca-params.conf")]
+    lines: list[str] = []
+    for path in paths:
+        with suppress(OSError, UnicodeDecodeError):
+            lines += path.read_text().splitlines()
+    return [line for line in lines if not line.lstrip().startswith("#")]
 
 
 def per_node(launcher: Launcher, ranks: int | None) -> list[str]:
@@ -118,9 +214,32 @@ def per_node(launcher: Launcher, ranks: int | None) -> list[str]:
     return ["-ppn", str(ranks)]
 
 
-def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables to add for the launcher and its ranks: one thread a rank, and root where we are root."""
-    added = {name: "1" for name in _THREAD_VARIABLES if name not in environment}
+def on_hosts(launcher: Launcher, hosts: Sequence[str], ranks: int | None) -> list[str]:
+    """Return the options that use nothing but ``hosts`` of an allocation, with ``ranks`` ranks on each (None: any)."""
+    if launcher.vendor == OPEN_MPI:
+        return ["--host", ",".join(f"{host}:{ranks or '*'}" for host in hosts)]
+    return ["-hosts", ",".join(hosts)]
+
+
+def settings(launcher: Launcher, environment: Mapping[str, str] = os.environ, threads: int = 1) -> dict[str, str]:
+    """Return the variables to add for the launcher and its ranks: see `common_settings`, and root where we are root.
+
+    In a job of Slurm it starts a process of its own on each node by srun, with all cores of the job there.
+    """
+    added = common_settings(threads, environment)
     if launcher.vendor == OPEN_MPI and os.geteuid() == 0:
         added |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    managed = any(name in environment for name in _RESOURCE_MANAGERS)
+    if launcher.vendor == OPEN_MPI and not managed and _TRANSPORTS not in environment:
+        added[_TRANSPORTS] = "^ofi"  # libfabric looks for networks for a second, which a workstation has not
     return added
+
+
+def common_settings(threads: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that any launcher and its ranks need: ``threads`` a rank, unless ``environment`` has them.
+
+    A job that was submitted with `sbatch --export=NONE` keeps its environment from all that srun starts in it, and so
+    from the ranks of those launchers that call srun.
+    """
+    added = {name: str(threads) for name in _THREAD_VARIABLES if name not in environment}
+    return added | {_EXPORTED: "ALL"} if _EXPORTED in environment else added

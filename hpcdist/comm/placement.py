@@ -53,3 +53,8 @@ def locate(comm: Communicator, said: Announced | None) -> Placement:
         host=socket.gethostname(),
         cores=tuple(sorted(os.sched_getaffinity(0))),
     )
+
+
+def alone() -> Placement:
+    """Return the placement of a process that knows of no other (local)."""
+    return Placement(0, 1, 0, 1, socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))))

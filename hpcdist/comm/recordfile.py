@@ -220,3 +220,11 @@ def _process(pid: int) -> tuple[str, int]:
     except (FileNotFoundError, ProcessLookupError):
         return "", 0
     return ("", 0) if fields[0] in "ZX" else (fields[0], int(fields[19]))
+
+
+def remove_others(folder: Path, ranks: int) -> None:
+    """Remove the records and stacks of ranks beyond ``ranks``, who left a job that became smaller (local)."""
+    for path in [*folder.glob("rank-*.rec"), *folder.glob("rank-*.stacks")]:
+        number = path.stem.removeprefix("rank-")
+        if number.isdecimal() and int(number) >= ranks:
+            path.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ from typing import Final
 import numpy as np
 
 from hpcdist.arrays.backend import Array
+from hpcdist.comm.thread_deaths import Fate
 from hpcdist.errors import CommunicationError
 
 _UFUNC: Final = {"sum": np.add, "max": np.maximum, "min": np.minimum}
@@ -14,13 +15,20 @@ _UFUNC: Final = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 class Round:
     """An iallreduce under way: ``parts`` fills up with what each of ``size`` ranks brings.
 
-    ``until`` waits for a condition, under the deadline of the group.
+    ``until`` waits for a condition, under the deadline of the group; ``fate`` tells of deaths.
     """
 
     def __init__(
-        self, parts: dict[int, Array], size: int, message: Array, op: str, until: Callable[[Callable[[], bool]], None]
+        self,
+        parts: dict[int, Array],
+        size: int,
+        message: Array,
+        op: str,
+        until: Callable[[Callable[[], bool]], None],
+        fate: Fate,
     ) -> None:
         self._parts, self._size, self._message, self._op, self._until = parts, size, message, op, until
+        self._fate = fate
 
     def wait(self) -> None:
         """Return when the last part has come, with the result in the message."""
@@ -30,6 +38,7 @@ class Round:
     def test(self) -> bool:
         """Whether the last part has come; then the result is in the message."""
         if len(self._parts) < self._size:
+            self._fate.look_for_deaths(None, "an iallreduce")
             return False
         self._message[...] = combined([self._parts[rank] for rank in range(self._size)], self._message, self._op)
         return True

@@ -15,8 +15,9 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
+from hpcdist.comm import gathering, ulfm
 from hpcdist.comm.recordfile import has_ended, start_ticks
-from hpcdist.errors import CommunicationError
+from hpcdist.errors import RankDiedError
 
 _STRIDE: Final = max(mmap.PAGESIZE, ALIGN_BYTES)
 _SHM: Final = Path("/dev/shm")  # where MPI libraries put their windows
@@ -27,10 +28,10 @@ class Members:
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi, self._comm = mpi, comm
-        announced = comm.allgather((os.getpid(), start_ticks(os.getpid())))
+        announced = gathering.objects(mpi, comm, (os.getpid(), start_ticks(os.getpid())))
         # In containers of their own, a number may be that of another process: its start tells them apart.
         visible = all(start_ticks(pid) == began != 0 for pid, began in announced)
-        self.see_each_other = all(comm.allgather(visible))
+        self.see_each_other = all(gathering.objects(mpi, comm, visible))
         self._processes = announced if self.see_each_other else []
 
     def progress(self) -> None:
@@ -40,18 +41,23 @@ class Members:
         """
         self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
 
+    def are_given_up(self) -> bool:
+        """Whether their communicator was revoked, or left (local)."""
+        return ulfm.is_given_up(self._mpi, self._comm)
+
     def check_alive(self, since: float) -> None:
-        """Let MPI progress, and raise CommunicationError when a member has died (local).
+        """Let MPI progress, and raise RankDiedError when a member has died (local).
 
         However long it is ``since`` the wait began: deadlines are the watchdog's, the operation is open in the record.
         """
         self.progress()
         dead = [rank for rank, (pid, began) in enumerate(self._processes) if has_ended(pid, began)]
         if dead:
-            raise CommunicationError(
+            raise RankDiedError(
                 f"rank {', '.join(map(str, dead))} of {self._comm.Get_name()} (process "
                 f"{', '.join(str(self._processes[rank][0]) for rank in dead)}) has died, and this rank waited for it "
-                "in shared memory"
+                "in shared memory",
+                dead,
             )
 
 
@@ -84,13 +90,15 @@ class WindowBlock:
             self.views.append(np.frombuffer(memory, np.uint8)[:size])
         self.views[comm.rank][...] = 0
         self.check_alive, self.progress = members.check_alive, members.progress
+        self._are_given_up = members.are_given_up
         comm.Barrier()
 
     def close(self) -> None:
-        """Free the window. Collective."""
+        """Free the window. Collective, unless the communicator was revoked: then it can only be left as it is."""
         self.views = []
-        self._window.Unlock_all()
-        self._window.Free()
+        if not self._are_given_up():
+            self._window.Unlock_all()
+            self._window.Free()
 
 
 class PrivateBlock:
@@ -112,14 +120,14 @@ def allocate(mpi: Any, comm: Any, nbytes: int) -> MappedBlock | WindowBlock | Pr
 
     ``comm`` is an mpi4py communicator of one node.
     """
-    sizes = comm.allgather(nbytes)
+    sizes = gathering.objects(mpi, comm, nbytes)
     members = Members(mpi, comm)
     mapping = _map(comm, sizes) if members.see_each_other else None
-    if all(comm.allgather(mapping is not None)):
+    if all(gathering.objects(mpi, comm, mapping is not None)):
         assert mapping is not None
         return MappedBlock(mapping, sizes, members)
     # An MPI library that finds too little room may die of a SIGBUS at the first touch: ask before it does.
-    if all(comm.allgather(room_in(_SHM) >= sum(sizes))):
+    if all(gathering.objects(mpi, comm, room_in(_SHM) >= sum(sizes))):
         with contextlib.suppress(mpi.Exception):
             return WindowBlock(mpi, comm, sizes, members)
     return PrivateBlock(comm.rank, sizes, members)

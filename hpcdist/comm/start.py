@@ -5,110 +5,58 @@ nothing.
 """
 
 import contextlib
+import faulthandler
 import importlib.metadata
 import os
+import signal
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import uuid
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from hpcdist.comm import cuda_aware, failfast, launcher, placement
-from hpcdist.comm.agreement import all_say
+from hpcdist.comm import cuda_aware, ending, failfast, growth, launcher, placement
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.events import NULL_SINK
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.mpi import MpiCommunicator
-from hpcdist.comm.recorder import Recorder
+from hpcdist.comm.session import Session
 from hpcdist.comm.solo import solo
-from hpcdist.comm.watchdog import Watchdog
-from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.errors import FAILURE, ConfigurationError, MissingCapabilityError
+
+__all__ = ["CHECK_COLLECTIVES", "Session", "end_alone", "start", "start_alone", "start_joined"]
 
 CHECK_COLLECTIVES: Final = "HPCDIST_CHECK_COLLECTIVES"
+STARTING_S: Final = 600  # for MPI to start: it waits for ever for a rank that died meanwhile, or never came
+JOINING_S: Final = 120  # a new process that nobody takes in by then ends: those who started it have died, or gave up
 
 
-@dataclass
-class Session:
-    """A started job: its world, this rank's place, and what looks on."""
-
-    comm: Communicator
-    place: placement.Placement
-    library: str  # the MPI library's own version string; "none" for a process on its own
-    abort: Callable[[int], None]
-    recorder: Recorder | None = None
-    watchdog: Watchdog | None = None
-    device_pointers: cuda_aware.Verdict | None = None  # what MPI takes of GPU memory; None for a run on the CPU
-    _finalise: Callable[[], None] = field(default=lambda: None)
-
-    def record(self, directory: Path, deadline_s: float) -> None:
-        """Keep the last operations in ``directory``/recorder and hold each to ``deadline_s`` seconds. Collective."""
-        folder = directory / "recorder"
-        if self.comm.rank == 0:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise StorageError(f"{folder} cannot be created: {error.strerror}; choose another --out") from error
-        self.comm.barrier()
-        self.recorder = Recorder(folder / f"rank-{self.comm.rank:05d}.rec", self.comm.rank, self.comm.size)
-        self.comm.events = self.recorder
-        self.watchdog = Watchdog(self.recorder, deadline_s)
-        self.watchdog.relax()  # the first step compiles kernels and opens connections
-        self.watchdog.start()
-        failfast.attach(self.recorder)
-
-    def stop_recording(self) -> None:
-        """End what `record` began: its files are let go, and no operation has a deadline any more (local)."""
-        if self.watchdog is not None and self.recorder is not None:
-            self.watchdog.stop()
-            self.comm.events = NULL_SINK
-            failfast.detach()
-            self.recorder.note("finished", "end of the record")
-            self.recorder.close()
-        self.watchdog = self.recorder = None
-
-    def leave(self, code: int) -> None:
-        """End together with exit code ``code``, all ranks having agreed on it. Collective.
-
-        The first process that leaves with a non-zero code makes the launcher kill the others, so every rank flushes
-        and finalises first.
-        """
-        self.comm.barrier()
-        if self.recorder is not None:
-            self.recorder.note("finished", f"exit code {code}")
-        self.withdraw()
-        failfast.agreed_exit(code)
-
-    def withdraw(self) -> None:
-        """End the watch and MPI: nothing may be sent afterwards. Collective."""
-        if self.watchdog is not None:
-            self.watchdog.stop()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._finalise()
-
-
-def start(device: str = "cpu", ranks_per_node: int | None = None, checked: bool = False) -> Session:
+def start(
+    device: str = "cpu", ranks_per_node: int | None = None, checked: bool = False, examined: bool = False
+) -> Session:
     """Start MPI where a launcher announced a world, else a world of this process alone. Collective.
 
     With ``checked``, or HPCDIST_CHECK_COLLECTIVES=1 on any rank, all ranks compare their calls before each collective.
+    MPI that has not started after STARTING_S seconds ends this process, with its stacks, and so the job.
     From here on an uncaught exception of any thread, or a non-zero SystemExit, ends the whole job with its exit code.
-    Raises ConfigurationError when MPI's world is not the announced one.
+    Raises ConfigurationError when MPI's world is not the announced one, nor the local ranks, where the caller has not
+    asked to get them ``examined`` by itself.
     """
     said = launcher.announced()
     _refuse_unknown_launcher(said)
     failfast.answer_requests_for_stacks()
-    _announce_pid(said)
+    announce_pid(None if said is None else said.rank)
     pointers = None
     if device == "gpu":
         placement.choose_gpu(said)
         pointers = cuda_aware.find_out(said)
     if said is None:
         return start_alone()
-    mpi = _import_mpi()
+    faulthandler.dump_traceback_later(STARTING_S, exit=True, file=failfast.STDERR)  # needs no Python, which may wait
+    mpi = import_mpi()
+    faulthandler.cancel_dump_traceback_later()
     world = mpi.COMM_WORLD
     failfast.install(world.Abort, None, world.Get_rank())
-    library = mpi.Get_library_version().split("\n")[0].strip("\x00 ")
-    check_world(said, world.Get_size(), library)
+    said_library = library(mpi)
+    check_world(said, world.Get_size(), said_library)
     own = world.Dup()  # messages of ours never meet those of the user's code on COMM_WORLD
     own.Set_name("world")
     handover = Handover(device_pointers=False)  # until all ranks have agreed, which takes messages
@@ -119,11 +67,57 @@ def start(device: str = "cpu", ranks_per_node: int | None = None, checked: bool 
     if device == "gpu":
         pointers = cuda_aware.agree(comm, pointers)
         handover.pointers = pointers.operations
-    place = placement.locate(comm, said)
-    session = Session(comm, place, library, world.Abort, device_pointers=pointers, _finalise=mpi.Finalize)
-    if comm.size > 1:
-        failfast.join(lambda text: all_say(comm, text), session.withdraw)
+    place = placement.locate(comm, None if examined else said)
+    session = Session(comm, place, said_library, world.Abort, None, None, pointers, outlives(comm), mpi.Finalize)
+    session.speak_as_one()
     return session
+
+
+def start_joined() -> Session:
+    """Start MPI in a process that `growth.spawn` started, and return a session with those who did. Collective.
+
+    What is needed should be imported before, for the others wait. Where it fails this process ends alone, since the
+    others go on without it. The session's place is that of a process on its own until `Session.survive` finds it out.
+    """
+    failfast.answer_requests_for_stacks()
+    signal.alarm(JOINING_S)  # its default action needs no Python, which waits within MPI
+    try:
+        mpi = import_mpi()
+        comm = growth.join_parent(mpi)
+        if comm is None:
+            raise ConfigurationError("no job started this process to join it; use start")
+    except Exception as error:  # noqa: BLE001 - whatever it was
+        end_alone(error)
+    signal.alarm(0)
+    failfast.install(mpi.COMM_WORLD.Abort, None, comm.rank)
+    announce_pid(uuid.uuid4().hex)
+    session = Session(comm, placement.alone(), library(mpi), mpi.COMM_WORLD.Abort, outlives=True)
+    session.speak_as_one()
+    return session
+
+
+def end_alone(error: Exception) -> NoReturn:
+    """End a new process that was not taken in, because of ``error``: the others go on without it (local)."""
+    sys.stderr.write(f"hpcdist: a process that was started to replace a rank was not taken in: {error!r}\n")
+    sys.stderr.flush()
+    os._exit(FAILURE)  # the end of Python would finalise MPI, and hang in it
+
+
+def outlives(comm: Communicator) -> bool:
+    """Whether this job shall go on when a rank dies (local). Raises MissingCapabilityError where it cannot."""
+    wanted = os.environ.get(ending.SURVIVE, "")
+    if wanted and not comm.supports("ulfm"):
+        raise MissingCapabilityError(
+            f"{ending.SURVIVE}={wanted} asks to go on after deaths, and this MPI was not started to; start the job by "
+            "`hpcdist run --survive` with Open MPI 5, or unset it"
+        )
+    return bool(wanted)
+
+
+def library(mpi: Any) -> str:
+    """Return the MPI library's own version string, one line (local)."""
+    text: str = mpi.Get_library_version()
+    return text.split("\n")[0].strip("\x00 ")
 
 
 def _wants_checks(checked: bool) -> bool:
@@ -161,17 +155,20 @@ def _refuse_unknown_launcher(said: launcher.Announced | None) -> None:
         )
 
 
-def _announce_pid(said: launcher.Announced | None) -> None:
-    """Tell `hpcdist run` the process id of this rank: a launcher need not forward signals."""
-    folder = os.environ.get("HPCDIST_LAUNCH_DIR")
-    if folder and said is not None and said.rank is not None:
-        path = Path(folder) / f"pid-{said.rank}"
+def announce_pid(name: object) -> None:
+    """Tell `hpcdist run` the process id of this rank, under any ``name`` of its own, unless that is None (local).
+
+    A launcher need not forward signals.
+    """
+    folder = os.environ.get(ending.LAUNCH_DIR)
+    if folder and name is not None:
+        path = Path(folder) / f"pid-{name}"
         with contextlib.suppress(OSError):  # on another host the launcher's directory does not exist
             path.with_suffix(".tmp").write_text(str(os.getpid()))
             path.with_suffix(".tmp").replace(path)
 
 
-def _import_mpi() -> Any:
+def import_mpi() -> Any:
     """Import mpi4py, which starts MPI: THREAD_MULTIPLE is asked for, and a lower level is accepted."""
     try:
         import mpi4py

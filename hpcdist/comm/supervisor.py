@@ -3,6 +3,8 @@
 Open MPI's mpirun answers a SIGINT by killing the ranks within half a second, MPICH's passes it on and may go on: so the
 launcher runs in a session of its own, where no Ctrl-C reaches it, and the ranks, which write their process ids into a
 directory (`comm.start`), are signalled from here. Linux only: orphans are adopted (PR_SET_CHILD_SUBREAPER) and ended.
+
+A job that outlived some of its ranks says itself how it ended (`comm.ending`): its launcher need not know, nor end.
 """
 
 import ctypes
@@ -12,13 +14,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-LAUNCH_DIR: Final = "HPCDIST_LAUNCH_DIR"  # where each rank writes pid-<rank>
-TEARDOWN_S: Final = 3.0  # what a launcher gets to end its ranks before they are killed
+from hpcdist.comm import ending
+from hpcdist.comm.ending import LAUNCH_DIR
+from hpcdist.comm.launchers import MPIRUN, Kind
+from hpcdist.comm.processes import descendants, send
+from hpcdist.errors import FAILURE, OK
+
+TEARDOWN_S: Final = 3.0  # what is left of a job gets to end before it is killed
 TICK_S: Final = 1.0
 SOON_S: Final = 0.1  # a tick while a signal waits for ranks that are still starting
 STARTING_S: Final = 15.0  # so long; then all ranks run elsewhere, and the launcher may know how to reach them
@@ -35,6 +42,7 @@ _PASSED: Final = {
     signal.SIGUSR2: signal.SIGUSR2,
 }
 _WATCHED: Final = {*_PASSED, signal.SIGCHLD}
+_ENDING: Final = {*_PASSED} - {signal.SIGUSR2}  # a wish that the job ends
 
 
 def _watched() -> set[signal.Signals]:
@@ -42,19 +50,55 @@ def _watched() -> set[signal.Signals]:
     return {number for number in _WATCHED if signal.getsignal(number) is not signal.SIG_IGN}
 
 
-def supervise(line: Sequence[str], environment: Mapping[str, str], launch_dir: Path, grace_s: float) -> int:
-    """Run the launcher command ``line`` to its end and return the exit code of its ranks (main thread only).
+@dataclass(frozen=True)
+class Outcome:
+    """How one start of a job ended: the exit code of its ranks, and the first signal to us that asked for an end."""
+
+    code: int
+    asked: signal.Signals | None
+    agreed: bool  # the ranks said the code themselves: what single ones said before does not count
+
+
+def watch(
+    line: Sequence[str],
+    environment: Mapping[str, str],
+    launch_dir: Path,
+    grace_s: float,
+    mask: set[signal.Signals],
+    surviving: bool = False,
+    telling: bool = False,
+    kind: Kind = MPIRUN,
+) -> Outcome:
+    """Run the command ``line`` of a launcher of ``kind`` to its end, inside of `signals_held`, which yielded ``mask``.
 
     SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed to the ranks. After the first three the ranks have
-    ``grace_s`` seconds to save and leave; then, or at a second SIGINT, everything is killed. The code is 130 after a
-    SIGINT, and 128 + number after another signal that ended in killing.
+    ``grace_s`` seconds to save and leave; then, or at a second SIGINT, everything is killed. The code is that of the
+    ranks, 130 after a SIGINT, and 128 + number after another signal that ended in killing.
+
+    ``surviving`` ranks go on after a death, and their word counts, not what the launcher returns. They, and those that
+    are ``telling``, say how they end: a launcher that returns 0 without their word has lost them. (Open MPI's does so
+    when it loses a node.)
     """
-    with _signals_held() as mask:
-        return _Supervision(line, {**environment, LAUNCH_DIR: str(launch_dir)}, launch_dir, grace_s, mask).run()
+    environment = {**environment, LAUNCH_DIR: str(launch_dir)}
+    return _Supervision(line, environment, launch_dir, grace_s, mask, surviving, telling, kind).run()
+
+
+def pause(seconds: float) -> signal.Signals | None:
+    """Wait inside of `signals_held`; returns the signal that asked for an end meanwhile, if one did.
+
+    What came since the end of a start counts, too.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        received = signal.sigtimedwait(_watched(), max(0.0, until - time.monotonic()))
+        if received is None:
+            return None
+        if received.si_signo in _ENDING:
+            return signal.Signals(received.si_signo)
 
 
 @contextmanager
-def _signals_held() -> Iterator[set[signal.Signals]]:
+def signals_held() -> Iterator[set[signal.Signals]]:
     """Hold the watched signals for `sigtimedwait`, and adopt orphans; yields the signal mask of the time before."""
     libc = ctypes.CDLL(None)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _watched())
@@ -83,9 +127,15 @@ class _Supervision:
         launch_dir: Path,
         grace_s: float,
         mask: set[signal.Signals],
+        surviving: bool,
+        telling: bool,
+        kind: Kind,
     ) -> None:
-        self._launch_dir, self._grace_s = launch_dir, grace_s
-        self._told: signal.Signals | None = None  # the first signal that asks for an end
+        self._telling, self._kind = telling, kind
+        self._launch_dir, self._grace_s, self._surviving = launch_dir, grace_s, surviving
+        self._told: signal.Signals | None = None  # the first signal that asks for an end at once
+        self._asked: signal.Signals | None = None  # the first that asks for an end
+        self._ending = False  # the ranks have said that they leave
         self._deadline = float("inf")
         self._killed = False
         self._held: list[_Held] = []  # for ranks that have not announced themselves yet
@@ -104,29 +154,53 @@ class _Supervision:
             preexec_fn=in_child,  # single-threaded here, so a function between fork and exec is safe
         )
 
-    def run(self) -> int:
+    def run(self) -> Outcome:
         while self._process.returncode is None:
             tick = SOON_S if self._held else TICK_S
-            pause = min(tick, max(0.0, self._deadline - time.monotonic()))
-            received = signal.sigtimedwait(self._watched, pause)
+            wait_s = min(tick, max(0.0, self._deadline - time.monotonic()))
+            received = signal.sigtimedwait(self._watched, wait_s)
             self._reap()
+            self._look_for_the_end()
             if received is not None and received.si_signo != signal.SIGCHLD:
                 self._on_signal(signal.Signals(received.si_signo))
             elif time.monotonic() >= self._deadline and self._process.returncode is None:
-                self._say(f"the ranks did not stop within {self._grace_s:g} s, killing them")
+                if not self._ending:
+                    self._say(f"the ranks did not stop within {self._grace_s:g} s, killing them")
                 self._kill()
             elif self._held:
                 self._pass_on()
         self._end_leftovers()
-        code = self._process.returncode
+        return self._outcome()
+
+    def _look_for_the_end(self) -> None:
+        believed = self._surviving or not self._kind.keeps_codes
+        if believed and not self._ending and ending.said(self._launch_dir) is not None:
+            self._ending, self._held = True, []
+            self._deadline = min(self._deadline, time.monotonic() + TEARDOWN_S)
+
+    def _outcome(self) -> Outcome:
+        code, said = self._process.returncode, ending.said(self._launch_dir)
         failed = any(self._launch_dir.glob("rank-*.txt"))  # a rank that could not save: 130 would promise that it did
-        if self._told is signal.SIGINT and (self._killed or not failed):
-            return 128 + signal.SIGINT
-        if self._killed and self._told is not None:
-            return 128 + self._told
-        return code if code >= 0 else 128 - code
+        # A launcher that kills the last ranks because the first has left with 75 returns 137.
+        agreed = said is not None and (self._surviving or not self._kind.keeps_codes or code == OK)
+        # On another host than this one they cannot say it, nor announce themselves.
+        lost = said is None and (self._surviving or (self._telling and bool(self._announced_pids())))
+        if agreed and said is not None:
+            code = said
+        elif self._told is signal.SIGINT and (self._killed or not failed):
+            code = 128 + signal.SIGINT
+        elif self._killed and self._told is not None:
+            code = 128 + self._told
+        elif lost and code == OK:
+            self._say("no rank was left to say how the job ended, though its launcher returned 0")
+            code = FAILURE
+        return Outcome(code if code >= 0 else 128 - code, self._asked, agreed)
 
     def _on_signal(self, number: signal.Signals) -> None:
+        if number in _ENDING:
+            self._asked = self._asked or number
+        if self._ending:
+            return  # the ranks leave already, and have no more than TEARDOWN_S for it
         if self._told is not None and number is signal.SIGINT:
             self._say("interrupted again, killing the ranks")
             self._told = number
@@ -152,18 +226,18 @@ class _Supervision:
         pids = [pid for pid in self._announced_pids() if self._is_ours(pid)]
         for held in self._held:
             for pid in set(pids) - held.told:
-                _signal(pid, held.number)
+                send(pid, held.number)
                 held.told.add(pid)
         expired = [held for held in self._held if time.monotonic() >= held.until]
         self._held = [held for held in self._held if held not in expired]
         for held in expired:
-            if not held.told:  # launchers forward the user signals
-                user = held.number in (signal.SIGUSR1, signal.SIGUSR2)
-                _signal(self._process.pid, held.number if user else signal.SIGTERM)
-                self._deadline = self._deadline if user else time.monotonic() + TEARDOWN_S
+            if not held.told:
+                passed = self._kind.forwards.get(held.number)
+                send(self._process.pid, passed or signal.SIGTERM)
+                self._deadline = self._deadline if passed else time.monotonic() + self._kind.teardown_s
 
     def _announced_pids(self) -> list[int]:
-        return [int(path.read_text()) for path in self._launch_dir.glob("pid-*") if not path.suffix]
+        return [int(path.read_text()) for path in self._launch_dir.glob("pid-*") if path.suffix != ".tmp"]
 
     def _is_ours(self, pid: int) -> bool:
         """Whether ``pid``, which may be meant on another host, is a rank of this job here.
@@ -179,25 +253,25 @@ class _Supervision:
     def _kill(self) -> None:
         """End the launcher, politely first so that it can end ranks on other hosts, then all that is left here."""
         self._killed, self._deadline = True, float("inf")
-        _signal(self._process.pid, signal.SIGTERM)
-        self._wait_for(lambda: self._process.returncode is not None)
+        send(self._process.pid, signal.SIGTERM)
+        self._wait_for(lambda: self._process.returncode is not None, self._kind.teardown_s)
         self._kill_descendants()
 
     def _end_leftovers(self) -> None:
         """Kill what is left of the job a moment after its launcher has gone."""
-        self._wait_for(lambda: not self._descendants())
+        self._wait_for(lambda: not descendants(os.getpid()))
         self._kill_descendants()
 
     def _kill_descendants(self) -> None:
         until = time.monotonic() + TEARDOWN_S  # one that hangs in the kernel cannot be ended by anybody
-        while self._descendants() and time.monotonic() < until:  # again, since one may just have started another
-            for pid in self._descendants():
-                _signal(pid, signal.SIGKILL)
+        while descendants(os.getpid()) and time.monotonic() < until:  # again, since one may just have started another
+            for pid in descendants(os.getpid()):
+                send(pid, signal.SIGKILL)
             signal.sigtimedwait({signal.SIGCHLD}, 0.05)
             self._reap()
 
-    def _wait_for(self, done: Callable[[], bool]) -> None:
-        until = time.monotonic() + TEARDOWN_S
+    def _wait_for(self, done: Callable[[], bool], limit_s: float = TEARDOWN_S) -> None:
+        until = time.monotonic() + limit_s
         while not done() and time.monotonic() < until:
             signal.sigtimedwait({signal.SIGCHLD}, 0.05)
             self._reap()
@@ -214,28 +288,5 @@ class _Supervision:
             if pid == self._process.pid:
                 self._process.returncode = os.waitstatus_to_exitcode(status)
 
-    def _descendants(self) -> list[int]:
-        """Return the processes below this one: the launcher, its daemons, the ranks, and what those started."""
-        children: dict[int, list[int]] = {}
-        for entry in os.scandir("/proc"):
-            if entry.name.isdigit():
-                try:
-                    # "pid (name) state ppid ...": the name may hold blanks and parentheses
-                    state, parent = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[:2]
-                except OSError:
-                    continue  # it has just ended
-                if state != "Z":
-                    children.setdefault(int(parent), []).append(int(entry.name))
-        found, front = [], [os.getpid()]
-        while front:
-            front = [child for parent in front for child in children.get(parent, ())]
-            found += front
-        return found
-
     def _say(self, text: str) -> None:
         print(f"hpcdist run: {text}", file=sys.stderr, flush=True)
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):  # it ended by itself
-        os.kill(pid, number)

@@ -1,92 +1,31 @@
 """N ranks as threads of one process: every algorithm can be tested at any size without mpiexec.
 
 Messages are copied when they are sent. Reductions add in rank order. When one rank raises, the others are released
-from whatever they wait for with a CommunicationError.
+from whatever they wait for with a CommunicationError. Ranks may also die, and the others go on: see `run_threads`.
 """
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator, Message, Request, SharedBlock
+from hpcdist.comm.delivery import Block, Done, Probed, Receive, deliver
 from hpcdist.comm.endpoint import Endpoint
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.mailbox import Group, Letter, Posted
 from hpcdist.comm.rounds import Round, combined
-from hpcdist.errors import CommunicationError, DeadlineError
+from hpcdist.comm.thread_deaths import Death, Fate, is_born
+from hpcdist.errors import CommunicationError, DeadlineError, MissingCapabilityError
+
+__all__ = ["DEADLINE_S", "Death", "ThreadCommunicator", "run_threads", "single"]
 
 DEADLINE_S = 60.0
 Result = TypeVar("Result")
-
-
-class _Done:
-    """A request that was complete when it was made: sends copy."""
-
-    def wait(self) -> None:
-        return None
-
-    def test(self) -> bool:
-        return True
-
-
-class _Receive:
-    def __init__(self, comm: "ThreadCommunicator", message: Array, posted: Posted) -> None:
-        self._comm, self._message, self._posted = comm, message, posted
-
-    def wait(self) -> None:
-        _deliver(self._comm._arrived(self._posted), self._message)
-
-    def test(self) -> bool:
-        if self._posted.letter is None:
-            return False
-        _deliver(self._posted.letter, self._message)
-        return True
-
-
-class _Probed:
-    def __init__(self, letter: Letter, handover: Handover) -> None:
-        self._letter, self._handover = letter, handover
-        self.source, self.tag, self.nbytes = letter.source, letter.tag, letter.payload.nbytes
-
-    def recv(self, buffer: Array) -> None:
-        message, finish = self._handover.incoming(buffer)
-        _deliver(self._letter, message)
-        if finish is not None:
-            finish()
-
-
-class _Block:
-    is_shared = True
-
-    def __init__(self, comm: "ThreadCommunicator", views: list[np.ndarray]) -> None:
-        self.views = views
-        self._group, self._rank = comm._group, comm.rank
-
-    def progress(self) -> None:
-        if self._group.failed:
-            raise CommunicationError(f"rank {self._rank}: another rank failed while this one waited in shared memory")
-
-    def check_alive(self, since: float) -> None:
-        self.progress()
-        if time.monotonic() - since > self._group.deadline_s:
-            raise DeadlineError(f"rank {self._rank}: nobody came to shared memory within {self._group.deadline_s} s")
-
-    def close(self) -> None:
-        self.views = []
-
-
-def _deliver(letter: Letter, message: Array) -> None:
-    if letter.payload.nbytes != message.nbytes:
-        raise CommunicationError(
-            f"a message of {letter.payload.nbytes} bytes from rank {letter.source} (tag {letter.tag}) met a buffer "
-            f"of {message.nbytes} bytes"
-        )
-    message.view(np.uint8)[...] = letter.payload
 
 
 class ThreadCommunicator(Endpoint):
@@ -94,21 +33,20 @@ class ThreadCommunicator(Endpoint):
 
     def __init__(self, group: Group, name: str, rank: int, declared_node: int | None) -> None:
         super().__init__(name, rank, group.size, Handover(device_pointers=False), declared_node)
-        self._group = group
-        self._rounds = 0
+        self._group, self._fate = group, Fate(group, rank, name)
+        self._meetings = self._rounds = 0
 
-    def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait under the group's lock, which the caller holds."""
+    def _wait(self, told: threading.Condition, ready: Callable[[], bool], peer: int | None, what: str) -> None:
+        """Wait under the lock of ``told``, which the caller holds, for ``what``, which needs ``peer`` (None: all)."""
         limit = time.monotonic() + self._group.deadline_s
         while not ready():
-            if self._group.failed:
-                raise CommunicationError(f"rank {self.rank}: another rank failed while this one waited in {what}")
-            if not self._group.changed.wait(max(0.0, limit - time.monotonic())) and time.monotonic() >= limit:
+            self._fate.look(peer, what)
+            if not told.wait(max(0.0, limit - time.monotonic())) and time.monotonic() >= limit:
                 raise DeadlineError(f"rank {self.rank}: {what} took longer than {self._group.deadline_s} s")
 
     def _until(self, ready: Callable[[], bool]) -> None:
         with self._group.changed:
-            self._wait(ready, "an iallreduce")
+            self._wait(self._group.changed, ready, None, "an iallreduce")
 
     def _post(self, peer: int, tag: int) -> Posted:
         """Begin to receive: take the first letter that fits, or stand in line for it."""
@@ -124,14 +62,16 @@ class ThreadCommunicator(Endpoint):
 
     def _arrived(self, posted: Posted) -> Letter:
         """Wait for the letter of a receive."""
+        what = f"a receive from rank {posted.peer} with tag {posted.tag}"
         with self._group.changed:
-            self._wait(lambda: posted.letter is not None, f"a receive from rank {posted.peer} with tag {posted.tag}")
+            self._wait(self._group.changed, lambda: posted.letter is not None, posted.peer, what)
         assert posted.letter is not None
         return posted.letter
 
     def _send(self, message: Array, peer: int, tag: int) -> None:
         if not 0 <= peer < self.size:
             raise CommunicationError(f"rank {peer} does not exist in {self.name} of {self.size} ranks")
+        self._fate.look_for_deaths(peer, "a send")
         letter = Letter(self.rank, tag, message.view(np.uint8).copy())
         with self._group.changed:
             line = self._group.posted[peer]
@@ -144,7 +84,7 @@ class ThreadCommunicator(Endpoint):
             self._group.changed.notify_all()
 
     def _recv(self, message: Array, peer: int, tag: int) -> None:
-        _deliver(self._arrived(self._post(peer, tag)), message)
+        deliver(self._arrived(self._post(peer, tag)), message)
 
     def _sendrecv(self, send: Array, to: int, receive: Array, source: int, tag: int) -> None:
         self._send(send, to, tag)
@@ -152,25 +92,24 @@ class ThreadCommunicator(Endpoint):
 
     def _isend(self, message: Array, peer: int, tag: int) -> Request:
         self._send(message, peer, tag)
-        return _Done()
+        return Done()
 
     def _irecv(self, message: Array, peer: int, tag: int) -> Request:
-        return _Receive(self, message, self._post(peer, tag))
+        return Receive(self._post(peer, tag), message, self._arrived, self._fate)
 
     def _probe(self, peer: int, tag: int) -> Message:
-        return _Probed(self._arrived(self._post(peer, tag)), self.handover)
+        return Probed(self._arrived(self._post(peer, tag)), self.handover)
 
     def _poll(self, peer: int, tag: int) -> Message | None:
         wanted = Posted(peer, tag)
         with self._group.changed:
-            if self._group.failed:
-                raise CommunicationError(f"rank {self.rank}: another rank failed while this one polled")
             inbox = self._group.inbox[self.rank]
             letter = next((letter for letter in inbox if wanted.matches(letter)), None)
-            if letter is None:
+            if letter is None or self._group.failed or self._group.revoked:
+                self._fate.look(peer, "a poll")
                 return None
             inbox.remove(letter)
-        return _Probed(letter, self.handover)
+        return Probed(letter, self.handover)
 
     def _idle(self, since: float) -> None:
         if self._group.failed:
@@ -180,20 +119,22 @@ class ThreadCommunicator(Endpoint):
         time.sleep(1e-4)
 
     def _barrier(self) -> None:
-        try:
-            self._group.meeting.wait(self._group.deadline_s)
-        except threading.BrokenBarrierError:
-            if self._group.failed:
-                raise CommunicationError(f"rank {self.rank}: another rank failed before a collective") from None
-            raise DeadlineError(f"rank {self.rank}: a collective on {self.name} passed its deadline") from None
+        self._everyone(None)
 
     def _everyone(self, value: Any) -> list[Any]:
-        """Return what each rank brought, in rank order."""
-        self._group.slots[self.rank] = value
-        self._barrier()
-        values = list(self._group.slots)
-        self._barrier()
-        return values
+        """Return what each rank brought, in rank order. What one has seen complete is complete for all."""
+        group, number = self._group, self._meetings
+        self._meetings += 1
+        with group.met:
+            self._fate.look(None, "a collective")
+            brought = group.meetings.setdefault(number, {})
+            brought[self.rank] = value
+            if len(brought) == self.size:
+                del group.meetings[number]  # every rank holds it
+                group.met.notify_all()
+            else:
+                self._wait(group.met, lambda: len(brought) == self.size, None, f"a collective on {self.name}")
+        return [brought[rank] for rank in range(self.size)]
 
     def _broadcast(self, message: Array, root: int) -> None:
         data = self._everyone(message.copy() if self.rank == root else None)[root]
@@ -210,7 +151,7 @@ class ThreadCommunicator(Endpoint):
                 del self._group.rounds[self._rounds]  # every rank holds it
             self._group.changed.notify_all()
         self._rounds += 1
-        return Round(parts, self.size, message, op, self._until)
+        return Round(parts, self.size, message, op, self._until, self._fate)
 
     def _reduce_scatter(self, message: Array, ranges: Sequence[Range], op: str) -> None:
         own = ranges[self.rank].slice
@@ -238,11 +179,7 @@ class ThreadCommunicator(Endpoint):
         if color is None:
             return None
         members = [rank for other, _, rank in sorted(choices, key=lambda c: (c[1], c[2])) if other == color]
-        with self._group.changed:
-            group = self._group.children.get(name)
-            if group is None:
-                group = Group(len(members), self._group.deadline_s, failed=self._group.failed)
-                self._group.children[name] = group
+        group = self._group.child(name, members)
         child = ThreadCommunicator(group, name, members.index(self.rank), self.declared_node)
         child.handover = self.handover
         return child
@@ -251,11 +188,36 @@ class ThreadCommunicator(Endpoint):
         return 0
 
     def _shared(self, nbytes: int) -> SharedBlock:
-        return _Block(self, self._everyone(np.zeros(nbytes, np.uint8)))
+        return Block(self._everyone(np.zeros(nbytes, np.uint8)), self._fate, self._group.deadline_s)
 
     def supports(self, feature: str) -> bool:
-        """Threads have no special feature but that of being threads."""
-        return feature == "thread_multiple"
+        """Threads have no special feature but that of being threads, and mortal where they were made so."""
+        return feature == "thread_multiple" or (feature == "ulfm" and self._group.mortal)
+
+    def _revoke(self) -> None:
+        self._group.revoked = True
+        self._group.stop()
+
+    def _failed(self) -> tuple[int, ...]:
+        return tuple(self._group.gone())
+
+    def _agree(self, flag: bool) -> bool:
+        parting = self._fate.part(flag)
+        return all(parting.brought[rank] for rank in parting.living or ())
+
+    def _shrink(self, name: str) -> Self:
+        parting = self._fate.part(True)
+        assert parting.living is not None
+        group = self._group.child(f"{name} of the living {parting.number}", parting.living)
+        child = type(self)(group, name, parting.living.index(self.rank), self.declared_node)
+        child.handover = self.handover
+        return child
+
+    def _grow(self, count: int, arguments: Sequence[str], environment: Mapping[str, str], name: str) -> Self:
+        raise MissingCapabilityError("ranks that are threads start no processes; use spares")
+
+    def _abandon(self) -> None:
+        return
 
     def free(self) -> None:
         """Nothing to give back: the group ends with its last rank."""
@@ -267,22 +229,30 @@ def run_threads(
     function: Callable[[Communicator], Result],
     ranks_per_node: int | None = None,
     deadline_s: float = DEADLINE_S,
+    *,
+    mortal: bool = False,
 ) -> list[Result]:
     """Call ``function(comm)`` on ``size`` threads and return their results in rank order.
 
     The first exception is raised here; the ranks it left waiting are released. ``ranks_per_node`` declares nodes.
+    With ``mortal`` a rank that raises `Death` dies instead: its result is None, and the others can go on as ranks of
+    an MPI with fault tolerance do (`Communicator.revoke`, `agree`, `shrink`).
     """
-    group = Group(size, deadline_s)
+    group = Group(tuple(range(size)), deadline_s, mortal=mortal)
     results: list[Any] = [None] * size
 
     def body(rank: int) -> None:
+        if mortal:
+            is_born(group, rank)
         try:
             node = None if ranks_per_node is None else rank // ranks_per_node
-            results[rank] = function(ThreadCommunicator(group, "world", rank, node))
+            result = function(ThreadCommunicator(group, "world", rank, node))
+            results[rank] = None if rank in group.dead else result
         except BaseException as error:  # noqa: BLE001 (raised again by the caller's thread)
-            with group.changed:
-                group.failed.append(error)
-            group.abort()
+            if rank not in group.dead:  # the dead say nothing
+                with group.changed:
+                    group.failed.append(error)
+                group.abort()
 
     threads = [threading.Thread(target=body, args=(rank,), name=f"rank {rank}") for rank in range(size)]
     for thread in threads:
@@ -296,4 +266,4 @@ def run_threads(
 
 def single() -> ThreadCommunicator:
     """Return the communicator of one rank that needs no other thread."""
-    return ThreadCommunicator(Group(1, DEADLINE_S), "world", 0, None)
+    return ThreadCommunicator(Group((0,), DEADLINE_S), "world", 0, None)

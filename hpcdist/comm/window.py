@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from hpcdist.comm import ulfm
 from hpcdist.comm.events import EventSink
 from hpcdist.errors import MissingCapabilityError, UsageError
 
@@ -131,7 +132,7 @@ class MpiTransfers:
     """An MPI window in one access epoch from its making to its end (lock_all)."""
 
     def __init__(self, mpi: Any, comm: Any, nbytes: int) -> None:
-        self._mpi = mpi
+        self._mpi, self._comm = mpi, comm
         # Allocated by the library: on one node it is then memory that all ranks map, and a put is a copy.
         self._window = mpi.Win.Allocate(nbytes, 1, comm=comm)
         self._window.Lock_all(mpi.MODE_NOCHECK)
@@ -156,10 +157,11 @@ class MpiTransfers:
         self._window.Sync()
 
     def close(self) -> None:
-        """Give the memory back. Collective."""
+        """Give the memory back. Collective, unless the communicator was revoked: then it can only be left as it is."""
         self.memory = self.memory[:0]
-        self._window.Unlock_all()
-        self._window.Free()
+        if not ulfm.is_given_up(self._mpi, self._comm):
+            self._window.Unlock_all()
+            self._window.Free()
 
 
 class LateWindow:

@@ -1,0 +1,200 @@
+"""What the ranks of each node were bound to: GPUs, cores, memory domains, and their number on the node.
+
+Every lint looks at the rows of one node and returns what is wrong in words without rank numbers, so that a fault of
+the whole job is told once.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from hpcdist.arrays.sizes import counted
+from hpcdist.comm.diagnosis import FAIL, OK, WARN, Check
+from hpcdist.comm.diagnosis_facts import THREADS, VISIBLE
+from hpcdist.comm.diagnosis_table import Lint, Row, Table, linted
+from hpcdist.comm.diagnosis_text import spans
+
+MOST_SHOWN: Final = 4
+NO_GPU: Final = "ask for GPUs (--gpus-per-node) and install hpcdist[cuda12x] (or 13x), or set run.device = 'cpu'"
+
+
+def check_local_ranks(table: Table) -> Check:
+    """Check that MPI, the launcher and Slurm number the ranks of a node alike: the GPU is chosen by that number."""
+    name = "local ranks"
+    lints = (
+        Lint(_misannounced, FAIL, "start the job with one launcher, the one that belongs to the MPI library"),
+        Lint(
+            _misnumbered, WARN, "MPI and Slurm cut the job into nodes differently: GPUs bound by Slurm may be others'"
+        ),
+    )
+    wrong = linted(table, name, lints)
+    return wrong or Check(name, OK, "MPI and the launcher agree")
+
+
+def _misannounced(rows: list[Row]) -> str:
+    pairs = [(row.local_rank, row.facts.announced) for row in rows if row.facts.announced not in (None, row.local_rank)]
+    return _numbering(pairs, rows[0].facts.launcher) if pairs else ""
+
+
+def _misnumbered(rows: list[Row]) -> str:
+    pairs = [(row.local_rank, row.facts.slurm_local) for row in rows]
+    pairs = [pair for pair in pairs if pair[1] not in (None, pair[0])]
+    return _numbering(pairs, "SLURM_LOCALID") if pairs else ""
+
+
+def _numbering(pairs: Sequence[tuple[int, int | None]], who: str) -> str:
+    shown = ", ".join(f"{mpi} is {other}" for mpi, other in pairs[:MOST_SHOWN])
+    return f"local rank of MPI and of {who}: {shown}{', ...' if len(pairs) > MOST_SHOWN else ''}"
+
+
+def check_gpus(table: Table, wanted: str, held: bool) -> Check:
+    """Check that each rank has a GPU of its own and sees its neighbours' as well.
+
+    ``wanted`` is "gpu" or "cpu" as the recipe says, "" where nobody told; ``held``: the job has been given GPUs.
+    """
+    name = "GPUs"
+    if wanted == "cpu" or not any(row.facts.gpu.count for row in table.rows):
+        reason = table.found([rows[0].facts.gpu.reason for rows in table.nodes])
+        if wanted == "gpu":
+            return Check(name, FAIL, f"no rank sees one: {reason}", NO_GPU)
+        if held and wanted != "cpu":
+            cure = "install hpcdist[cuda12x] (or 13x) and hand the driver into the container (--nv), or ask for no GPU"
+            return Check(name, WARN, f"the job holds GPUs, and no rank sees one: {reason}", cure)
+        return Check(name, OK, f"none: {reason}")
+    missing = FAIL if wanted == "gpu" else WARN
+    lints = (
+        Lint(_without_gpu, missing, "every rank needs one: ask for the same --gpus-per-node on all nodes"),
+        Lint(
+            _isolated,
+            WARN,
+            "CUDA IPC between the ranks of a node does not work so: --gpus-per-node=N --gpu-bind=none in place of "
+            "--gpus-per-task; hpcdist chooses by local rank",
+        ),
+        Lint(_sharing, WARN, "they take turns, and NCCL may refuse: as many ranks on a node as it has GPUs"),
+    )
+    wrong = linted(table, name, lints)
+    return wrong or Check(name, OK, table.found([_own_gpus(rows) for rows in table.nodes]))
+
+
+def _without_gpu(rows: list[Row]) -> str:
+    without = [row for row in rows if not row.facts.gpu.count]
+    if not without:
+        return ""
+    return f"{len(without)} of {counted(len(rows), 'rank')} without a GPU: {without[0].facts.gpu.reason}"
+
+
+def _isolated(rows: list[Row]) -> str:
+    """More GPUs are in use on the node than one of its ranks sees."""
+    used = {row.facts.gpu.name for row in rows}
+    least = min(rows, key=lambda row: row.facts.gpu.count).facts.gpu
+    if least.count >= len(used):
+        return ""
+    said = f"{VISIBLE}={least.visible}" if least.visible is not None else "hidden by the system"
+    return f"the ranks use {len(used)} GPUs, and see only {least.count} each ({said})"
+
+
+def _sharing(rows: list[Row]) -> str:
+    ranks = Counter(row.facts.gpu.name for row in rows)
+    shared = [gpu for gpu, count in ranks.items() if count > 1]
+    return f"{counted(len(rows), 'rank')} on {counted(len(ranks), 'GPU')}" if shared else ""
+
+
+def _own_gpus(rows: list[Row]) -> str:
+    return "one for each rank: " + ", ".join(row.facts.gpu.name for row in rows)
+
+
+def check_cores(table: Table) -> Check:
+    """Check that ranks do not wait for each other's cores, and have those that were asked for."""
+    name = "cores"
+    domains = {rows[0].node: machine.numa for rows, machine in zip(table.nodes, table.machines, strict=True)}
+    lints = (
+        Lint(
+            _same_core,
+            FAIL,
+            "they take turns while cores are idle: hpcdist run --mpi-args '--bind-to none', or srun -c N "
+            "--cpu-bind=cores",
+        ),
+        Lint(_crowded, WARN, "they take turns: at most as many ranks on a node as it has cores"),
+        Lint(
+            _cut,
+            WARN,
+            "srun does not take -c from sbatch: export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; Open MPI's mpirun: "
+            "--map-by slot:PE=N",
+        ),
+        Lint(_threads, WARN, f"they take turns: export {THREADS}=$SLURM_CPUS_PER_TASK, or 1 as `hpcdist run` does"),
+        Lint(
+            lambda rows: _straddling(rows, domains[rows[0].node]),
+            WARN,
+            "memory behind another socket is slower: srun --cpu-bind=cores --distribution=block:block, Open MPI's "
+            "mpirun: --map-by numa",
+        ),
+    )
+    wrong = linted(table, name, lints)
+    return wrong or Check(name, OK, table.found([_own_cores(rows) for rows in table.nodes]))
+
+
+def _union(rows: list[Row]) -> set[int]:
+    return {core for row in rows for core in row.facts.cores}
+
+
+def _same_core(rows: list[Row]) -> str:
+    alone = Counter(row.facts.cores for row in rows if len(row.facts.cores) == 1)
+    shared = sorted(cores[0] for cores, ranks in alone.items() if ranks > 1)
+    if not shared or len(_union(rows)) < len(rows):  # too few for all: there is no better binding
+        return ""
+    return f"several ranks are bound to one and the same core ({spans(shared)}), and the job has {len(_union(rows))}"
+
+
+def _crowded(rows: list[Row]) -> str:
+    cores = len(_union(rows))
+    return f"{counted(len(rows), 'rank')} on {counted(cores, 'core')}" if len(rows) > cores else ""
+
+
+def _cut(rows: list[Row]) -> str:
+    short = [row for row in rows if row.facts.cores_asked is not None and len(row.facts.cores) < row.facts.cores_asked]
+    if not short:
+        return ""
+    least = min(short, key=lambda row: len(row.facts.cores)).facts
+    return (
+        f"a rank may use {counted(len(least.cores), 'core')}, and {least.cores_asked} were asked for (--cpus-per-task)"
+    )
+
+
+def _threads(rows: list[Row]) -> str:
+    """As many threads as the kernels start: one for each core where nobody says."""
+    told = [row.facts.threads for row in rows]
+    counts = [
+        int(text) if text and text.isascii() and text.isdigit() else len(row.facts.cores)
+        for text, row in zip(told, rows, strict=True)
+    ]
+    said = f"{THREADS}={told[0]}" if told[0] else f"{THREADS} is unset"
+    for count, row in zip(counts, rows, strict=True):
+        if count > len(row.facts.cores):
+            return f"{counted(count, 'thread')} on {counted(len(row.facts.cores), 'core')} of a rank ({said})"
+    cores = len(_union(rows))
+    if sum(counts) > cores and len(rows) > 1:
+        return f"{sum(counts)} threads of {counted(len(rows), 'rank')} on {counted(cores, 'core')} ({said})"
+    return ""
+
+
+def _straddling(rows: list[Row], domains: Sequence[Sequence[int]]) -> str:
+    """Ranks on cores of several memory domains, where one has room for them and others of the node fit."""
+    if len(domains) < 2:
+        return ""
+    sets = [set(domain) for domain in domains]
+    across = [row for row in rows if sum(bool(cores & set(row.facts.cores)) for cores in sets) > 1]
+    avoidable = [row for row in across if any(len(row.facts.cores) <= len(cores) for cores in sets)]
+    if not avoidable or len(across) == len(rows):
+        return ""
+    first = spans(avoidable[0].facts.cores)
+    return f"{len(avoidable)} of {len(rows)} ranks lie across memory domains (cores {first}), the others in one"
+
+
+def _own_cores(rows: list[Row]) -> str:
+    sets = {row.facts.cores for row in rows}
+    threads = rows[0].facts.threads
+    said = f"; {THREADS}={threads}" if threads else ""
+    if len(sets) == 1:
+        return f"{counted(len(rows), 'rank')} on all of {spans(rows[0].facts.cores)}{said}"
+    own = [spans(row.facts.cores) for row in rows]
+    return f"{' | '.join(own[:MOST_SHOWN])}{' | ...' if len(own) > MOST_SHOWN else ''}{said}"

@@ -1,0 +1,31 @@
+"""The processes of this host, as the kernel shows them. Linux only."""
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the living processes below ``pid``: its children, and what those started."""
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                # "pid (name) state ppid ...": the name may hold blanks and parentheses
+                state, parent = Path(entry.path, "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue  # it has just ended
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(entry.name))
+    found, front = [], [pid]
+    while front:
+        front = [child for parent in front for child in children.get(parent, ())]
+        found += front
+    return found
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """Signal ``pid``, unless it ended by itself."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)

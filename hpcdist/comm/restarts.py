@@ -1,0 +1,75 @@
+"""Starting a job again after a failure: how often, how soon, and when not. Nothing is started here.
+
+A start that ends without a new checkpoint is repeated once: a node may have been rebooted, a file system been away. Two
+in a row would be followed by a third of the same kind. The pauses double with every start that brought nothing, and
+there is none after one that did.
+"""
+
+import itertools
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from hpcdist.comm.supervisor import Outcome
+from hpcdist.errors import CONFIGURATION, INTERRUPTED, MISSING_CAPABILITY, OK, REQUEUE, USAGE
+
+# Another start would end in the same way, or was not wanted: 75 is for whoever gave the job its time.
+FINAL: Final = (OK, USAGE, MISSING_CAPABILITY, REQUEUE, CONFIGURATION, INTERRUPTED)
+FRUITLESS: Final = 2  # starts in a row without a new checkpoint
+FIRST_PAUSE_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 60.0
+
+
+def repeat(
+    start: Callable[[int], Outcome],
+    most: int,
+    saved: Callable[[], Mapping[str, int]],
+    pause: Callable[[float], signal.Signals | None],
+    say: Callable[[str], None],
+) -> int:
+    """Call ``start(1)``, and again after failures, ``most`` times at the most; return the exit code of the last one.
+
+    ``saved()`` gives the checkpoints that are there, the most recent first, with something that is another for another
+    checkpoint of the same name. ``pause(seconds)`` waits, and returns the signal that ended it, if one did.
+    """
+    fruitless = pauses = 0
+    there = saved()
+    for number in itertools.count(1):
+        began = time.monotonic()
+        outcome = start(number)
+        lasted_s = time.monotonic() - began
+        before, there = there, saved()
+        if outcome.code in FINAL:
+            return outcome.code
+        fruitless = 0 if there.items() - before.items() else fruitless + 1
+        ended = f"start {number} of at most {most + 1} ended with exit code {outcome.code} after {lasted_s:.1f} s"
+        reason = _why_not_again(outcome, number > most, fruitless)
+        if reason:
+            say(f"{ended}; {reason}")
+            return outcome.code
+        pauses += 1 if fruitless else 0
+        pause_s = min(FIRST_PAUSE_S * 2 ** (pauses - 1), LONGEST_PAUSE_S) if fruitless else 0.0
+        origin = next(iter(there), "the beginning")
+        new = "" if not fruitless else ", without a new checkpoint"
+        say(f"{ended}{new}; start {number + 1} follows {f'in {pause_s:g} s' if pause_s else 'at once'}, from {origin}")
+        asked = pause(pause_s)
+        if asked is not None:
+            say(f"{asked.name}: start {number + 1} is not made")
+            return _code_after(asked, outcome.code, bool(there))
+    raise AssertionError("unreachable: the count is endless")
+
+
+def _why_not_again(outcome: Outcome, last: bool, fruitless: int) -> str:
+    if outcome.asked is not None:
+        return f"not started again after {outcome.asked.name}"
+    if fruitless >= FRUITLESS:
+        return f"not started again: {fruitless} starts in a row made no new checkpoint, and the next would not either"
+    return "not started again: --restarts allows no more" if last else ""
+
+
+def _code_after(asked: signal.Signals, failed: int, resumable: bool) -> int:
+    """Return the exit code when ``asked`` came between two starts, the first of which left with ``failed``."""
+    if asked is signal.SIGINT:
+        return INTERRUPTED
+    return REQUEUE if resumable else failed
