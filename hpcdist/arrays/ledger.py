@@ -6,7 +6,16 @@ from collections import defaultdict
 
 from hpcdist.arrays.backend import Array
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "communication", "checkpoint")
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "communication",
+    "checkpoint",
+    "buddy_copies",  # of the own state
+    "partner_copies",  # of that of another rank
+)
 
 
 class Ledger:

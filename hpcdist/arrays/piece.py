@@ -7,6 +7,8 @@ are contiguous in the row-major order of the whole tensor. Two pieces are then i
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
@@ -116,6 +118,14 @@ def common(one: Runs, other: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     stop = np.minimum(one.start[mine] + one.size[mine], other.start[theirs] + other.size[theirs])
     local = start - one.start[mine] + one.local[mine]
     return local, start - other.start[theirs] + other.local[theirs], stop - start
+
+
+def grouped_alike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether one shape is the other with neighbouring dims joined: (3, 4, 5) and (12, 5) have the same elements."""
+    if one == other:
+        return True
+    ends, others = (set(accumulate(shape, mul)) for shape in (one, other))
+    return math.prod(one) == math.prod(other) and (ends <= others or others <= ends)
 
 
 def first_gap(stretches: Iterable[tuple[np.ndarray, np.ndarray]], size: int) -> int | None:

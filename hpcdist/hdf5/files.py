@@ -6,7 +6,7 @@ Every file of ours has the root attributes ``schema`` and ``schema_version``. Fi
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -16,6 +16,7 @@ import numpy as np
 
 from hpcdist.arrays.dtypes import BFLOAT16, name_of
 from hpcdist.errors import StorageError
+from hpcdist.hdf5.making import Maker
 from hpcdist.hdf5.overlay import Overlay, journal_of
 
 LIBVER: Final = ("earliest", "v110")  # "latest" leaves an unreadable file behind when its writer is killed
@@ -36,8 +37,11 @@ class Blocks(Protocol):
     def dtype(self) -> np.dtype:
         """Type of the elements, one that HDF5 has."""
 
-    def blocks(self) -> Iterator[np.ndarray]:
-        """Yield all elements in row-major order: 1-D arrays, each to be used before the next is asked for."""
+    def blocks(self, offset: int) -> Iterator[np.ndarray]:
+        """Yield all elements in row-major order: 1-D arrays, each to be used before the next is asked for.
+
+        They will lie at the byte ``offset`` of the file and behind it, so that cuts can be where pages begin.
+        """
 
 
 def open_read(path: str | os.PathLike[str], schema: str | None = None, version: int | None = None) -> h5py.File:
@@ -153,23 +157,26 @@ def write_contiguous(
     *,
     schema: str,
     version: int,
+    opens: Callable[[Path], Overlay] = Overlay.created,
 ) -> dict[str, int]:
     """Write a new file of contiguous datasets to the disk (fsync included) and return the byte offset of each.
 
     Each dataset gets an attribute ``dtype``, which differs from HDF5's for bfloat16. `Blocks` are asked for when they
-    are written. Raises StorageError; no file is left then.
+    are written. ``opens`` makes the file, through which all is written. Raises StorageError; no file is left then.
     """
     path = Path(path)
     try:
-        with Overlay(path, create=True) as overlay:
+        with opens(path) as overlay:
             aligned = {"alignment_threshold": ALIGNED_BYTES, "alignment_interval": ALIGNED_BYTES}
             with h5py.File(overlay, "w", libver=LIBVER, **aligned) as file:
                 file.attrs.update({"schema": schema, "schema_version": version, **attributes})
-                offsets = {
-                    name: _allocate(file, name, array, (dataset_attributes or {}).get(name, {}))
-                    for name, array in datasets.items()
-                }
-            overlay.commit()
+                make = Maker(file).contiguous
+                offsets = {}
+                for name, array in datasets.items():
+                    stored = storable(np.empty(0, array.dtype)).dtype
+                    told = {"dtype": name_of(array.dtype), **(dataset_attributes or {}).get(name, {})}
+                    offsets[name] = make(name, array.shape, stored, told)
+            overlay.commit(wait=False)
             for name, array in datasets.items():
                 _write_bytes(overlay, array, offsets[name])
             overlay.fsync()
@@ -184,24 +191,8 @@ def write_contiguous(
     return offsets
 
 
-def _allocate(file: h5py.File, name: str, array: np.ndarray | Blocks, attributes: Mapping[str, Any]) -> int:
-    """Make a dataset whose bytes have a place in the file but are not written; return that place."""
-    plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plan.set_layout(h5py.h5d.CONTIGUOUS)
-    plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    plan.set_obj_track_times(False)  # the same state is the same bytes, whenever it is saved
-    group, _, leaf = name.rpartition("/")
-    parent = file.require_group(group) if group else file
-    stored = h5py.h5t.py_create(storable(np.empty(0, array.dtype)).dtype)
-    space = h5py.h5s.create_simple(array.shape) if array.shape else h5py.h5s.create(h5py.h5s.SCALAR)
-    dataset = h5py.Dataset(h5py.h5d.create(parent.id, leaf.encode(), stored, space, plan))
-    dataset.attrs.update({"dtype": name_of(array.dtype), **attributes})
-    return int(dataset.id.get_offset() or 0)  # an empty dataset has no place
-
-
 def _write_bytes(overlay: Overlay, array: np.ndarray | Blocks, offset: int) -> None:
-    for block in [storable(array).reshape(-1)] if isinstance(array, np.ndarray | np.generic) else array.blocks():
+    for block in [storable(array).reshape(-1)] if isinstance(array, np.ndarray | np.generic) else array.blocks(offset):
         view = block.view(np.uint8).data if block.size else memoryview(b"")
         for start in range(0, len(view), WRITE_BYTES):
             overlay.pwrite(view[start : start + WRITE_BYTES], offset + start)

@@ -21,6 +21,7 @@ import xxhash
 from hpcdist.arrays.filestore import begin_write_back
 
 PAGE_BYTES = 4096
+BEGIN_BYTES = 1 << 18  # what is less waits for `fsync`: to ask the disk for it takes as long as to write it
 JOURNAL = ".journal"  # the file beside, whose name ends so
 MAGIC = b"hpcdist journal\n"
 
@@ -118,6 +119,11 @@ class Overlay(io.RawIOBase):
             self._recover(read_only)
 
     @classmethod
+    def created(cls, path: Path) -> Self:
+        """Make the file, which must not exist. Raises OSError."""
+        return cls(path, create=True)
+
+    @classmethod
     def reading(cls, path: Path) -> Self:
         """Return the file as it will be once the commit in its journal is complete; the disk stays as it is."""
         return cls(path, read_only=True)
@@ -208,8 +214,11 @@ class Overlay(io.RawIOBase):
             self._pages[number][inside:] = bytes(PAGE_BYTES - inside)
         return self._size
 
-    def commit(self) -> None:
-        """Bring the changes to the disk. Raises OSError; the file is then as it was before."""
+    def commit(self, *, wait: bool = True) -> None:
+        """Bring the changes to the disk. Raises OSError; the file is then as it was before.
+
+        Without ``wait`` a new file is only given to the kernel: it is safe after `fsync`.
+        """
         before = -(-self._original // PAGE_BYTES)  # pages from here on need new space
         for number in range(self._valid // PAGE_BYTES, -(-min(self._original, self._size) // PAGE_BYTES)):
             self._page(number)  # cut off and grown again: zero, whatever the disk holds
@@ -220,15 +229,17 @@ class Overlay(io.RawIOBase):
             for number in sorted(self._pages):
                 if number >= before:
                     self._put(number)
-            os.fsync(self._fd)
+            if wait or in_place:
+                os.fsync(self._fd)
             if in_place:
                 self._write_journal({number: self._pages[number] for number in in_place})
         except OSError:
             journal_of(self._path).unlink(missing_ok=True)
             os.ftruncate(self._fd, self._original)
             raise
-        self._apply(in_place)
-        journal_of(self._path).unlink(missing_ok=True)
+        if wait or in_place:
+            self._apply(in_place)
+            journal_of(self._path).unlink(missing_ok=True)
         self._original = self._valid = self._size
         self._pages.clear()
 
@@ -259,7 +270,8 @@ class Overlay(io.RawIOBase):
         """
         assert not self._pages, "commit first: pages in memory would overwrite this"
         pwrite_all(self._fd, data, offset)
-        begin_write_back(self._fd, offset, data.nbytes)
+        if data.nbytes >= BEGIN_BYTES:
+            begin_write_back(self._fd, offset, data.nbytes)
 
     def fsync(self) -> None:
         """Wait until the file is on the disk. Raises OSError."""

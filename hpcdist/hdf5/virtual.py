@@ -3,6 +3,7 @@
 Where such a file is missing, HDF5 shows the fill value without a word: NaN here, so that it is seen.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,8 @@ import numpy as np
 
 from hpcdist.errors import StorageError
 from hpcdist.hdf5.files import FAILURES, LIBVER, storable
+from hpcdist.hdf5.making import Box, Maker, Region
 from hpcdist.hdf5.overlay import Overlay
-
-Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -73,32 +73,34 @@ def write(
         with Overlay(path, create=True) as overlay:
             with h5py.File(overlay, "w", libver=LIBVER) as file:
                 file.attrs.update({"schema": schema, "schema_version": version, **attributes})
+                maker = Maker(file)
                 for name, whole in wholes.items():
-                    _make(file, name, whole)
-            overlay.commit()
+                    if whole.shape:
+                        _make(maker, name, whole)
+                    else:  # HDF5 has no virtual scalars
+                        file[name] = h5py.ExternalLink(whole.parts[0].file, whole.parts[0].dataset)
+            overlay.commit(wait=False)
+            overlay.fsync()
     except FAILURES as error:
         path.unlink(missing_ok=True)
         raise StorageError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _make(file: h5py.File, name: str, whole: Whole) -> None:
-    if not whole.shape:  # HDF5 has no virtual scalars
-        file[name] = h5py.ExternalLink(whole.parts[0].file, whole.parts[0].dataset)
-        return
-    layout = h5py.VirtualLayout(whole.shape, storable(np.empty(0, whole.dtype)).dtype)
-    for part in whole.parts:
-        source = h5py.VirtualSource(part.file, part.dataset, part.shape)
-        extent = tuple(stop - start for start, stop in part.box)
-        if part.shape == extent:
-            layout[tuple(slice(*ends) for ends in part.box)] = source
-            continue
-        done = 0
-        for box in rectangles(extent, *part.flat):
-            size = int(np.prod([stop - start for start, stop in box]))
-            where = zip(part.box, box, strict=True)
-            layout[tuple(slice(origin + start, origin + stop) for (origin, _), (start, stop) in where)] = source[
-                done : done + size
-            ]
-            done += size
+def _make(maker: Maker, name: str, whole: Whole) -> None:
     fill = np.nan if whole.dtype.kind == "f" else None
-    file.create_virtual_dataset(name, layout, fillvalue=fill).attrs.update(whole.attributes)
+    regions = (region for part in whole.parts for region in _regions(part))
+    maker.virtual(name, whole.shape, storable(np.empty(0, whole.dtype)).dtype, regions, fill, whole.attributes)
+
+
+def _regions(part: Part) -> Iterator[Region]:
+    """Yield the boxes of the whole that ``part`` fills, and where in its dataset each of them lies."""
+    extent = tuple(stop - start for start, stop in part.box)
+    if part.shape == extent:
+        yield part.box, part.file, part.dataset, part.shape, tuple((0, size) for size in extent)
+        return
+    done = 0
+    for box in rectangles(extent, *part.flat):
+        size = math.prod(stop - start for start, stop in box)
+        place = tuple((origin + start, origin + stop) for (origin, _), (start, stop) in zip(part.box, box, strict=True))
+        yield place, part.file, part.dataset, part.shape, ((done, done + size),)
+        done += size
