@@ -7,6 +7,7 @@ reduced accumulator of `hpcdist.optim.exact` where its bits must not follow the 
 import math
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -18,17 +19,29 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
 from hpcdist.optim import exact, kernels, norms
 
+_NOTHING = 1e-30  # the norm of a gradient that has no direction
 _WIDEN = 1 << 16  # 16-bit elements that are widened at a time: 256 KiB of float32 stay in the cache
 
 
-def sum_of_squares(store: FlatStore, parts: Range | Sequence[Range] | None = None) -> float:
+def sum_of_squares(
+    store: FlatStore, parts: Range | Sequence[Range] | None = None, watched: Sequence[Range] = ()
+) -> float:
     """Return the sum of squares of the tensors in ``parts`` (None: of all the store holds), accumulated in float64.
 
-    Padding is left out. float16, bfloat16 and float32 cannot overflow in it. A float64 element above 1e154 gives
-    infinity, and a NaN or infinite element a result that `clip_scale` refuses. A GPU is waited for once.
+    Padding is left out. What is not finite in the ranges ``watched``, which count nothing, makes the sum so too.
+    float16, bfloat16 and float32 cannot overflow in it. A float64 element above 1e154 gives infinity, and a NaN or
+    infinite element a result that `clip_scale` refuses. A GPU is waited for once.
     """
     ranges = store.parts if parts is None else (parts,) if isinstance(parts, Range) else parts
-    total = 0.0
+    total = _squares(store, ranges)
+    if watched:
+        total = total + 0.0 * _squares(store, watched)  # NaN where they are not finite
+    return float(total)  # the one place that waits for a GPU
+
+
+def _squares(store: FlatStore, ranges: Sequence[Range]) -> Any:
+    """Return the sum of squares in ``ranges``, where the values are."""
+    total: Any = 0.0
     for _, where in chain.from_iterable(map(store.layout.within, ranges)):
         if isinstance(store, FileStore):
             total += norms.sum_of_squares(store.blocks(where))
@@ -40,7 +53,7 @@ def sum_of_squares(store: FlatStore, parts: Range | Sequence[Range] | None = Non
                 total = total + kernels.sum_of_squares(values[block.slice].astype(wide))
         else:
             total = total + kernels.sum_of_squares(values)
-    return float(total)  # the one place that waits for a GPU
+    return total
 
 
 def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (exact.SLOTS,)
@@ -55,11 +68,13 @@ def exact_squares(store: FlatStore, parts: Sequence[Range]) -> np.ndarray:  # (e
     return digits
 
 
-def clip_scale(norm_squared: float, limit: float) -> float:
+def clip_scale(norm_squared: float, limit: float, *, normalize: bool = False) -> float:
     """Return the factor that brings a gradient of this squared norm down to ``limit``: 1 below it or when it is 0.
 
-    The factor is exactly limit / norm. All ranks must pass the same reduced ``norm_squared``; they then agree on the
-    factor, or raise together. Raises NonFiniteError when the norm is NaN or infinite (`first_nonfinite` finds why).
+    The factor is exactly limit / norm. With ``normalize`` it is that of a gradient which is divided by its norm first:
+    min(1, limit) / norm, and 1 below 1e-30, where the quotient would be rounding or beyond float32. There is no limit
+    where it is 0. All ranks must pass the same reduced ``norm_squared``; they then agree on the factor, or raise
+    together. Raises NonFiniteError when the norm is NaN or infinite (`first_nonfinite` finds why).
     """
     if not math.isfinite(norm_squared):
         raise NonFiniteError(
@@ -67,6 +82,8 @@ def clip_scale(norm_squared: float, limit: float) -> float:
             "lower optimizer.learning_rate or lengthen optimizer.warmup_steps"
         )
     norm = math.sqrt(norm_squared)
+    if normalize and norm > _NOTHING:
+        return min(1.0, limit or 1.0) / norm
     return limit / norm if 0.0 < limit < norm else 1.0
 
 

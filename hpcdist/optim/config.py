@@ -3,26 +3,38 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from hpcdist.errors import ConfigurationError
 
 Name = Literal["adamw", "sgd", "lars", "lamb"]
 Decay = Literal["cosine", "polynomial", "constant"]
+Scaling = Literal["none", "linear", "sqrt"]
+TRUST_RATIO: Final = ("trust_ratio_min", "trust_ratio_max")
+# Keys that say how, and the optimizers that ask them.
+OF: Final[dict[str, tuple[Name, ...]]] = {
+    "bias_correction": ("adamw", "lamb"),
+    "momentum_correction": ("lars",),
+    **dict.fromkeys(TRUST_RATIO, ("lamb",)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Which optimizer, its constants, and the schedule of its learning rate.
 
-    ``momentum`` belongs to sgd and lars, ``nesterov`` to sgd; ``beta1``, ``beta2`` to adamw and lamb;
-    ``trust_coefficient`` to lars; ``epsilon`` to all but sgd. ``weight_decay`` touches matrices only, never biases and
-    norm scales. ``clip_norm`` bounds the norm of the whole gradient (0 is off).
+    ``momentum`` belongs to sgd and lars, ``nesterov`` to sgd, ``momentum_correction`` and ``trust_coefficient`` to
+    lars; ``beta1``, ``beta2`` and ``bias_correction`` to adamw and lamb; ``trust_ratio_min`` and ``trust_ratio_max``
+    (0: no bound) to lamb; ``epsilon`` to all but sgd. ``weight_decay`` touches matrices only, never biases and norm
+    scales. The gradient is first divided by its norm, with ``normalize_gradient``; ``clip_norm`` bounds the norm that
+    it has then (0 is off).
 
-    The rate rises linearly over ``warmup_steps`` updates to ``learning_rate``, then falls to ``final_fraction`` of it
-    at the last step of the run; ``power`` shapes the polynomial. An update takes one global batch of the recipe, so the
-    schedule is the same for every world size. When the global batch grows by k, a usual first guess is a rate k times
-    as large for sgd and lars, sqrt(k) times for adamw and lamb.
+    The rate rises linearly over ``warmup_steps`` updates, or over the updates that take ``warmup_samples`` samples, to
+    its peak, then falls to ``final_fraction`` of it at the last step of the run; ``power`` shapes the polynomial. The
+    peak is ``learning_rate``; where ``scaling`` is linear or sqrt, ``learning_rate`` is that of a global batch of
+    ``base_batch`` samples, and one of k times as many has the peak k or sqrt(k) times as high (see
+    `hpcdist.optim.scaling`). An update takes one global batch of the recipe, so the schedule is the same for every
+    world size.
     """
 
     name: Name = "adamw"
@@ -32,10 +44,18 @@ class OptimizerConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
+    bias_correction: bool = True
     weight_decay: float = 0.1
     trust_coefficient: float = 0.001
+    trust_ratio_min: float = 0.0
+    trust_ratio_max: float = 0.0
+    momentum_correction: bool = True
+    normalize_gradient: bool = False
     clip_norm: float = 1.0
-    warmup_steps: int = 50
+    base_batch: int = 0
+    scaling: Scaling = "none"
+    warmup_steps: float = 50  # a whole number in a recipe; that of so many samples need not be one
+    warmup_samples: int = 0
     decay: Decay = "cosine"
     final_fraction: float = 0.1
     power: float = 1.0
@@ -43,11 +63,12 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _one_of("name", self.name, get_args(Name))
         _one_of("decay", self.decay, get_args(Decay))
+        _one_of("scaling", self.scaling, get_args(Scaling))
         for key in ("learning_rate", "epsilon", "trust_coefficient", "power"):
             _check(key, getattr(self, key), lambda value: value > 0, "above 0")
         for key in ("momentum", "beta1", "beta2"):
             _check(key, getattr(self, key), lambda value: 0 <= value < 1, "at least 0 and below 1")
-        for key in ("weight_decay", "clip_norm", "warmup_steps"):
+        for key in ("weight_decay", "clip_norm", "warmup_steps", "warmup_samples", "base_batch", *TRUST_RATIO):
             _check(key, getattr(self, key), lambda value: value >= 0, "at least 0")
         _check("final_fraction", self.final_fraction, lambda value: 0 <= value <= 1, "between 0 and 1")
         if self.nesterov and (self.name != "sgd" or self.momentum == 0):
@@ -55,6 +76,35 @@ class OptimizerConfig:
                 f"optimizer.nesterov = true with optimizer.name = {self.name!r} and momentum {self.momentum}: "
                 "it is defined for sgd with a momentum above 0; set nesterov = false or change the others"
             )
+        for key, names in OF.items():
+            default = getattr(type(self), key)
+            if (given := getattr(self, key)) != default and self.name not in names:
+                raise ConfigurationError(
+                    f"optimizer.{key} = {_written(given)} has no effect with optimizer.name = {self.name!r}; set it to "
+                    f"{_written(default)}, or choose {' or '.join(names)}"
+                )
+        if 0 < self.trust_ratio_max <= self.trust_ratio_min:
+            raise ConfigurationError(
+                f"optimizer.trust_ratio_max = {self.trust_ratio_max} is not above optimizer.trust_ratio_min = "
+                f"{self.trust_ratio_min}; lower the second, or set the first to 0 for no upper bound"
+            )
+        self._check_batch()
+
+    def _check_batch(self) -> None:
+        if (self.scaling == "none") != (self.base_batch == 0):
+            raise ConfigurationError(
+                f"optimizer.scaling = {self.scaling!r} with optimizer.base_batch = {self.base_batch}: a rate is scaled "
+                "from a batch, by a rule; give both (sgd and lars: 'linear'; adamw and lamb: 'sqrt'), or 'none' and 0"
+            )
+        if self.warmup_samples and self.warmup_steps not in (0, type(self).warmup_steps):
+            raise ConfigurationError(
+                f"optimizer.warmup_samples = {self.warmup_samples} with optimizer.warmup_steps = {self.warmup_steps}: "
+                "there is one warm-up; remove one of them"
+            )
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _one_of(key: str, got: str, choices: tuple[str, ...]) -> None:

@@ -31,14 +31,17 @@ def adam_direction(
     epsilon: float,
     decay: float,
     count: int,
+    corrects: bool = True,
 ) -> None:
     """Update the moments with ``scale * gradient`` and turn the gradient into the step of Adam, plus decay.
 
     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2;  u = m^ / (sqrt(v^) + epsilon) + decay w,
-    where m^ and v^ are corrected for their start at 0 by ``count`` applied updates. ``gradient`` holds u afterwards.
+    where m^ and v^ are corrected for their start at 0 by ``count`` applied updates, where it ``corrects``: else they
+    are m and v. ``gradient`` holds u afterwards.
     """
     real = weights.dtype.type
-    scalars = [scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1.0 / (1.0 - beta1**count), 1.0 / (1.0 - beta2**count)]
+    correction = [1.0 / (1.0 - beta**count) if corrects else 1.0 for beta in (beta1, beta2)]
+    scalars = [scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, *correction]
     run = _adam_ufuncs if is_device(weights) else _adam_loop
     run(weights, gradient, m, v, *map(real, (*scalars, epsilon, decay)))
 

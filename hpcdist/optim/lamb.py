@@ -1,20 +1,35 @@
 """Layer-wise adaptive moments for large batches."""
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from hpcdist.optim.adamw import AdamW
+
+_LARGEST: Final = 1e30
 
 
 class Lamb(AdamW):
     """LAMB: You et al. 2020 (arXiv:1904.00962), Algorithm 2: the direction of AdamW, scaled by tensor.
 
-    w -= rate (||w|| / ||u||) u, with u of `AdamW`, bias correction and decay included, and both norms over the whole
-    tensor, whatever part of it a rank owns. Choices: phi is the identity, so the ratio is not clipped; it is 1 when
-    either norm is 0, and for tensors that are not adapted, which have no decay either. The gradient is not normalised
-    beforehand, unless clipping by the global norm does so.
+    w -= rate r u with r = ||w|| / ||u||, u that of `AdamW`, decay included, and both norms over the whole tensor,
+    whatever part of it a rank owns. Choices, as implementations differ in them:
+
+    - m and v are corrected for their start at 0, as in the paper; not so with ``bias_correction`` = false.
+    - phi is the identity. r itself, not ||w||, is kept within ``trust_ratio_min`` and ``trust_ratio_max`` where they
+      are not 0; DeepSpeed takes 0.01 and 10, the paper names none.
+    - r is 1, bounds or not, where either norm is 0 and for tensors that are not adapted, which have no decay either;
+      and where it is above 1e30 and not bounded: u is nothing but rounding then, and rate r would overflow in float32.
+    - The gradient is as it comes. With ``normalize_gradient`` all of it is divided by its norm first, as in NVLAMB (S.
+      Sreenivas et al., "A guide to optimizer implementation for BERT at scale", NVIDIA 2019). Only beside epsilon, and
+      between steps, does that make a difference: u does not change with the scale of all gradients.
     """
 
     needs_norms: ClassVar[bool] = True
 
     def _ratio(self, weight_norm: float, step_norm: float) -> float:
-        return weight_norm / step_norm if weight_norm > 0.0 and step_norm > 0.0 else 1.0
+        if not (weight_norm > 0.0 and step_norm > 0.0):
+            return 1.0
+        config, ratio = self.config, weight_norm / step_norm
+        if config.trust_ratio_max:
+            ratio = min(ratio, config.trust_ratio_max)
+        ratio = max(ratio, config.trust_ratio_min)
+        return ratio if ratio <= _LARGEST else 1.0

@@ -1,5 +1,6 @@
 """Layer-wise adaptive rate scaling for SGD."""
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from hpcdist.arrays.backend import Array
@@ -12,16 +13,42 @@ class Lars(SegmentWise):
     """LARS: You, Gitman & Ginsburg 2017 (arXiv:1708.03888), Algorithm 1.
 
     local = trust_coefficient ||w|| / (||g|| + weight_decay ||w|| + epsilon);
-    v = momentum v + rate local (g + weight_decay w);  w -= v.
-    Choices: the rate is inside the velocity, as in the paper, and a changed rate does not rescale what is there;
-    epsilon is added (the paper has none); local is 1, not the trust coefficient, when either norm is 0 and for tensors
-    that are not adapted, which have no decay either; it is not clipped from above. g is the gradient after clipping by
-    the global norm. The direction is g itself: velocity and decay enter with the ratio, when the norms are known.
+    v = momentum c v + rate local (g + weight_decay w);  w -= v.
+
+    The rate is inside the velocity, as in the paper, so a changed rate does not concern what is there already: each
+    past gradient would keep the rate of its own time, and v lag behind a rising rate, and last beyond a falling one.
+    c = rate / (rate of the update before) is the momentum correction of Goyal et al. 2017 (arXiv:1706.02677, section 3,
+    remark 2), with which v is rate times a velocity that knows no rates. The paper has none: ``momentum_correction`` =
+    false, or c = 1. The rate before is part of a checkpoint, since a run may go on with another schedule.
+
+    Choices: epsilon is added (the paper has none); local is 1, not the trust coefficient, when either norm is 0 and for
+    tensors that are not adapted, which have no decay either; it is not clipped from above. g is the gradient after
+    clipping by the global norm. The direction is g itself: velocity and decay enter with the ratio, when the norms are
+    known.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ("momentum",)
     needs_norms: ClassVar[bool] = True
     slots_in_apply: ClassVar[bool] = True
+    _rate = 0.0  # of the last update; 0: there was none, or it moved nothing
+    _correction = 1.0
+
+    def begin_step(self, factor: float = 1.0) -> None:
+        """Count one update more, and relate its rate to that of the one before."""
+        super().begin_step(factor)
+        before, self._rate = self._rate, self.learning_rate
+        # Behind a rate of 0 a corrected velocity is 0 itself.
+        self._correction = self._rate / before if before and self.config.momentum_correction else 1.0
+
+    def state(self) -> dict[str, float]:
+        """Return also the rate that is inside the velocity."""
+        return {**super().state(), "rate": self._rate}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Continue after the update that `state` describes, at the rate of the schedule where it tells none."""
+        super().restore(state)
+        self._factor = 1.0
+        self._rate = float(state.get("rate", self.learning_rate if self.count else 0.0))
 
     def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
         kernels.scale_in_place(gradient, scale)
@@ -38,6 +65,6 @@ class Lars(SegmentWise):
             step,
             self.slots["momentum"].range(where),
             rate=self.learning_rate * ratio,
-            momentum=self.config.momentum,
+            momentum=self.config.momentum * self._correction,
             decay=decay,
         )

@@ -5,7 +5,7 @@ unit in the last place of a 16-bit weight, and would be lost. So a float32 maste
 master, rounded. Of K = 12 bytes a parameter, as arXiv:1910.02054 counts Adam, 4 are the master and 8 the moments.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -111,11 +111,11 @@ class WithMaster:
         for part in self.parts:
             kernels.round_into(self.weights.range(part), working.range(part))
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, float]:
         """Return the scalars that a checkpoint needs beside the slots."""
         return self._inner.state()
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: Mapping[str, float]) -> None:
         """Take back what `state` returned."""
         self._inner.restore(state)
 

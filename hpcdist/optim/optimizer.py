@@ -8,7 +8,7 @@ and equals the undivided update for every partition, up to the order of summatio
 are summed exactly.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 import numpy as np
@@ -82,10 +82,10 @@ class Optimizer(Protocol):
         ``norms`` are the summed `partial_norms`; they may be None when `needs_norms` is false.
         """
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, float]:
         """Return the scalars that a checkpoint needs beside the slots."""
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: Mapping[str, float]) -> None:
         """Take back what `state` returned."""
 
 

@@ -1,7 +1,7 @@
 """What the optimizers share: their state on the owned part, the walk over tensors, and the two phases around it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -103,11 +103,11 @@ class SegmentWise(ABC):
             if working is not None:
                 kernels.round_into(weights, working.range(where))
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, float]:
         """Return what a checkpoint needs beside the slots: the number of applied updates."""
         return {"count": self.count}
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: Mapping[str, float]) -> None:
         """Continue after the update that `state` describes; the slots are filled by the caller."""
         self.count = int(state["count"])
 

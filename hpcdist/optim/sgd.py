@@ -14,8 +14,8 @@ class Sgd(SegmentWise):
 
     As `torch.optim.SGD` does it, with dampening 0: g += weight_decay w;  v = momentum v + g;  the step is v, or with
     Nesterov g + momentum v;  w -= rate step. The rate stands outside the velocity, so that a changed rate acts at once
-    on all of it and needs no momentum correction (Goyal et al. 2017, section 3, remark 2; Sutskever's form, equations
-    1 and 2, has it inside). The decay is the coupled one (L2), on adapted tensors only.
+    on all of it and needs no momentum correction (Goyal et al. 2017, arXiv:1706.02677, section 3, remark 2;
+    Sutskever's form, equations 1 and 2, has it inside). The decay is the coupled one (L2), on adapted tensors only.
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ("momentum",)
