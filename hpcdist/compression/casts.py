@@ -1,0 +1,144 @@
+"""16-bit floats: half the bytes, rounded to nearest, ties to even.
+
+float16 has 11 bits of precision and ends at 65504; bfloat16 has 8 and the range of float32. What is beyond the range
+becomes the largest finite value: the values are finite, and an infinity would take error feedback with it.
+
+Bytes: 2 n. Error of a value v: at most |v| / 2^11 (float16, from 2^-14 on, 2^-25 below) or |v| / 2^8 (bfloat16, half of
+2^-133 below 2^-126). Payloads may be summed: as 16-bit floats in float32, rounded once.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.dtypes import BFLOAT16
+from hpcdist.arrays.jit import jit
+from hpcdist.collectives.half import (
+    bfloat16_to_float32,
+    float16_to_float32,
+    float32_to_bfloat16,
+    float32_to_float16,
+    widen,
+)
+from hpcdist.compression.compressor import Compressor, Key
+
+LARGEST16: Final = np.float32(65504.0)
+LARGEST_BFLOAT16: Final = np.float32(3.3895313892515355e38)
+
+
+class _Cast(Compressor):
+    is_linear: ClassVar[bool] = True
+    dtype: ClassVar[np.dtype]
+
+    def payload_bytes(self, n: int) -> int:
+        """Return 2 n."""
+        return 2 * n
+
+    def decode(self, payload: Array, out: Array) -> None:
+        """Write what ``payload`` says to ``out`` (local)."""
+        self.check(out, payload)
+        if is_device(out):
+            out[...] = _widened(self.summable(payload))
+        else:
+            widen(self.summable(payload), out)
+
+    def summable(self, payload: Array) -> Array:
+        """Return ``payload`` as 16-bit floats (n,), a view."""
+        return payload.view(self.dtype)
+
+
+@dataclass(frozen=True)
+class Float16(_Cast):
+    """IEEE half precision."""
+
+    name: ClassVar[str] = "float16"
+    dtype: ClassVar[np.dtype] = np.dtype(np.float16)
+
+    def encode(self, values: Array, payload: Array, key: Key) -> None:
+        """Write ``values`` to ``payload`` (local)."""
+        self.check(values, payload)
+        if is_device(values):
+            self.summable(payload)[...] = _clipped(values, LARGEST16)
+        else:
+            _round_float16(values, payload.view(np.uint16))
+
+    def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
+        """Add ``factor`` times what ``payload`` says to ``out`` (local)."""
+        self.check(out, payload)
+        if is_device(out):
+            out += np.float32(factor) * _widened(self.summable(payload))
+        else:
+            _add_float16(payload.view(np.uint16), out, np.float32(factor))
+
+
+@dataclass(frozen=True)
+class BFloat16(_Cast):
+    """The upper half of a float32."""
+
+    name: ClassVar[str] = "bfloat16"
+    dtype: ClassVar[np.dtype] = BFLOAT16
+
+    def encode(self, values: Array, payload: Array, key: Key) -> None:
+        """Write ``values`` to ``payload`` (local)."""
+        self.check(values, payload)
+        if is_device(values):
+            bits = _clipped(values, LARGEST_BFLOAT16).view(np.uint32)
+            even = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+            payload.view(np.uint16)[...] = even >> np.uint32(16)
+        else:
+            _round_bfloat16(values, payload.view(np.uint16))
+
+    def add(self, payload: Array, out: Array, factor: float = 1.0) -> None:
+        """Add ``factor`` times what ``payload`` says to ``out`` (local)."""
+        self.check(out, payload)
+        if is_device(out):
+            out += np.float32(factor) * _widened(self.summable(payload))
+        else:
+            _add_bfloat16(payload.view(np.uint16), out, np.float32(factor))
+
+
+def _clipped(values: Array, largest: Any) -> Array:
+    xp = namespace(values)
+    return xp.minimum(xp.maximum(values, -largest), largest)
+
+
+def _widened(halves: Array) -> Array:
+    if halves.dtype != BFLOAT16:
+        return halves.astype(np.float32)
+    wide = halves.view(np.uint16).astype(np.uint32)
+    wide <<= np.uint32(16)
+    return wide.view(np.float32)
+
+
+@jit
+def _round_float16(values: Any, halves: Any) -> None:
+    for i in range(values.size):
+        v = values[i] if values[i] < LARGEST16 else LARGEST16
+        halves[i] = float32_to_float16(v if v > -LARGEST16 else np.float32(-LARGEST16))
+
+
+@jit
+def _round_bfloat16(values: Any, halves: Any) -> None:
+    for i in range(values.size):
+        v = values[i] if values[i] < LARGEST_BFLOAT16 else LARGEST_BFLOAT16
+        halves[i] = float32_to_bfloat16(v if v > -LARGEST_BFLOAT16 else np.float32(-LARGEST_BFLOAT16))
+
+
+@jit
+def _add_float16(halves: Any, out: Any, factor: Any) -> None:
+    for i in range(out.size):
+        out[i] += np.float32(factor * float16_to_float32(halves[i]))
+
+
+@jit
+def _add_bfloat16(halves: Any, out: Any, factor: Any) -> None:
+    for i in range(out.size):
+        out[i] += np.float32(factor * bfloat16_to_float32(halves[i]))
+
+
+for _loop in (_round_float16, _round_bfloat16):
+    _loop.sample(lambda: (np.ones(1, np.float32), np.ones(1, np.uint16)))
+for _loop in (_add_float16, _add_bfloat16):
+    _loop.sample(lambda: (np.ones(1, np.uint16), np.ones(1, np.float32), np.float32(1.0)))
