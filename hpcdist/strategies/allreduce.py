@@ -95,7 +95,10 @@ class AllreduceExchange(OwnerExchange):
 
     def pieces(self) -> Sequence[Piece]:
         """Return this rank's share, by bytes, of parameters and optimizer state: replicas are written once."""
+        return pieces_of({"parameters": self.weights, **self.owner.slots()}, self.shares())
+
+    def shares(self) -> list[Range]:
+        """Return the ranges that this rank saves of what all replicas have (local)."""
         data, itemsize = self.seat.data, self.weights.array.itemsize
         mine = [split(part.size, data.size, itemsize)[data.rank].shift(part.start) for part in self.seat.parts]
-        own = counted(self.seat.layout, mine, self.seat.tensor)
-        return pieces_of({"parameters": self.weights, **self.owner.slots()}, own)
+        return counted(self.seat.layout, mine, self.seat.tensor)

@@ -50,6 +50,11 @@ class Bound:
             self.gradients(unit).finish()  # or it would be last step's
             self._complete.add(unit)
 
+    def complete_copies(self) -> None:
+        """Zero what no micro-batch has written of the tensors that other ranks own."""
+        for key in self._copies.keys - self.written:
+            self._copies.gradients.view(key)[...] = 0
+
     def exchanged(self, unit: int) -> None:
         """Take note that the gradients of a stage are the exchange's now: the next micro-batch has its own memory."""
         self._gradients.pop(unit).begin_step()

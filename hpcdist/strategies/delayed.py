@@ -10,28 +10,33 @@ the gradient: the index of the learning rate, the norm that is logged and clippe
 asynchronous descent with a staleness of exactly one (Zinkevich, Smola & Langford, "Slow learners are fast", NIPS 2009;
 Pipe-SGD, Li et al., arXiv:1811.03619), the same on all ranks, and reproducible bit for bit.
 
-`DelayedExchange.flush` applies the last gradient at once, after
+A checkpoint has the sum that is not applied yet among its pieces, of the kind `PENDING`: where a run saves changes no
+bit of it. What is evaluated or looked at on the way has not had that gradient. At the end of the run,
+`DelayedExchange.finish` applies it at once:
 
     w'_{t+1} = w_{t+1} - eta_t d(g_t(w_t))
 
-nothing is left, and the next step updates nothing again. A run flushes before it saves, evaluates or ends; so what it
-computes depends on where it saves, and a run that goes on from a checkpoint is the one that went on after writing it.
-
-Memory: two gradients instead of one. Each of p ranks sends what it sends without delay: 2 Psi (p-1)/p a step.
+Memory: two gradients instead of one. Each of p ranks sends what it sends without delay: 2 Psi (p-1)/p a step. A
+checkpoint is larger by Psi.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 
+from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
 from hpcdist.optim import clip
 from hpcdist.strategies.allreduce import AllreduceExchange, buckets
+from hpcdist.strategies.exchange import pieces_of
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
+
+PENDING: Final = "gradients.pending"  # the kind of what is still to be applied, in a checkpoint
 
 
 class DelayedExchange(AllreduceExchange):
@@ -48,7 +53,8 @@ class DelayedExchange(AllreduceExchange):
         over = seat.data if self.overlap is None else self.overlap.over
         # The owner has the store of the step before; there is none in the first step.
         self._written = seat.store("gradients", allocate=seat.for_replicas("gradients", over))
-        self._buckets = buckets(seat.layout, self._written.array.itemsize, seat.bucket_bytes, seat.part)
+        sizes = self._written.array.itemsize, seat.bucket_bytes
+        self._buckets = [found for part in reversed(seat.parts) for found in buckets(seat.layout, *sizes, part)]
         self._is_pending = self._is_deferred = False  # of the owner's store, and of the one that backward writes
         self._under_way: set[tuple[int, Range]] = set()  # (store, bucket)
         self.carries_out = {
@@ -119,18 +125,19 @@ class DelayedExchange(AllreduceExchange):
             self.owner.norms(op)
 
     def apply(self, op: Operation) -> None:
-        """Step the parameters; then the gradients of this step are those of the step before (local)."""
+        """Step the parameters; once all are, the gradients of this step are those of the step before (local)."""
         if self._is_pending:
             self.owner.apply(op)
+        if op.range != self.owner.parts[-1]:
+            return
         self.owner.gradients, self._written = self._written, self.owner.gradients
         self._is_pending, self._is_deferred = self._is_deferred, False
 
-    def flush(self) -> bool:
+    def finish(self) -> bool:
         """Apply the gradient of the last step. Collective over the world; raises NonFiniteError on every rank."""
         if not self._is_pending:
             return False
-        for bucket in self._buckets:
-            self._settle(self.gradients, bucket)
+        self._settle_all()
         norm_squared = float(self.agree(np.array([self.norm_squared()]))[0])
         if not math.isfinite(norm_squared):
             raise NonFiniteError(
@@ -138,9 +145,42 @@ class DelayedExchange(AllreduceExchange):
                 f"{norm_squared}, summed over all ranks. It was not applied: lower optimizer.learning_rate, or set "
                 "optimizer.clip_norm"
             )
-        limit = self.seat.optimizer.clip_norm
-        self.begin_update(clip.clip_scale(norm_squared, limit) if limit else 1.0)
+        limit, normalizes = self.seat.optimizer.clip_norm, self.seat.optimizer.normalize_gradient
+        bounded = limit or normalizes
+        self.begin_update(clip.clip_scale(norm_squared, limit, normalize=normalizes) if bounded else 1.0)
         for op in self.owner.plan():
             self.owner.carries_out[op.kind](op)
         self._is_pending = False
         return True
+
+    def _settle_all(self) -> None:
+        """Wait for the sum of the last gradient. Collective over the data axis, where it was under way."""
+        for bucket in self._buckets:
+            self._settle(self.gradients, bucket)
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return also this rank's share of the gradient that is pending, once its sum is there.
+
+        Collective over the data axis, where it was under way.
+        """
+        if not self._is_pending:
+            return super().pieces()
+        self._settle_all()
+        return [*super().pieces(), *pieces_of({PENDING: self.gradients}, self.shares())]
+
+    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+        """A checkpoint may have no gradient that is pending (local)."""
+        return (PENDING,)
+
+    def wanted(self) -> Sequence[Piece]:
+        """Return also where the gradient that is pending goes."""
+        return [*super().wanted(), *pieces_of({PENDING: self.gradients}, self.seat.parts)]
+
+    def state(self) -> dict[str, Any]:
+        """Return the optimizer's clock, and whether a gradient is pending."""
+        return super().state() | {"pending": self._is_pending}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` returned, once the pieces are there (local)."""
+        super().restore(state)
+        self._is_pending, self._is_deferred = bool(state.get("pending", False)), False

@@ -1,6 +1,6 @@
 """The seam between a training step and the architecture that turns gradients into parameters."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -86,10 +86,21 @@ class Exchange(Protocol):
         """Take note that ``own`` of the ``samples`` of the step that begins are this replica's (local)."""
         ...
 
-    def flush(self) -> bool:
-        """Bring into the parameters what earlier steps have left to be done; return whether there was any. Collective.
+    def scaled_by(self, loss_scale: float) -> None:
+        """Take note that gradients of the step that begins are multiplied by ``loss_scale`` (local)."""
+        ...
 
-        Called before a run saves, evaluates or ends, so that nothing is lost.
+    def flush(self) -> bool:
+        """Make one state of what the replicas have, where it differs; return whether it did. Collective.
+
+        Called before a run saves or evaluates.
+        """
+        ...
+
+    def finish(self) -> bool:
+        """Bring into the parameters what the last step has left to be done; return whether there was any. Collective.
+
+        Called when the run is complete.
         """
         ...
 
@@ -98,7 +109,17 @@ class Exchange(Protocol):
         ...
 
     def pieces(self) -> Sequence[Piece]:
-        """Return views of the state that this rank saves, named by tensor (local)."""
+        """Return views of the state that this rank saves, named by tensor.
+
+        Local, or collective over the data axis where sums of gradients are under way.
+        """
+        ...
+
+    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+        """Take note of the ``state`` that will be restored, before `wanted` is asked (local).
+
+        Returns the kinds of pieces that it may lack: they begin as they are.
+        """
         ...
 
     def wanted(self) -> Sequence[Piece]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 from hpcdist.errors import NonFiniteError
 
 START: Final = 2.0**16
-LEAST: Final = 1.0
+LEAST: Final = 1.0  # unless a recipe says otherwise: precision.minimum_scale
 MOST: Final = 2.0**24
 PATIENCE: Final = 16  # overflows in a row at a scale that cannot be lowered
 
@@ -90,13 +90,14 @@ class FixedScale(Unscaled):
 class DynamicScale(FixedScale):
     """A scale that doubles after ``interval`` steps without overflow, and halves at the overflow number ``hysteresis``.
 
-    That is in a row, and each further one of the row halves it again. ``grown`` counts the steps since the last
-    overflow or change, ``stuck`` the overflows in a row at the least scale.
+    That is in a row, and each further one of the row halves it again, but never below ``least``. ``grown`` counts the
+    steps since the last overflow or change, ``stuck`` the overflows in a row at the least scale.
     """
 
     scale: float = START
     interval: int = 2000
     hysteresis: int = 2
+    least: float = LEAST
     grown: int = 0
     stuck: int = 0
 
@@ -109,12 +110,12 @@ class DynamicScale(FixedScale):
 
     def _lower(self, step: str) -> None:
         self.grown = 0
-        if self.scale == LEAST:
+        if self.scale == self.least:
             self.stuck += 1
         if self.stuck >= PATIENCE:
-            raise self._refusal(step, self.stuck, "a lower optimizer.learning_rate")
+            raise self._refusal(step, self.stuck, "a lower optimizer.learning_rate or precision.minimum_scale")
         if self.overflows >= self.hysteresis:
-            self.scale = max(0.5 * self.scale, LEAST)
+            self.scale = max(0.5 * self.scale, self.least)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of it."""
@@ -123,14 +124,14 @@ class DynamicScale(FixedScale):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take back what `state` returned; a run that had no such scale begins with the first one."""
         super().restore(state)
-        self.scale = float(state.get("scale", self.scale))
+        self.scale = max(float(state.get("scale", self.scale)), self.least)
         self.grown, self.stuck = int(state.get("grown", 0)), int(state.get("stuck", 0))
 
 
-def build(mode: str, fixed: float, interval: int, hysteresis: int) -> Unscaled:
+def build(mode: str, fixed: float, interval: int, hysteresis: int, least: float = LEAST) -> Unscaled:
     """Return the scale of ``precision.mode``: only float16 has one, ``fixed`` or, where that is 0, a dynamic one."""
     if mode != "float16":
         return Unscaled()
     if fixed:
         return FixedScale(fixed)
-    return DynamicScale(interval=interval, hysteresis=hysteresis)
+    return DynamicScale(interval=interval, hysteresis=hysteresis, least=least)

@@ -144,11 +144,11 @@ class BlockedOptimizer:
         """Return sums of squares of w and of the direction over the pieces seen."""
         return self._inner.partial_norms()
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, float]:
         """Return the scalars that a checkpoint needs beside the slots."""
         return self._inner.state()
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: Mapping[str, float]) -> None:
         """Take back what `state` returned."""
         self._inner.restore(state)
 

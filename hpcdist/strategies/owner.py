@@ -1,6 +1,6 @@
 """The update of the ranges that a rank owns: the same for every architecture, whatever brought the gradients there."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from hpcdist.strategies.logical_shards import ALGORITHM, LogicalShards
 from hpcdist.strategies.overlap import Overlap
 from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.seat import Seat
-from hpcdist.strategies.tensor.replicated import counted, sum_gradients, sum_norms
+from hpcdist.strategies.tensor.replicated import counted, ranges_of, sum_gradients, sum_norms
 from hpcdist.strategies.zero_config import Degrees
 
 
@@ -51,6 +51,7 @@ class Owner:
             optimizer.sum_exactly()
         self._tensor = tensor or solo()
         self.counted = counted(gradients.layout, self.parts, self._tensor)
+        self._elsewhere = ranges_of(gradients.layout, self.parts) if self._tensor.rank else []  # counted by another
         self._scale = 1.0
         self._norms: np.ndarray | None = None  # (segments, 2)
         self.carries_out = {
@@ -73,10 +74,11 @@ class Owner:
         """Return the sum of squares of the gradients of the owned parts (local).
 
         Exactly summed it is that of all sharers, returned by the first of them, 0 by the others: their sum, as it must
-        be. Collective over the sharers then.
+        be. Collective over the sharers then. Not finite also where gradients are not that another rank of the tensor
+        axis counts: it has its own.
         """
         if not self._exactly:
-            return clip.sum_of_squares(self.gradients, self.counted)
+            return clip.sum_of_squares(self.gradients, self.counted, self._elsewhere)
         digits = clip.exact_squares(self.gradients, self.parts)
         if self._sharers is not None:
             collectives.allreduce(self._sharers, digits, self._algorithm)
@@ -190,7 +192,14 @@ class OwnerExchange:
     def count_samples(self, own: int, samples: int) -> None:
         """Sums over the replicas need no weights (local)."""
 
+    def scaled_by(self, loss_scale: float) -> None:
+        """Sums of scaled gradients are scaled sums (local)."""
+
     def flush(self) -> bool:
+        """All replicas have the same."""
+        return False
+
+    def finish(self) -> bool:
         """Nothing is left to be done between steps."""
         return False
 
@@ -203,6 +212,10 @@ class OwnerExchange:
     def pieces(self) -> Sequence[Piece]:
         """Return parameters and optimizer state of the owned parts."""
         return pieces_of({"parameters": self.weights, **self.owner.slots()}, self.owner.counted)
+
+    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+        """Return nothing: every piece has to be there (local)."""
+        return ()
 
     def wanted(self) -> Sequence[Piece]:
         """Return all parameters that this rank keeps, and the optimizer state of the owned parts.

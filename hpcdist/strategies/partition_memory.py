@@ -8,7 +8,8 @@ For the units of all its chunks together, n parameters of b bytes on p data rank
     activations  at the worst moment of the schedule: the sum over its chunks of live micro-batches, each times what it
                  keeps
     messages     two inputs and two outputs of every chunk whose border is one of ranks: posted ahead, and on their way
-    scratch      for each name the largest of any unit; units that are whole for a moment where they are cut (ZeRO)
+    scratch      for each name the largest of any unit; units that are whole for a moment where they are cut (ZeRO), or
+                 in float32 where 16-bit floats are kept
 
 Moments come from the operations of the schedule, the list that is executed. Not counted: batches, the buckets and
 copies of collectives, gradients on their way to a stage that is late, what a BLAS or a GPU library takes, and blocks
@@ -46,13 +47,15 @@ class States:
     """What a rank keeps of each parameter, with its gradient and its optimizer state, in bytes.
 
     Where parameters, or gradients, are cut over the data axis, ``gathered`` and ``reduced`` units are whole at once,
-    with ``itemsize`` bytes an element.
+    with ``itemsize`` bytes an element. ``widened``: bytes an element that the parameters, and the gradients, of a unit
+    take besides while it computes; 0 where it computes in what is kept.
     """
 
     per_parameter: float
     itemsize: int
     gathered: int = 0
     reduced: int = 0
+    widened: int = 0
 
     @classmethod
     def of(cls, config: ZeroConfig, degrees: Degrees, itemsize: int, optimizer_bytes: int) -> "States":
@@ -70,7 +73,11 @@ class States:
     def whole(self, parameters: int) -> dict[str, int]:
         """Return the bytes of a unit of so many ``parameters`` while it is used, by what they are."""
         size = parameters * self.itemsize
-        return {"gathered": self.gathered * size, "reduced": self.reduced * size}
+        return {
+            "gathered": self.gathered * size,
+            "reduced": self.reduced * size,
+            "widened": 2 * self.widened * parameters,
+        }
 
 
 def moments(steps: Sequence[Operation], chunks: Sequence[range]) -> tuple[Moment, ...]:

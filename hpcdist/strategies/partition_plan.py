@@ -100,7 +100,7 @@ def plan(
     costs = unit_costs(model, samples, split)
     empty = schedule.place([range(unit, unit + 1) for unit in range(ranks * schedule.chunks)])
     live = [_moments(schedule, empty, rank, recompute=parallel.recompute) for rank in range(ranks)]
-    memory = Memory(costs, states, live, _copies(model, empty, states.itemsize, split))
+    memory = Memory(costs, states, live, _copies(model, empty, states.itemsize + states.widened, split))
     speeds = tuple(map(float, parallel.stage_speeds)) or (1.0,) * ranks
     limits = parallel.stage_memory_bytes or (0,)
     devices = Devices(speeds, limits * ranks if len(limits) == 1 else limits)

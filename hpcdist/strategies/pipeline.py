@@ -87,10 +87,10 @@ class Copies:
         requests = [self._comm.isend(self._of(self.gradients, tie), tie.owner, self._tags[tie]) for tie in held]
         for tie in self._owned:
             if tie.unit == op.unit:
-                own = self._of(self._exchange.gradients_at(self._layer(tie)), tie)
-                arrival = self._arrival[: own.size]
+                where = self._layout.by_key[tie.key].range
+                arrival = self._arrival[: where.size]
                 self._comm.recv(arrival, tie.holder, self._tags[tie])
-                own += arrival
+                self._exchange.gradients_at(self._layer(tie)).add(where, arrival)
         for request in requests:
             request.wait()
 

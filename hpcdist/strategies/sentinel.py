@@ -59,10 +59,13 @@ def _name_the_first(comm: Communicator, store: FlatStore, tensors: list[tuple[Se
         if len(set(hashes)) > 1:
             common = max(set(hashes), key=hashes.count)
             odd = [rank for rank, value in enumerate(hashes) if value != common]
+            who = f"rank(s) {odd} hold other bits than the rest of {comm.size}"
+            if 2 * len(odd) >= comm.size:
+                who = f"no bits are those of most of {comm.size} ranks, so nobody knows which are right"
             raise DivergenceError(
-                f"step {step}: replicas differ, first in tensor {segment.key} {segment.spec.shape}: "
-                f"rank(s) {odd} hold other bits than the rest of {comm.size}; they are not one model any more. "
-                "Restart from the last checkpoint, and look for a skipped reduction or a faulty node"
+                f"step {step}: replicas differ, first in tensor {segment.key} {segment.spec.shape}: {who}; they are "
+                "not one model any more. Restart from the last checkpoint, and look for a skipped reduction or a "
+                "faulty node"
             )
 
 

@@ -176,6 +176,35 @@ class ZeroConfig:
                 "to false, or run.device = 'cpu'"
             )
 
+    def check_compressed(self, name: str) -> None:
+        """Raise ConfigurationError where gradients that are compressed as ``name`` cannot be cut (local)."""
+        if name == "powersgd":
+            raise ConfigurationError(
+                "communication.compression = 'powersgd' with a strategy of ZeRO: its factors are of whole tensors, "
+                "which all ranks rebuild, and ZeRO sums cuts of them; choose int8, another quantised or a sparse one, "
+                "or parallel.strategy = 'allreduce'"
+            )
+        if self.offload_parameters != "none":
+            raise ConfigurationError(
+                f"communication.compression = {name!r} with zero.offload_parameters = {self.offload_parameters!r} is "
+                "not built in this version; set one of them to 'none'"
+            )
+
+    def check_compressed_parameters(self, way: str, strategy: str) -> None:
+        """Raise ConfigurationError where parameters cannot be gathered as ``compression.parameters`` says (local)."""
+        if strategy not in STAGES or (self.parameters <= 1 and (self.parameters or strategy != "zero3")):
+            raise ConfigurationError(
+                f"compression.parameters = {way!r} with parallel.strategy = {strategy!r}, where every rank keeps the "
+                "parameters whole: what it keeps, and steps, would be rounded; choose zero3, set zero.parameters to "
+                "the ranks of a node, or compression.parameters to 'none'"
+            )
+        for key, off in (("prefetch", 0), ("offload_parameters", "none")):
+            if getattr(self, key) != off:
+                raise ConfigurationError(
+                    f"compression.parameters = {way!r} with zero.{key} = {getattr(self, key)!r} is not built in this "
+                    f"version; set zero.{key} to {off!r}, or compression.parameters to 'none'"
+                )
+
     def degrees(self, stage: int, ranks: int) -> Degrees:
         """Return the degrees on ``ranks`` data ranks (local). Raises ConfigurationError, with the whole equation."""
         names = ("zero.parameters", "zero.gradients", "zero.optimizer")

@@ -16,7 +16,7 @@ With Psi bytes of parameters each of p ranks sends 2 Psi (p-1)/p every H steps, 
 averaged, and agrees with the others on a few numbers in every step. The outer optimizer keeps Psi, and Psi more for v.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from hpcdist.arrays.backend import namespace
@@ -130,6 +130,10 @@ class LocalSgdExchange(Replicas):
         self.apart, self._steps = False, 0
         if self._outer is not None:
             self._outer.begin(self.parameters)
+
+    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+        """A run that took no outer steps so far begins them at rest (local)."""
+        return (OUTER,)
 
     def kept(self) -> dict[str, FlatStore]:
         """Return what is saved beside the parameters, by kind (local)."""

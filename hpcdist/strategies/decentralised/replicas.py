@@ -68,8 +68,8 @@ class Replicas(OwnerExchange):
 
     def begin_update(self, scale: float) -> None:
         """Begin the update of the step; ``scale``, of a gradient that all share, is replaced by that of the own one."""
-        limit = self.seat.optimizer.clip_norm
-        own = clip.clip_scale(self._norm_squared, limit) if limit else 1.0
+        limit, normalizes = self.seat.optimizer.clip_norm, self.seat.optimizer.normalize_gradient
+        own = clip.clip_scale(self._norm_squared, limit, normalize=normalizes) if limit or normalizes else 1.0
         self.apart = True
         super().begin_update(own * self.factor)
 

@@ -111,18 +111,19 @@ class BackupExchange(ServedExchange):
     def _update(self, turn: Turn) -> bool:
         """Step along the mean of what is taken; False when other servers' norms are still missing."""
         shard, scale, limit = self.shard, turn.scale, self.seat.optimizer.clip_norm
+        normalizes = self.seat.optimizer.normalize_gradient
         assert shard is not None
         if not self._summed:
             self._sum(turn.taken)
             self._summed = True
-            if limit:
+            if limit or normalizes:
                 self._tell_norm(turn)
-        if limit:
+        if limit or normalizes:
             norms = self._norms[turn.clock]
             if len(norms) < len(self.roles.servers):
                 return False
             total = sum(norms[server] for server in self.roles.servers)
-            scale *= clip.clip_scale(scale * scale * total, limit)
+            scale *= clip.clip_scale(scale * scale * total, limit, normalize=normalizes)
             del self._norms[turn.clock]
         shard.step(shard.inbox, scale)
         self._summed = False

@@ -1,14 +1,28 @@
-"""The ``[parameter_server]`` section of a recipe. Light: imports nothing but the errors."""
+"""The ``[parameter_server]`` section of a recipe. Light: imports nothing but errors and names of compressors."""
 
 import math
 from dataclasses import dataclass
 from typing import Final
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.compressed.config import QUANTISED, SPARSE
 
 PLACEMENTS: Final = ("dedicated", "colocated")
 CONSISTENCIES: Final = ("bsp", "ssp", "asp")
 TRANSPORTS: Final = ("messages", "shared", "rma")
+PUSHED: Final = (*QUANTISED, *SPARSE)  # compressors of which a server takes payloads
+_NOT_PUSHED: Final = {
+    "auto": "it measures sums that workers make among themselves",
+    "powersgd": "its second factor follows from the sum of the first over all workers, and they ask servers once",
+}
+_CLIPPED: Final = "a push is clipped by the norm of its worker's own gradient, and what is sent is another one"
+# Which values of keys do not go with compressed gradients, and why.
+_UNCOMPRESSED: Final = {
+    ("consistency", "ssp"): _CLIPPED,
+    ("consistency", "asp"): _CLIPPED,
+    ("transport", "shared"): "what ranks of a node read in shared memory does not travel, and to encode it costs time",
+    ("transport", "rma"): "servers add what lies in their windows, and do not decode it in this version",
+}
 # Of servers in a product of data with pipeline or tensor ranks.
 IN_PRODUCTS: Final = {
     "placement": "colocated",
@@ -139,3 +153,32 @@ class ParameterServerConfig:
                     f"{tensor} is not built in this version: there every rank serves what its replicas share; set it "
                     f"to {only!r}"
                 )
+
+    def check_compressed(self, name: str, algorithm: str, *, across_nodes: bool) -> None:
+        """Raise ConfigurationError where gradients compressed by ``name`` cannot be pushed (local)."""
+        asked = f"communication.compression = {name!r}"
+        if name not in PUSHED:
+            raise ConfigurationError(
+                f"{asked} with parallel.strategy = 'parameter_server': "
+                f"{_NOT_PUSHED.get(name, 'not built in this version')}; choose one of {', '.join(PUSHED)}, or the "
+                "strategy 'allreduce'"
+            )
+        if self.backup_workers:
+            raise ConfigurationError(
+                f"{asked} with parameter_server.backup_workers = {self.backup_workers}: a gradient that comes too late "
+                "is left out, and its worker has already taken it for sent; set it to 0, or the "
+                "compression to 'none'"
+            )
+        for key, only in (("consistency", "bsp"), ("transport", "messages")):
+            given = getattr(self, key)
+            if given != only and not (key == "consistency" and self.bound == 0):
+                raise ConfigurationError(
+                    f"{asked} with parameter_server.{key} = {given!r}: {_UNCOMPRESSED[key, given]}; set it to {only!r},"
+                    " or the compression to 'none'"
+                )
+        if across_nodes and algorithm != "hierarchical":
+            raise ConfigurationError(
+                f"compression.across_nodes = true with parameter_server and communication.algorithm = {algorithm!r}: "
+                "workers of a node sum before one of them encodes only where the algorithm is 'hierarchical'; set "
+                "communication.algorithm = 'hierarchical', or across_nodes = false"
+            )

@@ -52,7 +52,7 @@ class LockStepExchange(OwnerExchange):
 
     Workers and servers are `Seat.members`: with a pipeline or tensor axis each place on it has servers of its own, and
     what is called a rank here is one of those. ``servers`` joins the ranks that serve; None on the others.
-    ``mirrored``: every range has a second server.
+    ``mirrored``: every range has a second server. ``carry`` makes a transport in the place of the one that is named.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class LockStepExchange(OwnerExchange):
         servers: Communicator | None,
         *,
         transport: str = "messages",
+        carry: Callable[[Site], Transport] | None = None,
         mirrored: bool = False,
         shards: LogicalShards | None = None,
     ) -> None:
@@ -80,7 +81,7 @@ class LockStepExchange(OwnerExchange):
         self.site = Site(seat, roles, seat.members.dup("parameters"), 0 if shards is None else shards.count)
         self.works, self.serves = self.site.works, self.site.serves
         self.replicas_identical = self.works
-        self.transport = TRANSPORTS[transport](self.site)
+        self.transport = (carry or TRANSPORTS[transport])(self.site)
         stores = self.transport.parameters, self.transport.gradients
         parts = self.site.parts(self.site.rank) if self.serves else []
         self.owner = Owner(
@@ -201,6 +202,10 @@ class LockStepExchange(OwnerExchange):
             )
         if self.mirror is not None:
             self.mirror.recover(server)
+        self.spread()
+
+    def spread(self) -> None:
+        """Bring what servers have to all workers. Collective over the members."""
         for part in self.site.own:
             self.transport.publish(part)
         for part, _ in self.site.messages if self.works else ():

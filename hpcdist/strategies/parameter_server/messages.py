@@ -7,6 +7,9 @@ With Psi bytes of parameters on p ranks, all of which work and serve, each sends
 
 With ``communication.algorithm = "hierarchical"`` the workers of a node sum their gradients first, and one of them
 speaks for the node: servers get one push a node, and answer it once.
+
+16-bit floats travel as they are; a server sums them in float32, in memory for the largest of its ranges twice, and
+rounds the sum once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +19,11 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float
 from hpcdist.arrays.ranges import Range
 from hpcdist.collectives import workspace
 from hpcdist.collectives.leader import LEADER, reduce_to_leader, spread_from_leader
+from hpcdist.collectives.low_precision import round_into, widen
 from hpcdist.collectives.reduction import ufunc
 from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator, Request
@@ -80,9 +85,7 @@ class Messages:
         self.partials = site.partials(self.gradients)
         self._node = seat.data.nodes().intra if site.works and seat.algorithm == "hierarchical" else None
         self.speakers, self.speaks = self._speakers()
-        others = [worker for worker in self.speakers if worker != site.rank]
-        order = [(part.size, worker) for part in site.own for worker in others for _ in range(site.brings(worker))]
-        self._arrivals = Arrivals(self.comm, order, seat.dtype, seat.on)
+        self._arrivals = self._receiver()
         self._expected: dict[Range, Request] = {}
         self._sent: list[Request] = []
 
@@ -91,6 +94,18 @@ class Messages:
         own = self.site.works and (self._node is None or self._node.rank == LEADER)
         found = self.comm.allgather_object(own)
         return [rank for rank, speaks in enumerate(found) if speaks], own
+
+    def _heard(self) -> list[int]:
+        """Return the other workers that speak (local)."""
+        return [worker for worker in self.speakers if worker != self.site.rank]
+
+    def _receiver(self) -> Arrivals:
+        """Return what takes the gradients of own ranges as they come (local)."""
+        site = self.site
+        order = [
+            (part.size, worker) for part in site.own for worker in self._heard() for _ in range(site.brings(worker))
+        ]
+        return Arrivals(self.comm, order, site.seat.dtype, site.seat.on)
 
     def push(self, part: Range) -> None:
         """Begin to send the gradients of a range to its server."""
@@ -109,6 +124,9 @@ class Messages:
         if self.site.tree is not None:
             self.site.tree.total(self._pushed(part), own, lasting=False)
             return
+        if is_16bit_float(own.dtype):
+            self._sum_wide(own)
+            return
         add = ufunc(own, "sum")
         # What the own backward wrote has its turn among the others: sums before it need memory of their own.
         late = self.speaks and len(self.speakers) > 1 and self.speakers[0] != self.site.rank
@@ -125,6 +143,17 @@ class Messages:
             total = target
         if total is not own:
             own[...] = total
+
+    def _sum_wide(self, own: Array) -> None:
+        """Sum what is pushed of a range of 16-bit floats in float32, the first worker's first, and round it once."""
+        dtype = accumulation_dtype(own.dtype)
+        total, addend = (scratch(f"parameter_server.{name}", own.size, dtype, own) for name in ("wide", "addend"))
+        for number, worker in enumerate(self.speakers):
+            value = own if worker == self.site.rank else self._arrivals.take()
+            widen(value, addend if number else total)
+            if number:
+                ufunc(total, "sum")(total, addend, total)
+        round_into(own, total)
 
     def _pushed(self, part: Range) -> Iterator[Array]:
         """Yield what each worker brings of an own range."""
@@ -148,8 +177,7 @@ class Messages:
     def publish(self, part: Range) -> None:
         """Begin to send the new values of an own range to the workers that speak."""
         values = self.parameters.range(part)
-        others = [worker for worker in self.speakers if worker != self.site.rank]
-        self._sent += [self.comm.isend(values, worker, PARAMETER) for worker in others]
+        self._sent += [self.comm.isend(values, worker, PARAMETER) for worker in self._heard()]
 
     def pull(self, part: Range) -> None:
         """Take the new values of a range from its server."""

@@ -5,13 +5,11 @@
 
 A worker posts its receives before it says a word, and takes what comes while it waits, so a server that sends values
 never waits for a rank that serves it something else: only one that does not run at all (SIGSTOP, a frozen node) holds
-up the others, until the deadline names it. The deadline holds here too: a dedicated server that hears nothing for
-longer ends the job, and so does a dedicated worker that waits longer for its values. A colocated rank serves between
-its operations; while it computes one, those who need its part wait.
+up the others, until the deadline names it. A colocated rank serves between its operations only.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -246,9 +244,14 @@ class ServedExchange:
     def count_samples(self, own: int, samples: int) -> None:
         """Sums over the replicas need no weights (local)."""
 
+    def scaled_by(self, loss_scale: float) -> None:
+        """Sums of scaled gradients are scaled sums (local)."""
+
     def flush(self) -> bool:
-        """Nothing is left to be done between steps (local)."""
+        """Nothing is left to be done between steps, nor at the end (local)."""
         return False
+
+    finish = flush
 
     def parameters_at(self, layer: int) -> FlatStore:
         """Return the one store of parameters."""
@@ -282,6 +285,10 @@ class ServedExchange:
     def pieces(self) -> Sequence[Piece]:
         """Return what this rank serves, parameters and optimizer state; a dedicated worker saves nothing."""
         return [] if self.shard is None else pieces_of(self.shard.stores(), self.shard.parts)
+
+    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+        """Return nothing: every piece has to be there (local)."""
+        return ()
 
     def wanted(self) -> Sequence[Piece]:
         """Return what this rank keeps: all parameters on a worker, and the state of what it serves."""

@@ -17,7 +17,7 @@ BEFORE_SUM = (*WRITES, *EXCHANGED, Kind.COMBINE, Kind.WAIT, Kind.SETTLE, Kind.CO
 BEFORE_AGREE = (*BEFORE_SUM, Kind.SUM_ROWS, Kind.COLLECT)
 AFTER_AGREE = (
     *(Kind.DIRECTION, Kind.NORMS, Kind.APPLY, Kind.PUBLISH, Kind.MIRROR, Kind.COPY_VALUE, Kind.REFRESH, Kind.COMMIT),
-    *(Kind.MIX, Kind.AVERAGE),
+    *(Kind.MIX, Kind.AVERAGE, Kind.COMPRESS),
 )
 # (what, what of its range comes before it, whether all of its range must have it)
 ORDERS = (
@@ -29,12 +29,14 @@ ORDERS = (
     (Kind.DIRECTION, Kind.WAIT, False),
     (Kind.DIRECTION, Kind.SETTLE, False),
     (Kind.DIRECTION, Kind.COLLECT, False),
+    (Kind.DIRECTION, Kind.COMPRESS, False),
     (Kind.APPLY, Kind.DIRECTION, True),
     (Kind.PUBLISH, Kind.APPLY, True),
     (Kind.MIX, Kind.DIRECTION, True),
     (Kind.AVERAGE, Kind.DIRECTION, True),
 )
-ONCE = (Kind.DIRECTION, Kind.APPLY, Kind.COLLECT, Kind.PUBLISH, Kind.PULL)  # each element of each at most once
+# Each element of each at most once.
+ONCE = (Kind.DIRECTION, Kind.APPLY, Kind.COLLECT, Kind.PUBLISH, Kind.PULL, Kind.COMPRESS)
 
 
 def check(share: Share) -> None:
@@ -47,6 +49,7 @@ def check(share: Share) -> None:
     _check_settled(share)
     _check_rows(share)
     _check_update(share)
+    _check_compressed(share)
     _check_norms(share)
     _check_copies(share)
     residence.check(share)
@@ -230,6 +233,17 @@ def _check_update(share: Share) -> None:
     for index, op in share.where(*AFTER_AGREE) if agreed else ():
         if index < agreed[0]:
             raise share.refuse(f"{op} comes before AGREE()")
+
+
+def _check_compressed(share: Share) -> None:
+    """Where gradients travel only once all have agreed, somebody agrees, and all that is stepped by has travelled."""
+    found = share.where(Kind.COMPRESS)
+    if found and not share.where(Kind.AGREE):
+        raise share.refuse(f"{found[0][1]} sends what nobody has agreed on: no AGREE() comes before it")
+    travelled = share.ranges(Kind.COMPRESS)
+    for _, op in share.where(Kind.DIRECTION) if found else ():
+        if not covered(op.range or Range(0, 0), travelled):
+            raise share.refuse(f"{op} has no COMPRESS of all of its range before it")
 
 
 def _check_norms(share: Share) -> None:

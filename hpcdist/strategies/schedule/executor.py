@@ -8,6 +8,7 @@ import numpy as np
 
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import NonFiniteError
 from hpcdist.models.arena import Arena
@@ -18,6 +19,7 @@ from hpcdist.strategies.exchange import Exchange
 from hpcdist.strategies.loss_scale import Unscaled
 from hpcdist.strategies.pipeline import Copies
 from hpcdist.strategies.schedule.generators import forward_only, gathered
+from hpcdist.strategies.schedule.meter import Meter
 from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
 from hpcdist.strategies.schedule.stages import MicroBatch, Stages
 from hpcdist.strategies.schedule.watch import Watch
@@ -39,6 +41,15 @@ PHASES = {
 }
 
 
+@dataclass(frozen=True)
+class Recomputed:
+    """What a second computation of a step found: why there was one ("" for no ``suspicion``), and who was at fault."""
+
+    suspicion: str
+    ranks: tuple[int, ...] = ()
+    fault: str = ""
+
+
 @dataclass
 class Step:
     """What a step found out: the mean loss over the whole batch, who wants to stop, seconds by phase on this rank.
@@ -51,6 +62,8 @@ class Step:
     wishes: np.ndarray = field(default_factory=lambda: np.zeros(0))
     loss_scale: float = 1.0
     skipped: bool = False
+    recomputed: Recomputed | None = None
+    measured: np.ndarray = field(default_factory=lambda: np.zeros(0))  # what a `Meter` counts, summed over the world
     seconds: dict[str, float] = field(
         default_factory=lambda: {"compute_s": 0.0, "communication_s": 0.0, "update_s": 0.0}
     )
@@ -69,6 +82,9 @@ class Executor:
         self.units = seat.ranges
         self.loss_scale = Unscaled()
         self.seed = 0
+        self.recheck: Callable[[], None] | None = None  # asked when a step is agreed on; it may `compute_again`
+        self.meter: Meter | None = None
+        self.updated = 0  # the last step that is whole here: it was agreed on, and updated or left out
         self._bound = (Bound if seat.working is None else WorkingCopies)(seat, exchange, copies)
         self._watch = Watch()
         if isinstance(seat.model, CutModel):
@@ -109,12 +125,14 @@ class Executor:
         """
         self._draw = Draw(self.seed, step, first_sample)
         self._begin(operations, batches, self._draw)
-        self.exchange.count_samples(sum(len(inputs) for inputs, _ in batches), samples)
-        self._number, self._sent = step, wishes
+        self.sizes, self.samples = [len(inputs) for inputs, _ in batches], samples
+        self.exchange.count_samples(sum(self.sizes), samples)
+        self.number, self._sent, self._step = step, wishes, (operations, batches)
         self._scale = 1.0 / (samples * self.model.tokens_per_sample)
-        self._outcome = Step(loss_scale=self.loss_scale.scale)
-        self._stages.scale = self._scale * self._outcome.loss_scale
-        seconds = self._outcome.seconds
+        self.outcome = Step(loss_scale=self.loss_scale.scale)
+        self._stages.scale = self._scale * self.outcome.loss_scale
+        self.exchange.scaled_by(self.outcome.loss_scale)
+        seconds = self.outcome.seconds
         phases = [PHASES.get(operation.kind, "communication_s") for operation in operations]
         self.model.communicated_s()  # what came before the step is not of it
         clock = time.perf_counter()
@@ -126,13 +144,14 @@ class Executor:
                 now = time.perf_counter()
                 seconds[phase] += now - clock
                 clock = now
-            if self._outcome.skipped:
+            if self.outcome.skipped:
                 break
         self._stages.neighbours.finish()
+        self.updated = step
         inside_s = self.model.communicated_s()
         seconds["communication_s"] += inside_s
         seconds["compute_s"] -= inside_s
-        return self._outcome
+        return self.outcome
 
     def evaluate(self, inputs: Array, targets: Array) -> float:
         """Return the sum of the losses of a batch in nats over all its targets; 0 but on the last stage.
@@ -153,13 +172,22 @@ class Executor:
         nothing is updated.
         """
         self._watch.begin(self.exchange.parameters)
+        self._compute(operations, batches)
+        self._stages.neighbours.finish()
+        return self._watch.end()
+
+    def compute_again(self) -> None:
+        """Compute the step that is being agreed on once more, and agree on what comes of it. Collective."""
+        self._stages.neighbours.finish()
+        self._compute(*self._step)
+        self._sum_up()
+
+    def _compute(self, operations: Sequence[Operation], batches: Sequence[MicroBatch]) -> None:
         self._begin(operations, batches, self._draw)
         for operation in operations:
             if operation.kind is Kind.AGREE:
                 break
             self._handlers[operation.kind](operation)
-        self._stages.neighbours.finish()
-        return self._watch.end()
 
     def _begin(self, operations: Sequence[Operation], batches: Sequence[MicroBatch], draw: Draw | None = None) -> None:
         self.exchange.begin(operations)
@@ -171,6 +199,8 @@ class Executor:
 
     def _backward(self, op: Operation) -> None:
         self._stages.carries_out[op.kind](op)
+        if self.meter is not None:
+            self.meter.went_back(op)
 
     def _gather(self, op: Operation) -> None:
         """Gather or free a unit: where its parameters come and go, views of them are bound anew."""
@@ -192,6 +222,8 @@ class Executor:
         for unit in units:
             self._bound.complete(unit)
             self._watch.look_at_gradients(self._gradients_of_layer(unit), self.units[unit].intersect(op.range))
+        if self.meter is not None:
+            self.meter.exchanges(op)
         self.exchange.carries_out[op.kind](op)
         if not self.exchange.accumulates:
             for unit in units:
@@ -199,9 +231,8 @@ class Executor:
 
     def _copy_gradient(self, op: Operation) -> None:
         if op.unit in self.units:
-            self._bound.gradients(op.unit).finish()
-        for key in self.copies.keys - self._bound.written:
-            self.copies.gradients.view(key)[...] = 0
+            self._bound.complete(op.unit)
+        self._bound.complete_copies()
         if op.unit in self.units:
             own, part = self._gradients_of_layer(op.unit), self.units[op.unit]
             self._watch.look_at_gradients(own, part)
@@ -210,19 +241,29 @@ class Executor:
         else:
             self.copies.gradient(op)
 
-    def _agree(self, op: Operation) -> None:
+    def _sum_up(self) -> None:
+        """Agree on what the computation of a step gave. Collective."""
         before = time.perf_counter()
         norm_squared = self.exchange.norm_squared()
         norm_s = time.perf_counter() - before  # a pass over the gradients is no communication
-        self._outcome.seconds["update_s"] += norm_s
-        self._outcome.seconds["communication_s"] -= norm_s
-        loss, values = self.exchange.agree_losses(self._stages.losses, np.concatenate([[norm_squared], self._sent]))
-        outcome, scale = self._outcome, self._outcome.loss_scale
+        outcome = self.outcome
+        outcome.seconds["update_s"] += norm_s
+        outcome.seconds["communication_s"] -= norm_s
+        own = self.meter.numbers() if self.meter is not None else np.zeros(0)
+        sent = np.concatenate([[norm_squared], own, self._sent])
+        loss, values = self.exchange.agree_losses(self.own_losses, sent)
         outcome.loss = loss * self._scale
-        outcome.gradient_norm = float(np.sqrt(values[0])) / scale
-        outcome.wishes = values[1:]
-        of = f" of step {self._number - 1}" if self.exchange.alternates else ""  # whose gradient is applied now
-        found = f"step {self._number}: loss {outcome.loss}, gradient norm{of} {outcome.gradient_norm}"
+        self._norm_squared = float(values[0])  # of the scaled gradient
+        outcome.gradient_norm = float(np.sqrt(values[0])) / outcome.loss_scale
+        outcome.measured, outcome.wishes = np.split(values[1:], [own.size])
+
+    def _agree(self, op: Operation) -> None:
+        self._sum_up()
+        if self.recheck is not None:
+            self.recheck()
+        outcome, scale = self.outcome, self.outcome.loss_scale
+        of = f" of step {self.number - 1}" if self.exchange.alternates else ""  # whose gradient is applied now
+        found = f"step {self.number}: loss {outcome.loss}, gradient norm{of} {outcome.gradient_norm}"
         try:
             if not np.isfinite(outcome.loss):
                 raise NonFiniteError(found)  # no scale of its gradient cures it
@@ -232,8 +273,20 @@ class Executor:
             raise
         if outcome.skipped:
             return
-        clipped = clip.clip_scale(float(values[0]) / scale**2, self.clip_norm) if self.clip_norm else 1.0
+        norm_squared, normalizes = self._norm_squared / scale**2, self.seat.optimizer.normalize_gradient
+        bounded = self.clip_norm or normalizes
+        clipped = clip.clip_scale(norm_squared, self.clip_norm, normalize=normalizes) if bounded else 1.0
         self.exchange.begin_update(clipped / scale)
+
+    @property
+    def own_losses(self) -> list[float]:
+        """Sums over its targets, of each micro-batch of this rank (local)."""
+        return self._stages.losses
+
+    def gradients_in(self, part: Range) -> Array | None:
+        """Return this rank's gradients in ``part``, a range of whole layers or in one; None for none (local)."""
+        unit = next((unit for unit, own in self.units.items() if part.intersect(own)), None)
+        return None if unit is None else self._gradients_of_layer(unit).range(part)
 
     def _gradients_of_layer(self, unit: int) -> FlatStore:
         return self.exchange.gradients_at(self.model.stages[unit].layer)

@@ -26,11 +26,12 @@ class Neighbours:
 
     Sends never block. Receives are posted ahead of their turn, so that no message waits for its receiver. Shapes follow
     from the model and the number of samples, which both sides know; that they do, construction checks once. Collective
-    over the pipeline, then; all else is between two ranks.
+    over the pipeline, then; all else is between two ranks. What travels has the type in which stages compute, also
+    where parameters and their gradients have 16 bits.
     """
 
     def __init__(self, seat: Seat, arena: Arena) -> None:
-        self._comm, self._arena, self._model, self._dtype = seat.pipeline, arena, seat.model, seat.dtype
+        self._comm, self._arena, self._model, self._dtype = seat.pipeline, arena, seat.model, seat.model.dtype
         self._placement = seat.placed
         self._edges = len(seat.model.stages) + len(seat.placed.skips)
         self._window = (LAST_TAG + 1 - TIES) // (2 * self._edges)  # micro-batches whose tags differ

@@ -49,6 +49,7 @@ class Kind(Enum):
     COPY_VALUE = "copy_value"  # the new value of a tied tensor back to its copy
     SUM_ROWS = "sum_rows"  # of tensors that all ranks of the tensor axis have: each has the gradient of its own tokens
     AGREE = "agree"  # loss, found-inf, norm and the wish to stop; every REDUCE comes before it
+    COMPRESS = "compress"  # (range): what travels of gradients that nobody was to see before all had agreed
     DIRECTION = "direction"  # (range): gradients become update directions
     NORMS = "norms"  # norms of tensors that several ranks share, for layer-wise rates
     APPLY = "apply"  # (range): parameters take a step along them

@@ -3,8 +3,9 @@
 What is proven, before anything runs: every receive is matched by one send of the same micro-batch in the same
 direction; collectives come in the same order on all members of their axis; no rank waits in a circle (see `waits`);
 each micro-batch goes through each stage of the model once and comes back once; gradients are exchanged when they are
-complete, and once; what is started is waited for before anybody needs it; each element is stepped by one owner or by
-every replica; and whoever keeps parameters ends with new ones. The executor runs the same lists.
+complete, and once; what travels in another form (COMPRESS) does so once all have agreed, and before it is stepped by;
+what is started is waited for before anybody needs it; each element is stepped by one owner or by every replica; and
+whoever keeps parameters ends with new ones. The executor runs the same lists.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -26,6 +26,7 @@ SENDS: Final = {
 RECEIVES: Final = {receive: (send, onward) for send, (receive, onward) in SENDS.items()}
 OVER_DATA: Final = (
     *(Kind.REDUCE, Kind.COMBINE, Kind.GATHER, Kind.NORMS, Kind.REFRESH, Kind.COMMIT, Kind.AVERAGE),
+    Kind.COMPRESS,
     *(*ENDS, *ENDS.values()),
 )
 OVER_COPIES: Final = (Kind.COPY_GRADIENT, Kind.COPY_VALUE)

@@ -44,7 +44,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hpcdist.arrays.piece import Piece
-from hpcdist.arrays.ranges import split
+from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.strategies.exchange import Handlers, pieces_of
 from hpcdist.strategies.logical_shards import LogicalShards
@@ -103,7 +103,7 @@ class ZeroExchange(OwnerExchange):
         own = [cuts[OPTIMIZER] for cuts in levels.cuts.values()]
         self._node = NodeParameters(seat, [*map(levels.of_all, levels.cuts)]) if config.shared_parameters else None
         self.owner = Owner(
-            self._keep_parameters() if self._node is None else self._node.front,
+            self._stepped(own),
             self._keep_gradients(),
             self._offload.optimizer(own),
             own,
@@ -135,9 +135,12 @@ class ZeroExchange(OwnerExchange):
         size = sum(part.size for _, part in self.seat.layout.within(self.seat.ranges[unit]))
         return self._comes_and_goes and size >= persistent_below and unit not in self._copied
 
+    def _stepped(self, own: Sequence[Range]) -> FlatStore:
+        """Return what the owners of the cuts ``own`` step (local)."""
+        return self._keep_parameters() if self._node is None else self._node.front
+
     def _keep_parameters(self) -> FlatStore:
-        # What is whole is handed round among the replicas; a shard of it is this rank's alone.
-        if not self._cut_layers:
+        if not self._cut_layers:  # what is whole is handed round among the replicas; a shard is this rank's alone
             over = self.levels.first(PARAMETERS, OPTIMIZER)
             return self.seat.store("parameters", allocate=self.seat.for_replicas("parameters", over))
         kept = [cuts[PARAMETERS if layer in self._cut_layers else WHOLE] for layer, cuts in self.levels.cuts.items()]
@@ -146,7 +149,7 @@ class ZeroExchange(OwnerExchange):
     def _keep_gradients(self) -> FlatStore:
         if self._keeps_gradients:
             over = self.levels.first(WHOLE, OPTIMIZER) or self.levels.replicas
-            over = over if self.overlap is None else self.overlap.over
+            over = self.overlap.over if self.overlap is not None else over
             return self.seat.store("gradients", allocate=self.seat.for_replicas("gradients", over))
         return self._offload.gradients([cuts[self._kept] for cuts in self.levels.cuts.values()])
 
@@ -188,17 +191,18 @@ class ZeroExchange(OwnerExchange):
         if self._trees is not None:
             self._trees.reduce(layer, op.microbatch, store)
         else:
-            self.levels.reduce(store, layer, WHOLE, OPTIMIZER if self.accumulates else GRADIENTS)
-            if self.accumulates:
-                self.levels.sum_replicas(store, layer)
+            self._sum(store, layer, WHOLE, OPTIMIZER if self.accumulates else GRADIENTS)
         self._take_in(layer)
 
-    def _take_in(self, layer: int) -> None:
-        """Add this rank's shard of a layer to those of earlier micro-batches, and free the layer (local).
+    def _sum(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
+        """Sum cut ``start`` of a layer to its cut ``stop``, the last one over all who own the same. Collective."""
+        self.levels.reduce(store, layer, start, stop)
+        if stop == OPTIMIZER:
+            self.levels.sum_replicas(store, layer)
 
-        Where gradients are whole, it is where it belongs.
-        """
-        if self._keeps_gradients:
+    def _take_in(self, layer: int) -> None:
+        """Add this rank's shard of a layer to those of earlier micro-batches, and free the layer (local)."""
+        if self._keeps_gradients:  # it is where it belongs
             return
         own, store = self.levels.cuts[layer][self._kept], self.gradients_at(layer)
         (self.gradients.add if layer in self._added else self.gradients.write)(own, store.range(own))
@@ -208,16 +212,13 @@ class ZeroExchange(OwnerExchange):
     def add(self, op: Operation) -> None:
         """Take the gradients of a logical shard into the partial sums of this rank, and free the layer (local)."""
         assert self._trees is not None
-        layer = self._layer_of(op)
-        self._trees.add(layer, op.microbatch, self.gradients_at(layer))
+        self._trees.add(layer := self._layer_of(op), op.microbatch, self.gradients_at(layer))
         if not self._keeps_gradients:
             self._whole_gradients.free(layer)
 
     def combine(self, op: Operation) -> None:
         """Sum the shard of a layer over those who hold the same one, to their cuts, once a step."""
-        layer = self._layer_of(op)
-        self.levels.reduce(self.gradients, layer, GRADIENTS, OPTIMIZER)
-        self.levels.sum_replicas(self.gradients, layer)
+        self._sum(self.gradients, self._layer_of(op), GRADIENTS, OPTIMIZER)
 
     def gather(self, op: Operation) -> None:
         """Bring a layer together: before a use, from the shards; where it is kept whole, from the new cuts."""
@@ -226,7 +227,7 @@ class ZeroExchange(OwnerExchange):
         if layer in self._cut_layers and self._behind is not None and self.ahead:
             self._behind.gather(layer)
         elif layer in self._cut_layers:
-            self.levels.gather(self._place(layer), layer, WHOLE, PARAMETERS)
+            self._bring(self._place(layer), layer, WHOLE, PARAMETERS)
         else:
             self.levels.gather(self.parameters, layer, WHOLE, OPTIMIZER)
 
@@ -238,7 +239,11 @@ class ZeroExchange(OwnerExchange):
 
     def refresh(self, op: Operation) -> None:
         """Bring the shard of a layer together from the new cuts."""
-        self.levels.gather(self.parameters, self.seat.model.stages[op.unit].layer, PARAMETERS, OPTIMIZER)
+        self._bring(self.parameters, self.seat.model.stages[op.unit].layer, PARAMETERS, OPTIMIZER)
+
+    def _bring(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
+        """Fill cut ``start`` of a layer that is not kept whole from its cuts ``stop``. Collective."""
+        self.levels.gather(store, layer, start, stop)
 
     def free(self, op: Operation) -> None:
         """Drop the gathered layer (local)."""
@@ -291,9 +296,5 @@ class ZeroExchange(OwnerExchange):
 
     def pieces(self) -> Sequence[Piece]:
         """Return this rank's share, by bytes, of the own cuts: what several ranks own is written once."""
-        parts = self.owner.parts
-        if self.levels.replicas is not None:
-            count, rank = self.levels.replicas.size, self.levels.replicas.rank
-            parts = [split(part.size, count, self.seat.dtype.itemsize)[rank].shift(part.start) for part in parts]
-        own = counted(self.seat.layout, parts, self.seat.tensor)
+        own = counted(self.seat.layout, self.levels.of_replicas(self.owner.parts), self.seat.tensor)
         return pieces_of({"parameters": self.weights, **self.owner.slots()}, own)

@@ -12,6 +12,7 @@ So where d_p ranks share a node, level 0 stays inside it and the others go betwe
 levels send as much as one over all of them: 1 - 1/d_p + (1/d_p) (1 - d_p/d_g) = 1 - 1/d_g of the layer.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -108,11 +109,27 @@ class Levels:
             if comm is not None and part:
                 self._sharding.reduce_scatter(comm, store.range(part), self._shares[layer][level])
 
+    @property
+    def comms(self) -> tuple[Communicator | None, ...]:
+        """Who cuts at each level together with this rank; None where it is alone (local)."""
+        return tuple(self._comms)
+
+    def shares_at(self, layer: int, level: int) -> list[Range]:
+        """Return the cuts of all who cut a layer at ``level`` (local)."""
+        return [share.shift(self.cuts[layer][level].start) for share in self._shares[layer][level]]
+
     def sum_replicas(self, store: FlatStore, layer: int) -> None:
         """Sum this rank's last cut of a layer over those who own the same one, in place. Collective over them."""
         part = self.cuts[layer][OPTIMIZER]
         if self.replicas is not None and part:
             collectives.allreduce(self.replicas, store.range(part), self.algorithm)
+
+    def of_replicas(self, parts: Sequence[Range]) -> list[Range]:
+        """Return this rank's share of each of the last cuts ``parts``, which its replicas have as well (local)."""
+        if self.replicas is None:
+            return list(parts)
+        count, rank = self.replicas.size, self.replicas.rank
+        return [split(part.size, count, self._itemsize)[rank].shift(part.start) for part in parts]
 
     def gather(self, store: FlatStore, layer: int, start: int, stop: int) -> None:
         """Fill cut ``start`` of a layer from the cuts ``stop`` of the ranks that have them. Collective: `reduce`."""

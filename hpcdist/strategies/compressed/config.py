@@ -1,0 +1,96 @@
+"""The ``[compression]`` section of a recipe. Light: imports nothing but the errors.
+
+Which compressor is used is ``communication.compression``; these keys say how.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from hpcdist.errors import ConfigurationError
+
+QUANTISED: Final = ("float16", "bfloat16", "int8", "int4", "adaptive", "qsgd", "sign")
+SPARSE: Final = ("topk", "randomk")
+SUMMED: Final = ("randomk",)  # of SPARSE: payloads of all ranks have the same indices, and are summed as they are
+LOW_RANK: Final = ("powersgd",)
+COMPRESSORS: Final = (*QUANTISED, *SPARSE, *LOW_RANK)
+OPTIMIZING: Final = ("dgc", "onebit")  # exchanges of their own: they take the place of an optimizer's momentum
+PARAMETERS: Final = ("none", "float16", "bfloat16", "int8", "int4")
+# Which compressors read a key, of the keys that not all of them read.
+_READ_BY: Final = {
+    "error_feedback": COMPRESSORS,
+    "density": ("topk", "randomk", "dgc"),
+    "rank": LOW_RANK,
+    "bits": ("qsgd",),
+    "candidates": ("auto",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionConfig:
+    """How gradients are compressed, where ``communication.compression`` names a way.
+
+    With ``error_feedback`` what a compressor loses of a gradient is added to the next one. The first ``warmup_steps``
+    updates are not compressed; of dgc they are the steps in which the density falls to the one asked for, of onebit
+    those in which the variance is measured. With ``across_nodes`` the ranks of a node sum in float32, and only what
+    leaves the node is compressed. ``density`` is the share of elements that is sent, ``rank`` that of the factors of
+    powersgd, ``bits`` those of a code of qsgd. ``auto`` measures ``candidates`` against no compression and takes the
+    fastest. ``parameters`` is how zero3 sends what it gathers: "int8" is qwZ of ZeRO++.
+    """
+
+    error_feedback: bool = True
+    warmup_steps: int = 0
+    across_nodes: bool = False
+    density: float = 0.01
+    rank: int = 4
+    bits: int = 8
+    candidates: tuple[str, ...] = ("int8",)
+    parameters: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ConfigurationError(f"compression.warmup_steps = {self.warmup_steps}; it must be at least 0")
+        if not 0 < self.density <= 1:
+            raise ConfigurationError(
+                f"compression.density = {self.density}: the share of elements to send is above 0 and at most 1, e.g. "
+                "0.01"
+            )
+        if self.rank < 1:
+            raise ConfigurationError(f"compression.rank = {self.rank}; the factors of powersgd have at least 1 column")
+        if self.bits not in (2, 4, 8):
+            raise ConfigurationError(f"compression.bits = {self.bits}; qsgd has codes of 2, 4 or 8 bits")
+        if not self.candidates or len(set(self.candidates)) < len(self.candidates):
+            raise ConfigurationError(
+                f"compression.candidates = {list(self.candidates)}: name one compressor or more, each once"
+            )
+        for name in self.candidates:
+            if name not in COMPRESSORS:
+                raise ConfigurationError(
+                    f"compression.candidates: {name!r} is none; choose among {', '.join(COMPRESSORS)}"
+                )
+        if self.parameters not in PARAMETERS:
+            raise ConfigurationError(
+                f"compression.parameters = {self.parameters!r}; choose one of {', '.join(PARAMETERS)}"
+            )
+
+    def check_beside(self, compression: str) -> None:
+        """Raise ConfigurationError for keys that ``communication.compression`` would ignore (local)."""
+        meant = self.candidates if compression == "auto" else (compression,)
+        for item in fields(self):
+            value: Any = getattr(self, item.name)
+            if value == item.default or item.name == "parameters":
+                continue
+            if item.name == "across_nodes" and self.parameters != "none":
+                continue
+            readers = _READ_BY.get(item.name, (*COMPRESSORS, *OPTIMIZING, "auto"))
+            if compression not in readers and not set(meant) & set(readers):
+                written = str(value).lower() if isinstance(value, bool) else repr(value)
+                raise ConfigurationError(
+                    f"compression.{item.name} = {written} has no effect with communication.compression = "
+                    f"{compression!r}; remove it, or choose one of {', '.join(readers)}"
+                )
+        if "qsgd" in meant and self.error_feedback and self.bits < 8:
+            raise ConfigurationError(
+                f"compression.bits = {self.bits} with compression.error_feedback = true: qsgd then loses more than "
+                "there is, and what is fed back would grow without bound; set compression.error_feedback = false "
+                "(it is unbiased), or compression.bits = 8"
+            )

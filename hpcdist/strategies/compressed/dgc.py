@@ -1,0 +1,161 @@
+"""Deep gradient compression as an exchange: the momentum of SGD before the wire, Lin et al. (arXiv:1712.01887).
+
+See `hpcdist.compression.dgc` for the maths. Each rank keeps for each element a velocity and what is unsent of it,
+8 bytes; it sends the largest of what is unsent to all others, who add up what came in order of ranks and step by the
+sum, without momentum of their own. For tensors of n elements, or pieces of them where buckets cut them, and the density
+d, each of p ranks sends (p-1) 8 ceil(d n) bytes a step, and up to 63 more to align the payload of a tensor: below the
+2 (p-1)/p 4 n of a dense sum where d is below 1/p.
+
+The density is 1/4, 1/16, 1/64 and 1/256 in the four quarters of ``compression.warmup_steps``, never below
+``compression.density``, and that afterwards. Gradients are clipped where they are: see `LocalGradients`.
+
+Weight decay stays with the owner of the weights, who adds decay w to the sum before the step, as SGD does (coupled, L2,
+on matrices); it is the same on all ranks and need not travel. It does not pass through the momentum: that of plain SGD
+sums it up to 1 / (1 - momentum) times as much, so a decay that is to do the same is as much larger.
+
+On one data rank everything is sent, to nobody: the steps are those of SGD with momentum, but for that decay. A
+checkpoint for another number of ranks keeps the sums over the ranks, of the velocities as of what is unsent (see
+`hpcdist.strategies.compressed.residuals`): both go into what is stepped by as sums.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.layout import Layout
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.compression.dgc import WARMUP_STAGES, Dgc, density_at
+from hpcdist.compression.topk import TopK
+from hpcdist.strategies.allreduce import buckets
+from hpcdist.strategies.compressed.coder import Coder, Unit
+from hpcdist.strategies.compressed.config import CompressionConfig
+from hpcdist.strategies.compressed.local_gradients import LocalGradients
+from hpcdist.strategies.compressed.residuals import Residuals
+from hpcdist.strategies.compressed.ways import Gathered
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.seat import Seat
+
+VELOCITY: Final = "velocity"
+
+
+class Velocities(Residuals):
+    """The velocities of this rank: kept as residuals are, under a name of their own."""
+
+    def _pieces_of(self, store: FlatStore, rank: int, parts: Sequence[Range]) -> list[Piece]:
+        return [replace(piece, kind=_kind(rank)) for piece in super()._pieces_of(store, rank, parts)]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What the pieces of `wanted` are called; each may be missing."""
+        return tuple(map(_kind, self.old))
+
+
+def _kind(rank: int) -> str:
+    return f"{VELOCITY}.{rank}"
+
+
+class Largest(Coder):
+    """Sends the largest of what is unsent; the values that it is given are not looked at."""
+
+    def __init__(self, layout: Layout, density: float, states: Mapping[Range, Dgc]) -> None:
+        super().__init__(layout, TopK(density=density), seed=0, rank=0)
+        self._states = states
+
+    def encode_unit(self, unit: Unit, values: Array, payload: Array) -> None:
+        """Write the payload of one unit, and forget at this rank what it has."""
+        self._states[unit.where].encode(payload)
+
+
+class DgcExchange(LocalGradients):
+    """Sparse sums of velocities over the data axis. Collective over it, but where it says local.
+
+    Without ``masks_velocity`` elements that are sent keep their velocity: with all of them sent that is momentum SGD.
+    """
+
+    def __init__(self, seat: Seat, config: CompressionConfig, *, masks_velocity: bool = True) -> None:
+        given = seat.optimizer
+        super().__init__(seat, replace(given, momentum=0.0, nesterov=False))
+        self.config = config
+        cut = np.dtype(np.float32).itemsize, seat.bucket_bytes
+        self.buckets = [found for part in reversed(seat.parts) for found in buckets(seat.layout, *cut, part)]
+        self.unsent = Residuals(self.seat, seat.data, seat.parts, can_roll_back=False)
+        self.velocity = Velocities(self.seat, seat.data, seat.parts, can_roll_back=False)
+        u, v = (kept.feedback.residuals for kept in (self.velocity, self.unsent))
+        self._states = {
+            where: Dgc(
+                where.size,
+                momentum=given.momentum,
+                nesterov=given.nesterov,
+                masks_velocity=masks_velocity,
+                held=(u.range(where), v.range(where)),
+            )
+            for bucket in self.buckets
+            for _, where in seat.layout.within(bucket)
+        }
+        self._ways = {self.density: self._gathered()}
+        self._clip = 1.0
+
+    @property
+    def density(self) -> float:
+        """The share of elements that the next update sends (local)."""
+        done, steps = self.owner.optimizer.count, self.config.warmup_steps
+        stage = WARMUP_STAGES * done // steps if steps else WARMUP_STAGES
+        return density_at(stage, self.config.density, 1)
+
+    def _gathered(self) -> Gathered:
+        return Gathered(self.seat.data, Largest(self.seat.layout, self.density, self._states))
+
+    def plan(self) -> list[Operation]:
+        """Return KEEP per bucket, AGREE, COMPRESS per bucket, then the update of everything."""
+        kept, sent = ([Operation(kind, range=bucket) for bucket in self.buckets] for kind in (Kind.KEEP, Kind.COMPRESS))
+        return [*kept, Operation(Kind.AGREE), *sent, *self.owner.plan()]
+
+    def begin_update(self, scale: float) -> None:
+        """Begin the update of the step; ``scale``, of a sum that nobody has, gives way to that of own gradients."""
+        self._clip = self.clip_factor()
+        density = self.density
+        if density not in self._ways:
+            self._ways = {density: self._gathered()}
+        (self._way,) = self._ways.values()
+        super().begin_update(1.0)
+
+    def compress(self, op: Operation) -> None:
+        """Replace the gradients of the range by the sum of what all ranks send of it."""
+        assert op.range is not None
+        gradients = self.gradients.range(op.range)
+        for _, where in self.seat.layout.within(op.range):
+            own, state = gradients[where.shift(-op.range.start).slice], self._states[where]
+            state.accumulate(own, self._clip)
+            if self.seat.data.size == 1:
+                state.release(own)
+        if self.seat.data.size > 1:
+            self._way.allreduce(gradients, op.range)
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return also this rank's velocities and what it has not sent."""
+        return [*super().pieces(), *self.unsent.pieces(), *self.velocity.pieces()]
+
+    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+        """Take note of whose state a checkpoint has; it may lack all of it (local)."""
+        for kept in (self.unsent, self.velocity):
+            kept.foresee(state)
+        return {*super().foresee(state), *self.unsent.kinds, *self.velocity.kinds}
+
+    def wanted(self) -> Sequence[Piece]:
+        """Return also where velocities go, and what was not sent."""
+        return [*super().wanted(), *self.unsent.wanted(), *self.velocity.wanted()]
+
+    def state(self) -> dict[str, Any]:
+        """Return the optimizer's clock, and how many ranks have velocities."""
+        return super().state() | self.unsent.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` returned, once the pieces are there (local)."""
+        super().restore(state)
+        for kept in (self.unsent, self.velocity):
+            kept.restored()

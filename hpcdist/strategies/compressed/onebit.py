@@ -1,0 +1,233 @@
+"""1-bit Adam as an exchange: dense Adam first, then signs of the momentum, Tang et al. (arXiv:2102.02888).
+
+See `hpcdist.compression.onebit` for the maths. In the first ``compression.warmup_steps`` updates gradients are summed
+and clipped as without compression, and the steps are those of AdamW. Then the variance is frozen: each of p ranks
+advances the momentum that all have by its own gradient, and sends signs of it. All stretches of a rank travel together:
+with M_q the bytes of the payloads of all chunks of rank q, 4 + n/8 for n elements and placed by 64 bytes, rank r sends
+
+    the M_q of all q but r to their owners, and those of all q but r + 1 around a ring:  2 (p-1)/p n/8 and a little
+
+bytes for n elements, where a dense sum takes 2 (p-1)/p 4 n.
+
+See `hpcdist.strategies.compressed.onebit_stretches` for what a stretch is.
+
+Weight decay is decoupled and the rate is that of the step, as in AdamW: only the momentum travels. Gradients are
+clipped by their global norm in the warm-up, where it is known; afterwards each replica clips its own at clip_norm /
+sqrt(p), see `LocalGradients`. (Under DeepSpeed each clips the mean of its own samples at the limit of the global norm,
+which is sqrt(p) times harder, and harder the more ranks there are.)
+
+On one data rank nothing is compressed, and nothing is frozen: it is AdamW. A checkpoint has the moments once, of each
+rank the worker errors, and the server errors once, whoever owned them. For another number of ranks the mean of the
+worker errors is kept: each takes p'/p of their sum in its own chunks. A checkpoint of AdamW, or of the warm-up, begins
+with no errors; one that is frozen stays so, but for one data rank, which pays the errors at once and goes on with Adam.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist import collectives
+from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range
+from hpcdist.collectives.workspace import scratch
+from hpcdist.compression.compressor import Key, align
+from hpcdist.compression.onebit import Moments, OneBitAdam, places
+from hpcdist.errors import StorageError
+from hpcdist.strategies.compressed.config import CompressionConfig
+from hpcdist.strategies.compressed.local_gradients import LocalGradients
+from hpcdist.strategies.compressed.onebit_stretches import Held, stretches
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.tensor.replicated import counted
+
+WORKER: Final = "onebit.worker_error"
+SERVER: Final = "onebit.server_error"
+FROZEN: Final = "frozen"  # among the numbers of a checkpoint: how many ranks have worker errors, 0 before the freeze
+_BYTES: Final = np.dtype(np.uint8)
+_FLOAT32: Final = np.dtype(np.float32)
+
+
+class OneBitExchange(LocalGradients):
+    """Signs of momenta over the data axis. Collective over it, but where it says local."""
+
+    def __init__(self, seat: Seat, config: CompressionConfig, seed: int = 0) -> None:
+        given = seat.optimizer
+        # What is left of AdamW for the owner: the decay, and the rate.
+        super().__init__(seat, replace(given, name="sgd", momentum=0.0))
+        self.config, self._seed, self._scale = config, seed, 1.0
+        moments = Moments(beta1=given.beta1, beta2=given.beta2, epsilon=given.epsilon)
+        data = seat.data
+        self.held = {
+            part: [
+                Held(stretch, OneBitAdam(stretch.size, data.rank, data.size, moments, on=seat.on))
+                for stretch in stretches(seat.layout, part, data.size)
+            ]
+            for part in seat.parts
+        }
+        if seat.ledger is not None:
+            for held in self._all():
+                for array in held.adam.arrays().values():
+                    seat.ledger.track(array, "optimizer")
+        self._is_frozen = False
+        self._before = data.size  # the ranks that had worker errors in the checkpoint that is read; 0: none
+        self._taken: list[list[Array]] = []
+
+    def _all(self) -> Iterator[Held]:
+        for held in self.held.values():
+            yield from held
+
+    @property
+    def is_compressing(self) -> bool:
+        """Whether the momentum travels as signs in the step that begins (local)."""
+        warm = self.owner.optimizer.count < self.config.warmup_steps
+        return self.seat.data.size > 1 and (self._is_frozen or not warm)
+
+    def plan(self) -> list[Operation]:
+        """Return REDUCE per bucket, which is that of the warm-up, AGREE, COMPRESS of each part, and the update."""
+        steps = super().plan()
+        agreed = steps.index(Operation(Kind.AGREE)) + 1
+        return [*steps[:agreed], *(Operation(Kind.COMPRESS, range=part) for part in self.held), *steps[agreed:]]
+
+    def reduce(self, op: Operation) -> None:
+        """Sum the gradients of the range in place, in the warm-up."""
+        if not self.is_compressing:
+            super().reduce(op)
+
+    def norm_squared(self) -> float:
+        """Return this rank's share of the squared norm: of the sum in the warm-up, then of its own gradients."""
+        if self.is_compressing:
+            return super().norm_squared()
+        return super(LocalGradients, self).norm_squared()
+
+    def begin_update(self, scale: float) -> None:
+        """Begin the update of the step, and freeze the variance where it is due."""
+        freezes = self.is_compressing
+        if freezes:
+            # Gradients are shares of the mean over all samples; the mean over the ranks is taken when they have come.
+            scale = self.clip_factor() * self.seat.data.size
+        for held in self._all():
+            if freezes and not held.adam.is_frozen:
+                held.adam.freeze()
+            elif held.adam.is_frozen and not freezes:
+                held.adam.thaw()
+        self._scale, self._is_frozen = scale, freezes
+        super().begin_update(1.0)
+
+    def compress(self, op: Operation) -> None:
+        """Replace the gradients of the range, a part of this rank, by the step of Adam."""
+        assert op.range is not None
+        for held in self.held[op.range]:
+            gradient = held.stretch.gather(self.gradients)
+            gradient *= np.float32(self._scale)
+            if self._is_frozen:
+                held.adam.accumulate(gradient)
+            else:
+                held.adam.warm(gradient)
+                held.stretch.scatter(gradient, self.gradients)
+        if self._is_frozen:
+            self._send(self.held[op.range])
+            for held in self.held[op.range]:
+                direction = held.stretch.gather(self.gradients)
+                held.adam.direction(direction)
+                held.stretch.scatter(direction, self.gradients)
+
+    def _send(self, held: Sequence[Held]) -> None:
+        """Bring the chunks to their owners, and their means to all."""
+        comm, like = self.seat.data, self.gradients.array
+        adams = [one.adam for one in held]
+        # Payloads lie alike in every message of a chunk; (ranks, stretches)
+        lie = [places([a.compressor.payload_bytes(a.chunks[q].size) for a in adams]) for q in range(comm.size)]
+        sizes = [row[-1].stop if row else 0 for row in lie]
+        outgoing, arrived, all_means = _rows(sizes), _rows([sizes[comm.rank]] * comm.size), _rows(sizes)
+        send = scratch("compressed.outgoing", _end(outgoing), _BYTES, like)
+        receive = scratch("compressed.arrived", _end(arrived), _BYTES, like)
+        for owner, row in enumerate(outgoing):
+            for number, (adam, place) in enumerate(zip(adams, lie[owner], strict=True)):
+                adam.encode_worker(owner, send[row.slice][place.slice], self._key(number, owner))
+        collectives.all_to_all(comm, send, receive, outgoing, arrived)
+        means = send  # what has been sent is not needed any more
+        for number, (adam, place) in enumerate(zip(adams, lie[comm.rank], strict=True)):
+            for row in arrived:
+                adam.add_worker(receive[row.slice][place.slice])
+            adam.encode_server(means[all_means[comm.rank].slice][place.slice], self._key(number, comm.size))
+        collectives.all_gather(comm, means, all_means)
+        for owner, row in enumerate(all_means):
+            for adam, place in zip(adams, lie[owner], strict=True):
+                adam.receive(owner, means[row.slice][place.slice])
+
+    def _key(self, stretch: int, phase: int) -> Key:
+        data = self.seat.data
+        return Key(self._seed, self.owner.optimizer.count, data.rank, stretch * (data.size + 1) + phase)
+
+    def pieces(self) -> Sequence[Piece]:
+        """Return also this rank's share of the moments, which all have, and its errors."""
+        seat, shares, found = self.seat, self.shares(), list(super().pieces())
+        once = counted(seat.layout, seat.parts, seat.tensor)
+        for held in self._all():
+            stretch, adam = held.stretch, held.adam
+            whole = Range(0, stretch.size)
+            for name in ("m", "v"):
+                found += stretch.pieces(f"optimizer.{name}", adam.arrays()[name], whole, shares)
+            if adam.is_frozen:
+                found += stretch.pieces(f"{WORKER}.{seat.data.rank}", adam.worker_error, whole, once)
+                found += stretch.pieces(SERVER, adam.server_error, adam.own, once)
+        return found
+
+    def foresee(self, state: Mapping[str, Any]) -> Collection[str]:
+        """Take note of whose errors a checkpoint has; it may lack them (local)."""
+        self._before = state.get(FROZEN, 0)
+        if not (isinstance(self._before, int) and self._before >= 0):
+            raise StorageError(f"the checkpoint says that {self._before!r} ranks had errors of signs; it is damaged")
+        return {*super().foresee(state), SERVER, *(f"{WORKER}.{rank}" for rank in range(self._before))}
+
+    def wanted(self) -> Sequence[Piece]:
+        """Return also where moments and errors go."""
+        seat, found = self.seat, list(super().wanted())
+        self._taken = []
+        for held in self._all():
+            stretch, adam = held.stretch, held.adam
+            whole = Range(0, stretch.size)
+            for name in ("m", "v"):
+                found += stretch.pieces(f"optimizer.{name}", adam.arrays()[name], whole, seat.parts)
+            if self._before:
+                found += stretch.pieces(SERVER, adam.server_error, adam.own, seat.parts)
+            if self._before == seat.data.size:
+                found += stretch.pieces(f"{WORKER}.{seat.data.rank}", adam.worker_error, whole, seat.parts)
+            elif self._before:
+                taken = [backend.zeros(adam.own.size, _FLOAT32, seat.on) for _ in range(self._before)]
+                for rank, array in enumerate(taken):
+                    found += stretch.pieces(f"{WORKER}.{rank}", array, adam.own, seat.parts)
+                self._taken.append(taken)
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Return the clock, and how many ranks have errors."""
+        return super().state() | {FROZEN: self.seat.data.size if self._is_frozen else 0}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` returned, once the pieces are there (local)."""
+        super().restore(state)
+        self._is_frozen = state.get(FROZEN, 0) > 0
+        for held in self._all():
+            held.adam.count, held.adam.is_frozen = self.owner.optimizer.count, self._is_frozen
+        for held, taken in zip(self._all(), self._taken, strict=False):
+            # The mean over the ranks goes on where it is added up: by the rank that owns the chunk.
+            own = held.adam.worker_error[held.adam.own.slice]
+            held.adam.worker_error[...] = 0
+            for errors in taken:
+                own += errors
+            own *= np.float32(self.seat.data.size / self._before)
+        self._taken, self._before = [], self.seat.data.size
+
+
+def _rows(sizes: Sequence[int]) -> list[Range]:
+    """Return where messages of these sizes lie one behind the other."""
+    return places(list(sizes))
+
+
+def _end(rows: Sequence[Range]) -> int:
+    return align(rows[-1].stop)
