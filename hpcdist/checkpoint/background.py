@@ -127,6 +127,14 @@ class Background:
             path = self._go_on()
         return path
 
+    def abandon(self) -> None:
+        """Give up what is under way, after a death: wait for this rank's thread alone, whatever became of it (local).
+
+        A checkpoint that rank 0 had begun to commit becomes visible if all of it was written.
+        """
+        self._joined()
+        self._phase = Phase.IDLE
+
     def _go_on(self) -> Path | None:
         plan, phase = self._plan, self._phase
         assert plan is not None
@@ -137,7 +145,7 @@ class Background:
             if self._kept is not None:
                 self._kept.settle()
             return plan.final
-        outcomes: list[Outcome] = self._comm.allgather_object(own)
+        outcomes = save.gather(self._comm, own)
         if any(outcome.error for outcome in outcomes):
             agree(self._comm, save.commit(plan, outcomes) if self._comm.rank == 0 else "")
         self._phase, self._own = Phase.COMMIT, Outcome()

@@ -10,6 +10,7 @@ from typing import Any, Final
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.blocks import wrong_size
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.errors import StorageError
 
@@ -17,6 +18,7 @@ PARAMETERS: Final = "parameters"
 COMPLETE: Final = "complete"
 UNFINISHED: Final = "unfinished"
 DAMAGED: Final = "damaged"
+NEWER: Final = "newer"
 
 
 @dataclass(frozen=True)
@@ -91,20 +93,9 @@ def look(path: Path) -> Found:
     try:
         found = manifest.load(path)
     except StorageError as error:
-        return Found(path, step, DAMAGED, str(error), None)
-    reason = _wrong_size(path, found)
+        return Found(path, step, NEWER if isinstance(error, manifest.NewerError) else DAMAGED, str(error), None)
+    reason = wrong_size(path, found)
     return Found(path, found.step, DAMAGED if reason else COMPLETE, reason, found)
-
-
-def _wrong_size(path: Path, loaded: Manifest) -> str:
-    for name, size in loaded.files.items():
-        try:
-            found = (path / name).stat().st_size
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
-        if found != size:
-            return f"{name} has {found} bytes, the manifest says {size}"
-    return ""
 
 
 def choose(path: Path) -> Path:

@@ -8,6 +8,7 @@ from typing import Final
 from hpcdist.errors import ConfigurationError
 
 GROUPS: Final = ("rank", "node")
+OBSERVED: Final = "observed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +21,15 @@ class CheckpointConfig:
     checkpoint before is linked, not written again, which pays for frozen layers only.
 
     ``mtbf_s`` is the mean time between failures of the job, in the place of ``every_steps``: the run is saved when the
-    interval of `hpcdist.strategies.interval.daly` is over, by the measured cost of a save (0: not used). ``keep_every``
+    interval of `hpcdist.strategies.interval.daly` is over, by the measured cost of a save (0: not used; "observed": the
+    time that all starts of the run have lasted, over the number of those that failed and one more). ``keep_every``
     keeps the first checkpoint of each so many steps, too, and ``keep_best`` those with the lowest validation loss,
     which is then computed before each save (0: none). ``stripe`` spreads them over the servers of a Lustre or BeeGFS
     ("auto", "none", or options of its tool).
     """
 
     every_steps: int = 0
-    mtbf_s: float = 0.0
+    mtbf_s: float | str = 0.0
     keep: int = 2
     keep_every: int = 0
     keep_best: int = 0
@@ -64,14 +66,15 @@ class CheckpointConfig:
         for key in ("keep_every", "keep_best"):
             if getattr(self, key) < 0:
                 raise ConfigurationError(f"checkpoint.{key} = {getattr(self, key)}; give a number, or 0 for none")
-        if not 0 <= self.mtbf_s < math.inf:
+        if self.mtbf_s != OBSERVED and (isinstance(self.mtbf_s, str) or not 0 <= self.mtbf_s < math.inf):
             raise ConfigurationError(
-                f"checkpoint.mtbf_s = {self.mtbf_s}; give the seconds between two failures of the job, or 0"
+                f"checkpoint.mtbf_s = {self.mtbf_s!r}; give the seconds between two failures of the job, 'observed', "
+                "or 0"
             )
         if self.mtbf_s and self.every_steps:
             raise ConfigurationError(
-                f"checkpoint.mtbf_s = {self.mtbf_s} with checkpoint.every_steps = {self.every_steps}: one of them says "
-                "when to save; set the other to 0"
+                f"checkpoint.mtbf_s = {self.mtbf_s!r} with checkpoint.every_steps = {self.every_steps}: one of them "
+                "says when to save; set the other to 0"
             )
         if self.stripe not in ("auto", "none") and not _options(self.stripe):
             raise ConfigurationError(
@@ -84,8 +87,9 @@ class CheckpointConfig:
         for key in ("mtbf_s", "keep_best"):
             if getattr(self, key) and not lock_step:
                 raise ConfigurationError(
-                    f"checkpoint.{key} = {getattr(self, key)} where workers are not in lock-step is not built in this "
-                    f"version; set checkpoint.{key} = 0, or parameter_server.consistency = 'bsp' without backup workers"
+                    f"checkpoint.{key} = {getattr(self, key)!r} where workers are not in lock-step is not built in "
+                    f"this version; set checkpoint.{key} = 0, or parameter_server.consistency = 'bsp' without backup "
+                    "workers"
                 )
         if self.keep_best and not validated:
             raise ConfigurationError(

@@ -38,7 +38,9 @@ def begin(directory: Path, step: int, inside: Sequence[str] = ()) -> Path:
 
     What crashed saves left is removed.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    if not directory.is_dir():
+        directory.mkdir(parents=True)
+        _sync(directory.parent)
     for _, path in candidates(directory):
         if path.suffix == ".tmp":
             shutil.rmtree(path)
@@ -66,11 +68,17 @@ def commit(directory: Path, step: int, text: str, keep: int | Retention) -> Path
         final.rename(replaced)
     temporary.rename(final)
     _sync(directory)
-    _write(directory / f"{LATEST}.tmp", final.name + "\n")
-    (directory / f"{LATEST}.tmp").replace(directory / LATEST)
-    _sync(directory)
+    replace(directory / LATEST, final.name + "\n")
     _prune(directory, step, Retention.of(keep))
     return final
+
+
+def replace(path: Path, text: str) -> None:
+    """Let ``path`` hold ``text``: that or what was there, even where the machine fails meanwhile. Raises OSError."""
+    new = path.with_name(f"{path.name}.tmp")
+    _write(new, text)
+    new.replace(path)
+    _sync(path.parent)
 
 
 def discard(temporary: Path) -> None:

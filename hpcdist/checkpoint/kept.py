@@ -2,22 +2,26 @@
 
 A piece is unchanged when all its digests are. The older shard gets a second name in the new checkpoint (a hard link),
 so a checkpoint still needs nothing outside its directory, and may be removed in any order; the space of a shard is free
-when the last one that uses a part of it is gone. This pays for frozen layers, and for embeddings of which few pieces
-are touched. It pays nothing for a model all of which is trained: every parameter and moment of a dense Adam changes in
-every step, and has been read once more to find that out. The first checkpoint of a start is always whole.
+when the last one that uses a part of it is gone. A few bytes that have not changed are written again: they are not
+worth that space. This pays for frozen layers, and for embeddings of which few pieces are touched. It pays nothing for a
+model all of which is trained: every parameter and moment of a dense Adam changes in every step, and has been read once
+more to find that out. The first checkpoint of a start is always whole.
 """
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hpcdist.checkpoint import shard
 from hpcdist.checkpoint.manifest import Entry
 from hpcdist.checkpoint.slots import Slot
 from hpcdist.checkpoint.sources import Source
+from hpcdist.hdf5.overlay import Overlay
+
+MOST_DEAD: Final = 8  # a shard of which less than one in so many bytes is in use is not kept for those (empirical)
 
 
 @dataclass
@@ -35,6 +39,7 @@ class Kept:
         slots: Sequence[Slot],
         sources: Sequence[Source],
         about: Mapping[str, Any],
+        opens: Callable[[Path], Overlay] = Overlay.created,
     ) -> tuple[dict[str, int], list[Entry]]:
         """Write the shard ``name`` of what has changed, and link the rest; return sizes by name, and the entries.
 
@@ -46,7 +51,8 @@ class Kept:
         new = [(slot, source) for slot, source in zip(slots, sources, strict=True) if slot not in linked]
         written: list[Entry] = []
         if new or not linked:
-            sizes, written = shard.write(temporary, name, [slot for slot, _ in new], [s for _, s in new], about)
+            changed = [slot for slot, _ in new], [source for _, source in new]
+            sizes, written = shard.write(temporary, name, *changed, about, opens)
             files |= sizes
         found = dict(zip((slot for slot, _ in new), written, strict=True)) | linked
         self._written = final, found
@@ -68,9 +74,13 @@ class Kept:
             assert self.directory is not None
             step = self.directory.name.removeprefix("step-")
             again = name if shard.is_linked(name) else shard.linked_name(name, step)
+            used = sum(entry.nbytes for entry in same.values() if entry.file == name)
             try:
+                size = (self.directory / name).stat().st_size
+                if used * MOST_DEAD < size:
+                    continue
                 os.link(self.directory / name, temporary / again)
-                files[again] = (temporary / again).stat().st_size
+                files[again] = size
             except OSError as error:
                 print(f"hpcdist: {self.directory / name} is written again: {error.strerror}", file=sys.stderr)
                 continue

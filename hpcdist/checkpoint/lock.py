@@ -4,6 +4,9 @@ The file ``lock`` names host, process and job of its holder, whose thread touche
 the holder is known to be dead (same machine and namespace of processes, and no such process), when it is an earlier
 start of the same batch job, or when it was not touched for `STALE_S` by the clock of the file system. A lock of another
 machine that may be one is waited for so long: a job that was requeued to another node goes on by itself.
+
+A process that was frozen, or cut off from the file system, for longer may have lost its lock meanwhile. It looks before
+it writes a checkpoint and before it makes one visible (`lost`), and touches no lock that is another's.
 """
 
 import contextlib
@@ -23,6 +26,17 @@ LOCK_FILE: Final = "lock"
 BEAT_S: Final = 10.0
 STALE_S: Final = 60.0
 
+_held: dict[Path, "Lock"] = {}  # by directory: those of this process
+
+
+def lost(directory: Path) -> str:
+    """Return why this process, which had the lock of ``directory``, may write there no more; "" where it may (local).
+
+    It may also where it never had one.
+    """
+    lock = _held.get(directory.resolve())
+    return "" if lock is None else lock.lost()
+
 
 class Lock:
     """The lock of one process. Taken by the rank that commits checkpoints; a crash leaves the file behind."""
@@ -32,8 +46,11 @@ class Lock:
         self._path: Path | None = None
         self._ended = threading.Event()
 
-    def take(self, directory: Path) -> None:
-        """Lock ``directory``, which exists. Raises StorageError while another process has it."""
+    def take(self, directory: Path, *, waits: bool = True, otherwise: str = "choose another --out") -> None:
+        """Lock ``directory``, which exists. Raises StorageError while another process has it.
+
+        Without ``waits`` one that may be dead is taken for alive. ``otherwise`` is what else a person can do.
+        """
         path = directory / LOCK_FILE
         limit = time.monotonic() + STALE_S + BEAT_S
         seen = None
@@ -43,17 +60,55 @@ class Lock:
                 _remove(path, holder)
                 continue
             touched = path.stat().st_mtime_ns if path.exists() else None
-            alive = _here(holder, self._own) or (seen is not None and touched != seen)
+            alive = not waits or _here(holder, self._own) or (seen is not None and touched != seen)
             if alive or time.monotonic() > limit:
                 raise StorageError(
                     f"{directory} is being written by process {holder.get('pid')} on {holder.get('host')}"
                     f"{', job ' + str(holder['job']) if holder.get('job') else ''} (touched {age_s:.0f} s ago); wait "
-                    f"for its end or choose another --out; if there is no such process any more, remove {path}"
+                    f"for its end or {otherwise}; if there is no such process any more, remove {path}"
                 )
             seen = touched
             time.sleep(min(1.0, BEAT_S / 2))
-        self._path = path
+        self._path, self._ended = path, threading.Event()
+        _held[directory.resolve()] = self
         threading.Thread(target=self._beat, name="hpcdist lock", daemon=True).start()
+
+    def lost(self) -> str:
+        """Return who has taken this process's lock from it; "" where it has it, or had none."""
+        path = self._path
+        if path is None:
+            return ""
+        holder, _ = _look(path)
+        if not holder:  # removed by somebody, so that nobody has it; or it cannot be read, and nobody knows
+            try:
+                if holder is not None or self._made(path):
+                    return ""
+            except StorageError as error:  # told, not raised: one rank asks for all
+                return str(error)
+            holder = _look(path)[0] or {}
+        if holder == self._own:
+            return ""
+        return (
+            f"process {holder.get('pid')} on {holder.get('host')} has taken {path.parent} over, since this one had "
+            f"not been heard of for more than {STALE_S:.0f} s; it writes there no more"
+        )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the lock says of this process, where it has it."""
+        return self._own
+
+    def take_over(self, directory: Path, predecessor: Mapping[str, Any] | None) -> None:
+        """Lock ``directory`` in the place of ``predecessor``, which had it and is known to be dead.
+
+        Nothing happens where this process has it. Raises StorageError while another process has it.
+        """
+        if self._path is not None:
+            return
+        holder, _ = _look(directory / LOCK_FILE)
+        if holder and holder == predecessor:  # it may have died on another machine, where nobody here can look
+            _remove(directory / LOCK_FILE, holder)
+        self.take(directory)
 
     def _made(self, path: Path) -> bool:
         """Whether the lock is this process's now."""
@@ -73,15 +128,19 @@ class Lock:
         assert self._path is not None
         while not self._ended.wait(BEAT_S):
             try:
+                if json.loads(self._path.read_bytes()) != self._own:
+                    return  # it is another's now: that one touches it
                 os.utime(self._path)
-            except OSError:
-                return  # the directory is gone, and so is what was protected
+            except (OSError, ValueError):
+                continue  # the file system may come back, and `lost` makes a lock that is gone again
 
     def release(self) -> None:
         """Give the directory free, where this process has it."""
         self._ended.set()
-        if self._path is not None and _look(self._path)[0] == self._own:
-            self._path.unlink(missing_ok=True)
+        if self._path is not None:
+            _held.pop(self._path.parent.resolve(), None)
+            if _look(self._path)[0] == self._own:
+                self._path.unlink(missing_ok=True)
         self._path = None
 
 

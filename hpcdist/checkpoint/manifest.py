@@ -4,7 +4,6 @@ It is all that a restore needs. Shards are ordinary HDF5 files for people and to
 ranges of them and never opens them through libhdf5, which can crash on damaged files.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -30,6 +29,10 @@ VERSION: Final = 2  # 1 has no ``about`` and no ``index``, and all shards in one
 FILE_NAME: Final = "manifest.json"
 BLOCK_BYTES: Final = 16 << 20  # a multiple of every item size: no element straddles two blocks
 MOST_BYTES: Final = 1 << 30  # of a manifest that is read: some millions of pieces
+
+
+class NewerError(StorageError):
+    """A later version of hpcdist wrote it: nothing is damaged, and nobody here may take its place."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,8 @@ def build(
     for entry in entries:
         by_tensor.setdefault((entry.kind, entry.tensor, entry.shape, entry.dtype), []).append(entry)
     for (kind, tensor, shape, _), parts in by_tensor.items():
+        if any(part.flat == (0, math.prod(shape)) for part in parts):
+            continue  # in one piece
         stretches = ((found.start, found.size) for found in (part.runs() for part in parts))
         gap = first_gap(stretches, math.prod(shape))
         if gap is not None:
@@ -125,16 +130,29 @@ def build(
 
 def encode(manifest: Manifest) -> str:
     """Return the text of ``manifest.json``. Raises UsageError when a scalar is not a JSON value."""
-    body = dataclasses.asdict(manifest)
+    plain = {"pieces": msgspec.to_builtins(manifest.pieces), "index": msgspec.to_builtins(manifest.index)}
     try:
-        return json.dumps(body | {"digest": _digest(body)}) + "\n"
+        text = _canonical(vars(manifest) | plain)
+        return f'{text[:-1]},"digest":"{xxhash.xxh3_128_hexdigest(text.encode())}"}}\n'
     except TypeError as error:
         raise UsageError(f"the scalars of a checkpoint must be JSON values: {error}") from error
 
 
+def _canonical(body: dict[str, Any]) -> str:
+    """Return the text over which the digest is taken."""
+    return json.dumps(body, sort_keys=True, separators=(",", ":"))
+
+
 def _digest(body: dict[str, Any]) -> str:
-    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return xxhash.xxh3_128_hexdigest(canonical.encode())
+    return xxhash.xxh3_128_hexdigest(_canonical(body).encode())
+
+
+def _is_whole(data: bytes, body: dict[str, Any], digest: Any) -> bool:
+    """Whether ``digest`` is that of ``body``, which was read from ``data``."""
+    tail = f',"digest":"{digest}"}}\n'.encode()
+    if data.endswith(tail) and xxhash.xxh3_128_hexdigest(data[: -len(tail)] + b"}") == digest:
+        return True  # as `encode` writes it
+    return bool(_digest(body) == digest)
 
 
 def load(directory: Path) -> Manifest:
@@ -145,8 +163,8 @@ def load(directory: Path) -> Manifest:
     """
     path = directory / FILE_NAME
     try:
-        body = json.loads(_read(path), object_pairs_hook=_once)
-        manifest = _converted(path, body)
+        data = _read(path)
+        manifest = _converted(path, data, json.loads(data, object_pairs_hook=_once))
     except StorageError:
         raise
     except FileNotFoundError:
@@ -186,15 +204,15 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _converted(path: Path, body: Any) -> Manifest:
+def _converted(path: Path, data: bytes, body: Any) -> Manifest:
     """Return what the JSON value ``body`` says, once its digest has been looked at."""
     if not isinstance(body, dict) or body.get("schema") != SCHEMA:
         raise StorageError(f"{path} is not a manifest of {SCHEMA}")
     version = body.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
-        raise StorageError(f"{path} has version {str(version)[:20]}, known here are 1 to {VERSION}; update hpcdist")
-    digest = body.pop("digest", None)
-    if digest != _digest(body):
+        kind = NewerError if type(version) is int and version > VERSION else StorageError
+        raise kind(f"{path} has version {str(version)[:20]}, known here are 1 to {VERSION}; update hpcdist")
+    if not _is_whole(data, body, body.pop("digest", None)):
         raise StorageError(f"{path} is damaged: its digest does not match")
     try:
         return msgspec.convert(body, Manifest)

@@ -1,14 +1,18 @@
 """Saving in two phases: the writers write their shards, all agree, and rank 0 makes the checkpoint visible."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
+import numpy as np
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint import index, manifest, shard
 from hpcdist.checkpoint.kept import Kept
+from hpcdist.checkpoint.lock import lost
 from hpcdist.checkpoint.manifest import Entry
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.slots import Slot
@@ -16,6 +20,7 @@ from hpcdist.checkpoint.sources import Source
 from hpcdist.checkpoint.writers import Delivery, Group, group_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
+from hpcdist.hdf5.overlay import Overlay
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class Plan:
     scalars: dict[str, Any]
     about: dict[str, Any]
     keep: int | Retention
+    opens: Callable[[Path], Overlay] = Overlay.created  # makes the file of a shard, on the rank that writes it
 
     @property
     def temporary(self) -> Path:
@@ -84,7 +90,7 @@ def make(plan: Plan, pieces: Sequence[Piece], comm: Communicator, writers: str, 
         delivery.end()
     else:
         outcome = Outcome(delivery.bring())
-    outcomes = comm.allgather_object(outcome)
+    outcomes = gather(comm, outcome)
     agree(comm, commit(plan, outcomes) if comm.rank == 0 else "")
     if kept is not None:
         kept.settle()
@@ -93,8 +99,8 @@ def make(plan: Plan, pieces: Sequence[Piece], comm: Communicator, writers: str, 
 
 def prepare(plan: Plan, group: Group, comm: Communicator) -> None:
     """Make the directory that the shards are written to. Collective; raises StorageError on all ranks."""
-    error = ""
-    if comm.rank == 0:
+    error = lost(plan.directory.parent) if comm.rank == 0 else ""
+    if comm.rank == 0 and not error:
         try:
             names.begin(plan.directory, plan.step, shard.directories(group.count))
         except OSError as failure:
@@ -110,10 +116,28 @@ def write(
     about = {"step": plan.step, "rank": group.index}
     try:
         if kept is not None:
-            return Outcome("", *kept.write((plan.temporary, plan.final), name, slots, sources, about))
-        return Outcome("", *shard.write(plan.temporary, name, slots, sources, about))
+            return Outcome("", *kept.write((plan.temporary, plan.final), name, slots, sources, about, plan.opens))
+        return Outcome("", *shard.write(plan.temporary, name, slots, sources, about, plan.opens))
     except OSError as failure:
         return Outcome(str(failure))
+
+
+def gather(comm: Communicator, own: Outcome) -> list[Outcome]:
+    """Return what became of each rank's part: all of it on rank 0, which commits, and the errors on the others.
+
+    Collective. Thousands of ranks have millions of entries, which nobody else needs.
+    """
+    data = np.frombuffer(bytearray(msgspec.msgpack.encode(own)), np.uint8)
+    known: list[tuple[str, int]] = comm.allgather_object((own.error, data.size))
+    if comm.rank:
+        comm.send(data, 0)
+        return [Outcome(error) for error, _ in known]
+    outcomes = [own]
+    for peer, (_, size) in enumerate(known[1:], start=1):
+        told = np.empty(size, np.uint8)
+        comm.recv(told, peer)
+        outcomes.append(msgspec.msgpack.decode(told.data, type=Outcome))
+    return outcomes
 
 
 def agree(comm: Communicator, error: str) -> None:
@@ -124,7 +148,13 @@ def agree(comm: Communicator, error: str) -> None:
 
 
 def commit(plan: Plan, outcomes: Sequence[Outcome]) -> str:
-    """Make the checkpoint visible; return the reason when that fails, and nothing is left of it then (local)."""
+    """Make the checkpoint visible; return the reason when that fails, and nothing is left of it then (local).
+
+    Where the directory was lost to another job, what lies there is that one's.
+    """
+    taken = lost(plan.directory.parent)
+    if taken:
+        return taken
     error = next((f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error), "")
     error = error or _commit(plan, outcomes)
     if error:

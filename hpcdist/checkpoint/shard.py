@@ -4,7 +4,7 @@ Digests are taken of small parts just before they are written, while they are in
 the parts before.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +19,7 @@ from hpcdist.checkpoint.slots import Slot, named
 from hpcdist.checkpoint.sources import Source
 from hpcdist.hdf5 import files
 from hpcdist.hdf5.files import storable
+from hpcdist.hdf5.overlay import Overlay
 
 SCHEMA: Final = "hpcdist.shard"
 PART_BYTES: Final = 1 << 20  # digested and written at a time (empirical)
@@ -73,23 +74,30 @@ class _Stored:
         """As HDF5 has it."""
         return storable(np.empty(0, dtype_of(self.slot.dtype))).dtype
 
-    def blocks(self) -> Iterator[np.ndarray]:
-        """Yield all bytes in small parts."""
+    def blocks(self, offset: int) -> Iterator[np.ndarray]:
+        """Yield all bytes in small parts, which end where a page cache begins a new large page."""
         for block in self.source():
             digest = xxhash.xxh3_128()
-            for start in range(0, block.size, PART_BYTES):
-                part = block[start : start + PART_BYTES]
+            start = 0
+            while start < block.size:
+                part = block[start : start + PART_BYTES - offset % PART_BYTES]
                 digest.update(part.data)
                 yield part
+                start, offset = start + part.size, offset + part.size
             self.digests.append(digest.hexdigest())
 
 
 def write(
-    directory: Path, name: str, slots: Sequence[Slot], sources: Sequence[Source], about: Mapping[str, Any]
+    directory: Path,
+    name: str,
+    slots: Sequence[Slot],
+    sources: Sequence[Source],
+    about: Mapping[str, Any],
+    opens: Callable[[Path], Overlay] = Overlay.created,
 ) -> tuple[dict[str, int], list[Entry]]:
     """Write the shard ``name`` to the disk; return its size by name, and its entries. Raises StorageError.
 
-    The sources are asked for their blocks in the order of the slots, each once.
+    The sources are asked for their blocks in the order of the slots, each once. ``opens`` makes the file.
     """
     datasets = {
         dataset: _Stored(slot, source) for dataset, slot, source in zip(named(slots), slots, sources, strict=True)
@@ -99,12 +107,14 @@ def write(
             "global_shape": slot.shape,
             "box": np.array(slot.box, np.int64).reshape(-1, 2),
             "flat": slot.flat,
-            "dtype": slot.dtype,
+            "dtype": slot.dtype,  # not that of HDF5, which has no bfloat16
         }
         for dataset, slot in zip(datasets, slots, strict=True)
     }
     path = directory / name
-    offsets = files.write_contiguous(path, datasets, about, attributes, schema=SCHEMA, version=manifest.VERSION)
+    offsets = files.write_contiguous(
+        path, datasets, about, attributes, schema=SCHEMA, version=manifest.VERSION, opens=opens
+    )
     entries = [
         Entry(
             kind=slot.kind,

@@ -1,9 +1,8 @@
 """Slots: what a shard holds of each piece, named before a byte of it is there."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from hpcdist.arrays.dtypes import dtype_of, name_of
 from hpcdist.arrays.piece import Box, Piece, whole_box
@@ -40,7 +39,7 @@ class Slot:
     def stored_shape(self) -> tuple[int, ...]:
         """Return how a piece is stored: a whole tensor or box in its shape, a flat part of one in one dim."""
         extent = tuple(stop - start for start, stop in self.box)
-        if Range(*self.flat) != Range(0, int(np.prod(extent, dtype=object))):
+        if Range(*self.flat) != Range(0, math.prod(extent)):
             return (self.flat[1] - self.flat[0],)
         return self.shape if self.box == whole_box(self.shape) else extent
 

@@ -39,12 +39,11 @@ class Spare:
             places.append(self._memory[start : start + size])
             start += align_up(size, ALIGN_BYTES)
         own = len(delivery.arrays)
-        waits = [_copy(array, place) for array, place in zip(delivery.arrays, places[:own], strict=True)]
+        copies = [_copy(array, place) for array, place in zip(delivery.arrays, places[:own], strict=True)]
         for source, place in zip(delivery.sources()[own:], places[own:], strict=True):
             _take(source(), place)
-        for event in waits:
-            if event is not None:
-                event.synchronize()
+        for event in (copy for copy in copies if copy is not None):
+            event.synchronize()
         return [partial(held, place) for place in places]
 
     def _reserve(self, nbytes: int, arrays: Sequence[Any]) -> None:
@@ -66,12 +65,12 @@ def _pinned(nbytes: int) -> np.ndarray:
 
 def _copy(array: Any, place: np.ndarray) -> Any:
     """Copy ``array`` into the bytes ``place``; from a GPU, return the event after which they are there."""
-    if isinstance(array, Stretch):
+    if isinstance(array, np.ndarray):
+        place.view(array.dtype)[...] = array
+    elif isinstance(array, Stretch):
         _take(held(array), place)
-    elif backend.is_device(array):
-        return staging.begin_to_host(array, place.view(array.dtype)) if place.size else None
-    else:
-        np.copyto(place.view(array.dtype), array)
+    elif place.size:
+        return staging.begin_to_host(array, place.view(array.dtype))
     return None
 
 

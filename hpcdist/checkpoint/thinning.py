@@ -1,12 +1,14 @@
 """Throwing checkpoints away on a person's word: what stays is proven first (local)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdist.checkpoint import catalogue
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint.catalogue import COMPLETE, DAMAGED, Found
+from hpcdist.checkpoint.lock import Lock
 from hpcdist.checkpoint.retention import Retention, loss_of
 from hpcdist.checkpoint.verify import verify
 from hpcdist.errors import StorageError
@@ -18,6 +20,21 @@ class Plan:
 
     doomed: tuple[Found, ...]
     kept: tuple[Found, ...]
+
+
+@contextmanager
+def alone(run_dir: Path) -> Iterator[None]:
+    """Keep jobs out of ``run_dir``. Raises StorageError while one is there: it may be reading what would be removed."""
+    place, lock = catalogue.place(run_dir), Lock()
+    lock.take(
+        place.parent if place.name == "checkpoints" else place,
+        waits=False,
+        otherwise="let it keep fewer itself (checkpoint.keep)",
+    )
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def plan(run_dir: Path, rule: Retention, damaged: bool = False) -> Plan:

@@ -9,9 +9,10 @@ from pathlib import Path
 import xxhash
 
 from hpcdist.checkpoint import catalogue
-from hpcdist.checkpoint.blocks import BlockReader
+from hpcdist.checkpoint.blocks import READ_BYTES, BlockReader
 from hpcdist.checkpoint.manifest import BLOCK_BYTES, Entry, Index
 from hpcdist.errors import StorageError
+from hpcdist.hdf5.overlay import open_regular
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,15 @@ def _of_index(path: Path, index: Index | None) -> list[str]:
     """Return what is wrong with the file that shows whole tensors to other tools; a restore does not look at it."""
     if index is None:
         return []
+    digest = xxhash.xxh3_128()
     try:
-        data = (path / index.file).read_bytes()
+        with open(open_regular(path / index.file), "rb") as file:
+            if os.fstat(file.fileno()).st_size == index.nbytes:
+                while part := file.read(READ_BYTES):
+                    digest.update(part)
     except OSError as error:
         return [f"{path.name}/{index.file} cannot be read: {error.strerror}; a restore does not need it"]
-    if len(data) != index.nbytes or xxhash.xxh3_128_hexdigest(data) != index.digest:
+    if digest.hexdigest() != index.digest:
         return [f"{path.name}/{index.file} is damaged: its digest does not match; a restore does not need it"]
     return []
 
@@ -62,7 +67,7 @@ def _of_file(path: Path, entries: Sequence[Entry]) -> tuple[list[str], int]:
         for entry in entries:
             for block in range(-(-entry.nbytes // BLOCK_BYTES)):
                 try:
-                    read_bytes += reader.read(entry, block).nbytes
+                    read_bytes += reader.read(entry, block)
                 except StorageError as error:
                     damage.append(str(error))
                 except OSError as error:  # the file is not there, or may not be read

@@ -62,7 +62,7 @@ class Delivery:
         self._group, own = group, [Slot.of(piece) for piece in pieces]
         comm = group.comm
         found: list[list[Slot]] = [own] if comm is None else comm.allgather_object(own)
-        wanted = once(found)
+        wanted = [[True] * len(own)] if comm is None else once(found)
         mine = wanted[0 if comm is None else comm.rank]
         self.arrays = [piece.array for piece, kept in zip(pieces, mine, strict=True) if kept]
         self._slots = [
