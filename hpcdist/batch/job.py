@@ -2,11 +2,14 @@
 
 import re
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
+from hpcdist.comm.ending import WAYS
 from hpcdist.errors import UsageError
 
+SURVIVE: Final = ("none", *WAYS)
 SIGNAL_LIMIT_S: Final = 65535  # of sbatch --signal
 
 _WALLTIME: Final = re.compile(
@@ -29,8 +32,17 @@ _OWNED: Final = {
     "--requeue": "the job is requeued until all steps are done",
     "--no-requeue": "the job is requeued until all steps are done; see the comments in the script for how to end it",
     "--chdir": "submit from that directory",
+    "--test-only": "use --dry-run; submit asks Slurm in any case",
+    "--wait": "`hpcdist jobs status` tells when the job has ended",
+    "--wrap": "the script is that of hpcdist",
+    "--dependency": "use --chain for jobs that go on with one another",
+    "--array": "use --array",
 }
-_OWNED_WITH_GPU: Final = dict.fromkeys(("--gpus-per-node", "--gpu-bind"), "each rank has a GPU, and is not bound to it")
+_OWNED_WITH_GPU: Final = {
+    "--gpus-per-node": "use --gpus-per-node",
+    "--gpu-bind": "the site profile says it, with gpu.bind",
+}
+_OWNED_WITH_BEGIN: Final = {"--begin": "--carbon says when"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +50,24 @@ class BatchJob:
     """A training on ``nodes`` x ``ranks_per_node`` ranks.
 
     ``walltime`` is written as Slurm reads it, and None leaves it to the partition. ``signal_s`` seconds before its end
-    the job saves and is started again. ``recipe`` is the text of a whole recipe, which every start trains. ``run_dir``
-    None means one named after the job's number. ``sbatch_args`` are further options of sbatch, ``mpi_args`` of mpirun.
-    ``python`` runs hpcdist, and finds it in ``python_path`` where that is not None.
+    the job saves and is started again. ``recipe`` is the text of a whole recipe, which every start trains in
+    ``run_dir``. ``sbatch_args`` are further options of the scheduler, ``mpi_args`` of the launcher. ``python`` runs
+    hpcdist, and finds it in ``python_path`` where that is not None.
+
+    A start that fails is repeated, up to ``restarts`` times, inside of the job, whose ``spare_nodes`` then take the
+    place of nodes that it has lost. With ``survive`` other than "none" it outlives its ranks: see `hpcdist run`.
+
+    It is link ``link`` of a chain of ``links`` jobs, each of which goes on where the one before it stopped; a job alone
+    is requeued in place of that. After ``most_fruitless`` starts in a row that saved nothing new none is made (0: there
+    always is).
+
+    ``python_of_ranks`` runs hpcdist on the ranks, where ``python`` does not (words, as of a container). ``environment``
+    is an archive that each node unpacks for itself, ``data`` a file or directory that it copies; both lie in ``local``
+    then. With ``warmup`` each node compiles the kernels first. With ``check`` the ranks look at their nodes and at
+    one another before they train. ``begin`` (aware) is when the job may start.
     """
+
+    template: ClassVar[str | None] = None  # None: that of a training, which each scheduler has
 
     nodes: int
     python: str
@@ -53,16 +79,47 @@ class BatchJob:
     signal_s: int = 120
     partition: str | None = None
     account: str | None = None
-    run_dir: Path | None = None
+    run_dir: Path = Path("run")
     sbatch_args: tuple[str, ...] = ()
     mpi_args: str = ""
-    gpu: bool = False
+    gpus_per_node: int = 0
     python_path: str | None = None
+    restarts: int = 0
+    spare_nodes: int = 0
+    survive: str = "none"
+    link: int = 1
+    links: int = 1
+    most_fruitless: int = 3
+    python_of_ranks: tuple[str, ...] = ()
+    environment: Path | None = None
+    data: Path | None = None
+    local: Path | None = None
+    warmup: bool = False
+    check: bool = True
+    begin: datetime | None = None
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "cpus_per_task"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{_option(name)} {getattr(self, name)}: it must be at least 1")
+        for name in ("gpus_per_node", "most_fruitless"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"{_option(name)} {getattr(self, name)}: it must be at least 0")
+        if not 1 <= self.link <= self.links:
+            raise UsageError(f"--chain {self.links}: give the number of jobs, at least 1")
+        if self.restarts < 0:
+            raise UsageError(f"--restarts {self.restarts}: give how often a failed start is repeated, or 0")
+        if self.spare_nodes < 0 or (self.spare_nodes and not self.restarts):
+            raise UsageError(
+                f"--spare-nodes {self.spare_nodes}: they take the place of failed nodes when the training starts "
+                "again; add --restarts, or leave them out"
+            )
+        if self.environment is not None and self.python_of_ranks:
+            raise UsageError(
+                "--stage-environment with a container: the image has an environment of its own; leave one of them out"
+            )
+        if self.survive not in SURVIVE:
+            raise UsageError(f"--survive {self.survive}: choose one of {', '.join(SURVIVE)}")
         for name in ("name", "partition", "account"):
             if getattr(self, name) == "":
                 raise UsageError(f"{_option(name)} is empty; give a name, or leave the option out")
@@ -74,7 +131,9 @@ class BatchJob:
         found = _SBATCH_ARGUMENT.fullmatch(argument)
         if found is None:
             raise UsageError(f"--sbatch-arg {argument!r}: expected a long option, e.g. --sbatch-arg=--qos=debug")
-        for owned, cure in (_OWNED | (_OWNED_WITH_GPU if self.gpu else {})).items():
+        with_gpu = _OWNED_WITH_GPU if self.gpus_per_node else {}
+        with_begin = {} if self.begin is None else _OWNED_WITH_BEGIN
+        for owned, cure in (_OWNED | with_gpu | with_begin).items():
             if owned.startswith(found["option"]):  # sbatch takes abbreviations
                 raise UsageError(f"--sbatch-arg {argument!r} contradicts {owned} of the script; {cure}")
 
@@ -92,6 +151,20 @@ class BatchJob:
     def ranks(self) -> int:
         """Number of ranks of the whole job."""
         return self.nodes * self.ranks_per_node
+
+    @property
+    def gpus_of_nodes(self) -> set[int]:
+        """How many GPUs are asked for of a node: one number, unless there are nodes of several kinds."""
+        return {self.gpus_per_node}
+
+    @property
+    def followers(self) -> "tuple[BatchJob, ...]":
+        """The jobs that start when this one has ended, each after the one before, beside the links of its chain."""
+        return ()
+
+    def log(self, folder: Path, number: str) -> Path:
+        """Return where the log goes when the job has the ``number`` and was submitted from ``folder``."""
+        return folder / f"hpcdist-{number}.out"
 
 
 def walltime_s(text: str, option: str = "--time") -> int:

@@ -1,35 +1,90 @@
 """The text of a job: rendering is pure, and every value is quoted for the language it lands in."""
 
+import difflib
+import functools
 import re
 import shlex
-from typing import Final
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
 
 import jinja2
+import jinja2.nodes
 
-from hpcdist.batch import resources
-from hpcdist.batch.job import BatchJob
-from hpcdist.errors import REQUEUE, UsageError
+from hpcdist import errors
+from hpcdist.batch import carbon, resources
+from hpcdist.batch.job import BatchJob, walltime_s
+from hpcdist.batch.site import Site
+from hpcdist.errors import ConfigurationError, UsageError
 
 TEMPLATE: Final = "train.sbatch.j2"
+CODES: Final = SimpleNamespace(failure=errors.FAILURE, missing=errors.MISSING_CAPABILITY, requeue=errors.REQUEUE)
 
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.,:@%+=/-]+")
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_OVER: Final = "of the site"  # name of the template that has a profile's blocks
 
 
-def render(job: BatchJob) -> str:
-    """Return the sbatch script of ``job``. Raises UsageError for a value that no #SBATCH line can hold."""
-    return environment().get_template(TEMPLATE).render(job=job, requeue_code=REQUEUE)
+def render(job: BatchJob, site: Site, template: str = TEMPLATE, **values: Any) -> str:
+    """Return the script of ``job`` at ``site``. ``values`` are what ``template`` needs besides.
+
+    Raises UsageError for a value that no directive can hold, and ConfigurationError for a block of the profile that no
+    template has, or that is no Jinja.
+    """
+    found = environment()
+    name = template
+    if site.blocks:
+        _check_blocks(found, site)
+        own = [key for key in site.blocks if key in _blocks(found, template)]
+        text = "".join(f"{{% block {key} %}}\n{site.blocks[key]}{{% endblock %}}\n" for key in own)
+        shipped = found.loader
+        assert shipped is not None
+        over = jinja2.DictLoader({_OVER: f'{{% extends "{template}" %}}\n{text}'})
+        found = found.overlay(loader=jinja2.ChoiceLoader([over, shipped]))
+        name = _OVER
+    try:
+        return found.get_template(name).render(
+            job=job,
+            site=site,
+            codes=CODES,
+            launcher_options=_launcher_options(job, site),
+            rank_python=_rank_python(job, site),
+            orders_gpus=_orders_gpus(job, site),
+            **values,
+        )
+    except jinja2.TemplateError as error:
+        if not site.blocks:
+            raise
+        raise ConfigurationError(f"[blocks] of the site {site.name!r} cannot be rendered: {error}") from error
 
 
 def environment() -> jinja2.Environment:
     """Return the templates of this installation, in which an unknown name is an error and not an empty text."""
+    return _environment(resources.folder(resources.TEMPLATES))
+
+
+@functools.cache
+def _environment(folder: Path) -> jinja2.Environment:
     found = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(resources.folder(resources.TEMPLATES)),
+        loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
         autoescape=False,  # this is no HTML: the filters quote
         trim_blocks=True,
+        lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    found.filters |= {"directive": directive, "sh": lambda value: shlex.quote(str(value))}
+    found.filters |= {
+        "directive": directive,
+        "sh": lambda value: shlex.quote(str(value)),
+        "words": shlex.join,
+        "variable": _variable,
+        "comment": comment,
+        "begin": carbon.begin_text,
+        "pbs": pbs,
+        "seconds": walltime_s,
+        "clock": lambda seconds: f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}",
+    }
     return found
 
 
@@ -38,10 +93,83 @@ def directive(value: object) -> str:
 
     Raises UsageError for control characters: a newline would end the line, and begin another option or a command.
     """
-    text = str(value)
-    if not text.isprintable():
-        raise UsageError(f"{text!r} has a newline or another control character, which no #SBATCH line can hold")
+    text = _one_line(value, "no #SBATCH line can hold")
     if _PLAIN.fullmatch(text):
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
+
+
+def pbs(value: object) -> str:
+    """Return ``value`` as one word of a #PBS line: letters, digits and _.,:@%+=/- and nothing else.
+
+    What PBS makes of quotes and escapes differs between its versions and derivatives: so nothing is quoted, and
+    UsageError raised for what would need it.
+    """
+    text = str(value)
+    if not _PLAIN.fullmatch(text):
+        raise UsageError(
+            f"{text!r}: a #PBS line holds letters, digits and _ . , : @ % + = / - alone; choose other names"
+        )
+    return text
+
+
+def comment(value: object) -> str:
+    """Return ``value`` as part of a comment line. Raises UsageError where it would end the line."""
+    return _one_line(value, "no comment can hold")
+
+
+def _one_line(value: object, refused: str) -> str:
+    text = str(value)
+    if not text.isprintable():
+        raise UsageError(f"{text!r} has a newline or another control character, which {refused}")
+    return text
+
+
+def _variable(name: str) -> str:
+    if not _VARIABLE.fullmatch(name):
+        raise ConfigurationError(f"{name!r} is no name of an environment variable")
+    return name
+
+
+def _launcher_options(job: BatchJob, site: Site) -> str:
+    """Return the options of the site and, so that they win, those of the job, as one text for a shell."""
+    return " ".join(filter(None, [shlex.join(site.launcher.options), job.mpi_args]))
+
+
+def _rank_python(job: BatchJob, site: Site) -> tuple[str, ...]:
+    """Return the words that run Python on the ranks, none where it is that of the job."""
+    words = job.python_of_ranks
+    if job.environment is not None:
+        words = (f"{job.local}/environment/bin/python",)
+    if _orders_gpus(job, site):
+        listed = ",".join(str(number) for number in site.gpu.order)
+        words = ("env", "CUDA_DEVICE_ORDER=PCI_BUS_ID", f"CUDA_VISIBLE_DEVICES={listed}", *(words or (job.python,)))
+    return words
+
+
+def _orders_gpus(job: BatchJob, site: Site) -> bool:
+    """Whether ranks take GPUs in the order of the site: where each node gives all, or some are not there."""
+    return job.gpus_of_nodes == {len(site.gpu.order)} and job.gpus_per_node > 0
+
+
+def _blocks(found: jinja2.Environment, template: str) -> set[str]:
+    """Return the names of the blocks of ``template`` and of all that it extends."""
+    assert found.loader is not None
+    tree = found.parse(found.loader.get_source(found, template)[0])
+    names = {block.name for block in tree.find_all(jinja2.nodes.Block)}
+    for parent in tree.find_all(jinja2.nodes.Extends):
+        assert isinstance(parent.template, jinja2.nodes.Const)
+        names |= _blocks(found, parent.template.value)
+    return names
+
+
+def _check_blocks(found: jinja2.Environment, site: Site) -> None:
+    assert found.loader is not None
+    templates: Iterable[str] = [name for name in found.list_templates(["j2"]) if "/" not in name]
+    known = sorted(set().union(*(_blocks(found, name) for name in templates)))
+    for name in site.blocks:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            cure = f"the nearest known is {close[0]!r}" if close else f"known are: {', '.join(known)}"
+            raise ConfigurationError(f"[blocks] of the site {site.name!r}: no template has a block {name!r}; {cure}")

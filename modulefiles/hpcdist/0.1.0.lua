@@ -1,33 +1,64 @@
 -- hpcdist for Lmod. Beside it lies the same for Environment Modules. This file's name is the version.
---
--- Everything is found from where this file lies, in a clone or in an installed package. A site that copies it elsewhere
--- sets `home`, the folder that holds the package hpcdist, and `bin`, that of the command hpcdist.
+-- Rendered by `hpcdist site modulefile` from hpcdist.toml: the next rendering loses what is changed here.
 
+local version = myModuleVersion()
+local about = "MPI-native distributed training"
+
+help("hpcdist " .. version .. ": " .. about .. ".\n" ..
+    [[
+Load the MPI that mpi4py was built for first, unless hpcdist was installed with one.
+Try: hpcdist doctor, hpcdist run -n 2 train, hpcdist submit --help.
+HPCDIST_ROOT is the folder that holds the Python package.]])
+whatis("Name: hpcdist")
+whatis("Version: " .. version)
+whatis("Description: " .. about)
+whatis("Category: tools, machine learning")
+whatis("Keywords: MPI, deep learning, HDF5, Slurm")
+conflict("hpcdist")
+
+-- Everything is found from where this file lies, in a clone or in an installed package: `home` is the folder that holds
+-- the package hpcdist, `bin` that of the command.
 local function parent(path)
     return (path:gsub("/+[^/]*$", ""))
 end
 
-local version = myModuleVersion()
 local home = parent(parent(parent(myFileName())))
 local bin = pathJoin(home, ".venv/bin")
 if home:match("/batch$") then
     home = parent(parent(home))
     bin = pathJoin(parent(parent(parent(home))), "bin")
 end
+local package_file = pathJoin(home, "hpcdist/__init__.py")
+if mode() == "load" and not isFile(package_file) then
+    LmodError("hpcdist " .. version .. ": " .. package_file .. " is missing, and this modulefile looks nowhere else; " ..
+        "write one that may lie anywhere: hpcdist site modulefile --prefix DIR")
+end
 
-help("hpcdist " .. version .. ": MPI-native distributed training.\n" ..
-    "Load the site's MPI first. Then: hpcdist doctor, hpcdist submit --help.")
-whatis("hpcdist " .. version .. ": MPI-native distributed training (numpy or cupy, mpi4py, HDF5, Slurm)")
-conflict("hpcdist")
+-- pushenv brings back at unload what was set before.
+pushenv("HPCDIST_ROOT", home)
 
-setenv("HPCDIST_ROOT", home)
-if isFile(pathJoin(bin, "hpcdist")) then
-    -- The Python there finds the package by itself.
-    prepend_path("PATH", bin)
-else
-    -- A clone that is not installed, or `pip install --target`: your Python has to be told.
+if not isFile(pathJoin(bin, "hpcdist")) then
+    -- A clone that is not installed, or `pip install --target`: Python has to be told.
     prepend_path("PYTHONPATH", home)
-    if isFile(pathJoin(home, "bin/hpcdist")) then
-        prepend_path("PATH", pathJoin(home, "bin"))
-    end
+    bin = pathJoin(home, "bin")
+end
+if isFile(pathJoin(bin, "hpcdist")) then
+    prepend_path("PATH", bin)
+end
+
+-- Lmod 8.6 can undo a completion; before, there is no `complete`.
+if myShellName() == "bash" and complete then
+    set_shell_function("_hpcdist_completion", [[
+    local IFS=$'\n' answer line
+    answer=$(env COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD="$COMP_CWORD" _HPCDIST_COMPLETE=bash_complete "$1" 2>/dev/null)
+    COMPREPLY=()
+    while read -r line; do
+        case "$line" in
+            (dir,*) compopt -o dirnames ;;
+            (file,*) compopt -o default ;;
+            (plain,*) COMPREPLY+=("${line#plain,}") ;;
+        esac
+    done <<<"$answer"
+]], "")
+    complete("bash", "hpcdist", "-F _hpcdist_completion")
 end

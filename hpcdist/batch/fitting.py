@@ -1,0 +1,120 @@
+"""Whether a site can run a job, asked of its profile before its scheduler is: what it has, and what its nodes see."""
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+
+from hpcdist.arrays.sizes import counted
+from hpcdist.batch.job import BatchJob, walltime_s
+from hpcdist.batch.site import Limits, Site
+from hpcdist.errors import ConfigurationError
+
+IMAGE = ("/usr", "/opt")  # of the operating system, whose image all nodes have
+LAUNCHERS_WITH_SPARES = ("mpirun", "srun")
+
+
+def check(job: BatchJob, site: Site) -> None:
+    """Raise ConfigurationError where ``site`` cannot run ``job``, as far as its profile says what it has."""
+    by_variable = site.scheduler.kind == "slurm" and os.environ.get("SBATCH_ACCOUNT")
+    if site.scheduler.account_required and job.account is None and not by_variable:
+        raise ConfigurationError(f"jobs at the site {site.name} are paid by an account; add --account")
+    _check_scheduler(job, site)
+    limits, place = _limits(job, site)
+    _check_time(job, limits, place)
+    asked = f"--nodes {job.nodes}" + (f" and --spare-nodes {job.spare_nodes}" if job.spare_nodes else "")
+    if limits.max_nodes and job.nodes + job.spare_nodes > limits.max_nodes:
+        raise ConfigurationError(f"{asked}: {place} allows {limits.max_nodes} at the most")
+    gpus = limits.gpus_per_node if limits.gpus_per_node >= 0 else (site.gpu.per_node or None)
+    if gpus is not None and job.gpus_per_node > gpus:
+        raise ConfigurationError(
+            f"{counted(job.gpus_per_node, 'GPU')} a node (--gpus-per-node, or a GPU for each of --ranks-per-node "
+            f"{job.ranks_per_node}), and a node of {place} has {gpus}; use more nodes with fewer ranks each"
+        )
+    cores = job.ranks_per_node * job.cpus_per_task
+    if limits.cores_per_node and cores > limits.cores_per_node:
+        raise ConfigurationError(
+            f"--ranks-per-node {job.ranks_per_node} x --cpus-per-task {job.cpus_per_task} = {cores} cores, and a node "
+            f"of {place} has {limits.cores_per_node}; use fewer of one"
+        )
+    kind = site.launcher.kind
+    if job.survive != "none" and (kind, site.launcher.mpi) != ("mpirun", "openmpi"):
+        raise ConfigurationError(
+            f"--survive {job.survive} needs the mpirun of an Open MPI 5, and the site {site.name} starts ranks of "
+            f"{site.launcher.mpi} with {kind}; use --restarts instead"
+        )
+    if job.spare_nodes and kind not in LAUNCHERS_WITH_SPARES:
+        raise ConfigurationError(
+            f"--spare-nodes {job.spare_nodes}: {kind}, the launcher of the site {site.name}, takes all nodes of a job; "
+            "leave it out"
+        )
+
+
+def _check_scheduler(job: BatchJob, site: Site) -> None:
+    """Raise ConfigurationError for what the scheduler of ``site`` would never hear of."""
+    kind = site.scheduler.kind
+    if job.sbatch_args and kind != "slurm":
+        raise ConfigurationError(
+            f"--sbatch-arg {job.sbatch_args[0]}: the site {site.name} has no sbatch; say options of all its jobs in "
+            "its profile, as scheduler.options, or leave it out"
+        )
+    if kind != "none":
+        return
+    asked = {"--partition": job.partition, "--account": job.account, "--chain": job.links if job.links > 1 else None}
+    for option, value in asked.items():
+        if value is not None:
+            raise ConfigurationError(
+                f"{option} {value}: the site {site.name} has no scheduler, and the job goes on until all steps are "
+                "done; leave it out"
+            )
+
+
+def _limits(job: BatchJob, site: Site) -> tuple[Limits, str]:
+    """Return what counts for the job, and how to call the place. Raises ConfigurationError for no partition of it."""
+    general = site.limits
+    if not site.partitions or job.partition is None:
+        return general, f"the site {site.name}"
+    if job.partition not in site.partitions:
+        close = difflib.get_close_matches(job.partition, site.partitions, 1)
+        cure = f"the nearest known is {close[0]!r}" if close else f"known are: {', '.join(site.partitions)}"
+        raise ConfigurationError(f"--partition {job.partition!r}: the site {site.name} has none of this name; {cure}")
+    own = site.partitions[job.partition]
+    merged = Limits(
+        max_walltime=own.max_walltime or general.max_walltime,
+        max_nodes=own.max_nodes or general.max_nodes,
+        cores_per_node=own.cores_per_node or general.cores_per_node,
+        gpus_per_node=own.gpus_per_node if own.gpus_per_node >= 0 else general.gpus_per_node,
+    )
+    return merged, f"partition {job.partition} of {site.name}"
+
+
+def _check_time(job: BatchJob, limits: Limits, place: str) -> None:
+    if not limits.max_walltime or job.walltime is None:
+        return
+    if walltime_s(job.walltime) > walltime_s(limits.max_walltime):
+        raise ConfigurationError(
+            f"--time {job.walltime} is over the limit of {place}, {limits.max_walltime}; ask for less: the job saves "
+            "and goes on by itself, or in the next job of a --chain"
+        )
+
+
+def hidden(paths: Mapping[str, Path], site: Site) -> list[str]:
+    """Return what the nodes of ``site`` would not see of ``paths``, by what each is for, with the reason (local)."""
+    return [
+        f"{what} {path} {reason}" for what, path in paths.items() if (reason := _why_hidden(path, site)) is not None
+    ]
+
+
+def _why_hidden(path: Path, site: Site) -> str | None:
+    real = PurePosixPath(os.path.realpath(path))
+    if site.storage.roots:
+        image = any(real.is_relative_to(each) for each in IMAGE)
+        if image or site.root_of(real) or site.root_of(PurePosixPath(path)):
+            return None
+        return f"is under none of {_listed(root.path for root in site.storage.roots)}, which all nodes see"
+    private = next((each for each in site.storage.private if real.is_relative_to(each)), None)
+    return None if private is None else f"is under {private}, of which each node has its own"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,246 @@
+"""Jobs without a scheduler, for a workstation: a script that runs on by itself, and can be asked how it is.
+
+A job is a folder in ``$XDG_STATE_HOME/hpcdist/local``, named by its id:
+
+    job.json   where it runs and where its log is     script     what bash runs
+    began      is made when the script starts         code       its exit code and when it ended, under that name whole
+    cancelled  is made by whoever cancels it
+
+The id, ``local-<pid>-<start>``, has the process id of its keeper and when that started, in ticks since the machine was
+booted: another process may get the same number one day, but not the same start.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from hpcdist.batch import ledger
+from hpcdist.batch.states import JobState, State
+from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
+
+PREFIX: Final = "local-"
+BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+
+_ID: Final = re.compile(PREFIX + r"(\d+)-(\d+)", re.ASCII)
+# Leads the session of the job, waits for its time and for its end, and outlives the signals that are meant for it.
+_KEEPER: Final = r"""
+IFS= read -r folder || exit 1 # nobody has said where the job is kept: it was not submitted
+exec </dev/null
+export HPCDIST_JOB_ID=${folder##*/}
+terminated='' signalled=''
+trap 'signalled=yes terminated=yes' TERM
+trap 'signalled=yes' HUP INT USR1 USR2
+exec 3>&- # whoever submits it waits for this: from now on it can be cancelled
+end() {
+  printf '%s %s\n' "$1" "$(date +%s)" >"$folder/code.new" && mv "$folder/code.new" "$folder/code"
+  exit "$1"
+}
+attend() {
+  while true; do
+    signalled='' code=0
+    wait "$1" || code=$?
+    [[ -n $signalled ]] || break
+  done
+}
+while [[ -z $terminated ]] && left=$(($1 - $(date +%s))) && ((left > 0)); do
+  sleep "$left" &
+  wait $! || kill $! 2>/dev/null
+done
+[[ -z $terminated ]] || end 143
+: >"$folder/began"
+bash "$folder/script" &
+attend $!
+end "$code"
+"""
+
+
+def submit(script: str, log: Path, begin: datetime | None = None) -> str:
+    """Start ``script`` with bash and return the id of the job, which goes on when this process and its terminal end.
+
+    It runs in this directory with this environment, and HPCDIST_JOB_ID, its id. What it prints is appended to ``log``.
+    It waits for ``begin`` (aware) where that is not None. Raises StorageError and MissingCapabilityError.
+    """
+    bash = shutil.which("bash")
+    if bash is None:
+        raise MissingCapabilityError("there is no bash on PATH, which runs the jobs of a machine without a scheduler")
+    begin_s = 0 if begin is None else math.ceil(begin.timestamp())
+    folder, place = _home(), {"host": socket.gethostname(), "boot": _boot(), "log": os.path.abspath(log)}
+    try:
+        with open(log, "ab") as file:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            new = Path(tempfile.mkdtemp(prefix="new-", dir=folder))
+            (new / "script").write_bytes(os.fsencode(script))
+            (new / "job.json").write_text(json.dumps({**place, "begin_s": begin_s}))
+            return _start([bash, "-c", _KEEPER, "hpcdist", str(begin_s)], new, file.fileno())
+    except OSError as error:
+        raise StorageError(
+            f"the job was not started: {error}; its log {log} and {folder}, where it is kept, must be writable, and "
+            "XDG_STATE_HOME names another place for the latter"
+        ) from error
+
+
+def _start(line: list[str], new: Path, log_fd: int) -> str:
+    """Start the keeper of the job in ``new``, and tell it the folder of its id, to which ``new`` moves."""
+    listens, tells = os.pipe()
+    waits, ready = os.pipe()
+    try:
+        ends = ((listens, 0), (log_fd, 1), (log_fd, 2), (ready, 3))
+        try:
+            pid = os.posix_spawn(
+                line[0],
+                line,
+                os.environ,
+                file_actions=[(os.POSIX_SPAWN_DUP2, source, to) for source, to in ends],
+                setsid=True,  # of no terminal, whose end would end it
+                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # which Python ignores
+            )
+        finally:
+            os.close(ready)
+        job = f"{PREFIX}{pid}-{_stat(pid)[1]}"  # it is our child: even if it has ended, it is in /proc until we wait
+        new.rename(_home() / job)
+        os.write(tells, os.fsencode(f"{_home() / job}\n"))
+        os.read(waits, 1)
+    finally:
+        for fd in (listens, tells, waits):
+            os.close(fd)
+    return job
+
+
+def state(job: str) -> JobState:
+    """Return how ``job`` is: PENDING up to its begin, RUNNING, COMPLETED, FAILED or CANCELLED with its exit code.
+
+    FAILED without an exit code is one whose keeper was killed, NODE_FAIL one that a reboot has ended, and UNKNOWN one
+    of another machine, or that nothing is known of; the reason says so.
+    """
+    alive = _alive(job)  # first: it may end right after this, and its code is there then
+    kept = _kept(job)
+    if kept is None:
+        return JobState(id=job, state=State.UNKNOWN, reason=f"{_home()} has no such job")
+    begun, (code, ended) = _made(_home() / job / "began"), _code(job)
+    until = ended or (datetime.now(UTC) if alive else None)
+    word, reason = _word(job, kept, alive, begun is not None, code)
+    return JobState(
+        id=job,
+        state=word,
+        reason=reason,
+        elapsed_s=None if begun is None or until is None else max(0.0, (until - begun).total_seconds()),
+        exit_code=code,
+        energy_reason="no scheduler measures it",
+        begun_utc=_text(begun),
+        ended_utc=_text(ended),
+        log=str(kept.get("log", "")),
+    )
+
+
+def _word(job: str, kept: Mapping[str, Any], alive: bool, begun: bool, code: int | None) -> tuple[State, str]:
+    """Return the state, and the reason where it needs one."""
+    host = str(kept.get("host", ""))
+    if code == 0:
+        return State.COMPLETED, ""
+    if code is not None:
+        return (State.CANCELLED if (_home() / job / "cancelled").exists() else State.FAILED), ""
+    if kept.get("boot") != _boot():
+        if host != socket.gethostname():
+            return State.UNKNOWN, f"it runs, or ran, on {host}: ask there"
+        return State.NODE_FAIL, "this machine was started again before the job had ended"
+    if not alive:
+        return State.FAILED, "it was killed before it could say its exit code"
+    if not begun:
+        begin_s = kept.get("begin_s") or 0  # 0: at once, and its script has not come so far
+        return State.PENDING, f"begins at {_text(datetime.fromtimestamp(begin_s, UTC))}" if begin_s else ""
+    return State.RUNNING, ""
+
+
+def cancel(job: str) -> bool:
+    """Send SIGTERM to all processes of ``job``, so that it saves and ends; returns whether it was there to get it.
+
+    Raises UsageError for what is no such job, and MissingCapabilityError for one of another machine.
+    """
+    kept = _kept(job)
+    if kept is None:
+        raise UsageError(f"{_home()} has no job {job!r}; see `hpcdist jobs status`")
+    before = kept.get("boot") != _boot()  # of another machine, or of an earlier start of this one
+    if before and kept.get("host") != socket.gethostname():
+        raise MissingCapabilityError(f"{job} runs, or ran, on {kept.get('host')}: cancel it there")
+    if before or not _alive(job) or _code(job)[0] is not None:
+        return False
+    (_home() / job / "cancelled").touch()
+    try:
+        os.killpg(_numbers(job)[0], signal.SIGTERM)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _home() -> Path:
+    return ledger.registry().parent / "local"
+
+
+def _boot() -> str:
+    """Return which start of this machine this is; "" where Linux does not say."""
+    try:
+        return BOOT.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _numbers(job: str) -> tuple[int, int]:
+    """Return the process id and the start of ``job``; it is no id of a job where they are 0."""
+    found = _ID.fullmatch(job)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """Return the state of process ``pid`` and when it started, in ticks since the boot; "X", 0 where there is none."""
+    try:
+        # The name, in brackets, may have anything in it; the state follows, and 19 fields later the start.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "X", 0
+    return fields[0], int(fields[19])
+
+
+def _alive(job: str) -> bool:
+    pid, start = _numbers(job)
+    letter, started = _stat(pid)
+    return started == start and letter not in "ZX"  # Z: it has ended, and its parent has not asked how
+
+
+def _kept(job: str) -> dict[str, Any] | None:
+    """Return what is kept of ``job``, None where nothing is."""
+    if not _ID.fullmatch(job):
+        return None
+    try:
+        value = json.loads((_home() / job / "job.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _code(job: str) -> tuple[int | None, datetime | None]:
+    """Return the exit code of ``job`` and when it ended, None where it has not."""
+    try:
+        code, ended_s = (int(word) for word in (_home() / job / "code").read_text().split())
+    except (OSError, ValueError):
+        return None, None
+    return code, datetime.fromtimestamp(ended_s, UTC)
+
+
+def _made(path: Path) -> datetime | None:
+    try:
+        return datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    except OSError:
+        return None
+
+
+def _text(moment: datetime | None) -> str:
+    return "" if moment is None else moment.isoformat(timespec="seconds")

@@ -1,0 +1,180 @@
+"""The way to PBS Pro and OpenPBS: qsub, qdel and qstat.
+
+Written by the sources of OpenPBS and tried with commands that small scripts play: never under a PBS.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from hpcdist.batch import command
+from hpcdist.batch.states import JobState, State
+from hpcdist.errors import ConfigurationError, MissingCapabilityError
+
+# job_state of qstat; F (finished) and X (a task of an array has) are told apart by how they ended.
+_STATES: Final = {
+    "Q": State.PENDING,
+    "W": State.PENDING,  # for its time
+    "T": State.PENDING,  # on its way to another server
+    "H": State.PENDING,  # held; the comment says by whom
+    "R": State.RUNNING,
+    "B": State.RUNNING,  # an array of which a task has begun
+    "S": State.SUSPENDED,
+    "U": State.SUSPENDED,  # the owner of a workstation is back
+    "E": State.COMPLETING,
+}
+# Exit_status of jobs that PBS ended itself, for a limit that they were over.
+_LIMITS: Final = {
+    -24: "more cores than it asked for",
+    -25: "more cores than it asked for",
+    -26: "more memory than it asked for",
+    -27: "more memory than it asked for",
+    -28: "more processor time than it asked for",
+    -29: "the walltime is over",
+}
+_ENDED_BY: Final = {-26: State.OUT_OF_MEMORY, -27: State.OUT_OF_MEMORY, -29: State.TIMEOUT}
+_SIGNALLED: Final = 256  # and the number of the signal
+_DELETED: Final = 91  # substate
+_CLOCK: Final = re.compile(r"(\d+):([0-5]?\d):([0-5]?\d)", re.ASCII)
+_ABSENT: Final = (
+    "there is no {} on PATH; submit from a login node of the cluster (its PBS may be a module to load), or print the "
+    "script with --dry-run and submit it there"
+)
+_CURE: Final = "is PBS up? try qstat -B"
+
+
+def submit(script: str, after: str | None = None) -> str:
+    """Submit ``script`` and return the job's number; it waits for the end of the job ``after``, however that ends.
+
+    Raises ConfigurationError where PBS refuses it, MissingCapabilityError where there is no PBS, or none that answers.
+    """
+    dependency = [] if after is None else ["-W", f"depend=afterany:{after}"]
+    answer = _asked("qsub", *dependency, script=script)
+    if answer.code != 0:
+        raise ConfigurationError(
+            f"PBS refuses the job (qsub, exit code {answer.code}): {answer.complaint}; change what it names, or see "
+            "`qstat -Q` for queues and their limits"
+        )
+    return answer.said.strip()
+
+
+def cancel(job: str) -> None:
+    """End ``job``: SIGTERM, and SIGKILL after the kill_delay of its queue, which is 10 s by default (qdel).
+
+    One that has ended is left alone. Raises MissingCapabilityError where PBS refuses, or is not there.
+    """
+    answer = _asked("qdel", job)
+    if answer.code != 0 and "job has finished" not in answer.complaint.lower():
+        raise MissingCapabilityError(f"qdel {job} failed, exit code {answer.code}: {answer.complaint}")
+
+
+def states(jobs: Iterable[str]) -> dict[str, JobState]:
+    """Return how each of ``jobs`` is, by its number; none for one that PBS does not know, or remembers no more.
+
+    Raises MissingCapabilityError where there is no PBS, or none that answers.
+    """
+    wanted = list(jobs)
+    answer = _asked("qstat", "-x", "-f", "-F", "json", *wanted)
+    if answer.code != 0 and "job history" in answer.complaint.lower():  # it keeps none: what waits and runs is there
+        answer = _asked("qstat", "-f", "-F", "json", *wanted)
+    if not answer.said.strip():
+        if answer.code == 0 or "unknown job id" in answer.complaint.lower():
+            return {}
+        raise MissingCapabilityError(f"qstat failed, exit code {answer.code}: {answer.complaint}; {_CURE}")
+    try:
+        found = json.loads(answer.said, strict=False).get("Jobs", {})
+        return {job: _state(job, found[job]) for job in wanted if job in found}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise MissingCapabilityError(
+            f"what qstat -F json says is not what hpcdist reads ({error}); it needs PBS Pro 18 or OpenPBS 19, or later"
+        ) from error
+
+
+def _asked(program: str, *options: str, script: str = "") -> command.Answer:
+    """Return what ``program`` says. Raises MissingCapabilityError where there is no PBS that answers."""
+    answer = command.ask([program, *options], _ABSENT.format(program), _CURE, script)
+    if answer.code != 0 and _unreachable(answer.complaint):
+        raise MissingCapabilityError(f"PBS does not answer: {answer.complaint}; {_CURE}, and submit from a login node")
+    return answer
+
+
+def _unreachable(complaint: str) -> bool:
+    words = ("cannot connect to server", "connection refused", "no route to host", "communication failure", "munge")
+    return any(word in complaint.lower() for word in words)
+
+
+def _state(job: str, found: Mapping[str, Any]) -> JobState:
+    used, asked = found.get("resources_used", {}), found.get("Resource_List", {})
+    letter, status = str(found.get("job_state", "")), _whole(found.get("Exit_status"))
+    over = letter in ("F", "X")
+    state, code, reason = _ended(status, found) if over else (_STATES.get(letter, letter), None, "")
+    begun, elapsed_s, limit_s = (
+        _utc(found.get("stime")),
+        _seconds(used.get("walltime")),
+        _seconds(asked.get("walltime")),
+    )
+    runs = _whole(found.get("run_count"))
+    return JobState(
+        id=job,
+        state=state,
+        name=str(found.get("Job_Name", "")),
+        reason=reason or str(found.get("comment", "")),
+        restarts=None if runs is None else max(0, runs - 1),
+        elapsed_s=elapsed_s,
+        time_left_s=None if over or limit_s is None or elapsed_s is None else max(0.0, limit_s - elapsed_s),
+        nodes=_whole(asked.get("nodect")),
+        exit_code=code,
+        energy_reason="PBS has no counter of energy that hpcdist reads",
+        begun_utc=begun,
+        ended_utc=(_utc(found.get("obittime")) or _utc(found.get("mtime"))) if over else "",
+        log=_log(job, found),
+    )
+
+
+def _log(job: str, found: Mapping[str, Any]) -> str:
+    """Return the log that a script of hpcdist keeps by itself, "" where there is none: that of PBS is empty."""
+    variables = found.get("Variable_List", {})
+    folder = variables.get("PBS_O_WORKDIR", "") if isinstance(variables, dict) else ""
+    path = Path(str(folder)) / f"hpcdist-{job}.out"
+    return str(path) if folder and path.exists() else ""
+
+
+def _ended(status: int | None, found: Mapping[str, Any]) -> tuple[State, int | None, str]:
+    """Return how a finished job ended: its state, the exit code as of a shell, and the reason where PBS has one."""
+    code = status
+    if status is not None and status >= _SIGNALLED:
+        code = 128 + status - _SIGNALLED
+    if status is not None and status < 0:
+        reason = _LIMITS.get(status, "PBS could not begin it, or ended it")
+        return _ENDED_BY.get(status, State.FAILED), None, f"{reason} (PBS says {status})"
+    if _whole(found.get("substate")) == _DELETED:
+        return State.CANCELLED, code, ""
+    return (State.COMPLETED if status == 0 else State.FAILED), code, ""
+
+
+def _whole(value: object) -> int | None:
+    try:
+        return int(str(value))
+    except ValueError:
+        return None
+
+
+def _seconds(value: object) -> float | None:
+    """Return the seconds of HH:MM:SS, or of a number of them; None for anything else."""
+    clock = _CLOCK.fullmatch(str(value))
+    if clock is None:
+        seconds = _whole(value)
+        return None if seconds is None else float(seconds)
+    return float((int(clock[1]) * 60 + int(clock[2])) * 60 + int(clock[3]))
+
+
+def _utc(value: object) -> str:
+    """Return the UTC of a time as C writes it, in local time; "" for anything else."""
+    try:
+        local = datetime.strptime(str(value), "%a %b %d %H:%M:%S %Y")
+    except ValueError:
+        return ""
+    return local.astimezone(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,218 @@
+"""What a site is: how its jobs are asked for and started, what its nodes have, and where its files are.
+
+A profile is a TOML file with the tables below; slurm/README.md describes every field. Light: it is read on login nodes.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath, PurePosixPath
+from typing import Any, Final
+
+from hpcdist.batch.job import walltime_s
+from hpcdist.comm.launchers import KINDS
+from hpcdist.errors import ConfigurationError, UsageError
+
+SCHEDULERS: Final = ("slurm", "pbs", "none")
+# MPI flavour -> the launchers that start its ranks as one world.
+LAUNCHERS_OF: Final = {
+    "openmpi": ("mpirun", "srun", "flux"),
+    "mpich": ("mpirun", "srun", "mpiexec", "flux"),
+    "intel": ("mpirun", "srun", "ibrun"),
+    "mvapich": ("mpirun", "srun", "ibrun"),
+    "parastation": ("srun", "mpiexec"),
+    "cray-mpich": ("srun", "mpiexec", "flux"),
+}
+GPU_REQUESTS: Final = ("gpus-per-node", "gres", "none")
+
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_MODULE: Final = re.compile(r"[A-Za-z0-9_./+@=:-]+", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduler:
+    """``[scheduler]``: whose directives a script has, further ``options`` of every job, and whether one must pay.
+
+    ``kind`` "none" means that this machine runs the job itself. ``requeue``: a job may ask to be started again.
+    """
+
+    kind: str = "slurm"
+    options: tuple[str, ...] = ()
+    account_required: bool = False
+    requeue: bool = True
+
+    def __post_init__(self) -> None:
+        _one_of("scheduler.kind", self.kind, SCHEDULERS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartedBy:
+    """``[launcher]``: what starts the ranks, of which MPI, and for srun through which process manager (``pmi``)."""
+
+    kind: str = "mpirun"
+    mpi: str = "openmpi"
+    pmi: str = ""
+    options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _one_of("launcher.kind", self.kind, tuple(KINDS))
+        _one_of("launcher.mpi", self.mpi, tuple(LAUNCHERS_OF))
+        able = LAUNCHERS_OF[self.mpi]
+        if self.kind not in able:
+            raise ConfigurationError(
+                f"launcher.kind = {self.kind!r} does not start ranks of launcher.mpi = {self.mpi!r} as one world; "
+                f"choose one of {', '.join(able)}"
+            )
+        if self.pmi and self.kind != "srun":
+            raise ConfigurationError(f"launcher.pmi = {self.pmi!r}: only srun has a choice; leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """``[environment]``: a file to source before, modules to load and variables to export, in this order."""
+
+    init: str = ""
+    modules: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.modules:
+            if not _MODULE.fullmatch(name) or name.startswith("-"):
+                raise ConfigurationError(f"environment.modules: {name!r} is no name of a module")
+        _variables("environment.variables", self.variables)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpus:
+    """``[gpu]``: how many a node has (0: unknown), how a job asks for them, and the order in which ranks take them.
+
+    ``bind`` is for --gpu-bind: "none" lets each rank see all GPUs of its node, which their direct copies need.
+    ``order`` lists them by local rank, for nodes whose GPU 0 is not the one next to core 0. ``variables`` are exported
+    by jobs that have GPUs, and by no others.
+    """
+
+    per_node: int = 0
+    request: str = "gpus-per-node"
+    type: str = ""
+    bind: str = "none"
+    order: tuple[int, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _variables("gpu.variables", self.variables)
+        _at_least_0("gpu.per_node", self.per_node)
+        _one_of("gpu.request", self.request, GPU_REQUESTS)
+        if self.order and sorted(self.order) != list(range(self.per_node or len(self.order))):
+            raise ConfigurationError(
+                f"gpu.order = {list(self.order)} with gpu.per_node = {self.per_node}: name each GPU of a node once"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    """``[[storage.roots]]``: a directory that all nodes see, its file system, and how checkpoints are striped there."""
+
+    path: str
+    filesystem: str = ""
+    stripe: str = ""
+
+    def __post_init__(self) -> None:
+        if not PurePosixPath(self.path).is_absolute():
+            raise ConfigurationError(f"storage.roots: path = {self.path!r} is not absolute")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """``[storage]``: what all nodes see (``roots``; none listed: all but ``private``), and each node's own folder."""
+
+    roots: tuple[Root, ...] = ()
+    private: tuple[str, ...] = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+    node_local: str = "/tmp"
+
+    def __post_init__(self) -> None:
+        for path in (*self.private, self.node_local):
+            if not PurePosixPath(path).is_absolute():
+                raise ConfigurationError(f"[storage]: {path!r} is not an absolute path")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """``[limits]`` of all jobs, or ``[partitions.NAME]``: what a node has, and how many of them for how long.
+
+    0 and "" mean not known. ``cores_per_node`` and ``gpus_per_node`` of a partition go over those of the site.
+    """
+
+    max_walltime: str = ""
+    max_nodes: int = 0
+    cores_per_node: int = 0
+    gpus_per_node: int = -1
+
+    def __post_init__(self) -> None:
+        if self.max_walltime:
+            try:
+                walltime_s(self.max_walltime, "max_walltime")
+            except UsageError as error:
+                raise ConfigurationError(str(error)) from error
+        _at_least_0("max_nodes", self.max_nodes)
+        _at_least_0("cores_per_node", self.cores_per_node)
+        if self.gpus_per_node < -1:
+            raise ConfigurationError(f"gpus_per_node = {self.gpus_per_node}; it must be at least -1 (-1: not known)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """``[container]``: the ``runtime`` that executes the Python of an ``image``; none where ``image`` is empty."""
+
+    image: str = ""
+    runtime: tuple[str, ...] = ("apptainer", "exec", "--nv")
+    python: str = "python3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A profile. ``recipe`` has defaults of recipe keys, ``blocks`` Jinja text that replaces blocks of the templates.
+
+    ``proven`` says what of it was run, and what was only rendered.
+    """
+
+    name: str = ""
+    description: str = ""
+    proven: str = ""
+    scheduler: Scheduler = field(default_factory=Scheduler)
+    launcher: StartedBy = field(default_factory=StartedBy)
+    environment: Environment = field(default_factory=Environment)
+    gpu: Gpus = field(default_factory=Gpus)
+    storage: Storage = field(default_factory=Storage)
+    limits: Limits = field(default_factory=Limits)
+    partitions: Mapping[str, Limits] = field(default_factory=dict)
+    container: Container = field(default_factory=Container)
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    blocks: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.launcher.kind == "flux" and self.scheduler.kind != "none":
+            raise ConfigurationError(
+                f"launcher.kind = 'flux' with scheduler.kind = {self.scheduler.kind!r}: nothing starts a Flux instance "
+                "in such a job; set it to 'none', and submit inside of one"
+            )
+
+    def root_of(self, path: PurePath) -> Root | None:
+        """Return the innermost root that holds ``path``, None where none does."""
+        holding = [root for root in self.storage.roots if path.is_relative_to(root.path)]
+        return max(holding, key=lambda root: len(PurePosixPath(root.path).parts), default=None)
+
+
+def _one_of(field_name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigurationError(f"{field_name} = {value!r}; choose one of {', '.join(known)}")
+
+
+def _variables(field_name: str, variables: Mapping[str, str]) -> None:
+    for name in variables:
+        if not _VARIABLE.fullmatch(name):
+            raise ConfigurationError(f"{field_name}: {name!r} is no name of a variable")
+
+
+def _at_least_0(field_name: str, value: int) -> None:
+    if value < 0:
+        raise ConfigurationError(f"{field_name} = {value}; it must be at least 0 (0: not known)")

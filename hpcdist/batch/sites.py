@@ -1,0 +1,157 @@
+"""Finding and reading profiles of sites: those of the user, those that come with hpcdist, or any file.
+
+A profile may be ``based_on`` another: its tables go over those of the other, key by key.
+"""
+
+import dataclasses
+import difflib
+import os
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, get_type_hints
+
+import msgspec
+
+from hpcdist.batch import resources, site
+from hpcdist.batch.site import Site
+from hpcdist.comm import mpirun
+from hpcdist.errors import ConfigurationError, MissingCapabilityError
+
+VARIABLE: Final = "HPCDIST_SITE"
+BASED_ON: Final = "based_on"
+FREE: Final = ("recipe", "blocks", "variables")  # tables whose keys are not ours
+
+_GENERIC: Final = {mpirun.MPICH: "slurm-mpich"}  # where nobody says what the site is
+
+
+def folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return where profiles are looked for by name: the user's folder, then that of this installation."""
+    home = environment.get("XDG_CONFIG_HOME") or os.path.join(environment.get("HOME", "~"), ".config")
+    return [Path(home).expanduser() / "hpcdist" / "sites", resources.folder(resources.TEMPLATES) / "sites"]
+
+
+def names(environment: Mapping[str, str] = os.environ) -> dict[str, Path]:
+    """Return the profiles there are, by name; a user's hides one of ours of the same name."""
+    found: dict[str, Path] = {}
+    for folder in folders(environment):
+        for path in sorted(folder.glob("*.toml")):
+            found.setdefault(path.stem, path)
+    return found
+
+
+def path_of(named: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the file of the profile ``named``: a name, or a path. Raises ConfigurationError for an unknown one."""
+    if os.sep in named or named.endswith(".toml"):
+        return Path(named).expanduser()
+    known = names(environment)
+    if named not in known:
+        close = difflib.get_close_matches(named, known, 1)
+        cure = f"the nearest known is {close[0]!r}" if close else f"known are: {', '.join(known)}"
+        raise ConfigurationError(
+            f"there is no profile of a site {named!r}; {cure} (your own go into {folders(environment)[0]})"
+        )
+    return known[named]
+
+
+def load(named: str, environment: Mapping[str, str] = os.environ) -> Site:
+    """Return the profile ``named``: a name, or the path of a file. Raises ConfigurationError."""
+    path = path_of(named, environment)
+    tree = _tree(path, environment, ())
+    place = f"site profile {path}"
+    _check_known(tree, Site, place, "")
+    try:
+        return msgspec.convert({**tree, "name": path.stem}, Site)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{place}: {error}") from error
+
+
+def chosen(named: str | None, environment: Mapping[str, str] = os.environ) -> Site:
+    """Return the profile that was asked for: ``named``, else that of $HPCDIST_SITE, else a generic one.
+
+    Generic is Slurm, with the MPI whose mpirun is found here; PBS where there is a qsub and no sbatch.
+    """
+    named = named or environment.get(VARIABLE)
+    if named:
+        return load(named, environment)
+    search = environment.get("PATH", "")
+    if shutil.which("qsub", path=search) and not shutil.which("sbatch", path=search):
+        return load("pbs", environment)
+    try:
+        vendor = mpirun.find(environment).vendor
+    except MissingCapabilityError:
+        vendor = mpirun.UNKNOWN
+    return load(_GENERIC.get(vendor, "slurm-openmpi"), environment)
+
+
+def recipe_of(named: str, environment: Mapping[str, str] = os.environ) -> tuple[Mapping[str, Any], Path]:
+    """Return the defaults of recipe keys of a profile, and the file that they are from."""
+    path = path_of(named, environment)
+    return load(named, environment).recipe, path
+
+
+def _tree(path: Path, environment: Mapping[str, str], above: tuple[Path, ...]) -> dict[str, Any]:
+    try:
+        with path.open("rb") as stream:
+            tree = tomllib.load(stream)
+    except FileNotFoundError:
+        raise ConfigurationError(f"site profile {path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"site profile {path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"site profile {path} is not valid TOML: {error}") from error
+    base = tree.pop(BASED_ON, None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigurationError(f"{BASED_ON} = {base!r} in site profile {path}; give the name of another profile")
+    other = _base(base, path, environment)
+    if other in (*above, path):
+        raise ConfigurationError(f"{BASED_ON} = {base!r} in site profile {path}: it is based on itself")
+    return _over(_tree(other, environment, (*above, path)), tree)
+
+
+def _base(named: str, path: Path, environment: Mapping[str, str]) -> Path:
+    """Return the file that ``path`` is based on; a user's profile may have the name of ours that it is based on."""
+    if os.sep in named or named.endswith(".toml"):
+        return path.parent / Path(named).expanduser()
+    if named == path.stem:
+        ours = folders(environment)[-1] / f"{named}.toml"
+        if ours.exists():
+            return ours
+    return path_of(named, environment)
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(name), dict)
+        merged[name] = _over(merged[name], value) if both else value
+    return merged
+
+
+def _check_known(tree: Mapping[str, Any], kind: type, place: str, prefix: str) -> None:
+    """Refuse keys that ``kind`` has not, at any depth."""
+    hints = get_type_hints(kind)
+    known = [item.name for item in dataclasses.fields(kind) if not (kind is Site and item.name == "name")]
+    for name, value in tree.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            cure = f"the nearest known is {prefix + close[0]!r}" if close else f"known are: {', '.join(known)}"
+            raise ConfigurationError(f"unknown field {prefix + name!r} in {place}; {cure}")
+        for inner, part, label in _parts(name, value, hints[name]):
+            _check_known(part, inner, place, f"{prefix}{label}.")
+
+
+def _parts(name: str, value: Any, hint: Any) -> Iterator[tuple[type, Mapping[str, Any], str]]:
+    """Yield the tables inside of a field: their type, themselves, and their names."""
+    if name in FREE:
+        return
+    if isinstance(value, dict):
+        if dataclasses.is_dataclass(hint):
+            yield hint, value, name  # type: ignore[misc]
+        elif name == "partitions":
+            yield from ((site.Limits, part, f"{name}.{key}") for key, part in value.items() if isinstance(part, dict))
+    elif isinstance(value, list) and name == "roots":
+        yield from ((site.Root, part, name) for part in value if isinstance(part, dict))

@@ -1,0 +1,218 @@
+"""What Slurm says of jobs, and how they are cancelled: its own commands, in formats that are ours.
+
+squeue has what waits and runs, and what ended within MinJobAge (300 s by default). sacct has what ended before, and
+joules, where accounting is on. The name of a job may hold any character, newlines too, so it is asked for by itself: no
+name can pretend to be the state of another job. Written for Slurm 22.05, whose --json is not yet that of later ones.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Final
+
+from hpcdist.batch import command
+from hpcdist.batch.states import OVER, JobState, State
+from hpcdist.errors import MissingCapabilityError
+
+LIMIT_S: Final = 60.0  # a busy controller answers late
+NOT_MEASURED: Final = "Slurm measured none; it does where a site has set AcctGatherEnergyType"
+NOT_YET: Final = "Slurm knows the energy of a job when it is over"
+
+# None of these can hold the separator but the last, which takes what is left.
+_QUEUE: Final = (
+    "JobArrayID",
+    "State",
+    "RestartCnt",
+    "TimeUsed",
+    "TimeLeft",
+    "NumNodes",
+    "exit_code",
+    "StartTime",
+    "EndTime",
+    "Reason",
+)
+_ACCOUNTS: Final = (
+    "JobID",
+    "State",
+    "ElapsedRaw",
+    "NNodes",
+    "ExitCode",
+    "Start",
+    "End",
+    "ConsumedEnergyRaw",
+    "Reason",
+)
+_CLOCK: Final = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", re.ASCII)
+_NAMED: Final = re.compile(r"(\d+(?:[_+][\d\[\],%.-]+)?)\|(.*)", re.ASCII)
+_NO_ENERGY: Final = 1 << 62  # Slurm's NO_VAL64, less a little, where it prints it
+
+
+def queued(jobs: Sequence[str]) -> list[JobState]:
+    """Return what squeue has of ``jobs``: a state for each, and for each task or component of those that have some.
+
+    Raises MissingCapabilityError where there is no Slurm, or none that answers.
+    """
+    fields = ",".join(f"{name}:|" for name in _QUEUE)
+    code, said, why = _said("squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}", f"--Format={fields}")
+    if code:
+        if "invalid job id" in why.lower():
+            return []
+        raise MissingCapabilityError(f"squeue does not answer: {why or f'exit code {code}'}; is Slurm up? try sinfo")
+    rows = [line.split("|", len(_QUEUE) - 1) for line in said.splitlines()]
+    return [_queued(row) for row in rows if len(row) == len(_QUEUE)]
+
+
+def _queued(row: list[str]) -> JobState:
+    job, state, restarts, used, left, nodes, code, start, end, reason = row
+    ended = state in OVER
+    waits = state == State.PENDING
+    return JobState(
+        id=job,
+        state=state,
+        reason=_reason(reason.removesuffix("|")),
+        restarts=_whole(restarts),
+        elapsed_s=_seconds(used),
+        time_left_s=None if ended else _seconds(left),
+        nodes=_whole(nodes),
+        exit_code=_exit_code(code, state),
+        energy_reason=NOT_YET,
+        begun_utc="" if waits else _utc(start),
+        ended_utc=_utc(end) if ended else "",
+    )
+
+
+def accounted(jobs: Sequence[str]) -> list[JobState]:
+    """Return what sacct has of ``jobs``: a state for each start of each, in order; ``restarts`` counts them.
+
+    Raises MissingCapabilityError where accounting is off.
+    """
+    options = ["--noheader", "--parsable2", "--allocations", "--duplicates"]
+    code, said, why = _said("sacct", *options, f"--jobs={','.join(jobs)}", f"--format={','.join(_ACCOUNTS)}")
+    if code:
+        raise MissingCapabilityError(f"sacct has no accounts: {why or f'exit code {code}'}")
+    rows = [line.split("|", len(_ACCOUNTS) - 1) for line in said.splitlines()]
+    seen: dict[str, int] = {}
+    found = []
+    for row in rows:
+        if len(row) == len(_ACCOUNTS):
+            seen[row[0]] = seen.get(row[0], -1) + 1
+            found.append(_accounted(row, seen[row[0]]))
+    return found
+
+
+def _accounted(row: list[str], restarts: int) -> JobState:
+    job, words, elapsed, nodes, code, start, end, energy, reason = row
+    state = words.partition(" ")[0]  # CANCELLED by 1000
+    joules, why = _energy(energy) if _utc(end) else (None, NOT_YET)
+    return JobState(
+        id=job,
+        state=state,
+        reason=_reason(reason),
+        restarts=restarts,
+        elapsed_s=_whole(elapsed),
+        nodes=_whole(nodes),
+        exit_code=_exit_code(code, state),
+        energy_j=joules,
+        energy_reason=why,
+        begun_utc=_utc(start),
+        ended_utc=_utc(end),
+    )
+
+
+def names(jobs: Sequence[str] | None = None) -> dict[str, str]:
+    """Return the names of ``jobs``, None: of all jobs of this user, as far as squeue has them; {} without Slurm."""
+    of = "--me" if jobs is None else f"--jobs={','.join(jobs)}"
+    try:
+        code, said, _ = _said("squeue", "--noheader", "--states=all", of, "--Format=JobArrayID:|,Name:|")
+    except MissingCapabilityError:
+        return {}
+    found: dict[str, str] = {}
+    for line in said.removesuffix("\n").split("\n") if not code else ():
+        match = _NAMED.fullmatch(line)
+        if match and match[1] not in found:
+            found[match[1]] = match[2].removesuffix("|")
+    return found
+
+
+def log(job: str) -> str:
+    """Return where the output of ``job`` goes, "" where squeue does not know."""
+    try:
+        code, said, _ = _said("squeue", "--noheader", "--states=all", f"--jobs={job}", "--Format=STDOUT:|")
+    except MissingCapabilityError:
+        return ""
+    return "" if code else said.removesuffix("\n").partition("|\n")[0].removesuffix("|")
+
+
+def cancel(jobs: Iterable[str]) -> None:
+    """Cancel ``jobs``, or tasks of arrays: at once. Raises MissingCapabilityError where Slurm refuses or is not there.
+
+    One that is over is no error.
+    """
+    code, _, why = _said("scancel", *jobs)
+    if code and "already completing or completed" not in why.lower():
+        raise MissingCapabilityError(f"scancel: {why or f'exit code {code}'}")
+
+
+def requeue_no_more(job: str) -> str:
+    """Let Slurm not start ``job`` again, whatever happens; return why it does not obey, "" where it does."""
+    try:
+        code, _, why = _said("scontrol", "update", f"JobId={job}", "Requeue=0")
+    except MissingCapabilityError as error:
+        return str(error)
+    return (why or f"exit code {code}") if code else ""
+
+
+def _said(name: str, *arguments: str) -> tuple[int, str, str]:
+    """Return the exit code of a command of Slurm, what it printed, and its errors. Raises MissingCapabilityError."""
+    # A user's defaults for these commands would change what is read here. Times are in seconds since 1970, and the
+    # tasks of an array that wait are listed in full.
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SQUEUE_", "SACCT_", "SCANCEL_"))}
+    own = kept | {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
+    absent = f"there is no {name} on PATH; ask on a login node of the cluster"
+    answer = command.ask([name, *arguments], absent, "is Slurm up? try sinfo", limit_s=LIMIT_S, environment=own)
+    return answer.code, answer.said, " ".join(answer.complaint.split())
+
+
+def _energy(text: str) -> tuple[float | None, str]:
+    """Return joules, or None and the reason. Slurm prints 0, or nothing, where it measured none."""
+    try:
+        joules = float(text)
+    except ValueError:
+        return None, NOT_MEASURED
+    return (joules, "") if 0 < joules < _NO_ENERGY else (None, NOT_MEASURED)
+
+
+def _exit_code(text: str, state: str) -> int | None:
+    """Return the exit code as a shell has it, of code:signal or a raw wait status; None while there is none."""
+    if state not in OVER:
+        return None
+    parts = [_whole(part) for part in text.split(":")]
+    if None in parts or len(parts) > 2:
+        return None
+    code, signal = (parts[0] or 0, parts[1] or 0) if len(parts) == 2 else divmod(parts[0] or 0, 256)
+    found = 128 + (signal & 127) if signal & 127 else code
+    return found if found or state == State.COMPLETED else None  # cancelled, and such: no code is its own
+
+
+def _seconds(text: str) -> float | None:
+    """Return the seconds of [days-][hours:]minutes:seconds; None for UNLIMITED, INVALID and the like."""
+    match = _CLOCK.fullmatch(text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def _utc(text: str) -> str:
+    """Return seconds since 1970 as a date; "" for Unknown, None and N/A."""
+    number = _whole(text)
+    return "" if not number else datetime.fromtimestamp(number, UTC).isoformat(timespec="seconds")
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else None
+
+
+def _reason(text: str) -> str:
+    return "" if text in ("None", "NONE", "(null)") else text

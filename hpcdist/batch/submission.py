@@ -1,0 +1,125 @@
+"""From a job to its number: what is written beside the run, and who gets the script.
+
+What asks a scheduler is imported late: printing a script is instant.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from hpcdist.batch import ledger, script
+from hpcdist.batch.job import BatchJob
+from hpcdist.batch.site import Site
+from hpcdist.batch.states import OVER, State
+from hpcdist.errors import StorageError
+
+# By scheduler: the template of a training, and where the script of a run is kept.
+TEMPLATES: Final = {"slurm": "train.sbatch.j2", "pbs": "train.pbs.j2", "none": "train.sh.j2"}
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job in the queue: its number, and where its log goes."""
+
+    number: str
+    log: Path
+
+
+def chain(job: BatchJob, site: Site) -> list[tuple[BatchJob, str]]:
+    """Return the links of the chain of ``job`` and what follows it, with their scripts (local)."""
+    links = [*(replace(job, link=number) for number in range(1, job.links + 1)), *job.followers]
+    return [(link, script.render(link, site, link.template or TEMPLATES[site.scheduler.kind])) for link in links]
+
+
+def submit(links: Sequence[tuple[BatchJob, str]], site: Site, folder: Path) -> Iterator[Submitted]:
+    """Hand the scripts to the scheduler of ``site``, each to start after the one before; logs go into ``folder``.
+
+    Each job is entered in the ledger of its run, and yielded before the next is submitted: of a chain that the
+    scheduler takes in part, its numbers are known. Raises what `slurm.submit` does, and StorageError.
+    """
+    if site.scheduler.kind == "slurm":
+        from hpcdist.batch import slurm
+
+        slurm.check_folder(folder)
+    done: list[Submitted] = []
+    ledger.remember(links[0][0].run_dir)
+    for job, text in links:
+        path = kept(job, site)
+        _write(path, text)
+        number, log = _handed_over(job, text, site, folder, done[-1].number if done else None)
+        done.append(Submitted(number, log))
+        values = {"scheduler": _name(site), "site": site.name, "name": job.name, "log": str(log), "script": str(path)}
+        try:
+            ledger.record(job.run_dir, ledger.SUBMITTED, job=number, **values, chain=[each.number for each in done])
+        except StorageError as error:
+            raise StorageError(f"job {number} is submitted, but {error}") from error
+        yield done[-1]
+
+
+@contextmanager
+def alone(run_dir: Path) -> Iterator[None]:
+    """Wait until nobody else submits jobs of ``run_dir``, and keep others from it: two at once would both submit.
+
+    Where the file system has no locks, they are not kept from it. Raises StorageError.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        fd = os.open(run_dir / ledger.FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        raise StorageError(
+            f"{run_dir / ledger.FILE_NAME} cannot be written: {error.strerror}; choose another --out"
+        ) from error
+    try:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def at_work(run_dir: Path) -> Mapping[str, str]:
+    """Return the jobs of ``run_dir`` that wait or run, by number, with their states (asks the scheduler)."""
+    from hpcdist.batch import queue
+
+    jobs = [job.id for job in ledger.waiting(run_dir)]
+    if not jobs:
+        return {}
+    states = queue.states(jobs)
+    return {job: state.state for job, state in states.items() if state.state not in (*OVER, State.UNKNOWN)}
+
+
+def kept(job: BatchJob, site: Site) -> Path:
+    """Return where the script of ``job`` is kept, to read or to submit by hand."""
+    suffix = TEMPLATES[site.scheduler.kind].removeprefix("train.").removesuffix(".j2")
+    link = f"-{job.link}" if job.links > 1 else ""
+    return job.run_dir / f"job{link}.{suffix}"
+
+
+def _name(site: Site) -> str:
+    return "local" if site.scheduler.kind == "none" else site.scheduler.kind
+
+
+def _handed_over(job: BatchJob, text: str, site: Site, folder: Path, after: str | None) -> tuple[str, Path]:
+    """Return the number of the job, and where its log goes."""
+    from hpcdist.batch import local, pbs, slurm
+
+    if site.scheduler.kind == "none":
+        log = folder / f"hpcdist-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.out"  # its number is not known yet
+        return local.submit(text, log, job.begin), log
+    number = slurm.submit(text, after) if site.scheduler.kind == "slurm" else pbs.submit(text, after)
+    return number, job.log(folder, number)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror}; free space there, or choose another --out"
+        ) from error

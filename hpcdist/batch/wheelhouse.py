@@ -1,0 +1,187 @@
+"""A wheelhouse: hpcdist and all it needs as files with their SHA-256, for machines without a network. No MPI here.
+
+pip downloads, and pip installs: what is ours is hpcdist's own wheel, the tags of the other machine, and the hashes.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import hpcdist
+from hpcdist.batch import resources
+from hpcdist.batch.wheel import BUILT_FROM, Wheel, arguments, expanded
+from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
+
+REQUIREMENTS: Final = "requirements.txt"
+SUMS: Final = "SHA256SUMS"
+SCRIPT: Final = "install.sh"
+LIMIT_S: Final = 3600.0  # of one download; the CUDA wheels are gigabytes
+
+# What mpi4py's source is built with, in an environment that pip makes: mpi4py asks for the last two while it is built.
+MPI4PY_BUILD: Final = ("setuptools >= 42", "build", "cython >= 3.0.1")
+_MPI4PY: Final = "mpi4py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What to collect, and for which machine: this one where ``platform`` and ``python_version`` are empty."""
+
+    output: Path
+    extras: tuple[str, ...] = ()
+    requirements: tuple[Path, ...] = ()  # files of further requirements
+    wheel: Path | None = None  # hpcdist's own; None: built from the clone
+    mpi4py_source: bool = False
+    platform: str = ""  # e.g. manylinux_2_28_x86_64
+    python_version: str = ""  # e.g. 3.12
+
+    @property
+    def python(self) -> str:
+        """Return the Python that the wheels are for: "3.12"."""
+        return self.python_version or f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What lies in a wheelhouse."""
+
+    folder: Path
+    files: int
+    nbytes: int
+
+
+def collect(order: Order) -> Collected:
+    """Fill a new folder ``order.output``: it appears when it is complete. Needs pip and a network.
+
+    Raises UsageError for a folder that is not empty, an unknown extra, or where hpcdist's own wheel cannot be built;
+    MissingCapabilityError when pip does not find or reach something; StorageError when the folder cannot be written.
+    """
+    _check(order)
+    try:
+        order.output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{order.output.name}.", dir=order.output.parent) as scratch:
+            folder = Path(scratch) / "wheelhouse"
+            folder.mkdir()
+            _fill(folder, order)
+            found = [path for path in folder.iterdir() if path.is_file()]
+            nbytes = sum(path.stat().st_size for path in found)
+            folder.rename(order.output)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(
+            f"the wheelhouse {order.output} cannot be written: {error}; give a folder of yours"
+        ) from error
+    return Collected(order.output, len(found), nbytes)
+
+
+def _check(order: Order) -> None:
+    """Refuse before anything is downloaded what cannot end well."""
+    if order.output.exists() and (not order.output.is_dir() or any(order.output.iterdir())):
+        raise UsageError(
+            f"{order.output} exists and is not an empty folder: give a new one, since wheels of an earlier collection "
+            "would be installed with these"
+        )
+    if order.python_version and not re.fullmatch(r"3\.\d{1,2}", order.python_version):
+        raise UsageError(f"--python-version {order.python_version!r}: expected two numbers, as in 3.12")
+    if order.platform:
+        expanded(order.platform)  # raises for what is none
+
+
+def _fill(folder: Path, order: Order) -> None:
+    own = Wheel.read(_own_wheel(folder, order.wheel))
+    own.check(extras=order.extras, python=order.python)
+    extras = f"[{','.join(order.extras)}]" if order.extras else ""
+    wanted = [f"hpcdist{extras} @ {own.path.as_uri()}"]
+    for path in order.requirements:
+        wanted += ["--requirement", str(path)]
+    target = arguments(order.platform, order.python_version)
+    _pip("download", "--only-binary", ":all:", *target, "--dest", str(folder), *wanted)
+    listed = sorted(folder.glob("*.whl"), key=lambda path: path.name.lower())
+    if order.mpi4py_source:
+        version = next(wheel.version for wheel in map(Wheel.named, listed) if wheel.name == _MPI4PY)
+        source = ("--no-deps", "--no-binary", _MPI4PY, f"{_MPI4PY} == {version}")
+        _pip("download", "--dest", str(folder), *source)
+        _pip("download", "--only-binary", ":all:", *target, "--dest", str(folder), *MPI4PY_BUILD)
+    shutil.copyfile(resources.folder(resources.TEMPLATES) / "site" / SCRIPT, folder / SCRIPT)
+    (folder / SCRIPT).chmod(0o755)
+    (folder / REQUIREMENTS).write_text(_requirements(listed, order))
+    sums = sorted(path for path in folder.iterdir() if path.is_file())
+    (folder / SUMS).write_text("".join(f"{digest(path)}  {path.name}\n" for path in sums))
+
+
+def _requirements(listed: list[Path], order: Order) -> str:
+    """Write what pip's --require-hashes reads: each project once, at its version, with the digests of its files.
+
+    The tools that build mpi4py's source are not among them: pip takes those from the folder when it builds.
+    """
+    lines = [
+        f"# hpcdist {hpcdist.__version__}{' with ' + ', '.join(order.extras) if order.extras else ''}",
+        f"# python {order.python}",
+    ]
+    for path in listed:
+        wheel = Wheel.named(path)
+        files = [path]
+        if wheel.name == _MPI4PY:
+            files += sorted(path.parent.glob(f"{_MPI4PY}-*.tar.gz"))
+        hashes = " ".join(f"--hash=sha256:{digest(file)}" for file in files)
+        lines.append(f"{wheel.name}=={wheel.version} {hashes}")
+    return "\n".join(lines) + "\n"
+
+
+def _own_wheel(folder: Path, given: Path | None) -> Path:
+    """Put hpcdist's own wheel into ``folder`` and return its path there."""
+    if given is not None:
+        Wheel.named(given)  # raises for another name
+        try:
+            return Path(shutil.copy(given, folder))
+        except FileNotFoundError as error:
+            raise UsageError(f"--wheel {given}: there is no such file") from error
+    clone = Path(hpcdist.__file__).resolve().parents[1]
+    if not (clone / "setup.cfg").is_file():
+        raise UsageError(
+            f"hpcdist is installed in {clone}, without the clone that its own wheel is built from: give the wheel it "
+            "was installed from with --wheel FILE, or call this from a clone"
+        )
+    with tempfile.TemporaryDirectory() as scratch:  # setuptools writes beside what it builds
+        for name in BUILT_FROM:
+            source, copy = clone / name, Path(scratch) / name
+            if source.is_dir():
+                shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copyfile(source, copy)
+        _pip("wheel", "--no-deps", "--wheel-dir", str(folder), scratch)
+    (built,) = folder.glob("hpcdist-*.whl")
+    return built
+
+
+def _pip(*words: str) -> None:
+    """Run this Python's pip. Raises MissingCapabilityError with its last words when it fails."""
+    line = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--no-input", *words]
+    # A job of ours sets PYTHONPATH: nothing of it may stand in for what pip imports.
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    try:
+        done = subprocess.run(line, env=kept, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise MissingCapabilityError(f"pip {words[0]} did not end within {LIMIT_S:g} s; is the network up?") from error
+    if done.returncode == 0:
+        return
+    said = done.stderr.strip().splitlines()
+    errors = [text for text in said if text.startswith("ERROR")] or said
+    raise MissingCapabilityError(
+        f"pip {words[0]} failed (exit code {done.returncode}): {' '.join(errors[-3:])}; this needs pip, and a network "
+        "or an index of the site (PIP_INDEX_URL, PIP_FIND_LINKS); a version without a wheel for the machine asked for "
+        "counts as missing"
+    )
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
