@@ -1,16 +1,24 @@
 """How fast a state is written and read back: contenders take turns in every round, on the same bytes and ranks.
 
-A time is that of the slowest rank, from a barrier to its end. "raw" is the yardstick: every rank writes its bytes one
-behind the other into a file of its own and waits for the disk (fsync), and reads them back into the same memory. What
-is written is removed between two turns, and what is read comes from the disk, unless it is to lie in the page cache:
-both outside of the timed part. Whoever reads must bring back the same bits.
+A time is that of the slowest rank, from a barrier to its end. What makes it fair:
+
+- "raw" is the yardstick: every rank writes its bytes in calls of 16 MiB, one behind the other, into a file of its own
+  and waits for the disk (fsync), and reads them back with calls of 16 MiB. It takes no digest and says of no byte what
+  it is; ours takes digests, and compares them when it reads.
+- All read into the memory that they wrote from, which has its pages. PyTorch's reader makes memory of its own first, as
+  it does for everybody.
+- What is read lies in the page cache (as after a death of one rank), or on the disk alone (as in a new job), where the
+  kernel was told to drop it; the same files are read both ways, in this order.
+- What is written is removed between two turns, with a sync, outside of the timed part. The order of turns is drawn anew
+  in each round, so that a slow minute of the machine meets everybody.
+- Whoever reads must bring back the same bits: compared after every read, outside of the timed part.
+- A ratio is taken in each round, between neighbours in time; told are its median and quartiles over the rounds.
 """
 
-import importlib.util
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,10 +30,10 @@ from hpcdist.arrays.ranges import split
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 
-RAW: Final = "raw"
 OURS: Final = "hpcdist"
-TORCH: Final = "torch"
-BLOCK_BYTES: Final = 16 << 20
+CACHE: Final = "cache"  # of pages
+DISK: Final = "disk"
+READS: Final = (CACHE, DISK)
 
 State = dict[str, np.ndarray]  # of one rank: float32, 1-D
 
@@ -45,7 +53,7 @@ class Samples:
 
     name: str
     write_s: np.ndarray
-    read_s: np.ndarray
+    reads_s: dict[str, np.ndarray]  # by where the bytes came from
 
 
 def make_state(comm: Communicator, nbytes: int, tensors: int, seed: int = 0) -> State:
@@ -56,79 +64,14 @@ def make_state(comm: Communicator, nbytes: int, tensors: int, seed: int = 0) -> 
     return {f"{number}.weight": memory[part.slice] for number, part in enumerate(parts) if part}
 
 
-def raw(comm: Communicator, state: State) -> Contender:
-    """Return the yardstick (local)."""
-
-    def file(folder: Path) -> Path:
-        return folder / f"raw-{comm.rank:05d}.bin"
-
-    def write(folder: Path) -> None:
-        fd = os.open(file(folder), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            for block in _blocks(state):
-                _whole(lambda view: os.write(fd, view), block)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-    def read(folder: Path) -> None:
-        fd = os.open(file(folder), os.O_RDONLY)
-        try:
-            for block in _blocks(state):
-                _whole(lambda view: os.readv(fd, [view]), block)
-        finally:
-            os.close(fd)
-
-    return Contender(RAW, write, read)
-
-
-def _blocks(state: State) -> Iterator[memoryview]:
-    for array in state.values():
-        view = array.view(np.uint8).data
-        yield from (view[start : start + BLOCK_BYTES] for start in range(0, len(view), BLOCK_BYTES))
-
-
-def _whole(move: Callable[[memoryview], int], view: memoryview) -> None:
-    while view:
-        moved = move(view)
-        if not moved:
-            raise StorageError("the file of the raw yardstick ends too early")
-        view = view[moved:]
-
-
-def torch_missing() -> str:
-    """Return why PyTorch does not take part, "" where it can."""
-    return "" if importlib.util.find_spec("torch") else "PyTorch is not installed"
-
-
-def torch(comm: Communicator, state: State, folder: Path) -> Contender:
-    """Return PyTorch's distributed checkpoint of it. Collective: its ranks find each other in ``folder``."""
-    import torch as module
-    import torch.distributed as group
-    import torch.distributed.checkpoint as saved
-
-    place = comm.broadcast_object(str((folder / f"rendezvous-{os.getpid()}").absolute()))
-    group.init_process_group("gloo", init_method=f"file://{place}", rank=comm.rank, world_size=comm.size)
-    # Every rank's tensors have names of their own, as parts of a sharded state have.
-    tensors = {f"rank{comm.rank}.{name}": module.from_numpy(array) for name, array in state.items()}
-
-    def write(into: Path) -> None:
-        saved.save(tensors, checkpoint_id=str(into / "dcp"))
-
-    def read(back: Path) -> None:
-        saved.load(tensors, checkpoint_id=str(back / "dcp"))
-
-    return Contender(TORCH, write, read)
-
-
 @dataclass(frozen=True)
 class Wanted:
-    """What is measured: ``rounds`` after ``warmup`` that do not count; ``cached``: read from the page cache."""
+    """What is measured: ``rounds`` after ``warmup`` that do not count; ``reads`` are some of `READS`, in that order."""
 
     directory: Path
     rounds: int
     warmup: int
-    cached: bool
+    reads: tuple[str, ...]
     seed: int
 
 
@@ -141,24 +84,28 @@ def run(
     """
     order = np.random.default_rng(wanted.seed)  # the same on every rank
     expected = _digest(state)
-    times = np.zeros((2, wanted.warmup + wanted.rounds, len(contenders)))
+    times = np.zeros((1 + len(wanted.reads), wanted.warmup + wanted.rounds, len(contenders)))
     for number in range(wanted.warmup + wanted.rounds):
         for turn in order.permutation(len(contenders)):
             one, folder = contenders[turn], wanted.directory / f"{contenders[turn].name}-{number}"
             _make(comm, folder)
             times[0, number, turn] = _timed(comm, one.write, folder)
-            _settle(comm, folder, wanted.cached)
-            for array in state.values():
-                array.fill(0)
-            times[1, number, turn] = _timed(comm, one.read, folder)
-            right = comm.allgather_object(_digest(state) == expected)
-            if not all(right):
-                raise StorageError(f"{one.name}: rank {right.index(False)} read other bits than it wrote")
+            for k, source in enumerate(wanted.reads, start=1):
+                _settle(comm, folder, source)
+                for array in state.values():
+                    array.fill(0)
+                times[k, number, turn] = _timed(comm, one.read, folder)
+                right = comm.allgather_object(_digest(state) == expected)
+                if not all(right):
+                    raise StorageError(f"{one.name}: rank {right.index(False)} read other bits than it wrote")
             _remove(comm, folder)
         if comm.rank == 0:
             say(f"round {number + 1} of {wanted.warmup + wanted.rounds}")
-    gathered = np.stack(comm.allgather_object(times[:, wanted.warmup :]), axis=-1)  # (2, round, contender, rank)
-    return [Samples(one.name, gathered[0, :, k], gathered[1, :, k]) for k, one in enumerate(contenders)]
+    gathered = np.stack(comm.allgather_object(times[:, wanted.warmup :]), axis=-1)  # (what, round, contender, rank)
+    return [
+        Samples(one.name, gathered[0, :, k], {s: gathered[n, :, k] for n, s in enumerate(wanted.reads, start=1)})
+        for k, one in enumerate(contenders)
+    ]
 
 
 def _timed(comm: Communicator, call: Callable[[Path], object], folder: Path) -> float:
@@ -182,10 +129,10 @@ def _make(comm: Communicator, folder: Path) -> None:
     comm.barrier()
 
 
-def _settle(comm: Communicator, folder: Path, cached: bool) -> None:
-    """Drop the files from the page cache, unless they are to stay there; all of them are on the disk already."""
+def _settle(comm: Communicator, folder: Path, source: str) -> None:
+    """Drop the files from the page cache where the disk is to be read; all of them are there already."""
     comm.barrier()
-    if comm.rank == 0 and not cached:
+    if comm.rank == 0 and source == DISK:
         for file in _files(folder):
             fd = os.open(file, os.O_RDONLY)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -220,28 +167,35 @@ def check_space(comm: Communicator, directory: Path, nbytes: int) -> None:
 
 
 def figures(found: Sequence[Samples], nbytes: int) -> dict[str, Any]:
-    """Return medians, rates, and the ratio to each other contender: the median over rounds of its time over ours."""
-    by_name = {one.name: one for one in found}
+    """Return medians, rates, and how many times as fast we are as each contender: quartiles over the rounds.
+
+    By what was done ("write", "read from the cache", ...) and name.
+    """
     told: dict[str, Any] = {}
-    for what in ("write", "read"):
-        slowest = {name: getattr(one, f"{what}_s").max(axis=1) for name, one in by_name.items()}
-        ours = slowest[OURS]
-        told[what] = {
-            name: {
-                "median_s": float(np.median(times)),
-                "bytes_per_s": nbytes / float(np.median(times)),
-                "ratio": float(np.median(times / ours)),
+    whats = {"write": {one.name: one.write_s for one in found}}
+    whats |= {f"read from the {s}": {one.name: one.reads_s[s] for one in found} for s in found[0].reads_s}
+    for what, times in whats.items():
+        slowest = {name: values.max(axis=1) for name, values in times.items()}
+        told[what] = {}
+        for name, values in slowest.items():
+            low, ratio, high = np.percentile(values / slowest[OURS], (25, 50, 75)).tolist()
+            seconds = float(np.median(values))
+            rate = nbytes / seconds
+            told[what][name] = {
+                "median_s": seconds,
+                "bytes_per_s": rate,
+                "ratio": ratio,
+                "ratio_quartiles": [low, high],
             }
-            for name, times in slowest.items()
-        }
     return told
 
 
 def text(told: dict[str, Any]) -> str:
-    """Return the table."""
-    lines = [f"{'':<8}{'who':<10}{'median s':>10}{'GB/s':>8}   hpcdist over it"]
-    for what in ("write", "read"):
-        for name, one in told[what].items():
-            over = "" if name == OURS else f"{one['ratio']:.2f}x"
-            lines.append(f"{what:<8}{name:<10}{one['median_s']:>10.3f}{one['bytes_per_s'] / 1e9:>8.2f}   {over}")
+    """Return the table of the `figures`."""
+    lines = [f"{'':<21}{'who':<10}{'median ms':>10}{'GB/s':>8}   hpcdist's speed over it (quartiles)"]
+    for what, rows in told.items():
+        for name, one in rows.items():
+            low, high = one["ratio_quartiles"]
+            over = "" if name == OURS else f"{one['ratio']:.2f}x ({low:.2f} - {high:.2f})"
+            lines.append(f"{what:<21}{name:<10}{1e3 * one['median_s']:>10.1f}{one['bytes_per_s'] / 1e9:>8.2f}   {over}")
     return "\n".join(lines)

@@ -13,6 +13,7 @@ import numpy as np
 
 from hpcdist.collectives import allreduce
 from hpcdist.comm.communicator import Communicator
+from hpcdist.strategies import interval
 
 _SIDE: Final = 192
 MOST_FOLLOWERS: Final = 1000
@@ -44,18 +45,40 @@ class Steps:
     beside_s: list[float] = field(default_factory=list)  # those while it is written
     saves_s: list[float] = field(default_factory=list)  # from its begin until it is complete
 
-    def figures(self) -> dict[str, Any]:
-        """Return medians, and ratios to plain steps."""
+    def figures(self, mtbf_s: float) -> dict[str, Any]:
+        """Return medians, ratios to plain steps with quartiles, and what saving costs a run at the interval of Daly.
+
+        The cost of a save is all that it adds: to the step that begins it and to those beside it.
+        """
         plain = float(np.median(self.plain_s))
         saving, beside = float(np.median(self.saving_s)), float(np.median(self.beside_s or [plain]))
+        cost = (sum(self.saving_s) + sum(self.beside_s)) / len(self.saving_s)
+        cost = max(0.0, cost - plain * (1 + len(self.beside_s) / len(self.saving_s)))
         return {
             "plain_step_s": plain,
             "saving_step_s": saving,
             "step_beside_s": beside,
             "save_s": float(np.median(self.saves_s)),
             "saving_over_plain": saving / plain,
+            "saving_quartiles": (np.percentile(self.saving_s, (25, 75)) / plain).tolist(),
             "beside_over_plain": beside / plain,
+            "cost_s": cost,
+            "mtbf_s": mtbf_s,
+            "interval_s": interval.daly(cost, mtbf_s),
+            "overhead": interval.overhead(cost, mtbf_s) if cost else 0.0,
         }
+
+
+def text(told: dict[str, Any]) -> str:
+    """Return the lines of the `Steps.figures`."""
+    low, high = told["saving_quartiles"]
+    return (
+        f"in background: saving step {told['saving_over_plain']:.2f}x ({low:.2f} - {high:.2f}) a plain one "
+        f"({told['plain_step_s']:.3f} s), steps beside it {told['beside_over_plain']:.2f}x, complete after "
+        f"{told['save_s']:.2f} s\n"
+        f"a save costs the steps {told['cost_s']:.3f} s: {100 * told['overhead']:.2f} % of a run that saves every "
+        f"{told['interval_s']:.0f} s (Daly, a failure every {told['mtbf_s'] / 3600:.3g} h)"
+    )
 
 
 class Work:

@@ -21,7 +21,7 @@ import numpy as np
 
 from hpcdist import __version__
 from hpcdist.bench.sweep import Trial
-from hpcdist.bench.trial import ITERATION, Outcome, Sample
+from hpcdist.bench.trial import ITERATION, Outcome
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
 
@@ -29,9 +29,10 @@ SCHEMA: Final = "hpcdist.bench"
 VERSION: Final = 1
 TRIALS: Final = "trials"
 SUMMARY: Final = "summary"
+RANK: Final = "rank"  # the scale of what is measured on each rank
 LOCK: Final = ".lock"  # the file beside the results while a sweep runs, whose name ends so
 _REPEAT: Final = "repeat-"
-_NOT_PROVENANCE: Final = ("schema", "schema_version", "NX_class")
+NOT_PROVENANCE: Final = ("schema", "schema_version", "NX_class")
 
 
 @dataclass(frozen=True)
@@ -146,19 +147,22 @@ def _write(group: Any, ranks: int, outcome: Outcome, git_commit: str) -> None:
         return
     group.attrs.update({"NX_class": "NXdata", "signal": "step_s", "axes": [ITERATION, "rank"]})
     group.create_group(SUMMARY).attrs.update(dict(_flat(outcome.summary)))
-    group.create_dataset("rank", data=np.arange(ranks)).make_scale("rank")
-    _dataset(group, ITERATION, outcome.samples[ITERATION]).make_scale(ITERATION)
+    group.create_dataset(RANK, data=np.arange(ranks))
     for name, sample in outcome.samples.items():
-        if name != ITERATION:
-            dataset = _dataset(group, name, sample)
-            for dim, scale in zip(dataset.dims, (ITERATION, "rank"), strict=False):
+        dataset = group.create_dataset(name, data=sample.values)
+        dataset.attrs.update({"units": sample.units, "long_name": sample.meaning})
+    attach_scales(group)
+
+
+def attach_scales(group: Any) -> None:
+    """Make iteration and rank the scales of all samples in the group of a repeat."""
+    scales = (ITERATION, RANK)
+    for name in scales:
+        group[name].make_scale(name)
+    for name, member in group.items():
+        if name not in (SUMMARY, *scales):
+            for dim, scale in zip(member.dims, scales, strict=False):
                 dim.attach_scale(group[scale])
-
-
-def _dataset(group: Any, name: str, sample: Sample) -> Any:
-    dataset = group.create_dataset(name, data=sample.values)
-    dataset.attrs.update({"units": sample.units, "long_name": sample.meaning})
-    return dataset
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -185,7 +189,7 @@ def read(path: Path) -> Results:
     """Read a results file; its sweep may be under way. Raises StorageError."""
     with files.open_read(path, SCHEMA, VERSION) as file:
         try:
-            provenance = {name: _plain(value) for name, value in file.attrs.items() if name not in _NOT_PROVENANCE}
+            provenance = {name: _plain(value) for name, value in file.attrs.items() if name not in NOT_PROVENANCE}
             groups = sorted(file[TRIALS].values(), key=lambda group: (group.attrs["ranks"], group.attrs["position"]))
             return Results(provenance, tuple(_configuration(group) for group in groups))
         except files.FAILURES as error:
@@ -214,7 +218,7 @@ def _repeat(number: int, group: Any) -> Repeat:
         str(attributes["git_commit"]),
         str(attributes.get("hpcdist_version", "")),
         {name: _plain(value) for name, value in group[SUMMARY].attrs.items()} if SUMMARY in group else {},
-        {name: member[...] for name, member in group.items() if name not in (SUMMARY, "rank")},
+        {name: member[...] for name, member in group.items() if name not in (SUMMARY, RANK)},
     )
 
 

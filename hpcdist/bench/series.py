@@ -39,17 +39,20 @@ class Tally:
     left: int
 
 
-def plan(trials: Sequence[Trial], repeats: int, path: Path, retry_failed: bool) -> list[Item]:
+def plan(trials: Sequence[Trial], repeats: int, path: Path, retry_failed: bool, only: int | None = None) -> list[Item]:
     """Return all trials in the order in which they are run: repeat by repeat, every second one backwards.
 
-    So a machine that becomes slower with time does so for all configurations alike. Raises StorageError when the
-    file at ``path`` exists and is none of results.
+    So a machine that becomes slower with time does so for all configurations alike. With ``only`` they are the repeats
+    of the trial at that position, which it keeps. Raises StorageError when the file at ``path`` exists and is none of
+    results.
     """
     known = results.statuses(path) if path.exists() else {}
     items = []
     for repeat in range(repeats):
         numbered = list(enumerate(trials))
         for position, trial in numbered if repeat % 2 == 0 else reversed(numbered):
+            if only not in (None, position):
+                continue
             status = known.get((trial.id, repeat), "")
             items.append(Item(trial, position, repeat, "" if status == FAILED and retry_failed else status))
     return items

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -63,9 +63,9 @@ class Outcome:
     mpi_library: str = ""
 
 
-def command(ranks: int, recipe: Path, out: Path) -> list[str]:
-    """Return the command line that trains ``recipe`` on ``ranks`` ranks of this machine."""
-    launcher = [sys.executable, "-P", "-m", "hpcdist", "run", "-n", str(ranks), "--grace", f"{GRACE_S:g}"]
+def command(ranks: int, recipe: Path, out: Path, options: Sequence[str] = ()) -> list[str]:
+    """Return the command line that trains ``recipe`` on ``ranks`` ranks, with further ``options`` of `hpcdist run`."""
+    launcher = [sys.executable, "-P", "-m", "hpcdist", "run", "-n", str(ranks), "--grace", f"{GRACE_S:g}", *options]
     return [*launcher, "train", str(recipe), "--out", str(out), "--json"]
 
 
