@@ -184,8 +184,12 @@ def _row(node: Contribution, index: int, source: Source) -> dict[str, Any]:
 
 
 def _joined(reasons: Sequence[str]) -> str | None:
-    """Return the first reasons as one text; None for none."""
-    different = list(dict.fromkeys(reasons))
+    """Return the first reasons as one text, in which an earlier start repeats none of them; None for none."""
+    before = [reason for reason in reasons if reason.startswith(EARLIER)]
+    own = [reason for reason in dict.fromkeys(reasons) if reason not in before]
+    if before == [EARLIER + "; ".join(own)]:
+        before = []
+    different = [*before, *(reason for reason in own if not any(reason in told for told in before))]
     if len(different) > REASONS:
         different = [*different[:REASONS], f"and {len(different) - REASONS} more reasons"]
     return "; ".join(different) or None

@@ -69,6 +69,8 @@ class MetricsWriter:
             elif resume_step is not None:
                 _drop_after(file, resume_step)
             self._session = int(file.attrs.get("sessions", 0))
+            steps = file["steps"]["step"]
+            self.last = int(steps[-1]) if len(steps) else 0  # step in the file, when it was opened
             file.attrs["sessions"] = self._session + 1
             file.attrs.update(attributes or {})
 
@@ -96,9 +98,14 @@ class MetricsWriter:
         communication_s: np.ndarray,
         update_s: np.ndarray,
         sent_bytes: np.ndarray,
+        made_by: int = 0,
     ) -> None:
-        """Take the row of a step; NaN is what was not measured. Written now and then, see `flush`."""
-        row: dict[str, Any] = {"step": step, "session": self._session, "world": self.world, "loss": loss}
+        """Take the row of a step; NaN is what was not measured. Written now and then, see `flush`.
+
+        One that the session before had not written was ``made_by`` so many ranks, not all of which are left.
+        """
+        session, world = (self._session - 1, made_by) if made_by else (self._session, self.world)
+        row: dict[str, Any] = {"step": step, "session": session, "world": world, "loss": loss}
         row |= {"learning_rate": learning_rate, "tokens": tokens}
         wide = zip(PER_RANK, (step_s, compute_s, communication_s, update_s, sent_bytes), strict=True)
         row |= {name: np.broadcast_to(np.asarray(values, np.float64), self.world).copy() for name, values in wide}

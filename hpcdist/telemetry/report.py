@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcdist.arrays.sizes import counted
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
-from hpcdist.telemetry import metrics
+from hpcdist.telemetry import metrics, noise_scales
 from hpcdist.telemetry.metrics import Metrics
 
 FILE_NAME: Final = "metrics.h5"
@@ -37,7 +37,10 @@ def report(run_dir: str | Path) -> Report:
     found = metrics.read(path)
     hidden = {"schema", "schema_version", "NX_class", "default"}
     attributes = {name: value for name, value in found.attributes.items() if name not in hidden}
-    return Report(run_dir, found, {"run_dir": str(run_dir)} | attributes | metrics.summarise(found))
+    figures = {"run_dir": str(run_dir)} | attributes | metrics.summarise(found)
+    if (scale := noise_scales.last(path)) is not None:
+        figures["noise_scale"] = scale
+    return Report(run_dir, found, figures)
 
 
 def text(found: Report) -> str:
@@ -66,6 +69,8 @@ def text(found: Report) -> str:
         lines.append(
             f"loaded     {figures['bytes_loaded_per_step']:,.0f} bytes a step, from what others of the node wrote"
         )
+    if figures.get("noise_scale") is not None:
+        lines.append(f"noise      scale {figures['noise_scale']:,.1f} samples, the critical batch")
     if "energy_j" in figures:  # a run that has ended
         lines.append(f"energy     {_energy(figures)}")
     if figures["world"] > 1 and figures["imbalance"] is not None:
