@@ -38,6 +38,10 @@ def described(trainer: Trainer) -> str:
     parts += _where_states_lie(recipe.zero, trainer)
     if recipe.communication.overlap != "none":
         parts.append(OVERLAPPED[recipe.communication.overlap] + (", delayed" if recipe.communication.delayed else ""))
+    if trainer.compression.name != "none":
+        parts.append(f"gradients as {trainer.compression.name}")
+    if recipe.compression.parameters != "none":
+        parts.append(f"weights gathered as {recipe.compression.parameters}")
     if recipe.data.shares == "measured":
         parts.append("samples by measured speed")
     if recipe.precision.working is not None:

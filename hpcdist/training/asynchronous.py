@@ -62,6 +62,7 @@ class AsynchronousLoop(Loop):
             over = self._meet()
         self._count_what_was_served()
         self.wishes.answered()
+        self.pace.ended(self.outcome.wish is not None)
         return self.outcome
 
     def _wants(self) -> bool:
@@ -124,7 +125,7 @@ class AsynchronousLoop(Loop):
         except NonFiniteError as error:
             with exchange.unpushed():
                 where = trainer.executor.inspect(self._operations, batches)
-            self._failure = f"worker {trainer.comm.rank}: {error} ({where})"
+            self._failure = f"worker {trainer.comm.rank}: {error} ({where or 'computed again, it is finite'})"
             exchange.meetings.call()
             return
         if exchange.clock < step:

@@ -1,19 +1,28 @@
 """The ``[chaos]`` section of a recipe. Light: imports nothing but the errors."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.training import chaos_entries
+from hpcdist.training.chaos_entries import Fault
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChaosConfig:
-    """Stragglers that are made on purpose, to see what a strategy does with them.
+    """Stragglers and faults that are made on purpose, to see what a run does with them.
 
     Each step of one of the ``slow_ranks`` (of the world) is slow with ``slow_probability``: its forward and backward
     take ``slow_factor`` times as long. Which steps are slow follows from (``seed``, rank, step) alone, so a repetition
     has the same. With ``step_s`` above 0 computing is stretched by sleep on every rank: it takes ``step_s`` seconds on
     an even share of the batch (more or less on a larger or smaller one), and more only where it takes longer by itself.
+
+    Each of the others happens once in a run directory, however often its step is made. ``kill``: the rank kills itself
+    (``RANK@STEP``), in one of the `chaos_entries.PHASES` of the step (``RANK@STEP:PHASE``) or of the save after it.
+    ``stall``: it sleeps (``RANK@STEP:SECONDS``). ``corrupt``: one bit of its gradient flips before it is exchanged
+    (``RANK@STEP``), or one of its parameters after the update (``RANK@STEP:parameters``). ``overflow``: the gradient of
+    the step overflows. ``disk``: in the first save after the step its write fails (``RANK@STEP:fail``), its disk is
+    full after half of the bytes (``:full``), or its fsync fails (``:fsync``).
     """
 
     slow_ranks: tuple[int, ...] = ()
@@ -21,6 +30,11 @@ class ChaosConfig:
     slow_probability: float = 1.0
     step_s: float = 0.0
     seed: int = 0
+    kill: tuple[str, ...] = ()
+    stall: tuple[str, ...] = ()
+    corrupt: tuple[str, ...] = ()
+    overflow: tuple[int, ...] = ()
+    disk: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if any(rank < 0 for rank in self.slow_ranks) or len(set(self.slow_ranks)) < len(self.slow_ranks):
@@ -36,13 +50,14 @@ class ChaosConfig:
         if self.seed < 0:
             raise ConfigurationError(f"chaos.seed = {self.seed}; it must be at least 0")
         self._refuse_without_effect()
+        _ = self.faults  # each entry is read
 
     def _refuse_without_effect(self) -> None:
         if self.slow_ranks:
             return
         for item in fields(self):
             given = getattr(self, item.name)
-            if item.name not in ("slow_ranks", "step_s") and given != item.default:
+            if item.name in ("slow_factor", "slow_probability", "seed") and given != item.default:
                 raise ConfigurationError(
                     f"chaos.{item.name} = {given} has no effect without chaos.slow_ranks; name the ranks that shall be "
                     "slow, or remove it"
@@ -50,22 +65,66 @@ class ChaosConfig:
 
     @property
     def on(self) -> bool:
-        """Whether anything is slower than it is by itself."""
-        return bool(self.slow_ranks) or self.step_s > 0
+        """Whether anything is other than it is by itself."""
+        return bool(self.slow_ranks) or self.step_s > 0 or bool(self.faults)
 
-    def check_world(self, world: int, computing: int) -> None:
-        """Raise ConfigurationError for slow ranks that are none of the first ``computing`` of ``world`` ranks."""
-        for rank in self.slow_ranks:
-            if rank >= world:
+    @property
+    def faults(self) -> list[Fault]:
+        """What happens once, in the order of the steps. Raises ConfigurationError for an entry that says nothing."""
+        found = [fault for kind in chaos_entries.KINDS for fault in chaos_entries.read(kind, getattr(self, kind))]
+        return sorted(found + chaos_entries.overflows(self.overflow), key=lambda fault: fault.step)
+
+    def within(self, world: int) -> "ChaosConfig":
+        """Return what is left of it on ``world`` ranks: what would happen to others does not."""
+
+        def among(kind: str) -> tuple[str, ...]:
+            entries: tuple[str, ...] = getattr(self, kind)
+            return tuple(one for one in entries if chaos_entries.read(kind, [one])[0].rank < world)
+
+        slow = tuple(rank for rank in self.slow_ranks if rank < world)
+        kept = self if slow else ChaosConfig(step_s=self.step_s, overflow=self.overflow)
+        kept = replace(kept, slow_ranks=slow, kill=among("kill"), stall=among("stall"))
+        return replace(kept, corrupt=among("corrupt"), disk=among("disk"))
+
+    def check_steps(self, steps: int) -> None:
+        """Raise ConfigurationError for faults in steps that a run of ``steps`` has not."""
+        for fault in self.faults:
+            if fault.step > steps:
                 raise ConfigurationError(
-                    f"chaos.slow_ranks = {list(self.slow_ranks)} on {world} rank{'s' if world > 1 else ''}: there is "
-                    f"no rank {rank}; " + (f"use ranks 0 to {world - 1}" if world > 1 else "use rank 0")
+                    f"chaos.{fault.kind} = {list(getattr(self, fault.kind))}: the run ends with step {steps} "
+                    f"(run.steps), before step {fault.step}; name steps from 1 to {steps}"
                 )
+
+    def check_world(self, world: int, computing: int, *, lock_step: bool = True) -> None:
+        """Raise ConfigurationError for ranks to which nothing can happen.
+
+        They are none of the ``world``, or none of its first ``computing``, which compute, or without ``lock_step`` make
+        steps at all.
+        """
+        for rank in self.slow_ranks:
+            self._check_rank("slow_ranks", rank, world)
             if rank >= computing:
                 raise ConfigurationError(
                     f"chaos.slow_ranks = {list(self.slow_ranks)}: rank {rank} only serves, so no step of it can be "
                     f"slow; use ranks 0 to {computing - 1}"
                 )
+        for fault in self.faults:
+            self._check_rank(fault.kind, fault.rank, world)
+            computes = fault.kind == "corrupt" or fault.how in ("forward", "backward")
+            steps = fault.kind == "stall" or (fault.kind == "kill" and fault.how != "save")
+            if fault.rank >= computing and (computes or (steps and not lock_step)):
+                what = "computes nothing" if computes else "makes no steps of its own"
+                raise ConfigurationError(
+                    f"chaos.{fault.kind} = {list(getattr(self, fault.kind))}: rank {fault.rank} only serves and "
+                    f"{what}; use ranks 0 to {computing - 1}"
+                )
+
+    def _check_rank(self, key: str, rank: int, world: int) -> None:
+        if rank >= world:
+            raise ConfigurationError(
+                f"chaos.{key} = {list(getattr(self, key))} on {world} rank{'s' if world > 1 else ''}: there is "
+                f"no rank {rank}; " + (f"use ranks 0 to {world - 1}" if world > 1 else "use rank 0")
+            )
 
     def described(self) -> str:
         """Return, for people, what is done to a run; "" where nothing is."""
@@ -77,4 +136,4 @@ class ChaosConfig:
             plural = "s" if len(self.slow_ranks) > 1 else ""
             often = "" if self.slow_probability == 1 else f" with probability {self.slow_probability:g} a step"
             said.append(f"rank{plural} {ranks} {self.slow_factor:g} times slower{often}")
-        return "; ".join(said)
+        return "; ".join([*said, *(fault.described() for fault in self.faults)])

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.optim.batches import Batches, staged
 
 MODES: Final = ("float32", "float64", "bfloat16", "float16")
 HALVES: Final = ("bfloat16", "float16")
-WITH_HALVES: Final = ("allreduce", "zero1", "zero2", "zero3")
+WITH_HALVES: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")
 SHARES: Final = ("even", "measured")
 DEVICES: Final = ("cpu", "gpu")
 
@@ -31,14 +32,19 @@ class DataConfig:
     ``shares`` says how the samples of a batch are shared over the replicas: evenly, or by the speed measured in the
     steps before, so that all are done at the same time. The batch is the same, and so are losses and weights up to
     rounding.
+
+    ``staged`` is where each node has a copy of ``path``, as batch jobs make one: it is read in its place.
     """
 
     path: str = ""
+    staged: str = ""
     context: int = 128
     validation_fraction: float = 0.05
     shares: str = "even"
 
     def __post_init__(self) -> None:
+        if self.staged and not self.path:
+            raise ConfigurationError(f"data.staged = {self.staged!r}: data.path, of which it is a copy, is empty")
         if self.context < 1:
             raise ConfigurationError(f"data.context = {self.context}; it must be at least 1")
         if not 0 <= self.validation_fraction <= 0.5:
@@ -54,16 +60,18 @@ class PrecisionConfig:
     """The type of parameters and gradients.
 
     float32 and float64 are also that of activations and of the optimizer's state. With a 16-bit type, parameters and
-    gradients are kept and sent in it; stages compute in float32, layer by layer, and updates step a float32 master, of
-    which checkpoints are made. bfloat16 has the range of float32; gradients in float16 are those of the loss times
-    ``loss_scale``, a power of two. 0: it doubles after ``growth_interval`` steps without overflow, and halves after
-    ``hysteresis`` overflows in a row. A step whose gradient overflows is skipped.
+    gradients are kept and sent in it; stages compute in float32, layer by layer, and send activations in it; updates
+    step a float32 master, of which checkpoints are made. bfloat16 has the range of float32; gradients in float16 are
+    those of the loss times ``loss_scale``, a power of two. 0: it doubles after ``growth_interval`` steps without
+    overflow, and halves after ``hysteresis`` overflows in a row, but not below ``minimum_scale``, at which 16 of them
+    in a row end the run. A step whose gradient overflows is skipped.
     """
 
     mode: str = "float32"
     loss_scale: float = 0.0
     growth_interval: int = 2000
     hysteresis: int = 2
+    minimum_scale: float = 1.0
 
     @property
     def computes(self) -> str:
@@ -83,11 +91,16 @@ class PrecisionConfig:
                 f"precision.loss_scale = {self.loss_scale}; it must be 0 (dynamic) or a power of two from 1 to 2^24, "
                 "so that it rounds nothing"
             )
+        if not (2.0**-24 <= self.minimum_scale <= 2.0**16 and math.frexp(self.minimum_scale)[0] == 0.5):
+            raise ConfigurationError(
+                f"precision.minimum_scale = {self.minimum_scale}; it must be a power of two from 2^-24 to 2^16, with "
+                "which a run begins"
+            )
         for name in ("growth_interval", "hysteresis"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"precision.{name} = {getattr(self, name)}; it must be at least 1")
-        for name, default in (("loss_scale", 0.0), ("growth_interval", 2000), ("hysteresis", 2)):
-            value = getattr(self, name)
+        for name in ("loss_scale", "growth_interval", "hysteresis", "minimum_scale"):
+            value, default = getattr(self, name), getattr(PrecisionConfig, name)
             if value != default and self.mode != "float16":
                 raise ConfigurationError(
                     f"precision.{name} = {value} has no effect with precision.mode = {self.mode!r}; remove it, or "
@@ -123,13 +136,25 @@ class RunConfig:
     """How long a run is, what a step is, and what is looked at on the way.
 
     A step takes ``global_batch`` samples, whatever the number of ranks; ``seed`` decides the initial parameters and the
-    order of the samples. Replicas are compared every ``sentinel_every_steps`` steps (0: not). The validation loss is
-    taken over ``validation_samples`` samples spread evenly over the validation data (0: all of them). A log gets a line
-    every ``log_every_s`` seconds.
+    order of the samples. Replicas are compared every ``sentinel_every_steps`` steps and before each save (0: not). The
+    validation loss is taken over ``validation_samples`` samples spread evenly over the validation data (0: all of
+    them). A log gets a line every ``log_every_s`` seconds.
+
+    With ``batch_warmup`` the first steps take fewer samples: for each stage it has the sample at which the stage ends,
+    and the samples of a step in it, as in [6400, 16, 32000, 64]. See `hpcdist.optim.batches`.
 
     ``logical_shards`` is the deterministic mode: a step is cut into that many equal parts, whose gradients and losses
     are summed in an order of their own, so that losses and weights have the same bits on any number of ranks up to it.
     0: sums follow the ranks.
+
+    Every ``recompute_every_steps`` steps, and where the gradient norm or the loss is more than ``suspicious_factor``
+    times its median over the last 50 steps, a step is computed again before its update: other bits are a silent fault
+    (0: never).
+
+    Every ``noise_scale_every_steps`` steps the gradient noise scale is measured (0: never): see `hpcdist.optim.noise`.
+
+    A run begins with the parameters of the checkpoint, or of the run, in ``init_from``; "": with drawn ones.
+    ``allow_partial``: tensors that it lacks, or has in another shape, are drawn.
     """
 
     steps: int = 1000
@@ -139,7 +164,13 @@ class RunConfig:
     sentinel_every_steps: int = 100
     validation_samples: int = 1024
     log_every_s: float = 5.0
+    batch_warmup: tuple[int, ...] = ()
     logical_shards: int = 0
+    suspicious_factor: float = 0.0
+    recompute_every_steps: int = 0
+    noise_scale_every_steps: int = 0
+    init_from: str = ""
+    allow_partial: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("global_batch", 1), ("seed", 0), ("sentinel_every_steps", 0)):
@@ -149,7 +180,30 @@ class RunConfig:
             raise ConfigurationError(f"run.device = {self.device!r}; choose one of {', '.join(DEVICES)}")
         if not (math.isfinite(self.log_every_s) and self.log_every_s >= 0):
             raise ConfigurationError(f"run.log_every_s = {self.log_every_s}; it must be finite and at least 0")
+        if self.allow_partial and not self.init_from:
+            raise ConfigurationError(
+                "run.allow_partial = true has no effect where all parameters are drawn; name a checkpoint with "
+                "run.init_from (--init-from), or set it to false"
+            )
         self._check_logical_shards()
+        assert self.batches.final  # or it raises
+        self._at_least("recompute_every_steps", 0)
+        self._at_least("noise_scale_every_steps", 0)
+        if self.suspicious_factor and not (math.isfinite(self.suspicious_factor) and self.suspicious_factor > 1):
+            raise ConfigurationError(
+                f"run.suspicious_factor = {self.suspicious_factor}; it must be finite and above 1, such as 5, or 0 to "
+                "suspect nothing"
+            )
+
+    @property
+    def batches(self) -> Batches:
+        """The samples of each step."""
+        return staged(self.global_batch, self.batch_warmup)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a step may be computed again."""
+        return self.suspicious_factor > 0 or self.recompute_every_steps > 0
 
     def _check_logical_shards(self) -> None:
         self._at_least("logical_shards", 0)

@@ -1,36 +1,26 @@
 """The run directory: one directory, one recipe, one run."""
 
-import os
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from hpcdist.checkpoint.lock import Lock
-from hpcdist.checkpoint.restore import newest
+from hpcdist.batch.ledger import FILE_NAME as JOBS_FILE
+from hpcdist.checkpoint import directory as names
+from hpcdist.checkpoint.lock import LOCK_FILE, Lock
+from hpcdist.checkpoint.restore import newest_complete
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
+from hpcdist.training import identity
 from hpcdist.training import recipe as recipes
-from hpcdist.training.config import written
 from hpcdist.training.metrics import METRICS_FILE
 from hpcdist.training.recipe import Recipe
+from hpcdist.training.survival import STOP_FILE
 
 RECIPE_FILE = "recipe.toml"
 
-
-# What a run is made with, not what it is: a run may go on with other values, in another layout, on other machines.
-OPERATIONAL: Final = (
-    *("parallel.", "parameter_server.", "zero.", "decentralised.", "communication."),
-    *("checkpoint.", "energy.", "chaos."),
-)
-OPERATIONAL_KEYS: Final = (
-    "run.steps",
-    "data.shares",
-    "run.device",
-    "run.logical_shards",
-    "run.sentinel_every_steps",
-    "run.log_every_s",
-)
+_JOB_SCRIPT: Final = re.compile(r"job(?:-\d+)?\.(?:sbatch|pbs|sh)", re.ASCII)  # of `batch.submission`
 
 
 @dataclass(frozen=True)
@@ -52,7 +42,8 @@ def prepare(
 
     ``resume`` is "auto" (go on from the newest valid checkpoint, or start where there is none) or "never". Raises
     ConfigurationError when the directory holds another run, UsageError when it holds this one and ``resume`` is
-    "never", StorageError when it cannot be created, or when another job has it: rank 0 takes ``lock`` for it.
+    "never", StorageError when it cannot be created, when it has checkpoints of which none is valid, or when another job
+    has it: rank 0 takes ``lock`` for it.
     """
     verdict: RunDirectory | HpcdistError | None = None
     if comm.rank == 0:
@@ -73,8 +64,9 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: Lock | None) -
     path = out or _fresh(recipe.parallel.strategy)
     stored = path / RECIPE_FILE
     if stored.exists() and _begun(path):
-        keys = _differences(stored, recipe)
-        other = [text for key, text in keys.items() if not operational(key)]
+        before = recipes.load_stored(stored)
+        keys = identity.differences(before, recipe)
+        other = identity.contradictions(before, recipe)
         if other:
             raise ConfigurationError(
                 f"{path} holds another run: {_listed(other)}; choose another --out, or run it with its own "
@@ -88,41 +80,50 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: Lock | None) -
             lock.take(path)
         if keys:
             _keep(stored)
-            _write(stored, recipe)
-        return RunDirectory(path, newest(path), _listed(list(keys.values())))
+            names.replace(stored, recipes.dump(recipe))
+        found = newest_complete(path)  # who restores it reads and verifies its bytes
+        if found is None:
+            refuse_to_begin_again(path)
+        return RunDirectory(path, found, _listed(list(keys.values())))
     if path.exists() and not path.is_dir():
         raise StorageError(f"{path} is a file; --out must name a directory")
-    if path.is_dir() and not stored.exists() and any(path.iterdir()):
+    if path.is_dir() and not stored.exists() and not _barely_begun(path):
         raise ConfigurationError(f"{path} is not empty and holds no run of hpcdist; choose another --out")
     path.mkdir(parents=True, exist_ok=True)
     if lock is not None:
         lock.take(path)
-    _write(stored, recipe)
+    names.replace(stored, recipes.dump(recipe))
     return RunDirectory(path, None)
 
 
-def operational(key: str) -> bool:
-    """Whether a run may go on with another value of ``key`` (local)."""
-    return key.startswith(OPERATIONAL) or key in OPERATIONAL_KEYS
-
-
-def _write(stored: Path, recipe: Recipe) -> None:
-    temporary = stored.with_suffix(".tmp")
-    temporary.write_text(recipes.dump(recipe))
-    os.replace(temporary, stored)
+def refuse_to_begin_again(path: Path) -> None:
+    """Raise StorageError where checkpoints were complete once: a run that began again would replace them one by one."""
+    complete = [found for _, found in names.candidates(path / "checkpoints") if found.suffix != ".tmp"]
+    if complete:
+        raise StorageError(
+            f"{path} has checkpoints, and none of them can be used, as told above; begin a new run with another --out, "
+            f"perhaps with what can be read of one (--init-from {complete[0]} --allow-partial), or move "
+            f"{path / 'checkpoints'} away to begin this one again"
+        )
 
 
 def _keep(stored: Path) -> None:
-    """Give the recipe of the starts so far a name of its own: recipe-1.toml, recipe-2.toml, ..."""
+    """Keep the recipe of the starts so far under a name of its own, too: recipe-1.toml, recipe-2.toml, ..."""
     number = 1
     while (kept := stored.with_stem(f"{stored.stem}-{number}")).exists():
         number += 1
-    os.replace(stored, kept)
+    names.replace(kept, stored.read_text())
 
 
 def _begun(path: Path) -> bool:
     """Whether a run got as far as its first row or checkpoint; a start that failed before leaves nothing to keep."""
     return (path / METRICS_FILE).exists() or (path / "checkpoints").exists()
+
+
+def _barely_begun(path: Path) -> bool:
+    """Whether there is nothing but what a start leaves that was killed before it had kept its recipe, or a job."""
+    left = [one.name for one in path.iterdir() if not _JOB_SCRIPT.fullmatch(one.name)]
+    return all(name.startswith((LOCK_FILE, RECIPE_FILE)) or name in (JOBS_FILE, STOP_FILE) for name in left)
 
 
 def _fresh(strategy: str) -> Path:
@@ -132,19 +133,6 @@ def _fresh(strategy: str) -> Path:
         number += 1
         path = Path("runs") / f"{stamp}-{strategy}-{number}"
     return path
-
-
-def _differences(stored: Path, recipe: Recipe) -> dict[str, str]:
-    """Return, for each key in which the stored recipe differs, both values as text; none when it is the same run.
-
-    A recipe of an older version lacks keys: they had their defaults.
-    """
-    before, now = recipes.flat(recipes.load_stored(stored)), recipes.flat(recipe)
-    return {
-        key: f"{key} = {written(before[key])} there, {written(value)} now"
-        for key, value in now.items()
-        if before[key] != value
-    }
 
 
 def _listed(texts: list[str]) -> str:

@@ -42,10 +42,10 @@ class Energy:
         self._since_step = 0
         if resume_from is not None:
             scalars = manifest.load(resume_from).scalars
-            kept = scalars.get("energy", {})
             # A checkpoint of an earlier version has none: then joules are those of the steps from here on.
-            self._since_step = kept.get("since_step", int(scalars["steps"]))
-            self.monitor.restore(kept.get("joules"))
+            kept = _usable(scalars.get("energy")) or {"since_step": scalars["steps"], "joules": None}
+            self._since_step = kept["since_step"]
+            self.monitor.restore(kept["joules"])
         self._comm, self._path = comm, None if directory is None else directory / USAGE_FILE
         noted = comm.broadcast_object(_noted(self._path) if self._path is not None and comm.rank == 0 else None)
         if noted is not None:  # later than the checkpoint
@@ -87,15 +87,23 @@ class Energy:
         return summary(self.monitor.report(), steps - self._since_step)
 
 
+def _usable(found: Any) -> dict[str, Any] | None:
+    """Return what `Energy.state` once returned, as it was read; None where it is something else."""
+    if not isinstance(found, dict):
+        return None
+    kept = {name: found.get(name) for name in ("since_step", "joules")}
+    return kept if isinstance(kept["since_step"], int) and isinstance(kept["joules"], dict) else None
+
+
 def _noted(path: Path) -> dict[str, Any] | None:
     """Return what the record says; None where there is none, or it cannot be used."""
     try:
-        found = json.loads(path.read_bytes())
-        if isinstance(found["since_step"], int) and isinstance(found["joules"], dict):
-            return {"since_step": found["since_step"], "joules": found["joules"]}
+        found = _usable(json.loads(path.read_bytes()))
+        if found is not None:
+            return found
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         pass
     print(f"hpcdist: {path} cannot be read: energy and time count from the checkpoint", file=sys.stderr, flush=True)
     return None

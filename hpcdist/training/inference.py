@@ -22,7 +22,7 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint import manifest
-from hpcdist.checkpoint.restore import newest, restore
+from hpcdist.checkpoint.restore import from_newest, newest_complete, restore_together
 from hpcdist.collectives import SHARDED, allreduce
 from hpcdist.comm import failfast, launcher
 from hpcdist.comm.communicator import Communicator
@@ -91,11 +91,15 @@ class Trained:
 
 
 def load(comm: Communicator, path: Path, recipe: Recipe) -> Trained:
-    """Return the model of the newest valid checkpoint in the run directory ``path``. Collective over ``comm``.
+    """Return the model of the newest checkpoint in the run directory ``path`` whose parameters are whole.
 
-    Raises StorageError when there is none.
+    Collective over ``comm``. Raises StorageError when there is none.
     """
-    found = newest(path, comm)
+    return from_newest(path, comm, newest_complete(path, comm), lambda found: _loaded(comm, path, found, recipe))
+
+
+def _loaded(comm: Communicator, path: Path, found: Path | None, recipe: Recipe) -> Trained:
+    """Return the model of the checkpoint ``found``. Collective; raises `DamagedError` on all ranks or on none."""
     if found is None:
         raise StorageError(f"{path} holds no valid checkpoint; train it first (a run saves one at its end)")
     scalars = manifest.load(found).scalars
@@ -106,7 +110,7 @@ def load(comm: Communicator, path: Path, recipe: Recipe) -> Trained:
     parameters = FlatStore(model.layout, model.dtype, on=recipe.run.device, ledger=ledger)
     sharding = SHARDED["native"]
     shares = sharding.shares(comm, parameters.size, parameters.dtype.itemsize)
-    restore(found, pieces_of({"parameters": parameters}, [shares[comm.rank]]))
+    restore_together(comm, found, pieces_of({"parameters": parameters}, [shares[comm.rank]]))
     sharding.all_gather(comm, parameters.array, shares)
     if recipe.precision.working is not None:  # what the run computed with, and its validation loss is of
         working = backend.empty(parameters.size, dtype_of(recipe.precision.working), recipe.run.device)

@@ -1,22 +1,23 @@
-"""A whole job: start, train, evaluate, report, leave. What `hpcdist train` calls."""
+"""A job between its start and its end: train, evaluate, report."""
 
 import json
-import os
 import sys
-import time
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hpcdist.arrays.sizes import counted
 from hpcdist.checkpoint.lock import Lock
-from hpcdist.comm.start import Session, start
+from hpcdist.comm.start import Session
 from hpcdist.errors import OK
+from hpcdist.optim import scaling
 from hpcdist.strategies.grid import rank_map, spread_groups
 from hpcdist.telemetry.provenance import provenance
-from hpcdist.training import architecture, consensus, directory, entropy
+from hpcdist.training import architecture, consensus, directory, entropy, noise
 from hpcdist.training.asynchronous import loop_of
 from hpcdist.training.energy import Energy, energy_attributes
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.pace import end_of_job
+from hpcdist.training.loop import Loop, Outcome
+from hpcdist.training.origin import Origin, Stored, from_whole
 from hpcdist.training.progress import Progress
 from hpcdist.training.recipe import Recipe
 from hpcdist.training.summary import LOADED_FIGURE, OVERLAP_FIGURES, describe, summarise
@@ -24,48 +25,104 @@ from hpcdist.training.survival import EXIT_CODES, StopWishes
 from hpcdist.training.trainer import Trainer, assemble
 
 
-def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s: float | None = None) -> None:
-    """Train ``recipe`` on all ranks that the launcher started, and leave with the agreed exit code. Collective.
+@dataclass
+class Job:
+    """What stays the same while a run goes on, whoever trains it."""
 
-    Before ``limit_s`` seconds are over, or the job is by Slurm's word, the run is saved and stops.
-    """
-    wishes = StopWishes(ends=end_of_job(limit_s, time.time(), os.environ))
-    wishes.listen()  # a signal that comes while the job starts is answered after the first step
-    communication = recipe.communication
-    session = start(recipe.run.device, communication.ranks_per_node or None, communication.checked)
-    rank0 = session.comm.rank == 0
-    lock = Lock()
-    run = directory.prepare(session.comm, recipe, out, resume, lock)
-    session.record(run.path, recipe.communication.deadline_s)
-    trainer = assemble(session, recipe, run.resume_from)
-    progress = Progress(recipe.run.steps, trainer.first_step, recipe.run.log_every_s, rank0)
-    entropies = entropy.of(trainer.source) if rank0 else {}
-    if rank0:
-        _introduce(progress, session, trainer, run, entropies)
-    energy = Energy(session.comm, recipe, run.resume_from, run.path)
-    attributes = _attributes(session, trainer, entropies) if rank0 else {}
-    loop = loop_of(trainer)(session, trainer, run.path, progress, attributes, wishes, energy)
-    with energy.monitor:
-        with energy.window("training"):
-            outcome = loop.run()
-        progress.close()
-        val_loss = float("nan")
-        if outcome.wish is None:
-            with energy.window("validation"):
-                val_loss = mean_validation_loss(trainer)
-    loop.metrics.flush()
-    summary = summarise(session.comm, trainer, outcome, run.path, val_loss, entropies)
-    summary |= energy.figures(outcome.done)
-    if rank0:
-        overlapped = {name: summary[name] for name in (*OVERLAP_FIGURES, LOADED_FIGURE) if summary[name] is not None}
-        overlapped |= {name: found for name, found in consensus.figures(trainer).items() if found is not None}
-        loop.metrics.finish(outcome.done, val_loss, **energy_attributes(summary), **overlapped)
-        print(describe(summary), file=sys.stderr if as_json else sys.stdout)
-        if as_json:
-            print(json.dumps(summary), flush=True)
-    trainer.close()
-    lock.release()
-    session.leave(OK if outcome.wish is None else EXIT_CODES[outcome.wish])
+    recipe: Recipe
+    run: directory.RunDirectory
+    wishes: StopWishes
+    lock: Lock
+    as_json: bool
+    holder: dict[str, Any] | None = None  # of the lock, where others may have to take it over
+    lives: list[dict[str, Any]] = field(default_factory=list)  # that followed the death of ranks: see telemetry.lives
+    entropies: dict[str, float | None] | None = field(default=None, init=False)  # on rank 0, once they are known
+
+    def train(self, session: Session, recipe: Recipe, origin: Origin | None) -> int:
+        """Train to the end, or until somebody wishes to stop; return the exit code of all ranks. Collective."""
+        session.record(self.run.path, recipe.communication.deadline_s)
+        trainer, _ = self.assemble(session, recipe, origin)
+        progress = self.progress(trainer)
+        self.introduce(session, trainer, progress)
+        loop = self.loop(session, trainer, progress)
+        return self.finish(loop, self.steps(loop))
+
+    def assemble(self, session: Session, recipe: Recipe, origin: Origin | None) -> tuple[Trainer, Origin | None]:
+        """Build the run from ``origin``, or from a checkpoint before that where its bytes are damaged. Collective."""
+        trainer, used = from_whole(
+            session.comm, self.run.path, origin, lambda candidate: assemble(session, recipe, candidate)
+        )
+        # Where it came from memory, the checkpoint of an earlier start may be gone by now.
+        self.run = replace(self.run, resume_from=used.path if isinstance(used, Stored) else None)
+        return trainer, used
+
+    def described(self, life: int) -> dict[str, Any]:
+        """Return what a process is told that comes to train in ``life`` (local)."""
+        told = {"recipe": self.recipe, "run": self.run, "ends": self.wishes.ends, "as_json": self.as_json}
+        return told | {"holder": self.holder, "lives": self.lives, "life": life}
+
+    def introduce(self, session: Session, trainer: Trainer, progress: Progress) -> None:
+        """Say what begins (rank 0 does, the others have nothing to do)."""
+        if session.comm.rank == 0:
+            _introduce(progress, session, trainer, self.run, self._entropies(trainer))
+
+    def progress(self, trainer: Trainer) -> Progress:
+        """Return what a person sees of the run (local)."""
+        run = trainer.recipe.run
+        return Progress(run.steps, trainer.first_step, run.log_every_s, trainer.comm.rank == 0)
+
+    def _entropies(self, trainer: Trainer) -> dict[str, float | None]:
+        if self.entropies is None:
+            self.entropies = entropy.of(trainer.source)
+        return self.entropies
+
+    def loop(self, session: Session, trainer: Trainer, progress: Progress) -> Loop:
+        """Return the loop of ``trainer``, with files and sensors open. Collective."""
+        energy = Energy(session.comm, trainer.recipe, self.run.resume_from, self.run.path)
+        attributes = _attributes(session, trainer, self.entropies or {}) if session.comm.rank == 0 else {}
+        return loop_of(trainer)(session, trainer, self.run.path, progress, attributes, self.wishes, energy)
+
+    def steps(self, loop: Loop) -> "Result":
+        """Make the steps that are left, and evaluate. Collective."""
+        energy = loop.energy
+        with energy.monitor:
+            with energy.window("training"):
+                outcome = loop.run()
+            loop.progress.close()
+            val_loss = float("nan")
+            if outcome.wish is None:
+                with energy.window("validation"):
+                    val_loss = mean_validation_loss(loop.trainer)
+        loop.metrics.flush()
+        return Result(outcome, val_loss)
+
+    def finish(self, loop: Loop, result: "Result") -> int:
+        """Report, and give back what the job had; return its exit code. Collective."""
+        trainer, outcome = loop.trainer, result.outcome
+        comm = loop.session.comm
+        entropies = self._entropies(trainer) if comm.rank == 0 else {}
+        summary = summarise(comm, trainer, outcome, self.run.path, result.val_loss, entropies)
+        summary |= loop.energy.figures(outcome.done)
+        summary |= {"chaos": self.recipe.chaos.described() or None, "lives": self.lives}
+        if comm.rank == 0:
+            known = {name: summary[name] for name in (*OVERLAP_FIGURES, LOADED_FIGURE) if summary[name] is not None}
+            more = consensus.figures(trainer) | noise.figures(trainer)
+            known |= {name: found for name, found in more.items() if found is not None}
+            loop.metrics.finish(outcome.done, result.val_loss, **energy_attributes(summary), **known)
+            print(describe(summary), file=sys.stderr if self.as_json else sys.stdout)
+            if self.as_json:
+                print(json.dumps(summary), flush=True)
+        trainer.close()
+        self.lock.release()
+        return OK if outcome.wish is None else EXIT_CODES[outcome.wish]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of the steps, and how good the model is then; NaN where nobody looked."""
+
+    outcome: Outcome
+    val_loss: float
 
 
 def _attributes(session: Session, trainer: Trainer, entropies: dict[str, float | None]) -> dict[str, float | str]:
@@ -99,11 +156,16 @@ def _introduce(
             progress.say(f"warning: {warning}")
     if trainer.recipe.chaos.on:
         progress.say(f"chaos: {trainer.recipe.chaos.described()}")
+    scaled = scaling.described(trainer.recipe.optimizer, trainer.recipe.run.batches)
+    if scaled:
+        progress.say(scaled)
     for line in trainer.plan.table() if trainer.plan is not None else ():
         progress.say(line)
     chosen = trainer.selection.described()
     if chosen:
         progress.say(chosen)
+    if trainer.compression.described():
+        progress.say(trainer.compression.described())
     if trainer.proof is not None and trainer.comm.size > 1:
         progress.say(
             f"step proven: {trainer.proof.messages} messages between stages, {trainer.proof.meetings} collectives, "

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -17,13 +17,15 @@ from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.overlap import Fetched
 from hpcdist.strategies.schedule.executor import MicroBatch, Step
 from hpcdist.strategies.sentinel import check_replicas, check_tensor_axis
-from hpcdist.training import consensus, striping
+from hpcdist.telemetry import recomputed
+from hpcdist.training import chaos, consensus, noise, striping
 from hpcdist.training.energy import Energy
 from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.metrics import METRICS_FILE, Metrics
 from hpcdist.training.pace import Pace
 from hpcdist.training.progress import Progress
 from hpcdist.training.saving import saver_of
+from hpcdist.training.starts import Starts
 from hpcdist.training.survival import STOP_FILE, StopWishes, Wish, agreed
 from hpcdist.training.trainer import Trainer
 
@@ -48,6 +50,22 @@ class Outcome:
     fetched: list[Fetched] = field(default_factory=list)  # of parameters that were gathered ahead
 
 
+class Keeper(Protocol):
+    """What keeps the state safe from the death of a rank: `hpcdist.training.protection.Protection`."""
+
+    def keep(self, step: int, *, now: bool = False) -> None:
+        """Take note that ``step`` is done. Collective."""
+        ...
+
+
+class Growth(Exception):  # noqa: N818 - no error: the loop is left, to be entered by more ranks
+    """So many further ranks shall train from here on: raised on all ranks, after the same step."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(f"{ranks} more ranks")
+        self.ranks = ranks
+
+
 class Loop:
     """The run of one rank. Every method is collective over the world."""
 
@@ -70,19 +88,23 @@ class Loop:
         self.wishes.stop_file = directory / STOP_FILE if rank0 else None
         self.traffic = Traffic(session.comm.events)
         session.comm.events = self.traffic
+        self.saver = saver_of(trainer, directory / "checkpoints")
+        chaos.arm(trainer, self.saver, directory)
         self.metrics = self.kind_of_metrics(
             session.comm, directory / METRICS_FILE, _continued(directory, trainer.first_step), attributes, energy
         )
-        self.saver = saver_of(trainer, directory / "checkpoints")
         config, state_bytes = trainer.recipe.checkpoint, trainer.state_bytes()
         striping.prepare(session.comm, self.saver.directory, config, state_bytes, progress.say)
-        self.pace = Pace(config, state_bytes, wishes.ends, progress.say)
+        self.starts = Starts(directory) if rank0 else None
+        self.pace = Pace(config, state_bytes, wishes.ends, progress.say, starts=self.starts)
         if rank0:
             self.wishes.time_up = self.pace.time_up
         self._held_s, self._began = 0.0, math.nan  # by saves since the last row; when the last save began
         self.outcome = Outcome(trainer.first_step, trainer.first_step)
         self._boundary = time.perf_counter()
         self._loss_scale = 1.0  # of the last row about it
+        self._has_suspected = False
+        self.protection: Keeper | None = None  # where the job outlives its ranks
 
     def run(self) -> Outcome:
         """Train to the last step of the recipe, or until somebody wishes to stop."""
@@ -99,11 +121,12 @@ class Loop:
                     break
         self.metrics.flush()
         if outcome.checkpoint is None:
-            self._save(outcome.done)
+            self._look(outcome.done, save=True)
         self._finish_save()
         if outcome.done == steps:
             outcome.wish = None  # the run is complete: nobody needs to start it again
         self.wishes.answered()
+        self.pace.ended(outcome.wish is not None)
         return outcome
 
     def _step(self, step: int, batches: list[MicroBatch]) -> None:
@@ -112,7 +135,7 @@ class Loop:
         rate = trainer.learning_rate(step - trainer.executor.loss_scale.skipped)  # of the update that is due
         found = self._train(step, batches)
         bytes_sent = float(self.traffic.sent_bytes - sent) if self.traffic.unknown.total() == unknown else float("nan")
-        targets = trainer.recipe.run.global_batch * trainer.model.tokens_per_sample
+        targets = trainer.samples(step) * trainer.model.tokens_per_sample
         # From row to row: waiting for data is part of a step, and what came after the one before it (metrics, sentinel,
         # checkpoint) too, so that the steps of a run add up to its time.
         now = time.perf_counter()
@@ -120,6 +143,9 @@ class Loop:
         seconds = {**found.seconds, "step_s": step_s}
         self.metrics.add(step, found.loss, rate, targets, seconds, bytes_sent)
         self._note_scale(step, found)
+        self._note_recomputed(step, found)
+        if trainer.noise is not None:
+            trainer.noise.after(step, found)
         outcome = self.outcome
         outcome.done, outcome.loss, outcome.wish = step, found.loss, agreed(found.wishes)
         outcome.step_s.append(step_s)
@@ -131,10 +157,12 @@ class Loop:
         outcome.checkpoint = None
         if found.wishes[len(Wish)] > 0:
             self.metrics.flush()
+            noise.note(self.metrics, trainer)
         self.pace.stepped(step_s - self._held_s)
         self._held_s = 0.0
-        self._settle(found.wishes[len(Wish) + 2 :])
+        self._settle(found.wishes[len(Wish) + 3 :])
         self._look(step, save=found.wishes[len(Wish) + 1] > 0)
+        self._protect(step, found.wishes[len(Wish) + 2])
         self.progress.step(step, found.loss, targets, found.seconds["communication_s"] / step_s)
         if trainer.balance is not None and trainer.balance.after(step, found.seconds["compute_s"]):
             self._note_shares(-1)
@@ -147,6 +175,18 @@ class Loop:
             self.metrics.scaled(step, found.loss_scale, found.skipped)
             self._loss_scale = found.loss_scale
 
+    def _note_recomputed(self, step: int, found: Step) -> None:
+        """Write what a second computation of the step found, where there was one."""
+        if (again := found.recomputed) is None:
+            return
+        if again.fault:
+            self.progress.say(again.fault)
+        elif again.suspicion and not self._has_suspected:
+            self.progress.say(f"step {step}: {again.suspicion}; computed again, it has the same bits: it is the data")
+            self._has_suspected = True  # once is enough: the others are in the metrics
+        row = bool(again.suspicion), not again.fault, again.ranks[0] if again.ranks else -1
+        self.metrics.include(lambda file, session: recomputed.append(file, session, step, *row))
+
     def _note_shares(self, first: int) -> None:
         """Write the shares of the steps to come, of those that are known from the ``first`` on."""
         if self.trainer.shares is not None:
@@ -156,7 +196,7 @@ class Loop:
     def _train(self, step: int, batches: list[MicroBatch]) -> Step:
         trainer = self.trainer
         # Further numbers decide with the others when all ranks bring their rows to the file, and when they save.
-        due = [float(self.metrics.due()), float(trainer.comm.rank == 0 and self.pace.due())]
+        due = [float(self.metrics.due()), float(trainer.comm.rank == 0 and self.pace.due()), self.wishes.ranks()]
         wishes = np.concatenate([self.wishes.current(), due, self.saver.numbers()])
         try:
             return trainer.step(step, batches, wishes)
@@ -170,27 +210,48 @@ class Loop:
             raise explained from None
 
     def _look(self, step: int, save: bool) -> None:
-        """Do what is due after ``step``: compare the replicas, save where all agreed on it or the recipe says so."""
+        """Do what is due after ``step``: compare the replicas, save where all agreed on it or the recipe says so.
+
+        What is saved has been compared: each replica brings a part, and a resume would make one model of what differs.
+        """
         trainer, run = self.trainer, self.trainer.recipe.run
-        if run.sentinel_every_steps and step % run.sentinel_every_steps == 0:
+        every = trainer.recipe.checkpoint.every_steps
+        saves = save or (every and step % every == 0)
+        if run.sentinel_every_steps and (saves or step % run.sentinel_every_steps == 0):
             for store in (trainer.exchange.parameters, trainer.executor.copies.parameters):
                 if store.size and trainer.exchange.replicas_identical:
                     check_replicas(trainer.data_axis, store, step, trainer.seat.agree_algorithm)
                 if store.size and trainer.seat.tensor.size > 1:
                     check_tensor_axis(trainer.seat.tensor, store, step, trainer.seat.agree_algorithm)
-        every = trainer.recipe.checkpoint.every_steps
-        if save or (every and step % every == 0):
+        if saves:
             self._save(step)
 
+    def _protect(self, step: int, ranks: float) -> None:
+        """Keep what outlives a rank, where the job does; let ``ranks`` more come in, where somebody wished it.
+
+        Raises Growth then, on all ranks.
+        """
+        if self.protection is None:
+            return
+        steps = self.trainer.recipe.run.steps
+        grows = ranks > 0 and step < steps and self.outcome.wish is None
+        self.protection.keep(step, now=grows)
+        if grows:
+            self._finish_save()
+            raise Growth(int(ranks))
+
     def _save(self, step: int) -> None:
+        if step == self.trainer.recipe.run.steps:
+            self.trainer.finish()
         kept = self._validated()
         used = self.energy.state()
         self._began = time.perf_counter()
         with self.energy.window("checkpoint"):
-            if self.saver.waits:
+            if self.saver.waits or self.saver.is_busy:  # then the one before becomes complete here
                 self.metrics.flush()
             self.outcome.checkpoint = self.saver.save(step, energy=used, **kept)
             consensus.note(self.metrics, self.trainer)
+            noise.note(self.metrics, self.trainer)
         held_s = time.perf_counter() - self._began
         self._held_s += held_s
         self.pace.saved(held_s)

@@ -1,5 +1,6 @@
 """Rows of metrics from every rank, gathered now and then and written by rank 0."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ class Metrics:
         self._writer = MetricsWriter(path, comm.size, resume_step, attributes=attributes) if comm.rank == 0 else None
         self._common: list[Common] = []
         self._own: list[list[float]] = []
+        self._gathered: list[tuple[Common, list[float]]] = []  # of this rank, by the last flush
         self._flushed = time.monotonic()
 
     def add(
@@ -63,17 +65,40 @@ class Metrics:
 
     def _gather(self) -> None:
         """Hand the rows of all ranks, which are of the same steps, to the writer. Collective."""
-        ranks = self._comm.allgather_object([*zip(self._common, self._own, strict=True)])
+        self._gathered = [*zip(self._common, self._own, strict=True)]
         self._common, self._own = [], []
+        ranks = self._comm.allgather_object(self._gathered)
         if self._writer is not None:
             for rows in zip(*ranks, strict=True):
                 self._append(self._writer, rows[0][0], np.array([own for _, own in rows]))
 
-    def _append(self, writer: MetricsWriter, common: Common, ranks: np.ndarray) -> None:
+    def _append(self, writer: MetricsWriter, common: Common, ranks: np.ndarray, made_by: int = 0) -> None:
         """Append the row of a step; ``ranks`` has the figures of each rank, NaN where there are none."""
         step, loss, learning_rate, tokens = common
         wide = {name: ranks[:, column] for column, name in enumerate(PER_RANK)}
-        writer.append(step=step, loss=loss, learning_rate=learning_rate, tokens=tokens, **wide)
+        writer.append(step=step, loss=loss, learning_rate=learning_rate, tokens=tokens, made_by=made_by, **wide)
+
+    def unsaved(self) -> list[tuple[Common, list[float]]]:
+        """Return this rank's rows of which nobody knows whether they are in the file, after a death (local)."""
+        return [*self._gathered, *zip(self._common, self._own, strict=True)]
+
+    def carry(self, rows: Sequence[tuple[Common, list[float]]], last: int, world: int) -> None:
+        """Write the rows up to step ``last`` that ranks had in memory and the file lacks, after a death. Collective.
+
+        They were made by ``world`` ranks; 0 where this rank was none of them. What others had measured is NaN.
+        """
+        self._gathered = list(rows)
+        told = self._comm.allgather_object((rows, world))
+        ranks = [{common[0]: (common, own) for common, own in found} for found, _ in told]
+        made_by = max(known for _, known in told)
+        if self._writer is None:
+            return
+        missing = [math.nan] * len(PER_RANK)
+        for step in sorted(step for step in set().union(*ranks) if self._writer.last < step <= last):
+            common = next(found[step][0] for found in ranks if step in found)
+            figures = [found[step][1] if step in found else missing for found in ranks]
+            self._append(self._writer, common, np.array(figures), made_by)
+        self._writer.flush()
 
     def shared(self, first_step: int, samples: Sequence[int]) -> None:
         """Write how many samples each replica takes from ``first_step`` on (rank 0 does)."""

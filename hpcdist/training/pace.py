@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from hpcdist.checkpoint.config import CheckpointConfig
+from hpcdist.checkpoint.config import OBSERVED, CheckpointConfig
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.interval import daly
+from hpcdist.training.starts import FINISHED, STOPPED, Starts
 
 GUESS_S: Final = 1.0
 GUESS_BYTES_PER_S: Final = 100e6
@@ -23,7 +24,10 @@ JOB_END: Final = "SLURM_JOB_END_TIME"  # seconds since 1970, which Slurm sets
 
 
 class Pace:
-    """The clock of one rank (local). ``state_bytes`` is what it saves, ``ends`` the time at which the job is over."""
+    """The clock of one rank (local). ``state_bytes`` is what it saves, ``ends`` the time at which the job is over.
+
+    ``starts`` is the record of the run, on the rank that decides.
+    """
 
     def __init__(
         self,
@@ -32,7 +36,9 @@ class Pace:
         ends: float = math.inf,
         say: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
+        starts: Starts | None = None,
     ) -> None:
+        self._starts = starts
         self._config, self._ends, self._say, self._clock = config, ends, say, clock
         self._up = False
         self._guess_s = GUESS_S + state_bytes / GUESS_BYTES_PER_S
@@ -44,11 +50,20 @@ class Pace:
     def stepped(self, seconds: float) -> None:
         """Take note of a step."""
         self._steps.append(seconds)
+        if self._starts is not None:
+            self._starts.alive()
+
+    def ended(self, stopped: bool) -> None:
+        """Take note that this start ends as it should: ``stopped`` by a wish, or with the run."""
+        if self._starts is not None:
+            self._starts.ended(STOPPED if stopped else FINISHED)
 
     def saved(self, seconds: float) -> None:
         """Take note of a save that held the steps up for ``seconds``."""
         self._saves.append(seconds)
         self._saved = self._clock()
+        if self._starts is not None:
+            self._starts.alive(certainly=True)
 
     def completed(self, seconds: float) -> None:
         """Take note of a save that was complete after ``seconds``, in the background or not."""
@@ -62,7 +77,18 @@ class Pace:
     @property
     def interval_s(self) -> float:
         """Seconds of work between two saves by `daly`; infinite where ``checkpoint.mtbf_s`` is not used."""
-        return daly(self.cost_s, self._config.mtbf_s) if self._config.mtbf_s else math.inf
+        return daly(self.cost_s, self.mtbf_s) if self.mtbf_s else math.inf
+
+    @property
+    def mtbf_s(self) -> float:
+        """The mean time between failures that counts, 0 for none.
+
+        The observed one is at least the cost of a save: a run that is shorter than that has seen nothing yet.
+        """
+        given = self._config.mtbf_s
+        if given != OBSERVED:
+            return float(given)
+        return 0.0 if self._starts is None else max(self._starts.mtbf_s, self.cost_s)
 
     def due(self) -> bool:
         """Whether so much work lies behind the last save that the next step should be followed by one."""

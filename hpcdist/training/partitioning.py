@@ -5,13 +5,12 @@ that goes on from one, as long as it has as many chunks: sums over the ranks of 
 """
 
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 
 from hpcdist import models
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.checkpoint import manifest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.solo import solo
 from hpcdist.errors import UsageError
@@ -25,6 +24,7 @@ from hpcdist.strategies.partition_plan import Plan, plan
 from hpcdist.strategies.schedule.schedule_file import Written, generated
 from hpcdist.strategies.zero_config import STAGES, Degrees
 from hpcdist.training import data, pipelining
+from hpcdist.training.origin import Origin
 from hpcdist.training.recipe import Recipe
 
 KEPT = "stage_units"  # among the scalars of a checkpoint
@@ -37,7 +37,7 @@ def planned(
     whole: Model,
     own: Model,
     schedule: Written | None,
-    resume_from: Path | None,
+    origin: Origin | None,
 ) -> Plan | None:
     """Return the cut of the ``whole`` model, the same on all ranks; None where it is one part.
 
@@ -52,12 +52,13 @@ def planned(
     seconds: Sequence[Seconds] | None = None
     samples = largest_microbatch(recipe, grid.data)
     if parallel.partition == "measured":
-        kept = _kept(resume_from, len(whole.stages), grid.pipeline * order.chunks)
+        kept = _kept(origin, len(whole.stages), grid.pipeline * order.chunks)
         speeds = parallel.stage_speeds or (1,) * grid.pipeline
         speed = speeds[grid.coordinates(comm.rank)["pipeline"]]
         measured = partition_measured.measure(own, samples, recipe.run.device)
         seconds = partition_measured.agree(comm, measured, speed)
-    return plan(whole, parallel, order, states(recipe, grid.data), samples, seconds=seconds, kept=kept)
+    kinds = states(recipe, grid.data, splits=order.splits)
+    return plan(whole, parallel, order, kinds, samples, seconds=seconds, kept=kept)
 
 
 def alone(recipe: Recipe) -> Plan:
@@ -95,8 +96,11 @@ def largest_microbatch(recipe: Recipe, replicas: int) -> int:
     return -(-recipe.run.global_batch // (replicas * recipe.parallel.microbatches))
 
 
-def states(recipe: Recipe, replicas: int) -> States:
-    """Return what a rank keeps of each parameter on ``replicas`` data ranks (local)."""
+def states(recipe: Recipe, replicas: int, *, splits: bool = False) -> States:
+    """Return what a rank keeps of each parameter on ``replicas`` data ranks (local).
+
+    ``splits``: backwards are done in two passes.
+    """
     master = np.dtype(recipe.precision.computes).itemsize
     working = recipe.precision.working
     itemsize = master if working is None else dtype_of(working).itemsize
@@ -104,12 +108,29 @@ def states(recipe: Recipe, replicas: int) -> States:
     slots = len(OPTIMIZERS[optimizer.name].slot_names) if optimizer.name != "sgd" or optimizer.momentum else 0
     stage = STAGES.get(recipe.parallel.strategy)
     degrees = Degrees(1, 1, 1) if stage is None else recipe.zero.degrees(stage, replicas)
-    return States.of(recipe.zero, degrees, itemsize, master * (slots + (working is not None)))
+    found = States.of(recipe.zero, degrees, itemsize, master * (slots + (working is not None)))
+    found = replace(found, per_parameter=found.per_parameter + _owed_bytes(recipe, replicas))
+    if working is None:
+        return found
+    # Between the passes of a split backward gradients are float32, of any unit at its worst.
+    between = master if splits else 0
+    return replace(found, per_parameter=found.per_parameter + between, widened=master)
 
 
-def _kept(path: Path | None, units: int, chunks: int) -> tuple[int, ...]:
-    """Return the measured cut of the checkpoint in ``path``; () where there is none for as many ``chunks`` (local)."""
-    if path is None:
+def _owed_bytes(recipe: Recipe, replicas: int) -> float:
+    """Return what compression keeps of each parameter of a stage: what it has lost, and of before the step (local)."""
+    name, each = recipe.communication.compression, np.dtype(np.float32).itemsize
+    if name == "dgc":
+        return each  # what is unsent; its velocity is that of the optimizer
+    if name == "onebit":
+        return each + each / replicas  # errors of a worker, and of what it sums
+    fed_back = name != "none" and recipe.compression.error_feedback
+    return each * (1 if recipe.precision.working is None else 2) * fed_back
+
+
+def _kept(origin: Origin | None, units: int, chunks: int) -> tuple[int, ...]:
+    """Return the measured cut of the state of ``origin``; () where there is none for as many ``chunks`` (local)."""
+    if origin is None:
         return ()
-    found = tuple(map(int, manifest.load(path).scalars.get(KEPT, ())))
+    found = tuple(map(int, origin.scalars.get(KEPT, ())))
     return found if len(found) == chunks and sum(found) == units else ()

@@ -1,7 +1,7 @@
 """A recipe: all sections of a run, and where each of its values came from.
 
 A key is looked up in the overrides (``--set``), the environment (``HPCDIST_SET__RUN__STEPS``), the recipe file, the
-user's file (``$XDG_CONFIG_HOME/hpcdist/config.toml``), the site profile (the file that ``$HPCDIST_SITE`` names), and
+user's file (``$XDG_CONFIG_HOME/hpcdist/config.toml``), the site profile (which ``$HPCDIST_SITE`` names), and
 last in the defaults of the dataclasses that stand beside the code they configure. No key is ever ignored.
 """
 
@@ -9,29 +9,28 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from hpcdist.checkpoint.config import CheckpointConfig
-from hpcdist.comm.config import BUCKET_BYTES, CommunicationConfig
+from hpcdist.comm.config import CommunicationConfig
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.compressed.config import CompressionConfig
 from hpcdist.strategies.config import ParallelConfig
-from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
-from hpcdist.strategies.tensor.limits import check as check_tensor
-from hpcdist.strategies.zero_config import STAGES, ZeroConfig
-from hpcdist.training import settings
+from hpcdist.strategies.zero_config import ZeroConfig
+from hpcdist.training import combinations, compressing, settings
 from hpcdist.training.chaos_config import ChaosConfig
-from hpcdist.training.config import DataConfig, PrecisionConfig, RunConfig, written
+from hpcdist.training.config import DataConfig, PrecisionConfig, RunConfig
+from hpcdist.training.survival_config import SurvivalConfig
 
 DEFAULT: Final = "default"
-IN_LOGICAL_SHARDS: Final = ("allreduce", *STAGES, "parameter_server")  # strategies whose sums need not follow the ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +45,19 @@ class Recipe:
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     decentralised: DecentralisedConfig = field(default_factory=DecentralisedConfig)
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
+    compression: CompressionConfig = field(default_factory=CompressionConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     energy: EnergyConfig = field(default_factory=EnergyConfig)
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
+    survival: SurvivalConfig = field(default_factory=SurvivalConfig)
 
     def __post_init__(self) -> None:
         self.check_world(self.parallel.data)
         self.zero.check_beside(self.parallel.strategy, self.parallel.pipeline, self.run.device)
         self.decentralised.check_beside(self.parallel.strategy, self.optimizer.name)
-        self._refuse_without_effect()
+        combinations.refuse_without_effect(self)
         if self.parallel.strategy == "parameter_server":
             self.parameter_server.check_beside(self.parallel.pipeline, self.parallel.tensor)
         if self.communication.overlap != "none" and self.run.device != "cpu":
@@ -69,126 +70,43 @@ class Recipe:
                 f"zero.prefetch = {self.zero.prefetch} with communication.overlap = 'none': nothing would move what is "
                 "gathered ahead; choose the overlap 'thread' or 'poll', or set zero.prefetch = 0"
             )
-        self._refuse_beside_logical_shards()
-        self._refuse_measured_shares()
-        self._refuse_beside_16_bits()
-        self._refuse_beside_tensor()
+        combinations.refuse_beside_logical_shards(self)
+        combinations.refuse_measured_shares(self)
+        combinations.refuse_beside_16_bits(self)
+        combinations.refuse_beside_tensor(self)
+        combinations.refuse_recomputation(self)
+        combinations.refuse_batch_warmup(self)
+        self.compression.check_beside(self.communication.compression)
+        compressing.refuse(self)
         self.checkpoint.check_beside("file" in (self.zero.offload_optimizer, self.zero.offload_parameters))
+        self.chaos.check_steps(self.run.steps)
         lock_step = self.parallel.strategy != "parameter_server" or self.parameter_server.lock_step
         self.checkpoint.check_steps(lock_step, self.data.validation_fraction > 0)
         microbatches, pipeline = self.parallel.microbatches, self.parallel.pipeline
-        if microbatches > self.run.global_batch:
-            raise ConfigurationError(
-                f"parallel.microbatches = {microbatches} of run.global_batch = {self.run.global_batch} samples: some "
-                f"would always be empty; use at most {self.run.global_batch}"
-            )
-        if pipeline > 1 and self.run.global_batch % microbatches:
-            raise ConfigurationError(
-                f"run.global_batch = {self.run.global_batch} does not divide into parallel.microbatches = "
-                f"{microbatches} for a pipeline of {pipeline}; choose a multiple of {microbatches} samples"
-            )
-
-    def _refuse_without_effect(self) -> None:
-        """Raise ConfigurationError for keys that the strategy would ignore."""
-        strategy = self.parallel.strategy
-        elsewhere = replace(self.communication, bucket_bytes=BUCKET_BYTES, overlap="none", delayed=False)
-        if strategy in STAGES:
-            elsewhere = replace(elsewhere, overlap=self.communication.overlap)
-        if strategy in DECENTRALISED:
-            elsewhere = replace(elsewhere, bucket_bytes=self.communication.bucket_bytes)
-        for section, given, default, needed in (
-            ("parameter_server", self.parameter_server, ParameterServerConfig(), "parameter_server"),
-            ("communication", self.communication, elsewhere, "allreduce"),
-        ):
-            changed = [item.name for item in fields(given) if getattr(given, item.name) != getattr(default, item.name)]
-            if changed and strategy != needed:
-                key, value = f"{section}.{changed[0]}", written(getattr(given, changed[0]))
+        for samples in self.run.batches.sizes:
+            key = "run.global_batch" if samples == self.run.global_batch else "a stage of run.batch_warmup"
+            if microbatches > samples:
                 raise ConfigurationError(
-                    f"{key} = {value} has no effect with parallel.strategy = {strategy!r}; "
-                    f"remove it, or choose the strategy {needed!r}"
+                    f"parallel.microbatches = {microbatches} of {key} = {samples} samples: some would always be "
+                    f"empty; use at most {samples}"
                 )
-
-    def _refuse_beside_logical_shards(self) -> None:
-        """Raise ConfigurationError for keys that decide otherwise in which order gradients are summed."""
-        if self.run.logical_shards and self.parallel.strategy not in IN_LOGICAL_SHARDS:
-            raise ConfigurationError(
-                f"parallel.strategy = {self.parallel.strategy!r} with run.logical_shards = {self.run.logical_shards}: "
-                f"the order of its sums would depend on the ranks; choose one of {', '.join(IN_LOGICAL_SHARDS)}, or "
-                "run.logical_shards = 0"
-            )
-        servers = self.parameter_server
-        for key, given, only in (
-            ("parameter_server.backup_workers", servers.backup_workers, 0),
-            ("parameter_server.consistency", servers.consistency if servers.bound else "bsp", "bsp"),
-            ("parallel.pipeline", self.parallel.pipeline, 1),
-            ("parallel.microbatches", self.parallel.microbatches, 1),
-            ("parallel.schedule", self.parallel.order, "sequential"),
-            ("communication.algorithm", self.communication.algorithm, "auto"),
-            ("communication.overlap", self.communication.overlap, "none"),
-            ("communication.delayed", self.communication.delayed, False),
-        ):
-            if self.run.logical_shards and given != only:
+            if pipeline > 1 and samples % microbatches:
                 raise ConfigurationError(
-                    f"{key} = {written(given)} with run.logical_shards = {self.run.logical_shards}: the order of its "
-                    f"sums would depend on the ranks; set {key} = {written(only)}, or run.logical_shards = 0"
+                    f"{key} = {samples} does not divide into parallel.microbatches = {microbatches} for a pipeline of "
+                    f"{pipeline}; choose a multiple of {microbatches} samples"
                 )
-
-    def _refuse_beside_16_bits(self) -> None:
-        """Raise ConfigurationError for keys that do not go with 16-bit working copies."""
-        others = {
-            "parallel.pipeline": (self.parallel.pipeline, 1),
-            "run.logical_shards": (self.run.logical_shards, 0),
-            "communication.delayed": (self.communication.delayed, False),
-            "zero.shared_parameters": (self.zero.shared_parameters, False),
-            "zero.offload_optimizer": (self.zero.offload_optimizer, "none"),
-            "zero.offload_parameters": (self.zero.offload_parameters, "none"),
-        }
-        if self.parallel.strategy in STAGES and self.communication.overlap == "poll":
-            others["communication.overlap"] = ("poll", "none")  # no reduce-scatter in steps sums them in float32
-        if self.precision.mode == "bfloat16":  # cupy has no such numbers
-            others["run.device"] = (self.run.device, "cpu")
-        self.precision.check_beside(self.parallel.strategy, others)
-
-    def _refuse_beside_tensor(self) -> None:
-        """Raise ConfigurationError for models that cannot be cut, and keys that do not go with the cut yet."""
-        ranks = self.parallel.tensor
-        check_tensor(self.model, ranks, self.data.context, self.parallel.sequence_parallel)
-        for key, given, only in (
-            ("run.logical_shards", self.run.logical_shards, 0),
-            ("precision.mode", self.precision.mode if self.precision.working else "float32", "float32"),
-            ("data.shares", self.data.shares, "even"),
-            ("communication.delayed", self.communication.delayed, False),
-            ("zero.shared_parameters", self.zero.shared_parameters, False),
-        ):
-            if ranks > 1 and given != only:
-                raise ConfigurationError(
-                    f"{key} = {written(given)} with parallel.tensor = {ranks} is not built in this version; set {key} "
-                    f"= {written(only)}, or parallel.tensor = 1"
-                )
-
-    def _refuse_measured_shares(self) -> None:
-        """Raise ConfigurationError where samples cannot be shared by speed without another result."""
-        if self.data.shares == "even":
-            return
-        cure = "set data.shares = 'even'"
-        if self.run.logical_shards:
-            raise ConfigurationError(
-                f"data.shares = {self.data.shares!r} with run.logical_shards = {self.run.logical_shards}: which shards "
-                f"a rank computes would follow its speed; {cure}, or run.logical_shards = 0"
-            )
-        served = self.parallel.strategy == "parameter_server"
-        if self.parallel.strategy in DECENTRALISED or (served and not self.parameter_server.lock_step):
-            raise ConfigurationError(
-                f"data.shares = {self.data.shares!r}: only where all ranks make each step together are gradients "
-                f"weighted by samples; {cure}, or choose allreduce, zero1, zero2, zero3, or a parameter server with "
-                "consistency = 'bsp' and no backup workers"
-            )
 
     def check_world(self, data_ranks: int) -> None:
-        """Raise ConfigurationError when a step has fewer samples, or logical shards, than ranks on the data axis."""
-        if self.run.global_batch < data_ranks:
+        """Raise ConfigurationError when a step has fewer samples, or logical shards, than ranks on the data axis.
+
+        Or too few of them for what is to be measured.
+        """
+        combinations.refuse_noise_scale(self, data_ranks)
+        smallest = self.run.batches.smallest
+        if smallest < data_ranks:
+            key = "a stage of run.batch_warmup" if self.run.batch_warmup else "run.global_batch"
             raise ConfigurationError(
-                f"run.global_batch = {self.run.global_batch} is fewer samples than the {data_ranks} data ranks "
+                f"{key} = {smallest} is fewer samples than the {data_ranks} data ranks "
                 f"(parallel.data); each needs at least one: use at least {data_ranks} samples, or fewer ranks"
             )
         if 0 < self.run.logical_shards < data_ranks:
@@ -277,10 +195,10 @@ def dump(recipe: Recipe) -> str:
     return "\n\n".join(tables) + "\n"
 
 
-def toml(value: bool | int | float | str | tuple[int, ...]) -> str:
+def toml(value: bool | int | float | str | tuple[int | str, ...]) -> str:
     """Return ``value`` as it is written in TOML. Raises ConfigurationError for text that is not Unicode."""
     if isinstance(value, tuple):
-        return f"[{', '.join(map(repr, value))}]"
+        return f"[{', '.join(map(toml, value))}]"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):

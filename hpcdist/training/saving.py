@@ -1,5 +1,7 @@
 """How a run saves: all ranks wait for the disk, or go on while threads write."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,8 @@ import numpy as np
 
 from hpcdist.checkpoint.background import Background
 from hpcdist.checkpoint.kept import Kept
-from hpcdist.checkpoint.save import make
+from hpcdist.checkpoint.save import Plan, make
+from hpcdist.hdf5.overlay import Overlay
 from hpcdist.training import state
 from hpcdist.training.trainer import Trainer
 
@@ -20,14 +23,20 @@ class Saver:
 
     def __init__(self, trainer: Trainer, directory: Path) -> None:
         self.trainer, self.directory = trainer, directory
+        self.opens: Callable[[int], Callable[[Path], Overlay]] | None = None  # makes the files of a step, if need be
         self._kept = Kept() if trainer.recipe.checkpoint.incremental else None
 
     def save(self, step: int, **kept: Any) -> Path:
         """Save the state after ``step`` steps, and what else is ``kept``; return where it lies, or will lie."""
         trainer = self.trainer
         trainer.flush()
-        plan = state.plan(trainer, self.directory, step, kept)
+        plan = self.plan(step, kept)
         return make(plan, trainer.exchange.pieces(), trainer.comm, trainer.recipe.checkpoint.writers, self._kept)
+
+    def plan(self, step: int, kept: Mapping[str, Any]) -> Plan:
+        """Return the checkpoint after ``step`` steps (local)."""
+        plan = state.plan(self.trainer, self.directory, step, kept)
+        return plan if self.opens is None else replace(plan, opens=self.opens(step))
 
     def numbers(self) -> np.ndarray:
         """Return what the ranks sum in every step for `settle` (local)."""
@@ -42,6 +51,9 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for the checkpoint that is under way. Raises StorageError on all ranks."""
+
+    def abandon(self) -> None:
+        """Give up the checkpoint that is under way, after a death: it never becomes visible (local)."""
 
 
 class BackgroundSaver(Saver):
@@ -65,7 +77,7 @@ class BackgroundSaver(Saver):
         """Begin to save the state after ``step`` steps, once the checkpoint before is complete."""
         trainer = self.trainer
         trainer.flush()
-        plan = state.plan(trainer, self.directory, step, kept)
+        plan = self.plan(step, kept)
         self._background.begin(plan, trainer.exchange.pieces(), trainer.recipe.checkpoint.writers)
         return plan.final
 
@@ -84,6 +96,10 @@ class BackgroundSaver(Saver):
     def finish(self) -> None:
         """Wait for it."""
         self._background.finish()
+
+    def abandon(self) -> None:
+        """Wait for this rank's thread, and no other."""
+        self._background.abandon()
 
 
 def saver_of(trainer: Trainer, directory: Path) -> Saver:

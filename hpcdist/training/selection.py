@@ -3,12 +3,10 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from hpcdist import collectives
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.checkpoint import manifest
 from hpcdist.collectives import nccl, node_shared, tuning
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.start import Session
@@ -16,6 +14,7 @@ from hpcdist.errors import ConfigurationError, MissingCapabilityError
 from hpcdist.models.model import Model
 from hpcdist.strategies import logical_shards
 from hpcdist.strategies.parameter_server import build as parameter_server
+from hpcdist.training.origin import Origin
 from hpcdist.training.recipe import Recipe
 
 AUTO: Final = "auto"
@@ -50,7 +49,7 @@ class Selection:
         return "; ".join([*lines, self.note] if self.note else lines)
 
 
-def resolve(session: Session, recipe: Recipe, model: Model, data: Communicator, resume_from: Path | None) -> Selection:
+def resolve(session: Session, recipe: Recipe, model: Model, data: Communicator, origin: Origin | None) -> Selection:
     """Return what the ranks of ``data`` reduce gradients with, the same on all ranks. Collective over the world."""
     comm, wanted = session.comm, recipe.communication.algorithm
     nodes = tuple(len(members) for members in comm.nodes().members)
@@ -69,10 +68,10 @@ def resolve(session: Session, recipe: Recipe, model: Model, data: Communicator, 
             return recipe.run.device == "gpu" and not (data.size > 1 and nccl.refusal(data))
         return name in known if known is not None else tuning.usable(name, kind, len(nodes))
 
-    kept, note = _kept(comm, nodes, is_usable, resume_from)
+    kept, note = _kept(comm, nodes, is_usable, origin)
     if kept:
         return Selection(kept, "checkpoint", nodes)
-    if served or _is_off(comm):
+    if served or is_off(comm):
         return Selection(tuning.NATIVE, "default", nodes, note=note)
     found = tuning.select(data, comm, _wanted(recipe, model, data, kind), session.library)
     collectives.release(data)  # what is not chosen keeps no memory
@@ -118,12 +117,12 @@ def _needs_gpus(algorithm: str) -> bool:
 
 
 def _kept(
-    comm: Communicator, nodes: tuple[int, ...], is_usable: Callable[[str], bool], resume_from: Path | None
+    comm: Communicator, nodes: tuple[int, ...], is_usable: Callable[[str], bool], origin: Origin | None
 ) -> tuple[str, str]:
     """Return the algorithm of the checkpoint; or "", and why it is not kept (local)."""
-    if resume_from is None:
+    if origin is None:
         return "", ""
-    scalars = manifest.load(resume_from).scalars
+    scalars = origin.scalars
     before, algorithm = scalars.get("ranks_per_node"), str(scalars["algorithm"])
     if scalars["world"] != comm.size or (before is not None and tuple(before) != nodes):
         said = f"{scalars['world']} ranks" if before is None else f"nodes of {_listed(before)} ranks"
@@ -137,7 +136,7 @@ def _listed(nodes: tuple[int, ...] | list[int]) -> str:
     return " + ".join(map(str, nodes))
 
 
-def _is_off(comm: Communicator) -> bool:
+def is_off(comm: Communicator) -> bool:
     """Whether rank 0 was told not to measure. Collective. Raises ConfigurationError on all ranks for another word."""
     said = comm.broadcast_object(os.environ.get(TUNING, "on"))
     if said not in ("on", "off"):

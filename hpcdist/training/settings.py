@@ -13,17 +13,28 @@ from typing import Any, Final
 
 import msgspec
 
+from hpcdist.batch import sites
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.training.config import written
 
 PREFIX: Final = "HPCDIST_SET__"
 PATHS: Final = (
     "data.path",
+    "data.staged",
     "zero.offload_directory",
     "checkpoint.local_directory",
     "parallel.schedule_file",
+    "run.init_from",
 )  # keys that hold the path of a file or directory
 NUMBERED: Final = ("checkpoint.writers",)  # keys of texts that may be numbers
+TEXTS: Final = (
+    "chaos.kill",
+    "chaos.stall",
+    "chaos.corrupt",
+    "chaos.disk",
+    "compression.candidates",
+)  # keys of lists of texts
+WORDS: Final = {"checkpoint.mtbf_s": "observed"}  # what may stand in the place of a number
 TYPES: Final = {
     bool: "true or false",
     int: "a whole number",
@@ -42,16 +53,25 @@ class Settings:
 
 
 def site(environment: Mapping[str, str], known: Mapping[str, Any]) -> Settings | None:
-    """Return the profile of the site: the file that HPCDIST_SITE names, which must then exist."""
-    named = environment.get("HPCDIST_SITE")
-    return file(Path(named), "site profile", known) if named else None
+    """Return the recipe keys of the site's profile, which HPCDIST_SITE names; it must then exist."""
+    named = environment.get(sites.VARIABLE)
+    if not named:
+        return None
+    keys, path = sites.recipe_of(named, environment)
+    return table(keys, f"site profile {path}", known, path.parent)
 
 
 def user(environment: Mapping[str, str], known: Mapping[str, Any]) -> Settings | None:
-    """Return the user's own file, if there is one."""
+    """Return the user's own file, if there is one. Raises ConfigurationError where that cannot be seen."""
     home = environment.get("XDG_CONFIG_HOME") or os.path.join(environment.get("HOME", "~"), ".config")
     path = Path(home).expanduser() / "hpcdist" / "config.toml"
-    return file(path, "user file", known) if path.exists() else None
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        pass  # told by whoever reads it
+    return file(path, "user file", known)
 
 
 def file(path: Path, what: str, known: Mapping[str, Any]) -> Settings:
@@ -115,10 +135,17 @@ def _put(settings: Settings, key: str, value: Any, place: str, known: Mapping[st
     if key in NUMBERED and type(value) is int:
         value = str(value)
     try:
-        value = msgspec.convert(value, tuple[int, ...] if kind is tuple else kind)
+        of = tuple[str, ...] if key in TEXTS else tuple[int, ...]
+        if value != WORDS.get(key, ...):
+            value = msgspec.convert(value, of if kind is tuple else kind)
     except msgspec.ValidationError:
+        expected, example = TYPES[kind], _example(known[key])
+        if key in TEXTS:
+            expected, example = "a list of texts", "['1@20']"
+        elif key in WORDS:
+            expected += f" or {WORDS[key]!r}"
         raise ConfigurationError(
-            f"{key} = {value!r} in {place} has the wrong type: expected {TYPES[kind]}, such as {_example(known[key])}"
+            f"{key} = {value!r} in {place} has the wrong type: expected {expected}, such as {example}"
         ) from None
     if key in PATHS and value:
         value = os.path.abspath(base / Path(value).expanduser())
@@ -129,6 +156,8 @@ def _put(settings: Settings, key: str, value: Any, place: str, known: Mapping[st
 def _parse(key: str, text: str, known: Mapping[str, Any]) -> Any:
     """Return ``text`` as a value of the type of ``key``; unchanged where it is none, so that the error can quote it."""
     kind = type(known.get(key, text))  # an unknown key is refused with its text
+    if key in WORDS and text.strip("'\"") == WORDS[key]:
+        return WORDS[key]
     try:
         if kind is bool:
             return {"true": True, "false": False}.get(text.lower(), text)

@@ -3,19 +3,23 @@
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from hpcdist.checkpoint.restore import restore
 from hpcdist.checkpoint.retention import Retention
 from hpcdist.checkpoint.save import Plan
-from hpcdist.errors import DataError, StorageError
-from hpcdist.strategies.decentralised.local_sgd import OUTER
+from hpcdist.errors import ConfigurationError, DataError, StorageError
+from hpcdist.strategies.compressed.onebit import FROZEN, OneBitExchange
+from hpcdist.strategies.delayed import DelayedExchange
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training import partitioning
 from hpcdist.training import recipe as recipes
+from hpcdist.training.origin import Origin
 
 if TYPE_CHECKING:
     from hpcdist.training.trainer import Trainer
+
+
+NEEDED: Final = {"data": str, "optimizer": Mapping, "steps": int}  # among the scalars
 
 
 def scalars(trainer: "Trainer", steps: int) -> dict[str, Any]:
@@ -24,14 +28,17 @@ def scalars(trainer: "Trainer", steps: int) -> dict[str, Any]:
     Random streams are keyed by (seed, step, ...) and batches by the global sample index, so these numbers are all of
     their state.
     """
-    kept = {} if trainer.shares is None else {"shares": trainer.shares.state(steps)}
+    kept: dict[str, Any] = {} if trainer.shares is None else {"shares": trainer.shares.state(steps)}
+    if trainer.noise is not None:
+        kept["noise_scale"] = trainer.noise.smoothed.state()
     return {**kept, **partitioning.state(trainer.recipe, trainer.plan)} | {
         "steps": steps,
-        "samples": steps * trainer.recipe.run.global_batch,
+        "samples": trainer.recipe.run.batches.samples_before(steps),
         "seed": trainer.recipe.run.seed,
         "world": trainer.comm.size,
         "ranks_per_node": list(trainer.selection.ranks_per_node),
         "algorithm": trainer.exchange.algorithm,
+        "compression": trainer.compression.name,
         "data": trainer.source.fingerprint,
         "model_inputs": trainer.source.model_inputs(),
         "optimizer": trainer.exchange.state(),
@@ -65,24 +72,41 @@ def _versions() -> dict[str, str]:
     return {name: value for name, value in found.items() if name.endswith("_version") or name == "git_commit"}
 
 
-def take_back(trainer: "Trainer", path: Path) -> None:
-    """Take back the state in ``path``, written by any number of ranks in any layout. Collective.
+def take_back(trainer: "Trainer", origin: Origin) -> None:
+    """Take back the state of ``origin``, made by any number of ranks in any layout. Collective.
 
-    Raises DataError when the data has changed since: the sample order and every loss would be others.
+    Raises DataError when the data has changed since: the sample order and every loss would be others, and
+    ConfigurationError when a gradient is pending that this run would never apply, or the variance is one that it would
+    misread.
     """
-    # A run that took no outer steps so far begins them at rest.
-    resumed = restore(path, trainer.exchange.wanted(), optional=(OUTER,))
-    lacking = [name for name in ("data", "optimizer", "steps") if name not in resumed]
-    if lacking:
-        raise StorageError(f"{path} does not say {', '.join(lacking)}: no training of hpcdist has made it")
+    resumed = origin.scalars
+    known = resumed.get("optimizer")
+    optional = trainer.exchange.foresee(known if isinstance(known, Mapping) else {})
+    origin.fill(trainer.comm, trainer.exchange.wanted(), optional)
+    lacking = [name for name, kind in NEEDED.items() if not isinstance(resumed.get(name), kind)]
+    if lacking or resumed["steps"] < 0:
+        raise StorageError(f"{origin} does not say {', '.join(lacking or NEEDED)}: no training of hpcdist has made it")
     if resumed["data"] != trainer.source.fingerprint:
         raise DataError(
-            f"{path} was written by a run on other data than {trainer.source.description}; "
+            f"{origin} was written by a run on other data than {trainer.source.description}; "
             "give back the data it was trained on, or start a new run"
+        )
+    if resumed["optimizer"].get("pending") and not isinstance(trainer.exchange, DelayedExchange):
+        raise ConfigurationError(
+            f"{origin} has a gradient that is still to be applied, since it was written with communication.delayed = "
+            "true; go on with that, to the end of the run at the least"
+        )
+    if resumed["optimizer"].get(FROZEN) and not isinstance(trainer.exchange, OneBitExchange):
+        raise ConfigurationError(
+            f"{origin} has the frozen variance of 1-bit Adam, which other optimizers would take for one that grows; go "
+            "on with communication.compression = 'onebit' (after a step on one data rank it is that of AdamW again), "
+            "or take its parameters alone, with --init-from"
         )
     trainer.exchange.restore(resumed["optimizer"])
     trainer.executor.loss_scale.restore(resumed.get("loss_scale", {}))
-    trainer.first_step = int(resumed["steps"])
+    trainer.first_step = resumed["steps"]
     if trainer.shares is not None:
         trainer.shares.restore(resumed.get("shares", []))
+    if trainer.noise is not None:
+        trainer.noise.smoothed.restore(resumed.get("noise_scale", {}))
     trainer.executor.copies.refresh()

@@ -11,7 +11,7 @@ from hpcdist.arrays.sizes import counted
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.grid import ORDER
 from hpcdist.telemetry.pss import pss_bytes
-from hpcdist.training import architecture, consensus, stragglers
+from hpcdist.training import architecture, consensus, noise, stragglers
 from hpcdist.training.energy import described
 from hpcdist.training.loop import Outcome
 from hpcdist.training.trainer import Trainer
@@ -43,7 +43,7 @@ class Pace:
     sent_bytes: float = math.nan
 
 
-def in_lock_step(ranks: Sequence[Rank], workers: Sequence[Rank], targets: int, *, alike: bool = True) -> Pace:
+def in_lock_step(ranks: Sequence[Rank], workers: Sequence[Rank], targets: float, *, alike: bool = True) -> Pace:
     """Return the pace of ``workers``, among ``ranks``, that make each step together, on ``targets`` (local).
 
     A step takes as long as its slowest worker, and sends what the rank sent that sent most: the median step where all
@@ -108,8 +108,9 @@ def summarise(
     ranks = comm.allgather_object(_measured(trainer, outcome))
     workers = [rank for rank in ranks if rank["computes"]]
     if trainer.exchange.lock_step:
-        targets = trainer.recipe.run.global_batch * trainer.model.tokens_per_sample
-        pace = in_lock_step(ranks, workers, targets, alike=trainer.recipe.parallel.strategy != "local_sgd")
+        pace = in_lock_step(
+            ranks, workers, _targets(trainer, outcome), alike=trainer.recipe.parallel.strategy != "local_sgd"
+        )
     else:
         pace = each_at_its_own(ranks, workers)
     shares = [sum(_steady(rank["comm"])) / sum(_steady(rank["step_s"])) for rank in workers if rank["step_s"]]
@@ -123,6 +124,7 @@ def summarise(
         "algorithm": trainer.exchange.algorithm,
         "selection_from": trainer.selection.source,
         "selection_s": trainer.selection.seconds,
+        "compression": trainer.compression.numbers(),
         "parameters": trainer.model.layout.parameters,
         "train_loss": _number(outcome.loss),
         "val_loss": _number(val_loss),
@@ -141,8 +143,10 @@ def summarise(
         "loss_scale": trainer.executor.loss_scale.scale,
         "training_s": pace.training_s,
         "chaos": trainer.recipe.chaos.described() or None,
+        "lives": [],  # after deaths: a job that has some puts them in
         **consensus.figures(trainer),
         **stragglers.figures(trainer, workers),
+        **noise.figures(trainer),
         "run_dir": str(directory),
         "stopped_by": outcome.wish.name.lower() if outcome.wish is not None else None,
     }
@@ -173,6 +177,14 @@ def _measured(trainer: Trainer, outcome: Outcome) -> dict[str, Any]:
         "held": trainer.ledger.peak_total,
         "pss": pss_bytes(),
     }
+
+
+def _targets(trainer: Trainer, outcome: Outcome) -> float:
+    """Return the targets of a steady step of this start, in the mean (local)."""
+    batches = trainer.recipe.run.batches
+    first = outcome.first + (outcome.done > outcome.first + 1)  # see `_steady`
+    taken = batches.samples_before(outcome.done) - batches.samples_before(first)
+    return taken * trainer.model.tokens_per_sample / max(1, outcome.done - first)
 
 
 def _shares(trainer: Trainer, step: int) -> list[int] | None:
@@ -231,6 +243,7 @@ def describe(summary: dict[str, Any]) -> str:
         f"peak {peak:.1f} MiB on the rank that holds most",
         *consensus.described(summary),
         *stragglers.described(summary),
+        *noise.described(summary),
         described(summary),
         f"run directory {summary['run_dir']}",
     ]
@@ -255,6 +268,10 @@ def describe(summary: dict[str, Any]) -> str:
         if nats is not None and summary["val_loss"] is not None:
             side = "below" if summary["val_loss"] < nats else "above"
             lines.insert(2, f"val_loss is {side} the {name} entropy {nats:.3f} of the training text")
+    if summary["lives"]:
+        died = sum(life["died"] for life in summary["lives"])
+        longest = max(life["seconds"] for life in summary["lives"])
+        lines.insert(1, f"{counted(died, 'rank')} died and the job went on, each time within {longest:.2f} s")
     if summary["chaos"] is not None:
         lines.insert(1, f"chaos: {summary['chaos']}")
     return "\n".join(lines)

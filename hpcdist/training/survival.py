@@ -12,6 +12,7 @@ import numpy as np
 from hpcdist import errors
 
 STOP_FILE = "stop"
+GROW_FILE = "grow"
 
 
 class Wish(IntEnum):
@@ -39,6 +40,7 @@ class StopWishes:
         self.ends = ends
         self.time_up: Callable[[], bool] = _never  # asked by one rank only, once it knows what steps and saves take
         self._wanted = np.zeros(len(Wish))
+        self.grow_file: Path | None = None  # looked at by one rank only, where the job can take in more
 
     def listen(self) -> None:
         """Install the handlers (main thread only)."""
@@ -57,6 +59,20 @@ class StopWishes:
         if self.time_up() or (self.stop_file is not None and self.stop_file.exists()):
             self._wanted[Wish.REQUEUE] = 1.0
         return self._wanted
+
+    def ranks(self) -> float:
+        """Return how many further ranks shall train, by the file that `hpcdist grow` writes; 0 for none (local)."""
+        if self.grow_file is None or not self.grow_file.exists():
+            return 0.0
+        try:
+            return float(max(0, int(self.grow_file.read_text())))
+        except (OSError, ValueError, OverflowError):
+            return 0.0  # not ours, or gone
+
+    def grown(self) -> None:
+        """Remove the file: the wish is granted, or cannot be (local)."""
+        if self.grow_file is not None:
+            self.grow_file.unlink(missing_ok=True)
 
     def answered(self) -> None:
         """Remove the stop file: the wish is granted, and the next start must not meet it."""

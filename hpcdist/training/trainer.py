@@ -15,16 +15,12 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.solo import solo
 from hpcdist.comm.start import Session
 from hpcdist.models.model import Model
-from hpcdist.optim import rates
+from hpcdist.optim import rates, scaling
 from hpcdist.strategies import build, loss_scale
-from hpcdist.strategies.decentralised import build as decentralised
-from hpcdist.strategies.delayed import DelayedExchange
+from hpcdist.strategies.compressed.decision import Decision
 from hpcdist.strategies.exchange import Exchange
-from hpcdist.strategies.fixed_tree import FixedTreeExchange
 from hpcdist.strategies.grid import Axes, Grid
-from hpcdist.strategies.logical_shards import LogicalShards
 from hpcdist.strategies.owner import OwnerExchange
-from hpcdist.strategies.parameter_server import build as parameter_server
 from hpcdist.strategies.parameter_server.roles import Roles
 from hpcdist.strategies.partition_plan import Plan
 from hpcdist.strategies.schedule.executor import Executor, MicroBatch, Step
@@ -34,10 +30,12 @@ from hpcdist.strategies.schedule.verify import Proof
 from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.tensor.axis import algorithm_on
 from hpcdist.strategies.tensor.model import cut_model
-from hpcdist.strategies.zero import ZeroExchange
-from hpcdist.strategies.zero_config import STAGES
-from hpcdist.training import chaos, data, partitioning, pipelining, state
+from hpcdist.training import chaos, compression_choice, data, exchanges, partitioning, pipelining, recheck, state
+from hpcdist.training import initial as initial_values
 from hpcdist.training.data import Prefetcher
+from hpcdist.training.noise import NoiseMeter
+from hpcdist.training.noise import meter as noise_meter
+from hpcdist.training.origin import Origin, Stored
 from hpcdist.training.recipe import Recipe
 from hpcdist.training.selection import Selection, resolve
 
@@ -56,10 +54,12 @@ class Trainer:
     operations: list[Operation]
     ledger: Ledger
     selection: Selection
+    compression: Decision
     first_step: int = 0
     shares: data.Shares | None = None  # where they are not even
     balance: data.Balance | None = None
     proof: Proof | None = None  # of the lists of all ranks; None where they were not looked at
+    noise: NoiseMeter | None = None
     plan: Plan | None = None  # of the stages, where there are several
 
     @property
@@ -99,8 +99,12 @@ class Trainer:
 
     def step(self, number: int, batches: list[MicroBatch], wishes: np.ndarray) -> Step:
         """Run step ``number``, counted from 1, on this rank's micro-batches; see `Executor.run`. Collective."""
-        samples, first = self.recipe.run.global_batch, self.first_sample(number)
+        samples, first = self.samples(number), self.first_sample(number)
         return self.executor.run(self.operations, batches, samples, number, wishes, first)
+
+    def samples(self, step: int) -> int:
+        """Return how many samples all replicas together take in ``step``, counted from 1 (local)."""
+        return self.recipe.run.batches.size(step - 1)
 
     def first_sample(self, step: int) -> int:
         """Return the place of this replica's first sample in the batch of ``step``, counted from 1 (local)."""
@@ -108,7 +112,7 @@ class Trainer:
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of the update in step ``step``, counted from 1 (local)."""
-        return rates.learning_rate(self.recipe.optimizer, step, self.recipe.run.steps)
+        return rates.learning_rate(self.seat.optimizer, step, self.recipe.run.steps)
 
     def save(self, directory: Path, steps: int, **kept: Any) -> Path:
         """Write the checkpoint after ``steps`` steps, with what else is ``kept`` beside the scalars. Collective."""
@@ -121,13 +125,18 @@ class Trainer:
         return sum(piece.flat.size * piece.array.dtype.itemsize for piece in self.exchange.pieces())
 
     def flush(self) -> None:
-        """Bring into the parameters what the steps so far have left to be done. Collective."""
+        """Make one state of what the replicas have, where it differs. Collective."""
         if self.exchange.flush():
             self.executor.copies.refresh()
 
-    def restore(self, path: Path) -> None:
-        """Take back the state in ``path``; see `state.take_back`. Collective."""
-        state.take_back(self, path)
+    def finish(self) -> None:
+        """Bring into the parameters what the last step has left to be done. Collective."""
+        if self.exchange.finish():
+            self.executor.copies.refresh()
+
+    def restore(self, origin: Origin) -> None:
+        """Take back the state of ``origin``; see `state.take_back`. Collective."""
+        state.take_back(self, origin)
 
     def share_by_speed(self) -> None:
         """Share samples over the replicas by the speed that they show, from the next batch on (local)."""
@@ -142,17 +151,24 @@ class Trainer:
             self.exchange.close()
 
     def initialise(self) -> None:
-        """Take the initial values: those of a stage are the same whatever rank draws them. Collective."""
+        """Take the initial values, drawn or those of ``run.init_from``. Collective.
+
+        Those of a stage are the same whatever rank draws them.
+        """
         for unit, part in self.seat.ranges.items():
             # Drawn on the host, so that a GPU starts from the same bits; one stage at a time.
             initial = FlatStore(self.model.layout, self.model.dtype, part)
             self.model.initialise_stage(unit, initial, self.recipe.run.seed)
             self.exchange.take(initial)
         self.executor.copies.refresh()
+        run = self.recipe.run
+        if run.init_from:
+            initial_values.take(self, Path(run.init_from), partial=run.allow_partial)
 
 
-def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) -> Trainer:
+def assemble(session: Session, recipe: Recipe, resume_from: Path | Origin | None = None) -> Trainer:
     """Build the run of ``recipe`` on this rank, initialised or restored. Collective."""
+    origin = Stored(resume_from) if isinstance(resume_from, Path) else resume_from
     comm, parallel = session.comm, recipe.parallel
     # In a product every rank computes, and serves what its replicas share: `Seat.members`.
     roles = Roles.of(recipe.parameter_server, comm.size) if parallel.has_roles else None
@@ -165,18 +181,25 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
         servers=comm.size - len(roles.workers) if roles else 0,
     )
     recipe.check_world(grid.data)
-    recipe.chaos.check_world(comm.size, len(roles.workers) if roles else comm.size)
+    computing = len(roles.workers) if roles else comm.size
+    recipe.chaos.check_world(comm.size, computing, lock_step=recipe.parameter_server.lock_step)
     source = data.open_source(recipe.data, recipe.model, comm)
     ledger = Ledger()
     schedule = pipelining.written(parallel, comm)
-    seat, selection, plan = _seat(session, recipe, grid, roles, source, ledger, resume_from, schedule)
+    seat, selection, plan = _seat(session, recipe, grid, roles, source, ledger, origin, schedule)
     collectives.account(ledger)  # what a measurement took is given back
-    exchange = _exchange(seat, recipe)
+    compression = compression_choice.resolve(seat, recipe, origin)
+    exchange = exchanges.build(seat, recipe, compression.name)
     executor = build.build_executor(seat, exchange, chaos.executor(recipe.chaos, seat, recipe.run.global_batch))
     executor.seed, precision = recipe.run.seed, recipe.precision
     executor.loss_scale = loss_scale.build(
-        precision.mode, precision.loss_scale, precision.growth_interval, precision.hysteresis
+        precision.mode,
+        precision.loss_scale,
+        precision.growth_interval,
+        precision.hysteresis,
+        precision.minimum_scale,
     )
+    recheck.watch(executor, comm, recipe.run)
     microbatches = _microbatches(recipe, grid)
     pipelining.check_exchange(parallel, schedule, seat, accumulates=exchange.accumulates)
     operations = build.operations(
@@ -186,34 +209,20 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | None = None) 
         replace(parallel, microbatches=microbatches),
         None if schedule is None else schedule.passes,
     )
-    trainer = Trainer(comm, recipe, grid, seat, source, exchange, executor, operations, ledger, selection, plan=plan)
+    trainer = Trainer(comm, recipe, grid, seat, source, exchange, executor, operations, ledger, selection, compression)
+    trainer.plan = plan
+    trainer.noise = noise_meter(executor, operations, recipe.run.noise_scale_every_steps)
     if exchange.lock_step:  # else no two ranks share a step
         trainer.proof = build.prove(
             seat, grid, operations, microbatches, accumulates=exchange.accumulates, degrees=exchange.degrees
         )
     if recipe.data.shares == "measured" and seat.computes:
         trainer.share_by_speed()
-    if resume_from is None:
+    if origin is None:
         trainer.initialise()
     else:
-        trainer.restore(resume_from)
+        trainer.restore(origin)
     return trainer
-
-
-def _exchange(seat: Seat, recipe: Recipe) -> Exchange:
-    """Return what turns gradients into parameters. Collective."""
-    shards = LogicalShards(seat, recipe.run.logical_shards) if recipe.run.logical_shards else None
-    if recipe.parallel.strategy == "parameter_server":
-        return parameter_server.exchange(seat, recipe.parameter_server, shards)
-    if recipe.parallel.strategy in decentralised.EXCHANGES:
-        return decentralised.EXCHANGES[recipe.parallel.strategy](seat, recipe.decentralised)
-    if recipe.parallel.strategy in STAGES:
-        return ZeroExchange(seat, STAGES[recipe.parallel.strategy], recipe.zero, shards)
-    if shards is not None:
-        return FixedTreeExchange(seat, shards)
-    if recipe.communication.delayed:
-        return DelayedExchange(seat)
-    return build.EXCHANGES[recipe.parallel.strategy](seat)
 
 
 def _microbatches(recipe: Recipe, grid: Grid) -> int:
@@ -228,7 +237,7 @@ def _seat(
     roles: Roles | None,
     source: data.Source,
     ledger: Ledger,
-    resume_from: Path | None,
+    origin: Origin | None,
     schedule: Written | None,
 ) -> tuple[Seat, Selection, Plan | None]:
     """Return the place of this rank, where its algorithm comes from, and the cut of the model. Collective."""
@@ -238,11 +247,11 @@ def _seat(
     members = roles.part_of(comm) if roles else comm
     axes = Axes(grid if computes else Grid(data=members.size), members)
     tensor = axes.tensor if grid.tensor > 1 else solo()
-    selection = resolve(session, recipe, cut_model(whole, tensor), axes.data, resume_from)
+    selection = resolve(session, recipe, cut_model(whole, tensor), axes.data, origin)
     settled = selection.source == "recipe"
     algorithm = algorithm_on(tensor, selection.algorithm, settled=settled, on=recipe.run.device)
     model = cut_model(whole, tensor, algorithm, sequence_parallel=recipe.parallel.sequence_parallel)
-    plan = partitioning.planned(comm, recipe, grid, whole, model, schedule, resume_from) if computes else None
+    plan = partitioning.planned(comm, recipe, grid, whole, model, schedule, origin) if computes else None
     seat = Seat(
         world=comm,
         data=axes.data,
@@ -250,7 +259,7 @@ def _seat(
         tensor=tensor,
         model=model,
         placement=None if plan is None else plan.placement,
-        optimizer=recipe.optimizer,
+        optimizer=scaling.resolved(recipe.optimizer, recipe.run.batches),
         total_steps=recipe.run.steps,
         algorithm=selection.algorithm,
         bucket_bytes=recipe.communication.bucket_bytes,

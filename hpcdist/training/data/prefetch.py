@@ -95,7 +95,7 @@ def own_samples(recipe: "Recipe", data_axis: Communicator, batch: int, shares: S
     """Return which samples of ``batch``, counted from 0, are those of this rank's replica (local)."""
     if shares is not None:
         return shares.own(batch, data_axis.rank)
-    size = recipe.run.global_batch
+    size = recipe.run.batches.size(batch)
     parts = recipe.run.logical_shards or size  # no rank cuts a logical shard
     each, some = size // parts, share(parts, data_axis.size, data_axis.rank)
     return Range(each * some.start, each * some.stop)
@@ -120,12 +120,12 @@ class Prefetcher(ReadAhead[Batch]):
         reads: bool = True,
         shares: Shares | None = None,
     ) -> None:
-        size = recipe.run.global_batch
+        batches = recipe.run.batches
         sampler = Sampler(source.training, recipe.run.seed)
 
         def batch(step: int) -> Batch:
             part = own_samples(recipe, data_axis, step, shares)
             blank = np.empty((part.size, 0), np.uint8)
-            return sampler.batch(step * size + part.start, part.size) if reads else (blank, blank)
+            return sampler.batch(batches.samples_before(step) + part.start, part.size) if reads else (blank, blank)
 
         super().__init__(batch(step) for step in range(first_step, steps))

@@ -93,9 +93,10 @@ def open_source(config: DataConfig, model: ModelConfig, comm: Communicator) -> S
 
 
 def _open(config: DataConfig, model: ModelConfig) -> Source:
-    path = Path(config.path)
+    path = Path(config.staged or config.path)
     if config.path and not os.path.exists(path):
-        raise DataError(f"data.path = {config.path}: there is no such file or directory")
+        key = "data.staged" if config.staged else "data.path"
+        raise DataError(f"{key} = {path}: there is no such file or directory")
     kind = _kind(path) if config.path else "library"
     if kind == "hdf5" and model.kind == "mlp":
         return _table(path, config.validation_fraction)

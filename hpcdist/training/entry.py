@@ -1,0 +1,38 @@
+"""Where the processes of a job begin: the ranks that a launcher started, and those that come later for dead ones."""
+
+import os
+import time
+from pathlib import Path
+
+from hpcdist.checkpoint.lock import Lock
+from hpcdist.comm.start import start
+from hpcdist.training import directory, lives, survivable, team
+from hpcdist.training.job import Job
+from hpcdist.training.origin import Stored
+from hpcdist.training.pace import end_of_job
+from hpcdist.training.recipe import Recipe
+from hpcdist.training.survival import StopWishes
+
+
+def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s: float | None = None) -> None:
+    """Train ``recipe`` on all ranks that the launcher started, and leave with the agreed exit code. Collective.
+
+    Before ``limit_s`` seconds are over, or the job is by Slurm's word, the run is saved and stops. A job that `hpcdist
+    run --survive` started goes on when ranks die.
+    """
+    wishes = StopWishes(ends=end_of_job(limit_s, time.time(), os.environ))
+    wishes.listen()  # a signal that comes while the job starts is answered after the first step
+    mode, spares = team.mode_of()
+    if mode:
+        survivable.check(recipe, mode, spares)
+    communication = recipe.communication
+    session = start(recipe.run.device, communication.ranks_per_node or None, communication.checked)
+    lock = Lock()
+    survived = lives.begin(session, mode, spares) if mode else None
+    run = directory.prepare(session.comm, recipe, out, resume, lock)
+    job = Job(recipe, run, wishes, lock, as_json)
+    origin = None if run.resume_from is None else Stored(run.resume_from)
+    if survived is None:
+        session.leave(job.train(session, recipe, origin))
+    else:
+        lives.Lives(job, session, survived).run(origin)

@@ -1,0 +1,136 @@
+"""The starts of a run and how they ended, in its directory; and the mean time between its failures, so far.
+
+A start that was not ended by the run itself is a failure: its work since the last checkpoint is lost. (A death that the
+others outlived is noted and does not count: their state came from memory, so it is no reason to save more often.) With
+T seconds of all starts together, r of which have failed, the estimate is
+
+    mtbf = T / (r + 1)
+
+which is finite and grows with T while nothing fails. It is the time over the mean of the failure rate's posterior,
+Gamma(r + 1, T), for failures at random times (a Poisson count) and a flat prior: A. Gelman et al., Bayesian Data
+Analysis, 3rd ed. 2013, section 2.6. The time of maximum likelihood, T / r, does not exist before the first failure.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from hpcdist.comm.ending import LAUNCH_DIR, SURVIVE
+
+STARTS_FILE: Final = "starts.json"
+RENEWED_S: Final = 10.0  # how old the last sign of life may become
+FINISHED: Final = "finished"
+STOPPED: Final = "stopped"  # saved, and left by somebody's wish
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start: ``began`` and last ``seen`` at so many seconds since 1970; ``end`` is "" while nobody has ended it.
+
+    ``launch`` is the same for all processes of a start, whichever of them writes; "" where the launcher gave it no
+    name. It ``survives`` the death of ranks in one of `comm.ending.WAYS`, or "" not; ``deaths`` were outlived.
+    """
+
+    began: float
+    seen: float
+    end: str = ""
+    launch: str = ""
+    survives: str = ""
+    deaths: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasted; 0 where the clock was put back."""
+        return max(0.0, self.seen - self.began)
+
+
+class Starts:
+    """The record of the run in ``directory``, for the one rank that writes it (local). This start is added to it."""
+
+    def __init__(
+        self, directory: Path, clock: Callable[[], float] = time.time, launch: str | None = None, warn: bool = True
+    ) -> None:
+        if launch is None:
+            launch = Path(os.environ.get(LAUNCH_DIR, "")).name
+        self._path, self._clock, self._warn = directory / STARTS_FILE, clock, warn
+        found, now = self._read(), clock()
+        # After the death of the rank that wrote it, another one goes on with the same start.
+        survives = os.environ.get(SURVIVE, "")
+        resumed = bool(found) and bool(launch) and found[-1].launch == launch and not found[-1].end
+        self.own = found.pop() if resumed else Start(now, now, launch=launch, survives=survives)
+        self.before = tuple(found)
+        self._seen(now)
+
+    @property
+    def failures(self) -> int:
+        """How many of the starts before this one ended by nobody's wish."""
+        return sum(not start.end for start in self.before)
+
+    @property
+    def seconds(self) -> float:
+        """How long all starts have lasted together, this one up to now."""
+        now = replace(self.own, seen=self._clock())
+        return sum(start.seconds for start in (*self.before, now))
+
+    @property
+    def mtbf_s(self) -> float:
+        """The mean time between failures by the estimate above; 0 in the first moment of a run."""
+        return self.seconds / (self.failures + 1)
+
+    def alive(self, certainly: bool = False) -> None:
+        """Take note that the run goes on: now and then, or ``certainly``."""
+        now = self._clock()
+        if certainly or not 0 <= now - self.own.seen < RENEWED_S:
+            self._seen(now)
+
+    def survived(self, deaths: int) -> None:
+        """Take note that the others go on without ``deaths`` ranks."""
+        self.own = replace(self.own, deaths=self.own.deaths + deaths)
+        self._seen(self._clock())
+
+    def ended(self, end: str) -> None:
+        """Take note that this start ends as it should, by FINISHED or STOPPED."""
+        self.own = replace(self.own, end=end)
+        self._seen(self._clock())
+
+    def _seen(self, now: float) -> None:
+        self.own = replace(self.own, seen=now)
+        new = self._path.with_suffix(".tmp")
+        try:
+            new.write_text(json.dumps([asdict(start) for start in (*self.before, self.own)]), encoding="utf-8")
+            os.replace(new, self._path)
+        except OSError as error:  # no reason to end a run that can go on
+            self._tell(f"{self._path} cannot be written ({error.strerror}): this start may count as failed")
+
+    def _read(self) -> list[Start]:
+        try:
+            return read(self._path)
+        except (OSError, ValueError, TypeError, RecursionError):
+            self._tell(f"{self._path} cannot be read: the time between failures counts from this start")
+            return []
+
+    def _tell(self, text: str) -> None:
+        if self._warn:
+            print(f"hpcdist: {text}", file=sys.stderr, flush=True)
+        self._warn = False
+
+
+def read(path: Path) -> list[Start]:
+    """Return the starts in the record ``path``, none where there is none. Raises what a damaged one leads to."""
+    return [_checked(each) for each in json.loads(path.read_bytes())] if path.exists() else []
+
+
+def _checked(found: Any) -> Start:
+    """Return a start as the record has it. Raises TypeError for anything else."""
+    start = Start(**found)
+    numbers = (start.began, start.seen, start.deaths)
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise TypeError(f"{found} is no start")
+    if not all(isinstance(text, str) for text in (start.end, start.launch, start.survives)):
+        raise TypeError(f"{found} is no start")
+    return start
