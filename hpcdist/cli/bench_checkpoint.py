@@ -10,23 +10,30 @@ import click
 from hpcdist.errors import OK
 
 if TYPE_CHECKING:  # late at run time: --help must load neither h5py nor MPI
-    from hpcdist.bench.checkpoint import Contender, Samples, State
-    from hpcdist.bench.checkpoint_beside import Steps
+    from hpcdist.bench.checkpoint import Contender, State
     from hpcdist.comm.communicator import Communicator
     from hpcdist.comm.start import Session
 
 
-def _bytes(context: click.Context, parameter: click.Parameter, value: str) -> int:
+def _bytes(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[int, ...]:
     from hpcdist.arrays.sizes import parse_bytes
 
     try:
-        return parse_bytes(value)
+        return tuple(dict.fromkeys(parse_bytes(value) for value in values))
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
 
 
 @click.command("checkpoint")
-@click.option("--bytes", "nbytes", callback=_bytes, default="256M", help="Size of the state of all ranks together.")
+@click.option(
+    "--bytes",
+    "sizes",
+    callback=_bytes,
+    multiple=True,
+    default=("256M",),
+    show_default="256M",
+    help="Size of the state of all ranks together; may be given several times.",
+)
 @click.option("--tensors", type=click.IntRange(min=1), default=24, help="Tensors that a rank has of it.")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, help="Rounds; contenders take turns in each.")
 @click.option("--warmup", type=click.IntRange(min=0), default=1, help="Rounds before, which are not kept.")
@@ -37,19 +44,25 @@ def _bytes(context: click.Context, parameter: click.Parameter, value: str) -> in
     help="Where it is written; made, and removed when it was not there.",
 )
 @click.option("--writers", default="rank", help="As checkpoint.writers: rank, node, or a number.")
-@click.option("--cached", is_flag=True, help="Read from the page cache, not from the disk.")
+@click.option(
+    "--read",
+    type=click.Choice(("cache", "disk", "both")),
+    default="both",
+    help="Read from the page cache, or the disk.",
+)
 @click.option(
     "--torch/--no-torch", "with_torch", default=True, help="PyTorch's distributed checkpoint, if it is there."
 )
 @click.option("--asynchronous", is_flag=True, help="Also what a save in the background costs the steps beside it.")
 @click.option("--step-s", type=click.FloatRange(min=1e-3), default=0.2, help="Length of such a step.")
+@click.option(
+    "--mtbf-hours", type=click.FloatRange(min=0.01), default=24.0, help="Of failures, for the interval of Daly."
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Of the state and the order of turns.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="New HDF5 file for all times.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
 @click.option("--anonymous", is_flag=True, help="Leave the names of hosts out of the results.")
-def command(
-    nbytes: int, output: Path | None, as_json: bool, asynchronous: bool, step_s: float, anonymous: bool, **options: Any
-) -> None:
+def command(output: Path | None, as_json: bool, anonymous: bool, **options: Any) -> None:
     """Write and read back a state by checkpoints, beside raw files of the same bytes by the same ranks.
 
     Start it on several ranks: `hpcdist run -n 2 bench checkpoint`, or under mpirun or srun. Times are those of the
@@ -64,52 +77,65 @@ def command(
     comm, directory = session.comm, options["directory"]
     place.agree(comm, lambda: None if output is None else files.check_place(output))
     new = comm.broadcast_object(not directory.exists() if comm.rank == 0 else None)
-    bench.check_space(comm, directory, nbytes)
+    bench.check_space(comm, directory, max(options["sizes"]))
     say = (lambda line: click.echo(line, err=True)) if comm.rank == 0 else (lambda line: None)
+    reads = bench.READS if options["read"] == "both" else (options["read"],)
+    wanted = bench.Wanted(directory, options["rounds"], options["warmup"], reads, options["seed"])
+    meeting = _torch_group(comm, directory, options["with_torch"], say)
+    found, told = {}, []
     try:
-        state = bench.make_state(comm, nbytes, options["tensors"], options["seed"])
-        held = comm.allgather_object(sum(array.nbytes for array in state.values()))
-        wanted = bench.Wanted(directory, options["rounds"], options["warmup"], options["cached"], options["seed"])
-        contenders = _contenders(comm, state, directory, options, say)
-        found = bench.run(comm, state, contenders, wanted, say)
-        beside = None
-        if asynchronous:
-            saver = _beside(comm, state, directory / "beside", options["writers"])
-            beside = checkpoint_beside.run(comm, saver, step_s, options["rounds"], say)
+        for nbytes in options["sizes"]:
+            state = bench.make_state(comm, nbytes, options["tensors"], options["seed"])
+            held = sum(comm.allgather_object(sum(array.nbytes for array in state.values())))
+            contenders = _contenders(comm, state, options["writers"], meeting)
+            samples, beside = bench.run(comm, state, contenders, wanted, say), None
+            if options["asynchronous"]:
+                saver = _beside(comm, state, directory / "beside" / str(held), options["writers"])
+                beside = checkpoint_beside.run(comm, saver, options["step_s"], options["rounds"], say)
+            found[held] = samples, beside
+            told.append({"bytes": held, "speeds": bench.figures(samples, held)})
+            if beside is not None:
+                told[-1]["beside"] = beside.figures(3600 * options["mtbf_hours"])
         comm.barrier()
         if comm.rank == 0:
-            told = _told(session, sum(held), found, beside, options)
-            _show(told, as_json)
+            about = _about(session, options)
+            _show(about, told, as_json)
             if output is not None:
-                checkpoint_file.write(output, found, beside, _about(session, told, options, anonymous))
+                checkpoint_file.write(output, found, about | _provenance(session, anonymous))
     finally:
         if comm.rank == 0:
             shutil.rmtree(directory if new else directory / "beside", ignore_errors=True)
     session.leave(OK)
 
 
-def _contenders(
-    comm: "Communicator", state: "State", directory: Path, options: dict[str, Any], say: Any
-) -> "list[Contender]":
-    """Return who takes part. Collective."""
+def _torch_group(comm: "Communicator", directory: Path, wanted: bool, say: Any) -> bool:
+    """Let the ranks meet as PyTorch has it; return whether they could. Collective."""
+    from hpcdist.bench import checkpoint_contenders as contenders
+
+    missing = contenders.torch_missing() if wanted else "--no-torch"
+    missing = next((one for one in comm.allgather_object(missing) if one), "")
+    if missing:
+        say(f"torch.distributed.checkpoint is left out: {missing}")
+        return False
+    contenders.torch_begin(comm, directory)
+    return True
+
+
+def _contenders(comm: "Communicator", state: "State", writers: str, with_torch: bool) -> "list[Contender]":
+    """Return who takes part (local)."""
     from hpcdist.bench import checkpoint as bench
+    from hpcdist.bench import checkpoint_contenders as others
     from hpcdist.checkpoint.restore import restore
     from hpcdist.checkpoint.save import save
 
     def write(folder: Path) -> None:
-        save(folder, 1, pieces(comm, state), {}, comm, writers=options["writers"])
+        save(folder, 1, pieces(comm, state), {}, comm, writers=writers)
 
     def read(folder: Path) -> None:
         restore(folder / "step-1", pieces(comm, state))
 
-    found = [bench.Contender(bench.OURS, write, read), bench.raw(comm, state)]
-    missing = bench.torch_missing() if options["with_torch"] else "--no-torch"
-    missing = next((one for one in comm.allgather_object(missing) if one), "")
-    if missing:
-        say(f"torch.distributed.checkpoint is left out: {missing}")
-    else:
-        found.append(bench.torch(comm, state, directory))
-    return found
+    found = [bench.Contender(bench.OURS, write, read), others.raw(comm, state)]
+    return [*found, others.torch(comm, state)] if with_torch else found
 
 
 def pieces(comm: "Communicator", state: "State") -> list[Any]:
@@ -135,41 +161,30 @@ def _beside(comm: "Communicator", state: "State", directory: Path, writers: str)
     return Beside(comm)
 
 
-def _told(
-    session: "Session", nbytes: int, found: "list[Samples]", beside: "Steps | None", options: dict[str, Any]
-) -> dict[str, Any]:
-    from hpcdist.bench import checkpoint as bench
+def _about(session: "Session", options: dict[str, Any]) -> dict[str, Any]:
     from hpcdist.checkpoint.stripe import file_system
 
-    told = {"bytes": nbytes, "ranks": session.comm.size, "rounds": options["rounds"], "cached": options["cached"]}
-    told |= {"writers": options["writers"], "file_system": file_system(options["directory"]).kind}
-    told |= bench.figures(found, nbytes)
-    return told | ({} if beside is None else {"beside": beside.figures()})
+    kept = {name: options[name] for name in ("rounds", "warmup", "writers", "tensors", "seed")}
+    return {"ranks": session.comm.size, **kept, "file_system": file_system(options["directory"]).kind}
 
 
-def _show(told: dict[str, Any], as_json: bool) -> None:
+def _show(about: dict[str, Any], told: list[dict[str, Any]], as_json: bool) -> None:
     from hpcdist.arrays.sizes import counted, in_units
     from hpcdist.bench import checkpoint as bench
+    from hpcdist.bench import checkpoint_beside
 
     if as_json:
-        click.echo(json.dumps(told))
+        click.echo(json.dumps({**about, "sizes": told}))
         return
-    read = "the page cache" if told["cached"] else "the disk"
-    ranks, rounds = counted(told["ranks"], "rank"), counted(told["rounds"], "round")
-    where = f"{told['file_system']}, read from {read}"
-    click.echo(f"{in_units(told['bytes'])} on {ranks}, {rounds}, {where}")
-    click.echo(bench.text(told))
-    if "beside" in told:
-        one = told["beside"]
-        click.echo(
-            f"in background: saving step {one['saving_over_plain']:.2f}x a plain one ({one['plain_step_s']:.3f} s), "
-            f"steps beside it {one['beside_over_plain']:.2f}x, complete after {one['save_s']:.2f} s"
-        )
+    for one in told:
+        ranks, rounds, tensors = (counted(about[name], name[:-1]) for name in ("ranks", "rounds", "tensors"))
+        click.echo(f"{in_units(one['bytes'])} on {ranks}, {tensors} each, {rounds}, {about['file_system']}")
+        click.echo(bench.text(one["speeds"]))
+        if "beside" in one:
+            click.echo(checkpoint_beside.text(one["beside"]))
 
 
-def _about(session: "Session", told: dict[str, Any], options: dict[str, Any], anonymous: bool) -> dict[str, Any]:
+def _provenance(session: "Session", anonymous: bool) -> dict[str, Any]:
     from hpcdist.telemetry.provenance import provenance
 
-    known = {name: value for name, value in told.items() if not isinstance(value, dict)}
-    kept = {"tensors": options["tensors"], "seed": options["seed"], "warmup": options["warmup"]}
-    return {**provenance(mpi_library=session.library, anonymous=anonymous), **known, **kept}
+    return provenance(mpi_library=session.library, anonymous=anonymous)

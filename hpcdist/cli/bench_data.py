@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # late at run time: --help must not load h5py
     from hpcdist.bench.results import Results
     from hpcdist.bench.series import Tally
     from hpcdist.bench.sweep import Trial
+    from hpcdist.bench.trial import Command
     from hpcdist.cli.bench_trials import Recipes
 
 _COMMON: Final = {"checkpoint.every_steps": 0}
@@ -51,6 +52,7 @@ _WITHOUT_RECIPE: Final = {"communication.algorithm": "ring", "run.validation_sam
     type=click.Path(dir_okay=False, path_type=Path),
     help="HDF5 file for every step of every rank; what it holds already is not measured again.",
 )
+@click.option("--run-args", default="", help="Further options of the `hpcdist run` of each training, in one string.")
 @click.option("--json", "as_json", is_flag=True, help="Print the table as one JSON object.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the losses (.png, .pdf, .svg).")
 @click.option("--anonymous", is_flag=True, help="Leave the names of hosts out of the results.")
@@ -68,6 +70,7 @@ def command(
     slow_probability: float,
     limit_s: float,
     output: Path | None,
+    run_args: str,
     as_json: bool,
     plot: Path | None,
     anonymous: bool,
@@ -82,7 +85,7 @@ def command(
     --output the same command goes on.
     """
     from hpcdist.bench import data
-    from hpcdist.cli.bench_trials import check_alone
+    from hpcdist.cli.bench_trials import check_alone, line_of
 
     contenders = _chosen(chosen)
     if list_only:
@@ -90,6 +93,7 @@ def command(
             click.echo(f"{name}: {' '.join(f'{key}={json.dumps(value)}' for key, value in settings.items())}")
         return OK
     check_alone()
+    line = line_of(None, run_args)
     scenarios: dict[str, dict[str, Any]] = {} if scenario == data.STRAGGLERS else {data.CALM: {}}
     if scenario != data.CALM:
         _check_stragglers(ranks, slow, slow_factor, slow_probability)
@@ -106,7 +110,7 @@ def command(
         check_plot(plot)
     with tempfile.TemporaryDirectory(prefix="hpcdist-bench-data-") as folder:
         path = output or Path(folder) / "results.h5"
-        tally, found = _measure(trials, path, repeats, limit_s, anonymous, left_out)
+        tally, found = _measure(trials, path, repeats, limit_s, anonymous, left_out, line)
         failed = _show(found, left_out, as_json, plot)
     return REQUEUE if tally.left else FAILURE if failed else OK
 
@@ -146,7 +150,13 @@ def _typed(overrides: tuple[str, ...]) -> Mapping[str, Any]:
 
 
 def _measure(
-    trials: "list[Trial]", path: Path, repeats: int, limit_s: float, anonymous: bool, left_out: Mapping[str, str]
+    trials: "list[Trial]",
+    path: Path,
+    repeats: int,
+    limit_s: float,
+    anonymous: bool,
+    left_out: Mapping[str, str],
+    line: "Command",
 ) -> "tuple[Tally, Results]":
     """Run what ``path`` does not hold yet; return the tally, and the results of these trials."""
     from hpcdist.bench import results, series
@@ -157,7 +167,7 @@ def _measure(
         remove_leftovers(path)
         items = series.plan(trials, repeats, path, retry_failed=False)
         told = {"left_out": json.dumps(dict(left_out))}
-        tally = run(items, path, series.Limits(limit_s), anonymous, told)
+        tally = run(items, path, series.Limits(limit_s), anonymous, line, told)
     found = results.read(path)
     ids = {trial.id for trial in trials}
     return tally, results.Results(found.provenance, tuple(one for one in found.configurations if one.id in ids))

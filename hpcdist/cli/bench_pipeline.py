@@ -156,9 +156,8 @@ def _start(ranks: int, call: click.Context) -> int:
     """Start the ranks and return their exit code."""
     from hpcdist.cli import run
 
-    launch = run.command.callback
-    assert launch is not None
-    code: int = launch(ranks, None, "", 5.0, False, ("bench", "pipeline", *arguments(call)))
+    line = ["-n", str(ranks), "--grace", "5", "bench", "pipeline", *arguments(call)]
+    code: int = run.command.main(args=line, prog_name="hpcdist run", standalone_mode=False)
     return code
 
 

@@ -4,6 +4,7 @@ import functools
 import glob
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -14,16 +15,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click.core import ParameterSource
 
 from hpcdist.errors import UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
     from hpcdist.bench.series import Item, Limits, Tally
     from hpcdist.bench.sweep import Resolved, Sweep, Trial
-    from hpcdist.bench.trial import Outcome
+    from hpcdist.bench.trial import Command, Outcome
     from hpcdist.training.settings import Settings
 
 _ASKS_FOR_AN_END: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# Options of `hpcdist run` that a sweep sets for each trial.
+_OWNED: Final = {
+    "ranks": "the sweep file says on how many ranks a trial runs; leave -n out",
+    "grace": "a trial is stopped by --limit-s and --budget-s; leave --grace out",
+    "dry_run": "use --dry-run of this command",
+}
 _OF_A_TRIAL: Final = ".trial-"  # in the name of a run directory beside the results
 _RANDOM: Final = re.compile(r"[a-z0-9_]{8}")  # what tempfile puts behind it
 
@@ -45,6 +53,7 @@ class Recipes:
     """What `hpcdist.bench.sweep` asks for; the settings of a trial go over the base recipe, as those of `--set` do."""
 
     wanted: "Sweep"
+    environment: Mapping[str, str] | None = None  # None: that of this process
 
     def convert(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the values of ``settings`` in the types of a recipe."""
@@ -58,7 +67,7 @@ class Recipes:
 
         base = self.wanted.recipe
         inline = base if isinstance(base, Path) else self._settings(base)
-        recipe = recipes.load(inline, self._settings(settings)).recipe
+        recipe = recipes.load(inline, self._settings(settings), self.environment).recipe
         if ranks is not None:
             equation(recipe, ranks)
         return Resolved(recipes.dump(recipe), recipes.flat(recipe))
@@ -79,10 +88,50 @@ def remove_leftovers(output: Path) -> None:
             shutil.rmtree(found, ignore_errors=True)  # ranks of a sweep killed just now may still be in it
 
 
+def line_of(ranks_per_node: int | None, run_args: str) -> "Command":
+    """Return what makes the command line of a trial; see `options_of_run`."""
+    from hpcdist.bench import trial
+
+    options = options_of_run(ranks_per_node, run_args)
+    return functools.partial(trial.command, options=options) if options else trial.command
+
+
+def options_of_run(ranks_per_node: int | None, text: str) -> list[str]:
+    """Return the options of `hpcdist run` in ``text`` (quoted as for a shell), and the ranks on each node.
+
+    Raises UsageError here for what would fail with every trial.
+    """
+    from hpcdist.cli.run import command as of_run
+
+    place = f"--run-args {text!r}"
+    try:
+        words = shlex.split(text)
+        command = of_run.make_context("run", ["-n", "1", *words, "train"]).params["command"]  # as for a trial
+        given = of_run.make_context("run", [*words], resilient_parsing=True)
+    except (ValueError, click.UsageError) as error:
+        said = error.format_message() if isinstance(error, click.UsageError) else str(error)
+        raise UsageError(f"{place}: {said.rstrip('.')}; quote options of `hpcdist run` as for a shell") from error
+    if command != ("train",):
+        raise UsageError(f"{place}: {command[0]!r} is no option of `hpcdist run`; see `hpcdist run --help`")
+    for name, cure in _OWNED.items():
+        if given.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise UsageError(f"{place}: {cure}")
+    if ranks_per_node is None:
+        return words
+    if given.get_parameter_source("ranks_per_node") is ParameterSource.COMMANDLINE:
+        raise UsageError(f"{place} and --ranks-per-node {ranks_per_node} say the same; leave one of them out")
+    return [*words, "--ranks-per-node", str(ranks_per_node)]
+
+
 def run(
-    items: "list[Item]", output: Path, limits: "Limits", anonymous: bool, told: Mapping[str, str] | None = None
+    items: "list[Item]",
+    output: Path,
+    limits: "Limits",
+    anonymous: bool,
+    line: "Command",
+    told: Mapping[str, str] | None = None,
 ) -> "Tally":
-    """Run the items, each with files in a directory of its own, under signals that ask for an end.
+    """Run the items by the command ``line``, each with files in a directory of its own, under signals that ask to end.
 
     A file that is made says what it is ``told`` beside the provenance.
     """
@@ -97,7 +146,7 @@ def run(
     def measure(of: "Trial", limit_s: float) -> "Outcome":
         # Beside the results, where all nodes of a job can see it; /tmp may be a node's own.
         with tempfile.TemporaryDirectory(prefix=output.name + _OF_A_TRIAL, dir=output.absolute().parent) as folder:
-            outcome = trial.run(of, Path(folder), limit_s, trial.command, environment)
+            outcome = trial.run(of, Path(folder), limit_s, line, environment)
         return series.anonymous(outcome, hosts) if anonymous else outcome
 
     try:
@@ -115,8 +164,11 @@ def _stop(number: int, frame: object) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a trial: its recipe is complete, and no variable may change it."""
+    """Return the environment of a trial: its recipe is complete, and no variable may change it, nor end it early."""
     from hpcdist.cli.run import importable
+    from hpcdist.training.pace import JOB_END
     from hpcdist.training.settings import PREFIX
 
-    return {name: value for name, value in {**os.environ, **importable()}.items() if not name.startswith(PREFIX)}
+    found = {name: value for name, value in {**os.environ, **importable()}.items() if not name.startswith(PREFIX)}
+    found.pop(JOB_END, None)  # whoever runs it hears of the end of the job, and does not count what was cut short
+    return found

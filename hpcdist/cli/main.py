@@ -9,7 +9,7 @@ from typing import Final, NoReturn
 import click
 
 from hpcdist import __version__
-from hpcdist.comm import failfast, launcher
+from hpcdist.comm import ending, failfast, launcher
 from hpcdist.errors import INTERRUPTED, HpcdistError
 
 GIVE_WAY_S: Final = 3.0  # ranks of a job start within seconds of each other
@@ -17,8 +17,10 @@ GIVE_WAY_S: Final = 3.0  # ranks of a job start within seconds of each other
 # name -> (where its click command is, what the overview says of it)
 COMMANDS: Final = {
     "run": ("hpcdist.cli.run:command", "Start a command on N ranks with this environment's mpirun."),
-    "submit": ("hpcdist.cli.submit:command", "Submit the training of a recipe to Slurm."),
+    "submit": ("hpcdist.cli.submit:command", "Submit the training of a recipe as a batch job."),
+    "jobs": ("hpcdist.cli.jobs:command", "Look at jobs, read their logs, cancel and account for them."),
     "train": ("hpcdist.cli.train:command", "Train the model of a recipe."),
+    "grow": ("hpcdist.cli.grow:command", "Let more ranks join a training that runs."),
     "evaluate": ("hpcdist.cli.evaluate:command", "Print the validation loss of a trained model."),
     "sample": ("hpcdist.cli.sample:command", "Print text from a trained model."),
     "report": ("hpcdist.cli.report:report", "Print, or plot, what a run or a sweep measured."),
@@ -30,6 +32,7 @@ COMMANDS: Final = {
     "hang": ("hpcdist.cli.hang:command", "Name the rank and the line at which a run came apart."),
     "config": ("hpcdist.cli.config:command", "Show a recipe as it will run, and where each value comes from."),
     "energy": ("hpcdist.cli.energy:command", "Show which energy counters can be read here."),
+    "site": ("hpcdist.cli.site:command", "Show profiles of sites; make modulefiles, wheelhouses."),
     "doctor": ("hpcdist.cli.doctor:command", "Check MPI, launcher, GPU, HDF5 and this machine."),
     "warmup": ("hpcdist.cli.warmup:command", "Compile the kernels into a cache."),
 }
@@ -80,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = error.exit_code
     except KeyboardInterrupt:
         code = INTERRUPTED
+    if code:
+        ending.say(code)  # as `comm.failfast` does once a job has started
     sys.exit(code)
 
 

@@ -2,18 +2,23 @@
 
 import os
 import shlex
+import signal
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 import hpcdist
 from hpcdist.cli.main import COMMANDS
-from hpcdist.comm import launcher, mpirun, supervisor
+from hpcdist.comm import ending, launchers, restarts, supervisor
 from hpcdist.comm.failfast import FAILURE_DIR
-from hpcdist.errors import OK, UsageError
+from hpcdist.comm.launcher import announced
+from hpcdist.errors import INTERRUPTED, OK, REQUEUE, MissingCapabilityError, UsageError
 
 
 @click.command(
@@ -21,60 +26,231 @@ from hpcdist.errors import OK, UsageError
 )
 @click.option("-n", "--ranks", type=click.IntRange(min=1), required=True, help="Number of ranks.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), help="Ranks on each node.  [default: the launcher's]")
-@click.option("--mpi-args", default="", help="Further options of mpirun, in one string; they win over ours.")
+@click.option("--cpus-per-task", type=click.IntRange(min=1), help="Cores, and threads, of a rank.  [default: 1]")
+@click.option(
+    "--launcher",
+    default=launchers.AUTO,
+    show_default=False,
+    metavar="NAME",
+    help=f"What starts the ranks: {', '.join(launchers.KINDS)}.  [default: ${launchers.VARIABLE}, else mpirun]",
+)
+@click.option("--pmi", metavar="TYPE", help="How ranks find each other, e.g. pmix or pmi2.  [default: the launcher's]")
+@click.option("--mpi-args", default="", help="Further options of the launcher, in one string; they win over ours.")
+@click.option("--python", metavar="WORDS", help="What runs hpcdist on the ranks, e.g. 'apptainer exec my.sif python3'.")
 @click.option("--grace", default=30.0, type=click.FloatRange(min=0.0), help="Seconds the ranks have to save and stop.")
+@click.option(
+    "--restarts",
+    "most_restarts",
+    default=0,
+    type=click.IntRange(min=0),
+    help="How often a failed `train --out DIR` is started again, from its newest checkpoint.",
+)
+@click.option(
+    "--survive",
+    type=click.Choice(ending.WAYS),
+    help="Let `train` outlive dead ranks: with fewer, or with new ones in their place (Open MPI 5).",
+)
+@click.option(
+    "--spares", type=click.IntRange(min=1), help="Ranks more that wait to replace a dead one, with --survive replace."
+)
 @click.option("--dry-run", is_flag=True, help="Print the command line and start nothing.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
-    ranks: int, ranks_per_node: int | None, mpi_args: str, grace: float, dry_run: bool, command: tuple[str, ...]
+    ranks: int,
+    ranks_per_node: int | None,
+    cpus_per_task: int | None,
+    launcher: str,
+    pmi: str | None,
+    mpi_args: str,
+    python: str | None,
+    grace: float,
+    most_restarts: int,
+    survive: str | None,
+    spares: int | None,
+    dry_run: bool,
+    command: tuple[str, ...],
 ) -> int:
     """Start the hpcdist COMMAND on several ranks, e.g. `hpcdist run -n 2 train recipe.toml`.
 
-    The mpirun is that of this Python's environment, else the first on PATH. Ctrl-C, SIGTERM and SIGUSR1 reach the
-    ranks, which save and stop at the next step (exit code 130, or 75 for the scheduler to start them again); a second
-    Ctrl-C, or the end of the grace, kills them. The first failure of a rank is shown last.
+    The mpirun is that of this Python's environment, else the first on PATH; the other launchers belong to a site.
+    Ctrl-C, SIGTERM and SIGUSR1 reach the ranks, which save and stop at the next step (exit code 130, or 75 for the
+    scheduler to start them again); a second Ctrl-C, or the end of the grace, kills them. The first failure of a rank
+    is shown last.
+
+    With --restarts, a training that fails is started again with `--resume auto`: not after exit codes 0, 2, 69, 75, 78
+    and 130, nor after a signal to stop, nor when two starts in a row made no new checkpoint. With --survive, the others
+    go on when ranks die: not when a whole node does, at which Open MPI's mpirun ends the job. Both go together.
     """
     _check(command)
     options = mpi_options(mpi_args)
-    found = mpirun.find()
-    settings = {**mpirun.settings(found), **importable()}
-    program = [sys.executable, "-P", "-m", "hpcdist", *command]
-    extra = [*mpirun.per_node(found, ranks_per_node), *options]
+    program = program_of(python)
+    _check_survival(command[0], survive, spares)
+    run_dir = _run_dir(command) if most_restarts else None
+    world = ranks + (spares or 0)
+    if ranks_per_node is not None:
+        ranks_per_node = -(-world // -(-ranks // ranks_per_node))  # the spares are spread over the same nodes
+    layout = launchers.Layout(world, ranks_per_node, cpus_per_task, pmi)
+    starter = launchers.starter(launchers.named(launcher), layout, survive)
+    settings = {**starter.settings(), **(importable() if python is None else {})}
+    if survive is not None:
+        settings |= {ending.SURVIVE: survive, ending.SPARES: str(spares or 0)}
+    job = _Job(starter, program, options, settings, grace, survive is not None, telling=command[0] == "train")
     if dry_run:
-        line = mpirun.command(found, ranks, program, settings, extra)
-        click.echo(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), shlex.join(line)]))
+        click.echo(job.line(command))
         return OK
-    with tempfile.TemporaryDirectory(prefix="hpcdist-run-") as folder:
-        settings |= {FAILURE_DIR: folder, supervisor.LAUNCH_DIR: folder}
-        line = mpirun.command(found, ranks, program, settings, extra)
-        code = supervisor.supervise(line, {**os.environ, **settings}, Path(folder), grace)
-        if code != OK:
-            _show_first_failure(Path(folder))
-    return code
+    starter.check()
+    with supervisor.signals_held() as mask:
+        if run_dir is None:
+            return job.start(command, mask).code
+        return restarts.repeat(
+            lambda number: (
+                job.start(command, mask) if number == 1 else job.start(resuming(command), mask, _where(starter))
+            ),
+            most_restarts,
+            lambda: checkpoints(run_dir),
+            supervisor.pause,
+            lambda text: click.echo(f"hpcdist run: {text}", err=True),
+        )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all starts have in common; ``program`` runs hpcdist, ``options`` are those of the launcher."""
+
+    starter: launchers.Starter
+    program: Sequence[str]
+    options: Sequence[str]
+    settings: Mapping[str, str]
+    grace_s: float
+    surviving: bool
+    telling: bool
+
+    def line(self, command: Sequence[str]) -> str:
+        """Return what a shell would be told."""
+        words = self._words(command, self.settings)
+        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.settings.items()), shlex.join(words)])
+
+    def start(self, command: Sequence[str], mask: set[signal.Signals], where: Sequence[str] = ()) -> supervisor.Outcome:
+        """Run the hpcdist ``command`` to its end, ``where`` the launcher is told to, and show its first failure."""
+        # A process that is just being ended may still write here: what it leaves is no failure of the job.
+        with tempfile.TemporaryDirectory(prefix="hpcdist-run-", ignore_cleanup_errors=True) as folder:
+            settings = {**self.settings, FAILURE_DIR: folder, ending.LAUNCH_DIR: folder}
+            words = self._words(command, settings, where)
+            outcome = supervisor.watch(
+                words,
+                {**os.environ, **settings, **self.starter.session(Path(folder), self.options)},
+                Path(folder),
+                self.grace_s,
+                mask,
+                self.surviving,
+                self.telling,
+                self.starter.kind,
+            )
+            # What single ranks said before the others went on without them, and ended well, is no failure of the job.
+            if outcome.code not in ((OK, REQUEUE, INTERRUPTED) if outcome.agreed else (OK,)):
+                _show_first_failure(Path(folder))
+        return outcome
+
+    def _words(self, command: Sequence[str], settings: Mapping[str, str], where: Sequence[str] = ()) -> list[str]:
+        return self.starter.line([*self.program, *command], settings, [*where, *self.options])
 
 
 def mpi_options(text: str) -> list[str]:
     """Return the options in ``text``, which is quoted as for a shell. Raises UsageError."""
+    return _split("--mpi-args", text, "-x NAME")
+
+
+def _split(option: str, text: str, example: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"--mpi-args {text!r}: {error}; quote it as for a shell, e.g. --mpi-args '-x NAME'") from error
+        raise UsageError(f"{option} {text!r}: {error}; quote it as for a shell, e.g. {option} '{example}'") from error
+
+
+def program_of(python: str | None) -> list[str]:
+    """Return what runs hpcdist on the ranks: this Python, or the words of ``python``. Raises UsageError."""
+    chosen = [sys.executable] if python is None else _split("--python", python, "apptainer exec my.sif python3")
+    if not chosen:
+        raise UsageError("--python is empty; name what runs Python on the ranks, e.g. --python /local/env/bin/python")
+    return [*chosen, "-P", "-m", "hpcdist"]
 
 
 def _check(command: tuple[str, ...]) -> None:
     """Refuse what would fail on every rank at once."""
-    known = ", ".join(name for name in COMMANDS if name not in ("run", "submit", "bench", "compare"))
+    known = ", ".join(name for name in COMMANDS if name not in ("run", "submit", "jobs", "grow", "bench", "compare"))
     # A sweep starts ranks itself; the other benchmarks are measured by ranks.
-    if command[0] not in known.split(", ") and command[:2] not in (("bench", "collectives"), ("bench", "pipeline")):
+    measured = [("bench", name) for name in ("collectives", "pipeline", "checkpoint")]
+    if command[0] not in known.split(", ") and command[:2] not in measured:
         raise click.UsageError(
-            f"{command[0]!r} is no command to run on ranks; known: {known}, bench collectives, bench pipeline"
+            f"{command[0]!r} is no command to run on ranks; known: {known}, "
+            f"{', '.join(' '.join(words) for words in measured)}"
         )
-    said = launcher.announced()
+    said = announced()
     if said is not None and said.size > 1:  # one rank is an interactive shell: srun --pty bash
         raise UsageError(
             f"this process is already one of {said.size} ranks of {said.launcher}; "
             f"start `hpcdist {command[0]}` there, without `run`"
         )
+
+
+def _check_survival(name: str, survive: str | None, spares: int | None) -> None:
+    if spares is not None and survive != "replace":
+        raise UsageError(f"--spares {spares}: ranks that wait replace dead ones; add --survive replace")
+    if survive is not None and name != "train":
+        raise UsageError(f"--survive {survive}: only train goes on without a rank, not {name}; leave it out")
+
+
+def _run_dir(command: Sequence[str]) -> Path:
+    """Return the --out of a training. Raises UsageError for another command, or without one."""
+    from hpcdist.cli.train import command as train
+
+    if command[0] != "train":
+        raise UsageError(f"--restarts: only train goes on from a checkpoint, not {command[0]}; leave it out")
+    # Its own parser: what it refuses need not be started.
+    out: Path | None = train.make_context("train", list(command[1:])).params["out"]
+    if out is None:
+        raise UsageError("--restarts needs to know where checkpoints are; write: train ... --out DIR")
+    return out
+
+
+def resuming(command: Sequence[str]) -> list[str]:
+    """Return the training ``command`` as one that goes on; the last --resume counts."""
+    end = command.index("--") if "--" in command else len(command)
+    return [*command[:end], "--resume", "auto", *command[end:]]
+
+
+def checkpoints(run_dir: Path) -> dict[str, int]:
+    """Return the complete checkpoints of a run, the most recent first, and when each was written.
+
+    By their names alone: this process forks, so it loads nothing that starts threads.
+    """
+    found = {}
+    for path in (run_dir / "checkpoints").glob("step-*/manifest.json"):
+        step = path.parent.name.removeprefix("step-")
+        if step.isascii() and step.isdecimal():
+            with suppress(OSError):  # just removed
+                found[int(step)] = path.stat().st_mtime_ns
+    return {f"step-{step}": found[step] for step in sorted(found, reverse=True)}
+
+
+def _where(starter: launchers.Starter) -> list[str]:
+    """Return the options that leave out the nodes that the job of Slurm has lost, none where it has all.
+
+    Raises MissingCapabilityError where too few are left.
+    """
+    from hpcdist.batch import nodes
+
+    lost, left = nodes.lost()
+    if not lost:
+        return []
+    layout = starter.layout
+    if layout.nodes is not None and len(left) < layout.nodes:
+        raise MissingCapabilityError(
+            f"the job has lost {', '.join(lost)}, and {layout.ranks} ranks, {layout.ranks_per_node} on a node, do not "
+            f"fit on {', '.join(left)}; submit it again, with --spare-nodes"
+        )
+    click.echo(f"hpcdist run: without {', '.join(lost)}, which the job has lost", err=True)
+    return starter.without(lost, left)
 
 
 def outside_python() -> str | None:

@@ -1,60 +1,113 @@
-"""`hpcdist submit`: a recipe becomes a job of Slurm. Light, for login nodes: neither MPI nor HDF5 is loaded."""
+"""`hpcdist submit`: a recipe becomes a job of the site. Light, for login nodes: neither MPI nor HDF5 is loaded."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
+from hpcdist.cli import submit_kinds
+from hpcdist.comm.ending import WAYS
+
 
 @click.command("submit")
 @click.argument("recipe", type=click.Path(dir_okay=False, path_type=Path), required=False)
+@click.option("--site", metavar="NAME|FILE", help="Profile of the site; see `hpcdist site list`.  [default: found out]")
 @click.option("--nodes", type=click.IntRange(min=1), required=True, help="Number of nodes.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), default=1, help="Ranks on each of them.")
 @click.option("--cpus-per-task", type=click.IntRange(min=1), default=1, help="Cores, and threads, of each rank.")
+@click.option("--gpus-per-node", type=click.IntRange(min=0), help="GPUs of a node.  [default: one a rank, if any]")
 @click.option("--time", "walltime", metavar="WALLTIME", help="D-HH:MM:SS, HH:MM:SS or minutes.  [default: the site's]")
-@click.option("--partition", help="Partition of the cluster.  [default: the site's]")
+@click.option("--partition", help="Partition, or queue, of the cluster.  [default: the site's]")
 @click.option("--account", help="Account that pays.  [default: yours]")
 @click.option("--job-name", "name", default="hpcdist", help="Name in the queue.")
 @click.option("--signal-seconds", "signal_s", default=120, help="How long before the walltime the job saves and stops.")
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Run directory.  [default: runs/slurm-<job number>]"
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Run directory.  [default: runs/<job name>-<id of the run>]",
 )
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a recipe key, e.g. run.steps=50."
 )
-@click.option("--mpi-args", default="", help="Further options of mpirun, in one string.")
-@click.option("--sbatch-arg", "sbatch_args", multiple=True, help="Further option of sbatch, e.g. --qos=debug.")
-@click.option("--dry-run", is_flag=True, help="Print the script and submit nothing; needs no Slurm.")
-def command(recipe: Path | None, overrides: tuple[str, ...], out: Path | None, dry_run: bool, **shape: Any) -> None:
-    """Submit the training of RECIPE (TOML), or of the default recipe, to Slurm and print the number of the job.
+@click.option("--chain", "links", default=1, type=click.IntRange(min=1), help="Jobs that go on with one another.")
+@click.option(
+    "--restarts",
+    default=0,
+    type=click.IntRange(min=0),
+    help="How often a start that fails is repeated, in the same job, from the newest checkpoint.",
+)
+@click.option(
+    "--spare-nodes", default=0, type=click.IntRange(min=0), help="Nodes more, for --restarts when others have failed."
+)
+@click.option(
+    "--survive",
+    type=click.Choice(["none", *WAYS]),
+    default="none",
+    help="Outlive dead ranks: with fewer, or with new ones in their place (the mpirun of an Open MPI 5).",
+)
+@click.option("--most-fruitless", default=3, type=click.IntRange(min=0), help="Starts in a row that save nothing new.")
+@click.option("--check/--no-check", default=True, help="Let `hpcdist doctor --job` look at the nodes before.")
+@click.option("--stage-data", is_flag=True, help="Copy data.path to each node before.")
+@click.option(
+    "--stage-environment",
+    "environment",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="TAR",
+    help="Unpack a Python environment on each node before, and use it: an archive that has bin/python.",
+)
+@click.option("--warmup", is_flag=True, help="Compile the kernels on each node before.")
+@click.option("--container", metavar="IMAGE", help="Run the ranks in this image.  [default: the site's]")
+@click.option(
+    "--carbon",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="CSV",
+    help="Carbon forecast: begin when it is lowest.",
+)
+@click.option("--deadline", metavar="TIME", help="With --carbon: when the job must have ended.")
+@click.option("--within", metavar="DURATION", help="The same, from now on: 24h, 2d, 1-12:00:00.")
+@click.option("--power", "power_w", type=float, metavar="W", help="With --carbon: power of the whole job, for grams.")
+@submit_kinds.options
+@click.option("--mpi-args", default="", help="Further options of the launcher, in one string.")
+@click.option("--sbatch-arg", "sbatch_args", multiple=True, help="Further option of the scheduler, e.g. --qos=debug.")
+@click.option("--dry-run", is_flag=True, help="Print the script and submit nothing; needs no scheduler.")
+def command(recipe: Path | None, overrides: tuple[str, ...], dry_run: bool, **options: Any) -> None:
+    """Submit the training of RECIPE (TOML), or of the default recipe, and print the number of the job.
 
-    Before the walltime ends the job saves, stops and is requeued, until all steps are done: it goes on from its newest
-    checkpoint. It runs in this directory, with this environment and this Python. Every start trains the recipe as it is
-    now: the script holds all of its values, and the file may change. The job writes it to hpcdist-<job>.toml, beside
-    its log.
+    The profile of the site says how: see slurm/README.md. Before the walltime ends the job saves, stops and is
+    requeued, until all steps are done; with --chain the next job goes on instead. It runs in this directory, with this
+    environment and this Python. Every start trains the recipe as it is now: the script holds all of its values, and the
+    file may change.
+
+    The same recipe is the same run: submitted again, it goes on from its newest checkpoint, and while a job of it waits
+    or runs, the number of that job is printed and nothing submitted.
+
+    A start that fails ends the job, with its exit code, unless --restarts says otherwise; see `hpcdist run --help` for
+    when it is not repeated.
+
+    With --array the job is a sweep, one trial a task, and a second job merges what they found; with --bench it is a
+    benchmark, and with --server-nodes a training with nodes of a second kind. See slurm/README.md for each.
     """
-    from hpcdist.batch import script, slurm
-    from hpcdist.batch.job import BatchJob
-    from hpcdist.cli.degrees import equation
-    from hpcdist.cli.run import mpi_options, outside_python
-    from hpcdist.training import recipe as recipes
+    from hpcdist.batch import submission
+    from hpcdist.cli import submit_plan as plan
 
-    mpi_options(shape["mpi_args"])  # raises here what it would on the node
-    resolved = recipes.load(recipe, overrides).recipe
-    job = BatchJob(
-        recipe=recipes.dump(resolved),
-        run_dir=out and out.absolute(),
-        gpu=resolved.run.device == "gpu",
-        python=sys.executable,
-        python_path=outside_python(),
-        **shape,
-    )
-    click.echo(f"{job.nodes} nodes x {job.ranks_per_node} ranks: {equation(resolved, job.ranks)}", err=True)
-    text = script.render(job)
+    planned = submit_kinds.planned(recipe, overrides, options)
+    for line in planned.told:
+        click.echo(line, err=True)
+    links = submission.chain(planned.job, planned.site)
     if dry_run:
-        click.echo(text, nl=False)
+        for line in planned.hidden:
+            click.echo(f"warning: {line}", err=True)
+        for _, text in links:
+            click.echo(text, nl=False)
         return
-    number = slurm.submit(text)
-    click.echo(f"log hpcdist-{number}.out, run directory {job.run_dir or f'runs/slurm-{number}'}", err=True)
-    click.echo(number)
+    plan.check_visible(planned)
+    with submission.alone(planned.job.run_dir):
+        present = submission.at_work(planned.job.run_dir)
+        if present:
+            known = ", ".join(f"{number} ({state})" for number, state in present.items())
+            click.echo(f"nothing submitted: the run {planned.job.run_dir} has the job {known}", err=True)
+            click.echo("\n".join(present))
+            return
+        for each in submission.submit(links, planned.site, Path.cwd()):
+            click.echo(f"log {each.log}, run directory {planned.job.run_dir}", err=True)
+            click.echo(each.number)

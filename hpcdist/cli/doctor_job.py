@@ -1,0 +1,168 @@
+"""`hpcdist doctor --job`: the ranks of a batch job examine what they were given, before the training starts."""
+
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from hpcdist.checkpoint.lock import LOCK_FILE
+from hpcdist.cli import doctor_report
+from hpcdist.comm import (
+    diagnosis,
+    diagnosis_binding,
+    diagnosis_facts,
+    diagnosis_job,
+    diagnosis_nodes,
+    diagnosis_table,
+    failfast,
+    launcher,
+    start,
+)
+from hpcdist.comm.diagnosis import FAIL, OK, WARN, Check
+from hpcdist.errors import FAILURE, ConfigurationError, HpcdistError
+
+if TYPE_CHECKING:
+    from hpcdist.comm.diagnosis_facts import Asked, Volume
+    from hpcdist.comm.session import Session
+
+REPORTING_S: Final = 180.0  # for rank 0, which may have to ask a busy scheduler
+UNLIMITED_S: Final = 366 * 86400.0  # Slurm gives jobs without a limit an end far away
+# Removed again; where a rank is killed before that, the training must not take the directory for somebody else's.
+PREFIX: Final = f"{LOCK_FILE}.doctor"
+
+
+def examine(out: Path | None, device: str, as_json: bool) -> int:
+    """Examine the job as one of its ranks; rank 0 reports, and all leave with its exit code. Collective."""
+    said = launcher.announced()
+    found = diagnosis_facts.gpu(said, device)
+    try:
+        session = start.start(examined=True)
+    except HpcdistError as error:
+        if said is None or not said.rank:
+            doctor_report.show([_apart(said, error)], as_json, plain=True)
+        failfast.agreed_exit(FAILURE)  # every rank finds the same, or is alone and cannot be heard
+    comm, directory = session.comm, (out or Path()).absolute()
+    deadline = diagnosis_job.Deadline(f"rank {comm.rank} on {socket.gethostname()}")
+    gathered = diagnosis_job.gather(
+        comm,
+        diagnosis_facts.facts(said, found),
+        lambda: diagnosis_facts.machine(diagnosis.short(session.library), _volumes(directory)),
+        directory,
+        deadline.stage,
+        PREFIX,
+    )
+    deadline.stage("hearing what rank 0 makes of it", REPORTING_S)
+    code = 0
+    if gathered is not None:
+        asked = diagnosis_facts.asked(said)
+        checks = [_world(session, said), _walltime(asked.scheduler), *_checks(gathered, asked, device, directory)]
+        nodes = gathered.table.labels
+        doctor_report.show(checks, as_json, plain=True, ranks=comm.size, nodes=nodes)
+        code = doctor_report.code(checks)
+    code = comm.broadcast_object(code)
+    deadline.stop()
+    session.leave(code)
+    return code
+
+
+def _checks(gathered: diagnosis_job.Gathered, asked: "Asked", device: str, directory: Path) -> list[Check]:
+    table = gathered.table
+    return [
+        diagnosis_table.check_size(table, asked),
+        diagnosis_table.check_messages(table),
+        diagnosis_binding.check_local_ranks(table),
+        diagnosis_binding.check_gpus(table, device, asked.holds_gpus),
+        diagnosis_binding.check_cores(table),
+        diagnosis_nodes.check_clocks(table, gathered.offsets),
+        diagnosis_nodes.check_directory(table, str(directory), gathered.failure),
+        diagnosis_nodes.check_space(table),
+        diagnosis_nodes.check_software(table),
+        diagnosis_nodes.check_processors(table),
+        diagnosis_nodes.check_settings(table),
+    ]
+
+
+def _volumes(directory: Path) -> "tuple[Volume, ...]":
+    """Return what this node has left in the run directory, in its own folder and in /dev/shm."""
+    return (
+        _volume(diagnosis_nodes.RUN_DIRECTORY, directory),
+        _volume(diagnosis_nodes.NODE_LOCAL, Path(os.environ.get("TMPDIR") or "/tmp")),
+        _volume(diagnosis_nodes.SHARED_MEMORY, Path("/dev/shm")),
+    )
+
+
+def _volume(role: str, path: Path) -> "Volume":
+    from hpcdist.checkpoint.stripe import file_system
+
+    try:
+        kind = file_system(path).kind
+    except OSError:
+        kind = "unknown"  # what is free there cannot be asked for either, and that says why
+    return diagnosis_facts.volume(role, path, kind)
+
+
+def _world(session: "Session", said: launcher.Announced | None) -> Check:
+    """Say which MPI and launcher made the world; that it is the one announced was checked at the start."""
+    if said is None:
+        return Check("world", OK, "this process alone: no launcher announced any others")
+    found = f"announced by {said.launcher}; {diagnosis.short(session.library)}"
+    if session.comm.supports("thread_multiple"):
+        return Check("world", OK, f"{found}, MPI_THREAD_MULTIPLE")
+    return Check("world", WARN, f"{found}, below MPI_THREAD_MULTIPLE", diagnosis.WITHOUT_THREADS)
+
+
+def _apart(said: launcher.Announced | None, error: HpcdistError, environment: Mapping[str, str] = os.environ) -> Check:
+    """Say why there is no world, and how the launcher can be made to give one."""
+    cure = (
+        "start the job by the mpirun of the MPI that mpi4py loads: `hpcdist doctor` shows both, `hpcdist run` takes it"
+    )
+    # With --mpi=pmi2, srun announces as the mpirun of an MPICH does.
+    if said is not None and (
+        said.launcher == "Slurm srun" or launcher.started_by_srun(said.size, said.rank, environment)
+    ):
+        kinds = diagnosis_facts.plugins() or "nothing"
+        cure = f"srun --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH; `srun --mpi=list` has {kinds}; or `hpcdist run`"
+    return Check("world", FAIL, str(error), cure)
+
+
+def _walltime(scheduler: str, environment: Mapping[str, str] = os.environ, now: float | None = None) -> Check:
+    """Say when the scheduler ends the job."""
+    from hpcdist.training.pace import JOB_END, end_of_job
+
+    name, now = "walltime", time.time() if now is None else now
+    try:
+        ends = end_of_job(None, now, environment)
+    except ConfigurationError as error:
+        return Check(name, FAIL, str(error), f"unset {JOB_END}")
+    if math.isfinite(ends):
+        return Check(name, OK, _left(ends - now, now))
+    if not scheduler:
+        return Check(name, OK, "no scheduler, no limit")
+    left_s = _queued_s(environment.get("SLURM_JOB_ID", ""))
+    if left_s is None:
+        return Check(
+            name, WARN, f"{scheduler} does not say when the job ends", "hand it on: hpcdist train --time-limit"
+        )
+    alone = f"by squeue alone: there is no {JOB_END}, so a training knows of it by a signal or its --time-limit"
+    return Check(name, OK, f"{_left(left_s, now)}, {alone}")
+
+
+def _left(left_s: float, now: float) -> str:
+    if left_s > UNLIMITED_S:
+        return "no limit"
+    minutes, seconds = divmod(max(0, int(left_s)), 60)
+    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now + left_s))
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left, until {at}"
+
+
+def _queued_s(job: str) -> float | None:
+    """Return what squeue says is left of a job, in seconds; None where it does not."""
+    from hpcdist.batch import slurm_queue
+
+    try:
+        return next((one.time_left_s for one in slurm_queue.queued([job])), None) if job else None
+    except HpcdistError:
+        return None

@@ -1,0 +1,205 @@
+"""`hpcdist jobs begin` and `end`: what the script of a job asks before it trains, and after.
+
+Both run on the first node of a job, without MPI, and answer with one word on stdout; why, they say on stderr.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import click
+
+from hpcdist.batch import ledger
+from hpcdist.errors import CONFIGURATION, OK, REQUEUE, ConfigurationError, StorageError
+
+GO: Final = "go"
+DONE: Final = "done"
+RECIPE_FILE: Final = "recipe.toml"  # of a run directory, as `hpcdist.training` names it, which is slow to load
+STOP_FILE: Final = "stop"
+
+_RUN_DIR = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(file_okay=False, path_type=Path))
+_JOB = click.option("--job", required=True, help="Number of the job.")
+_RESTART = click.option("--restart", type=click.IntRange(min=0), default=0, help="How often it was requeued before.")
+
+
+class Saved(NamedTuple):
+    """The newest checkpoint of a run, and when it was written; "" and 0 where there is none."""
+
+    name: str = ""
+    ns: int = 0
+
+    @property
+    def step(self) -> int:
+        """The steps that it has."""
+        return int(self.name.removeprefix("step-") or 0)
+
+
+def newest(run_dir: Path) -> Saved:
+    """Return the newest checkpoint of the run in ``run_dir``, by the names of those that are complete (local)."""
+    from hpcdist.cli.run import checkpoints
+
+    return next((Saved(*found) for found in checkpoints(run_dir).items()), Saved())
+
+
+@click.command("begin")
+@_RUN_DIR
+@_JOB
+@_RESTART
+@click.option(
+    "--most-fruitless",
+    type=click.IntRange(min=0),
+    default=3,
+    help="Begin no more after so many starts in a row without a new checkpoint; 0: always begin.",
+)
+@click.option(
+    "--recipe",
+    "recipe_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The recipe that this start trains.  [default: recipe.toml in RUN_DIR]",
+)
+def begin(run_dir: Path, job: str, restart: int, most_fruitless: int, recipe_file: Path | None) -> None:
+    """Enter the start of a job in the ledger of RUN_DIR, and print `go`; or `done` when the run has all its steps.
+
+    A run that comes back again and again without a new checkpoint is refused with exit code 78; a changed recipe
+    begins the count anew.
+    """
+    from hpcdist.training import identity
+    from hpcdist.training import recipe as recipes
+
+    kept = run_dir / RECIPE_FILE
+    stored = kept if recipe_file is None else recipe_file
+    recipe = recipes.load_stored(stored) if recipe_file is not None or stored.exists() else None
+    digest = "" if recipe is None else recipes.digest(recipe)
+    entries, saved = ledger.read(run_dir), newest(run_dir)
+    is_this = recipe is None or not kept.exists() or not identity.contradictions(recipes.load_stored(kept), recipe)
+    # Another run is not complete: the training refuses it, with the keys.
+    if recipe is not None and is_this and saved.step >= recipe.run.steps and _has_ended_well(run_dir, entries):
+        _end(run_dir, job, restart, OK, saved, ledger.STOP)
+        _say(f"the run in {run_dir} has all its {recipe.run.steps} steps")
+        click.echo(DONE)
+        return
+    vain = fruitless(entries, saved, digest)
+    if 0 < most_fruitless <= len(vain):
+        _end(run_dir, job, restart, CONFIGURATION, saved, ledger.STOP)
+        raise ConfigurationError(_refusal(run_dir, vain, saved))
+    _forget_stop(run_dir, job)
+    origin = {"from": saved.name, "saved_ns": saved.ns, "recipe": digest, "nodes": nodes()}
+    ledger.record(run_dir, ledger.BEGAN, job=job, restart=restart, **origin)
+    ledger.remember(run_dir)
+    click.echo(GO)
+
+
+def nodes(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return how many nodes the job has in which this process runs; None where its scheduler does not say (local)."""
+    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
+        if environment.get(name, "").isdecimal():
+            return int(environment[name])
+    if environment.get("PBS_NODEFILE"):
+        try:
+            return len(set(Path(environment["PBS_NODEFILE"]).read_text().split())) or None
+        except OSError:
+            return None
+    return 1 if environment.get("HPCDIST_JOB_ID") else None  # a job of this machine
+
+
+def fruitless(entries: Iterable[ledger.Entry], saved: Saved, digest: str) -> list[ledger.Entry]:
+    """Return the last starts in a row that began with ``saved``, with which this one would begin too (local).
+
+    However they ended: a start that was killed made no more progress than one that failed. Those of cancelled jobs do
+    not count: whoever ended them early has said nothing of what they would have done.
+    """
+    found: list[ledger.Entry] = []
+    entries = list(entries)
+    cancelled = {entry.job for entry in entries if entry.event == ledger.CANCELLED}
+    for entry in entries:
+        if entry.event != ledger.BEGAN or entry.job in cancelled:
+            continue
+        same = (entry.text("from"), entry.number("saved_ns"), entry.text("recipe")) == (*saved, digest)
+        found = [*found, entry] if same else []
+    return found
+
+
+def _refusal(run_dir: Path, vain: list[ledger.Entry], saved: Saved) -> str:
+    starts = ", ".join(dict.fromkeys(entry.job for entry in vain[-5:]))
+    return (
+        f"the last {len(vain)} starts of {run_dir} (job {starts}) began at {saved.name or 'the beginning'} and made no "
+        f"new checkpoint, and the next would not either; `hpcdist jobs log {run_dir}` tells why. Change the recipe, or "
+        "begin nevertheless with --most-fruitless 0"
+    )
+
+
+def _has_ended_well(run_dir: Path, entries: list[ledger.Entry]) -> bool:
+    """Whether nothing is left to do after the last step: its start was not killed while it evaluated the model."""
+    from hpcdist.training import starts
+
+    own = [entry for entry in entries if entry.event in (ledger.BEGAN, ledger.ENDED)]
+    if own:
+        return own[-1].event == ledger.ENDED and own[-1].number("code") == OK
+    try:  # trained without jobs
+        found = starts.read(run_dir / starts.STARTS_FILE)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+    return bool(found) and found[-1].end == starts.FINISHED
+
+
+def _forget_stop(run_dir: Path, job: str) -> None:
+    """Remove a stop file that `hpcdist jobs cancel` wrote for another job, which ended before it had looked.
+
+    One that names no job is somebody's own wish, and stays.
+    """
+    path = run_dir / STOP_FILE
+    try:
+        if path.read_text(errors="replace").split() not in ([], [job]):
+            path.unlink()
+    except OSError:
+        return
+
+
+@click.command("end")
+@_RUN_DIR
+@_JOB
+@_RESTART
+@click.option("--code", type=int, required=True, help="Exit code of the training.")
+def end(run_dir: Path, job: str, restart: int, code: int) -> None:
+    """Enter the end of a job's start in the ledger of RUN_DIR, and print what comes next: `again` or `stop`.
+
+    It is `again` when the training has saved to go on (exit code 75), and this start has made a new checkpoint.
+    """
+    saved, own = newest(run_dir), None
+    try:
+        own = ledger.jobs(ledger.read(run_dir)).get(job)
+    except StorageError as error:
+        _say(f"warning: {error}")
+    reason = _why_not_again(own, saved, code)
+    word = ledger.STOP if reason else ledger.AGAIN
+    try:
+        _end(run_dir, job, restart, code, saved, word)
+    except StorageError as error:  # the decision stands without it
+        _say(f"warning: {error}")
+    _say(reason or f"saved {saved.name}; the training goes on from there")
+    click.echo(word)
+
+
+def _why_not_again(own: ledger.Job | None, saved: Saved, code: int) -> str:
+    """Return why the training does not go on by itself; "" where it does."""
+    if code == OK:
+        return "the training is complete"
+    if code != REQUEUE:
+        return f"the training ended with exit code {code}, and only exit code {REQUEUE} starts a job again"
+    if own is not None and own.is_cancelled:
+        return f"saved {saved.name or 'nothing'}; not started again: somebody has cancelled the job"
+    began = None if own is None else own.last(ledger.BEGAN)
+    if not saved.name or (began is not None and (began.text("from"), began.number("saved_ns")) == saved):
+        return f"not started again: this start made no new checkpoint ({saved.name or 'there is none'})"
+    return ""
+
+
+def _end(run_dir: Path, job: str, restart: int, code: int, saved: Saved, word: str) -> None:
+    """Enter an end. Raises StorageError."""
+    found = {"code": code, "newest": saved.name, "saved_ns": saved.ns, "word": word}
+    ledger.record(run_dir, ledger.ENDED, job=job, restart=restart, **found)
+
+
+def _say(text: str) -> None:
+    click.echo(f"hpcdist jobs: {text}", err=True)

@@ -1,0 +1,114 @@
+"""`hpcdist jobs log`: the end of what a job has printed, and what it prints from now on."""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import click
+
+from hpcdist.batch import queue, slurm_queue
+from hpcdist.cli import jobs_find
+from hpcdist.cli.jobs_find import JOB, Found, shown
+from hpcdist.errors import ConfigurationError, StorageError, UsageError
+
+BLOCK_BYTES: Final = 1 << 16
+EVERY_S: Final = 0.5
+ASKED_EVERY_S: Final = 5.0  # the scheduler, whether the job is over
+
+
+@click.command("log")
+@JOB
+@click.option("-n", "--lines", type=click.IntRange(min=0), default=30, help="So many lines of its end; 0: all of it.")
+@click.option("--follow", is_flag=True, help="Go on with what is printed, until the job is over.")
+def log(word: str, lines: int, follow: bool) -> None:
+    """Show the end of the log of a job, of a run that of the job which began last. All its starts write one log."""
+    job = jobs_find.one(word)
+    path = place(job)
+    click.echo(f"hpcdist jobs: {shown(str(path))}", err=True)
+    if follow:
+        _wait_for(path, job)
+    try:
+        with path.open("rb") as file:
+            file.seek(_start(file, lines))
+            _copy(file)
+            for _ in _beats(job) if follow else ():
+                _copy(file)
+    except FileNotFoundError:
+        state = queue.states([job.id])[job.id]
+        reason = f" ({shown(state.reason)})" if state.reason else ""
+        raise StorageError(
+            f"{shown(str(path))} is not there: job {job.id} is {shown(state.state)}{reason}; --follow waits for it"
+        ) from None
+    except BrokenPipeError:  # of `| head`: it is no fault of the log, and click ends quietly
+        raise
+    except OSError as error:
+        raise StorageError(f"{shown(str(path))} cannot be read: {error.strerror}") from error
+
+
+def place(job: Found) -> Path:
+    """Return where the log of ``job`` is: by its ledger, else by its scheduler.
+
+    Raises UsageError for an array, and ConfigurationError where nobody knows.
+    """
+    text = job.log(job.id)
+    if jobs_find.TASK in os.path.basename(text):
+        raise UsageError(f"job {job.id} is an array, and each of its tasks has a log: name one, as {job.id}_0")
+    if not text and queue.scheduler_of(job.id) == queue.SLURM:
+        text = slurm_queue.log(job.id)
+    text = text or queue.states([job.id])[job.id].log
+    if not text:
+        raise ConfigurationError(
+            f"nobody knows where the log of job {job.id} is: no run of yours names it, and its scheduler does not "
+            "either; look where it was submitted"
+        )
+    return Path(text)
+
+
+def _start(file: BinaryIO, lines: int) -> int:
+    """Return the byte at which the last ``lines`` of ``file`` begin; 0 for all of it."""
+    end = file.seek(0, os.SEEK_END)
+    if lines == 0 or end == 0:
+        return 0
+    newlines, at = 0, end - 1  # that of the last line itself does not count
+    while at > 0:
+        begin = max(0, at - BLOCK_BYTES)
+        file.seek(begin)
+        block = file.read(at - begin)
+        found = len(block)
+        while (found := block.rfind(b"\n", 0, found)) >= 0:
+            newlines += 1
+            if newlines == lines:
+                return begin + found + 1
+        at = begin
+    return 0
+
+
+def _copy(file: BinaryIO) -> None:
+    out = sys.stdout.buffer
+    while block := file.read(BLOCK_BYTES):
+        out.write(block)
+    out.flush()
+
+
+def _wait_for(path: Path, job: Found) -> None:
+    """Wait until ``path`` is there, or the job is over."""
+    for _ in _beats(job):
+        if path.exists():
+            return
+
+
+def _beats(job: Found) -> Iterator[None]:
+    """Yield now and then, and a last time after ``job`` is over: what it printed last is there then."""
+    asked = -math.inf
+    while True:
+        over = False
+        if time.monotonic() - asked >= ASKED_EVERY_S:
+            over, asked = queue.states([job.id])[job.id].is_over, time.monotonic()
+        yield
+        if over:
+            return
+        time.sleep(EVERY_S)

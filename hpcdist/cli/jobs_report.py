@@ -1,0 +1,196 @@
+"""`hpcdist jobs report`: what jobs have done and cost, by the accounts of Slurm and the ledger of their run."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from hpcdist.arrays.sizes import counted
+from hpcdist.batch import ledger, queue
+from hpcdist.batch.states import JobState, State
+from hpcdist.cli import jobs_account, jobs_find
+from hpcdist.cli.jobs_account import Spent
+from hpcdist.cli.jobs_begin import newest
+from hpcdist.cli.jobs_find import JOB, JSON, Found, clock, shown
+from hpcdist.cli.jobs_status import by_ledger
+from hpcdist.errors import OK, ConfigurationError
+
+if TYPE_CHECKING:  # late at run time: --help must not load it
+    from hpcdist.training.starts import Start
+
+_UNKNOWN: Final = "no scheduler and no ledger says how long"
+
+
+@click.command("report")
+@JOB
+@JSON
+def report(word: str, as_json: bool) -> None:
+    """Account for a job, or for all jobs of a run: how it ended, time, node hours, restarts, steps, energy, lost work.
+
+    Times and joules are those of Slurm's accounting, where that is on; else times are those of the ledger, from begin
+    to end of the training. Energy is of all nodes of the job, and only of this job where it had them for itself.
+
+    --json prints one object: jobs, each with job, state, reason, exit_code and restarts; run_dir, starts,
+    failed_starts, elapsed_s, elapsed_by (accounts, ledger or queue), elapsed_reason, node_hours, steps_from, steps_to,
+    steps, energy_j, energy_reason, lost_s and lost_reason; null is what is not known.
+    """
+    figures = account(jobs_find.named([word]))
+    click.echo(json.dumps(figures) if as_json else "\n".join(text(figures)))
+
+
+def account(jobs: Sequence[Found]) -> dict[str, Any]:
+    """Return the figures of ``jobs``, which are of one run, or one job of none. Raises ConfigurationError."""
+    ids = [job.id for job in jobs]
+    asked = queue.states(ids)
+    states = {job.id: by_ledger(job, asked[job.id]) for job in jobs}
+    rows, no_rows = queue.accounts(ids)
+    run_dir = jobs[0].run_dir
+    if run_dir is None and not rows and all(state.state in (State.GONE, State.UNKNOWN) for state in states.values()):
+        raise ConfigurationError(
+            f"nothing is known of job {', '.join(ids)}: {shown(states[ids[0]].reason)}; name the directory of its run"
+        )
+    entries = [] if run_dir is None else ledger.read(run_dir)
+    trainings = [] if run_dir is None else _trainings(run_dir)
+    begun = jobs_account.spent(entries, ids, states, trainings)
+    return {
+        "jobs": [_ending(states[job]) for job in ids],
+        "run_dir": None if run_dir is None else str(run_dir),
+        **_starts(begun, rows, states),
+        **_time(begun, rows, states),
+        **_steps(run_dir, begun, states),
+        **_energy(rows, no_rows, states),
+        **_lost(run_dir, entries, ids, trainings),
+    }
+
+
+def _ending(state: JobState) -> dict[str, Any]:
+    return {
+        "job": state.id,
+        "state": str(state.state),
+        "reason": state.reason or None,
+        "exit_code": state.exit_code,
+        "restarts": state.restarts,
+    }
+
+
+def _starts(begun: Sequence[Spent], rows: Sequence[JobState], states: dict[str, JobState]) -> dict[str, Any]:
+    """Return how many starts there were, and how many of them ended by nobody's wish."""
+    if not begun:
+        return {"starts": len(rows) or None, "failed_starts": None}
+    last = {each.job: each for each in begun}
+    at_work = {job for job, state in states.items() if not state.is_over and state.state != State.UNKNOWN}
+    dead = [each for each in begun if each.code is None and not (last[each.job] is each and each.job in at_work)]
+    failed = [each for each in begun if each.code not in (None, OK, *_WISHED)]
+    return {"starts": len(begun), "failed_starts": len(dead) + len(failed)}
+
+
+_WISHED: Final = (75, 130)  # saved, and left by somebody's wish
+
+
+def _time(begun: Sequence[Spent], rows: Sequence[JobState], states: dict[str, JobState]) -> dict[str, Any]:
+    """Return the time of all starts, and node hours, by the best that knows both of all of them."""
+    # Components of a heterogeneous job (7+0, 7+1) are on different nodes at the same time.
+    accounts = [((row.id.partition("+")[0], row.restarts), row.elapsed_s, row.nodes) for row in rows]
+    own = [(number, each.elapsed_s, each.nodes) for number, each in enumerate(begun)]
+    # The queue knows of the last start alone, and the ledger has asked it for that.
+    single = [(job, each.elapsed_s, each.nodes) for job, each in states.items() if not (begun or each.restarts)]
+    for by, known in (("accounts", accounts), ("ledger", own), ("queue", single)):
+        times: dict[Any, float] = {}
+        for start, elapsed_s, _ in known:
+            times[start] = max(times.get(start, 0.0), elapsed_s or 0.0)
+        if times and len(times) >= len(begun) and all(elapsed_s is not None for _, elapsed_s, _ in known):
+            hours = [elapsed_s * nodes / 3600 for _, elapsed_s, nodes in known if elapsed_s is not None and nodes]
+            found = {"elapsed_s": sum(times.values()), "elapsed_by": by, "elapsed_reason": None}
+            return found | {"node_hours": sum(hours) if len(hours) == len(known) else None}
+    return {"elapsed_s": None, "elapsed_by": None, "elapsed_reason": _UNKNOWN, "node_hours": None}
+
+
+def _steps(run_dir: Path | None, begun: Sequence[Spent], states: dict[str, JobState]) -> dict[str, Any]:
+    """Return from which step to which checkpoint the jobs have come."""
+    if run_dir is None or not begun:
+        return {"steps_from": None, "steps_to": None, "steps": None if run_dir is None else jobs_find.steps(run_dir)}
+    to = begun[-1].newest or newest(run_dir).name
+    numbers = [int(name.removeprefix("step-") or 0) for name in (begun[0].origin, to)]
+    return {"steps_from": numbers[0], "steps_to": numbers[1], "steps": jobs_find.steps(run_dir)}
+
+
+def _energy(rows: Sequence[JobState], no_rows: str, states: dict[str, JobState]) -> dict[str, Any]:
+    """Return the joules of all starts together, None where one of them is not known."""
+    if not rows:
+        reasons = [no_rows, *(state.energy_reason for state in states.values())]
+        return {"energy_j": None, "energy_reason": next(filter(None, reasons), "no accounts of these jobs")}
+    missing = [row.energy_reason for row in rows if row.energy_j is None and (row.elapsed_s or row.begun_utc)]
+    if missing or not any(row.energy_j for row in rows):
+        return {"energy_j": None, "energy_reason": missing[0] if missing else "no start of it has run"}
+    return {"energy_j": sum(row.energy_j for row in rows if row.energy_j is not None), "energy_reason": None}
+
+
+def _trainings(run_dir: Path) -> "list[Start]":
+    """Return the starts of the run by its own record, none where that cannot be read."""
+    from hpcdist.training import starts
+
+    try:
+        found = starts.read(run_dir / starts.STARTS_FILE)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return []
+    return [each for each in found if jobs_account.is_sound(each)]
+
+
+def _lost(
+    run_dir: Path | None, entries: Sequence[ledger.Entry], jobs: Sequence[str], trainings: "Sequence[Start]"
+) -> dict[str, Any]:
+    """Return the seconds of work that failed starts have lost."""
+    from hpcdist.training.starts import RENEWED_S
+
+    own = [window for window in jobs_account.windows(entries) if window.job in jobs]
+    if run_dir is None or not own:
+        return {"lost_s": None, "lost_reason": "no ledger has starts of these jobs"}
+    if not trainings:
+        return {"lost_s": None, "lost_reason": "no training has begun, or its record cannot be read"}
+    # One that is at work may yet save: what is not seen any more does not.
+    works = jobs_account.is_at_work(entries) and time.time() - trainings[-1].seen < 2 * RENEWED_S
+    done = trainings[: len(trainings) - works]
+    return {"lost_s": jobs_account.lost_s(done, own, jobs_account.saves(run_dir, entries)), "lost_reason": None}
+
+
+def text(figures: dict[str, Any]) -> list[str]:
+    """Return the figures as lines for people."""
+    lines = []
+    for job in figures["jobs"]:
+        code = "" if job["exit_code"] is None else f", exit code {job['exit_code']}"
+        reason = "" if job["reason"] is None else f" ({shown(job['reason'])})"
+        lines.append(f"job        {job['job']}: {shown(job['state'])}{code}{reason}")
+    if figures["run_dir"] is not None:
+        lines.append(f"run        {shown(figures['run_dir'])}")
+    if figures["starts"] is not None:
+        failed = "" if not figures["failed_starts"] else f", of which {figures['failed_starts']} failed"
+        lines.append(f"starts     {figures['starts']}{failed}")
+    lines.append(f"time       {_time_text(figures)}")
+    if figures["steps_to"] is not None:
+        of = "" if figures["steps"] is None else f" of {figures['steps']}"
+        made = figures["steps_to"] - figures["steps_from"]
+        lines.append(
+            f"steps      {counted(made, 'step')} made, from {figures['steps_from']} to {figures['steps_to']}{of}"
+        )
+    lost = figures["lost_s"]
+    lines.append(f"lost       {_unknown(figures['lost_reason']) if lost is None else clock(lost) + _AFTER}")
+    joules = figures["energy_j"]
+    lines.append(f"energy     {_unknown(figures['energy_reason']) if joules is None else f'{joules:,.0f} J'}")
+    return lines
+
+
+_AFTER: Final = " of work after the last checkpoints of failed starts"
+
+
+def _time_text(figures: dict[str, Any]) -> str:
+    if figures["elapsed_s"] is None:
+        return _unknown(figures["elapsed_reason"])
+    hours = "" if figures["node_hours"] is None else f", {figures['node_hours']:.3g} node hours"
+    return f"{clock(figures['elapsed_s'])}{hours}, by the {figures['elapsed_by']}"
+
+
+def _unknown(reason: str) -> str:
+    return f"not known ({shown(reason)})"

@@ -1,0 +1,204 @@
+"""What the options of `hpcdist submit` make of a recipe and a site: a job that the site can run, or a refusal."""
+
+import dataclasses
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hpcdist.arrays.sizes import counted
+from hpcdist.batch import fitting, sites
+from hpcdist.batch.job import BatchJob, walltime_s
+from hpcdist.batch.site import Site
+from hpcdist.cli.degrees import equation
+from hpcdist.cli.jobs_begin import RECIPE_FILE
+from hpcdist.cli.run import mpi_options, outside_python
+from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.training import identity
+from hpcdist.training import recipe as recipes
+
+if TYPE_CHECKING:
+    from hpcdist.training.recipe import Recipe, Resolved
+
+# Options of `submit` that are fields of a `BatchJob` as they are.
+_FIELDS: Final = (
+    *("nodes", "ranks_per_node", "cpus_per_task", "walltime", "partition", "account", "name", "signal_s", "links"),
+    *("restarts", "spare_nodes", "survive", "most_fruitless", "check", "warmup", "mpi_args", "sbatch_args"),
+)
+_STRIPE: Final = "checkpoint.stripe"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A job, where it goes, what to tell of it, and what of its files the nodes would not see."""
+
+    job: BatchJob
+    site: Site
+    told: tuple[str, ...]
+    hidden: tuple[str, ...]
+
+
+def training(
+    path: Path | None,
+    overrides: tuple[str, ...],
+    options: Mapping[str, Any],
+    kind: type[BatchJob] = BatchJob,
+    **more: Any,
+) -> Planned:
+    """Return the training of the recipe in ``path`` as a job of this ``kind``, with ``more`` fields.
+
+    Raises ConfigurationError and UsageError for what the recipe, the site or the degrees of parallelism refuse.
+    """
+    site = sites.chosen(options["site"])
+    resolved = _resolved(path, overrides, site, options["site"])
+    run_dir = run_dir_of(options["out"], options["name"], identity.run_id(resolved.recipe))
+    _refuse_another_run(run_dir, resolved.recipe)
+    resolved = _striped(resolved, path, overrides, site, options["site"], run_dir)
+    shared, told = fields(options, site)
+    recipe, local = resolved.recipe, _local(options, site, run_dir)
+    data = _data(options["stage_data"], recipe)
+    if data is not None and local is not None:
+        staged = dataclasses.replace(recipe.data, staged=str(local / "data" / data.name))
+        recipe = dataclasses.replace(recipe, data=staged)
+    gpus = options["gpus_per_node"]
+    if gpus is None:
+        gpus = options["ranks_per_node"] if recipe.run.device == "gpu" else 0
+    if recipe.run.device == "gpu" and gpus == 0:
+        raise ConfigurationError("run.device = 'gpu' with --gpus-per-node 0; give the number of GPUs, or leave it out")
+    job = kind(
+        **shared,
+        **more,
+        recipe=recipes.dump(recipe),
+        run_dir=run_dir,
+        gpus_per_node=gpus,
+        environment=options["environment"] and options["environment"].absolute(),
+        data=data,
+        local=local,
+    )
+    fitting.check(job, site)
+    size = f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}"
+    shape = f"{size}: {equation(recipe, job.ranks)}"
+    return Planned(job, site, (f"site {site.name}; {shape}", *told), tuple(hidden(job, site, [recipe.data.path])))
+
+
+def fields(options: Mapping[str, Any], site: Site) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields of a job that depend on no recipe, and what is to be told of them. Raises UsageError."""
+    mpi_options(options["mpi_args"])  # raises here what it would on the node
+    begin, told = _begin(options)
+    found = {name: options[name] for name in _FIELDS}
+    found |= {"python": sys.executable, "python_path": outside_python(), "begin": begin}
+    return found | {"python_of_ranks": _python_of_ranks(options["container"], site)}, told
+
+
+def check_visible(planned: Planned) -> None:
+    """Raise ConfigurationError where the nodes would not see what they need, unless they are all this machine."""
+    if not planned.hidden or (planned.site.scheduler.kind == "slurm" and _sees_all()):
+        return
+    raise ConfigurationError(
+        f"{'; '.join(planned.hidden)}. Submit from a file system that all nodes see, or say in a profile of the site "
+        "which those are (storage.roots and storage.private)"
+    )
+
+
+def _sees_all() -> bool:
+    """Whether this machine is the whole cluster; also where no Slurm is, which the next question tells better."""
+    from hpcdist.batch import slurm
+
+    return shutil.which("sbatch") is None or slurm.is_this_machine()
+
+
+def _resolved(path: Path | None, overrides: tuple[str, ...], site: Site, named: str | None) -> "Resolved":
+    """Return the recipe, with the defaults of the site that was named."""
+    environment = dict(os.environ)
+    if named:
+        environment[sites.VARIABLE] = str(sites.path_of(named).absolute())
+    return recipes.load(path, overrides, environment)
+
+
+def _striped(
+    resolved: "Resolved", path: Path | None, overrides: tuple[str, ...], site: Site, named: str | None, run_dir: Path
+) -> "Resolved":
+    """Return the recipe with the striping of the file system that ``run_dir`` is on, where nobody else has said one."""
+    root = site.root_of(run_dir)
+    if root is None or not root.stripe or not resolved.origin[_STRIPE].startswith((recipes.DEFAULT, "site profile")):
+        return resolved
+    return _resolved(path, (*overrides, f"{_STRIPE}={root.stripe}"), site, named)
+
+
+def run_dir_of(out: Path | None, name: str, run_id: str) -> Path:
+    """Return the run directory: by default one named after the run, so that the same recipe goes on with its own."""
+    if out is not None:
+        return out.absolute()
+    plain = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
+    return (Path("runs") / f"{plain}-{run_id}").absolute()
+
+
+def _refuse_another_run(run_dir: Path, recipe: "Recipe") -> None:
+    """Raise ConfigurationError where ``run_dir`` has checkpoints of another run: its job would wait only to fail."""
+    stored = run_dir / RECIPE_FILE
+    if not (stored.exists() and (run_dir / "checkpoints").exists()):
+        return
+    other = identity.contradictions(recipes.load_stored(stored), recipe)
+    if other:
+        raise ConfigurationError(
+            f"{run_dir} holds another run: {', '.join(other[:3])}; choose another --out, or submit its own {stored}"
+        )
+
+
+def _begin(options: Mapping[str, Any]) -> tuple[datetime | None, list[str]]:
+    """Return when the job may start, None for at once, and what is to be told of it."""
+    given = {name: options[name] for name in ("deadline", "within", "power_w") if options[name] is not None}
+    if options["carbon"] is None:
+        if given:
+            raise UsageError(f"--{next(iter(given)).removesuffix('_w')} goes with --carbon FORECAST.csv; add it")
+        return None, []
+    if "deadline" in given and "within" in given:
+        raise UsageError("--deadline and --within say the same; keep one")
+    from hpcdist.batch import carbon
+
+    limit = None if options["walltime"] is None else walltime_s(options["walltime"])
+    text = options["deadline"] or options["within"]
+    return carbon.planned(options["carbon"], text, limit, datetime.now(UTC), options["power_w"])
+
+
+def _data(wanted: bool, recipe: "Recipe") -> Path | None:
+    if not wanted:
+        return None
+    if not recipe.data.path:
+        raise ConfigurationError("--stage-data: data.path is empty, so there is nothing to copy; leave it out")
+    return Path(recipe.data.path)
+
+
+def _local(options: Mapping[str, Any], site: Site, run_dir: Path) -> Path | None:
+    """Return the folder of the run on each node's own file system, None where nothing goes there.
+
+    Named by the run directory: two runs of one recipe may share a node, and one would remove the files of the other.
+    """
+    if not (options["stage_data"] or options["environment"] or options["warmup"]):
+        return None
+    place = hashlib.blake2b(os.fsencode(run_dir), digest_size=4).hexdigest()
+    return Path(site.storage.node_local) / f"hpcdist-{os.getuid()}-{place}"
+
+
+def _python_of_ranks(container: str | None, site: Site) -> tuple[str, ...]:
+    image = container or site.container.image
+    return (*site.container.runtime, image, site.container.python) if image else ()
+
+
+def hidden(job: BatchJob, site: Site, data: Iterable[str]) -> list[str]:
+    """Return what the nodes would not see of what the job needs, ``data`` among it (local)."""
+    if site.scheduler.kind == "none":
+        return []
+    needed = {"this directory, where the log goes,": Path.cwd(), "the run directory": job.run_dir}
+    needed["this Python"] = Path(job.python)
+    if job.python_path is not None:
+        needed["hpcdist"] = Path(job.python_path)
+    if job.environment is not None:
+        needed["--stage-environment"] = job.environment
+    each = [needed, *({"data.path =": Path(path)} for path in data if path)]
+    return [line for places in each for line in fitting.hidden(places, site)]
