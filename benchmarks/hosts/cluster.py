@@ -10,6 +10,7 @@ import shutil
 import signal
 import string
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,12 +26,16 @@ SET_UP_S = 60.0
 
 
 class Hosts:
-    """``count`` hosts, each joined to one switch by a full-duplex link of ``rate`` (as `tc` writes it)."""
+    """``count`` hosts, each joined to one switch by a full-duplex link of ``rate`` (as `tc` writes it).
 
-    def __init__(self, count: int, rate: str = "1gbit") -> None:
-        self.count, self.rate = count, rate
+    After a pause a link lets ``burst`` pass at any speed.
+    """
+
+    def __init__(self, count: int, rate: str = "1gbit", burst: str = "256kb") -> None:
+        self.count, self.rate, self.burst = count, rate, burst
         # Letters only: launchers take a number at the end of a host name apart.
         self.prefix = "hosts" + "".join(secrets.choice(string.ascii_lowercase) for _ in range(6))
+        self._sessions = tempfile.TemporaryDirectory(prefix="hpcdist-hosts-", ignore_cleanup_errors=True)
 
     def __enter__(self) -> Self:
         """Raise MissingCapabilityError, with the reason, where there can be no such hosts."""
@@ -39,7 +44,7 @@ class Hosts:
             reason = f"{', '.join(missing)} not found (Debian: iproute2, util-linux)" if missing else "needs root"
             raise MissingCapabilityError(f"hosts of network namespaces cannot be made here: {reason}")
         try:
-            done = self._script("up", self.prefix, str(self.count), self.rate)
+            done = self._script("up", self.prefix, str(self.count), self.rate, self.burst)
         except BaseException:
             self._script("down", self.prefix)
             raise
@@ -55,6 +60,7 @@ class Hosts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._script("down", self.prefix)
+        self._sessions.cleanup()
 
     def _script(self, name: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
         # In a session of its own: Ctrl-C must not end the cleaning up.
@@ -115,7 +121,7 @@ class Hosts:
 
     def environment(self, launcher: mpirun.Launcher) -> dict[str, str]:
         """Return the environment to start `command` in."""
-        return {**os.environ, **self._added(launcher)}
+        return {**os.environ, **self._added(launcher), **mpirun.session(launcher, Path(self._sessions.name))}
 
     def _added(self, launcher: mpirun.Launcher) -> dict[str, str]:
         added = mpirun.settings(launcher) | {
