@@ -1,11 +1,13 @@
 """Shared by all tests: fresh random inputs from a seed that every failure shows."""
 
+import gc
 import os
 import secrets
 import shutil
 import subprocess
 import zlib
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -26,6 +28,28 @@ hypothesis.settings.load_profile("hpcdist")
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"random inputs: {SEED_VARIABLE}={SEED}"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    # Thousands of collected tests stay to the end: a test that collects garbage need not go through them each time.
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one process of `pytest -n 2` start all jobs, one after the other, and the other one run the rest.
+
+    Both go in the order of the files: which test follows which does not depend on how fast they are.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Halves(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "launch" if "launch/" in nodeid.partition("::")[0] else "others"
+
+    return Halves(config, log)
 
 
 @pytest.fixture

@@ -471,6 +471,16 @@ def concatenate(arrays: Any, axis: int = 0) -> ndarray:
     return _computed(np.concatenate([array._host for array in arrays], axis))
 
 
+def cumsum(array: Any, axis: int | None = None, dtype: Any = None) -> ndarray:
+    return _computed(np.cumsum(_operand(array), axis, dtype))
+
+
+def searchsorted(array: Any, values: Any, side: str = "left") -> ndarray:
+    if not isinstance(array, ndarray) or not isinstance(values, ndarray):
+        raise NotImplementedError("Only cupy.ndarray can be searched, and searched for")
+    return _computed(np.searchsorted(array._host, values._host, side))
+
+
 def may_share_memory(one: Any, other: Any) -> bool:
     return np.may_share_memory(_operand(one), _operand(other))
 
@@ -545,6 +555,7 @@ __all__ = [
     "asnumpy",
     "concatenate",
     "cuda",
+    "cumsum",
     "empty",
     "inf",
     "matmul",
@@ -554,6 +565,7 @@ __all__ = [
     "newaxis",
     "ones",
     "pi",
+    "searchsorted",
     "take",
     "ufunc",
     "where",

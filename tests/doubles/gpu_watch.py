@@ -13,7 +13,6 @@ from gpu_runs import Trained
 
 from hpcdist.strategies.schedule.executor import PHASES
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.strategies.tensor.replicated import counted
 
 BOTH_WAYS = ("broadcast", "allreduce", "reduce_scatter", "all_gather")
 TO_HOST = ("send", "isend", "sendrecv", "all_to_all", *BOTH_WAYS)
@@ -60,7 +59,7 @@ def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointe
     trainer = run.trainer
     samples = len(range(trainer.recipe.run.global_batch)[trainer.data_axis.rank :: trainer.data_axis.size])
     last, seat = len(trainer.model.stages) - 1, trainer.seat
-    normed = any(op.kind is Kind.APPLY for op in trainer.operations) and counted(seat.layout, seat.parts, seat.tensor)
+    normed = any(op.kind is Kind.APPLY for op in trainer.operations) and seat.parts  # be they counted or watched
     forwards = [op for op in trainer.operations if op.kind is Kind.FORWARD and op.unit == last]
     phases = [PHASES.get(op.kind, "communication_s") for op in trainer.operations]
     to_host = sum(messages[op] for op in TO_HOST)

@@ -11,8 +11,9 @@ import pytest
 
 from hpcdist.arrays.backend import Array
 from hpcdist.comm.communicator import Request
+from hpcdist.comm.delivery import deliver
 from hpcdist.comm.mailbox import Posted
-from hpcdist.comm.threads import ThreadCommunicator, _deliver
+from hpcdist.comm.threads import ThreadCommunicator
 
 
 class _Late:
@@ -30,8 +31,9 @@ class _Late:
         return self.taken
 
     def wait(self) -> None:
-        with self._comm._group.changed:
-            self._comm._wait(lambda: self.taken, "a send that nobody takes")
+        changed = self._comm._group.changed
+        with changed:
+            self._comm._wait(changed, lambda: self.taken, None, "a send that nobody takes")
 
 
 class _Receive:
@@ -43,7 +45,7 @@ class _Receive:
 
     def wait(self) -> None:
         letter: Any = self._comm._arrived(self._posted)
-        _deliver(letter, self._message)
+        deliver(letter, self._message)
         with self._comm._group.changed:
             letter.taken = True
             self._comm._group.changed.notify_all()

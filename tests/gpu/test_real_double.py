@@ -47,6 +47,11 @@ COMPUTED = {
     "integers to float": lambda a, xp: a.astype(np.uint8).astype(np.float32) / np.float32(255),
     "bool times float": lambda a, xp: xp.multiply(a, a > 2),
     "isfinite, all": lambda a, xp: xp.isfinite(a).all(),
+    "sums so far of a mask": lambda a, xp: xp.cumsum(a.reshape(-1) > 2, dtype=np.int32),
+    "places in sums so far": lambda a, xp: xp.searchsorted(
+        xp.cumsum(a.reshape(-1) > 2, dtype=np.int32), xp.arange(1, 4)
+    ),
+    "where of numbers of the device": lambda a, xp: xp.where((a > 2).sum() >= 2, xp.zeros((), np.uint32), np.uint32(3)),
     "five dims": lambda a, xp: a.reshape(1, 2, 3, 1, 1).transpose(2, 0, 3, 1, 4),
 }
 

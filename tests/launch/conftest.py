@@ -1,10 +1,13 @@
 """For tests that start mpirun themselves: every start has a time limit, and nothing survives it."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +16,10 @@ import pytest
 import hpcdist
 from hpcdist.comm import launcher, mpirun
 from hpcdist.errors import MissingCapabilityError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
+
+from slurm_cluster import DAEMONS, SEARCH, Cluster
 
 JOB_S = 120.0  # generous: a loaded machine must not fail a test
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -55,6 +62,13 @@ def run_limited(
     return subprocess.CompletedProcess(line, process.returncode, output, errors)
 
 
+@contextmanager
+def session(mpi: mpirun.Launcher) -> Iterator[dict[str, str]]:
+    """Yield the variable for a start whose session no other one meets, and which leaves nothing in /tmp."""
+    with tempfile.TemporaryDirectory(prefix="hpcdist-test-", ignore_cleanup_errors=True) as folder:
+        yield mpirun.session(mpi, Path(folder))
+
+
 @pytest.fixture(scope="session")
 def mpi() -> mpirun.Launcher:
     """The mpirun of this environment."""
@@ -68,19 +82,22 @@ def mpi() -> mpirun.Launcher:
 
 @pytest.fixture
 def mpiexec(mpi: mpirun.Launcher) -> Start:
-    """``mpiexec(ranks, [arguments of python], timeout=60, env={...}, cwd=None)`` -> the completed process."""
+    """``mpiexec(ranks, [arguments of python], timeout=120, env={...}, cwd=None)`` -> the completed process."""
 
     def start(
         ranks: int,
         arguments: Sequence[str],
-        timeout: float = 60.0,
+        timeout: float = JOB_S,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> "subprocess.CompletedProcess[str]":
         environment = clean_environment()
-        added = mpirun.settings(mpi, environment) | dict(env or {})
+        # More ranks than cores: those that wait sleep. Open MPI yields to others by itself then.
+        crowded = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"} if ranks > len(os.sched_getaffinity(0)) else {}
+        added = mpirun.settings(mpi, environment) | crowded | dict(env or {})
         line = mpirun.command(mpi, ranks, [sys.executable, *arguments], added, environment=environment)
-        return run_limited(line, timeout, environment | added, cwd)
+        with session(mpi) as place:
+            return run_limited(line, timeout, environment | added | place, cwd)
 
     return start
 
@@ -114,7 +131,25 @@ def launch(mpi: mpirun.Launcher, tmp_path: Path) -> Callable[..., Ended]:
         path = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
         added = mpirun.settings(mpi, environment) | {"PYTHONPATH": path} | extra
         line = mpirun.command(mpi, n, [sys.executable, str(program), *arguments], added, environment=environment)
-        done = run_limited([line[0], *options, *line[1:]], JOB_S, environment | added, apart=True)
+        with session(mpi) as place:
+            done = run_limited([line[0], *options, *line[1:]], JOB_S, environment | added | place, apart=True)
         return Ended(done.returncode, done.stdout, done.stderr)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def cluster(mpi: mpirun.Launcher) -> Iterator[Cluster]:
+    missing = [name for name in (*DAEMONS, "sbatch") if shutil.which(name, path=SEARCH) is None]
+    if missing:
+        pytest.skip(f"there is no {', '.join(missing)}: apt-get install slurm-wlm munge")
+    if os.geteuid() != 0:
+        pytest.skip("slurmd starts the jobs of users, so it needs root")
+    # A short path: it holds sockets, whose names may have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
+        found = Cluster(Path(folder))
+        try:
+            found.start()
+            yield found
+        finally:
+            found.stop()

@@ -285,3 +285,20 @@ def test_sigusr2_dumps_all_stacks_and_goes_on(die: Die) -> None:
     )
     assert ended.code == 0, ended.output
     assert ended.stderr.count("Current thread") == 2 and "line" in ended.stderr
+
+
+LATE = """
+import time
+from hpcdist.comm import launcher, start
+
+start.STARTING_S = 2
+if launcher.announced().rank == 1:
+    time.sleep(600)
+start.start()
+"""
+
+
+def test_a_rank_that_never_starts_mpi_is_not_waited_for_without_end(launch):
+    ended = launch(2, LATE)
+    print(ended.output)
+    assert ended.code != 0 and "import_mpi" in ended.stderr, "the stacks say where it waits"

@@ -25,12 +25,16 @@ def test_under_a_launcher_rank_0_reports_for_all(mpiexec):
     assert "rank 0:" in checks["placement"]["found"] and "rank 1:" in checks["placement"]["found"]
 
 
+def apart(rank: str, *options: str) -> "subprocess.CompletedProcess[str]":
+    """Run a rank of three that finds itself alone, as under the mpirun of another MPI."""
+    environment = {**os.environ, "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": rank}
+    line = [sys.executable, "-P", "-m", "hpcdist", "doctor", "--json", *options]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, env=environment)
+
+
 @pytest.mark.usefixtures("mpi")
 def test_a_world_that_fell_apart_is_told_with_its_cure():
-    """A rank of three that finds itself alone, as under the mpirun of another MPI."""
-    environment = {**os.environ, "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1"}
-    line = [sys.executable, "-P", "-m", "hpcdist", "doctor", "--json"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    done = apart("1")
     assert done.returncode == 1
     world = report_of(done.stdout)["world"]
     assert world["status"] == "FAIL"
@@ -43,3 +47,61 @@ def test_launch_starts_two_ranks(mpi):
     done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert report_of(done.stdout)["world"]["found"].startswith("2 ranks on 1 node")
+
+
+@pytest.mark.usefixtures("mpi")
+def test_a_job_that_fell_apart_is_told_once():
+    first, second = apart("0", "--job"), apart("1", "--job")
+    assert (first.returncode, second.returncode, second.stdout) == (1, 1, "")
+    world = report_of(first.stdout)["world"]
+    assert world["status"] == "FAIL" and "a world of 1" in world["found"] and "hpcdist run" in world["cure"]
+
+
+def test_the_ranks_of_a_job_examine_each_other(mpiexec, tmp_path):
+    done = mpiexec(
+        2, ["-P", "-m", "hpcdist", "doctor", "--job", "--json", "--device", "cpu", "--out", "run"], cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count('{"ok"') == 1
+    checks = report_of(done.stdout)
+    assert not [check for check in checks.values() if check["status"] == "FAIL"]
+    assert "2 ranks on 1 node (2 on each)" in checks["scheduler"]["found"]
+    assert "inside a node" in checks["messages"]["found"]
+    assert "seen by 1 node" in checks["run directory"]["found"]
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+# Told in place of the launcher's variables, which the MPI library reads as well.
+SWAPPED = """
+import dataclasses
+from hpcdist.comm import launcher
+said = launcher.announced()
+launcher.announced = lambda: dataclasses.replace(said, local_rank=1 - said.rank)
+from hpcdist.cli.main import main
+main(["doctor", "--job", "--json", "--device", "cpu"])
+"""
+
+
+def test_wrong_local_ranks_are_reported_by_all_together(launch):
+    ended = launch(2, SWAPPED)
+    assert ended.code == 1, ended.output
+    check = report_of(ended.stdout)["local ranks"]
+    assert check["status"] == "FAIL" and "0 is 1, 1 is 0" in check["found"], ended.output
+    assert "Traceback" not in ended.stderr
+
+
+SILENT = """
+import functools, time
+from hpcdist.comm import diagnosis_job, launcher
+diagnosis_job.Deadline = functools.partial(diagnosis_job.Deadline, limit_s=0.5)
+if launcher.announced().rank == 1:
+    diagnosis_job.greet = lambda *_: time.sleep(60)
+from hpcdist.cli.main import main
+main(["doctor", "--job", "--device", "cpu"])
+"""
+
+
+def test_a_rank_that_does_not_answer_ends_the_job_with_who_waited(launch):
+    ended = launch(2, SILENT)
+    assert ended.code == 1, ended.output
+    assert "messages inside the node with rank 1 did not end within 0.5 s" in ended.stderr, ended.output

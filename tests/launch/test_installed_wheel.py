@@ -110,6 +110,10 @@ def test_the_wheel_works_without_the_clone(wheel, tmp_path):
     assert f"hpcdist {hpcdist.__version__}" in report and "FAIL" not in report
     shown = run("-P", "-m", "hpcdist", "config", "show", folder=tmp_path, PYTHONPATH=str(target)).stdout
     assert "[model]" in shown
+    # The modulefiles in it are those that it renders: others would be refused.
+    code = "from hpcdist.cli.site_modulefile import command; command()"
+    there = str(target / "hpcdist" / "batch" / "modulefiles")
+    run("-P", "-c", code, "--in-place", "--output", there, folder=tmp_path, PYTHONPATH=str(target))
     job = ["-P", "-m", "hpcdist", "submit", "--nodes=2", "--ranks-per-node=2", "--time=30", "--dry-run"]
     there = run(*job, folder=tmp_path, PYTHONPATH=str(target)).stdout
     here = run(*job, folder=tmp_path, PYTHONPATH=str(CLONE)).stdout

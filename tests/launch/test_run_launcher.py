@@ -1,12 +1,14 @@
 """`hpcdist run`: exit codes come back, signals reach the ranks, and nothing outlives it. Shown failing, and killing."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +17,11 @@ import pytest
 from hpcdist.cli import main
 from hpcdist.cli import run as run_command
 from hpcdist.comm import mpirun, supervisor
-from hpcdist.errors import USAGE
+from hpcdist.errors import USAGE, MissingCapabilityError
 from hpcdist.hdf5 import files
 
 MARK = "HPCDIST_TEST_MARK"
-LIMIT_S = 60.0
+LIMIT_S = 120.0  # generous: a loaded machine must not fail a test
 
 # A launcher command for ranks that need no MPI: rank.py with one word that says how it behaves.
 DRIVER = """
@@ -29,12 +31,19 @@ from hpcdist.comm import mpirun, supervisor
 behaviour, folder, grace = sys.argv[1:]
 found = mpirun.find()
 settings = {**mpirun.settings(found), supervisor.LAUNCH_DIR: folder}
-line = mpirun.command(found, 2, [sys.executable, str(Path(folder) / "rank.py"), behaviour], settings)
-sys.exit(supervisor.supervise(line, {**os.environ, **settings}, Path(folder), float(grace)))
+survives = behaviour == "said" or behaviour.startswith("mortal")
+tells = behaviour in ("mute", "talks")
+options = mpirun.surviving(found) if behaviour.startswith("mortal") else []
+line = mpirun.command(found, 2, [sys.executable, str(Path(folder) / "rank.py"), behaviour], settings, options)
+environment = {**os.environ, **settings, **mpirun.session(found, Path(folder))}
+with supervisor.signals_held() as mask:
+    outcome = supervisor.watch(line, environment, Path(folder), float(grace), mask, survives, tells)
+sys.exit(outcome.code)
 """
 
 RANK = """
 import os, signal, subprocess, sys, time
+from hpcdist.comm import ending
 behaviour, folder = sys.argv[1], os.environ["HPCDIST_LAUNCH_DIR"]
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
 
@@ -48,7 +57,7 @@ if behaviour in ("polite", "late"):
     signal.signal(signal.SIGTERM, leave(75))
     signal.signal(signal.SIGUSR1, leave(75))
     signal.signal(signal.SIGUSR2, lambda number, frame: print(f"rank {rank} dumps its stacks", flush=True))
-if behaviour in ("deaf", "unannounced"):
+if behaviour in ("deaf", "unannounced", "said"):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 if behaviour == "parent":
@@ -56,9 +65,22 @@ if behaviour == "parent":
     sys.exit(0)
 if behaviour == "three":
     sys.exit(3 if rank == 1 else 0)
+if behaviour == "mortal-all" or (behaviour == "mortal" and rank == 1):
+    open(f"{folder}/rank-{rank}.txt", "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+if behaviour == "mortal":
+    time.sleep(1.0)
+    ending.say(0)
+    sys.exit(3)  # whatever its own code is
+if behaviour == "said":
+    ending.say(75)
 if behaviour != "unannounced":
     open(f"{folder}/pid-{rank}.tmp", "w").write(str(os.getpid()))
     os.rename(f"{folder}/pid-{rank}.tmp", f"{folder}/pid-{rank}")
+if behaviour in ("mute", "talks"):
+    if behaviour == "talks":
+        ending.say(0)
+    sys.exit(0)
 open(f"{folder}/ready-{rank}", "w").close()
 while True:
     time.sleep(0.05)
@@ -210,6 +232,98 @@ def test_a_rank_is_known_by_its_environment_wherever_it_was_started(tmp_path):
     assert not supervision._is_ours(rank.pid), "it has ended"
 
 
+def test_ranks_that_said_how_it_ended_are_not_waited_for(start):
+    job = start("said", grace=1000.0)
+    job.send(signal.SIGTERM)  # comes too late, and must not give them the grace
+    assert job.end() == 75
+    assert "did not stop" not in job.output
+
+
+@pytest.mark.parametrize(("behaviour", "code"), [("talks", 0), ("mute", 1)])
+def test_a_launcher_is_not_believed_when_ranks_have_vanished(start, behaviour, code):
+    assert start(behaviour, wait=False).end() == code
+
+
+SHELL = """
+import os, sys
+from pathlib import Path
+from hpcdist.comm import launchers, supervisor
+folder, commands, kind, supervisor.STARTING_S = Path(sys.argv[1]), sys.argv[2], launchers.KINDS[sys.argv[3]], 0.0
+with supervisor.signals_held() as mask:
+    sys.exit(supervisor.watch(["sh", "-c", commands], os.environ, folder, 60.0, mask, kind=kind).code)
+"""
+
+
+def launcher_that(folder: Path, commands: str, kind: str) -> int:
+    """The exit code of a job whose launcher, of ``kind``, is a shell with these ``commands``."""
+    line = [sys.executable, "-P", "-c", SHELL, str(folder), commands, kind]
+    return subprocess.run(line, timeout=LIMIT_S, check=False).returncode
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "returned", "code"),
+    [
+        ("srun", 75, 137, 75),
+        ("srun", 78, 143, 78),
+        ("mpirun", 75, 137, 137),
+        ("mpirun", 1, 0, 1),
+    ],
+    ids=["srun killed the last ranks", "the first failure", "mpirun has killed", "mpirun lost it"],
+)
+def test_whose_exit_code_counts(kind, said, returned, code, tmp_path):
+    assert launcher_that(tmp_path, f"echo {said} >$HPCDIST_LAUNCH_DIR/ended; exit {returned}", kind) == code
+
+
+def test_a_launcher_that_does_not_end_what_its_ranks_left(tmp_path):
+    told = "trap 'exit 137' TERM; echo 75 >$HPCDIST_LAUNCH_DIR/ended; while true; do sleep 0.05; done"
+    assert launcher_that(tmp_path, told, "srun") == 75
+
+
+@pytest.mark.parametrize(("number", "passed"), [("INT", "INT"), ("TERM", "USR1"), ("USR1", "USR1")])
+def test_what_srun_passes_to_ranks_elsewhere(number, passed, tmp_path):
+    """It kills them when it gets a SIGTERM."""
+    traps = "; ".join(f"trap 'echo {name} >got; exit 7' {name}" for name in ("INT", "TERM", "USR1"))
+    commands = f"cd {tmp_path}; {traps}; kill -{number} $PPID; while true; do sleep 0.05; done"
+    code = launcher_that(tmp_path, commands, "srun")
+    assert (tmp_path / "got").read_text() == f"{passed}\n"
+    assert code == (130 if number == "INT" else 7)
+
+
+@pytest.fixture
+def ulfm(mpi: mpirun.Launcher) -> None:
+    try:
+        mpirun.surviving(mpi)
+    except MissingCapabilityError as error:
+        pytest.skip(str(error))
+
+
+def test_the_code_is_that_of_those_who_outlived_a_rank(start, ulfm):
+    assert start("mortal", wait=False).end() == 0
+
+
+def test_when_all_ranks_were_killed_the_job_failed(start, ulfm):
+    job = start("mortal-all", wait=False)
+    assert job.end() == 1
+    assert "no rank was left" in job.output
+
+
+def test_a_replacement_announces_itself_as_it_likes(tmp_path):
+    supervision = object.__new__(supervisor._Supervision)
+    supervision._launch_dir = tmp_path
+    for name, pid in {"pid-0": 10, "pid-host.domain-7": 11, "pid-1.tmp": 12}.items():
+        (tmp_path / name).write_text(str(pid))
+    assert sorted(supervision._announced_pids()) == [10, 11]
+
+
+def test_a_signal_between_two_starts_is_not_lost():
+    with supervisor.signals_held():
+        assert supervisor.pause(0.0) is None
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)  # for ranks, and there are none
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+        assert supervisor.pause(60.0) is signal.SIGTERM
+        assert supervisor.pause(0.0) is None
+
+
 def test_what_a_rank_left_behind_is_killed(start):
     assert start("parent", wait=False).end() == 0
 
@@ -218,10 +332,11 @@ def test_killing_the_supervisor_ends_the_ranks(start):
     job = start("sleeps")
     job.send(signal.SIGKILL)
     job.process.wait()
-    until(lambda: not survivors(job.mark), "end of the ranks", 20.0)
+    until(lambda: not survivors(job.mark), "end of the ranks")
 
 
-TRAIN = ["-P", "-m", "hpcdist", "run", "-n", "2", "train", "--out", "run"]
+RUN = ["-P", "-m", "hpcdist", "run", "-n", "2"]
+TRAIN = ["train", "--out", "run"]
 SMALL = ["model.layers=1", "model.hidden=32", "model.heads=2", "data.context=32", "data.path=text.txt"]
 
 
@@ -231,9 +346,9 @@ def training(tmp_path: Path, mpi: mpirun.Launcher) -> Iterator[Callable[..., Job
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 500)
     jobs: list[Job] = []
 
-    def begin(*settings: str) -> Job:
+    def begin(*settings: str, options: Sequence[str] = ()) -> Job:
         chosen = [part for setting in (*SMALL, *settings) for part in ("--set", setting)]
-        jobs.append(Job([*TRAIN, *chosen], tmp_path))
+        jobs.append(Job([*RUN, *options, *TRAIN, *chosen], tmp_path))
         return jobs[-1]
 
     yield begin
@@ -253,20 +368,62 @@ def test_ctrl_c_under_hpcdist_run(training, tmp_path):
     assert len(losses) > 2 and np.isfinite(losses).all()
 
 
-def test_a_killed_rank_ends_the_job(training):
-    job = training("run.steps=1000000", "run.log_every_s=0.1")
-    until(lambda: job.output.count("\nstep ") > 1, "steps", 120.0)
-    ranks = [line for line in survivors(job.mark) if f"{sys.executable}\\x00-P\\x00-m\\x00hpcdist\\x00train" in line]
-    direct = [line for line in ranks if "mpirun" not in line and "prterun" not in line and "hydra" not in line]
+def ranks_of(job: Job) -> list[int]:
+    """The process ids of its two ranks."""
+    found = [line for line in survivors(job.mark) if f"{sys.executable}\\x00-P\\x00-m\\x00hpcdist\\x00train" in line]
+    direct = [line for line in found if not any(name in line for name in ("mpirun", "prterun", "hydra"))]
     assert len(direct) == 2
-    os.kill(int(direct[0].split()[0]), signal.SIGKILL)
-    assert job.end() not in (0, 75, 130)
+    return [int(line.split()[0]) for line in direct]
 
 
-def test_a_bad_recipe_comes_back_as_78(training):
-    job = training("model.layrs=3")
+# The real mpirun, whose process id one that was killed has had: its session is still there.
+REUSED = """#!/bin/bash
+mkdir "$TMPDIR/ompi.$$" && touch "$TMPDIR/ompi.$$/pmix.vm.tool" && exec "$REAL" "$@"
+"""
+START = """
+import dataclasses, pathlib, sys
+from hpcdist.cli.main import main
+from hpcdist.comm import mpirun
+found = dataclasses.replace(mpirun.find(), path=pathlib.Path(sys.argv[1]))
+mpirun.find = lambda *_: found
+main(["run", "-n", "1", *sys.argv[2:]])
+"""
+
+
+def test_the_session_of_a_killed_mpirun_is_no_hindrance(mpi, tmp_path):
+    if mpi.vendor != mpirun.OPEN_MPI or not mpirun.session(mpi, tmp_path):
+        pytest.skip("not an Open MPI 5 whose sessions are where it likes")
+    launcher, temporary = tmp_path / "bin" / "mpirun", tmp_path / "temporary"
+    for folder in (launcher.parent, temporary):
+        folder.mkdir()
+    launcher.write_text(REUSED)
+    launcher.chmod(0o755)
+    environment = {**os.environ, "TMPDIR": str(temporary), "REAL": str(mpi.path)}
+    line = [sys.executable, "-P", "-c", START, str(launcher), "doctor"]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (stale,) = temporary.iterdir()
+    assert [path.name for path in stale.iterdir()] == ["pmix.vm.tool"], "and the job has left nothing"
+
+
+def test_a_job_that_is_started_again_can_be_stopped_while_it_starts(training, tmp_path):
+    job = training("run.steps=1000000", "checkpoint.every_steps=5", options=["--restarts", "3"])
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    until(latest.exists, "checkpoint", 120.0)
+    os.kill(ranks_of(job)[0], signal.SIGKILL)
+    until(lambda: "start 2 follows" in job.output, "second start")
+    again = re.search(r"start 1 of at most 4 ended with .* start 2 follows at once, from (step-\d+)\n", job.output)
+    assert again, job.output
+    job.send(signal.SIGTERM)
+    assert job.end() == 75, job.output
+    assert f"resumed from run/checkpoints/{again[1]} " in job.output
+    assert int(latest.read_text()[5:]) > int(again[1][5:])
+
+
+def test_a_bad_recipe_comes_back_as_78_and_is_not_started_again(training):
+    job = training("model.layrs=3", options=["--restarts", "3"])
     assert job.end() == 78, job.output
-    assert "model.layrs" in job.output and "model.layers" in job.output
+    assert "model.layrs" in job.output and "model.layers" in job.output and "start 2" not in job.output
 
 
 def test_the_first_failure_is_shown_last(tmp_path, capsys):
@@ -287,10 +444,43 @@ def test_options_of_mpirun_that_end_in_a_quotation(capsys):
     assert "--mpi-args" in said and "No closing quotation" in said and "Traceback" not in said
 
 
-@pytest.mark.parametrize("name", ["bench", "submit", "run", "nonsense"])
+@pytest.mark.parametrize("name", ["bench", "submit", "run", "grow", "nonsense"])
 def test_what_starts_ranks_itself_is_no_command_for_ranks(name, capsys):
     with pytest.raises(SystemExit) as leaving:
         main.main(["run", "-n", "2", name])
     known = capsys.readouterr().err.partition("known: ")[2].strip().split(", ")
     assert leaving.value.code == USAGE
     assert "train" in known and name not in known
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--restarts 2 train", "train ... --out DIR"),
+        ("--restarts 2 doctor", "only train"),
+        ("--restarts 2 train --out x --nix", "--nix"),
+        ("--survive shrink doctor", "only train"),
+        ("--spares 1 train", "--survive replace"),
+        ("--spares 1 --survive shrink train", "--survive replace"),
+    ],
+)
+def test_what_cannot_be_started_again_or_survive(words, said, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["run", "-n", "2", *words.split()])
+    assert leaving.value.code == USAGE
+    assert said in capsys.readouterr().err
+
+
+def test_checkpoints_by_their_names(tmp_path):
+    for name in ("step-9", "step-10", "step-11.tmp", "step-12.abandoned", "step-x"):
+        folder = tmp_path / "checkpoints" / name
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+    (tmp_path / "checkpoints" / "step-13").mkdir()
+    assert list(run_command.checkpoints(tmp_path)) == ["step-10", "step-9"]
+    assert run_command.checkpoints(tmp_path / "nowhere") == {}
+
+
+def test_a_start_that_goes_on():
+    assert run_command.resuming(["train", "--resume", "never"]) == ["train", "--resume", "never", "--resume", "auto"]
+    assert run_command.resuming(["train", "--", "-x"]) == ["train", "--resume", "auto", "--", "-x"]

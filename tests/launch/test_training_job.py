@@ -117,7 +117,7 @@ def test_a_run_goes_on_in_another_layout_and_for_longer(text: Path, tmp_path: Pa
 
 # name -> (ranks, keys)
 LAYOUTS = {
-    "allreduce": (2, ()),
+    "allreduce, delayed": (2, ("communication.overlap=thread", "communication.delayed=true")),
     "zero1": (2, ("parallel.strategy=zero1", "checkpoint.asynchronous=true")),
     "zero2": (3, ("parallel.strategy=zero2", "parallel.microbatches=2")),
     "zero3": (2, ("parallel.strategy=zero3",)),
@@ -262,3 +262,16 @@ def test_a_loss_that_is_nan_names_step_rank_and_tensor(text: Path, tmp_path: Pat
     assert done.returncode == 1
     assert "step 2: loss" in done.stderr or "step 3: loss" in done.stderr, done.stderr
     assert ("rank 0: " in done.stderr and "layer" in done.stderr) or "parameter" in done.stderr
+
+
+def test_a_new_run_begins_with_the_parameters_of_another(text: Path, tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    before = summary(train(0, text, "--out", old, steps=30))
+    begun = ("--set", "parallel.strategy=zero3", "--init-from", old, "--out", new)
+    done = train(0, text, *begun, steps=2)
+    assert "begin with the parameters of" in done.stderr and "step-30, after 30 steps" in done.stderr
+    assert summary(done)["steps"] == 2 and summary(done)["val_loss"] < before["val_loss"] + 0.2, "not of drawn ones"
+    wider = train(0, text, *begun, "--resume", "auto", "--set", "model.hidden=64")
+    assert wider.returncode == 78 and "holds another run: model.hidden = 32 there" in wider.stderr
+    missing = train(0, text, "--out", tmp_path / "none", "--init-from", tmp_path / "nowhere")
+    assert missing.returncode == 74 and "has no checkpoints" in missing.stderr

@@ -1,5 +1,6 @@
 """16-bit working copies over real messages: sharded training has the bits of allreduce, skips and resumes included."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
+from hpcdist.strategies.schedule.operations import Kind, Operation
 from hpcdist.strategies.sentinel import check_replicas
 from hpcdist.training import recipe as recipes
 from hpcdist.training.trainer import Trainer, assemble
@@ -107,3 +109,59 @@ def test_rank_overlapped_sums_of_16_bits_have_the_same_bits(comm: Communicator, 
         assert _train(behind) == _train(plain)
         assert _state(behind) == _state(plain)
         behind.close()
+
+
+def test_rank_servers_of_working_copies_have_the_bits_of_allreduce(comm: Communicator, folder: Path) -> None:
+    keys: dict[str, Any] = {"precision.mode": "bfloat16"}
+    reference = _trainer(comm, folder, keys | {"communication.algorithm": "all_to_all"})
+    expected, state = _train(reference, 3), _state(reference)
+    served = {"parallel.strategy": "parameter_server", "parameter_server.placement": "colocated"}
+    trainer = _trainer(comm, folder, keys | served | {"communication.algorithm": "native"})
+    np.testing.assert_allclose([loss for loss, *_ in _train(trainer, 3)], [loss for loss, *_ in expected], rtol=1e-14)
+    assert _state(trainer) == state
+    trainer.close()
+
+
+def _overflow_once(trainer: Trainer) -> Callable[[], None]:
+    """Make one number of the next gradients that this rank sums infinite; return what makes sure that there was one."""
+    exchange, healthy = trainer.exchange, trainer.exchange.carries_out
+
+    def reduce(op: Operation) -> None:
+        exchange.carries_out = healthy
+        assert op.range is not None
+        (_, touched), *_ = trainer.model.layout.within(op.range)
+        values = trainer.executor.gradients_in(touched)
+        assert values is not None
+        values[0] = np.inf
+        healthy[Kind.REDUCE](op)
+
+    exchange.carries_out = {**healthy, Kind.REDUCE: reduce}
+    return lambda: None if exchange.carries_out is healthy else pytest.fail("no gradient was summed")
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "zero1"])
+def test_rank_an_overflow_in_one_stage_of_one_rank_leaves_no_trace(
+    comm: Communicator, folder: Path, strategy: str
+) -> None:
+    """In a pipeline of two or three stages with a tied tensor, on a tensor axis; of the last rank, and of the first."""
+    stages = next((count for count in (2, 3) if comm.size % count == 0), 1)
+    shapes: list[dict[str, object]] = [{"parallel.pipeline": stages, "model.tied": "true"}]
+    shapes += [{"parallel.tensor": 2}] if comm.size % 2 == 0 else []
+    for shape in shapes:
+        keys = {"precision.mode": "float16", "precision.loss_scale": 256, "parallel.microbatches": 2, **shape}
+        keys |= {"parallel.strategy": strategy, "communication.algorithm": "ring"}
+        met, never = _trainer(comm, folder, keys), _trainer(comm, folder, keys)
+        with met.batches(2) as batches:
+            for step, batch in enumerate(batches, start=1):
+                parts = met.cut(batch)
+                for culprit in (comm.size - 1, 0):
+                    before = _state(met), met.exchange.parameters.array.tobytes(), met.exchange.state()
+                    check = _overflow_once(met) if comm.rank == culprit else lambda: None
+                    assert met.executor.run(met.operations, parts, SAMPLES, step, np.zeros(2)).skipped
+                    check()
+                    assert (_state(met), met.exchange.parameters.array.tobytes(), met.exchange.state()) == before
+                assert not met.executor.run(met.operations, parts, SAMPLES, step, np.zeros(2)).skipped
+        _train(never, 2)
+        assert _state(met) == _state(never)
+        met.close()
+        never.close()

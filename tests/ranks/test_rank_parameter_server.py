@@ -24,7 +24,7 @@ from hpcdist.training.progress import Progress
 from hpcdist.training.survival import StopWishes
 from hpcdist.training.trainer import Trainer, assemble
 
-STEPS, FEW = 50, 16
+STEPS, FEW = 30, 12
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 
 

@@ -18,6 +18,12 @@ from hpcdist.training.trainer import assemble
     ("ranks", "keys", "expected"),
     [
         (1, [], "allreduce, native"),
+        (2, ["communication.compression=topk"], "allreduce, native, gradients as topk"),
+        (
+            2,
+            ["parallel.strategy=zero3", "communication.compression=int4", "compression.parameters=int8"],
+            "zero3, native, gradients as int4, weights gathered as int8",
+        ),
         (2, ["parallel.strategy=zero2", "parallel.microbatches=3"], "zero2, native, 3 micro-batches"),
         (3, ["parallel.strategy=parameter_server"], "parameter_server, 1 dedicated server, bsp"),
         (

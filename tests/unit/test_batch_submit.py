@@ -4,14 +4,22 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hpcdist.batch import resources, slurm
+from hpcdist.batch import ledger, resources, slurm
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
+from hpcdist.training import identity
 from hpcdist.training import recipe as recipes
 
 # Keeps each call: its options, and the script it read.
+SCONTROL = """#!/bin/bash
+echo "NodeName=n1 NodeHostName=${NODE_HOST:-$(hostname -s)} State=IDLE"
+"""
+SQUEUE = """#!/bin/bash
+echo "${QUEUED:-}"
+"""
 SBATCH = """#!/bin/bash
 echo "$@" >> "$FOLDER/calls"
 cat > "$FOLDER/script"
@@ -24,8 +32,9 @@ if [[ $1 == --parsable ]]; then echo "${NUMBER:-4711}"; else echo "sbatch: Job 1
 def sbatch(tmp_path, monkeypatch):
     """The folder in which a played sbatch leaves what it was asked."""
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "sbatch").write_text(SBATCH)
-    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    for name, text in (("sbatch", SBATCH), ("scontrol", SCONTROL), ("squeue", SQUEUE)):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("FOLDER", str(tmp_path))
     return tmp_path
@@ -34,6 +43,7 @@ def sbatch(tmp_path, monkeypatch):
 def submit(*arguments, folder, **environment):
     line = [sys.executable, "-P", "-m", "hpcdist", "submit", *arguments]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HPCDIST_S")}
+    kept |= {"XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
     return subprocess.run(
         line, capture_output=True, text=True, timeout=60, check=False, cwd=folder, env=kept | environment
     )
@@ -44,7 +54,7 @@ def test_the_number_alone_is_on_stdout(sbatch):
     done = submit("recipe.toml", "--nodes", "2", "--ranks-per-node", "2", folder=sbatch)
     assert (done.returncode, done.stdout) == (0, "4711\n"), done.stderr
     assert "2 nodes x 2 ranks: 4 = data 4 x pipeline 1 x tensor 1 x context 1" in done.stderr
-    assert "hpcdist-4711.out" in done.stderr and "runs/slurm-4711" in done.stderr
+    assert re.search(r"log .*/hpcdist-4711.out, run directory .*/runs/hpcdist-[0-9a-f]{8}\n", done.stderr)
     assert (sbatch / "calls").read_text().split() == ["--test-only", "--parsable"]
     dry = submit("recipe.toml", "--nodes", "2", "--ranks-per-node", "2", "--dry-run", folder=sbatch)
     assert (sbatch / "script").read_text() == dry.stdout
@@ -60,12 +70,12 @@ def test_the_recipe_of_the_script_is_the_one_that_was_resolved(sbatch, monkeypat
     (sbatch / "in" / "recipe.toml").write_text('[run]\nsteps = 5\n[data]\npath = "it\'s.txt"\n')
     (sbatch / "config" / "hpcdist").mkdir(parents=True)
     (sbatch / "config" / "hpcdist" / "config.toml").write_text("[run]\nseed = 3\nsteps = 4\n")
-    given = {"XDG_CONFIG_HOME": str(sbatch / "config"), "HPCDIST_SET__RUN__GLOBAL_BATCH": "12"}
+    given = {"HPCDIST_SET__RUN__GLOBAL_BATCH": "12"}
     done = submit("in/recipe.toml", "--nodes=1", "--set=model.layers=3", "--dry-run", folder=sbatch, **given)
     assert done.returncode == 0, done.stderr
-    written = "set -e\nSLURM_JOB_ID=7\n" + done.stdout[done.stdout.index("recipe=$PWD") : done.stdout.index("unset")]
+    written = "set -e\njob_id=7\n" + done.stdout[done.stdout.index("recipe=$PWD") : done.stdout.index("unset")]
     subprocess.run(["bash", "-c", written], cwd=sbatch, check=True, timeout=60)
-    for name, value in given.items():
+    for name, value in {**given, "XDG_CONFIG_HOME": str(sbatch / "config")}.items():
         monkeypatch.setenv(name, value)
     expected = recipes.load(sbatch / "in" / "recipe.toml", ["model.layers=3"], os.environ).recipe
     assert recipes.load_stored(sbatch / "hpcdist-7.toml") == expected
@@ -80,9 +90,9 @@ def test_options_reach_the_script(sbatch):
     assert done.returncode == 0, done.stderr
     for part in ("--time=00:30:00", "--partition=debug", "--account=me", '--job-name="a b"', "--signal=B:USR1@90"):
         assert f"#SBATCH {part}\n" in done.stdout
-    for part in ("#SBATCH --qos=x\n", f"run_dir={sbatch}/here\n", "\nsteps = 7\n", "OMP_NUM_THREADS=3\n"):
+    for part in ("#SBATCH --qos=x\n", f"run_dir={sbatch}/here ", "\nsteps = 7\n", "OMP_NUM_THREADS=3\n"):
         assert part in done.stdout
-    assert re.search(r"run -n 1 --ranks-per-node 1 --mpi-args -q \\\n  train ", done.stdout)
+    assert "--ranks-per-node 1 --mpi-args -q)\n" in done.stdout
     assert not (sbatch / "calls").exists(), "--dry-run asks Slurm nothing"
 
 
@@ -118,6 +128,8 @@ def test_a_gpu_is_asked_for_only_by_a_recipe_that_computes_on_one(sbatch):
         (["--nodes=1", "--job-name=a\nb"], 2, "no #SBATCH line can hold"),
         (["--nodes=1", "--sbatch-arg=-x"], 2, "expected a long option"),
         (["--nodes=1", "--sbatch-arg=--output=mine"], 2, "contradicts --output"),
+        (["--nodes=1", "--sbatch-arg=--test-only"], 2, "use --dry-run"),
+        (["--nodes=1", "--sbatch-arg=--wait"], 2, "jobs status"),
         (["--nodes=1", "--mpi-args=-x 'A"], 2, "No closing quotation"),
         (["--nodes=0"], 2, "--nodes"),
         ([], 2, "--nodes"),
@@ -128,6 +140,216 @@ def test_bad_input_is_refused_before_slurm_is_asked(sbatch, arguments, code, wor
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     assert words in done.stderr and "Traceback" not in done.stderr
     assert not (sbatch / "calls").exists()
+
+
+SITE = """
+based_on = "slurm-openmpi"
+[scheduler]
+account_required = true
+[gpu]
+per_node = 4
+[storage]
+roots = [{ path = "/", stripe = "-c 1" }, { path = "%s", stripe = "-c 7" }]
+[limits]
+max_walltime = "24:00:00"
+max_nodes = 8
+cores_per_node = 16
+[partitions.short]
+max_walltime = "01:00:00"
+gpus_per_node = 2
+[recipe.run]
+seed = 44
+"""
+
+
+@pytest.fixture
+def site(sbatch):
+    """The folder of `sbatch`, with a profile of a site in it."""
+    (sbatch / "config" / "hpcdist" / "sites").mkdir(parents=True)
+    (sbatch / "config" / "hpcdist" / "sites" / "alps.toml").write_text(SITE % sbatch)
+    return sbatch
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--site=alpes", "--nodes=1"], 78, "nearest known is 'alps'"),
+        (["--nodes=1"], 78, "add --account"),
+        (["--nodes=9", "--account=a"], 78, "--nodes 9: the site alps allows 8"),
+        (["--nodes=1", "--account=a", "--time=2-00:00:00"], 78, "over the limit of the site alps, 24:00:00"),
+        (["--nodes=1", "--account=a", "--partition=short", "--time=02:00:00"], 78, "partition short of alps, 01:00:00"),
+        (["--nodes=1", "--account=a", "--partition=shrot"], 78, "nearest known is 'short'"),
+        (
+            ["--nodes=1", "--account=a", "--ranks-per-node=5", "--set=run.device=gpu"],
+            78,
+            "a node of the site alps has 4",
+        ),
+        (["--nodes=1", "--account=a", "--partition=short", "--gpus-per-node=3"], 78, "partition short of alps has 2"),
+        (["--nodes=1", "--account=a", "--ranks-per-node=4", "--cpus-per-task=5"], 78, "= 20 cores"),
+        (["--nodes=1", "--account=a", "--set=run.device=gpu", "--gpus-per-node=0"], 78, "--gpus-per-node 0"),
+        (["--nodes=1", "--account=a", "--stage-data"], 78, "data.path is empty"),
+        (["--nodes=1", "--account=a", "--within=24h"], 2, "--within goes with --carbon"),
+        (["--nodes=1", "--account=a", "--power=9"], 2, "--power goes with --carbon"),
+        (["--nodes=1", "--account=a", "--carbon=missing.csv", "--within=2h", "--time=60"], 78, "missing.csv"),
+        (["--site=slurm-mpich", "--nodes=1", "--survive=shrink"], 78, "needs the mpirun of an Open MPI 5"),
+        (["--site=ibrun", "--nodes=1", "--restarts=1", "--spare-nodes=1"], 78, "takes all nodes of a job"),
+        (
+            ["--nodes=8", "--account=a", "--restarts=1", "--spare-nodes=1"],
+            78,
+            "--nodes 8 and --spare-nodes 1: the site",
+        ),
+        (["--site=missing/site.toml", "--nodes=1"], 78, "there is no such file"),
+    ],
+)
+def test_what_the_site_cannot_run_is_refused(site, options, code, words):
+    named = [] if any(option.startswith("--site") for option in options) else ["--site=alps"]
+    done = submit(*named, *options, folder=site)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert not (site / "calls").exists()
+
+
+def test_a_site_has_defaults_of_the_recipe_and_of_striping(site):
+    def shown(*options):
+        done = submit("--site=alps", "--nodes=1", "--account=a", "--dry-run", *options, folder=site)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "\nseed = 44\n" in shown() and 'stripe = "-c 7"\n' in shown(), "the innermost root counts"
+    assert 'stripe = "-c 1"\n' in shown("--out=/elsewhere/run")
+    assert "\nseed = 3\n" in shown("--set=run.seed=3")
+    assert 'stripe = "none"\n' in shown("--set=checkpoint.stripe=none"), "who says one has it"
+
+
+def test_the_same_recipe_is_the_same_run(sbatch):
+    first = submit("--nodes=1", "--set=run.steps=5", folder=sbatch)
+    assert first.stdout == "4711\n"
+    pending = ["4711", "PENDING", "0", "0:00", "10:00", "1", "0", "N/A", "N/A", "Priority"]
+    queued = {"QUEUED": "|".join(pending)}
+    again = submit("--nodes=2", "--set=run.steps=7", folder=sbatch, **queued)  # longer, and on more nodes
+    assert (again.returncode, again.stdout) == (0, "4711\n"), again.stderr
+    assert "nothing submitted" in again.stderr and "4711 (PENDING)" in again.stderr
+    assert len((sbatch / "calls").read_text().splitlines()) == 2
+    other = submit("--nodes=1", "--set=run.seed=5", folder=sbatch, NUMBER="4712", **queued)
+    assert other.stdout == "4712\n"
+    assert len(list((sbatch / "runs").iterdir())) == 2
+
+
+def test_another_run_is_refused_before_a_job_waits_for_it(sbatch):
+    (sbatch / "mine" / "checkpoints").mkdir(parents=True)
+    (sbatch / "mine" / "recipe.toml").write_text(recipes.dump(recipes.load(None, ["run.steps=9"], {}).recipe))
+    foreign = submit("--nodes=1", "--out=mine", "--set=model.layers=3", folder=sbatch)
+    assert (foreign.returncode, foreign.stdout) == (78, "") and "holds another run: model.layers = " in foreign.stderr
+    rounded = submit("--nodes=1", "--out=mine", "--set=precision.mode=float64", folder=sbatch)
+    assert rounded.returncode == 78 and "precision.mode = " in rounded.stderr
+    assert not (sbatch / "calls").exists()
+    assert submit("--nodes=1", "--out=mine", "--set=precision.mode=bfloat16", folder=sbatch).returncode == 0
+
+
+def test_runs_have_directories_of_their_own_wherever_they_could_not_go_on():
+    def of(*overrides):
+        return identity.run_id(recipes.load(None, overrides, {}).recipe)
+
+    assert of("precision.mode=bfloat16", "run.steps=7", "parallel.data=2") == of()
+    assert len({of(), of("precision.mode=float64"), of("model.layers=3"), of("run.seed=5")}) == 4
+
+
+def test_runs_on_one_node_share_no_copies(sbatch):
+    def local(out):
+        done = submit("--nodes=1", "--warmup", f"--out={out}", "--dry-run", folder=sbatch)
+        return re.search(r"^local_dir=(.*)$", done.stdout, re.MULTILINE)[1]
+
+    assert local("a") != local("b") and local("a") == local("a"), "the next start finds what the one before has left"
+
+
+def test_two_submissions_at_once_are_one_job(sbatch):
+    slow = SBATCH.replace("#!/bin/bash\n", "#!/bin/bash\nsleep 0.5\n")
+    (sbatch / "bin" / "sbatch").write_text(slow)
+    pending = "4711|PENDING|0|0:00|10:00|1|0|N/A|N/A|Priority"
+    with ThreadPoolExecutor() as threads:
+        both = list(threads.map(lambda _: submit("--nodes=1", folder=sbatch, QUEUED=pending), range(2)))
+    assert [done.stdout for done in both] == ["4711\n"] * 2, [done.stderr for done in both]
+    assert (sbatch / "calls").read_text().split() == ["--test-only", "--parsable"]
+
+
+def test_variables_do_not_go_over_what_the_script_says(sbatch):
+    """As sbatch lets them: SBATCH_TIMELIMIT would cut the job short, and no checkpoint be in time."""
+    text = submit("--nodes=1", "--time=60", "--dry-run", folder=sbatch).stdout
+    given = {"SBATCH_TIMELIMIT": "5", "SBATCH_SIGNAL": "TERM", "SBATCH_NO_REQUEUE": "1", "SBATCH_OPEN_MODE": "truncate"}
+    kept = {"SBATCH_ACCOUNT": "mine", "SBATCH_QOS": "debug", "PATH": "/bin"}
+    assert slurm.undisturbed(text, given | kept) == kept, "the account that nobody has named on the command line"
+    (sbatch / "bin" / "sbatch").write_text(SBATCH.replace("cat >", 'env > "$FOLDER/variables"\ncat >'))
+    assert submit("--nodes=1", "--time=60", folder=sbatch, SBATCH_TIMELIMIT="5", SBATCH_QOS="q").returncode == 0
+    variables = (sbatch / "variables").read_text()
+    assert "SBATCH_QOS=q" in variables and "SBATCH_TIMELIMIT" not in variables
+
+
+def test_an_account_may_be_a_variable(site):
+    line = ["--site=alps", "--nodes=1"]
+    assert submit(*line, folder=site, SBATCH_ACCOUNT="project").stdout == "4711\n"
+
+
+def test_a_begin_of_ones_own(sbatch):
+    done = submit("--nodes=1", "--sbatch-arg=--begin=now+1hour", "--dry-run", folder=sbatch)
+    assert "\n#SBATCH --begin=now+1hour\n" in done.stdout, done.stderr
+
+
+def test_a_chain_is_links_that_wait_for_one_another(sbatch):
+    done = submit("--nodes=1", "--chain=3", "--out=run", folder=sbatch)
+    assert done.stdout == "4711\n" * 3, done.stderr  # the played sbatch has one number only
+    calls = [line for line in (sbatch / "calls").read_text().splitlines() if "parsable" in line]
+    assert calls == ["--parsable", *["--parsable --dependency=afterany:4711"] * 2]
+    texts = [(sbatch / "run" / f"job-{link}.sbatch").read_text() for link in (1, 2, 3)]
+    assert (sbatch / "script").read_text() == texts[2]
+    assert ["the next one goes on" in text for text in texts] == [True, True, False]
+    assert all("--no-requeue" in text for text in texts)
+
+
+def test_of_a_chain_that_slurm_takes_in_part_the_numbers_are_printed(sbatch):
+    text = SBATCH.replace(
+        "cat >", '[[ $* != *afterany:4711* ]] || { echo "QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }\ncat >'
+    )
+    (sbatch / "bin" / "sbatch").write_text(text)
+    done = submit("--nodes=1", "--chain=3", "--out=run", folder=sbatch)
+    assert (done.returncode, done.stdout) == (78, "4711\n"), done.stderr
+    assert "QOSMaxSubmitJobPerUserLimit" in done.stderr
+    assert [entry.job for entry in ledger.read(sbatch / "run")] == ["4711"]
+    assert ledger.remembered({"XDG_STATE_HOME": str(sbatch / "state")}) == [sbatch / "run"], "`hpcdist jobs` finds it"
+
+
+def test_a_job_that_cannot_be_entered_is_told_by_its_number(sbatch):
+    (sbatch / "bin" / "sbatch").write_text(SBATCH + "rm -rf run/jobs.jsonl; mkdir run/jobs.jsonl\n")
+    done = submit("--nodes=1", "--out=run", folder=sbatch)
+    assert done.returncode == 74 and "job 4711" in done.stderr, done.stderr
+
+
+def test_what_the_nodes_do_not_see_is_refused_but_shown(sbatch):
+    """The folder of a test is under /tmp."""
+    away = {"NODE_HOST": "elsewhere"}
+    done = submit("--nodes=1", folder=sbatch, **away)
+    assert (done.returncode, done.stdout) == (78, "") and "is under /tmp, of which each node has its own" in done.stderr
+    assert not (sbatch / "calls").exists()
+    assert submit("--nodes=1", "--dry-run", folder=sbatch, **away).returncode == 0
+    assert submit("--nodes=1", folder=sbatch).returncode == 0, "all nodes are this machine"
+
+
+def test_data_is_read_where_it_was_copied_to(sbatch):
+    (sbatch / "text.txt").write_text("words")
+    done = submit("--nodes=1", "--set=data.path=text.txt", "--stage-data", "--dry-run", folder=sbatch)
+    assert done.returncode == 0, done.stderr
+    (staged,) = re.findall(r'^staged = "(.*)"$', done.stdout, re.MULTILINE)
+    assert re.fullmatch(r"/tmp/hpcdist-\d+-[0-9a-f]{8}/data/text.txt", staged)
+    assert f"data={sbatch}/text.txt\n" in done.stdout and f'path = "{sbatch}/text.txt"\n' in done.stdout
+
+
+def test_a_job_begins_when_the_grid_emits_least(sbatch):
+    hours = ["2126-01-01T00:00Z,300", "2126-01-01T01:00Z,100", "2126-01-01T02:00Z,200", "2126-01-01T03:00Z,200"]
+    (sbatch / "grid.csv").write_text("\n".join(["time,gCO2/kWh", *hours]) + "\n")
+    options = ["--nodes=1", "--time=60", "--carbon=grid.csv", "--deadline=2126-01-01T04:00Z", "--dry-run"]
+    done = submit(*options, folder=sbatch, TZ="UTC")
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --begin=2126-01-01T01:00:00\n" in done.stdout
+    assert "100.0 gCO2/kWh on average" in done.stderr
 
 
 def test_what_slurm_refuses_is_not_submitted(sbatch):
@@ -157,6 +379,14 @@ def test_a_slurm_that_does_not_answer_is_missing_and_not_misconfigured(sbatch, m
 def test_the_cluster_is_no_part_of_the_number(sbatch, monkeypatch):
     monkeypatch.setenv("NUMBER", "12;alps")
     assert slurm.submit("#!/bin/bash\n") == "12"
+
+
+def test_a_greeting_of_the_site_is_no_number(sbatch, monkeypatch):
+    monkeypatch.setenv("NUMBER", "-----\nWelcome to 2 machines\n--> Verifying access: OK\n99")
+    assert slurm.submit("#!/bin/bash\n") == "99"
+    monkeypatch.setenv("NUMBER", "Welcome")
+    with pytest.raises(ConfigurationError, match="no number of a job, but 'Welcome'"):
+        slurm.submit("#!/bin/bash\n")
 
 
 def test_submit_loads_nothing_heavy(tmp_path):

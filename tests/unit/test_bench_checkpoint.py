@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from hpcdist.bench import checkpoint as bench
-from hpcdist.bench.checkpoint_beside import Steps
+from hpcdist.bench.checkpoint_beside import Steps, text
+from hpcdist.bench.checkpoint_contenders import RAW, raw
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import StorageError
 
@@ -18,34 +19,42 @@ from hpcdist.errors import StorageError
 def test_ratios_are_medians_of_rounds_of_the_slowest_rank():
     def samples(name, *rounds):
         times = np.array(rounds)
-        return bench.Samples(name, times, 2 * times)
+        return bench.Samples(name, times, {bench.CACHE: 2 * times})
 
     found = [
         samples(bench.OURS, (1.0, 2.0), (4.0, 3.0), (1.0, 1.0)),
-        samples(bench.RAW, (1.0, 1.0), (8.0, 1.0), (3.0, 1.0)),
+        samples(RAW, (1.0, 1.0), (8.0, 1.0), (3.0, 1.0)),
     ]
     told = bench.figures(found, 4000)
-    assert told["write"]["raw"] == {"median_s": 3.0, "bytes_per_s": 4000 / 3, "ratio": 2.0}
-    assert told["write"]["hpcdist"] == {"median_s": 2.0, "bytes_per_s": 2000.0, "ratio": 1.0}
-    assert told["read"]["raw"]["median_s"] == 6.0 and "2.00x" in bench.text(told)
-    steps = Steps([1.0, 3.0, 2.0], [2.2], [3.0, 5.0], [9.0]).figures()
-    assert steps["saving_over_plain"] == 1.1 and steps["beside_over_plain"] == 2.0 and steps["save_s"] == 9.0
+    raw = {"median_s": 3.0, "bytes_per_s": 4000 / 3, "ratio": 2.0, "ratio_quartiles": [1.25, 2.5]}
+    ours = {"median_s": 2.0, "bytes_per_s": 2000.0, "ratio": 1.0, "ratio_quartiles": [1.0, 1.0]}
+    assert told["write"] == {"hpcdist": ours, "raw": raw}
+    assert told["read from the cache"]["raw"]["median_s"] == 6.0 and "2.00x (1.25 - 2.50)" in bench.text(told)
+
+
+def test_what_a_save_costs_the_steps():
+    told = Steps([1.0, 3.0, 2.0], [2.2, 2.4], [3.0, 2.0, 2.0, 2.0], [9.0, 7.0]).figures(mtbf_s=1000.0)
+    assert told["saving_over_plain"] == pytest.approx(1.15) and told["beside_over_plain"] == 1.0
+    assert told["save_s"] == 8.0 and told["saving_quartiles"] == pytest.approx([1.125, 1.175])
+    assert told["cost_s"] == pytest.approx((0.2 + 0.4 + 1.0) / 2)
+    assert told["overhead"] == pytest.approx(0.8 / (0.8 + told["interval_s"])) and "0.800 s: 1.99 %" in text(told)
 
 
 def measured(tmp_path, extra=()):
     def body(comm):
         state = bench.make_state(comm, 1 << 16, 3)
         assert sum(comm.allgather_object(sum(array.nbytes for array in state.values()))) == 1 << 16
-        wanted = bench.Wanted(tmp_path / "here", 2, 1, False, 0)
-        return bench.run(comm, state, [bench.raw(comm, state), *(make(state) for make in extra)], wanted, print)
+        wanted = bench.Wanted(tmp_path / "here", 2, 1, bench.READS, 0)
+        return bench.run(comm, state, [raw(comm, state), *(make(state) for make in extra)], wanted, print)
 
     return run_threads(3, body)[0]
 
 
 def test_every_round_of_every_rank_is_kept_and_nothing_is_left(tmp_path):
     (found,) = measured(tmp_path)
-    assert found.write_s.shape == found.read_s.shape == (2, 3)
-    assert (found.write_s > 0).all() and (found.read_s > 0).all()
+    assert set(found.reads_s) == {"cache", "disk"}
+    for times in (found.write_s, *found.reads_s.values()):
+        assert times.shape == (2, 3) and (times > 0).all()
     assert os.listdir(tmp_path / "here") == []
 
 
@@ -55,14 +64,18 @@ def test_who_does_not_bring_back_the_bits_is_no_contender(tmp_path):
 
 
 def test_the_command_on_one_rank(tmp_path):
-    arguments = ["--bytes", "1M", "--rounds", "2", "--no-torch", "--asynchronous", "--step-s", "0.001", "--json"]
+    sizes = ["--bytes", "1M", "--bytes", "64k"]
+    arguments = [*sizes, "--rounds", "2", "--no-torch", "--asynchronous", "--step-s", "0.001", "--json"]
     line = [sys.executable, "-P", "-m", "hpcdist", "bench", "checkpoint", *arguments, "--output", "out.h5"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert told["bytes"] == 1 << 20 and set(told["write"]) == set(told["read"]) == {"hpcdist", "raw"}
-    assert told["beside"]["saving_over_plain"] > 0
+    assert [one["bytes"] for one in told["sizes"]] == [1 << 20, 1 << 16] and told["ranks"] == 1
+    for one in told["sizes"]:
+        assert set(one["speeds"]) == {"write", "read from the cache", "read from the disk"}
+        assert all(set(rows) == {"hpcdist", "raw"} for rows in one["speeds"].values())
+        assert one["beside"]["saving_over_plain"] > 0
     with h5py.File(tmp_path / "out.h5") as file:
-        assert file["contenders/hpcdist/write_s"].shape == (2, 1) and file.attrs["bytes"] == 1 << 20
-        assert len(file["beside/saving_s"]) == 2
+        assert file["1048576/contenders/hpcdist/write_s"].shape == (2, 1) and file.attrs["tensors"] == 24
+        assert len(file["65536/beside/saving_s"]) == 2 and file["65536/contenders/raw/read_disk_s"].shape == (2, 1)
     assert os.listdir(tmp_path) == ["out.h5"]

@@ -13,10 +13,10 @@ from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.schedule.executor import Executor
 from hpcdist.strategies.schedule.operations import Kind
-from hpcdist.training import directory
+from hpcdist.training import identity
 from hpcdist.training import recipe as recipes
-from hpcdist.training.chaos import Pace, SlowedExecutor, is_slow
 from hpcdist.training.chaos_config import ChaosConfig
+from hpcdist.training.chaos_slow import Pace, SlowedExecutor, is_slow
 
 STEPS = 4
 
@@ -163,7 +163,7 @@ def test_a_recipe_keeps_its_lists_and_may_go_on_without_chaos(tmp_path: Path) ->
     assert recipe.chaos.slow_ranks == (0, 3)
     (tmp_path / "b.toml").write_text(recipes.dump(recipe))
     assert recipes.load_stored(tmp_path / "b.toml") == recipe
-    assert directory.operational("chaos.slow_ranks") and directory.operational("chaos.step_s")
+    assert identity.operational("chaos.slow_ranks") and identity.operational("chaos.step_s")
 
 
 def test_people_are_told() -> None:

@@ -104,8 +104,10 @@ def test_any_number_of_ranks_bit_equal(tmp_path, rng, saved, restored):
 
 
 def test_cut_by_columns_to_cut_by_rows_over_several_blocks(tmp_path, rng, monkeypatch):
-    for module in ("manifest", "blocks", "restore", "slots", "sources"):
+    for module in ("manifest", "blocks", "filling", "slots", "sources"):
         monkeypatch.setattr(f"hpcdist.checkpoint.{module}.BLOCK_BYTES", 1024)
+    monkeypatch.setattr("hpcdist.checkpoint.blocks.READ_BYTES", 192)
+    monkeypatch.setattr("hpcdist.checkpoint.shard.PART_BYTES", 320)
     whole = rng.standard_normal((60, 45))
 
     def body(comm):
@@ -169,7 +171,7 @@ DAMAGE = {
     "No such file": lambda path: (path / "shard-00000.h5").unlink(),
     "manifest.json is missing": lambda path: (path / "manifest.json").unlink(),
     "manifest.json is damaged": lambda path: (path / "manifest.json").write_text(
-        (path / "manifest.json").read_text().replace('"step": 20', '"step": 21')
+        (path / "manifest.json").read_text().replace('"step":20', '"step":21')
     ),
     "cannot be read": lambda path: os.truncate(path / "manifest.json", 100),
     "not finished": lambda path: path.rename(path.with_name("step-20.tmp")),

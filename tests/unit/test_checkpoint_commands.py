@@ -103,6 +103,10 @@ def test_the_index_for_other_tools_is_verified_too(run, capsys):
     flip(run / "checkpoints/step-30/index.h5", 1000)
     code, found, _ = figures(capsys, "verify", run / "checkpoints/step-30")
     assert code == 1 and ["index.h5 is damaged" in line for line in found["checkpoints"][0]["damage"]] == [True]
+    (run / "checkpoints/step-30/index.h5").unlink()
+    os.mkfifo(run / "checkpoints/step-30/index.h5")  # which nobody writes to
+    code, found, _ = figures(capsys, "verify", run / "checkpoints/step-30")
+    assert code == 1 and ["not a regular file" in line for line in found["checkpoints"][0]["damage"]] == [True]
 
 
 def test_what_is_unfinished_is_no_damage(run, capsys):

@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -159,8 +160,8 @@ def attempt(rng, run, original):
         except StorageError:
             pass
         assert into.intact()
-    found = newest(run)
-    assert found in (None, path)
+    with suppress(manifest.NewerError):
+        assert newest(run) in (None, path)
     return loaded
 
 

@@ -170,3 +170,17 @@ def test_keys_that_do_not_go_together():
         assert load(None, [*keys, beside]).recipe.checkpoint.asynchronous
     in_file = ["parallel.strategy=zero1", "zero.offload_optimizer=file", "zero.offload_directory=/tmp"]
     assert load(None, [*in_file, beside, "checkpoint.local_directory=/tmp"]).recipe.checkpoint.local_directory == "/tmp"
+
+
+def test_a_few_unchanged_bytes_keep_no_shard_alive(tmp_path):
+    def body(comm):
+        kept, bias, weight = Kept(), np.ones(4), np.zeros(SIZE)
+        for step in (1, 2):
+            weight[...] = step
+            pieces = [Piece.whole("parameters", name, array) for name, array in (("bias", bias), ("weight", weight))]
+            path = make(plan_of(tmp_path, comm, step), pieces, comm, "rank", kept)
+        assert list(manifest.load(path).files) == ["shard-00000.h5"]
+        restore(path, [Piece.whole("parameters", "bias", bias)])
+        assert (bias == 1).all()
+
+    run_threads(1, body)

@@ -8,11 +8,17 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
+from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import lock
 from hpcdist.checkpoint.lock import LOCK_FILE, Lock
+from hpcdist.checkpoint.restore import newest
+from hpcdist.checkpoint.save import Plan, commit, save
+from hpcdist.cli import main
 from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
 from hpcdist.errors import StorageError
 from hpcdist.training import directory
 from hpcdist.training import recipe as recipes
@@ -87,8 +93,8 @@ def test_a_living_process_keeps_it_and_a_killed_one_does_not(tmp_path):
 
 def test_of_another_machine_until_it_is_not_touched_any_more(tmp_path, quick):
     other = Lock()
+    other._own |= {"machine": "another", "host": "far"}
     other.take(tmp_path)
-    forge(tmp_path, machine="another", host="far")
     with pytest.raises(StorageError, match="on far"):
         Lock().take(tmp_path)  # it is touched all the time
     other._ended.set()
@@ -127,3 +133,91 @@ def test_two_runs_of_one_directory(tmp_path):
     first.release()
     directory.prepare(solo(), longer, tmp_path / "run", "auto", second)
     second.release()
+
+
+def test_whoever_lost_it_writes_no_more(tmp_path, quick):
+    """It was frozen for longer than a lock lives; another host took the directory over, and is saving the same step."""
+
+    def state(value):
+        return [Piece.whole("parameters", "w", np.full(100, float(value)))]
+
+    frozen, other = Lock(), Lock()
+    frozen.take(tmp_path)
+    save(tmp_path / "checkpoints", 1, state(1), {}, solo())
+    assert frozen.lost() == "" and lock.lost(tmp_path) == "" and lock.lost(tmp_path / "elsewhere") == ""
+    other._own |= {"machine": "another", "host": "far"}
+    (tmp_path / LOCK_FILE).write_text(json.dumps(other._own))
+    theirs = tmp_path / "checkpoints" / "step-2.tmp"
+    theirs.mkdir()
+    with pytest.raises(StorageError, match=r"not saved: process \d+ on far has taken .* over") as caught:
+        save(tmp_path / "checkpoints", 2, state(2), {}, solo())
+    assert caught.value.exit_code == 74 and theirs.is_dir(), "what the other one writes is left alone"
+    assert "on far" in commit(Plan(tmp_path / "checkpoints", 2, 1, {}, {}, 2), []) and theirs.is_dir()
+    before = (tmp_path / LOCK_FILE).stat().st_mtime_ns
+    time.sleep(4 * lock.BEAT_S)
+    assert (tmp_path / LOCK_FILE).stat().st_mtime_ns == before, "it does not keep another's lock alive"
+    frozen.release()
+    assert (tmp_path / LOCK_FILE).exists() and newest(tmp_path).name == "step-1"
+
+
+def test_a_lock_that_somebody_removed_is_made_again(tmp_path):
+    mine = Lock()
+    mine.take(tmp_path)
+    (tmp_path / LOCK_FILE).unlink()
+    save(tmp_path / "checkpoints", 1, [Piece.whole("parameters", "w", np.zeros(3))], {}, solo())
+    assert (tmp_path / LOCK_FILE).exists()
+    (tmp_path / LOCK_FILE).write_text("{")
+    assert mine.lost() == "", "nobody knows whose it is"
+    mine.release()
+
+
+def test_it_is_kept_alive_when_it_is_there_again(tmp_path, quick):
+    mine = Lock()
+    mine.take(tmp_path)
+    (tmp_path / LOCK_FILE).rename(tmp_path / "away")
+    time.sleep(4 * lock.BEAT_S)
+    (tmp_path / "away").rename(tmp_path / LOCK_FILE)
+    before = (tmp_path / LOCK_FILE).stat().st_mtime_ns
+    limit = time.monotonic() + 20
+    while (tmp_path / LOCK_FILE).stat().st_mtime_ns == before and time.monotonic() < limit:
+        time.sleep(lock.BEAT_S)
+    assert (tmp_path / LOCK_FILE).stat().st_mtime_ns > before
+    mine.release()
+
+
+def test_a_run_directory_that_is_gone_stops_all_ranks(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    mine = Lock()
+    mine.take(run)
+    run.rename(tmp_path / "elsewhere")
+    piece = Piece.whole("parameters", "w", np.zeros(3))
+
+    def body(comm):
+        with pytest.raises(StorageError, match="not saved: .*lock cannot be made") as caught:
+            save(run / "checkpoints", 1, [piece] if comm.rank == 0 else [], {}, comm)
+        return caught.value.exit_code
+
+    assert run_threads(2, body) == [74, 74]
+    mine.release()
+
+
+def test_nothing_is_thinned_out_beneath_a_running_job(tmp_path, capsys):
+    for step in (1, 2, 3):
+        save(tmp_path / "checkpoints", step, [Piece.whole("parameters", "w", np.zeros(3))], {}, solo(), keep=9)
+    job = Lock()
+    job.take(tmp_path)
+
+    def prune(*arguments):
+        with pytest.raises(SystemExit) as leaving:
+            main.main(["checkpoint", "prune", "--keep", "1", *map(str, arguments)])
+        return leaving.value.code or 0, capsys.readouterr().err
+
+    for place in tmp_path, tmp_path / "checkpoints":
+        code, told = prune(place)
+        assert code == 74 and "let it keep fewer itself (checkpoint.keep)" in told
+        assert prune(place, "--dry-run")[0] == 0
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 3
+    job.release()
+    assert prune(tmp_path)[0] == 0 and not (tmp_path / LOCK_FILE).exists()
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-3"]

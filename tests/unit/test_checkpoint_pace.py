@@ -78,7 +78,7 @@ def test_a_run_stops_when_another_save_would_not_fit(settings, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (("checkpoint.mtbf_s=60", "checkpoint.every_steps=5"), "one of them says when"),
+        (("checkpoint.mtbf_s=60", "checkpoint.every_steps=5"), "says when to save"),
         (("checkpoint.mtbf_s=-1",), "checkpoint.mtbf_s = -1"),
         (("checkpoint.keep_best=-1",), "checkpoint.keep_best = -1"),
         (("checkpoint.keep_best=1", "data.validation_fraction=0.0"), "no validation loss"),

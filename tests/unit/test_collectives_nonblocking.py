@@ -424,7 +424,7 @@ def fail_in_step(comm: Communicator, kind: str) -> Progress:
     progress = nonblocking.begin(comm, kind)
     with pytest.raises(CommunicationError, match="met a buffer of") as caught:
         [handle.wait() for handle in unequal(comm, progress)]
-    assert "_deliver" in [entry.name for entry in caught.traceback], "where it happened, in whatever thread"
+    assert "deliver" in [entry.name for entry in caught.traceback], "where it happened, in whatever thread"
     return progress
 
 

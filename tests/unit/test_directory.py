@@ -1,11 +1,16 @@
 """A run directory is one run; what a run is made with may change between its starts."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hpcdist.batch import ledger, submission
+from hpcdist.batch.job import BatchJob
+from hpcdist.batch.site import Scheduler, Site
 from hpcdist.comm.solo import solo
-from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.training import directory
 from hpcdist.training import recipe as recipes
 
@@ -23,6 +28,26 @@ def begun(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_start_that_was_killed_before_it_kept_its_recipe(tmp_path: Path) -> None:
+    for name in ("lock", "lock.now.7.7", "recipe.toml.tmp"):
+        (tmp_path / name).touch()
+    assert prepare(tmp_path).resume_from is None
+    (tmp_path / "recipe.toml").unlink()
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigurationError, match="is not empty and holds no run"):
+        prepare(tmp_path)
+
+
+@pytest.mark.parametrize("kind", submission.TEMPLATES)
+def test_what_a_submission_leaves_is_no_other_run(tmp_path: Path, kind: str) -> None:
+    ledger.record(tmp_path, ledger.SUBMITTED, job="1")
+    (tmp_path / "stop").touch()
+    job = BatchJob(nodes=1, python="python", recipe="", run_dir=tmp_path)
+    for each in (job, replace(job, links=12, link=12)):
+        submission.kept(each, Site(scheduler=Scheduler(kind=kind))).touch()
+    assert prepare(tmp_path).resume_from is None
+
+
 def test_the_same_recipe_goes_on(begun: Path) -> None:
     assert prepare(begun, "run.steps=10").changed == ""
     with pytest.raises(UsageError, match="add --resume auto"):
@@ -32,7 +57,14 @@ def test_the_same_recipe_goes_on(begun: Path) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["run.seed=5", "run.global_batch=32", "model.hidden=64", "optimizer.learning_rate=0.1", "data.context=64"],
+    [
+        "run.seed=5",
+        "run.global_batch=32",
+        "model.hidden=64",
+        "optimizer.learning_rate=0.1",
+        "data.context=64",
+        "precision.mode=float64",
+    ],
 )
 def test_what_makes_it_another_run_is_refused(begun: Path, override: str) -> None:
     before = (begun / "recipe.toml").read_text()
@@ -43,7 +75,7 @@ def test_what_makes_it_another_run_is_refused(begun: Path, override: str) -> Non
 
 def test_layout_and_length_may_change_and_every_recipe_is_kept(begun: Path) -> None:
     first = recipes.load_stored(begun / "recipe.toml")
-    found = prepare(begun, "run.steps=20", "parallel.strategy=zero3", "checkpoint.every_steps=5")
+    found = prepare(begun, "run.steps=20", "parallel.strategy=zero3", "survival.every_steps=5")
     assert "parallel.strategy = 'allreduce' there, 'zero3' now" in found.changed and "run.steps" in found.changed
     assert recipes.load_stored(begun / "recipe-1.toml") == first
     assert recipes.load_stored(begun / "recipe.toml").parallel.strategy == "zero3"
@@ -62,6 +94,26 @@ def test_layout_and_length_may_change_and_every_recipe_is_kept(begun: Path) -> N
 def test_where_states_lie_may_change_either_way(begun: Path, overrides: tuple[str, ...]) -> None:
     assert "zero." in prepare(begun, "run.steps=10", *overrides).changed
     assert "zero." in prepare(begun, "run.steps=10").changed
+
+
+def test_a_start_that_fails_while_it_keeps_another_recipe_loses_none(
+    begun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Path, target: Path) -> None:
+        if target.name == "recipe.toml":
+            raise OSError(28, "No space left on device")
+        os.replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", fail)
+        with pytest.raises(StorageError, match="No space left"):
+            prepare(begun, "run.steps=20")
+    assert prepare(begun, "run.steps=10").changed == ""
+
+
+def test_the_type_of_working_copies_may_change_but_no_state_is_rounded(begun: Path) -> None:
+    for mode in ("bfloat16", "float16", "float32"):
+        assert "precision.mode = " in prepare(begun, "run.steps=10", f"precision.mode={mode}").changed
 
 
 def test_a_recipe_of_an_older_version_has_the_defaults_of_new_keys(begun: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hpcdist.arrays import device
-from hpcdist.cli import doctor
+from hpcdist.cli import doctor, doctor_report
 from hpcdist.comm import cuda_aware, diagnosis
 from hpcdist.comm.diagnosis import FAIL, OK, WARN, Check, Library
 from hpcdist.comm.launcher import Announced
@@ -137,10 +137,6 @@ def test_placement(cores, status):
     assert doctor._placement(rows).status == status
 
 
-def test_spans():
-    assert [doctor._spans(cores) for cores in [(), (3,), (0, 1, 2, 5), (0, 2, 3)]] == ["", "3", "0-2,5", "0,2-3"]
-
-
 def test_a_missing_distribution_fails(monkeypatch):
     monkeypatch.setattr(doctor, "REQUIRED", (*doctor.REQUIRED, "no-such-distribution"))
     check = doctor._versions()
@@ -181,5 +177,5 @@ def test_variables_are_listed(monkeypatch):
 
 
 def test_the_exit_code_follows_the_worst():
-    assert doctor._code([Check("a", OK, ""), Check("b", WARN, "")]) == 0
-    assert doctor._code([Check("a", OK, ""), Check("b", FAIL, "")]) == 1
+    assert doctor_report.code([Check("a", OK, ""), Check("b", WARN, "")]) == 0
+    assert doctor_report.code([Check("a", OK, ""), Check("b", FAIL, "")]) == 1

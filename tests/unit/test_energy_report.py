@@ -121,6 +121,15 @@ def test_a_start_that_could_not_measure_is_not_forgotten():
         blind = json.loads(json.dumps(state(found)))
 
 
+def test_what_is_kept_does_not_grow_with_the_starts():
+    reasons, earlier = [], None
+    for missing in (NO_GPU, NO_GPU, NO_GPU | NO_RAPL, NO_GPU, NO_GPU | NO_RAPL, NO_GPU):
+        earlier = state(merge([node(0, sources=(), missing=missing)], earlier))
+        reasons.append(earlier["reason"])
+    assert reasons[1] == reasons[0] and not reasons[0].startswith("an earlier")
+    assert reasons[5] == reasons[4] == reasons[3]
+
+
 def test_sums_of_different_things_are_refused():
     first = state(merge([node(0, sources=[("a", "gpu"), ("package-0", "cpu")])]))
     found = merge([node(0)], first)

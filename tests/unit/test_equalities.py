@@ -1,8 +1,10 @@
 """Every exchange in lock-step is the run of one process: all optimizers, both precisions, on 1 to 4 ranks.
 
 After 50 steps with clipping and accumulation, of a small classifier on threads. `tests/ranks` has some of it over MPI.
+In float32 only 3 ranks are taken, all with HPCDIST_TEST_LAYOUTS=all.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -34,6 +36,7 @@ SAMPLES, STEPS, MICROBATCHES = 10, 50, 2  # uneven over 3 and 4 ranks
 FEATURES, CLASSES = 5, 4
 MODEL = ModelConfig(kind="mlp", layers=1, hidden=7)
 TOLERANCE: Final = {"float32": 1e-5, "float64": 1e-12}
+ALL = os.environ.get("HPCDIST_TEST_LAYOUTS") == "all"
 COMMON = OptimizerConfig(warmup_steps=3, clip_norm=0.4)
 OPTIMIZERS = {
     "sgd": replace(COMMON, name="sgd", learning_rate=0.2),
@@ -124,7 +127,7 @@ def alone(optimizer: str, dtype: str) -> tuple[list[float], np.ndarray]:
 def test_it_is_the_run_of_one_process(way: str, optimizer: str, dtype: str) -> None:
     losses, weights = alone(optimizer, dtype)
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5]), "the model learns"
-    for size in (1, 2, 3, 4):
+    for size in (1, 2, 3, 4) if ALL or dtype == "float64" else (3,):
         found = run_threads(size, lambda comm: trained(comm, way, optimizer, dtype))
         for ours, kept in found:
             np.testing.assert_allclose(ours, losses, rtol=TOLERANCE[dtype], err_msg=f"{size} ranks")

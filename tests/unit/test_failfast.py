@@ -85,6 +85,54 @@ def test_what_is_no_failure_passes(source: str, code: int) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", "")
 
 
+OUTLIVED = "failfast.outlive(lambda error: isinstance(error, CommunicationError))\n"
+
+
+def test_where_deaths_are_outlived_a_thread_that_meets_one_says_nothing() -> None:
+    source = """
+def work(error):
+    raise error
+thread = threading.Thread(target=work, args=(CommunicationError("died"),))
+thread.start()
+thread.join()
+print("on it goes", flush=True)
+threading.Thread(target=work, args=(ValueError("own"),)).start()
+time.sleep(60)
+"""
+    ended = run(OUTLIVED + source)
+    assert (ended.returncode, ended.stdout) == (1, "on it goes\nabort 1\n")
+    assert "ValueError: own" in ended.stderr and "died" not in ended.stderr
+
+
+def test_where_deaths_are_outlived_the_main_thread_still_fails_by_one(tmp_path: Path) -> None:
+    ended = run(OUTLIVED + "raise CommunicationError('died')", HPCDIST_LAUNCH_DIR=str(tmp_path))
+    assert (ended.returncode, ended.stdout) == (1, "abort 1\n") and "CommunicationError: died" in ended.stderr
+    assert (tmp_path / "ended").read_text() == "1", "the launcher may not end by the abort"
+    left = run(OUTLIVED + "failfast.agreed_exit(0)", HPCDIST_LAUNCH_DIR=str(tmp_path))
+    assert left.returncode == 0 and [path.name for path in tmp_path.iterdir()] == ["ended"]
+    assert (tmp_path / "ended").read_text() == "1", "a failure comes before the end of the others"
+
+
+def test_where_deaths_are_outlived_an_agreed_end_is_told_and_immediate(tmp_path: Path) -> None:
+    source = "import atexit; atexit.register(print, 'finalised')\nfailfast.guarded(lambda: failfast.agreed_exit(75))"
+    ended = run(OUTLIVED + source, HPCDIST_LAUNCH_DIR=str(tmp_path))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (75, "", "")
+    assert (tmp_path / "ended").read_text() == "75"
+
+
+def test_who_does_not_go_on_within_the_limit_ends_the_job() -> None:
+    ended = run("failfast.allow(60)\nfailfast.allow(0.05)\ntime.sleep(60)")
+    assert (ended.returncode, ended.stdout) == (1, "abort 1\n")
+    assert "DeadlineError: a rank died, and the others did not go on within 0.05 s" in ended.stderr
+    gone_on = run("failfast.allow(0.2)\nfailfast.allow(None)\ntime.sleep(0.5)\nfailfast.allow(float('inf'))")
+    assert (gone_on.returncode, gone_on.stdout, gone_on.stderr) == (0, "", "")
+
+
+def test_a_rank_that_moved_fails_under_its_new_number() -> None:
+    ended = run("failfast.move(1)\n1 / 0")
+    assert ended.returncode == 1 and "[rank 1] rank 1 failed" in ended.stderr
+
+
 def test_without_install_exceptions_are_pythons_own() -> None:
     ended = run("failfast.uninstall()\nfailfast.guarded(lambda: 1 / 0)")
     assert ended.returncode == 1 and ended.stderr.startswith("Traceback") and "[rank" not in ended.stderr

@@ -3,16 +3,17 @@
 import hashlib
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import shard_runs
+from shard_runs import SAMPLES, train
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.placement import locate
 from hpcdist.comm.recording import recording
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError, ScheduleError
 from hpcdist.strategies import logical_shards
@@ -22,10 +23,10 @@ from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.strategies.schedule.verify import verify
 from hpcdist.training import recipe as recipes
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.trainer import Trainer, assemble
+from hpcdist.training.trainer import Trainer
 
 STEPS = 4
-SAMPLES = 24
+trainer_of = partial(shard_runs.trainer_of, shards=8)
 
 
 @pytest.fixture
@@ -33,35 +34,6 @@ def text(tmp_path: Path, rng: np.random.Generator) -> Path:
     path = tmp_path / "text.txt"
     path.write_bytes(rng.integers(97, 123, 4000).astype(np.uint8).tobytes())
     return path
-
-
-def trainer_of(comm: Communicator, path: Path, keys: dict[str, Any], resume: Path | None = None) -> Trainer:
-    settings = {
-        "model.layers": 1,
-        "model.hidden": 16,
-        "model.heads": 2,
-        "data.path": path,
-        "data.context": 8,
-        "run.steps": 20,
-        "run.global_batch": SAMPLES,
-        "run.validation_samples": 20,
-        "run.logical_shards": 8,
-        "optimizer.warmup_steps": 2,
-        **keys,
-    }
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
-    return assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe, resume)
-
-
-def train(trainer: Trainer, last: int) -> list[tuple[float, float]]:
-    """Loss and norm of each step up to ``last``."""
-    found = []
-    with trainer.batches(last) as batches:
-        for step, batch in enumerate(batches, start=trainer.first_step + 1):
-            done = trainer.step(step, trainer.cut(batch), np.ones(2))
-            assert done.wishes.tolist() == [trainer.comm.size] * 2
-            found.append((done.loss, done.gradient_norm))
-    return found
 
 
 def digest(trainer: Trainer) -> str:

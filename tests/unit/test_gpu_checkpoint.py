@@ -59,5 +59,5 @@ def test_each_piece_is_copied_once(gpu: ModuleType, tmp_path: Path) -> None:
     assert gpu.LOG.sites() == copied and gpu.LOG.nbytes(gpu.D2H) == sum(piece.array.nbytes for piece in pieces)
     gpu.LOG.clear()
     restore(path, pieces)
-    assert gpu.LOG.sites() == {(gpu.H2D, "restore._fill"): len(pieces)}
+    assert gpu.LOG.sites() == {(gpu.H2D, "filling._fill"): len(pieces)}
     assert gpu.LOG.nbytes(gpu.H2D) == sum(piece.array.nbytes for piece in pieces)

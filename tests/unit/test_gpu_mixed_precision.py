@@ -12,7 +12,7 @@ from hpcdist.comm.threads import run_threads
 BOUND = 2e-4  # a GPU sums in another order, and what is rounded to 11 bits may then fall on the other side
 
 
-@pytest.mark.parametrize("layout", ["allreduce", "zero2", "zero3", "zero2, lamb"])
+@pytest.mark.parametrize("layout", ["allreduce", "zero2", "zero3", "zero2, lamb", "1f1b", "servers that work"])
 def test_a_float16_run_on_the_gpu_is_that_of_the_cpu(
     gpu: ModuleType, tmp_path: Path, rng: np.random.Generator, layout: str
 ) -> None:

@@ -20,6 +20,12 @@ def on_device(gpu: ModuleType, values: np.ndarray) -> backend.Array:
     return array
 
 
+def empty_the_pool() -> None:
+    """Take all blocks out of it, also those that garbage of earlier tests would give back in the middle of this one."""
+    gc.collect()
+    staging.release()
+
+
 def kinds(gpu: ModuleType) -> list[str]:
     return [event.kind for event in gpu.LOG.events]
 
@@ -88,7 +94,7 @@ def test_host_buffers_are_not_copied() -> None:
 
 
 def test_staging_memory_comes_back_at_the_same_address(gpu: ModuleType) -> None:
-    staging.release()
+    empty_the_pool()
     handover = Handover(device_pointers=False)
     addresses = set()
     for _ in range(5):
@@ -98,12 +104,11 @@ def test_staging_memory_comes_back_at_the_same_address(gpu: ModuleType) -> None:
         assert not np.shares_memory(first, second)
         addresses |= {first.ctypes.data, second.ctypes.data}
         del first, second
-        gc.collect()
     assert len(addresses) <= 4  # two blocks, seen from two offsets
 
 
 def test_a_block_is_kept_while_its_copy_to_the_device_is_under_way(gpu: ModuleType) -> None:
-    staging.release()
+    empty_the_pool()
     target = on_device(gpu, np.zeros(1000))
     message, finish = Handover(device_pointers=False).incoming(target)
     message[...] = 7
@@ -116,7 +121,7 @@ def test_a_block_is_kept_while_its_copy_to_the_device_is_under_way(gpu: ModuleTy
 
 
 def test_the_ledger_counts_what_is_taken(gpu: ModuleType) -> None:
-    staging.release()
+    empty_the_pool()
     ledger = Ledger()
     staging.account(ledger)
     try:
@@ -133,7 +138,7 @@ def test_the_ledger_counts_what_is_taken(gpu: ModuleType) -> None:
 
 
 def test_pageable_memory_is_the_last_resort(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    staging.release()
+    empty_the_pool()
     monkeypatch.setitem(cuda_double.LIMIT, "pinned", 0)
     message, finish = Handover(device_pointers=False).both(target := on_device(gpu, np.arange(3.0)), "allreduce")
     assert not cuda_double.is_pinned(message) and message.tolist() == [1.0, 2.0, 3.0]

@@ -123,18 +123,18 @@ def test_each_rank_reads_its_share_only(text: Path, monkeypatch: pytest.MonkeyPa
     run, _, tensors = train(text)
     recipe = recipes.load_stored(run / "recipe.toml")
     read: dict[int, int] = {}
-    restore = inference.restore
+    restore = inference.restore_together
 
     def body(comm: Communicator) -> None:
         with recording(comm) as traffic:
             load(comm, run, recipe)
         assert traffic.calls["all_gather"] == 1
 
-    def counting(path: Path, wanted: list) -> object:
-        read[len(read)] = sum(piece.flat.size for piece in wanted)
-        return restore(path, wanted)
+    def counting(comm: Communicator, path: Path, wanted: list) -> object:
+        read[comm.rank] = sum(piece.flat.size for piece in wanted)
+        return restore(comm, path, wanted)
 
-    monkeypatch.setattr(inference, "restore", counting)
+    monkeypatch.setattr(inference, "restore_together", counting)
     run_threads(4, body)
     total = sum(values.size for values in tensors.values())
     assert sum(read.values()) == total and max(read.values()) < total / 3

@@ -14,6 +14,8 @@ SRUN = {
     "SLURM_STEP_ID": "0",
     "SLURM_NTASKS": "8",
 }
+PMI = {"PMI_SIZE": "8", "PMI_RANK": "5"}
+FLUX = {"FLUX_JOB_SIZE": "8", "FLUX_TASK_RANK": "5", "FLUX_TASK_LOCAL_ID": "1"}
 BATCH = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
 
 
@@ -24,11 +26,31 @@ BATCH = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
         (OPEN_MPI, Announced("Open MPI mpirun", 4, 3, 1)),
         ({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}, Announced("MPICH mpirun", 2, 1, 1)),
         (SRUN, Announced("Slurm srun", 8, 5, 1)),
+        (SRUN | {"PMI_SIZE": "8", "PMI_RANK": "5"}, Announced("MPICH mpirun", 8, 5, 1)),
+        (SRUN | {"PMI_SIZE": "16", "PMI_RANK": "5"}, Announced("MPICH mpirun", 16, 5, None)),
+        (SRUN | PMI | {"MPI_LOCALRANKID": "3"}, Announced("MPICH mpirun", 8, 5, 3)),
+        (FLUX, Announced("Flux", 8, 5, 1)),
+        (FLUX | PMI, Announced("MPICH mpirun", 8, 5, 1)),
+        (PMI | {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "2"}, Announced("PALS mpiexec", 8, 5, 2)),
         (BATCH, None),
         (BATCH | {"SLURM_STEP_ID": "4294967291"}, None),
         (BATCH | OPEN_MPI, Announced("Open MPI mpirun", 4, 3, 1)),
     ],
-    ids=["by hand", "Open MPI", "MPICH", "srun", "batch script", "batch step", "mpirun in sbatch"],
+    ids=[
+        "by hand",
+        "Open MPI",
+        "MPICH",
+        "srun",
+        "srun with PMI",
+        "a daemon of srun",
+        "mpirun says itself",
+        "flux",
+        "flux with PMI",
+        "PALS",
+        "batch script",
+        "batch step",
+        "mpirun in sbatch",
+    ],
 )
 def test_announced(environment: dict[str, str], expected: Announced | None) -> None:
     assert announced(environment) == expected

@@ -5,17 +5,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import shard_runs
+from shard_runs import train
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.placement import locate
 from hpcdist.comm.recording import recording
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads import ThreadCommunicator, run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training import recipe as recipes
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.trainer import Trainer, assemble
+from hpcdist.training.trainer import Trainer
 
 STEPS = 3
 SAMPLES = 12
@@ -43,32 +43,8 @@ def text(tmp_path: Path, rng: np.random.Generator) -> Path:
 
 
 def trainer_of(comm: Communicator, path: Path, keys: dict[str, Any], resume: Path | None = None) -> Trainer:
-    settings = {
-        "model.layers": 1,
-        "model.hidden": 16,
-        "model.heads": 2,
-        "data.path": path,
-        "data.context": 8,
-        "run.steps": 20,
-        "run.global_batch": SAMPLES,
-        "run.logical_shards": SHARDS,
-        "run.validation_samples": 20,
-        "optimizer.warmup_steps": 2,
-        "optimizer.clip_norm": 0.1,
-        **keys,
-    }
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
-    return assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe, resume)
-
-
-def train(trainer: Trainer, last: int) -> list[tuple[float, float]]:
-    """Loss and norm of each step up to ``last``."""
-    found = []
-    with trainer.batches(last) as batches:
-        for step, batch in enumerate(batches, start=trainer.first_step + 1):
-            done = trainer.step(step, trainer.cut(batch), np.zeros(1))
-            found.append((done.loss, done.gradient_norm))
-    return found
+    settings = {"run.global_batch": SAMPLES, "optimizer.clip_norm": 0.1, **keys}
+    return shard_runs.trainer_of(comm, path, settings, resume, shards=SHARDS)
 
 
 def state(trainer: Trainer) -> dict[tuple[str, str], bytes]:

@@ -1,8 +1,11 @@
 """The scale of the loss: when it rises and falls, when a run gives up, and what a checkpoint keeps of it."""
 
 import math
+from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from hpcdist.errors import NonFiniteError
@@ -31,6 +34,56 @@ def test_it_doubles_after_an_interval_without_overflow() -> None:
     assert scales(DynamicScale(8.0, interval=3, hysteresis=1), "......") == [8, 8, 16, 16, 16, 32]
     assert scales(DynamicScale(8.0, interval=3, hysteresis=2), "..x...") == [8, 8, 8, 8, 8, 16], "it counts anew"
     assert scales(DynamicScale(MOST, interval=1), "..") == [MOST, MOST]
+
+
+def by_runs(norms: str, start: float, interval: int, hysteresis: int, least: float) -> tuple[list[float], int | None]:
+    """The scale after each step, run by run of equal steps, and which step gives up: nothing is counted from one on."""
+    found: list[float] = []
+    for kind, run in groupby(norms):
+        length, first = len(list(run)), found[-1] if found else start
+        if kind == ".":
+            found += [min(first * 2.0 ** ((n + 1) // interval), MOST) for n in range(length)]
+            continue
+        to_least = int(math.log2(first / least))
+        found += [max(first / 2.0 ** max(0, n + 2 - hysteresis), least) for n in range(length)]
+        stops = (hysteresis - 1 + to_least if to_least else 0) + PATIENCE - 1  # of the run, from 0
+        if length > stops:
+            return found[: len(found) - length + stops], len(found) - length + stops
+    return found, None
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 5])
+def test_random_overflows_move_it_as_the_rules_say(hysteresis: int, rng: np.random.Generator) -> None:
+    stopped = 0
+    for _ in range(200):
+        likely, interval, least = rng.choice([0.1, 0.5, 0.9]), int(rng.integers(1, 6)), 2.0 ** int(rng.integers(-3, 4))
+        norms = "".join(rng.choice([".", "x"], 60, p=[1 - likely, likely]))
+        start = max(2.0 ** int(rng.integers(0, 24)), least)
+        expected, stops = by_runs(norms, start, interval, hysteresis, least)
+        scale = DynamicScale(start, interval=interval, hysteresis=hysteresis, least=least)
+        assert scales(scale, norms[:stops]) == expected
+        if stops is not None:
+            stopped += 1
+            with pytest.raises(NonFiniteError, match=f"for {PATIENCE} steps in a row at the loss scale {least:g}; "):
+                scale.after("", math.inf)
+    assert 0 < stopped < 200, "both ends were met"
+
+
+def test_without_hysteresis_and_bounds_it_is_that_of_pytorch(rng: np.random.Generator) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch comes with the extra `reference`")
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+    mine = DynamicScale(2.0**12, interval=3, hysteresis=1, least=2.0**-24)
+    weight = torch.zeros(1, requires_grad=True)
+    taken: list[int] = []
+    optimizer = SimpleNamespace(param_groups=[{"params": [weight]}], step=lambda: taken.append(1))
+    for overflows in rng.random(60) < 0.3:
+        theirs.scale(torch.zeros(1))
+        weight.grad = torch.tensor([math.inf if overflows else 1.0])
+        before = len(taken)
+        theirs.step(optimizer)
+        assert mine.after("", math.inf if overflows else 1.0) == (len(taken) > before)
+        theirs.update()
+        assert mine.scale == theirs.get_scale() and 2.0**-24 < mine.scale < MOST
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -72,6 +125,9 @@ def test_a_run_without_a_scale_starts_one_and_a_scaled_run_may_drop_it() -> None
     scale.restore(Unscaled().state())
     assert scale.scale == START
     Unscaled().restore(scale.state())
+    higher = DynamicScale(least=8.0)
+    higher.restore(DynamicScale(4.0).state())
+    assert higher.scale == 8.0, "the least of this run"
     fixed = FixedScale(8.0)
     fixed.restore(DynamicScale(4.0, skipped=3).state())
     assert (fixed.scale, fixed.skipped) == (8.0, 3)
@@ -82,6 +138,7 @@ def test_only_float16_has_one() -> None:
     assert type(build("float32", 0.0, 10, 2)) is Unscaled
     assert build("float16", 8.0, 10, 2) == FixedScale(8.0)
     assert build("float16", 0.0, 10, 3) == DynamicScale(START, interval=10, hysteresis=3)
+    assert build("float16", 0.0, 10, 3, 8.0) == DynamicScale(START, interval=10, hysteresis=3, least=8.0)
     with pytest.raises(NonFiniteError, match="step 4"):
         Unscaled().after("step 4", math.nan)
 

@@ -28,6 +28,7 @@ from hpcdist.training.trainer import Trainer, assemble
 MODES = ("bfloat16", "float16")
 STRATEGIES = ("allreduce", "zero1", "zero2", "zero3")
 SAMPLES = 12
+SERVED = ["precision.mode=bfloat16", "parallel.strategy=parameter_server"]
 
 
 @pytest.fixture
@@ -161,7 +162,7 @@ def run_of(comm: Communicator, text: Path, keys: dict[str, Any], steps: int = 6)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [3, 4])
 def test_sharded_training_has_the_bits_of_allreduce(text: Path, size: int, mode: str) -> None:
     """Sums in the order of the ranks; without a clip, whose norm is summed by shards."""
     keys = {"precision.mode": mode, "optimizer.clip_norm": 0}
@@ -188,11 +189,9 @@ def test_every_optimizer_with_clip_and_accumulation_is_near_one_rank(text: Path,
 @pytest.mark.parametrize("mode", MODES)
 def test_it_learns_as_float32_does(text: Path, mode: str) -> None:
     plain = losses_of(trainer_of(solo(), text, {"precision.mode": "float32"}), 40)
-    for strategy in ("allreduce", "zero3"):
-        keys = {"precision.mode": mode, "parallel.strategy": strategy}
-        half = run_threads(2, lambda comm, keys=keys: losses_of(trainer_of(comm, text, keys), 40))[0]
-        assert half[-1] < half[0] - 1.0 and plain[-1] < plain[0] - 1.0
-        np.testing.assert_allclose(half, plain, rtol=0.01 if mode == "bfloat16" else 0.002)
+    half = run_threads(2, lambda comm: losses_of(trainer_of(comm, text, {"precision.mode": mode}), 40))[0]
+    assert half[-1] < half[0] - 1.0 and plain[-1] < plain[0] - 1.0
+    np.testing.assert_allclose(half, plain, rtol=0.01 if mode == "bfloat16" else 0.002)
 
 
 @pytest.mark.parametrize(
@@ -407,9 +406,17 @@ def test_what_is_evaluated_is_the_working_copy(text: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (["precision.mode=bfloat16", "parallel.strategy=parameter_server"], "parallel.strategy"),
+        ([*SERVED, "parameter_server.consistency=asp"], "parameter_server.consistency"),
+        ([*SERVED, "parameter_server.backup_workers=1"], "backup_workers"),
+        ([*SERVED, "parameter_server.transport=shared"], "parameter_server.transport"),
+        ([*SERVED, "parameter_server.servers=2", "parameter_server.mirrored=true"], "mirrored"),
+        ([*SERVED, "communication.algorithm=hierarchical"], "communication.algorithm"),
+        (["precision.mode=bfloat16", "parallel.strategy=local_sgd"], "parallel.strategy"),
+        (["precision.minimum_scale=2"], "precision.minimum_scale"),
+        (["precision.mode=float16", "precision.loss_scale=8", "precision.minimum_scale=2"], "minimum_scale"),
+        (["precision.mode=float16", "precision.minimum_scale=3"], "a power of two from 2.-24 to 2.16"),
+        (["precision.mode=float16", "precision.minimum_scale=131072"], "a power of two from 2.-24 to 2.16"),
         (["precision.mode=bfloat16", "parallel.strategy=gossip"], "parallel.strategy"),
-        (["precision.mode=float16", "parallel.pipeline=2"], "parallel.pipeline"),
         (["precision.mode=float16", "run.logical_shards=4"], "run.logical_shards"),
         (["precision.mode=bfloat16", "run.device=gpu"], "run.device"),
         (["precision.mode=float16", "communication.overlap=thread", "communication.delayed=true"], "delayed"),

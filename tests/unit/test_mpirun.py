@@ -64,6 +64,46 @@ def test_command_of_open_mpi(tmp_path):
     assert "--oversubscribe" not in batch and "--bind-to" not in batch, "the resource manager owns the cores"
 
 
+def test_open_mpi_is_given_no_option_twice(tmp_path):
+    launcher = Launcher(tmp_path / "mpirun", OPEN_MPI, "5.0.11")
+    options = [*mpirun.per_node(launcher, 2), "--bind-to", "core"]
+    line = mpirun.command(launcher, 3, ["python"], {}, options, environment={})
+    assert line.count("--bind-to") == 1 and line[-3:] == ["--bind-to", "core", "python"]
+
+
+def test_the_hosts_that_are_left(tmp_path):
+    assert mpirun.on_hosts(Launcher(tmp_path, OPEN_MPI, ""), ["n1", "n3"], 2) == ["--host", "n1:2,n3:2"]
+    assert mpirun.on_hosts(Launcher(tmp_path, OPEN_MPI, ""), ["n1"], None) == ["--host", "n1:*"]
+    assert mpirun.on_hosts(Launcher(tmp_path, MPICH, ""), ["n1", "n3"], 2) == ["-hosts", "n1,n3"]
+
+
+def with_information(tmp_path, text):
+    executable(tmp_path / "ompi_info", f"echo '{text}'")
+    return Launcher(tmp_path / "mpirun", OPEN_MPI, "5.0.11")
+
+
+def test_options_for_survival(tmp_path):
+    launcher = with_information(tmp_path, "options:ft_mpi_support:yes")
+    options = mpirun.surviving(launcher)
+    assert " ".join(options[:5]) == "--with-ft ulfm --mca pml ob1"
+    assert "--oversubscribe" in options, "the slot of a dead rank is not given back"
+    (tmp_path / "ompi_info").unlink()
+    assert mpirun.surviving(launcher), "it is built so by default"
+
+
+@pytest.mark.parametrize(("vendor", "version"), [(MPICH, "5.0.2"), (INTEL_MPI, "2021.13"), ("unknown", "")])
+def test_survival_needs_open_mpi(tmp_path, vendor, version):
+    with pytest.raises(MissingCapabilityError, match="--restarts"):
+        mpirun.surviving(Launcher(tmp_path / "mpirun", vendor, version))
+
+
+def test_survival_needs_ulfm(tmp_path):
+    with pytest.raises(MissingCapabilityError, match=r"Open MPI 4\.1\.4.*--restarts"):
+        mpirun.surviving(Launcher(tmp_path / "mpirun", OPEN_MPI, "4.1.4"))
+    with pytest.raises(MissingCapabilityError, match=r"built without it.*--restarts"):
+        mpirun.surviving(with_information(tmp_path, "options:ft_mpi_support:no"))
+
+
 def test_command_of_mpich(tmp_path):
     launcher = Launcher(tmp_path / "mpirun", MPICH, "5.0.2")
     assert mpirun.command(launcher, 2, ["python"], {"A": "1"}, environment={}) == [
@@ -88,3 +128,36 @@ def test_settings(tmp_path, monkeypatch, vendor, user, root):
     assert added["OPENBLAS_NUM_THREADS"] == "1"
     assert ("OMPI_ALLOW_RUN_AS_ROOT" in added) is root
     assert ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" in added) is root
+    assert ("OMPI_MCA_btl" in added) is (vendor == OPEN_MPI)
+    for variable in ("OMPI_MCA_btl", "SLURM_JOB_ID"):
+        assert "OMPI_MCA_btl" not in mpirun.settings(Launcher(tmp_path, vendor, ""), {variable: "1"})
+
+
+@pytest.mark.parametrize("vendor", [OPEN_MPI, MPICH])
+def test_a_job_that_exports_nothing_still_reaches_its_ranks(tmp_path, vendor):
+    launcher = Launcher(tmp_path, vendor, "")
+    assert mpirun.settings(launcher, {"SLURM_EXPORT_ENV": "NONE"})["SLURM_EXPORT_ENV"] == "ALL"
+    assert "SLURM_EXPORT_ENV" not in mpirun.settings(launcher, {})
+
+
+def test_a_session_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    launcher = Launcher(tmp_path / "bin" / "mpirun", OPEN_MPI, "5.0.11")
+    own = {"PRTE_MCA_prte_local_tmpdir_base": str(tmp_path)}
+    assert mpirun.session(launcher, tmp_path, ["--tag-output"], {"TMPDIR": "/scratch"}) == own
+    assert mpirun.session(launcher, tmp_path, [], {"PRTE_MCA_prte_tmpdir_base": "/scratch"}) == {}
+    assert mpirun.session(launcher, tmp_path, ["--prtemca", "prte_local_tmpdir_base", "/scratch"], {}) == {}
+    for other in (Launcher(launcher.path, OPEN_MPI, "4.1.6"), Launcher(launcher.path, MPICH, "5.0.2")):
+        assert mpirun.session(other, tmp_path, [], {}) == {}
+
+
+@pytest.mark.parametrize("name", ["home/.prte/mca-params.conf", "etc/prte-mca-params.conf"])
+def test_a_file_of_parameters_says_where_sessions_are(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    launcher = Launcher(tmp_path / "bin" / "mpirun", OPEN_MPI, "5.0.11")
+    path = tmp_path / name
+    path.parent.mkdir(parents=True)
+    path.write_text("# prte_tmpdir_base = /scratch\n")
+    assert mpirun.session(launcher, tmp_path, [], {}), "that is a comment"
+    path.write_text("prte_tmpdir_base = /scratch\n")
+    assert mpirun.session(launcher, tmp_path, [], {}) == {}

@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.optim import scaling
+from hpcdist.optim.batches import Batches
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.optim.rates import learning_rate
 
@@ -43,6 +45,44 @@ def test_a_warm_up_longer_than_the_run_is_cut_off():
     assert rates(4, warmup_steps=4, decay="cosine", final_fraction=0.5)[3:] == pytest.approx([2.0, 1.0, 1.0])
 
 
+def test_a_warm_up_between_two_updates_reaches_the_same_line():
+    assert rates(8, warmup_steps=2.5, decay="constant") == pytest.approx([0.8, 1.6] + [2.0] * 8)
+    assert rates(8, warmup_steps=0.5, decay="constant") == pytest.approx([2.0] * 10)
+
+
+@pytest.mark.parametrize("samples", [960, 1000, 7])
+def test_a_warm_up_in_samples_is_the_same_for_every_batch(samples):
+    config = OptimizerConfig(learning_rate=2.0, warmup_samples=samples, decay="constant")
+    for batch in (1, 16, 30, 64):
+        found = scaling.resolved(config, Batches(batch))
+        for update in (1, 2, 15, 16, 60, 61, 1000):
+            assert learning_rate(found, update, 5000) == pytest.approx(2.0 * min(1, update * batch / samples))
+
+
+def test_the_rate_follows_the_batch():
+    def peak(batch, **options):
+        config = scaling.resolved(
+            OptimizerConfig(learning_rate=0.1, warmup_steps=0, decay="constant", **options), Batches(batch)
+        )
+        return learning_rate(config, 1, 100)
+
+    assert peak(64) == 0.1
+    assert [peak(b, base_batch=64, scaling="linear") for b in (32, 64, 512)] == pytest.approx([0.05, 0.1, 0.8])
+    assert [peak(b, base_batch=64, scaling="sqrt") for b in (16, 64, 1024)] == pytest.approx([0.05, 0.1, 0.4])
+    plain = OptimizerConfig()
+    assert scaling.resolved(plain, Batches(256)) == plain and scaling.described(plain, Batches(256)) == ""
+    told = scaling.described(
+        OptimizerConfig(learning_rate=0.1, base_batch=64, scaling="sqrt", warmup_samples=1000), Batches(256)
+    )
+    assert "learning rate 0.2 at its peak: 0.1 of a batch of 64 samples, scaled to 256 (sqrt)" in told
+    assert "warm-up over 1000 samples: 3.90625 updates" in told
+
+
+def test_an_unresolved_rate_is_nobodys():
+    with pytest.raises(AssertionError, match="resolved"):
+        learning_rate(OptimizerConfig(base_batch=8, scaling="linear"), 1, 10)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -58,6 +98,17 @@ def test_a_warm_up_longer_than_the_run_is_cut_off():
         ({"final_fraction": 1.5}, "optimizer.final_fraction"),
         ({"nesterov": True}, "optimizer.nesterov"),
         ({"name": "sgd", "nesterov": True, "momentum": 0.0}, "optimizer.nesterov"),
+        ({"base_batch": 64}, "optimizer.scaling = 'none' with optimizer.base_batch = 64"),
+        ({"scaling": "linear"}, "optimizer.scaling = 'linear' with optimizer.base_batch = 0"),
+        ({"scaling": "cubic", "base_batch": 64}, "optimizer.scaling = 'cubic'; choose one of none, linear, sqrt"),
+        ({"base_batch": -1}, "optimizer.base_batch = -1"),
+        ({"warmup_samples": -1}, "optimizer.warmup_samples = -1"),
+        ({"warmup_samples": 100, "warmup_steps": 7}, "there is one warm-up"),
+        ({"name": "lars", "bias_correction": False}, "optimizer.bias_correction = false has no effect"),
+        ({"momentum_correction": False}, "set it to true, or choose lars"),
+        ({"trust_ratio_max": 10.0}, "optimizer.trust_ratio_max = 10.0 has no effect with optimizer.name = 'adamw'"),
+        ({"name": "lamb", "trust_ratio_min": -0.1}, "optimizer.trust_ratio_min = -0.1"),
+        ({"name": "lamb", "trust_ratio_min": 2.0, "trust_ratio_max": 1.0}, "is not above optimizer.trust_ratio_min"),
     ],
 )
 def test_values_that_make_no_sense_are_refused(options, message):
@@ -68,7 +119,7 @@ def test_values_that_make_no_sense_are_refused(options, message):
 
 def test_the_section_is_light():
     code = (
-        "import sys, hpcdist.optim.config, hpcdist.optim.rates; "
+        "import sys, hpcdist.optim.config, hpcdist.optim.rates, hpcdist.optim.scaling; "
         "print([m for m in ('numpy', 'numba', 'mpi4py', 'h5py', 'cupy') if m in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -11,7 +11,7 @@ from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.ranges import Range, cut, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
-from hpcdist.optim import kernels, optimizer
+from hpcdist.optim import clip, kernels, optimizer, rates
 from hpcdist.optim.config import OptimizerConfig
 
 STEPS = 100
@@ -31,8 +31,29 @@ CONFIGS = {
     "sgd-plain": dict(name="sgd", learning_rate=0.05, momentum=0.0, weight_decay=0.01),
     "adamw": dict(name="adamw", learning_rate=0.01, weight_decay=0.1, beta1=0.9, beta2=0.95),
     "lars": dict(name="lars", learning_rate=2.0, momentum=0.9, weight_decay=0.01, trust_coefficient=0.02),
+    "lars-as-published": dict(
+        name="lars",
+        learning_rate=2.0,
+        momentum=0.9,
+        weight_decay=0.01,
+        trust_coefficient=0.02,
+        momentum_correction=False,
+    ),
     "lamb": dict(name="lamb", learning_rate=0.02, weight_decay=0.1, beta1=0.9, beta2=0.99, epsilon=1e-6),
+    "adamw-uncorrected": dict(name="adamw", learning_rate=0.01, weight_decay=0.1, bias_correction=False),
+    "lamb-uncorrected": dict(name="lamb", learning_rate=0.02, weight_decay=0.1, epsilon=1e-6, bias_correction=False),
+    "lamb-bounded": dict(  # the ratios of the three tensors lie below, between and above
+        name="lamb",
+        learning_rate=0.02,
+        weight_decay=0.1,
+        epsilon=1e-6,
+        trust_ratio_min=0.9,
+        trust_ratio_max=1.1,
+    ),
 }
+LAYERWISE = [name for name in CONFIGS if name.startswith(("lars", "lamb"))]
+ELEMENTWISE = [name for name in CONFIGS if name not in LAYERWISE]
+IN_OPTAX = ["sgd", "sgd-nesterov", "sgd-plain", "adamw", "lars", "lars-as-published", "lamb"]
 
 
 def config_of(name, **changes):
@@ -66,6 +87,7 @@ def reference(config, weights, drawn, scale=1.0):
     w = {key: value.copy() for key, value in weights.items()}
     a = {key: np.zeros_like(value) for key, value in w.items()}
     b = {key: np.zeros_like(value) for key, value in w.items()}
+    before = None  # the rate of the last update
     for t, step in enumerate(drawn, 1):
         rate = rate_at(config, t)
         for spec in SPECS:
@@ -82,16 +104,23 @@ def reference(config, weights, drawn, scale=1.0):
                 local = 1.0
                 if spec.adapted and w_norm > 0 and g_norm > 0:
                     local = config.trust_coefficient * w_norm / (g_norm + decay * w_norm + config.epsilon)
+                if config.momentum_correction:
+                    a[key] *= rate / (before or rate)
                 a[key] = config.momentum * a[key] + rate * local * (g + decay * w[key])
                 w[key] = w[key] - a[key]
             else:
                 a[key] = config.beta1 * a[key] + (1 - config.beta1) * g
                 b[key] = config.beta2 * b[key] + (1 - config.beta2) * g**2
-                corrected = a[key] / (1 - config.beta1**t), b[key] / (1 - config.beta2**t)
+                start = t if config.bias_correction else np.inf
+                corrected = a[key] / (1 - config.beta1**start), b[key] / (1 - config.beta2**start)
                 u = corrected[0] / (np.sqrt(corrected[1]) + config.epsilon) + decay * w[key]
                 u_norm = np.sqrt(np.sum(u**2))
                 layerwise = config.name == "lamb" and spec.adapted and w_norm > 0 and u_norm > 0
-                w[key] = w[key] - rate * (w_norm / u_norm if layerwise else 1.0) * u
+                ratio = w_norm / u_norm if layerwise else 1.0
+                if layerwise and config.trust_ratio_max:
+                    ratio = np.clip(ratio, config.trust_ratio_min, config.trust_ratio_max)
+                w[key] = w[key] - rate * ratio * u
+        before = rate
     return w
 
 
@@ -177,7 +206,7 @@ def test_any_partition_gives_the_same(rng, name, parts):
         assert all(slot.parts == ((r.part,) if r.part else ()) for r in replicas for slot in r.optimizer.slots.values())
 
 
-@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "sgd-plain", "adamw"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers_are_bit_equal_under_any_partition(rng, name):
     config, weights = config_of(name), start(rng)
     drawn = gradients(rng, weights, 20)
@@ -245,7 +274,7 @@ def test_padding_is_neither_read_nor_written(rng, name):
 def test_partial_norms_are_those_of_the_definition_and_start_anew(rng):
     weights = start(rng)
     drawn = gradients(rng, weights, 2)
-    for name in ("lars", "lamb"):
+    for name in LAYERWISE:
         replica = Replica(config_of(name), weights, whole()[0], FLOAT64)
         for step in drawn:  # no apply: the weights stay
             replica.load(replica.gradient, step)
@@ -255,7 +284,7 @@ def test_partial_norms_are_those_of_the_definition_and_start_anew(rng):
             assert norms.shape == (len(SPECS), 2) and norms.dtype == np.float64
             for spec, row in zip(SPECS, norms, strict=True):
                 after = replica.gradient.view(spec.key)
-                if name == "lars":
+                if name.startswith("lars"):
                     np.testing.assert_allclose(after, 0.5 * step[spec.key])
                 expected = (np.sum(weights[spec.key] ** 2), np.sum(after**2)) if spec.adapted else (0.0, 0.0)
                 np.testing.assert_allclose(row, expected, rtol=1e-13)
@@ -296,21 +325,29 @@ def test_a_16_bit_master_is_refused(dtype):
         optimizer.build(config_of("sgd"), LAYOUT, whole()[0], dtype, total_steps=1)
 
 
+FACTORS = [0.2, 0.4, 0.6, 0.8, 1.0, 0.82, 0.64, 0.46, 0.28, 0.1]
+
+
 def _optax_transform(optax, name, config, mask):
     rate = config.learning_rate
     if name == "adamw":
         return optax.adamw(
             rate, config.beta1, config.beta2, config.epsilon, weight_decay=config.weight_decay, mask=mask
         )
-    if name == "lars":  # optax takes the norm of g + decay w, the paper that of g: they agree without decay
-        return optax.lars(
-            rate,
-            0.0,
-            trust_coefficient=config.trust_coefficient,
-            eps=config.epsilon,
-            momentum=config.momentum,
-            trust_ratio_mask=mask,
-        )
+
+    def schedule(count):
+        import jax
+
+        return rate * jax.numpy.asarray(FACTORS)[count]
+
+    # optax takes the norm of g + decay w, the paper that of g: they agree without decay.
+    if name == "lars-as-published":
+        ratio = dict(trust_coefficient=config.trust_coefficient, eps=config.epsilon, trust_ratio_mask=mask)
+        return optax.lars(schedule, 0.0, momentum=config.momentum, **ratio)
+    if name == "lars":  # a velocity that knows no rates
+        ratio = optax.scale_by_trust_ratio(trust_coefficient=config.trust_coefficient, eps=config.epsilon)
+        rates = optax.scale_by_learning_rate(schedule)
+        return optax.chain(optax.masked(ratio, mask), optax.trace(config.momentum), rates)
     if name == "lamb":  # as optax.lamb, which has no mask for the ratio
         return optax.chain(
             optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
@@ -324,11 +361,14 @@ def _optax_transform(optax, name, config, mask):
     )
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_equals_optax(rng, name):
+@pytest.mark.parametrize("name", IN_OPTAX)
+def test_equals_optax(rng, name, monkeypatch):
     optax = pytest.importorskip("optax", reason="optax comes with the extra `reference`")
     jax = pytest.importorskip("jax")
-    changes = {"warmup_steps": 0, "decay": "constant"} | ({"weight_decay": 0.0} if name == "lars" else {})
+    changes = {"warmup_steps": 0, "decay": "constant"}
+    if name.startswith("lars"):
+        changes["weight_decay"] = 0.0
+        monkeypatch.setattr(rates, "learning_rate", lambda config, t, total: config.learning_rate * FACTORS[t - 1])
     config, weights = config_of(name, **changes), start(rng)
     drawn = gradients(rng, weights, 10)
     got, _ = train(config, weights, drawn, split(LAYOUT.size, 3, 8))
@@ -370,8 +410,108 @@ def test_equals_torch(rng, name):
     assert distance(got, {key: tensor.numpy() for key, tensor in theirs.items()}) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["lars", "lamb"])
+@pytest.mark.parametrize("name", LAYERWISE)
 def test_ratio_is_one_where_a_norm_is_zero(name):
     built = optimizer.build(config_of(name), LAYOUT, whole()[0], FLOAT64, total_steps=1)
     assert [built._ratio(*norms) for norms in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0))] == [1.0, 1.0, 1.0]
     assert built._ratio(2.0, 4.0) != 1.0
+
+
+def test_the_ratio_of_lamb_is_kept_within_its_bounds_and_the_type():
+    def ratio(*norms, **options):
+        config = config_of("lamb", **options)
+        return optimizer.build(config, LAYOUT, whole()[0], FLOAT64, total_steps=1)._ratio(*norms)
+
+    both = {"trust_ratio_min": 0.01, "trust_ratio_max": 10.0}  # DeepSpeed's
+    assert [ratio(w, 1.0, **both) for w in (1e-3, 0.5, 300.0)] == [0.01, 0.5, 10.0]
+    assert [ratio(w, 1.0, trust_ratio_max=2.0) for w in (1e-3, 300.0)] == [1e-3, 2.0]
+    assert [ratio(w, 1.0, trust_ratio_min=2.0) for w in (1e-3, 300.0)] == [2.0, 300.0]
+    assert ratio(1.0, 1e-40) == 1.0 and ratio(1.0, 1e-40, **both) == 10.0
+
+
+@pytest.mark.parametrize("name", LAYERWISE)
+def test_layerwise_rates_of_extreme_tensors_in_float32(name):
+    """Squares beyond float32, norms of almost nothing, a tensor of one element, one of 0 with decay."""
+    specs = [TensorSpec(0, key, shape) for key, shape in (("huge", (2, 3)), ("tiny", (2, 3)), ("one", (1, 1)))]
+    specs.append(TensorSpec(0, "zero", (2, 2)))
+    layout = Layout.of(specs)
+    piece, after = Range(0, layout.size), {}
+    given = {"huge": (1e25, 1e17), "tiny": (1e-30, 1e-42), "one": (-3.0, 2.0), "zero": (0.0, 1.0)}
+    for dtype in (FLOAT64, np.dtype("float32")):
+        built = optimizer.build(config_of(name, warmup_steps=0), layout, piece, dtype, total_steps=STEPS)
+        weights, gradient = FlatStore(layout, dtype), FlatStore(layout, dtype)
+        for key, (w, g) in given.items():
+            weights.view(f"0.{key}")[...], gradient.view(f"0.{key}")[...] = w, g
+        built.begin_step()
+        built.direction(piece, weights, gradient)
+        norms = built.partial_norms()
+        assert norms[0, 0] == pytest.approx(6 * 1e50, rel=1e-6)  # beyond float32
+        built.apply(piece, weights, gradient, None, norms)
+        after[dtype.name] = {spec.key: weights.view(spec.key) for spec in specs}
+    for spec in specs:
+        assert (after["float64"][spec.key] != given[spec.name][0]).all() or (spec.name == "tiny" and "lars" in name)
+        np.testing.assert_allclose(after["float32"][spec.key], after["float64"][spec.key], rtol=1e-5)
+
+
+def test_momentum_correction_makes_the_velocity_that_of_the_present_rate(rng):
+    """Against a velocity without rates; and over a change of the schedule, as of a run that goes on with another."""
+    weights = start(rng)
+    drawn = gradients(rng, weights, 12)
+    config, other = config_of("lars", weight_decay=0.0), config_of("lars", weight_decay=0.0, learning_rate=0.1)
+    replica = Replica(config, weights, whole()[0], FLOAT64)
+    w = {key: value.copy() for key, value in weights.items()}
+    v = {key: np.zeros_like(value) for key, value in w.items()}
+    for t, step in enumerate(drawn, 1):
+        if t == 7:  # go on with a rate 20 times lower
+            after = Replica(other, {s.key: replica.master.view(s.key) for s in SPECS}, whole()[0], FLOAT64)
+            after.optimizer.restore(replica.optimizer.state())
+            after.optimizer.slots["momentum"].array[...] = replica.optimizer.slots["momentum"].array
+            replica = after
+        rate = rate_at(config if t < 7 else other, t)
+        for spec in SPECS:
+            g = step[spec.key]
+            norms = np.linalg.norm(w[spec.key]), np.linalg.norm(g)
+            local = config.trust_coefficient * norms[0] / (norms[1] + config.epsilon)
+            v[spec.key] = 0.9 * v[spec.key] + (local if spec.adapted and all(norms) else 1.0) * g
+            w[spec.key] = w[spec.key] - rate * v[spec.key]
+        replica.load(replica.gradient, step)
+        replica.optimizer.begin_step()
+        assert replica.optimizer.learning_rate == pytest.approx(rate)
+        replica.optimizer.direction(replica.part, replica.master, replica.gradient)
+        replica.optimizer.apply(replica.part, replica.master, replica.gradient, None, replica.optimizer.partial_norms())
+    assert distance({s.key: replica.master.view(s.key) for s in SPECS}, w) < 1e-12
+
+
+def test_a_state_without_its_rate_had_that_of_the_schedule(rng):
+    built = optimizer.build(config_of("lars"), LAYOUT, whole()[0], FLOAT64, total_steps=STEPS)
+    built.restore({"count": 4})
+    built.begin_step()
+    assert built._correction == pytest.approx(5 / 4)  # of a warm-up over 10
+    built.restore({"count": 0})
+    built.begin_step(0.5)  # a stale gradient's
+    assert built._correction == 1.0 and built.state() == {"count": 1, "rate": 0.5 * 2.0 / 10}
+    built.begin_step()
+    assert built._correction == pytest.approx(4.0)
+
+
+def test_a_normalized_gradient_has_one_norm_whatever_its_scale(rng):
+    """Every update has the gradient over its norm, as NVLAMB has it: the oracle, and other scales of the gradient."""
+    config, weights = config_of("lamb", epsilon=1e-3), start(rng)
+    drawn = gradients(rng, weights, 8)
+    normalized = []
+    for step in drawn:
+        norm = math.sqrt(sum(float(np.sum(g**2)) for g in step.values()))
+        normalized.append({key: g / norm for key, g in step.items()})
+        assert clip.clip_scale(norm**2, 0.0, normalize=True) == pytest.approx(1 / norm)
+        assert clip.clip_scale(norm**2, 5.0, normalize=True) == pytest.approx(1 / norm)
+        assert clip.clip_scale(norm**2, 0.25, normalize=True) == pytest.approx(0.25 / norm)
+    expected = reference(config, weights, normalized)
+    replica = Replica(config, weights, whole()[0], FLOAT64)
+    for step, factor in zip(drawn, np.geomspace(1e-3, 1e3, len(drawn)), strict=True):
+        replica.load(replica.gradient, {key: factor * g for key, g in step.items()})
+        scale = clip.clip_scale(clip.sum_of_squares(replica.gradient), 1.0, normalize=True)
+        replica.optimizer.begin_step()
+        replica.optimizer.direction(replica.part, replica.master, replica.gradient, scale)
+        replica.optimizer.apply(replica.part, replica.master, replica.gradient, None, replica.optimizer.partial_norms())
+    assert distance({s.key: replica.master.view(s.key) for s in SPECS}, expected) < 1e-12
+    assert [clip.clip_scale(norm**2, 1.0, normalize=True) for norm in (0.0, 1e-31)] == [1.0, 1.0]

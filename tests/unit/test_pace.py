@@ -5,10 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from hpcdist.checkpoint.config import CheckpointConfig
+from hpcdist.checkpoint.config import OBSERVED, CheckpointConfig
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.interval import daly
+from hpcdist.training import recipe as recipes
 from hpcdist.training.pace import GUESS_BYTES_PER_S, GUESS_S, JOB_END, LEAVING_S, Pace, end_of_job, quantile
+from hpcdist.training.starts import Starts
 
 
 class Clock:
@@ -93,3 +95,36 @@ def test_the_end_of_the_job():
     assert end_of_job(None, 5.0, {JOB_END: "1750000000"}) == 1750000000.0
     with pytest.raises(ConfigurationError, match="expected seconds"):
         end_of_job(None, 5.0, {JOB_END: "tomorrow"})
+
+
+def test_the_observed_time_between_failures(tmp_path):
+    clock, config = Clock(), CheckpointConfig(mtbf_s=OBSERVED)
+    first = Pace(config, 0, clock=clock, starts=Starts(tmp_path, clock))
+    first.saved(5.0)
+    assert first.mtbf_s == 5.0, "it has seen nothing yet"
+    found = simulated(first, clock, step_s=1.0, cost_s=5.0, until_s=21_000)
+    assert first.mtbf_s == pytest.approx(20_000, rel=1e-3)
+    assert abs(found[-1] - daly(5.0, 20_000)) <= 4, "the longer nothing fails, the longer it waits"
+    assert found[0] < found[len(found) // 2] < found[-1]
+    clock.now += 50_000
+    second = Pace(config, 0, clock=clock, starts=Starts(tmp_path, clock))
+    second.saved(5.0)
+    assert second.mtbf_s == pytest.approx(10_000, rel=1e-2), "20,000 s, and one start that failed"
+    second.ended(stopped=True)
+    assert Pace(config, 0, clock=clock, starts=Starts(tmp_path, clock)).mtbf_s == second.mtbf_s
+    assert Pace(config, 0, clock=clock).interval_s == math.inf, "another rank than the one that decides"
+
+
+@pytest.mark.parametrize("text", ["60", "observed", "'observed'"])
+def test_the_time_between_failures_in_a_recipe(text, tmp_path):
+    stored = tmp_path / "recipe.toml"
+    stored.write_text(recipes.dump(recipes.load(None, [f"checkpoint.mtbf_s={text}"]).recipe))
+    assert recipes.load_stored(stored).checkpoint.mtbf_s == (60.0 if text == "60" else OBSERVED)
+
+
+@pytest.mark.parametrize("text", ["seen", "-1", "nan", "true"])
+def test_other_times_between_failures_are_refused(text):
+    with pytest.raises(ConfigurationError, match="'observed'"):
+        recipes.load(None, [f"checkpoint.mtbf_s={text}"])
+    with pytest.raises(ConfigurationError, match="'observed'"):
+        CheckpointConfig(mtbf_s="seen")

@@ -1,25 +1,27 @@
 """Logical shards on a parameter server: the bits of allreduce, on any number of workers and servers."""
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import shard_runs
+from shard_runs import SAMPLES, train
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.placement import locate
 from hpcdist.comm.recording import recording
-from hpcdist.comm.start import Session
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, NonFiniteError
 from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.schedule.operations import Kind
 from hpcdist.training import recipe as recipes
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.trainer import Trainer, assemble
+from hpcdist.training.trainer import Trainer
 
-STEPS, SAMPLES = 3, 24
+STEPS = 3
+trainer_of = partial(shard_runs.trainer_of, shards=6)
 KEYS = {
     "adamw": {"optimizer.clip_norm": 0.1, "model.tied": "true"},
     "lamb": {"optimizer.name": "lamb", "optimizer.clip_norm": 0.1},
@@ -34,38 +36,9 @@ def text(tmp_path: Path, rng: np.random.Generator) -> Path:
     return path
 
 
-def trainer_of(comm: Communicator, path: Path, keys: dict[str, Any], resume: Path | None = None) -> Trainer:
-    settings = {
-        "model.layers": 1,
-        "model.hidden": 16,
-        "model.heads": 2,
-        "data.path": path,
-        "data.context": 8,
-        "run.steps": 20,
-        "run.global_batch": SAMPLES,
-        "run.validation_samples": 20,
-        "run.logical_shards": 6,
-        "optimizer.warmup_steps": 2,
-        **keys,
-    }
-    recipe = recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {}).recipe
-    return assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe, resume)
-
-
 def served(servers: int, placement: str, transport: str = "messages", **keys: Any) -> dict[str, Any]:
     named = {"servers": servers, "placement": placement, "transport": transport, **keys}
     return {"parallel.strategy": "parameter_server"} | {f"parameter_server.{name}": of for name, of in named.items()}
-
-
-def train(trainer: Trainer, last: int) -> list[tuple[float, float]]:
-    """Loss and norm of each step up to ``last``."""
-    found = []
-    with trainer.batches(last) as batches:
-        for step, batch in enumerate(batches, start=trainer.first_step + 1):
-            parts = trainer.cut(batch) if trainer.seat.computes else []
-            done = trainer.executor.run(trainer.operations, parts, SAMPLES, step, np.ones(2))
-            found.append((done.loss, done.gradient_norm))
-    return found
 
 
 def state(trainer: Trainer) -> str:

@@ -227,6 +227,8 @@ def text(tmp_path: Path) -> dict[str, object]:
         {"parallel.data": 2, "parallel.strategy": "zero3", "model.tied": "false"},
         {"parallel.data": 2, "parallel.strategy": "zero2", "zero.keep_gradients": "true"},
         {"parallel.tensor": 2, "parallel.sequence_parallel": "true"},
+        {"parallel.data": 2, "parallel.strategy": "zero1", "precision.mode": "bfloat16"},
+        {"parallel.tensor": 2, "parallel.schedule": "zb-h1", "precision.mode": "float16"},
     ],
 )
 def test_a_run_holds_what_its_plan_says(text: dict[str, object], changed: dict[str, object]) -> None:

@@ -38,7 +38,8 @@ def test_precedence_and_origins(home: dict[str, str], tmp_path: Path) -> None:
     texts = [(site, 5), (user, 4), (recipe, 3)]
     names = ["steps", "seed", "global_batch", "validation_samples", "sentinel_every_steps"]
     for path, count in texts:
-        path.write_text("[run]\n" + "".join(f"{name} = {100 + count}\n" for name in names[:count]))
+        table = "[recipe.run]" if path == site else "[run]"
+        path.write_text(f"{table}\n" + "".join(f"{name} = {100 + count}\n" for name in names[:count]))
     environment = home | {"HPCDIST_SITE": str(site), "HPCDIST_SET__RUN__SEED": "102", "HPCDIST_SET__RUN__STEPS": "102"}
     resolved = recipes.load(recipe, ["run.steps=7", "run.steps = 101"], environment)
     run = resolved.recipe.run
@@ -57,6 +58,12 @@ def test_xdg_config_home_names_the_user_file(tmp_path: Path) -> None:
     (tmp_path / "hpcdist").mkdir()
     (tmp_path / "hpcdist" / "config.toml").write_text("run.seed = 9")
     assert recipes.load(environment={"XDG_CONFIG_HOME": str(tmp_path)}).recipe.run.seed == 9
+
+
+def test_a_users_file_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "hpcdist" / "config.toml").mkdir(parents=True)
+    with pytest.raises(ConfigurationError, match="user file .* cannot be read"):
+        recipes.load(environment={"XDG_CONFIG_HOME": str(tmp_path)})
 
 
 def test_a_stored_recipe_is_all_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +184,6 @@ def test_an_override_without_a_value_is_a_wrong_call(home: dict[str, str]) -> No
     "text",
     [
         "parallel.context=2",
-        "communication.compression=topk",
     ],
 )
 def test_what_is_not_built_is_refused(home: dict[str, str], text: str) -> None:

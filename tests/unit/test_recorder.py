@@ -189,6 +189,13 @@ def test_process_state(recorder: Recorder) -> None:
     assert recordfile.read(recorder.path).process_state() in ("R", "S", "D")
 
 
+class _Mpi:
+    """What `Members` needs of mpi4py."""
+
+    ANY_SOURCE = ANY_TAG = -1
+    Get_library_version = staticmethod(lambda: "a stand-in")
+
+
 def test_without_a_descriptor_nobody_is_declared_dead(recorder: Recorder) -> None:
     record, began = recordfile.read(recorder.path), recordfile.start_ticks(os.getpid())
     announced = [(os.getpid(), began), (os.getpid(), began + 1)]  # a member that lives, and one that has ended
@@ -197,7 +204,7 @@ def test_without_a_descriptor_nobody_is_declared_dead(recorder: Recorder) -> Non
         Iprobe=lambda source, tag: False,
         Get_name=lambda: "node",
     )
-    members = Members(SimpleNamespace(ANY_SOURCE=-1, ANY_TAG=-1), everybody)
+    members = Members(_Mpi, everybody)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:

@@ -1,10 +1,14 @@
 """The sentinel finds what silently differs, and says where."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from lives_runs import survive
 
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint.restore import newest_complete
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import DivergenceError
@@ -36,6 +40,27 @@ def test_one_flipped_bit_names_tensor_and_rank_everywhere() -> None:
 
     for text in run_threads(4, body):
         assert "step 40" in text and "1.weight" in text and "rank(s) [2]" in text and "2.bias" not in text
+
+
+def test_of_two_nobody_is_accused() -> None:
+    def body(comm: Communicator) -> str:
+        store = FlatStore(LAYOUT, np.float32)
+        store.view("1.weight")[7] = comm.rank
+        with pytest.raises(DivergenceError) as caught:
+            check_replicas(comm, store, 40)
+        return str(caught.value)
+
+    for text in run_threads(2, body):
+        assert "1.weight" in text and "nobody knows which are right" in text and "rank(s)" not in text
+
+
+def test_no_checkpoint_is_made_of_replicas_that_differ(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question " * 30)
+    keys = {"chaos.corrupt": ["1@3:parameters"], "checkpoint.every_steps": 1}
+    with pytest.raises(DivergenceError, match="step 3: replicas differ"):
+        survive(3, tmp_path / "run", tmp_path / "text.txt", keys)
+    found = newest_complete(tmp_path / "run")
+    assert found is not None and found.name == "step-2"
 
 
 def test_a_difference_in_the_padding_is_found_too() -> None:

@@ -53,3 +53,14 @@ def test_one_rank_decides_for_all_and_an_interrupt_wins() -> None:
     assert agreed(np.array([1.0, 0.0])) is Wish.REQUEUE
     assert agreed(np.array([3.0, 1.0])) is Wish.INTERRUPT
     assert EXIT_CODES == {Wish.REQUEUE: 75, Wish.INTERRUPT: 130}
+
+
+@pytest.mark.parametrize("text", ["", "two", "-1", "9" * 400])
+def test_a_wish_to_grow_that_is_no_number_of_ranks_is_none(tmp_path: Path, text: str) -> None:
+    wishes = StopWishes()
+    wishes.grow_file = tmp_path / "grow"
+    assert wishes.ranks() == 0
+    wishes.grow_file.write_text(text)
+    assert wishes.ranks() == 0
+    wishes.grow_file.write_text("2\n")
+    assert wishes.ranks() == 2

@@ -208,7 +208,7 @@ def test_the_sentinel_names_a_tensor_that_drifts(text):
         if comm.rank < 2:
             check_tensor_axis(tensor, store, 4)
             return
-        with pytest.raises(DivergenceError, match=r"step 4.*1\.norm2\.scale \(24,\): rank\(s\) \["):
+        with pytest.raises(DivergenceError, match=r"step 4.*1\.norm2\.scale \(24,\): no bits are those of most"):
             check_tensor_axis(tensor, store, 4)
 
     run_threads(4, body)
@@ -248,7 +248,6 @@ def test_only_the_tensor_rank_that_brought_a_bad_value_is_named(by_rows, value, 
         ({"parallel.tensor": 2, "parallel.strategy": "local_sgd"}, "choose one of allreduce, zero1"),
         ({"parallel.tensor": 2, "parallel.strategy": "parameter_server"}, "parameter_server.placement = 'dedicated'"),
         ({"parallel.tensor": 2, "run.logical_shards": 2}, "run.logical_shards = 2 with parallel.tensor = 2"),
-        ({"parallel.tensor": 2, "precision.mode": "bfloat16"}, "precision.mode = 'bfloat16' with parallel.tensor = 2"),
         ({"parallel.tensor": 2, "data.shares": "measured"}, "data.shares = 'measured' with parallel.tensor = 2"),
     ],
 )

@@ -13,8 +13,8 @@ from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
+from hpcdist.training import origin, selection
 from hpcdist.training import recipe as recipes
-from hpcdist.training import selection
 from hpcdist.training.selection import Selection
 from hpcdist.training.trainer import assemble
 
@@ -80,7 +80,7 @@ def test_another_topology_chooses_anew_and_says_so(tmp_path, ranks, ranks_per_no
 def test_a_checkpoint_of_before_nodes_were_kept(tmp_path, monkeypatch):
     """Their number of ranks is all that is known of its topology."""
     before = SimpleNamespace(scalars={"world": 2, "algorithm": "ring"})
-    monkeypatch.setattr(selection.manifest, "load", lambda path: before)
+    monkeypatch.setattr(origin.manifest, "load", lambda path: before)
     kept = _resolved(2, tmp_path)
     assert (kept.algorithm, kept.source) == ("ring", "checkpoint")
     anew = _resolved(3, tmp_path)
@@ -91,7 +91,8 @@ def _resolved(ranks: int, saved: Path) -> Selection:
     def body(comm: Communicator) -> Selection:
         recipe = recipes.load(None, [f"{key}={value}" for key, value in SMALL.items()]).recipe
         model = models.build(recipe.model, recipe.precision.mode, context=8)
-        return selection.resolve(Session(comm, locate(comm, None), "threads", _abort), recipe, model, comm, saved)
+        session = Session(comm, locate(comm, None), "threads", _abort)
+        return selection.resolve(session, recipe, model, comm, origin.Stored(saved))
 
     return run_threads(ranks, body)[0]
 

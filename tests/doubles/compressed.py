@@ -1,0 +1,60 @@
+"""What the tests of compressors share: values that compressors get wrong, and both ways through one."""
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array
+from hpcdist.compression.compressor import Compressor, Key
+
+KEY = Key(seed=0x123456789ABCDEF, step=17, rank=3, tensor=5)
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = 2.0**-149
+
+
+def values() -> dict[str, np.ndarray]:
+    """Return float32 values by name."""
+    rng = np.random.default_rng(7)
+    mixed = rng.standard_normal(1000)
+    mixed[256:512] = 0.0
+    mixed[512:768] *= 1e-42
+    mixed[768:] *= 1e37
+    signed = rng.choice([-1.0, 1.0], 515)
+    made = {
+        "empty": np.zeros(0),
+        "one": np.array([-0.3]),
+        "zeros of both signs": np.array([0.0, -0.0, 0.0]),
+        "zero blocks": np.zeros(700),
+        "a block": rng.standard_normal(256),
+        "one more than a block": rng.standard_normal(257),
+        "uneven": rng.standard_normal(2 * 512 + 37),
+        "heavy tails": rng.standard_t(2, 1500),
+        "subnormal": signed * SMALLEST * rng.integers(0, 1000, 515),
+        "the smallest": signed * SMALLEST,
+        "huge": signed * LARGEST,
+        "all alike": np.full(300, 0.7),
+        "blocks of all sizes": mixed,
+    }
+    return {name: array.astype(np.float32) for name, array in made.items()}
+
+
+def encoded(compressor: Compressor, given: Array, key: Key = KEY, fill: int = 0xAA) -> np.ndarray:
+    """Return the payload of numpy values, in memory that held something else before."""
+    payload = np.full(compressor.payload_bytes(given.size), fill, np.uint8)
+    compressor.encode(given, payload, key)
+    return payload
+
+
+def decoded(compressor: Compressor, payload: np.ndarray, n: int) -> np.ndarray:
+    """Return the n values of a payload."""
+    out = np.full(n, np.nan, np.float32)
+    compressor.decode(payload, out)
+    return out
+
+
+def through(compressor: Compressor, given: np.ndarray, key: Key = KEY) -> np.ndarray:
+    """Return what is left of values on the other side."""
+    return decoded(compressor, encoded(compressor, given, key), given.size)
+
+
+def students(n: int, seed: int) -> np.ndarray:
+    """Return values with heavy tails: Student's t with 2 degrees of freedom."""
+    return np.random.default_rng(seed).standard_t(2, n).astype(np.float32)

@@ -1,0 +1,70 @@
+"""Exchanges that take the place of a momentum, stepped without a model: given gradients in, parameters out."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcdist import models
+from hpcdist.arrays import backend
+from hpcdist.arrays.layout import Layout
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim import clip
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.compressed.local_gradients import LocalGradients
+from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.seat import Seat
+
+MODEL = ModelConfig(layers=1, hidden=8, heads=2, vocabulary=20)
+CONSTANT = {"decay": "constant", "warmup_steps": 0}
+
+
+def layout() -> Layout:
+    return models.build(MODEL, "float32", context=4).layout
+
+
+def seat_of(comm: Communicator, optimizer: dict[str, Any], bucket_bytes: int = 4000, on: str = "cpu") -> Seat:
+    return Seat(
+        world=comm,
+        data=comm,
+        pipeline=solo(),
+        model=models.build(MODEL, "float32", context=4),
+        optimizer=OptimizerConfig(**{**CONSTANT, **optimizer}),
+        total_steps=1000,
+        algorithm="ring",
+        bucket_bytes=bucket_bytes,
+        on=on,
+    )
+
+
+def padded(drawn: Callable[[int], np.ndarray]) -> np.ndarray:  # (size,), zero where the layout pads
+    """Return float32 values, ``drawn`` tensor by tensor."""
+    space = layout()
+    found = np.zeros(space.size, np.float32)
+    for segment in space.segments:
+        found[segment.range.slice] = drawn(segment.range.size)
+    return found
+
+
+def step(exchange: LocalGradients, gradient: np.ndarray) -> float:
+    """Take one step, as the executor does; return the gradient norm. Collective."""
+    exchange.begin([])
+    exchange.gradients.array[...] = backend.place(gradient, exchange.seat.on)
+    for op in exchange.plan():
+        if op.kind is Kind.AGREE:
+            norm_squared = float(exchange.agree(np.array([exchange.norm_squared()]))[0])
+            exchange.begin_update(clip.clip_scale(norm_squared, exchange.seat.optimizer.clip_norm))
+        else:
+            exchange.carries_out[op.kind](op)
+    return float(norm_squared**0.5)
+
+
+def steps(exchange: LocalGradients, gradients: Sequence[np.ndarray]) -> np.ndarray:  # (steps, size)
+    """Return the parameters after each step."""
+    found = []
+    for gradient in gradients:
+        step(exchange, gradient)
+        found.append(backend.to_host(exchange.parameters.array).copy())
+    return np.array(found)

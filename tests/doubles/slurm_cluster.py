@@ -1,0 +1,242 @@
+"""A real Slurm of a few virtual nodes on this machine, and jobs that are submitted to it.
+
+The daemons live in a folder and on ports of their own.
+"""
+
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 120.0  # for whatever is waited for: generous, a loaded machine must not fail a test
+NODES = 3
+GPUS = 4  # of each node
+DAEMONS = ("munged", "slurmctld", "slurmd")
+ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+STEPS = 200
+RECIPE = """
+[data]
+path = "text.txt"
+context = 16
+[model]
+layers = 1
+hidden = 32
+heads = 2
+[communication]
+algorithm = "hierarchical"
+[run]
+global_batch = 6
+[checkpoint]
+every_steps = 20
+"""
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={control}
+SlurmUser=root
+AuthType=auth/munge
+CryptoType=crypto/munge
+AuthInfo=socket={folder}/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+TmpFS={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
+ReturnToService=2
+SlurmdParameters=config_overrides
+JobRequeue=1
+FirstJobId={first}
+MpiDefault=none
+GresTypes=gpu
+{nodes}
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class Cluster:
+    """Daemons in the foreground, as children of this process, and the commands of their Slurm."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: list[subprocess.Popen[bytes]] = []
+        inherited = ("SLURM_", "SBATCH_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "HPCDIST_SITE")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(inherited)}
+        # Two cores play eight: ranks that wait must not spin. And a daemon that dies with its node leaves its session.
+        self.environment = kept | {
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "PRTE_MCA_prte_remote_tmpdir_base": str(folder),
+            # Neither profiles nor the registry of whoever runs the tests.
+            "XDG_CONFIG_HOME": str(folder / "config"),
+            "XDG_STATE_HOME": str(folder / "state home"),
+        }
+
+    def start(self) -> None:
+        host, (control, *ports) = socket.gethostname().split(".")[0], free_ports(1 + NODES)
+        nodes = [
+            f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=1000 "
+            f"Gres=gpu:{GPUS}"
+            for number, port in enumerate(ports, start=1)
+        ]
+        # MPICH names memory in /dev/shm after the number of the job: those of another cluster must not be the same.
+        first = random.randrange(10**5, 10**7)
+        text = CONFIGURATION.format(host=host, control=control, folder=self.folder, first=first, nodes="\n".join(nodes))
+        (self.folder / "slurm.conf").write_text(text)
+        # GPUs to be asked for, which none has: the files stand for devices, and Slurm counts only what is there.
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[1-{GPUS}]\n")
+        for number in range(1, GPUS + 1):
+            (self.folder / f"gpu{number}").touch()
+        (self.folder / "state").mkdir()
+        (self.folder / "key").write_bytes(os.urandom(1024))
+        (self.folder / "key").chmod(0o400)
+        files = {"key-file": "key", "socket": "munge", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        options = [f"--{option}={self.folder / name}" for option, name in files.items()]
+        self._spawn("munged", "--foreground", "--force", *options)
+        self.wait(lambda: (self.folder / "munge").exists(), "munged")
+        self._spawn("slurmctld", "-D", "-c", "-f", str(self.folder / "slurm.conf"))
+        for number in range(1, NODES + 1):
+            # Ranks that PMIx starts look for those of their node by its name, which all have from this machine.
+            own = {"PMIX_HOSTNAME": f"n{number}"}
+            self._spawn("slurmd", "-D", "-c", "-N", f"n{number}", "-f", str(self.folder / "slurm.conf"), **own)
+        self.wait(lambda: self.run("sinfo", "-h", "-o", "%D %t").stdout.split() == [str(NODES), "idle"], "idle nodes")
+
+    def _spawn(self, name: str, *arguments: str, **added: str) -> None:
+        program = shutil.which(name, path=SEARCH)
+        assert program is not None
+        with (self.folder / f"{name}-{len(self.processes)}.out").open("wb") as output:
+            process = subprocess.Popen(
+                [program, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self.environment | added,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+
+    def run(self, *line: str, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            line, capture_output=True, text=True, env=self.environment, timeout=LIMIT_S, check=False, cwd=cwd
+        )
+
+    def wait(self, condition: Callable[[], object], what: str) -> None:
+        limit = time.monotonic() + LIMIT_S
+        while not condition():
+            if time.monotonic() > limit or any(process.poll() is not None for process in self.processes):
+                logs = [f"{path}:\n{path.read_text(errors='replace')[-2000:]}" for path in self.folder.glob("*.out")]
+                pytest.fail(f"no {what} in time, or a daemon died\n" + "\n".join(logs))
+            time.sleep(0.1)
+
+    def job(self, number: str) -> dict[str, str]:
+        """What Slurm says of a job; values with blanks are cut."""
+        shown = self.run("scontrol", "show", "job", number).stdout
+        return dict(re.findall(r"(\S+?)=(\S*)", shown))
+
+    def stop(self) -> None:
+        """End the jobs, then the daemons: those that were started here, and no other."""
+        if len(self.processes) > 1:
+            self.run("scancel", "--state=PENDING")
+            self.run("scancel", "--state=RUNNING")
+            until = time.monotonic() + 60
+            while self.run("squeue", "-h").stdout.strip() and time.monotonic() < until:
+                time.sleep(0.1)
+        for process in reversed(self.processes):
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+class Jobs:
+    """Submits trainings of one small recipe from a folder, and waits for what becomes of them."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        folder.mkdir(exist_ok=True)
+        (folder / "text.txt").write_text("".join(f"{number} is {number * number % 97}, " for number in range(1500)))
+        (folder / "recipe.toml").write_text(RECIPE)
+
+    def submit(
+        self, *arguments: str, steps: int = STEPS, recipe: str = "recipe.toml"
+    ) -> "subprocess.CompletedProcess[str]":
+        line = [sys.executable, "-P", "-m", "hpcdist", "submit", recipe, "--set", f"run.steps={steps}"]
+        return self.cluster.run(*line, *arguments, cwd=self.folder)
+
+    def begin(
+        self, *arguments: str, nodes: int = 2, ranks: int = 2, steps: int = STEPS, recipe: str = "recipe.toml"
+    ) -> str:
+        (number,) = self.chain(*arguments, nodes=nodes, ranks=ranks, steps=steps, recipe=recipe)
+        return number
+
+    def chain(
+        self, *arguments: str, nodes: int = 2, ranks: int = 2, steps: int = STEPS, recipe: str = "recipe.toml"
+    ) -> list[str]:
+        """Submit, and return the numbers that are printed."""
+        done = self.submit(f"--nodes={nodes}", f"--ranks-per-node={ranks}", *arguments, steps=steps, recipe=recipe)
+        assert done.returncode == 0, done.stderr
+        assert re.fullmatch(r"(\d+\n)+", done.stdout), done.stdout
+        return done.stdout.split()
+
+    def log(self, number: str) -> str:
+        path = self.folder / f"hpcdist-{number}.out"
+        return path.read_text() if path.exists() else ""
+
+    def until(self, number: str, **wanted: str) -> None:
+        """Wait until Slurm says what is wanted of the job; one that has ended otherwise fails at once."""
+
+        def arrived() -> bool:
+            found = self.cluster.job(number)
+            other = found.get("JobState") in ENDS and found["JobState"] != wanted["JobState"]
+            assert not other, f"job {number} is {found['JobState']}, exit code {found['ExitCode']}, not {wanted}"
+            return wanted.items() <= found.items()
+
+        try:
+            self.cluster.wait(arrived, f"{wanted} of job {number}")
+        finally:
+            print(f"--- job {number}: {self.cluster.job(number)}\n{self.log(number)}")  # shown with a failure
+
+    def told(self, number: str, what: str) -> None:
+        """Wait until the log of the job has ``what``."""
+        self.cluster.wait(lambda: what in self.log(number), f"{what!r} in the log of job {number}")
+
+    def stop(self, number: str) -> None:
+        """Signal the batch shell alone, as the walltime does it."""
+        assert self.cluster.run("scancel", "--signal=USR1", "--batch", number).returncode == 0
+
+    def release(self, number: str, restarts: int = 1) -> None:
+        """Start a requeued job, which Slurm would let wait for two minutes."""
+        self.until(number, JobState="PENDING", Restarts=str(restarts))
+        # Not at once: the nodes take no credential of the second in which they revoked that of the first start.
+        assert self.cluster.run("scontrol", "update", f"JobId={number}", "StartTime=now+3").returncode == 0
+
+    def checkpoint(self, run_dir: Path, older: str = "") -> str:
+        """Wait for a checkpoint other than ``older`` and return its name."""
+        latest = run_dir / "checkpoints" / "latest"
+        self.cluster.wait(lambda: latest.exists() and latest.read_text() != older, f"checkpoint in {run_dir}")
+        return latest.read_text()

@@ -1,0 +1,325 @@
+"""What the tests of ZeRO with compressed messages share: an exchange without a model, and its definition."""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdist import models
+from hpcdist.arrays import backend
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.layout import Layout
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
+from hpcdist.compression.blockwise import Blockwise
+from hpcdist.compression.compressor import Key
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.compressed.catalogue import compressor
+from hpcdist.strategies.compressed.config import CompressionConfig
+from hpcdist.strategies.compressed.zero_exchange import CompressedZero
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.zero_config import Degrees, ZeroConfig
+
+MODEL = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64)
+RATE, SEED, STEPS = 0.125, 11, 10
+
+
+class Driven:
+    """An exchange on one rank, given gradients that come of no model: fresh ones for each step and micro-batch."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        stage: int = 3,
+        zero: ZeroConfig = ZeroConfig(),  # noqa: B008 (frozen)
+        name: str = "int8",
+        working: str | None = None,
+        microbatches: int = 1,
+        algorithm: str = "ring",
+        on: str = "cpu",
+        draw: int = 0,
+        **keys: Any,
+    ) -> None:
+        self.comm, self.microbatches, self.draw, self.step = comm, microbatches, draw, 0
+        model = models.build(MODEL, "float32", context=8)
+        self.layout = model.layout
+        self.seat = Seat(
+            world=comm,
+            data=comm,
+            pipeline=solo(),
+            model=model,
+            optimizer=OptimizerConfig(
+                name="sgd", learning_rate=RATE, momentum=0.0, weight_decay=0.0, warmup_steps=0, decay="constant"
+            ),
+            total_steps=1000,
+            algorithm=algorithm,
+            working=None if working is None else dtype_of(working),
+            on=on,
+        )
+        self.exchange = CompressedZero(self.seat, stage, zero, name, CompressionConfig(**keys), SEED)
+        initial = FlatStore(self.layout, np.dtype(np.float32))
+        initial.array[...] = weights(self.layout)
+        self.exchange.take(initial)
+
+    def gradients(self, step: int, micro: int, bad: int | None = None) -> np.ndarray:
+        made = drawn(self.layout, step, micro, self.comm.rank, self.comm.size, self.draw)
+        if bad == self.comm.rank:
+            made[self.layout.units[1].start + 3] = np.inf
+        return made
+
+    def do(self, kind: Kind, **given: Any) -> None:
+        op = Operation(kind, **given)
+        self.exchange.carries_out[kind](op)
+
+    def run(self, steps: int = 1, bad: int | None = None, scale: float = 1.0) -> list[float]:
+        """Make steps; return the norms of their gradients. One that is not finite is given up. Collective."""
+        return [self._run(bad, scale) for _ in range(steps)]
+
+    def _run(self, bad: int | None, scale: float) -> float:
+        self.step += 1
+        exchange, plan = self.exchange, self.exchange.plan()
+        rounds = 1 if exchange.accumulates else self.microbatches
+        reduces = [op for op in plan if op.kind is Kind.REDUCE]
+        at = plan.index(Operation(Kind.AGREE))
+        exchange.begin([*reduces * (rounds - 1), *plan])
+        exchange.scaled_by(scale)
+        fresh = [self.gradients(self.step, micro, bad) for micro in range(self.microbatches)]
+        for values in [sum(fresh)] if rounds == 1 else fresh:
+            for op in reduces:
+                self.fill(op, values, scale)
+                exchange.carries_out[op.kind](op)
+        for op in plan[len(reduces) : at]:
+            exchange.carries_out[op.kind](op)
+        norm = float(np.sqrt(exchange.agree(np.array([exchange.norm_squared()]))[0])) / scale
+        if np.isfinite(norm):
+            exchange.begin_update(1.0 / scale)
+            for op in plan[at + 1 :]:
+                exchange.carries_out[op.kind](op)
+        return norm
+
+    def fill(self, op: Operation, values: np.ndarray, scale: float) -> None:
+        layer = next(layer for layer, part in self.layout.units.items() if part == op.range)
+        store = self.exchange.gradients_at(layer)
+        wide = FlatStore(self.layout, np.dtype(np.float32), op.range)
+        wide.array[...] = values[op.range.slice] * np.float32(scale)
+        store.range(op.range)[...] = 0
+        for _, where in self.layout.within(op.range):
+            store.write(where, wide.range(where).astype(store.dtype))
+
+    def computed_with(self) -> np.ndarray:
+        """The weights of all layers as a stage would see them, padding as zeros. Collective."""
+        gathers = sorted({used for needs in self.exchange.gathers.values() for used in needs})
+        self.exchange.begin([Operation(Kind.GATHER, 0, unit) for unit in gathers])
+        found = np.zeros(self.layout.size, np.float32)
+        for unit, part in self.seat.ranges.items():
+            if unit in gathers:
+                self.do(Kind.GATHER, microbatch=0, unit=unit)
+            store = self.exchange.parameters_at(self.seat.model.stages[unit].layer)
+            for _, where in self.layout.within(part):
+                found[where.slice] = backend.to_host(store.range(where))
+            if unit in gathers:
+                self.do(Kind.FREE, microbatch=0, unit=unit)
+        return found
+
+    def saved(self) -> dict[tuple[str, str], np.ndarray]:
+        """All that the ranks save, flat. Collective."""
+        found: dict[tuple[str, str], np.ndarray] = {}
+        own = [
+            (p.kind, p.tensor, p.global_shape, p.flat, np.array(backend.to_host(p.array)))
+            for p in self.exchange.pieces()
+        ]
+        for pieces in self.comm.allgather_object(own):
+            for kind, tensor, shape, flat, values in pieces:
+                whole = found.setdefault((kind, tensor), np.full(int(np.prod(shape)), np.nan, values.dtype))
+                assert np.isnan(whole[flat.slice]).all(), f"{tensor} is saved twice"
+                whole[flat.slice] = values
+        assert not any(np.isnan(values).any() for values in found.values()), "something is not saved"
+        return found
+
+    def load(self, state: dict[tuple[str, str], np.ndarray], numbers: dict[str, Any], steps: int) -> None:
+        may_lack = self.exchange.foresee(numbers)
+        for piece in self.exchange.wanted():
+            if (piece.kind, piece.tensor) in state:
+                piece.array[...] = state[piece.kind, piece.tensor][piece.flat.slice]
+            else:
+                assert piece.kind in may_lack, f"{piece.kind} of {piece.tensor}"
+        self.exchange.restore(numbers)
+        self.step = steps
+
+
+def tensors(layout: Layout) -> Iterator[Range]:
+    for part in layout.units.values():
+        for _, where in layout.within(part):
+            yield where
+
+
+def weights(layout: Layout) -> np.ndarray:
+    made = np.zeros(layout.size, np.float32)
+    rng = np.random.default_rng(3)
+    for where in tensors(layout):
+        made[where.slice] = rng.standard_normal(where.size)
+    return made
+
+
+def drawn(layout: Layout, step: int, micro: int, rank: int, ranks: int, draw: int = 0) -> np.ndarray:
+    made = np.zeros(layout.size, np.float32)
+    rng = np.random.default_rng([draw, step, micro, rank])
+    for where in tensors(layout):
+        made[where.slice] = rng.standard_t(3, where.size) / ranks
+    return made
+
+
+class Defined:
+    """The exchange as its definition has it, for all ranks in one place, sums in float64."""
+
+    def __init__(
+        self, degrees: Degrees, ranks: int, name: str, coded: Callable[[int], bool] = lambda level: True, **keys: Any
+    ) -> None:
+        self.layout = models.build(MODEL, "float32", context=8).layout
+        self.degrees, self.ranks, self.name = degrees, ranks, name
+        self.config = CompressionConfig(**keys)
+        self.compressor = compressor(name, self.config)
+        self.owed = np.zeros((ranks, self.layout.size), np.float32)
+        bounds = (1, degrees.parameters, degrees.gradients, degrees.optimizer)
+        self.blocks, self.coded = list(pairwise(bounds)), [coded(level) for level in range(4)]
+
+    def encoded(self, rank: int, values: np.ndarray, part: Range, step: int, micro: int) -> np.ndarray:
+        """What others make of the values of ``part`` of a rank."""
+        out = np.zeros(part.size)
+        for _, where in self.layout.within(part):
+            given = values[where.slice].astype(np.float32)
+            if self.config.error_feedback:
+                given = given + self.owed[rank, where.slice]
+            key = Key(SEED, step - 1 + (micro << 24), 0 if self.name == "randomk" else rank, where.start // 16)
+            payload = np.zeros(self.compressor.payload_bytes(where.size), np.uint8)
+            self.compressor.encode(given, payload, key)
+            got = np.zeros(where.size, np.float32)
+            self.compressor.decode(payload, got)
+            if self.config.error_feedback:
+                self.owed[rank, where.slice] = given - got
+            out[where.shift(-part.start).slice] = got
+        return out
+
+    def reduced(self, values: np.ndarray, layer: Range, step: int, micro: int, first: int, last: int) -> None:
+        """Sum ``values`` (ranks, size) of a layer along the levels ``first`` to ``last`` in place."""
+        cuts = list(zip(*(cuts_of(layer, self.degrees, rank) for rank in range(self.ranks)), strict=True))
+        for level in range(first, last):
+            inner, outer = self.blocks[level]
+            if outer > inner:
+                self._level(values, cuts[level + 1], inner, outer, self.coded[level], step, micro)
+        if last == 3 and self.degrees.optimizer < self.ranks:
+            self._replicas(values, cuts[3], step, micro)
+
+    def _level(
+        self, values: np.ndarray, own: tuple[Range, ...], inner: int, outer: int, coded: bool, step: int, micro: int
+    ) -> None:
+        before = values.copy()
+        for owner in range(self.ranks):
+            peers = [r for r in range(self.ranks) if r // outer == owner // outer and r % inner == owner % inner]
+            for peer in peers:
+                if peer != owner:
+                    part = own[owner]
+                    sent = self.encoded(peer, before[peer], part, step, micro) if coded else before[peer, part.slice]
+                    values[owner, part.slice] += sent
+
+    def _replicas(self, values: np.ndarray, own: tuple[Range, ...], step: int, micro: int) -> None:
+        degree, count = self.degrees.optimizer, self.ranks // self.degrees.optimizer
+        before = values.copy()
+        for first in range(degree):
+            peers = list(range(first, self.ranks, degree))
+            if not self.coded[3]:
+                total = sum(before[peer, own[first].slice] for peer in peers)
+            elif self.name in ("topk", "randomk"):
+                total = sum(self.encoded(peer, before[peer], own[first], step, micro) for peer in peers)
+            else:
+                shares = [share.shift(own[first].start) for share in split(own[first].size, count, 4)]
+                for owner, share in zip(peers, shares, strict=True):
+                    for peer in peers:
+                        if peer != owner:
+                            values[owner, share.slice] += self.encoded(peer, before[peer], share, step, micro)
+                own_shares = zip(peers, shares, strict=True)
+                total = np.concatenate(
+                    [self.encoded(rank, values[rank], part, step, micro) for rank, part in own_shares]
+                )
+            for peer in peers:
+                values[peer, own[first].slice] = total
+
+    def step(self, step: int, microbatches: int, draw: int, *, once: bool) -> np.ndarray:
+        """Return the sum of a step as the owners have it."""
+        total = np.zeros(self.layout.size)
+        fresh = [
+            np.stack([drawn(self.layout, step, micro, rank, self.ranks, draw) for rank in range(self.ranks)])
+            for micro in range(microbatches)
+        ]
+        if once:
+            fresh = [sum(fresh)]
+        for layer in self.layout.units.values():
+            kept = np.zeros((self.ranks, self.layout.size))
+            for micro, drawn_now in enumerate(fresh):
+                values = drawn_now.astype(np.float64)
+                self.reduced(values, layer, step, micro, 0, 3 if once else 2)
+                kept += values
+            if not once:
+                self.reduced(kept, layer, step, len(fresh) - 1, 2, 3)
+            total[layer.slice] = self._of_owners(kept, layer)
+        return total
+
+    def _of_owners(self, values: np.ndarray, layer: Range) -> np.ndarray:
+        found = np.zeros(layer.size)
+        for rank in range(self.degrees.optimizer):
+            part = cuts_of(layer, self.degrees, rank)[-1]
+            found[part.shift(-layer.start).slice] = values[rank, part.slice]
+        return found
+
+
+def compare(driven: Driven, defined: Defined, steps: int) -> None:
+    """Make ``steps`` of both, on the same gradients; the first rank speaks for all. Collective."""
+    expected = weights(driven.layout).astype(np.float64)
+    norms = driven.run(steps)
+    state = driven.saved()
+    if driven.comm.rank:
+        return
+    for step, norm in enumerate(norms, start=1):
+        total = defined.step(step, driven.microbatches, driven.draw, once=driven.exchange.accumulates)
+        assert norm == pytest.approx(np.linalg.norm(total), rel=1e-6)
+        expected -= RATE * total
+    for part in driven.layout.units.values():
+        for segment, where in driven.layout.within(part):
+            got, want = state["parameters", segment.key], expected[where.slice]
+            assert np.linalg.norm(got - want) <= 1e-6 * np.linalg.norm(want), segment.key
+            if defined.config.error_feedback:
+                kept = np.stack([state[f"residual.{rank}", segment.key] for rank in range(driven.comm.size)])
+                np.testing.assert_allclose(kept, defined.owed[:, where.slice], rtol=1e-4, atol=1e-4)
+
+
+def cuts_of(layer: Range, degrees: Degrees, rank: int, itemsize: int = 4) -> list[Range]:
+    """The cuts of a rank of a layer, each inside the one before."""
+    found = [layer]
+    for inner, outer in pairwise((1, degrees.parameters, degrees.gradients, degrees.optimizer)):
+        part = split(found[-1].size, outer // inner, itemsize)[rank % outer // inner]
+        found.append(part.shift(found[-1].start))
+    return found
+
+
+def rounded(
+    layout: Layout, exact: np.ndarray, degrees: Degrees, bits: int, levels: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    """What all compute with, where gathers over ``levels`` carry integers of ``exact`` weights, kept as ``dtype``."""
+    found = exact.copy()
+    way = Blockwise(bits=bits)
+    for layer in layout.units.values():
+        cuts = [cuts_of(layer, degrees, rank, dtype.itemsize) for rank in range(degrees.optimizer)]
+        for level in sorted(levels, reverse=True):
+            for part in {tuple(own)[level + 1] for own in cuts}:
+                for _, where in layout.within(part):
+                    payload = np.zeros(way.payload_bytes(where.size), np.uint8)
+                    way.encode(found[where.slice].copy(), payload, Key(0, 0, 0, 0))
+                    way.decode(payload, found[where.slice])
+                    found[where.slice] = found[where.slice].astype(dtype)
+    return found

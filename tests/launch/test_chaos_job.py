@@ -1,0 +1,34 @@
+"""Faults on purpose in a real job: who is held up, and who held them up."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.telemetry.hang import analyse, load
+
+LIMIT_S = 120
+
+
+@pytest.mark.usefixtures("mpi")
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_a_stalled_rank_is_named(tmp_path: Path, rng: np.random.Generator) -> None:
+    (tmp_path / "text.txt").write_text(" ".join(rng.choice(["abba", "cede", "face", "hebe"], 2000)))
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "hpcdist", "run", "-n", "2", "train", "--out", str(out)]
+    for key in (
+        *(f"data.path={tmp_path / 'text.txt'}", "model.layers=1", "model.hidden=16", "model.heads=2", "run.steps=50"),
+        *("data.context=8", "run.global_batch=2", "communication.deadline_s=2", "chaos.stall=['1@6:600']"),
+    ):
+        command += ["--set", key]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL, env=os.environ
+    )
+    assert done.returncode not in (0, 75), done.stderr
+    assert "chaos: rank 1 sleeps 600 s in step 6" in done.stderr and "rank 0 waited past its deadline" in done.stderr
+    found = analyse(load(out)).findings[0]
+    assert (found.kind, found.ranks) == ("absent", (1,)), found
+    assert "in _meet" in (out / "recorder" / "rank-00001.stacks").read_text(), "the line that it sleeps in"

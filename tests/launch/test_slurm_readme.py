@@ -1,0 +1,33 @@
+"""The two lines that slurm/README.md begins with, as a reader types them, on the real Slurm."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from slurm_cluster import Cluster
+
+from hpcdist.batch import resources
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_the_two_lines_submit_the_default_job(cluster: Cluster, tmp_path: Path) -> None:
+    block = re.search(r"```sh\n(.*?)```", (resources.folder(resources.TEMPLATES) / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    submit, status = (line.partition(" #")[0].split() for line in block[1].splitlines())
+    this = [sys.executable, "-P", "-m", "hpcdist"]
+    assert submit[0] == status[0] == "hpcdist"
+    done = cluster.run(*this, *submit[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\d+\n", done.stdout)
+    number, log = done.stdout.strip(), tmp_path / f"hpcdist-{done.stdout.strip()}.out"
+    try:
+        cluster.wait(lambda: log.exists() and "\nstep 1/" in log.read_text(), "first step")
+        shown = cluster.run(*this, *status[1:], cwd=tmp_path)
+        assert shown.returncode == 0 and re.search(rf"^{number} .*RUNNING", shown.stdout, re.MULTILINE), shown
+        assert "4 ranks on 2 nodes" in log.read_text()
+    finally:
+        print(log.read_text() if log.exists() else "no log")
+        cluster.run("scancel", number)
+    cluster.wait(lambda: number not in cluster.run("squeue", "-h", "-o", "%i").stdout.split(), "the end of the job")

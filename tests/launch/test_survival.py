@@ -1,0 +1,137 @@
+"""Jobs whose ranks are killed and that go on: `hpcdist run --survive`, as a user starts them.
+
+HPCDIST_TEST_DEATHS=20 kills so many ranks of one job, one after another, each replaced by a new process.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdist.comm import mpirun
+from hpcdist.telemetry import metrics
+
+LIMIT_S = 240
+DEATHS = int(os.environ.get("HPCDIST_TEST_DEATHS", "2"))
+EVERY = 4  # steps between two deaths
+SMALL = ["model.layers=1", "model.hidden=32", "model.heads=2", "data.context=16", "run.global_batch=6"]
+
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+
+
+@pytest.fixture(autouse=True)
+def outlives(mpi: mpirun.Launcher) -> None:
+    if mpi.vendor != mpirun.OPEN_MPI or not mpi.version.startswith("5"):
+        pytest.skip(f"{mpi.vendor} {mpi.version} does not go on when a rank dies")
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Path:
+    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(rng.choice(words, 4000)))
+    return path
+
+
+def line(ranks: int, text: Path, out: Path, *options: str, keys: list[str]) -> list[str]:
+    settings = [word for key in [*SMALL, f"data.path={text}", *keys] for word in ("--set", key)]
+    run = [sys.executable, "-m", "hpcdist", "run", "-n", str(ranks), *options]
+    return [*run, "train", "--json", "--out", str(out), "--resume", "auto", *settings]
+
+
+def train(ranks: int, text: Path, out: Path, *options: str, keys: list[str]) -> tuple[dict[str, Any], np.ndarray]:
+    """Return the summary and the losses of a job that ends well."""
+    done = subprocess.run(
+        line(ranks, text, out, *options, keys=keys), capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = metrics.read(out / "metrics.h5").steps
+    assert steps["step"].tolist() == list(range(1, len(steps["step"]) + 1))
+    return json.loads(done.stdout.splitlines()[-1]), steps["loss"]
+
+
+def test_new_processes_take_the_places_of_the_dead(text: Path, tmp_path: Path, rng: np.random.Generator) -> None:
+    steps = EVERY * (DEATHS + 1)
+    keys = [f"run.steps={steps}", "parallel.strategy=zero1"]
+    _, calm = train(3, text, tmp_path / "calm", keys=keys)
+    moments = rng.choice(["begin", "backward", "exchange", "update"], DEATHS)
+    kills = [f"'{rng.integers(3)}@{EVERY * (death + 1)}:{moment}'" for death, moment in enumerate(moments)]
+    killed = [*keys, f"chaos.kill=[{', '.join(kills)}]"]
+    found, losses = train(3, text, tmp_path / "killed", "--survive", "replace", keys=killed)
+    np.testing.assert_array_equal(losses, calm, err_msg=str(kills))
+    lives = found["lives"]
+    assert [(life["died"], life["added"], life["world"]) for life in lives] == [(1, 1, 3)] * DEATHS
+    for death, life in enumerate(lives):
+        assert EVERY * (death + 1) - 2 <= life["step"] <= EVERY * (death + 1), "a step was repeated, and no more"
+    if DEATHS >= 8:  # the first lives fill caches
+        grown = lives[-1]["pss_bytes"] - lives[DEATHS // 4]["pss_bytes"]
+        assert grown < 1e6 * (DEATHS - DEATHS // 4), f"{grown / 1e6:.1f} MB more: {lives}"
+    print(f"{DEATHS} deaths survived, each within {max(life['seconds'] for life in lives):.2f} s")
+
+
+def test_a_job_that_shrank_saves_on_a_signal_and_goes_on_where_it_was(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    keys = ["run.steps=1000000", "parallel.strategy=zero2"]
+    started = subprocess.Popen(
+        line(3, text, out, "--survive", "shrink", keys=[*keys, "chaos.kill=['0@5:update']"]),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    limit = time.monotonic() + LIMIT_S
+    try:
+        while not (out / "chaos").exists() or _world(out) != 2:
+            assert time.monotonic() < limit and started.poll() is None
+            time.sleep(0.2)
+        started.send_signal(signal.SIGTERM)
+        said, _ = started.communicate(timeout=LIMIT_S)
+    finally:
+        started.kill()
+    assert started.returncode == 75, said
+    assert "rank 0 died: on 2 ranks" in said
+    steps = int((out / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
+    resumed, _ = train(2, text, out, keys=[f"run.steps={steps + 3}", "parallel.strategy=zero2"])
+    assert resumed["steps"] == steps + 3
+
+
+def test_ranks_come_in_at_a_step_boundary(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    steps = 150
+    keys = [f"run.steps={steps}", "chaos.step_s=0.05", "precision.mode=float64"]
+    started = subprocess.Popen(
+        line(2, text, out, "--survive", "shrink", keys=keys), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    limit = time.monotonic() + LIMIT_S
+    try:
+        while not (out / "metrics.h5").exists():
+            assert time.monotonic() < limit and started.poll() is None
+            time.sleep(0.1)
+        asked = subprocess.run(
+            [sys.executable, "-m", "hpcdist", "grow", str(out), "1"], capture_output=True, text=True, check=False
+        )
+        assert asked.returncode == 0, asked.stderr
+        output, said = started.communicate(timeout=LIMIT_S)
+    finally:
+        started.kill()
+    assert started.returncode == 0, said
+    found = json.loads(output.splitlines()[-1])
+    assert found["world"] == 3 and [(life["died"], life["added"]) for life in found["lives"]] == [(0, 1)]
+    rows = metrics.read(out / "metrics.h5").steps
+    assert rows["world"][-1] == 3 and len(rows["step"]) == steps
+    _, calm = train(2, text, tmp_path / "calm", keys=[f"run.steps={steps}", "precision.mode=float64"])
+    np.testing.assert_allclose(rows["loss"], calm, rtol=1e-9)
+    assert not (out / "grow").exists()
+
+
+def _world(out: Path) -> int:
+    try:
+        return int(metrics.read(out / "metrics.h5").steps["world"][-1])
+    except (OSError, IndexError):
+        return 0

@@ -1,0 +1,68 @@
+"""A whole job on a machine without a scheduler: submitted, stopped, started again by itself, and cancelled."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcdist.batch import ledger, local
+from hpcdist.batch.states import State
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def hpcdist(*words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-P", "-m", "hpcdist", *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+
+
+def until(true: Callable[[], bool], log: Path) -> None:
+    limit = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < limit, log.read_text()
+        time.sleep(0.1)
+
+
+def test_a_job_goes_on_by_itself_until_it_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    Path("text.txt").write_text("".join(f"{number} is {number * number % 97}, " for number in range(1500)))
+    Path("recipe.toml").write_text(
+        "[data]\npath = 'text.txt'\ncontext = 16\n[model]\nlayers = 1\nhidden = 32\nheads = 2\n"
+        "[run]\nglobal_batch = 6\nsteps = 1000000\n[checkpoint]\nevery_steps = 20\n"
+    )
+    options = ["--site", "workstation", "--nodes", "1", "--ranks-per-node", "2", "--out", "run"]
+    done = hpcdist("submit", "recipe.toml", *options)
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.strip()
+    try:
+        log = Path(local.state(job).log)
+        until(lambda: "\nstep 1/" in log.read_text(), log)
+        assert local.state(job).state == State.RUNNING
+        Path("run", "stop").touch()
+        until(lambda: "resumed from" in log.read_text(), log)
+        cancelled = hpcdist("jobs", "cancel", "run")
+        assert cancelled.returncode == 0, cancelled.stderr
+        until(lambda: local.state(job).is_over, log)
+    finally:
+        if local.cancel(job):
+            until(lambda: local.state(job).is_over, log)
+    found = local.state(job)
+    assert found.exit_code == 75, log.read_text()
+    entries = ledger.read(Path("run"))
+    assert [entry.number("restart") for entry in entries if entry.event == ledger.BEGAN] == [0, 1]
+    assert [entry.text("word") for entry in entries if entry.event == ledger.ENDED] == ["again", "stop"]
+    assert {entry.job for entry in entries} == {job} and "somebody has cancelled the job" in log.read_text()
+    until(lambda: not [pid for pid in os.listdir("/proc") if pid.isdecimal() and runs_for(int(pid), job)], log)
+
+
+def runs_for(pid: int, job: str) -> bool:
+    """Whether the process belongs to the session of the job, and has not ended."""
+    try:
+        return os.getsid(pid) == local._numbers(job)[0] and local._stat(pid)[0] not in "ZX"
+    except ProcessLookupError:
+        return False

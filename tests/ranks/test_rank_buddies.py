@@ -1,0 +1,73 @@
+"""Copies with partners over real ranks: kept, verified, and taken into another cut."""
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint import redistribute_moves
+from hpcdist.checkpoint.buddies import Buddies, recover
+from hpcdist.checkpoint.redistribute import lacking, redistribute
+from hpcdist.strategies.exchange import pieces_of
+
+LAYOUT = Layout.of([TensorSpec(0, "table", (301, 17)), TensorSpec(1, "weight", (64, 33)), TensorSpec(1, "bias", (5,))])
+FLOAT = np.dtype("float32")
+
+
+def state(comm, rng):
+    """The same values on all ranks, and none in the padding."""
+    store = FlatStore(LAYOUT, FLOAT)
+    for segment, values in zip(LAYOUT.segments, comm.broadcast_object(drawn(rng)), strict=True):
+        store.range(segment.range)[...] = values
+    return store
+
+
+def drawn(rng):
+    return [rng.standard_normal(segment.range.size).astype(np.float32) for segment in LAYOUT.segments]
+
+
+@pytest.mark.parametrize("where", ["shared", "messages"])
+def test_kept_verified_and_cut_anew(comm, rng, monkeypatch, where):
+    if where == "messages":
+        comm.declared_node = comm.rank  # a node for each rank
+    monkeypatch.setattr(redistribute_moves, "WINDOW_BYTES", 16 << 10)
+    monkeypatch.setattr(redistribute_moves, "LONG_BYTES", 1 << 10)
+    part = split(LAYOUT.size, comm.size, 4)[comm.rank]
+    kept, store = Buddies(comm), FlatStore(LAYOUT, FLOAT, part)
+    for step in range(4):
+        whole = state(comm, rng)
+        store.copy_from(whole)
+        kept.keep(step, pieces_of({"parameters": store}, [part]), {"step": step})
+        store.zero()
+    assert kept.checked() == ""
+    assert kept.copies.generations[0].shared == (where == "shared" or comm.size == 1)
+    for lost in (None, 0, comm.size - 1):  # as if a rank had come new
+        new = lost == comm.rank and comm.size > 1
+        found = recover(comm, None if new else comm.rank, None if new else kept.copies)
+        assert found.step == 3 and found.scalars == {"step": 3}
+        for cut in (Range(0, LAYOUT.size), part, split(LAYOUT.size, 7, 4)[comm.rank]):
+            into = FlatStore(LAYOUT, FLOAT, cut)
+            wanted = pieces_of({"parameters": into}, [cut])
+            assert lacking(comm, found.held, wanted) == ""
+            received = redistribute(comm, found.held, wanted)
+            assert into.array.tobytes() == whole.array[cut.slice].tobytes()
+            if cut == part and not new:
+                assert received == 0
+    comm.barrier()
+
+
+def test_a_damaged_copy_gives_the_one_before(comm, rng, capfd):
+    part = split(LAYOUT.size, comm.size, 4)[comm.rank]
+    kept, first = Buddies(comm), state(comm, rng)
+    kept.keep(1, pieces_of({"parameters": first}, [part]), {})
+    kept.keep(2, pieces_of({"parameters": state(comm, rng)}, [part]), {})
+    if comm.rank == 0:
+        kept.copies.find(2, 0).data[1] ^= 4
+    comm.barrier()
+    assert bool(kept.checked()) == (comm.rank == 0)
+    found = recover(comm, comm.rank, kept.copies)
+    into = FlatStore(LAYOUT, FLOAT)
+    redistribute(comm, found.held, pieces_of({"parameters": into}, into.parts))
+    assert found.step == 1 and into.array.tobytes() == first.array.tobytes()
+    assert ("rank 0's state after step 2 is damaged" in capfd.readouterr().err) == (comm.rank == 0)

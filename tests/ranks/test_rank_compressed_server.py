@@ -1,0 +1,56 @@
+"""A compressed parameter server over real messages: what one process makes of all ranks, and a resume to the bit."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from hpcdist.comm.communicator import Communicator
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
+from compressed_server import Case, Job, OneProcess, colocated, dedicated, gradients
+from rank_runs import losses, state, trainer_of
+
+SETTINGS = {
+    "model.layers": 1,
+    "model.hidden": 16,
+    "model.heads": 2,
+    "data.context": 8,
+    "run.steps": 40,
+    "run.global_batch": 12,
+    "optimizer.warmup_steps": 2,
+    "parallel.strategy": "parameter_server",
+    "communication.compression": "int4",
+}
+
+
+def test_rank_workers_push_payloads_and_all_have_the_bits_of_one_process(comm: Communicator) -> None:
+    for servers in (colocated(), dedicated(comm.size // 2)) if comm.size > 1 else (colocated(),):
+        case = Case(comm.size, servers, "int8" if servers.placement == "colocated" else "topk")
+        job, alone = Job(comm, case), OneProcess(case)
+        for row in gradients(np.random.default_rng(11), case, 4):
+            assert job.step(row[comm.rank])
+            alone.step(row)
+        job.look()
+        for part in job.exchange.owner.parts:
+            assert np.array_equal(job.sums[-1][part.slice], alone.sums[-1][part.slice])
+        if comm.rank in case.roles.workers:
+            assert job.weights.tobytes() == alone.parameters.array.tobytes()
+            assert job.owed.tobytes() == alone.residual[comm.rank].tobytes()
+        job.exchange.close()
+
+
+def test_rank_a_resumed_compressed_server_goes_on_to_the_bit(comm: Communicator, folder: Path) -> None:
+    keys = {**SETTINGS, "data.path": folder / "text.txt"}
+    keys["parameter_server.placement"] = "dedicated" if comm.size > 1 else "colocated"
+    trainer = trainer_of(comm, keys)
+    losses(trainer, 2)
+    resumed = trainer_of(comm, keys, trainer.save(folder / "checkpoints", 2))
+    trainer.first_step = 2
+    found = losses(trainer, 4)
+    assert found == losses(resumed, 4) and found[-1] < np.log(256)
+    one, other = state(trainer), state(resumed)
+    assert one.keys() == other.keys()
+    assert all(values.tobytes() == other[key].tobytes() for key, values in one.items())
+    for each in (trainer, resumed):
+        each.close()

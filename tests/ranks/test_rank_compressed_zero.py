@@ -1,0 +1,52 @@
+"""ZeRO with compressed messages over real messages: what its definition says, one model, and resumes to the bit."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.strategies.zero_config import ZeroConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
+from rank_runs import losses, state, trainer_of
+from zero_compressed import Defined, Driven, compare
+
+SETTINGS = {
+    "model.layers": 1,
+    "model.hidden": 16,
+    "model.heads": 2,
+    "data.context": 8,
+    "run.steps": 40,
+    "run.global_batch": 12,
+    "optimizer.warmup_steps": 2,
+    "parallel.strategy": "zero3",
+    "communication.compression": "int4",
+    "compression.parameters": "int8",
+}
+
+
+def test_rank_sums_are_those_of_the_definition_and_weights_are_alike(comm: Communicator) -> None:
+    inner = next(degree for degree in (2, 3, 1) if comm.size % degree == 0)
+    blocks = ZeroConfig(parameters=inner, gradients=inner, optimizer=inner)  # several ranks own the same
+    for zero, name, microbatches in ((ZeroConfig(), "int8", 2), (blocks, "int4", 1)):
+        run = Driven(comm, 3, zero, name, microbatches=microbatches, parameters="int8" if inner > 1 else "none")
+        compare(run, Defined(run.exchange.degrees, comm.size, name), 2)
+        weights = run.computed_with().tobytes()
+        assert all(other == weights for other in comm.allgather_object(weights))
+        run.exchange.close()
+
+
+def test_rank_a_resumed_run_goes_on_to_the_bit(comm: Communicator, folder: Path) -> None:
+    keys = {**SETTINGS, "data.path": folder / "text.txt", "precision.mode": "bfloat16"}
+    trainer = trainer_of(comm, keys)
+    losses(trainer, 2)
+    resumed = trainer_of(comm, keys, trainer.save(folder / "checkpoints", 2))
+    trainer.first_step = 2
+    found = losses(trainer, 4)
+    assert found == losses(resumed, 4) and found[-1] < np.log(256)
+    one, other = state(trainer), state(resumed)
+    assert one.keys() == other.keys() and any(kind.startswith("residual.") for kind, _ in one)
+    assert all(values.tobytes() == other[key].tobytes() for key, values in one.items())
+    for each in (trainer, resumed):
+        each.close()

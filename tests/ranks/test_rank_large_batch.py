@@ -1,0 +1,68 @@
+"""Large batches over real messages: batches that grow, rates that follow them, and the noise of gradients."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.solo import solo
+from hpcdist.comm.start import Session
+from hpcdist.strategies.schedule.executor import Step
+from hpcdist.training import recipe as recipes
+from hpcdist.training.trainer import Trainer, assemble
+
+STEPS = 5
+KEYS: dict[str, object] = {
+    "model.layers": 1,
+    "model.hidden": 16,
+    "model.heads": 2,
+    "data.context": 8,
+    "precision.mode": "float64",
+    "run.steps": STEPS,
+    "run.global_batch": 24,
+    "run.batch_warmup": [16, 8, 48, 16],
+    "optimizer.name": "lamb",
+    "optimizer.trust_ratio_max": 10.0,
+    "optimizer.normalize_gradient": "true",
+    "optimizer.base_batch": 8,
+    "optimizer.scaling": "sqrt",
+    "optimizer.warmup_samples": 30,
+}
+
+
+def _abort(code: int) -> None:
+    raise SystemExit(code)
+
+
+def _trained(comm: Communicator, keys: dict[str, object]) -> tuple[Trainer, list[Step]]:
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
+    trainer = assemble(Session(comm, locate(comm, None), "test", _abort), recipe)
+    steps = []
+    with trainer.batches(STEPS) as batches:
+        for number, batch in enumerate(batches, start=1):
+            steps.append(trainer.step(number, trainer.cut(trainer.place(batch)), np.zeros(2)))
+            if trainer.noise is not None:
+                trainer.noise.after(number, steps[-1])
+    return trainer, steps
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "zero2"])
+def test_batches_that_grow_and_their_noise(comm: Communicator, tmp_path: Path, strategy: str) -> None:
+    path = comm.broadcast_object(tmp_path / "text.txt")
+    if comm.rank == 0:
+        path.write_text(" ".join("".join(word) for word in np.random.default_rng(5).choice(list("abcdefgh"), (600, 4))))
+    comm.barrier()
+    keys = {**KEYS, "data.path": path}
+    ways = {"parallel.strategy": strategy, "parallel.microbatches": 2, "communication.algorithm": "ring"}
+    trainer, steps = _trained(comm, {**keys, **ways, "run.noise_scale_every_steps": 2})
+    assert trainer.noise is not None
+    _, alone = _trained(solo(), keys)
+    np.testing.assert_allclose([step.loss for step in steps], [step.loss for step in alone], rtol=1e-9)
+    # The noise of steps 2 and 4, of 8 and 16 samples: all small batches are of one size.
+    small = [row[1] for row in trainer.noise.taken()]
+    count = 2 * comm.size if strategy == "zero2" and comm.size > 1 else comm.size if comm.size > 1 else 2
+    assert small == pytest.approx([8 / count, 16 / count])
+    told = comm.allgather_object(trainer.noise.smoothed.state())
+    assert all(other == told[0] for other in told) and told[0]["weight"] > 0

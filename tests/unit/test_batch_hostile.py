@@ -1,0 +1,104 @@
+"""Whatever is in a name, a path, a recipe or an option is data to every parser that it passes: never code.
+
+Each script is read by bash itself, and its directives as sbatch reads them.
+"""
+
+import dataclasses
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, given, settings
+from job_scripts import PLAIN
+
+from hpcdist.batch import script, sites
+from hpcdist.errors import ConfigurationError, UsageError
+
+GENERIC = sites.load("slurm-mpich")
+
+# What parsers trip over, and any text but what no argument can hold: a zero byte, and half a character.
+HOSTILE = (
+    st.lists(
+        st.one_of(
+            st.sampled_from(
+                ["$(touch x)", "`touch x`", "${x:=y}", "'", '"', "\\", "\n", "#", "\n#SBATCH --wrap=x\n", " ", "%s"]
+            ),
+            st.sampled_from(
+                ["{{ job }}", "{% raw %}", "{#", "!!", "~", "*", "\nEOF\n", "'; touch x; '", "\x1b[2J", "&", "|"]
+            ),
+            st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=4),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+    .map("".join)
+    .filter(bool)
+)
+
+# Plays python -P -m hpcdist, and begins with what every job does.
+PYTHON = """#!/bin/bash
+case " $* " in *" jobs begin "*) echo go ;; *" jobs end "*) echo stop ;; esac
+printf '%s\\0' "$@" "$PYTHONPATH" "$VALUE" --end-of-call-- >> "$KEPT"
+"""
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_what_bash_reads_is_what_was_given(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "python").write_text(PYTHON)
+    (folder / "python").chmod(0o755)
+    draw = {name: data.draw(HOSTILE, name) for name in ("recipe", "run_dir", "mpi_args", "word", "path", "value")}
+    environment = dataclasses.replace(GENERIC.environment, variables={"VALUE": draw["value"]})
+    job = dataclasses.replace(
+        PLAIN,
+        python=str(folder / "python"),
+        recipe=draw["recipe"],
+        run_dir=Path("/") / draw["run_dir"],
+        mpi_args=draw["mpi_args"],
+        python_of_ranks=(draw["word"],),
+        python_path=draw["path"],
+    )
+    text = script.render(job, dataclasses.replace(GENERIC, environment=environment))
+    done = subprocess.run(
+        ["bash", "-s"],
+        input=os.fsencode(text),
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "KEPT": str(folder / "kept")},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    calls = [call.split("\0")[:-1] for call in os.fsdecode((folder / "kept").read_bytes()).split("--end-of-call--\0")]
+    trained = next(call for call in calls if "train" in call)
+    assert trained[trained.index("--out") + 1] == str(job.run_dir)
+    assert trained[trained.index("--mpi-args") + 1] == draw["mpi_args"]
+    assert trained[trained.index("--python") + 1] == shlex.quote(draw["word"])
+    assert trained[-2:] == [draw["path"], draw["value"]]
+    assert (folder / "hpcdist-7.toml").read_bytes() == os.fsencode(draw["recipe"])
+    assert {path.name for path in folder.iterdir()} == {"python", "kept", "hpcdist-7.toml"}, "nothing was executed"
+
+
+@settings(max_examples=60)
+@given(HOSTILE, st.sampled_from(["name", "partition", "account", "sbatch_args", "option", "site"]))
+def test_a_directive_is_one_option_or_refused(value, field):
+    site = GENERIC
+    job = PLAIN
+    if field == "site":
+        site = dataclasses.replace(site, name=value)
+    elif field == "option":
+        site = dataclasses.replace(site, scheduler=dataclasses.replace(site.scheduler, options=(f"--comment={value}",)))
+    else:
+        job = dataclasses.replace(job, **{field: (f"--comment={value}",) if field == "sbatch_args" else value})
+    try:
+        text = script.render(job, site)
+    except (UsageError, ConfigurationError):
+        assert not value.isprintable()
+        return
+    plain = script.render(PLAIN, GENERIC)
+    assert len(text.splitlines()) - len(plain.splitlines()) == {"name": 0, "account": 0, "site": 0}.get(field, 1)
+    before = [line for line in plain.splitlines() if not line.startswith("#")]
+    assert [line for line in text.splitlines() if not line.startswith("#")] == before

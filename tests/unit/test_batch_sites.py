@@ -1,0 +1,199 @@
+"""Profiles of sites: found, merged, and refused with the nearest name."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from job_scripts import PLAIN
+
+from hpcdist.batch import fitting, resources, script, sites, submission
+from hpcdist.batch.site import LAUNCHERS_OF, Site
+from hpcdist.comm.launchers import KINDS
+from hpcdist.errors import ConfigurationError
+
+SHIPPED = ("cray", "ibrun", "parastation", "pbs", "slurm-mpich", "slurm-openmpi", "workstation")
+
+
+@pytest.fixture
+def own(tmp_path):
+    """``own(name, text)`` writes a profile of this user; ``own.environment`` finds it."""
+
+    def write(name: str, text: str) -> Path:
+        path = tmp_path / "hpcdist" / "sites" / f"{name}.toml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    write.environment = {"XDG_CONFIG_HOME": str(tmp_path), "PATH": ""}
+    return write
+
+
+def test_what_is_shipped_loads_and_says_what_of_it_was_run():
+    assert tuple(sites.names({"XDG_CONFIG_HOME": "/nonexistent"})) == SHIPPED
+    readme = (resources.folder(resources.TEMPLATES) / "README.md").read_text()
+    for name in SHIPPED:
+        site = sites.load(name)
+        assert site.name == name and site.description and site.proven
+        assert f"\n## {name}" in readme, "a page for each"
+    assert {kind for kinds in LAUNCHERS_OF.values() for kind in kinds} == set(KINDS), "every launcher starts something"
+
+
+def test_every_field_is_described():
+    readme = (resources.folder(resources.TEMPLATES) / "README.md").read_text()
+    for item in dataclasses.fields(Site):
+        if item.name != "name":
+            assert f"`{item.name}`" in readme or f"`[{item.name}]`" in readme, item.name
+        inner = item.default_factory() if item.default_factory is not dataclasses.MISSING else None
+        if dataclasses.is_dataclass(inner):
+            for field in dataclasses.fields(inner):
+                assert f"`{field.name}`" in readme, f"{item.name}.{field.name}"
+
+
+def test_a_profile_goes_over_the_one_it_is_based_on(own):
+    own(
+        "base",
+        "[launcher]\noptions = ['-a']\n[environment]\nvariables = { A = '1', B = '2' }\n[limits]\nmax_nodes = 3\n",
+    )
+    own("mine", "based_on = 'base'\n[launcher]\noptions = ['-b']\n[environment]\nvariables = { B = '3' }\n")
+    site = sites.load("mine", own.environment)
+    assert (site.name, site.launcher.options, site.limits.max_nodes) == ("mine", ("-b",), 3)
+    assert site.environment.variables == {"A": "1", "B": "3"}
+
+
+def test_a_users_profile_hides_ours_and_may_be_based_on_it(own):
+    path = own("cray", "based_on = 'cray'\n[gpu]\nper_node = 8\norder = []\n")
+    site = sites.load("cray", own.environment)
+    assert (site.gpu.per_node, site.launcher.mpi) == (8, "cray-mpich")
+    assert sites.names(own.environment)["cray"] == path
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[launchr]", "unknown field 'launchr'.*nearest known is 'launcher'"),
+        ("[launcher]\nkidn = 'srun'", "unknown field 'launcher.kidn'.*'launcher.kind'"),
+        ("[launcher]\nkind = 'srum'", "launcher.kind = 'srum'; choose one of"),
+        ("[launcher]\nkind = 'mpirun'\nmpi = 'cray-mpich'", "does not start ranks of launcher.mpi = 'cray-mpich'"),
+        ("[launcher]\nkind = 'ibrun'\nmpi = 'openmpi'", "choose one of mpirun, srun, flux"),
+        ("[launcher]\nkind = 'flux'", "nothing starts a Flux instance"),
+        ("[launcher]\npmi = 'pmix'", "only srun has a choice"),
+        ("[scheduler]\nkind = 'lsf'", "scheduler.kind = 'lsf'"),
+        ("[gpu]\nper_node = 'four'", "gpu.per_node"),
+        ("[gpu]\nper_node = 4\norder = [0, 1, 1, 2]", "name each GPU of a node once"),
+        ("[gpu]\nper_node = -1", "at least 0"),
+        ("[gpu]\nrequest = 'gpu'", "gpu.request"),
+        ("[partitions.a]\nmax_wall = '1'", "unknown field 'partitions.a.max_wall'.*'partitions.a.max_walltime'"),
+        ("[partitions.a]\nmax_walltime = '10:00'", "expected D-HH:MM:SS"),
+        ("[limits]\ngpus_per_node = -7", "gpus_per_node = -7"),
+        ("[limits]\nmax_nodes = -1", "max_nodes = -1"),
+        ("[[storage.roots]]\npaht = '/a'", "unknown field 'storage.roots.paht'"),
+        ("[[storage.roots]]\npath = 'a'", "not absolute"),
+        ("[storage]\nnode_local = '$TMPDIR'", "not an absolute path"),
+        ("[environment]\nmodules = ['-f']", "no name of a module"),
+        ("[environment]\nmodules = ['a;b']", "no name of a module"),
+        ("[environment.variables]\n'A-B' = '1'", "no name of a variable"),
+        ("[environment.variables]\nA = 1", "environment.variables"),
+        ("based_on = 'slrm-openmpi'", "nearest known is 'slurm-openmpi'"),
+        ("based_on = 'mine'", "based on itself"),
+        ("based_on = 1", "give the name of another profile"),
+        ("x = ", "not valid TOML"),
+    ],
+)
+def test_what_no_profile_can_say(own, text, words):
+    own("mine", text)
+    with pytest.raises(ConfigurationError, match=words):
+        sites.load("mine", own.environment)
+
+
+def test_where_a_profile_is_named(own, tmp_path):
+    path = own("mine", "description = 'ours'")
+    for environment in ({"HPCDIST_SITE": "mine"}, {"HPCDIST_SITE": str(path)}):
+        assert sites.chosen(None, own.environment | environment).description == "ours"
+    assert sites.chosen("cray", own.environment | {"HPCDIST_SITE": "mine"}).name == "cray"
+    with pytest.raises(ConfigurationError, match="no such file"):
+        sites.chosen(str(tmp_path / "none.toml"), own.environment)
+
+
+@pytest.mark.parametrize(
+    ("programs", "name"),
+    [
+        (["sbatch", "qsub"], "slurm-openmpi"),
+        (["qsub"], "pbs"),
+        ([], "slurm-openmpi"),
+    ],
+)
+def test_the_generic_profile_is_that_of_the_scheduler(own, tmp_path, monkeypatch, programs, name):
+    (tmp_path / "bin").mkdir()
+    for program in programs:
+        (tmp_path / "bin" / program).touch(mode=0o755)
+    monkeypatch.setattr(sites.mpirun, "candidates", lambda environment: [])
+    assert sites.chosen(None, own.environment | {"PATH": str(tmp_path / "bin")}).name == name
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("HYDRA build details:\n    Version: 5.0.2", "slurm-mpich"),
+        ("mpirun (Open MPI) 5.0.11", "slurm-openmpi"),
+        ("not on this login node", "slurm-openmpi"),
+    ],
+)
+def test_the_generic_profile_is_that_of_the_mpi(own, tmp_path, monkeypatch, said, name):
+    (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho '{said}'\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.setattr(sites.mpirun, "candidates", lambda environment: [tmp_path / "mpirun"])
+    assert sites.chosen(None, own.environment).name == name
+
+
+def test_what_nodes_see():
+    site = sites.load("slurm-openmpi")
+    assert fitting.hidden({"it": Path("/scratch/x")}, site) == []
+    assert fitting.hidden({"it": Path("/tmp/x")}, site) == ["it /tmp/x is under /tmp, of which each node has its own"]
+    assert fitting.hidden({"it": Path("/tmpx")}, site) == []
+    cray = sites.load("cray")
+    assert fitting.hidden({"it": Path("/scratch/x")}, cray) == []
+    (said,) = fitting.hidden({"it": Path("/nowhere/x")}, cray)
+    assert "under none of /scratch, /project, /home" in said
+    for python in ("/usr/bin/python3", "/opt/cray/pe/python/3.11.7/bin/python3"):
+        assert fitting.hidden({"it": Path(python)}, cray) == [], "it comes with the nodes, as their modules do"
+
+
+@pytest.mark.parametrize("name", ["cray", "pbs", "parastation"])
+def test_jobs_without_gpus_do_not_ask_mpi_for_them(name):
+    """Cray MPICH ends ranks that ask, where the Python that runs was not linked with its GPU library."""
+    profile = sites.load(name)
+    gpus = dataclasses.replace(PLAIN, gpus_per_node=4)
+    for job, asks in ((PLAIN, False), (gpus, True)):
+        text = script.render(job, profile, submission.TEMPLATES[profile.scheduler.kind])
+        assert all((f"\nexport {variable}=" in text) == asks for variable in profile.gpu.variables)
+    assert profile.gpu.variables and not set(profile.gpu.variables) & set(profile.environment.variables)
+
+
+def test_a_profile_that_cannot_be_used_hides_no_other(tmp_path):
+    (tmp_path / "hpcdist" / "sites").mkdir(parents=True)
+    (tmp_path / "hpcdist" / "sites" / "mine.toml").write_text("nodes = 1\n")
+    line = [sys.executable, "-P", "-m", "hpcdist", "site", "list"]
+    own = os.environ | {"XDG_CONFIG_HOME": str(tmp_path)}
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True, env=own)
+    assert re.search(r"^mine +cannot be used: unknown field 'nodes'", done.stdout, re.MULTILINE)
+    assert all(name in done.stdout for name in SHIPPED)
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["show", "cray"], ["show", "--json", "pbs"]])
+def test_profiles_are_shown(arguments, tmp_path):
+    line = [sys.executable, "-P", "-m", "hpcdist", "site", *arguments]
+    done = subprocess.run(
+        line,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=os.environ | {"XDG_CONFIG_HOME": str(tmp_path)},
+    )
+    words = {"list": SHIPPED, "show": ("cray", "cray-mpich"), "--json": ('"kind": "pbs"',)}
+    for word in words["--json" if "--json" in arguments else arguments[0]]:
+        assert word in done.stdout

@@ -1,0 +1,178 @@
+"""Batches that grow: which samples a step takes, its rate, and runs that go on in the middle of a stage."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rank_runs import alone, difference, losses, trainer_of
+from rank_runs import state as state_of
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError
+from hpcdist.optim import scaling
+from hpcdist.optim.batches import Batches, staged
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.optim.rates import learning_rate
+from hpcdist.training import recipe as recipes
+from hpcdist.training import state
+from hpcdist.training.data import Prefetcher, open_source
+
+WARMUP = (12, 4, 36, 8)  # 3 steps of 4, 3 of 8, then 12 each
+RUN: dict[str, object] = {
+    "model.layers": 1,
+    "model.hidden": 16,
+    "model.heads": 2,
+    "data.context": 8,
+    "precision.mode": "float64",
+    "run.steps": 9,
+    "run.global_batch": 12,
+    "run.batch_warmup": list(WARMUP),
+    "optimizer.name": "lars",
+    "optimizer.base_batch": 12,
+    "optimizer.scaling": "linear",
+    "optimizer.warmup_samples": 30,
+    "communication.algorithm": "ring",
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(" ".join("".join(word) for word in np.random.default_rng(3).choice(list("abcdefgh"), (800, 4))))
+    return path
+
+
+def counted(batches: Batches, steps: int) -> list[int]:
+    """The samples before each step, by taking one step after the other."""
+    return [0, *itertools.accumulate(batches.size(step) for step in range(steps))]
+
+
+@pytest.mark.parametrize("warmup", [(), (4, 4), (12, 4, 36, 8), (1, 1, 3, 2, 6, 3), (1000, 10, 3000, 11 * 4 + 6)])
+def test_steps_and_samples_are_two_counts_of_the_same(warmup: tuple[int, ...]) -> None:
+    batches = staged(64, warmup)
+    steps = 150
+    before = counted(batches, steps)
+    assert [batches.samples_before(step) for step in range(steps + 1)] == before
+    assert [batches.steps_for(samples) for samples in before] == pytest.approx(list(range(steps + 1)))
+    for step in range(steps):  # and linear in between
+        half = (before[step] + before[step + 1]) / 2
+        assert batches.steps_for(half) == pytest.approx(step + 0.5)
+    assert batches.size(10**9) == 64 and batches.sizes == [*warmup[1::2], 64]
+    assert batches.samples_before(10**6) == before[-1] + 64 * (10**6 - steps)
+
+
+def test_known_steps() -> None:
+    batches = staged(12, WARMUP)
+    assert [batches.size(step) for step in range(8)] == [4, 4, 4, 8, 8, 8, 12, 12]
+    assert [batches.samples_before(step) for step in range(8)] == [0, 4, 8, 12, 20, 28, 36, 48]
+    assert batches.smallest == 4 and Batches(12).smallest == 12
+
+
+@pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
+def test_the_rate_follows_the_batch_of_each_update_and_the_warm_up_its_samples(rule: scaling.Scaling) -> None:
+    options = {} if rule == "none" else {"base_batch": 6}
+    config = OptimizerConfig(learning_rate=0.6, scaling=rule, warmup_samples=30, decay="constant", **options)
+    found = scaling.resolved(config, staged(12, WARMUP))
+    power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[rule]
+    sizes, taken = [4, 4, 4, 8, 8, 8, 12, 12], [4, 8, 12, 20, 28, 36, 48, 60]
+    expected = [0.6 * (size / 6) ** power * min(1.0, samples / 30) for size, samples in zip(sizes, taken, strict=True)]
+    assert [learning_rate(found, update, 100) for update in range(1, 9)] == pytest.approx(expected)
+    by_updates = scaling.resolved(OptimizerConfig(learning_rate=0.6, warmup_steps=4), staged(12, WARMUP))
+    assert [learning_rate(by_updates, update, 100) for update in (1, 2, 4)] == pytest.approx([0.15, 0.3, 0.6])
+    assert "steps of 4, 8, 12 samples, the last from sample 36 on" in scaling.described(config, staged(12, WARMUP))
+
+
+@pytest.mark.parametrize(("ranks", "warmup"), [(1, WARMUP), (3, WARMUP), (2, ()), (4, (8, 4, 24, 8))])
+def test_every_sample_comes_once_in_the_same_order_whatever_the_stages(
+    ranks: int, warmup: tuple[int, ...], text: Path
+) -> None:
+    keys = {**RUN, "data.path": text, "run.batch_warmup": list(warmup)}
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
+    steps = 8
+
+    def body(comm: Communicator) -> list[np.ndarray]:
+        source = open_source(recipe.data, recipe.model, comm)
+        first, second = (Prefetcher(source, recipe, comm, *part) for part in ((0, 5), (5, steps)))  # resumed after 5
+        with first, second:
+            return [x for x, _ in (*first, *second)]
+
+    shares = run_threads(ranks, body)
+    taken = np.concatenate([shares[rank][step] for step in range(steps) for rank in range(ranks)])
+    plain = recipes.load(None, [f"data.path={text}", "data.context=8", "run.global_batch=1"], {}).recipe
+    with Prefetcher(open_source(plain.data, plain.model, solo()), plain, solo(), 0, len(taken)) as one_by_one:
+        expected = np.concatenate([x for x, _ in one_by_one])
+    assert len(taken) == recipe.run.batches.samples_before(steps)
+    assert np.array_equal(taken, expected)
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "allreduce": (3, {"parallel.microbatches": 2}),
+    "delayed": (2, {"communication.delayed": "true", "communication.overlap": "thread"}),
+    "zero3": (2, {"parallel.strategy": "zero3", "parallel.microbatches": 4}),
+    "1f1b x zero1": (4, {"parallel.strategy": "zero1", "parallel.pipeline": 2, "parallel.microbatches": 4}),
+    "a server": (3, {"parallel.strategy": "parameter_server", "parameter_server.servers": 1}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_exchange_makes_the_same_steps(layout: str, text: Path) -> None:
+    ranks, keys = LAYOUTS[layout]
+    settings = {**RUN, "data.path": text}
+    if "communication.delayed" in keys:  # another run, the same on all ranks
+        settings |= keys
+        trainer = trainer_of(solo(), settings)
+        expected, weights = losses(trainer, 9), state_of(trainer)
+    else:
+        reference = alone(settings, 9)
+        expected, weights = reference.losses, reference.state
+
+    def body(comm: Communicator) -> tuple[list[float], float]:
+        trainer = trainer_of(comm, {**settings, **keys})
+        return losses(trainer, 9), difference(trainer, weights)
+
+    for found, apart in run_threads(ranks, body):
+        np.testing.assert_allclose(found, expected, rtol=1e-10)
+        assert apart < 1e-9
+
+
+@pytest.mark.parametrize("stop", [2, 3, 5, 7])
+def test_a_run_goes_on_in_any_stage_bit_for_bit(stop: int, text: Path, tmp_path: Path) -> None:
+    settings = {**RUN, "data.path": text, "communication.algorithm": "auto"}
+    whole = trainer_of(solo(), settings)
+    expected = losses(whole, 9)
+    first = trainer_of(solo(), settings)
+    found = losses(first, stop)
+    assert state.scalars(first, stop)["samples"] == [0, 4, 8, 12, 20, 28, 36, 48][stop]
+    saved = first.save(tmp_path / "checkpoints", stop)
+    second = trainer_of(solo(), settings, saved)
+    assert found + losses(second, 9) == expected
+    theirs = state_of(whole)
+    assert all(np.array_equal(values, theirs[key]) for key, values in state_of(second).items())
+
+
+REFUSED = [
+    ({"run.batch_warmup": [4]}, "it must be pairs"),
+    ({"run.batch_warmup": [8, 0]}, "a step takes at least one"),
+    ({"run.batch_warmup": [8, 4, 8, 6]}, "stages end one behind the other"),
+    ({"run.batch_warmup": [10, 4]}, "is no whole number of steps of 4; let the stage end at 8"),
+    ({"run.batch_warmup": [12, 12]}, "after steps of 12 samples come steps of 12"),
+    ({"run.batch_warmup": [8, 8, 16, 4]}, "each stage must have larger ones"),
+    ({"run.logical_shards": 4, "communication.algorithm": "auto"}, "run.logical_shards = 4 is not built"),
+    ({"data.shares": "measured"}, "data.shares = 'measured' is not built"),
+    ({"precision.mode": "float16"}, "precision.mode = 'float16' is not built"),
+    ({"parallel.strategy": "gossip", "optimizer.name": "sgd"}, "share no count of samples"),
+    ({"parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}, "share no count of samples"),
+    ({"parallel.data": 5}, "a stage of run.batch_warmup = 4 is fewer samples than the 5 data ranks"),
+    ({"parallel.microbatches": 6}, "parallel.microbatches = 6 of a stage of run.batch_warmup = 4"),
+    ({"parallel.pipeline": 2, "parallel.microbatches": 3}, "a stage of run.batch_warmup = 4 does not divide"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_does_not_go_is_refused(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        recipes.load(None, [f"{key}={value}" for key, value in {**RUN, **keys}.items()], {})
+    assert message in str(caught.value)

@@ -1,0 +1,187 @@
+"""One trial of a sweep: named, listed, and run alone; and what `hpcdist run` is told for it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdist.bench import choice, results, series
+from hpcdist.bench.sweep import Trial
+from hpcdist.bench.trial import FAILED, Outcome
+from hpcdist.cli import bench_trials, main
+from hpcdist.cli.bench_trials import options_of_run
+from hpcdist.errors import FAILURE, OK, USAGE, UsageError
+
+NOT_FOR_A_LIST = ("mpi4py", "numba", "llvmlite", "h5py", "cupy", "matplotlib", "torch")
+SWEEP = """
+[sweep]
+ranks = [1, 2]
+repeats = 2
+[[trial]]
+name = "ring"
+communication.algorithm = "ring"
+[[trial]]
+name = "two"
+ranks = 2
+run.seed = 2
+"""
+
+
+def trials(*names_and_ranks):
+    return [Trial(f"{at:012x}", name, ranks, {}, "") for at, (name, ranks) in enumerate(names_and_ranks)]
+
+
+FOUR = trials(("a", 1), ("a", 2), ("late start", 2), ("1", 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0", 0), ("3", 3), ("+2", 2), ("late start", 2), ("00000000000" + "1", 1), ("1", 1), ("0" * 11 + "3", 3)],
+)
+def test_a_trial_is_named_by_place_id_or_name(text, expected):
+    assert choice.position(FOUR, text, "s.toml") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("4", ["4 trials", "0 to 3", "nearest is 3"]),
+        ("-1", ["0 to 3", "nearest is 0"]),
+        ("lat start", ["'lat start'", "s.toml", "nearest is 'late start'"]),
+        ("qqq", ["'qqq'", "0 to 3", "--list"]),
+        ("", ["''", "--list"]),
+        ("a", ["is 2 trials", "0 (1 rank), 1 (2 ranks)", "id"]),
+        ("1.0", ["'1.0'"]),
+    ],
+)
+def test_what_names_no_trial_is_refused_with_the_nearest(text, words):
+    with pytest.raises(UsageError) as error:
+        choice.position(FOUR, text, "s.toml")
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.fixture
+def sweep_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "nothing"))
+    monkeypatch.delenv("HPCDIST_SITE", raising=False)
+    path = tmp_path / "sweep.toml"
+    path.write_text(SWEEP)
+    return path
+
+
+def hpcdist(capsys, *arguments):
+    with pytest.raises(SystemExit) as leaving:
+        main.main([str(argument) for argument in arguments])
+    return leaving.value.code, *capsys.readouterr()
+
+
+def test_the_list_loads_neither_mpi_nor_hdf5(sweep_file):
+    code = (
+        "import sys\nfrom hpcdist.cli.main import main\n"
+        f"try:\n    main(['bench', 'sweep', {str(sweep_file)!r}, '--list', '--json'])\n"
+        "except SystemExit as leaving:\n    assert leaving.code == 0\n"
+        f"print('loaded:', *[name for name in {NOT_FOR_A_LIST!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    said, loaded = done.stdout.splitlines()
+    assert loaded.strip() == "loaded:"
+    listed = json.loads(said)
+    assert listed["sweep"] == str(sweep_file)
+    assert [(row["index"], row["name"], row["ranks"], row["repeats"]) for row in listed["trials"]] == [
+        (0, "ring", 1, 2),
+        (1, "ring", 2, 2),
+        (2, "two", 2, 2),
+    ]
+    assert not list(sweep_file.parent.glob("results.h5*"))
+
+
+def test_the_list_as_text_and_of_one(sweep_file, capsys):
+    code, out, _ = hpcdist(capsys, "bench", "sweep", sweep_file, "--list")
+    head, *rows = (line.split() for line in out.splitlines())
+    assert (code, head) == (OK, ["index", "id", "ranks", "repeats", "name"]) and len(rows) == 3
+    code, out, _ = hpcdist(capsys, "bench", "sweep", sweep_file, "--list", "--trial", "two")
+    assert code == OK and [line.split() for line in out.splitlines()] == [head, rows[2]]
+    code, out, _ = hpcdist(capsys, "bench", "sweep", sweep_file, "--list", "--trial", rows[1][1])
+    assert code == OK and out.splitlines()[1].split() == rows[1]
+    code, _, said = hpcdist(capsys, "bench", "sweep", sweep_file, "--json")
+    assert code == USAGE and "--list" in said
+
+
+def test_one_trial_is_run_with_all_its_repeats_and_keeps_its_place(sweep_file, capsys, monkeypatch, tmp_path):
+    ran = []
+
+    def failing(of, folder, limit_s, line, environment):
+        ran.append((of.name, of.ranks, line(of.ranks, Path("R"), Path("O"))))
+        return Outcome(FAILED, "2026-01-01T00:00:00+00:00", 1.0, 1, "exit code 1")
+
+    monkeypatch.setattr("hpcdist.bench.trial.run", failing)
+    options = ("--ranks-per-node", "4", "--run-args", "--mpi-args '-x NAME'")
+    own = tmp_path / "1.h5"
+    code, _, said = hpcdist(capsys, "bench", "sweep", sweep_file, "-o", own, "--trial", "1", *options)
+    assert code == FAILURE and "0 ok, 2 failed, 0 left" in said, said
+    assert [(name, ranks) for name, ranks, _ in ran] == [("ring", 2)] * 2
+    line = ran[0][2]
+    assert line[line.index("run") :] == [
+        *("run", "-n", "2", "--grace", "5", "--mpi-args", "-x NAME", "--ranks-per-node", "4"),
+        *("train", "R", "--out", "O", "--json"),
+    ]
+    code, _, said = hpcdist(capsys, "bench", "sweep", sweep_file, "-o", own, "--trial", "1", *options)
+    assert (code, len(ran)) == (FAILURE, 2), "what is recorded is not run again, and still failed"
+    assert hpcdist(capsys, "bench", "sweep", sweep_file, "-o", own, "--trial", "1", "--retry-failed")[0] == FAILURE
+    assert len(ran) == 4 and "--ranks-per-node" not in ran[-1][2]
+    whole = tmp_path / "whole.h5"
+    hpcdist(capsys, "bench", "sweep", sweep_file, "-o", whole)
+    alone, all_of_them = results.read(own).configurations, results.read(whole).configurations
+    assert [each.id for each in alone] == [all_of_them[1].id]
+    code, out, _ = hpcdist(capsys, "bench", "sweep", sweep_file, "-o", own, "--trial", "1", "--dry-run", *options)
+    assert code == OK and out.startswith("[1/2] ") and "recorded: failed" in out and "--ranks-per-node 4 train" in out
+    assert hpcdist(capsys, "bench", "sweep", sweep_file, "-o", own, "--trial", "3")[0] == USAGE
+
+
+def test_a_plan_of_one_trial_has_its_position_in_every_repeat(tmp_path):
+    items = series.plan(FOUR, 3, tmp_path / "r.h5", False, 2)
+    assert [(item.position, item.repeat, item.trial.name) for item in items] == [
+        (2, repeat, "late start") for repeat in range(3)
+    ]
+
+
+def test_options_of_run_reach_it_as_words():
+    assert options_of_run(None, "") == []
+    assert options_of_run(2, "--restarts 1 --mpi-args '-x A -x B'") == [
+        *("--restarts", "1", "--mpi-args", "-x A -x B", "--ranks-per-node", "2")
+    ]
+
+
+def test_the_end_of_the_job_does_not_cut_a_trial_short(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    environment = bench_trials._environment()
+    assert "SLURM_JOB_END_TIME" not in environment and environment["SLURM_JOB_ID"] == "7"
+
+
+def test_ranks_of_a_node_are_said_once():
+    assert options_of_run(None, "--ranks-per-node 2") == ["--ranks-per-node", "2"]
+    with pytest.raises(UsageError, match="say the same"):
+        options_of_run(2, "--ranks-per-node 2")
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("-n 4", "leave -n out"),
+        ("--ranks=4", "leave -n out"),
+        ("--grace 3", "--limit-s"),
+        ("--dry-run", "of this command"),
+        ("--nonsense", "--nonsense"),
+        ("train", "'train'"),
+        ("--restarts many", "many"),
+        ("--mpi-args", "quote"),
+        ("'x", "quotation"),
+    ],
+)
+def test_options_that_would_fail_with_every_trial_are_refused(text, word):
+    with pytest.raises(UsageError, match="--run-args") as error:
+        options_of_run(None, text)
+    assert word in str(error.value), str(error.value)

@@ -1,0 +1,209 @@
+"""Results of the parts of a sweep, put into one: the file of one process, in any order and any number of times."""
+
+import itertools
+
+import h5py
+import numpy as np
+import pytest
+
+from hpcdist.bench import merge, results, series
+from hpcdist.bench.series import Limits
+from hpcdist.bench.sweep import Trial
+from hpcdist.bench.trial import FAILED, OK, PHASES, Outcome, Sample
+from hpcdist.cli import main
+from hpcdist.errors import STORAGE, USAGE, StorageError, UsageError
+from hpcdist.hdf5 import files
+
+NAMES = ("a", "bad", "c d", "é")
+TRIALS = [
+    Trial(f"id-{name}-{ranks}", name, ranks, {}, f"[run]\nseed = {ranks}\n") for name in NAMES for ranks in (2, 1)
+]
+ORIGIN = {"created_utc": "2026-01-01T00:00:00+00:00", "git_commit": "abc", "numpy_version": "2", "hosts": "n1"}
+SUMMARY = {"tokens_per_s": 10.5, "strategy": "ring", "val_loss": None, "peak_bytes": {"gradients": 7}, "whole": True}
+
+
+def outcome_of(of, repeat=0, started="2026-01-01T00:00:01+00:00"):
+    """Return what the repeat of a trial would measure, the same at every call."""
+    if of.name == "bad":
+        return Outcome(FAILED, started, 1.0, 1, "exit code 1", "tail\nof stderr")
+    rng = np.random.default_rng([of.ranks, repeat, len(of.name), ord(of.name[0])])
+    samples = {"iteration": Sample(np.arange(1, 5), "1", "steps"), "step_s": Sample(rng.random((4, of.ranks)), "s", "")}
+    samples |= dict.fromkeys((*PHASES, "sent_bytes"), samples["step_s"])
+    samples |= {"tokens": Sample(np.full(4, 8), "1", "tokens")}
+    samples["loss"] = Sample(rng.random(4).astype(np.float32), "1", "loss")
+    return Outcome(OK, started, 2.0, 0, summary=SUMMARY, samples=samples, mpi_library="MPI 1")
+
+
+def measure(path, only=None, repeats=2, origin=ORIGIN, make=outcome_of):
+    """Run the whole sweep, or one trial of it, into the file at ``path``."""
+    items = series.plan(TRIALS, repeats, path, False, only)
+    count = itertools.count()
+    repeat_of = {number: item.repeat for number, item in enumerate(item for item in items if not item.status)}
+    series.run(items, path, lambda of, _: make(of, repeat_of[next(count)]), Limits(60.0), origin, lambda _: None)
+    return path
+
+
+def content(path):
+    """Return all that the file holds: attributes, values, and what is a scale of what."""
+
+    def plain(value):
+        return repr(value.tolist() if isinstance(value, np.ndarray | np.generic) else value)
+
+    found = {}
+    with h5py.File(path) as file:
+
+        def visit(name, member):
+            for key, value in member.attrs.items():
+                if key not in ("DIMENSION_LIST", "REFERENCE_LIST"):
+                    found[name, key] = plain(value)
+            if isinstance(member, h5py.Dataset):
+                found[name, "values"] = (str(member.dtype), member.shape, member[...].tobytes())
+                found[name, "scales"] = [[scale.name for scale in dim.values()] for dim in member.dims]
+
+        visit("/", file)
+        file.visititems(visit)
+    return found
+
+
+@pytest.fixture
+def parts(tmp_path):
+    return [measure(tmp_path / f"{at}.h5", at) for at in range(len(TRIALS))]
+
+
+def test_the_parts_of_an_array_are_the_file_of_one_process(tmp_path, parts):
+    whole = content(measure(tmp_path / "whole.h5"))
+    output = tmp_path / "all.h5"
+    found = merge.merge(output, parts)
+    assert (found.ok, found.failed, found.differences) == (12, 4, ())
+    assert content(output) == whole and len(whole) > 300
+    assert [each.name for each in results.read(output).configurations] == [*NAMES, *NAMES], "the order of the sweep"
+    backwards = tmp_path / "backwards.h5"
+    for part in reversed(parts):
+        merge.merge(backwards, [part])
+    assert content(backwards) == whole
+    with h5py.File(output) as file:
+        step_s = file["trials/id-a-2/repeat-0/step_s"]
+        assert [dim[0].name.rpartition("/")[2] for dim in step_s.dims] == ["iteration", "rank"]
+
+
+def test_again_changes_no_byte(tmp_path, parts):
+    output = tmp_path / "all.h5"
+    merge.merge(output, parts)
+    before, at = output.read_bytes(), output.stat().st_mtime_ns
+    merge.merge(output, parts)
+    merge.merge(output, [parts[3], output, parts[3]])
+    assert (output.read_bytes(), output.stat().st_mtime_ns) == (before, at)
+    measure(output, repeats=2)
+    assert output.stat().st_mtime_ns == at, "and a sweep finds nothing left to run"
+
+
+def test_what_parts_were_measured_on_is_joined_and_said(tmp_path):
+    later = ORIGIN | {"created_utc": "2026-01-02T00:00:00+00:00", "hosts": "n2", "slurm_job_id": "7"}
+    first = measure(tmp_path / "0.h5", 0, origin=later)
+    second = measure(tmp_path / "1.h5", 1, origin=ORIGIN | {"numpy_version": "2.1", "slurm_job_id": "8"})
+    output = tmp_path / "all.h5"
+    for _ in range(2):
+        assert merge.merge(output, [first, second]).differences == ("numpy_version: 2 | 2.1",)
+    assert results.read(output).provenance == {
+        **ORIGIN, "hosts": "n1,n2", "numpy_version": "2 | 2.1", "slurm_job_id": "7 | 8"
+    }  # fmt: skip
+
+
+def test_trials_of_different_commits_are_refused_unless_mixed(tmp_path):
+    first = measure(tmp_path / "0.h5", 0)
+    second = measure(tmp_path / "1.h5", 1, origin=ORIGIN | {"git_commit": "def"})
+    output = tmp_path / "all.h5"
+    with pytest.raises(UsageError, match=r"different commits.*abc \| def.*--mixed"):
+        merge.merge(output, [first, second])
+    assert not output.exists()
+    merge.merge(output, [first, second], mixed=True)
+    found = results.read(output).configurations
+    assert {repeat.git_commit for each in found for repeat in each.repeats} == {"abc", "def"}
+
+
+def test_of_two_tries_the_good_one_counts_and_of_failed_ones_the_later(tmp_path, parts):
+    def failed(reason, started):
+        return lambda of, _: Outcome(FAILED, started, 1.0, 1, reason)
+
+    early = measure(tmp_path / "early.h5", 0, make=failed("early", "2026-01-01T00:00:00+00:00"))
+    late = measure(tmp_path / "late.h5", 0, make=failed("late", "2026-01-03T00:00:00+00:00"))
+    for number, order in enumerate(itertools.permutations([early, late])):
+        output = tmp_path / f"failed-{number}.h5"
+        for part in order:
+            merge.merge(output, [part])
+        assert results.read(output).configurations[0].repeats[0].reason == "late"
+    for number, order in enumerate(itertools.permutations([early, parts[0], late])):
+        output = tmp_path / f"good-{number}.h5"
+        merge.merge(output, order[:1])
+        assert merge.merge(output, order[1:]).ok == 2
+        assert results.read(output).configurations[0].repeats[0].status == OK
+
+
+def test_two_good_results_of_one_trial_are_refused(tmp_path, parts):
+    other = measure(tmp_path / "other.h5", 0, make=lambda of, repeat: outcome_of(of, repeat + 7))
+    output = tmp_path / "all.h5"
+    merge.merge(output, parts[:1])
+    before = output.read_bytes()
+    with pytest.raises(UsageError, match=r"all\.h5 and .*other\.h5.*repeat-0 of trial id-a-2"):
+        merge.merge(output, [parts[1], other])
+    assert output.read_bytes() == before
+
+
+def test_the_same_id_with_another_name_is_of_another_sweep(tmp_path, parts):
+    with files.edit(parts[0], results.SCHEMA, results.VERSION) as file:
+        file["trials/id-a-2"].attrs["name"] = "other"
+    clone = measure(tmp_path / "clone.h5", 0)
+    with pytest.raises(UsageError, match=r"the name 'other' in .*0\.h5 and 'a' in .*clone\.h5"):
+        merge.merge(tmp_path / "all.h5", [parts[0], clone])
+
+
+def test_a_sweep_that_was_edited_between_keeps_the_first_position(tmp_path, parts):
+    with files.edit(parts[0], results.SCHEMA, results.VERSION) as file:
+        file["trials/id-a-2"].attrs["position"] = 5
+    output = tmp_path / "all.h5"
+    merge.merge(output, [parts[0]])
+    merge.merge(output, [measure(tmp_path / "again.h5", 0)])
+    with h5py.File(output) as file:
+        assert file["trials/id-a-2"].attrs["position"] == 0
+
+
+def test_missing_files_are_named_together_and_nothing_is_written(tmp_path, parts):
+    with pytest.raises(StorageError, match=r"8\.h5, .*9\.h5: no such file"):
+        merge.merge(tmp_path / "all.h5", [parts[0], tmp_path / "8.h5", tmp_path / "9.h5"])
+    assert not (tmp_path / "all.h5").exists()
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, parts, monkeypatch):
+    output = tmp_path / "all.h5"
+    merge.merge(output, parts[:2])
+    before = output.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    with pytest.raises(StorageError, match="No space left"):
+        merge.merge(output, parts)
+    assert output.read_bytes() == before
+
+
+def hpcdist(capsys, *arguments):
+    with pytest.raises(SystemExit) as leaving:
+        main.main([str(argument) for argument in arguments])
+    return leaving.value.code, *capsys.readouterr()
+
+
+def test_the_command(tmp_path, parts, capsys):
+    output = tmp_path / "all.h5"
+    code, out, said = hpcdist(capsys, "bench", "merge", "-o", output, *parts)
+    assert (code, out) == (0, "") and "12 ok, 4 failed" in said
+    code, out, _ = hpcdist(capsys, "report", output)
+    assert code == 0 and all(name in out for name in NAMES)
+    assert hpcdist(capsys, "bench", "merge", "-o", output)[0] == USAGE
+    with results.locked(output):
+        code, _, said = hpcdist(capsys, "bench", "merge", "-o", output, *parts)
+    assert code == STORAGE and "another sweep writes" in said
+    (tmp_path / "text.h5").write_text("no HDF5")
+    assert hpcdist(capsys, "bench", "merge", "-o", output, tmp_path / "text.h5")[0] == STORAGE
+    assert hpcdist(capsys, "bench", "merge", "-o", tmp_path / "none" / "all.h5", *parts)[0] == STORAGE
+    assert not list(tmp_path.glob("*.lock"))

@@ -1,0 +1,356 @@
+"""Copies with partners: whoever dies whenever, a generation is whole, and what is damaged is not used."""
+
+import itertools
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.filestore import FileStore
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import split
+from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint import buddies, buddies_copy, redistribute_moves
+from hpcdist.checkpoint import redistribute as redistributing
+from hpcdist.checkpoint.buddies import Buddies, keepers, recover
+from hpcdist.checkpoint.redistribute import redistribute
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import Death, run_threads
+from hpcdist.errors import RankDiedError
+from hpcdist.strategies.exchange import pieces_of as stored
+
+LAYOUT = Layout.of([TensorSpec(0, "table", (11, 7)), TensorSpec(1, "weight", (33, 19)), TensorSpec(1, "scale", ())])
+FLOAT = np.dtype("float32")
+
+
+def pieces_of(store, part):
+    return [Piece.of("parameters", seg, touched, store.range(touched)) for seg, touched in LAYOUT.within(part)]
+
+
+def values_after(step):
+    """The state after ``step`` steps: padding is zero."""
+    store = FlatStore(LAYOUT, FLOAT)
+    for segment in LAYOUT.segments:
+        store.range(segment.range)[...] = 1000 * step + np.arange(segment.range.size)
+    return store
+
+
+class Run:
+    """One rank of a training whose state after a step is known."""
+
+    def __init__(self, comm, ledger=None):
+        self.part = split(LAYOUT.size, comm.size, 4)[comm.rank]
+        self.store = FlatStore(LAYOUT, FLOAT, self.part)
+        self.buddies = Buddies(comm, ledger)
+
+    def keep(self, step):
+        self.store.copy_from(values_after(step))
+        self.buddies.keep(step, pieces_of(self.store, self.part), {"steps": step, "loss": float("nan")})
+        self.store.array[...] = -1  # training goes on at once
+
+
+def restored(comm, found):
+    """Take what `recover` found into a new layout, that of ``comm``; return the step."""
+    into = FlatStore(LAYOUT, FLOAT, split(LAYOUT.size, comm.size, 4)[comm.rank])
+    redistribute(comm, found.held, pieces_of(into, into.parts[0]) if into.parts else [])
+    expected = values_after(found.step)
+    assert found.scalars["steps"] == found.step and np.isnan(found.scalars["loss"])
+    for part in into.parts:
+        assert into.array.tobytes() == expected.range(part).tobytes()
+    return found.step
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_everyone_has_a_keeper_elsewhere(ranks):
+    for cuts in itertools.product([0, 1], repeat=ranks - 1):
+        ends = [*np.flatnonzero(cuts) + 1, ranks]
+        nodes = [list(range(start, stop)) for start, stop in zip([0, *ends], ends, strict=False)]
+        found = keepers(nodes)
+        node_of = {rank: index for index, node in enumerate(nodes) for rank in node}
+        if len(nodes) > 1:
+            assert all(node_of[rank] != node_of[keeper] for rank, keeper in enumerate(found))
+        elif ranks > 1:
+            assert all(keeper == (rank + 1) % ranks for rank, keeper in enumerate(found))
+        kept = np.bincount(found, minlength=ranks)
+        largest = max(map(len, nodes))
+        if 2 * largest <= ranks or len(nodes) == 1:
+            assert (kept == 1).all()
+        else:
+            assert kept.max() <= -(-largest // (ranks - largest))
+
+
+@pytest.mark.parametrize("nodes", [None, 1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_the_newest_copy_comes_back(ranks, nodes):
+    def body(comm):
+        run = Run(comm)
+        for step in range(4):
+            run.keep(step)
+            assert run.buddies.checked() == ""
+        return restored(comm, recover(comm, comm.rank, run.buddies.copies))
+
+    assert run_threads(ranks, body, ranks_per_node=nodes) == [3] * ranks
+
+
+@pytest.mark.parametrize("nodes", [None, 1, 2])
+def test_ranks_that_are_gone_and_ranks_that_are_new(nodes):
+    def body(comm):
+        run = Run(comm)
+        for step in (5, 6):
+            run.keep(step)
+        for dead in range(comm.size):  # the others go on without it, or a new one has its place
+            living = comm.split(None if comm.rank == dead else 0, comm.rank)
+            if living is not None:
+                assert restored(living, recover(living, comm.rank, run.buddies.copies)) == 6
+            new = comm.rank == dead
+            found = recover(comm, None if new else comm.rank, None if new else run.buddies.copies)
+            assert not (new and found.held)
+            assert restored(comm, found) == 6
+        assert recover(comm, None, None) is None
+
+    run_threads(4, body, ranks_per_node=nodes)
+
+
+class DiesAt:
+    """Lets this thread die at line ``count`` of those that it runs in the modules under test; counts them."""
+
+    FILES = tuple(module.__file__ for module in (buddies, buddies_copy, redistributing, redistribute_moves))
+
+    def __init__(self, count=None):
+        self.lines, self._count = 0, count
+
+    def __enter__(self):
+        sys.settrace(self._entered)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _entered(self, frame, event, arg):
+        return self._traced if frame.f_code.co_filename in self.FILES else None
+
+    def _traced(self, frame, event, arg):
+        if event == "line":
+            self.lines += 1
+            if self.lines == self._count:
+                sys.settrace(None)
+                raise Death
+        return self._traced
+
+
+def train(comm, dies, *, steps=4, first=1):
+    """Keep the state of a few steps and die in it; survivors: what they hold, and whether somebody died."""
+    run = Run(comm)
+    try:
+        for step in range(first, first + steps):
+            comm.barrier()  # as in a step all ranks meet: they have the copies of the step before
+            if step == first + steps - 1:
+                with dies:
+                    run.keep(step)
+            else:
+                run.keep(step)
+        comm.barrier()
+    except RankDiedError:
+        return run, True
+    return run, False
+
+
+@pytest.mark.parametrize(("ranks", "nodes", "steps"), [(3, None, 4), (4, 2, 4), (3, 1, 3), (2, None, 1), (4, 1, 1)])
+def test_a_death_anywhere_in_keep(rng, capsys, ranks, nodes, steps):
+    """Every survivor gets the newest state that was kept by all, or that of the step that was being kept."""
+    lines = run_threads(ranks, lambda comm: train(comm, dies := DiesAt(), steps=steps) and dies.lines, nodes)
+    came_back = set()
+    for _ in range(25):
+        dead = rng.choice(ranks, size=1 if nodes else int(rng.integers(1, ranks)), replace=False).tolist()
+        at = {rank: int(rng.integers(1, lines[rank] + 1)) for rank in dead}
+
+        def body(comm, at=at):
+            run, died = train(comm, DiesAt(at.get(comm.rank)), steps=steps)
+            assert died
+            comm.revoke()
+            living = comm.shrink()
+            found = recover(living, comm.rank, run.buddies.copies)
+            return (None if found is None else restored(living, found),)
+
+        results = run_threads(ranks, body, nodes, mortal=True)
+        assert {rank for rank, result in enumerate(results) if result is None} <= set(dead)
+        left = {result[0] for result in results if result is not None}
+        assert len(left) == 1 and results.count(None) >= 1
+        came_back |= left
+    assert capsys.readouterr().err == ""  # what was torn was not taken for a copy, which its digest would have told
+    assert came_back <= ({steps - 1, steps} if steps > 1 else {None, steps})
+
+
+def test_a_death_in_the_recovery(rng):
+    """The copies stay whole until the next ones are: whoever is left begins again."""
+
+    def lives(comm, first, second):
+        run, died = train(comm, DiesAt(first if comm.rank == 0 else None))
+        dies = DiesAt(second if comm.rank == 2 else None)
+        if died:
+            comm.revoke()
+        living = comm.shrink() if died else comm
+        try:
+            with dies:
+                step = restored(living, recover(living, comm.rank, run.buddies.copies))
+            living.barrier()
+        except RankDiedError:
+            living.revoke()
+            last = living.shrink()
+            step = restored(last, recover(last, comm.rank, run.buddies.copies))
+        return step, dies.lines
+
+    whole = run_threads(4, lambda comm: lives(comm, None, None))
+    assert {step for step, _ in whole} == {4}
+    died = 0
+    for _ in range(40):
+        first, second = int(rng.integers(1, 60)), int(rng.integers(1, whole[2][1] + 1))
+        results = run_threads(4, lambda comm: lives(comm, first, second), mortal=True)  # noqa: B023 - run at once
+        steps = {result[0] for result in results if result is not None}
+        assert results[0] is None and len(steps) == 1 and steps <= {3, 4}
+        died += results[2] is None
+    assert died > 20
+
+
+def flip(copy, bit):
+    copy.memory[bit // 8] ^= np.uint8(1 << bit % 8)
+
+
+@pytest.mark.parametrize("nodes", [None, 1])
+def test_every_damaged_bit_is_found(nodes, capsys):
+    def body(comm):
+        run = Run(comm)
+        for step in (1, 2):
+            run.keep(step)
+        for generation in run.buddies.copies.generations:
+            copy = generation.of[comm.rank]
+            digested = np.flatnonzero(_digested(copy))
+            for place in digested[comm.rank :: 7]:
+                for bit in (8 * place, 8 * place + 7):
+                    flip(copy, bit)
+                    assert run.buddies.checked().startswith(f"the copy of rank {comm.rank}'s state after step ")
+                    flip(copy, bit)
+        assert run.buddies.checked() == ""
+
+    run_threads(2, body, nodes)
+
+
+def _digested(copy):
+    """Which bytes of a copy mean something: not the step (nobody asks for another), free room and padding in front."""
+    used = np.ones(copy.memory.size, bool)
+    used[:8] = False
+    names, scalars = int(copy._head[3]), int(copy._head[4])
+    start = 64 + 16 * (-(-int(copy._head[1]) // 2**20))
+    used[start + scalars : start + int(copy._head[2])] = False
+    used[start + int(copy._head[2]) + names : copy.memory.size - copy.data.size] = False
+    return used
+
+
+def test_a_damaged_copy_is_not_used(capsys):
+    def body(comm, nodes):
+        run = Run(comm)
+        for step in (1, 2):
+            run.keep(step)
+        copies = run.buddies.copies
+        other = nodes is not None  # then there is a second copy
+        if comm.rank == 1:
+            copies.find(2, 1).data[0] ^= 1
+        assert restored(comm, recover(comm, comm.rank, copies)) == (2 if other else 1)
+        if comm.rank == (2 if other else 1):
+            copies.find(2 if other else 1, 1).data[0] ^= 1
+        found = recover(comm, comm.rank, copies)
+        assert restored(comm, found) == 1 if other else found is None
+
+    for nodes in (None, 1):
+        run_threads(3, lambda comm, nodes=nodes: body(comm, nodes), nodes)
+        told = capsys.readouterr().err
+        damaged = "the copy of rank 1's state after step 2 is damaged in memory: bytes 0 to "
+        assert told.count(damaged) == (3 if nodes else 2)
+        assert len(told.splitlines()) == 3
+
+
+@pytest.mark.parametrize("nodes", [None, 1])
+def test_memory_is_taken_twice_and_counted(nodes):
+    """Twice a state of the own, and over messages as much for a partner; the third step takes and tells nothing new."""
+
+    def body(comm):
+        ledger = Ledger()
+        run = Run(comm, ledger)
+        sent = []
+        for step in range(5):
+            with recording(comm) as traffic:
+                run.keep(step)
+            sent.append(traffic.sent_bytes)
+            if step == 1:
+                held = dict(ledger.current)
+        assert ledger.current == held == ledger.peak
+        names = buddies_copy.Names(pieces_of(run.store, run.part), b"")
+        if nodes is None:
+            assert held["buddy_copies"] == 2 * names.memory_bytes and held["partner_copies"] == 0
+            assert sent[2:] == [0, 0, 0]
+        else:
+            assert held["buddy_copies"] == 2 * names.memory_bytes and held["partner_copies"] > names.sizes[0]
+            assert sent[0] > sent[2] == sent[3] == sent[4] >= names.sizes[0]
+            assert sent[0] - sent[2] >= len(names.text)
+        del run
+        return ledger
+
+    for ledger in run_threads(3, body, nodes):
+        assert not any(ledger.current.values())
+
+
+@pytest.mark.parametrize("nodes", [None, 1])
+def test_pieces_and_scalars_may_change(rng, monkeypatch, nodes):
+    """On one rank or on several; blocks and messages are many."""
+    monkeypatch.setattr(buddies_copy, "BLOCK_BYTES", 128)
+    monkeypatch.setattr(buddies, "MESSAGE_BYTES", 512)
+    plans = [[(int(rng.integers(0, 3)), int(rng.integers(0, 5))) for _ in range(8)] for _ in range(3)]
+
+    def body(comm):
+        kept = Buddies(comm)
+        for step, (kind, size) in enumerate(plans[comm.rank]):
+            dtype = ("f4", "f8", "i8")[kind]
+            arrays = [np.full(100 * size + number, 10 * step + comm.rank, dtype) for number in range(size)]
+            pieces = [Piece.whole(dtype, f"{comm.rank}.{number}", array) for number, array in enumerate(arrays)]
+            kept.keep(step, pieces, {"text": "x" * 3000 * size, "rank": comm.rank})
+            for array in arrays:
+                array[...] = -1
+            found = recover(comm, comm.rank, kept.copies)
+            assert found.step == step and found.scalars["rank"] == 0
+            assert len(found.scalars["text"]) == 3000 * plans[0][step][1]
+            assert [piece.name for piece in found.held] == [piece.name for piece in pieces]
+            assert all((piece.array == 10 * step + comm.rank).all() for piece in found.held)
+            comm.barrier()
+
+    run_threads(3, body, nodes)
+
+
+def test_state_on_a_gpu_or_in_a_file(gpu, tmp_path):
+    """What is kept of it is the same, and what is copied to the host is no more than that."""
+
+    def body(comm):
+        part = split(LAYOUT.size, comm.size, 4)[comm.rank]
+        places = {"gpu": {"on": "gpu"}, "file": {"directory": tmp_path}, "memory": {}}
+        stores = {
+            where: (FileStore if where == "file" else FlatStore)(LAYOUT, FLOAT, part, **options)
+            for where, options in places.items()
+        }
+        run, values = Buddies(comm), values_after(7).range(part)
+        for store in stores.values():
+            store.write(part, values)
+        pieces = stored(stores, [part])
+        gpu.LOG.clear()
+        run.keep(7, pieces, {"steps": 7})
+        thread = threading.current_thread().name
+        assert gpu.LOG.nbytes(gpu.D2H, thread) == sum(p.array.nbytes for p in pieces if p.kind == "gpu")
+        found = recover(comm, comm.rank, run.copies)
+        assert len(found.held) == len(pieces)
+        for piece in found.held:
+            segment = next(segment for segment in LAYOUT.segments if segment.spec.key == piece.tensor)
+            expected = values_after(7).range(piece.flat.shift(segment.range.start))
+            assert piece.array.tobytes() == expected.tobytes()
+
+    run_threads(2, body)

@@ -1,0 +1,335 @@
+"""Faults on purpose: each happens where it was asked for, once in a run, and is met by what must meet it."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from gpu_runs import assembled, write_text
+
+from hpcdist.arrays import backend
+from hpcdist.checkpoint.restore import newest, restore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, DivergenceError, NonFiniteError, StorageError
+from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.sentinel import check_replicas
+from hpcdist.training import chaos, chaos_faults
+from hpcdist.training import recipe as recipes
+from hpcdist.training.chaos_config import ChaosConfig
+from hpcdist.training.chaos_faults import flip, largest, overflow
+from hpcdist.training.saving import Saver, saver_of
+from hpcdist.training.trainer import Trainer
+
+Settings = dict[str, object]
+
+
+class Killed(Exception):  # noqa: N818 - a process would not live to raise it
+    """What a thread has in the place of its death."""
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Settings:
+    return {"data.path": write_text(tmp_path / "text.txt", rng), "run.steps": 4}
+
+
+@pytest.fixture
+def mortal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def die() -> None:
+        raise Killed
+
+    monkeypatch.setattr(chaos_faults, "die", die)
+
+
+def armed(comm: Communicator, settings: Settings, run: Path) -> tuple[Trainer, Saver]:
+    trainer = assembled(comm, settings)
+    saver = saver_of(trainer, run / "checkpoints")
+    chaos.arm(trainer, saver, run)
+    return trainer, saver
+
+
+def make_steps(trainer: Trainer, first: int = 1, last: int | None = None) -> list[float]:
+    found = []
+    trainer.first_step = first - 1
+    with trainer.batches(last or trainer.recipe.run.steps) as batches:
+        for step, batch in enumerate(batches, start=first):
+            found.append(trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2)).loss)
+    return found
+
+
+def trained(ranks: int, settings: Settings, run: Path) -> list[tuple[list[float], list[bytes]]]:
+    """The losses of each rank, and what it would save."""
+
+    def body(comm: Communicator) -> tuple[list[float], list[bytes]]:
+        trainer, _ = armed(comm, settings, run)
+        return make_steps(trainer), [np.asarray(piece.array).tobytes() for piece in trainer.exchange.pieces()]
+
+    return run_threads(ranks, body)
+
+
+@pytest.mark.parametrize(
+    ("phase", "last"),
+    [
+        *(("begin", None), ("forward", Kind.FORWARD), ("backward", Kind.BACKWARD), ("exchange", Kind.REDUCE)),
+        ("update", Kind.DIRECTION),
+    ],
+)
+@pytest.mark.usefixtures("mortal")
+def test_a_kill_is_where_it_was_asked_for_and_only_once(
+    phase: str, last: Kind | None, text: Settings, tmp_path: Path
+) -> None:
+    def body(comm: Communicator) -> None:
+        trainer, _ = armed(comm, {**text, "chaos.kill": f"['0@2:{phase}']"}, tmp_path)
+        assert len(make_steps(trainer, last=1)) == 1 and not (tmp_path / "chaos").exists()
+        seen: list[Kind] = []
+
+        def noted(handler: Callable[[Operation], None], op: Operation) -> None:
+            seen.append(op.kind)
+            handler(op)
+
+        for kind, handler in list(trainer.executor._handlers.items()):
+            trainer.executor._handlers[kind] = lambda op, handler=handler: noted(handler, op)
+        with pytest.raises(Killed):
+            make_steps(trainer, first=2)
+        assert (seen[-1] if seen else None) is last and seen.count(last) <= 1
+        assert os.listdir(tmp_path / "chaos") == [f"kill-0@2-{phase}"]
+        again, _ = armed(comm, {**text, "chaos.kill": f"['0@2:{phase}']"}, tmp_path)
+        assert len(make_steps(again)) == 4
+
+    run_threads(1, body)
+
+
+RING = {"communication.algorithm": "ring"}
+PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 2, "run.global_batch": 8}
+SERVER = {"parallel.strategy": "parameter_server", "parameter_server.placement": "colocated"}
+TENSOR = {"parallel.tensor": 2, "model.tied": "false"}
+CORRUPTED: dict[str, Settings] = {
+    "allreduce": RING,
+    "overlapped": {**RING, "communication.overlap": "thread"},
+    "delayed": {**RING, "communication.delayed": "true", "communication.overlap": "poll"},
+    "logical shards": {"communication.algorithm": "auto", "run.logical_shards": 4, "run.global_batch": 8},
+    "zero1": {**RING, "parallel.strategy": "zero1"},
+    "zero3": {**RING, "parallel.strategy": "zero3"},
+    "bfloat16": {"precision.mode": "bfloat16", "parallel.strategy": "zero2"},
+    "pipeline": PIPELINE,
+    "tensor": TENSOR,
+    "bsp": SERVER,
+    "gossip": {"parallel.strategy": "gossip"},
+}
+
+
+@pytest.mark.parametrize("layout", CORRUPTED)
+def test_a_flipped_bit_of_a_gradient_is_silent(layout: str, text: Settings, tmp_path: Path) -> None:
+    settings = {**text, "optimizer.clip_norm": 0, **CORRUPTED[layout]}
+    calm = trained(2, settings, tmp_path)
+    found = trained(2, {**settings, "chaos.corrupt": "['1@2']"}, tmp_path)
+    assert os.listdir(tmp_path / "chaos") == ["corrupt-1@2-gradients"]
+    assert found[0][0][:2] == calm[0][0][:2] and [own for _, own in found] != [own for _, own in calm]
+    assert found[0][0] == found[1][0] and np.isfinite(found[0][0]).all(), "nobody notices"
+
+
+def test_the_bit_that_flips_is_worth_a_third_to_a_half() -> None:
+    import ml_dtypes
+
+    for dtype in ("float16", ml_dtypes.bfloat16, "float32", "float64"):
+        values = np.array([0.5, -3.0, 2.9, 0], dtype)
+        flip(values)
+        assert values.astype("f8")[[0, 2, 3]].tolist() == np.array([0.5, 2.9, 0], dtype).astype("f8").tolist()
+        assert float(values[1]) == -2.0 and largest(values) == 2
+        flip(values[:0])
+
+
+def test_damage_on_a_gpu_is_the_same(gpu: ModuleType) -> None:
+    values = backend.place(np.array([0.5, -3.0, 2.9, 0], "f4"), "gpu")
+    flip(values)
+    overflow(values[2:])
+    assert backend.to_host(values).tolist() == [0.5, -2.0, np.inf, 0]
+
+
+def test_a_flipped_bit_of_a_parameter_is_found_by_the_sentinel(text: Settings, tmp_path: Path) -> None:
+    def body(comm: Communicator) -> str:
+        trainer, _ = armed(comm, {**text, **RING, "chaos.corrupt": "['1@2:parameters']"}, tmp_path)
+        make_steps(trainer, last=1)
+        check_replicas(trainer.data_axis, trainer.exchange.parameters, 1)
+        make_steps(trainer, first=2, last=2)
+        try:
+            check_replicas(trainer.data_axis, trainer.exchange.parameters, 2)
+        except DivergenceError as error:
+            return str(error)
+        return "not found"
+
+    assert all("step 2" in said and "rank(s) [1] hold other bits" in said for said in run_threads(3, body))
+
+
+@pytest.mark.parametrize("layout", ["allreduce", "zero2", "pipeline"])
+def test_an_overflow_stops_and_names_the_step(layout: str, text: Settings, tmp_path: Path) -> None:
+    keys = {"parallel.strategy": "zero2"} if layout == "zero2" else CORRUPTED[layout]
+
+    def body(comm: Communicator) -> str:
+        trainer, _ = armed(comm, {**text, **keys, "chaos.overflow": "[3]"}, tmp_path)
+        make_steps(trainer, last=2)
+        before = trainer.exchange.parameters.array.copy()
+        trainer.first_step = 2
+        with trainer.batches(3) as batches:
+            parts = trainer.cut(trainer.place(next(iter(batches))))
+        with pytest.raises(NonFiniteError) as failed:
+            trainer.step(3, parts, np.zeros(2))
+        said = str(explain(comm, trainer.executor, trainer.operations, parts, failed.value))
+        assert (before == trainer.exchange.parameters.array).all()
+        return said
+
+    for said in run_threads(2, body):
+        assert "step 3: " in said and "gradient norm inf" in said and "Nothing was updated" in said
+
+
+def test_an_overflow_of_float16_is_skipped_and_halves_the_scale(text: Settings, tmp_path: Path) -> None:
+    keys = {"precision.mode": "float16", "precision.hysteresis": 1, "chaos.overflow": "[2]"}
+
+    def body(comm: Communicator) -> tuple[list[float], int]:
+        trainer, _ = armed(comm, {**text, **keys}, tmp_path)
+        make_steps(trainer, last=1)
+        scales = [trainer.executor.loss_scale.scale]
+        make_steps(trainer, first=2)
+        return [*scales, trainer.executor.loss_scale.scale], trainer.executor.loss_scale.skipped
+
+    (before, after), skipped = run_threads(2, body)[1]
+    assert after == before / 2 and skipped == 1
+
+
+def test_a_stall_holds_its_step_up(text: Settings, tmp_path: Path) -> None:
+    def body(comm: Communicator) -> list[float]:
+        trainer, _ = armed(comm, {**text, "chaos.stall": "['1@2:0.2']"}, tmp_path)
+        clock = [time.perf_counter()]
+        for step in (1, 2, 3):
+            make_steps(trainer, step, step)
+            clock.append(time.perf_counter())
+        return [end - start for start, end in zip(clock, clock[1:], strict=False)]
+
+    assert min(taken[1] for taken in run_threads(2, body)) >= 0.2, "the other rank waits"
+
+
+WORDS = {"fail": "Input/output error", "full": "No space left on device", "fsync": "Input/output error"}
+
+
+@pytest.mark.parametrize("how", WORDS)
+@pytest.mark.parametrize("beside", ["false", "true"])
+def test_a_disk_that_fails_leaves_the_checkpoint_before(
+    how: str, beside: str, text: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, true = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")) or true(fd))
+    keys = {"chaos.disk": f"['1@2:{how}']", "checkpoint.asynchronous": beside}
+
+    def body(comm: Communicator) -> str:
+        _, saver = armed(comm, {**text, **keys}, tmp_path)
+        said = ""
+        for step in (1, 2, 3):
+            try:
+                saver.save(step)
+                saver.finish()
+            except StorageError as error:
+                said += f"{step}: {error}"
+            if step == 2:
+                found = newest(tmp_path, comm)
+                assert found is not None and found.name == "step-1"
+                comm.barrier()
+        return said
+
+    for said in run_threads(2, body):
+        assert said.startswith("2: the checkpoint was not saved: rank 1: ") and WORDS[how] in said
+    third = newest(tmp_path)
+    assert third is not None and third.name == "step-3" and restore(third, [])["steps"] == 3
+    assert os.listdir(tmp_path / "chaos") == [f"disk-1@2-{how}"]
+    assert any("step-3.tmp/shard-00001.h5" in path for path in synced), "of a disk that does not fail"
+
+
+@pytest.mark.usefixtures("mortal")
+def test_a_kill_in_a_save_leaves_half_a_shard(text: Settings, tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        trainer, saver = armed(comm, {**text, "chaos.kill": "['0@2:save']"}, tmp_path)
+        make_steps(trainer, last=1)
+        saver.save(1)
+        with pytest.raises(Killed):
+            saver.save(3)  # the first one after step 2
+
+    run_threads(1, body)
+    first, half = (
+        (tmp_path / "checkpoints" / name / "shard-00000.h5").read_bytes() for name in ("step-1", "step-3.tmp")
+    )
+    assert len(half) == len(first) and len(first) // 5 < half.count(0) - first.count(0) < len(first) * 2 // 3
+    assert newest(tmp_path) == tmp_path / "checkpoints" / "step-1"
+
+
+def test_who_writes_nothing_has_no_disk_that_fails(text: Settings, tmp_path: Path) -> None:
+    settings = {**text, "checkpoint.writers": 1, "chaos.disk": "['1@2:full']"}
+    with pytest.raises(
+        ConfigurationError, match=r"rank 1, which writes nothing with .* '1'; those who write are \[0\]"
+    ):
+        run_threads(2, lambda comm: armed(comm, settings, tmp_path))
+
+
+REFUSED = [
+    ({"chaos.kill": "['1']"}, r"chaos.kill has '1': expected RANK@STEP as in '2@100' or '2@100:PHASE'"),
+    ({"chaos.kill": "['1@0']"}, "steps are counted from 1"),
+    ({"chaos.kill": "['1@3:lunch']"}, "'lunch' is none of begin, forward, backward, exchange, update, save"),
+    ({"chaos.kill": "['1@3', '1@3:begin']"}, "each happens once"),
+    ({"chaos.kill": "[1]"}, r"expected a list of texts, such as \['1@20'\]"),
+    ({"chaos.kill": "1@3"}, "expected a list of texts"),
+    ({"chaos.stall": "['1@3']"}, "expected RANK@STEP as in '2@100:SECONDS'"),
+    ({"chaos.stall": "['1@3:0']"}, "finite seconds above 0"),
+    ({"chaos.stall": "['1@3:long']"}, "finite seconds above 0"),
+    ({"chaos.corrupt": "['1@3:losses']"}, "none of gradients, parameters"),
+    ({"chaos.disk": "['1@3']"}, "expected RANK@STEP as in '2@100:WHAT'"),
+    ({"chaos.overflow": "[0]"}, "steps are counted from 1"),
+    ({"chaos.overflow": "[2, 2]"}, "each happens once"),
+    ({"chaos.overflow": "[4]", "run.steps": 3}, "the run ends with step 3"),
+    ({"chaos.kill": "['0@4']", "run.steps": 3}, "before step 4; name steps from 1 to 3"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_makes_no_sense_is_refused(settings: Settings, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {})
+
+
+def test_faults_need_a_rank_to_which_they_can_happen(text: Settings) -> None:
+    with pytest.raises(ConfigurationError, match=r"chaos.kill = \['2@1'\] on 2 ranks: there is no rank 2"):
+        run_threads(2, lambda comm: assembled(comm, {**text, "chaos.kill": "['2@1']"}))
+    served = {**text, "parallel.strategy": "parameter_server"}
+    for keys, message in (
+        ({"chaos.corrupt": "['1@1']"}, "rank 1 only serves and computes nothing; use ranks 0 to 0"),
+        ({"chaos.kill": "['1@1:forward']"}, "only serves and computes nothing"),
+        ({"chaos.stall": "['1@1:2']", "parameter_server.consistency": "asp"}, "makes no steps of its own"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            run_threads(2, lambda comm, keys=keys: assembled(comm, {**served, **keys}))
+    run_threads(2, lambda comm: assembled(comm, {**served, "chaos.kill": "['1@1:exchange']"}))
+
+
+def test_ranks_that_are_gone_take_their_faults_along() -> None:
+    config = ChaosConfig(slow_ranks=(0, 3), kill=("1@5", "3@9"), disk=("3@2:full",), overflow=(4,))
+    left = config.within(3)
+    assert (left.slow_ranks, left.kill, left.disk, left.overflow) == ((0,), ("1@5",), (), (4,))
+    assert config.within(4) == config
+    gone = ChaosConfig(slow_ranks=(3,), slow_factor=5, seed=2, kill=("3@9",)).within(3)
+    assert gone == ChaosConfig() and not gone.on
+
+
+def test_people_are_told_and_a_recipe_keeps_them(tmp_path: Path) -> None:
+    config = ChaosConfig(
+        kill=("0@9:save", "2@3"), stall=("1@4:2.5",), corrupt=("1@1",), overflow=(6,), disk=("0@7:full",)
+    )
+    assert config.on and config.described() == (
+        "one bit of the gradients of rank 1 flips in step 1; rank 2 is killed at the begin of step 3; "
+        "rank 1 sleeps 2.5 s in step 4; the gradient overflows in step 6; "
+        "rank 0 finds its disk full in the save after step 7; rank 0 is killed in the save after step 9"
+    )
+    recipe = recipes.load(None, ["chaos.kill=['0@9:save', \"2@3\"]", "chaos.overflow=[6]"], {}).recipe
+    assert recipe.chaos.kill == ("0@9:save", "2@3")
+    (tmp_path / "a.toml").write_text(recipes.dump(recipe))
+    assert recipes.load_stored(tmp_path / "a.toml") == recipe

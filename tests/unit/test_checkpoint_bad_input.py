@@ -1,0 +1,207 @@
+"""Directories that are not what they should be, as `hpcdist train` and `hpcdist checkpoint` meet them."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_runs import trainer_of
+
+from hpcdist.arrays.piece import Piece
+from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.directory import LATEST
+from hpcdist.checkpoint.lock import Lock
+from hpcdist.checkpoint.restore import newest, newest_complete
+from hpcdist.checkpoint.save import save
+from hpcdist.cli import main
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
+from hpcdist.training import directory
+from hpcdist.training import recipe as recipes
+from hpcdist.training.origin import Stored, from_whole
+
+Keys = dict[str, Any]
+
+SMALL = {"model.layers": 1, "model.hidden": 8, "model.heads": 2, "data.context": 4, "run.global_batch": 8}
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    (tmp_path / "text.txt").write_text("to be or not to be " * 40)
+    return {**SMALL, "data.path": tmp_path / "text.txt"}
+
+
+def recipe_of(keys: Keys) -> recipes.Recipe:
+    return recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
+
+
+@pytest.fixture
+def run(tmp_path: Path, keys: Keys) -> Path:
+    """A run with two checkpoints."""
+    found = directory.prepare(solo(), recipe_of(keys), tmp_path / "run", "auto").path
+    trainer = trainer_of(solo(), keys)
+    for step in (3, 4):
+        trainer.save(found / "checkpoints", step)
+    return found
+
+
+def resume(run: Path, keys: Keys, lock: Lock | None = None) -> Path | None:
+    """Return the checkpoint that a start goes on from: the newest that looks complete, and whose bytes are whole."""
+    found = directory.prepare(solo(), recipe_of(keys), run, "auto", lock).resume_from
+    if found is None:
+        return None
+    origin = from_whole(solo(), run, Stored(found), lambda one: trainer_of(solo(), keys, one.path))[1]
+    return origin.path
+
+
+def newer_schema(path: Path) -> None:
+    body = json.loads((path / manifest.FILE_NAME).read_text())
+    (path / manifest.FILE_NAME).write_text(json.dumps(body | {"version": manifest.VERSION + 1}))
+
+
+def truncated_shard(path: Path) -> None:
+    shard = next(path.glob("shard-*.h5"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+
+
+def flipped(path: Path) -> None:
+    entry = manifest.load(path).pieces[0]
+    data = bytearray((path / entry.file).read_bytes())
+    data[entry.offset] ^= 1
+    (path / entry.file).write_bytes(data)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no manifest": (lambda path: (path / manifest.FILE_NAME).unlink(), "manifest.json is missing"),
+    "truncated manifest": (lambda path: (path / manifest.FILE_NAME).write_text("{"), "manifest.json cannot be read"),
+    "truncated shard": (truncated_shard, r"bytes, the manifest says \d+"),
+    "no shard": (lambda path: next(path.glob("shard-*.h5")).unlink(), "No such file"),
+    "a flipped bit": (flipped, "are damaged: the digest does not match"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_the_one_before_is_taken_and_a_run_never_begins_again_over_what_it_had(
+    damage: str, run: Path, keys: Keys, capfd: pytest.CaptureFixture[str]
+) -> None:
+    spoil, said = DAMAGE[damage]
+    spoil(run / "checkpoints" / "step-4")
+    assert resume(run, keys) == run / "checkpoints" / "step-3"
+    told = capfd.readouterr().err
+    assert "step-4 is skipped: " in told and re.search(said, told)
+    spoil(run / "checkpoints" / "step-3")
+    with pytest.raises(
+        StorageError, match=r"none of them can be used.*--init-from \S+step-4 --allow-partial"
+    ) as caught:
+        resume(run, keys)
+    assert caught.value.exit_code == 74
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints" / "step-4.tmp").mkdir(parents=True)
+    assert resume(run, keys) is None, "what was never complete is begun again"
+
+
+def test_what_a_later_version_has_saved_is_not_replaced(
+    run: Path, keys: Keys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer_schema(run / "checkpoints" / "step-4")
+    told = f"step-4.* has version {manifest.VERSION + 1}, known here are 1 to .*update hpcdist"
+    with pytest.raises(StorageError, match=told) as caught:
+        resume(run, keys)
+    assert caught.value.exit_code == 74
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(StorageError, match=told):
+            newest_complete(run, comm)
+
+    run_threads(3, body)
+    with pytest.raises(SystemExit) as left:
+        main.main(["checkpoint", "prune", str(run), "--damaged", "--keep", "1"])
+    assert not left.value.code and (run / "checkpoints" / "step-4").is_dir()
+    with pytest.raises(SystemExit):
+        main.main(["checkpoint", "ls", str(run)])
+    assert re.search(r"step-4 .* newer: .*update hpcdist", capsys.readouterr().out)
+
+
+def test_a_truncated_latest_file_is_not_believed(run: Path, keys: Keys) -> None:
+    """It is for people and scripts; it is written anew with the next checkpoint."""
+    (run / "checkpoints" / LATEST).write_text("")
+    assert resume(run, keys) == run / "checkpoints" / "step-4"
+    trainer_of(solo(), keys, run / "checkpoints" / "step-4").save(run / "checkpoints", 5)
+    assert (run / "checkpoints" / LATEST).read_text() == "step-5\n" and newest(run) == run / "checkpoints" / "step-5"
+    (run / "checkpoints" / LATEST).write_text("../../../etc\n")
+    assert resume(run, keys) == run / "checkpoints" / "step-5"
+
+
+def test_another_shape_than_the_recipe_names_the_tensor(run: Path, keys: Keys) -> None:
+    wider = keys | {"model.hidden": 16}
+    with pytest.raises(ConfigurationError, match=r"holds another run: model.hidden = 8 there, 16 now") as refused:
+        resume(run, wider)
+    assert refused.value.exit_code == 78
+    path = run / "checkpoints" / "step-4"
+    shapes = r"parameters/0\.\w+\.weight is float32\[\d+, 8\], expected float32\[\d+, 16\]"
+    for ranks in (1, 2):
+        with pytest.raises(StorageError, match=shapes) as caught:
+            run_threads(ranks, lambda comm: trainer_of(comm, wider, path))
+        assert caught.value.exit_code == 74
+
+
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [
+        (lambda path: path.write_text("a file"), 74),
+        (lambda path: (path.mkdir(), (path / "mine.txt").write_text("thesis")), 78),
+    ],
+    ids=["a file", "somebody's directory"],
+)
+def test_what_is_no_run_directory_is_left_alone(
+    make: Callable[[Path], object], code: int, tmp_path: Path, keys: Keys
+) -> None:
+    place = tmp_path / "place"
+    make(place)
+    with pytest.raises(HpcdistError) as caught:
+        resume(place, keys)
+    assert caught.value.exit_code == code and "--out" in str(caught.value)
+    assert place.is_file() or [path.name for path in place.iterdir()] == ["mine.txt"]
+
+
+def test_two_jobs_in_one_directory(run: Path, keys: Keys) -> None:
+    first, second = Lock(), Lock()
+    resume(run, keys, first)
+    with pytest.raises(StorageError, match="is being written by process") as caught:
+        resume(run, keys, second)
+    assert caught.value.exit_code == 74
+    first.release()
+
+
+def test_strange_names_beside_checkpoints(run: Path, keys: Keys) -> None:
+    for name in ("step-", "step-x", "step-5.old", "step--1", "STEP-9", "step-9"):
+        (run / "checkpoints" / name).mkdir()
+    (run / "checkpoints" / "step-8").write_text("a file")
+    assert resume(run, keys) == run / "checkpoints" / "step-4", "step-9 is empty"
+
+
+@pytest.mark.parametrize("command", ["show", "verify", "ls", "prune"])
+@pytest.mark.parametrize("place", ["missing", "empty", "foreign"])
+def test_commands_on_what_is_no_run(
+    command: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "foreign" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "foreign" / "checkpoints" / "model.pt").write_bytes(b"PK")
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["checkpoint", command, str(tmp_path / place)])
+    listed = command in ("ls", "verify") and place == "foreign"  # there are none: that is no error of a look
+    assert (leaving.value.code or 0) == (0 if listed else 74), capsys.readouterr()
+    assert [path.name for path in (tmp_path / "foreign" / "checkpoints").iterdir()] == ["model.pt"]
+
+
+def test_saving_where_a_file_is(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    with pytest.raises(StorageError, match="cannot be written"):
+        save(tmp_path / "checkpoints", 1, [Piece.whole("parameters", "w", np.zeros(3))], {}, solo())

@@ -1,0 +1,111 @@
+"""A damaged checkpoint is found by who restores it, and the one before takes its place: each byte is read once."""
+
+import weakref
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.piece import Piece
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.checkpoint import blocks, manifest
+from hpcdist.checkpoint.blocks import DamagedError
+from hpcdist.checkpoint.restore import from_newest, newest_complete, restore_together
+from hpcdist.checkpoint.save import save
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import StorageError
+
+ELEMENTS = 5000
+
+
+def piece_of(comm):
+    part = split(ELEMENTS, comm.size, 8)[comm.rank]
+    return Piece("parameters", "w", (ELEMENTS,), ((0, ELEMENTS),), Range(part.start, part.stop), np.zeros(part.size))
+
+
+@pytest.fixture
+def run(tmp_path):
+    def body(comm):
+        piece = piece_of(comm)
+        for step in (1, 2, 3):
+            piece.array[...] = step
+            save(tmp_path / "checkpoints", step, [piece], {"step": step}, comm, keep=3)
+
+    run_threads(2, body)
+    return tmp_path
+
+
+def damage(run, step, rank=0):
+    path = run / f"checkpoints/step-{step}"
+    entry = manifest.load(path).pieces[rank]
+    data = bytearray((path / entry.file).read_bytes())
+    data[entry.offset + entry.nbytes // 2] ^= 1
+    (path / entry.file).write_bytes(data)
+
+
+def resumed(run, ranks):
+    """Return what each rank has after a resume: its scalars, and its array."""
+
+    def body(comm):
+        def take(path):
+            piece = piece_of(comm)
+            scalars = {} if path is None else restore_together(comm, path, [piece])
+            return scalars.get("step"), set(piece.array.tolist())
+
+        return from_newest(run, comm, newest_complete(run, comm), take)
+
+    return run_threads(ranks, body)
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 3))
+def test_damage_of_one_ranks_bytes_sends_all_to_the_one_before(run, capfd, ranks):
+    damage(run, 3, rank=1)
+    assert resumed(run, ranks) == [(2, {2.0})] * ranks
+    told = capfd.readouterr().err
+    assert told.count("skipped") == 1 and "step-3" in told and "digest does not match" in told
+
+
+def test_all_are_damaged(run, capfd):
+    for step in (1, 2, 3):
+        damage(run, step)
+    assert resumed(run, 2) == [(None, {0.0})] * 2
+    assert capfd.readouterr().err.count("skipped") == 3
+
+
+def test_a_state_that_is_worth_nothing_makes_room_for_the_next(run):
+    damage(run, 3)
+    begun = []
+
+    class State:
+        def __init__(self):
+            self.itself = self  # as what runs steps and what it runs know each other
+
+    def take(path):
+        assert all(held() is None for held in begun)
+        state = State()
+        begun.append(weakref.ref(state))
+        piece = piece_of(solo())
+        restore_together(solo(), path, [piece])
+        return len(begun)
+
+    assert from_newest(run, solo(), newest_complete(run), take) == 2
+
+
+def test_every_byte_is_read_once(run, monkeypatch):
+    read = []
+    pass_through = blocks.BlockReader.read
+    monkeypatch.setattr(
+        blocks.BlockReader, "read", lambda *arguments: read.append(pass_through(*arguments)) or read[-1]
+    )
+    assert resumed(run, 2) == [(3, {3.0})] * 2
+    assert sum(read) == ELEMENTS * 8
+
+
+def test_another_shape_is_no_damage(run):
+    def body(comm):
+        wanted = Piece.whole("parameters", "w", np.zeros(ELEMENTS if comm.rank else 7))
+        with pytest.raises(StorageError, match=r"float64\[5000\], expected float64\[7\]") as caught:
+            restore_together(comm, run / "checkpoints/step-3", [wanted])
+        assert not isinstance(caught.value, DamagedError)
+
+    run_threads(2, body)

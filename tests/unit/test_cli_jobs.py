@@ -1,0 +1,244 @@
+"""`hpcdist jobs begin` and `end`: what a job is told before and after it trains."""
+
+import json
+import os
+
+import pytest
+
+from hpcdist.batch import ledger
+from hpcdist.cli import jobs_begin, main
+from hpcdist.errors import CONFIGURATION, OK, REQUEUE, STORAGE, USAGE
+from hpcdist.training import directory, survival
+from hpcdist.training import recipe as recipes
+from hpcdist.training.starts import FINISHED, Starts
+
+STEPS = 20
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The directory of a run of so many steps."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name in [name for name in os.environ if name.startswith("HPCDIST_S")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "run").mkdir()
+    write_recipe(tmp_path / "run" / "recipe.toml")
+    return tmp_path / "run"
+
+
+def write_recipe(path, *overrides):
+    path.write_text(recipes.dump(recipes.load(None, [f"run.steps={STEPS}", *overrides], {}).recipe))
+    return path
+
+
+def save(run, step, ns=None):
+    """Make a checkpoint, as far as its name and the time of its manifest go."""
+    manifest = run / "checkpoints" / f"step-{step}" / "manifest.json"
+    manifest.parent.mkdir(parents=True, exist_ok=True)
+    manifest.touch()
+    if ns is not None:
+        os.utime(manifest, ns=(ns, ns))
+
+
+@pytest.fixture
+def jobs(capsys):
+    """``jobs(*arguments)`` -> exit code, stdout, stderr of `hpcdist jobs`."""
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as leaving:
+            main.main(["jobs", *map(str, arguments)])
+        return leaving.value.code, *capsys.readouterr()
+
+    return call
+
+
+def told(jobs, *arguments):
+    """The one word on stdout."""
+    code, out, err = jobs(*arguments)
+    assert code == OK and out.endswith("\n"), err
+    return out.removesuffix("\n")
+
+
+def test_the_names_of_files_are_those_of_a_training():
+    assert (jobs_begin.RECIPE_FILE, jobs_begin.STOP_FILE) == (directory.RECIPE_FILE, survival.STOP_FILE)
+
+
+def test_a_run_of_three_starts(run, jobs):
+    assert told(jobs, "begin", run, "--job=7") == "go"
+    save(run, 8)
+    assert told(jobs, "end", run, "--job=7", "--code=75") == "again"
+    assert told(jobs, "begin", run, "--job=7", "--restart=1") == "go"
+    save(run, 16)
+    assert told(jobs, "end", run, "--job=7", "--restart=1", "--code=75") == "again"
+    assert told(jobs, "begin", run, "--job=8") == "go"
+    save(run, STEPS)
+    assert told(jobs, "end", run, "--job=8", "--code=0") == "stop"
+    assert told(jobs, "begin", run, "--job=9") == "done"
+    found = [(entry.event, entry.job, entry.number("restart"), entry.text("from")) for entry in ledger.read(run)]
+    assert found == [
+        ("began", "7", 0, ""),
+        ("ended", "7", 0, ""),
+        ("began", "7", 1, "step-8"),
+        ("ended", "7", 1, ""),
+        ("began", "8", 0, "step-16"),
+        ("ended", "8", 0, ""),
+        ("ended", "9", 0, ""),
+    ]
+    assert [entry.text("newest") for entry in ledger.read(run) if entry.event == "ended"] == [
+        "step-8",
+        "step-16",
+        "step-20",
+        "step-20",
+    ]
+    # the first of them asked to come again, and the scheduler says that it has not
+    assert [job.id for job in ledger.waiting(run)] == ["7"]
+    assert ledger.remembered() == [run]
+
+
+def test_a_start_in_an_empty_directory(run, jobs):
+    (run / "recipe.toml").unlink()
+    assert told(jobs, "begin", run, "--job=7") == "go"
+    assert told(jobs, "begin", run.parent / "new", "--job=7") == "go"
+
+
+@pytest.mark.parametrize("ends", ["never", 1, 75])
+def test_starts_in_vain_come_to_an_end(run, jobs, ends):
+    """However they end: in two ways, or killed, and whatever their jobs are called."""
+    save(run, 4, ns=10**18)
+    for number in range(3):
+        assert told(jobs, "begin", run, f"--job={number}") == "go"
+        if ends != "never":
+            assert told(jobs, "end", run, f"--job={number}", f"--code={ends}") == "stop"
+    code, out, err = jobs("begin", run, "--job=9")
+    assert (code, out) == (CONFIGURATION, "")
+    assert "the last 3 starts" in err and "(job 0, 1, 2)" in err and "step-4" in err and "--most-fruitless 0" in err
+    assert jobs("begin", run, "--job=9")[0] == CONFIGURATION
+    assert jobs("begin", run, "--job=9", "--most-fruitless=4")[0] == OK
+    assert jobs("begin", run, "--job=9", "--most-fruitless=4")[0] == CONFIGURATION
+    assert told(jobs, "begin", run, "--job=9", "--most-fruitless=0") == "go"
+
+
+def test_starts_that_somebody_ended_are_no_sign_of_a_run_in_vain(run, jobs):
+    for number in range(4):
+        assert told(jobs, "begin", run, f"--job={number}", "--most-fruitless=1") == "go"
+        ledger.record(run, "cancelled", job=str(number), how="now")
+    assert told(jobs, "begin", run, "--job=9", "--most-fruitless=1") == "go"
+    assert jobs("begin", run, "--job=10", "--most-fruitless=1")[0] == CONFIGURATION
+
+
+def test_progress_or_another_recipe_begins_the_count_anew(run, jobs):
+    def refused():
+        return [jobs("begin", run, "--job=1", "--most-fruitless=2", *recipe)[0] for _ in range(3)]
+
+    recipe, full = (), [OK, OK, CONFIGURATION]
+    assert refused() == full
+    save(run, 4, ns=10**18)
+    assert refused() == full
+    save(run, 4, ns=10**18 + 1)  # the same step once more
+    assert refused() == full
+    recipe = ("--recipe", write_recipe(run.parent / "other.toml", "optimizer.learning_rate=0.5"))
+    assert refused() == full
+    recipe = ()  # and it was not in vain before that
+    assert refused() == full
+
+
+def test_more_steps_than_before_are_not_done(run, jobs):
+    save(run, STEPS)
+    for code in ("--code=0", "--code=0"):
+        jobs("begin", run, "--job=1")
+        jobs("end", run, "--job=1", code)
+    assert told(jobs, "begin", run, "--job=2") == "done"
+    longer = write_recipe(run.parent / "longer.toml", "run.steps=30")
+    assert told(jobs, "begin", run, "--job=2", "--recipe", longer) == "go"
+
+
+def test_a_complete_run_is_no_end_of_another_one(run, jobs):
+    """Its training refuses the directory, and says why."""
+    assert told(jobs, "begin", run, "--job=7") == "go"
+    save(run, STEPS)
+    assert told(jobs, "end", run, "--job=7", "--code=0") == "stop"
+    other = run.parent / "other.toml"
+    write_recipe(other, "run.seed=99")
+    assert told(jobs, "begin", run, "--job=8", "--recipe", run / "recipe.toml") == "done"
+    assert told(jobs, "begin", run, "--job=9", "--recipe", other) == "go"
+
+
+def test_a_start_that_was_killed_in_its_last_evaluation_is_repeated(run, jobs):
+    jobs("begin", run, "--job=1")
+    save(run, STEPS)
+    assert told(jobs, "begin", run, "--job=2") == "go"
+    assert told(jobs, "end", run, "--job=2", "--code=0") == "stop"
+    assert told(jobs, "begin", run, "--job=3") == "done"
+
+
+def test_a_run_that_was_trained_without_jobs(run, jobs):
+    save(run, STEPS)
+    starts = Starts(run)
+    assert told(jobs, "begin", run, "--job=1") == "go"
+    (run / "jobs.jsonl").unlink()
+    starts.ended(FINISHED)
+    assert told(jobs, "begin", run, "--job=1") == "done"
+
+
+@pytest.mark.parametrize(
+    ("code", "says"), [(1, "exit code 1, and only exit code 75"), (0, "is complete"), (78, "exit code 78")]
+)
+def test_ends_for_good(run, jobs, code, says):
+    jobs("begin", run, "--job=1")
+    save(run, 4)
+    _, out, err = jobs("end", run, "--job=1", f"--code={code}")
+    assert out == "stop\n" and says in err
+
+
+def test_a_cancelled_job_does_not_come_again(run, jobs):
+    jobs("begin", run, "--job=1")
+    save(run, 4)
+    ledger.record(run, "cancelled", job="1", how="save")
+    _, out, err = jobs("end", run, "--job=1", f"--code={REQUEUE}")
+    assert out == "stop\n" and "cancelled" in err
+    jobs("begin", run, "--job=2")
+    save(run, 5)
+    assert told(jobs, "end", run, "--job=2", "--code=75") == "again"
+
+
+@pytest.mark.parametrize(
+    ("text", "stays"), [("", True), ("\n", True), ("7\n", True), ("6\n", False), ("6 7", False), ("\xff", False)]
+)
+def test_a_stop_file_that_was_for_another_job_goes(run, jobs, text, stays):
+    (run / "stop").write_text(text, encoding="latin1")
+    assert told(jobs, "begin", run, "--job=7") == "go"
+    assert (run / "stop").exists() == stays
+
+
+def test_the_decision_stands_without_a_ledger(run, jobs):
+    save(run, 4)
+    (run / "jobs.jsonl").mkdir()
+    code, out, err = jobs("end", run, "--job=1", "--code=75")
+    assert (code, out) == (OK, "again\n") and "warning" in err
+    assert jobs("begin", run, "--job=1")[:2] == (STORAGE, "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["begin", "{run}"], ["begin", "--job=1"], ["begin", "{run}", "--job=1", "--restart=-1"], ["end", "{run}", "-j"]],
+)
+def test_what_is_no_call(run, jobs, arguments):
+    assert jobs(*[argument.format(run=run) for argument in arguments])[0] == USAGE
+    assert not (run / "jobs.jsonl").exists()
+
+
+def test_a_recipe_that_cannot_be_read(run, jobs):
+    (run.parent / "bad.toml").write_text("[run]\nstep = 3\n")
+    code, _, err = jobs("begin", run, "--job=1", "--recipe", run.parent / "bad.toml")
+    assert code == CONFIGURATION and "run.steps" in err
+    assert jobs("begin", run, "--job=1", "--recipe", run.parent / "missing.toml")[0] == CONFIGURATION
+
+
+def test_a_job_may_be_in_the_directory_before_its_training(run):
+    (run / "recipe.toml").unlink()
+    ledger.record(run, "submitted", job="1", chain=["1"])
+    (run / "stop").touch()
+    assert directory._barely_begun(run)
+    assert json.loads((run / "jobs.jsonl").read_text())["chain"] == ["1"]
+    (run / "stopwords.txt").touch()
+    assert not directory._barely_begun(run)

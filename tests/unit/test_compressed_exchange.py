@@ -1,0 +1,193 @@
+"""Trainings with compressed gradients: what a step, a skipped step, a checkpoint and another number of ranks keep."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_runs import losses, state, trainer_of
+from resume_runs import EXCHANGES, HALF, SMALL, bits, steps
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import NonFiniteError
+from hpcdist.strategies.compressed.config import COMPRESSORS
+from hpcdist.strategies.compressed.exchange import CompressedExchange
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.training import partitioning
+from hpcdist.training.trainer import Trainer
+
+STEPS = 6
+FEEDBACK_LOSES = {"float16": 2e-3, "bfloat16": 1e-2}  # relative to the loss of a dense run, of the ones that lose least
+
+
+@pytest.fixture
+def keys(tmp_path: Path, rng: np.random.Generator) -> dict[str, Any]:
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join("".join(word) for word in rng.choice(list("abcdefgh"), (400, 4))))
+    return {**SMALL, "model.dropout": 0, "data.path": path, "compression.density": 0.1, "compression.rank": 2}
+
+
+def compressed(keys: dict[str, Any], name: str, **more: Any) -> dict[str, Any]:
+    read = {"topk": "density", "randomk": "density", "powersgd": "rank"}.get(name)
+    dropped = {f"compression.{key}" for key in ("density", "rank") if key != read}
+    kept = {key: value for key, value in keys.items() if key not in dropped}
+    return kept | {"communication.compression": name} | {key.replace("__", "."): value for key, value in more.items()}
+
+
+def exchange_of(trainer: Trainer) -> CompressedExchange:
+    assert isinstance(trainer.exchange, CompressedExchange)
+    return trainer.exchange
+
+
+def spoil(exchange: CompressedExchange, value: float) -> None:
+    """Let every gradient that this rank brings have a ``value`` from now on."""
+
+    def spoiled(op: Operation) -> None:
+        assert op.range is not None
+        exchange.gradients.range(op.range)[3] = value
+        exchange.reduce(op)
+
+    exchange.carries_out = {**exchange.carries_out, Kind.REDUCE: spoiled}
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+def test_replicas_stay_identical_and_learn(keys: dict[str, Any], name: str) -> None:
+    def run(comm: Communicator, given: dict[str, Any]) -> tuple[list[float], np.ndarray]:
+        trainer = trainer_of(comm, given)
+        return losses(trainer, STEPS), trainer.exchange.parameters.array.copy()
+
+    dense = run_threads(3, lambda comm: run(comm, compressed(keys, "none")))[0][0]
+    found = run_threads(3, lambda comm: run(comm, compressed(keys, name)))
+    for _, parameters in found:
+        np.testing.assert_array_equal(parameters, found[0][1])
+    assert found[0][0] != dense, "something was lost"
+    assert found[0][0][-1] < found[0][0][0] and found[0][0] == pytest.approx(dense, rel=FEEDBACK_LOSES.get(name, 0.1))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 20_000, 4 << 20])
+def test_factors_travel_in_buckets_of_whole_layers(keys: dict[str, Any], bucket_bytes: int) -> None:
+    def run(comm: Communicator) -> None:
+        trainer = trainer_of(comm, compressed(keys, "powersgd", communication__bucket_bytes=bucket_bytes))
+        layers = sorted(trainer.model.layout.units.values(), reverse=True)
+        found = [op.range for op in trainer.operations if op.kind is Kind.REDUCE]
+        assert [layer for part in found for layer in layers if layer.intersect(part) == layer] == layers
+        assert [part.start for part in found[:-1]] == [part.stop for part in found[1:]]
+        for part in found[:-1]:
+            first = min(layer for layer in layers if layer.intersect(part))
+            assert 4 * (part.stop - first.start) >= bucket_bytes > 4 * (part.stop - first.stop)
+        assert len(found) == {1: len(layers), 4 << 20: 1}.get(bucket_bytes, len(found))
+
+    run_threads(2, run)
+
+
+def test_the_first_updates_are_dense(keys: dict[str, Any]) -> None:
+    def run(comm: Communicator, given: dict[str, Any]) -> list[float]:
+        return losses(trainer_of(comm, given), STEPS)
+
+    dense, late = (
+        run_threads(2, lambda comm, given=given: run(comm, given))[0]
+        for given in (compressed(keys, "none"), compressed(keys, "sign", compression__warmup_steps=3))
+    )
+    assert late[:4] == dense[:4] and late[4:] != dense[4:], "a loss is that of the update before"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["int8", "topk", "randomk", "powersgd"])
+def test_a_resumed_run_owes_what_was_owed(keys: dict[str, Any], tmp_path: Path, name: str, ranks: int) -> None:
+    given = compressed(keys, name)
+
+    def begun(comm: Communicator) -> tuple[Path, Any, Any, dict[Any, np.ndarray]]:
+        trainer = trainer_of(comm, given)
+        steps(trainer, 0, HALF)
+        path = trainer.save(tmp_path, HALF)
+        kept = bits(trainer)
+        saved = state(trainer)
+        return path, kept, steps(trainer, HALF, 2 * HALF), saved
+
+    def resumed(comm: Communicator, path: Path) -> tuple[Any, Any, np.ndarray]:
+        trainer = trainer_of(comm, given, path)
+        residuals = exchange_of(trainer).residuals
+        assert residuals is not None
+        owed = np.zeros(trainer.model.layout.size)
+        for part in residuals.feedback.residuals.parts:
+            owed[part.slice] = residuals.feedback.residuals.range(part)
+        return bits(trainer), steps(trainer, HALF, 2 * HALF), owed
+
+    found = run_threads(2, begun)
+    again = run_threads(ranks, lambda comm: resumed(comm, found[0][0]))
+    if ranks == 2:
+        assert [(one[1], one[2]) for one in found] == [one[:2] for one in again], "bit for bit"
+    trainer = run_threads(1, lambda comm: trainer_of(comm, compressed(keys, "none")))[0]
+    for segment in trainer.model.layout.segments:
+        saved = [found[0][3].get((f"residual.{rank}", segment.key)) for rank in range(2)]
+        if saved[0] is None:
+            continue  # a vector of powersgd travels as it is
+        total = sum(np.asarray(values, np.float64) for values in saved)
+        now = sum(one[2][segment.range.slice] for one in again)
+        np.testing.assert_allclose(now, total, atol=1e-6, err_msg=segment.key)
+    assert np.abs(sum(one[2] for one in again)).max() > 0
+
+
+@pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
+def test_an_overflow_of_one_rank_changes_nothing(keys: dict[str, Any], name: str) -> None:
+    given = compressed(keys, name) | {"precision.mode": "float16", "precision.loss_scale": 256.0}
+
+    def run(comm: Communicator) -> tuple[bool, bool]:
+        trainer = trainer_of(comm, given)
+        steps(trainer, 0, HALF)
+        before = bits(trainer)
+        if comm.rank == 1:
+            spoil(exchange_of(trainer), np.inf)
+        skipped = steps(trainer, HALF, HALF + 1)[0][2]
+        return skipped, bits(trainer)[:-1] == before[:-1]  # but for the count of skipped steps
+
+    assert run_threads(2, run) == [(True, True)] * 2
+
+
+def test_a_gradient_that_is_not_finite_ends_a_float32_run(keys: dict[str, Any]) -> None:
+    given = compressed(keys, "sign")
+
+    def run(comm: Communicator) -> tuple[bytes, bytes]:
+        trainer = trainer_of(comm, given)
+        steps(trainer, 0, 1)
+        before = trainer.exchange.parameters.array.tobytes()
+        if comm.rank == 0:
+            spoil(exchange_of(trainer), np.nan)
+        with pytest.raises(NonFiniteError):
+            steps(trainer, 1, 2)
+        return before, trainer.exchange.parameters.array.tobytes()
+
+    for before, after in run_threads(2, run):
+        assert before == after
+
+
+def test_the_table_of_resumed_runs_has_every_kind_of_sum() -> None:
+    named = {row["communication.compression"] for row in EXCHANGES.values() if "communication.compression" in row}
+    assert named >= {"int8", "topk", "randomk", "qsgd", "powersgd"}
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "nbytes"),
+    [
+        ("int8", {}, 8 + 4),
+        ("int8", {"compression.error_feedback": "false"}, 8),
+        ("topk", {"precision.mode": "bfloat16"}, 4 + 8 + 4 + 4),  # master, moments, and residuals of before the step
+        ("dgc", {"optimizer.name": "sgd", "optimizer.momentum": 0.9}, 4 + 4),
+        ("onebit", {"compression.warmup_steps": 1}, 8 + 4 + 2),
+    ],
+)
+def test_a_cut_by_memory_counts_what_is_owed(
+    keys: dict[str, Any], name: str, more: dict[str, Any], nbytes: int
+) -> None:
+    given = compressed(keys, name) | more | ({"compression.density": 0.1} if name == "dgc" else {})
+
+    def run(comm: Communicator) -> tuple[float, float]:
+        trainer = trainer_of(comm, given)
+        held = trainer.ledger.peak["optimizer"] / trainer.model.layout.size
+        return held, partitioning.states(trainer.recipe, comm.size).per_parameter
+
+    kept = 4 if "precision.mode" in more else 8  # parameters and gradients
+    for held, each in run_threads(2, run):
+        assert each - kept == nbytes
+        assert held == pytest.approx(nbytes, rel=0.08)  # small tensors take more than their part of a line

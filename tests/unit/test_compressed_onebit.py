@@ -1,0 +1,237 @@
+"""1-bit Adam as an exchange: against the paper's algorithm in float64, AdamW, and what its messages must weigh."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from compressed_optimizers import layout, padded, seat_of, step, steps
+
+from hpcdist import models
+from hpcdist.arrays.layout import Layout
+from hpcdist.arrays.ranges import Range
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import StorageError
+from hpcdist.models.config import ModelConfig
+from hpcdist.strategies.allreduce import AllreduceExchange
+from hpcdist.strategies.compressed import onebit_stretches
+from hpcdist.strategies.compressed.config import CompressionConfig
+from hpcdist.strategies.compressed.onebit import OneBitExchange
+
+WARM, STEPS = 4, 16
+LAYOUT = layout()
+LEAST = 32  # elements of a chunk of a tensor that is encoded by itself, so that there are some
+
+
+@pytest.fixture(autouse=True)
+def some_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onebit_stretches, "LEAST", LEAST)
+
+
+def adamw(**keys: object) -> dict[str, object]:
+    given = {"name": "adamw", "learning_rate": 0.01, "beta2": 0.9, "epsilon": 1e-6, "weight_decay": 0.1, "clip_norm": 0}
+    return {**given, **keys}
+
+
+def chunks(size: int, ranks: int) -> list[slice]:
+    """Balanced in lines of 16 elements, the first ones longer."""
+    lines = np.array_split(np.arange(-(-size // 16)), ranks)
+    return [slice(16 * row[0], min(size, 16 * (row[-1] + 1))) if row.size else slice(0) for row in lines]
+
+
+@dataclass
+class Paper:
+    """Algorithm 1 of the paper for all ranks, in float64, with corrected moments and decoupled decay."""
+
+    ranks: int
+    clip: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.w, self.m, self.v, self.server = np.zeros((4, LAYOUT.size))
+        self.worker = np.zeros((self.ranks, LAYOUT.size))
+        self.count = 0
+        alone = [s for s in LAYOUT.segments if s.range.size >= LEAST * self.ranks]
+        packs = [
+            [s for s in LAYOUT.segments if s not in alone and s.spec.adapted == matrix] for matrix in (False, True)
+        ]
+        of = [[segment] for segment in alone] + [pack for pack in packs if pack]
+        # The elements of each stretch, one behind the other.
+        self.stretches = [np.concatenate([np.r_[s.range.slice] for s in stretch]) for stretch in of]
+        self.adapted = np.zeros(LAYOUT.size)
+        for segment in LAYOUT.segments:
+            self.adapted[segment.range.slice] = segment.spec.adapted
+
+    def warm(self, gradients: np.ndarray) -> None:
+        g = gradients.sum(axis=0, dtype=np.float64)
+        g *= min(1.0, self.clip / np.linalg.norm(g)) if self.clip else 1.0
+        self.count += 1
+        self.m, self.v = 0.9 * self.m + 0.1 * g, 0.9 * self.v + 0.1 * g * g
+        self._descend(self.v / (1 - 0.9**self.count))
+
+    def freeze(self) -> None:
+        v = self.v / (1 - 0.9**self.count)
+        for where in self.stretches:
+            self.v[where] = np.where(v[where] > 0, np.maximum(v[where], 1e-4 * v[where].mean()), 0)
+
+    def frozen(self, gradients: np.ndarray) -> float:
+        """Take a step, and return how near to 0 a value came whose sign was taken, in parts of the mean."""
+        gradients = gradients.astype(np.float64)
+        if self.clip:
+            norms = np.linalg.norm(gradients, axis=1, keepdims=True)
+            gradients = gradients * np.minimum(1.0, self.clip / self.ranks**0.5 / norms)
+        moves = self.v > 0
+        self.count += 1
+        self.worker = (self.worker + 0.9 * self.m + 0.1 * self.ranks * gradients) * moves  # of own samples alone
+        taken, nearest = np.zeros_like(self.worker), np.inf
+        for where in self.stretches:
+            for chunk in chunks(where.size, self.ranks):
+                here = where[chunk]
+                for rank in range(self.ranks):
+                    nearest = min(nearest, self._signs(self.worker[rank], taken[rank], here))
+        self.worker = (self.worker - taken) * moves
+        self.server = (self.server + taken.mean(axis=0)) * moves
+        for where in self.stretches:
+            for chunk in chunks(where.size, self.ranks):
+                nearest = min(nearest, self._signs(self.server, self.m, where[chunk]))
+        self.server = (self.server - self.m) * moves
+        self.m = self.m * moves
+        self._descend(self.v)
+        return nearest
+
+    def _signs(self, values: np.ndarray, out: np.ndarray, here: np.ndarray) -> float:
+        if not here.size:
+            return np.inf
+        scale = np.abs(values[here]).mean()
+        out[here] = np.where(values[here] < 0, -scale, scale)
+        of = np.abs(values[here][self.v[here] > 0])
+        return float(of.min() / scale) if of.size else np.inf
+
+    def _descend(self, v: np.ndarray) -> None:
+        u = self.m / (1 - 0.9**self.count) / (np.sqrt(v) + 1e-6)
+        self.w = self.w - 0.01 * (u + 0.1 * self.adapted * self.w)
+
+    def copy(self) -> "Paper":
+        other = Paper(self.ranks, self.clip)
+        for name in ("w", "m", "v", "server", "worker"):
+            setattr(other, name, getattr(self, name).copy())
+        other.count = self.count
+        return other
+
+
+def drawn(rng: np.random.Generator, ranks: int) -> np.ndarray:
+    """Gradients of all ranks; some elements never have one."""
+    found = np.array([padded(rng.standard_normal) for _ in range(ranks)]) * np.float32(0.1)
+    found[:, ::7] = 0
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "clip"), [(2, 1.0), (3, 0.0), (4, 1.0)])
+def test_it_is_the_algorithm_of_the_paper(ranks: int, clip: float, rng: np.random.Generator) -> None:
+    paper, given, expected = Paper(ranks, clip), [], []
+    for number in range(STEPS):
+        if number == WARM:
+            paper.freeze()
+        while True:  # until no sign hangs on rounding
+            gradients, ahead = drawn(rng, ranks), paper.copy()
+            if number < WARM:
+                ahead.warm(gradients)
+                break
+            if ahead.frozen(gradients) > 2e-5:
+                break
+        paper = ahead
+        given.append(gradients)
+        expected.append(paper.w)
+
+    def body(comm: Communicator) -> tuple[np.ndarray, OneBitExchange]:
+        exchange = OneBitExchange(seat_of(comm, adamw(clip_norm=clip)), CompressionConfig(warmup_steps=WARM))
+        return steps(exchange, [gradients[comm.rank] for gradients in given]), exchange
+
+    assert {len(where) for where in paper.stretches} >= {LAYOUT.by_key["0.tokens.weight"].range.size}
+    found = run_threads(ranks, body)
+    for weights, exchange in found:
+        np.testing.assert_allclose(weights, expected, atol=2e-5)
+        assert weights.tobytes() == found[0][0].tobytes()
+        for held in exchange._all():
+            where = np.concatenate([np.r_[part.slice] for _, part in held.stretch.tensors])
+            moves = paper.v[where] > 0  # errors of what stays where it is count for nothing
+            worker, own = held.adam.worker_error * moves, held.adam.own.slice
+            np.testing.assert_allclose(worker, paper.worker[exchange.seat.data.rank, where], atol=1e-5)
+            np.testing.assert_allclose(held.adam.server_error * moves[own], paper.server[where[own]], atol=1e-5)
+    assert not paper.w[::7].any() and np.count_nonzero(paper.w) > LAYOUT.parameters / 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_warm_up_and_one_rank_are_adamw(ranks: int, rng: np.random.Generator) -> None:
+    given = [drawn(rng, ranks) for _ in range(STEPS if ranks == 1 else WARM)]
+    start = padded(rng.standard_normal)
+
+    def body(comm: Communicator) -> tuple[list[float], list[float], np.ndarray, np.ndarray]:
+        seat = seat_of(comm, adamw(clip_norm=0.5, warmup_steps=3, decay="cosine"))
+        plain, exchange = AllreduceExchange(seat), OneBitExchange(seat, CompressionConfig(warmup_steps=WARM))
+        norms = []
+        for each in (plain, exchange):
+            each.parameters.array[...] = start
+            each.restore(each.state())  # as runs do that begin with the parameters of others
+            norms.append([step(each, gradients[comm.rank]) for gradients in given])
+        return *norms, plain.parameters.array, exchange.parameters.array
+
+    for want, got, adamw_s, ours in run_threads(ranks, body):
+        assert got == want
+        np.testing.assert_allclose(ours, adamw_s, rtol=1e-6, atol=1e-7)
+
+
+def bytes_of(space: Layout, ranks: int) -> list[int]:
+    """What each rank sends in a step: chunks of others to their owners, and all but the next rank's around a ring."""
+    of_chunk = []
+    for rank in range(ranks):
+        end = 0
+        for stretch in onebit_stretches.stretches(space, Range(0, space.size), ranks):
+            lines, size = -(-stretch.size // 16), stretch.size
+            first = 16 * (rank * (lines // ranks) + min(rank, lines % ranks))
+            chunk = max(0, min(size, first + 16 * (lines // ranks + (rank < lines % ranks))) - first)
+            end = -(-end // 64) * 64 + (4 + -(-chunk // 8) if chunk else 0)
+        of_chunk.append(end)
+    return [2 * sum(of_chunk) - of_chunk[rank] - of_chunk[(rank + 1) % ranks] for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_sent_weighs_what_the_formula_says(ranks: int, rng: np.random.Generator) -> None:
+    given = [drawn(rng, ranks) for _ in range(WARM + 2)]
+
+    def body(comm: Communicator) -> list[int]:
+        exchange = OneBitExchange(seat_of(comm, adamw()), CompressionConfig(warmup_steps=WARM))
+        with recording(comm) as agreed:
+            exchange.agree(np.zeros(1))
+        found = []
+        for gradients in given:
+            with recording(comm) as traffic:
+                step(exchange, gradients[comm.rank])
+            found.append(traffic.sent_bytes - agreed.sent_bytes)
+            assert not traffic.unknown
+        return found
+
+    found = run_threads(ranks, body)
+    for sent, frozen in zip(found, bytes_of(LAYOUT, ranks), strict=True):
+        assert len(set(sent[:WARM])) == 1 and sent[WARM:] == [frozen, frozen]
+        assert sent[0] > 4 * frozen  # chunks are small here
+    assert sum(sent[0] for sent in found) == 2 * (ranks - 1) * 4 * LAYOUT.size  # the ring
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+def test_a_real_model_takes_28_times_fewer_bytes(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    config = ModelConfig(layers=4, hidden=256, heads=4)
+    space = models.build(config, "float32", context=256).layout
+    dense, sent = 2 * (ranks - 1) / ranks * 4 * space.parameters, max(bytes_of(space, ranks))
+    print(f"{ranks} ranks, {space.parameters} parameters: {sent} bytes a step, {dense / sent:.2f} times fewer")
+    assert dense / sent > 28
+
+
+def test_resumed_numbers_that_cannot_be_are_refused() -> None:
+    def body(comm: Communicator) -> None:
+        exchange = OneBitExchange(seat_of(comm, adamw()), CompressionConfig(warmup_steps=WARM))
+        with pytest.raises(StorageError, match="-1 ranks had errors of signs; it is damaged"):
+            exchange.foresee({"frozen": -1})
+
+    run_threads(1, body)

@@ -1,0 +1,322 @@
+"""Trainings with DGC and 1-bit Adam: resumed, by other numbers of ranks, in pipelines, on GPUs, with a bad gradient."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from compressed_optimizers import layout, padded, seat_of
+from compressed_optimizers import steps as given_steps
+from rank_runs import trainer_of
+from resume_runs import SMALL, bits, steps
+
+from hpcdist.arrays.ranges import Range
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, NonFiniteError, ScheduleError
+from hpcdist.strategies.build import build_executor, operations
+from hpcdist.strategies.compressed.config import CompressionConfig
+from hpcdist.strategies.compressed.dgc import DgcExchange
+from hpcdist.strategies.compressed.local_gradients import LocalGradients
+from hpcdist.strategies.compressed.onebit import OneBitExchange
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.grid import Grid
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.verify import verify
+from hpcdist.strategies.sentinel import check_replicas
+from hpcdist.training import recipe as recipes
+from hpcdist.training.trainer import Trainer
+
+WARM = 3
+DGC = {
+    "communication.compression": "dgc",
+    "compression.density": 0.05,
+    "compression.warmup_steps": 4,
+    "optimizer.name": "sgd",
+    "optimizer.momentum": 0.9,
+    "optimizer.learning_rate": 0.1,
+}
+ONEBIT = {"communication.compression": "onebit", "compression.warmup_steps": WARM}
+BOTH = {"dgc": DGC, "onebit": ONEBIT}
+PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 2}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> dict[str, Any]:
+    path = tmp_path / "text.txt"
+    path.write_text("to be or not to be, that is the question " * 30)
+    return {**SMALL, "data.path": path}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "kept", "keys"),
+    [
+        ("onebit", 3, 2, {}),
+        ("dgc", 4, 2, PIPELINE),
+        ("onebit", 4, 4, PIPELINE),
+    ],
+)
+def test_a_resumed_run_has_the_bits_of_the_whole_one(
+    text: dict[str, Any], tmp_path: Path, name: str, ranks: int, kept: int, keys: dict[str, Any]
+) -> None:
+    settings, last = text | BOTH[name] | keys, 6
+
+    def whole(comm: Communicator) -> tuple[Any, Path]:
+        trainer = trainer_of(comm, settings)
+        steps(trainer, 0, kept)
+        path = trainer.save(tmp_path / "saved", kept)
+        return (steps(trainer, kept, last), bits(trainer)), path
+
+    def resumed(comm: Communicator) -> Any:
+        trainer = trainer_of(comm, settings, path)
+        found = steps(trainer, kept, last)
+        check_replicas(trainer.data_axis, trainer.exchange.parameters, last)
+        return found, bits(trainer)
+
+    found = run_threads(ranks, whole)
+    path = found[0][1]
+    assert run_threads(ranks, resumed) == [kept for kept, _ in found]
+
+
+def owed(trainer: Trainer) -> dict[str, np.ndarray]:
+    """What the state of this rank adds to what all ranks together keep, by name: flat, in float64."""
+    exchange, size, ranks = trainer.exchange, trainer.model.layout.size, trainer.data_axis.size
+    if isinstance(exchange, DgcExchange):
+        kept = {"unsent": exchange.unsent, "velocity": exchange.velocity}
+        return {name: one.feedback.residuals.array.astype(np.float64) for name, one in kept.items()}
+    assert isinstance(exchange, OneBitExchange)
+    found = {name: np.zeros(size) for name in ("worker", "server", "m", "v")}
+    for held in exchange._all():
+        where = np.concatenate([np.r_[part.slice] for _, part in held.stretch.tensors])
+        found["worker"][where] = held.adam.worker_error / ranks
+        found["server"][where[held.adam.own.slice]] = held.adam.server_error
+        for key in ("m", "v"):
+            found[key][where] = held.adam.arrays()[key].astype(np.float64) / ranks
+    return found
+
+
+@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("name", BOTH)
+def test_another_number_of_ranks_owes_as_much(text: dict[str, Any], tmp_path: Path, name: str, after: int) -> None:
+    settings = text | BOTH[name]
+
+    def before(comm: Communicator) -> tuple[Path, dict[str, np.ndarray]]:
+        trainer = trainer_of(comm, settings)
+        steps(trainer, 0, 5)
+        return trainer.save(tmp_path / "saved", 5), owed(trainer)
+
+    def now(comm: Communicator) -> tuple[dict[str, np.ndarray], bool]:
+        trainer = trainer_of(comm, settings, path)
+        found = owed(trainer)
+        losses = [loss for loss, *_ in steps(trainer, 5, 8)]
+        check_replicas(trainer.data_axis, trainer.exchange.parameters, 8)
+        return found, bool(np.isfinite(losses).all())
+
+    saved = run_threads(2, before)
+    path = saved[0][0]
+    again = run_threads(after, now)
+    for key in saved[0][1]:
+        was, has = (
+            sum(one[key] for one in side) for side in ([kept for _, kept in saved], [kept for kept, _ in again])
+        )
+        assert np.abs(was).max() > 0
+        np.testing.assert_allclose(has, was, atol=1e-6 * np.abs(was).max(), err_msg=key)
+    assert all(finite for _, finite in again)
+
+
+def test_a_frozen_variance_is_for_adam_only_once_one_rank_has_thawed_it(text: dict[str, Any], tmp_path: Path) -> None:
+    adamw = {**text, "optimizer.beta2": 0.9}
+
+    def frozen(comm: Communicator) -> Path:
+        trainer = trainer_of(comm, adamw | ONEBIT)
+        steps(trainer, 0, 4)
+        path = trainer.save(tmp_path / "saved", 4)
+        with pytest.raises(ConfigurationError, match="has the frozen variance of 1-bit Adam"):
+            trainer_of(comm, adamw, path)
+        return path
+
+    path = run_threads(2, frozen)[0]
+    alone = trainer_of(solo(), adamw | ONEBIT, path)
+    steps(alone, 4, 5)
+    plain = trainer_of(solo(), adamw, alone.save(tmp_path / "thawed", 5))
+    ours, theirs = ([loss for loss, *_ in steps(one, 5, 8)] for one in (alone, plain))
+    assert theirs == pytest.approx(ours, rel=1e-6)
+
+
+def test_one_rank_pays_what_signs_owe_and_goes_on_with_adam(rng: np.random.Generator) -> None:
+    given = np.array([padded(rng.standard_normal) for _ in range(6)])
+
+    def body(comm: Communicator) -> list[np.ndarray]:
+        exchange = OneBitExchange(seat_of(comm, {"name": "adamw", "clip_norm": 0.0}), CompressionConfig(warmup_steps=4))
+        given_steps(exchange, given[:5])
+        (held, *_) = exchange._all()
+        adam, before = held.adam, held.adam.v.copy()
+        adam.freeze()
+        adam.worker_error[...] = 0.25
+        adam.server_error[...] = 0.5
+        m = adam.m.copy()
+        adam.thaw()
+        return [adam.v, before, adam.m - m, adam.worker_error, adam.server_error]
+
+    v, before, paid, *errors = run_threads(1, body)[0]
+    assert not np.concatenate(errors).any()
+    np.testing.assert_allclose(v[before > 1e-2 * before.mean()], before[before > 1e-2 * before.mean()], rtol=1e-5)
+    np.testing.assert_allclose(paid[before > 0], 0.75, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps_before", "keys"),
+    [("onebit", 2, {}), ("dgc", 2, PIPELINE), ("onebit", 5, PIPELINE)],
+)
+def test_a_bad_gradient_on_one_rank_changes_nothing_anywhere(
+    text: dict[str, Any], name: str, steps_before: int, keys: dict[str, Any]
+) -> None:
+    settings = text | BOTH[name] | keys
+
+    def body(comm: Communicator) -> str:
+        trainer = trainer_of(comm, settings)
+        steps(trainer, 0, steps_before)
+        before, healthy = bits(trainer), trainer.model.loss.backward
+        if comm.rank == comm.size - 1:  # the last stage, where there are several
+            trainer.model.loss.backward = lambda scale, *rest: healthy(np.nan * scale, *rest)  # type: ignore[method-assign]
+        with pytest.raises(NonFiniteError) as refused:
+            steps(trainer, steps_before, steps_before + 1)
+        trainer.model.loss.backward = healthy  # type: ignore[method-assign]
+        assert bits(trainer) == before
+        return str(refused.value)
+
+    for said in run_threads(4 if keys else 3, body):
+        assert f"step {steps_before + 1}: loss" in said and "gradient norm nan" in said
+
+
+@pytest.mark.parametrize("clip", [0, 0.05])
+def test_a_pipeline_steps_as_one_rank_does(text: dict[str, Any], clip: float) -> None:
+    """What is clipped is the gradient of the replica, not that of a stage."""
+    settings = text | DGC | {"optimizer.clip_norm": clip, "model.dropout": 0, "compression.warmup_steps": 0}
+    settings |= {"compression.density": 1, "parallel.microbatches": 2}
+
+    def body(comm: Communicator, keys: dict[str, Any]) -> tuple[Range, np.ndarray, list[float]]:
+        trainer = trainer_of(comm, settings | keys)
+        found = [norm for _, norm, *_ in steps(trainer, 0, 4)]
+        part = trainer.seat.part
+        return part, trainer.exchange.parameters.range(part).copy(), found
+
+    _, whole, norms = run_threads(2, lambda comm: body(comm, {}))[0]
+    for part, found, told in run_threads(4, lambda comm: body(comm, {"parallel.pipeline": 2})):
+        np.testing.assert_allclose(found, whole[part.slice], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(told, norms, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_tensors_that_are_not_cut_stay_the_same_on_the_tensor_axis(text: dict[str, Any], name: str) -> None:
+    settings = text | BOTH[name] | {"parallel.tensor": 2, "model.dropout": 0}
+
+    def body(comm: Communicator) -> dict[str, bytes]:
+        trainer = trainer_of(comm, settings)
+        losses = [loss for loss, *_ in steps(trainer, 0, 6)]
+        assert np.isfinite(losses).all()
+        check_replicas(trainer.data_axis, trainer.exchange.parameters, 6)
+        segments = [segment for segment in trainer.model.layout.segments if not segment.spec.whole]
+        return {segment.key: trainer.exchange.parameters.view(segment.key).tobytes() for segment in segments}
+
+    found = run_threads(4, body)
+    assert all(one == found[0] for one in found) and len(found[0]) > 5
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_on_a_gpu_the_numbers_of_the_cpu(gpu: ModuleType, name: str) -> None:
+    rng = np.random.default_rng(5)  # drawn once: none of these signs hangs on rounding
+    given = np.array([[padded(lambda n: rng.integers(-9, 10, n)) for _ in range(2)] for _ in range(6)])
+
+    def body(comm: Communicator, on: str) -> np.ndarray:
+        exchange: LocalGradients
+        if name == "dgc":
+            keys = {"name": "sgd", "momentum": 0.5, "learning_rate": 0.25, "weight_decay": 0.0, "clip_norm": 0.0}
+            config = CompressionConfig(density=0.1, warmup_steps=4)
+            exchange = DgcExchange(seat_of(comm, keys, on=on), config)
+        else:
+            seat = seat_of(comm, {"name": "adamw", "learning_rate": 0.01}, on=on)
+            exchange = OneBitExchange(seat, CompressionConfig(warmup_steps=WARM))
+        return given_steps(exchange, given[:, comm.rank])
+
+    host = run_threads(2, lambda comm: body(comm, "cpu"))
+    there = run_threads(2, lambda comm: body(comm, "gpu"))
+    assert there[0].tobytes() == there[1].tobytes()
+    if name == "dgc":
+        assert np.array_equal(host, there)
+    np.testing.assert_allclose(there, host, atol=1e-4)
+
+
+def listed(comm: Communicator) -> list[Operation]:
+    seat = replace(seat_of(comm, {"name": "adamw"}), pipeline=solo())
+    exchange = OneBitExchange(seat, CompressionConfig(warmup_steps=WARM))
+    return operations(seat, exchange, build_executor(seat, exchange).copies, ParallelConfig())
+
+
+def test_lists_that_send_too_early_or_too_little_are_refused() -> None:
+    units = dict(enumerate(layout().units.values()))
+    good = run_threads(2, listed)
+    kinds = [op.kind for op in good[0]]
+    assert kinds.index(Kind.REDUCE) < kinds.index(Kind.AGREE) < kinds.index(Kind.COMPRESS) < kinds.index(Kind.DIRECTION)
+
+    def check(change: Callable[[list[Operation]], list[Operation]], ranks: tuple[int, ...] = (0, 1)) -> None:
+        lists = [change(steps) if rank in ranks else steps for rank, steps in enumerate(good)]
+        verify(lists, grid=Grid(data=2), units=units, microbatches=1)
+
+    def without(kind: Kind) -> Callable[[list[Operation]], list[Operation]]:
+        return lambda steps: [op for op in steps if op.kind is not kind]
+
+    def moved(kind: Kind, before: Kind) -> Callable[[list[Operation]], list[Operation]]:
+        def change(steps: list[Operation]) -> list[Operation]:
+            rest, own = without(kind)(steps), [op for op in steps if op.kind is kind]
+            at = [op.kind for op in rest].index(before)
+            return [*rest[:at], *own, *rest[at:]]
+
+        return change
+
+    def halved(steps: list[Operation]) -> list[Operation]:
+        half = Range(0, next(op.range.stop for op in steps if op.kind is Kind.COMPRESS and op.range) // 2)
+        return [replace(op, range=half) if op.kind is Kind.COMPRESS else op for op in steps]
+
+    def doubled(steps: list[Operation]) -> list[Operation]:
+        return [same for op in steps for same in ([op, op] if op.kind is Kind.COMPRESS else [op])]
+
+    check(lambda steps: steps)
+    for change, ranks, why in (
+        (moved(Kind.COMPRESS, Kind.AGREE), (0, 1), r"COMPRESS\(.*\) comes before AGREE"),
+        (moved(Kind.COMPRESS, Kind.APPLY), (0, 1), r"DIRECTION\(.*\) comes before COMPRESS"),
+        (without(Kind.AGREE), (0, 1), "sends what nobody has agreed on"),
+        (halved, (0, 1), "has no COMPRESS of all of its range"),
+        (doubled, (0, 1), "covers elements that an earlier COMPRESS"),
+        (without(Kind.COMPRESS), (1,), "rank 1 has ended|meets|waits"),
+    ):
+        with pytest.raises(ScheduleError, match=why):
+            check(change, ranks)
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        (DGC | {"optimizer.name": "adamw"}, "set optimizer.name = 'sgd'"),
+        (DGC | {"parallel.strategy": "zero1"}, "set parallel.strategy = 'allreduce'"),
+        (DGC | {"optimizer.normalize_gradient": "true"}, "which nobody has; set optimizer.normalize_gradient = false"),
+        (DGC | {"compression.across_nodes": "true"}, "set compression.across_nodes = false"),
+        (DGC | {"compression.error_feedback": "false"}, "compression.error_feedback = false has no effect"),
+        (DGC | {"precision.mode": "float16"}, "set precision.mode = 'float32'"),
+        (DGC | {"precision.mode": "float64"}, "set precision.mode = 'float32'"),
+        (ONEBIT | {"optimizer.name": "lamb"}, "set optimizer.name = 'adamw'"),
+        (ONEBIT | {"compression.warmup_steps": 0}, "the variance that is frozen is measured in them"),
+        (ONEBIT | {"optimizer.bias_correction": "false"}, "set optimizer.bias_correction = true"),
+        (ONEBIT | {"compression.density": 0.1}, "compression.density = 0.1 has no effect"),
+        (ONEBIT | {"precision.mode": "bfloat16"}, "no feedback makes up for that"),
+        (ONEBIT | {"communication.overlap": "thread"}, "communication.overlap"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(text: dict[str, Any], keys: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        recipes.load(None, [f"{key}={value}" for key, value in (text | keys).items()], {})
+    assert why in str(refused.value) and refused.value.exit_code == 78

@@ -1,0 +1,277 @@
+"""Compressed gradients on a parameter server: against one process that encodes and decodes for every worker."""
+
+from dataclasses import replace
+from itertools import product
+from types import ModuleType
+
+import numpy as np
+import pytest
+from compressed_server import EVEN, SOME, UNEVEN, Case, Job, OneProcess, colocated, dedicated, float32, gradients, start
+
+from hpcdist.arrays.ranges import Range
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.compressed.catalogue import compressor
+from hpcdist.strategies.compressed.config import LOW_RANK, QUANTISED, SPARSE, CompressionConfig
+from hpcdist.strategies.parameter_server.compressed import CompressedServerExchange
+from hpcdist.strategies.parameter_server.config import ParameterServerConfig
+
+NAMES = (*QUANTISED, *SPARSE)
+
+
+def trained(case: Case, given: np.ndarray) -> list[Job]:
+    def body(comm: Communicator) -> Job:
+        job = Job(comm, case)
+        for row in given:
+            assert job.step(row[comm.rank])
+        job.look()
+        return job
+
+    return run_threads(case.ranks, body, case.per_node)
+
+
+def check_as_one_process(case: Case, given: np.ndarray) -> None:
+    alone = OneProcess(case)
+    for row in given:
+        alone.step(row)
+    jobs = trained(case, given)
+    for step, expected in enumerate(alone.sums):
+        found = sum(job.sums[step] for job in jobs)  # each server has its part
+        np.testing.assert_array_equal(found, expected)
+    for job in jobs[: len(case.roles.workers)]:
+        np.testing.assert_array_equal(job.weights, float32(alone.working))
+    speakers = [members[0] for members in case.voices()]
+    for voice, rank in enumerate(speakers if case.config.error_feedback else ()):
+        np.testing.assert_array_equal(jobs[rank].owed, alone.residual[voice])
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_ten_steps_are_those_of_one_process(name: str, feedback: bool, rng: np.random.Generator) -> None:
+    config = CompressionConfig(density=0.1, error_feedback=feedback)
+    for ranks, servers in [(2, dedicated()), (4, colocated(2))] if feedback else [(3, dedicated(1)), (3, colocated())]:
+        case = Case(ranks, servers, name, config)
+        check_as_one_process(case, gradients(rng, case))
+
+
+def test_every_placement_is_that_of_one_process(rng: np.random.Generator) -> None:
+    for ranks in (1, 2, 4):
+        servers = [dedicated(number) for number in range(1, ranks)] + [colocated(n) for n in range(1, ranks + 1)]
+        for each, layout in product(servers, (UNEVEN, EVEN)):
+            case = Case(ranks, each, "int8", layout=layout)
+            check_as_one_process(case, gradients(rng, case, 3))
+
+
+@pytest.mark.parametrize("name", ["int4", "topk", "randomk"])
+def test_the_first_updates_are_dense(name: str, rng: np.random.Generator) -> None:
+    for servers in (dedicated(2), colocated()):
+        case = Case(4, servers, name, CompressionConfig(density=0.1, warmup_steps=4))
+        check_as_one_process(case, gradients(rng, case))
+
+
+@pytest.mark.parametrize("across", [True, False])
+def test_one_speaks_for_a_node_and_encodes_its_sum(across: bool, rng: np.random.Generator) -> None:
+    for ranks, servers in product((3, 4, 5), (dedicated(), colocated(1), colocated())):
+        case = Case(ranks, servers, "int8", CompressionConfig(across_nodes=across), per_node=2)
+        check_as_one_process(case, gradients(rng, case, 4))
+
+
+@pytest.mark.parametrize("working", ["float16", "bfloat16"])
+def test_16_bit_gradients_are_encoded_without_their_scale(working: str, rng: np.random.Generator) -> None:
+    for servers, name in product((dedicated(2), colocated()), ("int8", "topk")):
+        case = Case(4, servers, name, CompressionConfig(density=0.1), working=working, loss_scale=64.0)
+        check_as_one_process(case, gradients(rng, case, 5))
+
+
+def test_a_gpu_has_the_bits_of_the_host(gpu: ModuleType, rng: np.random.Generator) -> None:
+    for case in (
+        Case(2, dedicated(), "topk", replace(SOME, warmup_steps=1), on="gpu"),
+        Case(3, colocated(), "int8", per_node=2, on="gpu"),
+        Case(2, colocated(), "int8", working="float16", loss_scale=64.0, on="gpu"),
+    ):
+        check_as_one_process(case, gradients(rng, case, 2))
+    assert gpu.LOG.events
+
+
+def test_a_compressor_that_loses_nothing_gives_the_bits_of_none(rng: np.random.Generator) -> None:
+    for ranks, servers in [(2, dedicated()), (4, dedicated(2)), (3, colocated()), (4, colocated(2, mirrored=True))]:
+        case = Case(ranks, servers, "topk", CompressionConfig(density=1.0))
+        given = gradients(rng, case, 4)
+        for ours, theirs in zip(trained(case, given), trained(replace(case, name="none"), given), strict=True):
+            assert ours.exchange.parameters.array.tobytes() == theirs.exchange.parameters.array.tobytes()
+
+
+def test_any_number_of_servers_has_the_same_bits_where_tensors_are_cut_alike(rng: np.random.Generator) -> None:
+    """Servers that also work encode other parts than dedicated ones, so each placement is for itself."""
+    given = gradients(rng, Case(2, dedicated(), layout=EVEN), 4)
+    for name in ("int4", "qsgd", "topk"):
+        found = {
+            trained(Case(2 + servers, dedicated(servers), name, layout=EVEN), padded(given, servers))[0]
+            .exchange.parameters.array.tobytes()
+            for servers in (1, 2, 4)
+        }  # fmt: skip
+        assert len(found) == 1
+    # Elementwise ones do not even see the cut.
+    given = gradients(rng, Case(2, dedicated()), 4)
+    found = {
+        trained(Case(2 + servers, dedicated(servers), "bfloat16"), padded(given, servers))[0]
+        .exchange.parameters.array.tobytes()
+        for servers in (1, 2, 3)
+    }  # fmt: skip
+    assert len(found) == 1
+
+
+def padded(given: np.ndarray, servers: int) -> np.ndarray:
+    return np.concatenate([given, np.zeros((len(given), servers, given.shape[2]), np.float32)], axis=1)
+
+
+@pytest.mark.parametrize("servers", [dedicated(2), colocated(), colocated(mirrored=True)])
+@pytest.mark.parametrize("name", ["int8", "topk", "randomk", "sign"])
+def test_recorded_bytes_are_those_of_the_formula(
+    name: str, servers: ParameterServerConfig, rng: np.random.Generator
+) -> None:
+    case = Case(4, servers, name, CompressionConfig(density=0.1))
+    given = gradients(rng, case, 2)
+    made = compressor(name, case.config)
+
+    def sent(comm: Communicator, case: Case) -> tuple[int, list[tuple[Range, int]]]:
+        job = Job(comm, case)
+        with recording(comm) as traffic:
+            for row in given:
+                job.step(row[comm.rank])
+        return traffic.sent_bytes, job.exchange.site.messages
+
+    found = run_threads(4, lambda comm: sent(comm, case))
+    dense = run_threads(4, lambda comm: sent(comm, replace(case, name="none")))
+    for rank, ((ours, messages), (theirs, _)) in enumerate(zip(found, dense, strict=True)):
+        pushed = [part for part, server in messages if server != rank and rank in case.roles.workers]
+        values = sum(part.size for part in pushed)
+        payloads = 0
+        for part in pushed:
+            sizes = [made.payload_bytes(where.size) for _, where in case.layout.within(part)]
+            payloads += sum(-(-size // 64) * 64 for size in sizes[:-1]) + sizes[-1]
+        assert theirs - ours == len(given) * (4 * values - payloads)
+        assert ours < theirs or not pushed
+
+
+def test_a_gradient_that_is_not_finite_stops_all_before_a_weight_is_touched(rng: np.random.Generator) -> None:
+    bad_values = (("int8", np.nan), ("topk", np.inf), ("sign", np.nan), ("float16", np.inf))
+    for servers, (name, bad) in product((dedicated(), colocated()), bad_values):
+        case = Case(3, servers, name)
+        given = gradients(rng, case, 3)
+        given[2, 1, 3] = bad
+
+        def body(comm: Communicator, case: Case = case, given: np.ndarray = given) -> None:
+            job = Job(comm, case)
+            assert all(job.step(row[comm.rank]) for row in given[:2])
+            before = job.exchange.parameters.array.tobytes()
+            assert not job.step(given[2][comm.rank])
+            assert job.exchange.parameters.array.tobytes() == before
+            residuals = job.exchange.residuals
+            assert residuals is None or np.isfinite(residuals.feedback.residuals.array).all()
+
+        run_threads(3, body)
+
+
+def test_a_skipped_16_bit_step_changes_no_residual(rng: np.random.Generator) -> None:
+    for servers, owes in product((dedicated(), colocated()), (False, True)):
+        case = Case(3, servers, "int8", working="float16", loss_scale=256.0)
+        given = gradients(rng, case, 3)
+        overflowing = given[1].copy()
+        overflowing[1, 3] = 1e4  # beyond float16 once it is scaled
+
+        def body(comm: Communicator, case: Case = case, rows: tuple[np.ndarray, ...] = (), owes: bool = owes) -> bytes:
+            job = Job(comm, case)
+            this = job.exchange
+            for row in rows:
+                this._payloads.owes = owes
+                before = this.residuals.feedback.residuals.array.tobytes(), this.parameters.array.tobytes()
+                if not job.step(row[comm.rank]):
+                    if owes:  # a save, or else the next step, gives it up
+                        this.pieces()
+                        now = this.residuals.feedback.residuals.array.tobytes(), this.parameters.array.tobytes()
+                        assert before == now
+                    assert this._payloads.owes == owes
+            return this.parameters.array.tobytes() + this.residuals.feedback.residuals.array.tobytes()
+
+        skipping = (given[0], overflowing, given[1], given[2])
+        found = [run_threads(3, lambda comm, rows=rows: body(comm, rows=rows)) for rows in (tuple(given), skipping)]
+        assert found[0] == found[1]
+
+
+def test_what_is_owed_of_an_own_range_is_paid_at_once(rng: np.random.Generator) -> None:
+    case = Case(2, colocated(), "int8")
+    given = gradients(rng, case, 1)
+    owed = gradients(rng, case, 1)[0]
+
+    def body(comm: Communicator) -> tuple[np.ndarray, np.ndarray]:
+        job = Job(comm, case)
+        this = job.exchange
+        this.residuals.feedback.residuals.array[...] = owed[comm.rank]
+        this._payloads.owes = True
+        job.step(given[0][comm.rank])
+        for part in this.owner.parts:
+            assert not this.residuals.feedback.residuals.range(part).any()
+        assert not this._payloads.owes
+        return job.sums[0], this.residuals.feedback.residuals.array.copy()
+
+    found = run_threads(2, body)
+    sums, residuals = (sum(pair) for pair in zip(*found, strict=True))
+    pushed = given[0].sum(axis=0) + owed.sum(axis=0) + 2 * np.float32(0.1) * start(UNEVEN)
+    np.testing.assert_allclose(sums + residuals, pushed, rtol=1e-5, atol=1e-5)
+
+
+def test_a_lost_server_is_rebuilt_and_goes_on_to_the_bit(rng: np.random.Generator) -> None:
+    case = Case(4, dedicated(2, mirrored=True), "int8")
+    given = gradients(rng, case, 4)
+
+    def body(comm: Communicator, lost: int | None) -> bytes:
+        job = Job(comm, case)
+        for number, row in enumerate(given):
+            if number == 2 and lost is not None:
+                if comm.rank == lost:
+                    job.exchange.parameters.array[...] = 7
+                    job.exchange.mirror.parameters.array[...] = 8
+                job.exchange.recover(lost)
+            job.step(row[comm.rank])
+        return job.exchange.parameters.array.tobytes()
+
+    assert run_threads(4, lambda comm: body(comm, 3)) == run_threads(4, lambda comm: body(comm, None))
+
+
+@pytest.mark.parametrize(
+    ("servers", "name", "algorithm", "across", "why"),
+    [
+        (ParameterServerConfig(consistency="asp"), "int8", "ring", False, "clipped by the norm of its worker's own"),
+        (ParameterServerConfig(consistency="ssp", staleness=2), "topk", "ring", False, "clipped by the norm"),
+        (ParameterServerConfig(backup_workers=1), "int8", "ring", False, "has already taken it for sent"),
+        (ParameterServerConfig(transport="shared"), "int8", "ring", False, "does not travel"),
+        (ParameterServerConfig(transport="rma"), "int8", "ring", False, "do not decode it"),
+        (ParameterServerConfig(), LOW_RANK[0], "ring", False, "ask servers once"),
+        (ParameterServerConfig(), "dgc", "ring", False, "not built in this version"),
+        (ParameterServerConfig(), "int8", "ring", True, "communication.algorithm = 'hierarchical'"),
+    ],
+)
+def test_what_is_not_built_is_refused(
+    servers: ParameterServerConfig, name: str, algorithm: str, across: bool, why: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=why):
+        servers.check_compressed(name, algorithm, across_nodes=across)
+
+
+def test_a_bound_of_no_steps_is_lock_step() -> None:
+    ParameterServerConfig(consistency="ssp").check_compressed("int8", "hierarchical", across_nodes=True)
+
+
+def test_only_what_speaks_keeps_residuals() -> None:
+    def body(comm: Communicator, case: Case) -> int:
+        this = Job(comm, case).exchange
+        assert isinstance(this, CompressedServerExchange) and this.residuals is not None
+        return this.residuals.feedback.residuals.array.size
+
+    whole = UNEVEN.size
+    cases = (Case(3, dedicated(), "int8"), Case(4, colocated(), "int8", per_node=2))
+    for case, expected in zip(cases, ([whole, whole, 0], [whole, 0, whole, 0]), strict=True):
+        assert run_threads(case.ranks, lambda comm, case=case: body(comm, case), case.per_node) == expected

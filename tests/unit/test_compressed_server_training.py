@@ -1,0 +1,174 @@
+"""Trainings on a parameter server with compressed gradients: products, checkpoints, NaN, and what recipes refuse."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu_runs import PIPELINE, SERVER, Trained, assembled, write_text
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.compression.feedback import RESIDUAL
+from hpcdist.errors import ConfigurationError, NonFiniteError
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.training import recipe as recipes
+from hpcdist.training.trainer import Trainer
+
+Settings = dict[str, object]
+COLOCATED = {**SERVER, "parameter_server.placement": "colocated"}
+INT8 = {"communication.compression": "int8"}
+TOPK = {"communication.compression": "topk", "compression.density": 0.1}
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Settings:
+    return {"data.path": write_text(tmp_path / "text.txt", rng)}
+
+
+def steps(trainer: Trainer, last: int) -> list[float]:
+    """Return the losses up to step ``last``."""
+    losses = []
+    with trainer.batches(last) as batches:
+        for step, batch in enumerate(batches, start=trainer.first_step + 1):
+            losses.append(trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2)).loss)
+    return losses
+
+
+def state(trainer: Trainer) -> dict[tuple[str, str, int], bytes]:
+    return {(p.kind, p.tensor, p.flat.start): p.array.tobytes() for p in trainer.exchange.pieces()}
+
+
+@pytest.mark.parametrize(
+    ("axes", "lossless"),
+    [(PIPELINE, False), ({"parallel.tensor": 2}, False), ({**PIPELINE, "parallel.tensor": 2}, True)],
+)
+def test_in_a_product_every_place_has_servers_of_its_own(axes: Settings, lossless: bool, text: Settings) -> None:
+    ranks = 2 * int(axes.get("parallel.pipeline", 1)) * int(axes.get("parallel.tensor", 1))
+    settings = {**text, **COLOCATED, **axes}
+    dense = run_threads(ranks, lambda comm: Trained(comm, settings).losses)[0]
+    way = {**TOPK, "compression.density": 1.0} if lossless else INT8
+    found = run_threads(ranks, lambda comm: Trained(comm, {**settings, **way}))
+    for one in found:
+        if lossless:
+            assert one.losses == dense
+        else:
+            np.testing.assert_allclose(one.losses, dense, rtol=1e-3)
+    parameters: dict[str, set[bytes]] = {}
+    for one in found:  # what all ranks of the tensor axis have whole stays the same there too
+        store = one.trainer.exchange.parameters
+        for segment, where in store.tensors():
+            if not segment.spec.whole:
+                parameters.setdefault(segment.key, set()).add(np.asarray(store.contents(where)).tobytes())
+    assert {len(bits) for bits in parameters.values()} == {1}
+
+
+@pytest.mark.parametrize(
+    ("placed", "way"),
+    [
+        (SERVER, {**TOPK, "compression.warmup_steps": 3}),
+        (COLOCATED, {**INT8, "precision.mode": "float16", "precision.loss_scale": 1024}),
+    ],
+)
+def test_a_run_goes_on_to_the_bit(placed: Settings, way: Settings, text: Settings, tmp_path: Path) -> None:
+    settings = {**text, **placed, **way}
+
+    def through(comm: Communicator) -> tuple[list[float], dict[tuple[str, str, int], bytes]]:
+        trainer = assembled(comm, settings)
+        steps(trainer, 4)
+        return state(trainer)
+
+    def stopped(comm: Communicator) -> dict[tuple[str, str, int], bytes]:
+        trainer = assembled(comm, settings)
+        steps(trainer, 2)
+        found = trainer.save(tmp_path, 2)
+        again = assembled(comm, settings, found)
+        steps(again, 4)
+        return state(again)
+
+    whole, again = run_threads(3, through), run_threads(3, stopped)
+    assert whole == again
+    workers = 3 if placed is COLOCATED else 2
+    kinds = {kind for one in whole for kind, _, _ in one if kind.startswith(RESIDUAL)}
+    assert kinds == {f"{RESIDUAL}.{rank}" for rank in range(workers)}
+
+
+@pytest.mark.parametrize(("now", "after"), [(2, COLOCATED), (4, SERVER), (2, {"parallel.strategy": "allreduce"})])
+def test_what_is_owed_is_the_same_for_other_workers(now: int, after: Settings, text: Settings, tmp_path: Path) -> None:
+    settings, others = {**text, **COLOCATED, **TOPK}, {**text, **after, **TOPK}
+
+    def owed(trainer: Trainer) -> dict[str, np.ndarray]:
+        found = {}
+        for segment, where in trainer.exchange.residuals.feedback.residuals.tensors():
+            found[segment.key] = trainer.exchange.residuals.feedback.residuals.contents(where).copy()
+        return found
+
+    def before(comm: Communicator) -> tuple[Path, dict[str, np.ndarray]]:
+        trainer = assembled(comm, settings)
+        steps(trainer, 2)
+        return trainer.save(tmp_path, 2), owed(trainer)
+
+    old = run_threads(3, before)
+    new = run_threads(now, lambda comm: owed(assembled(comm, others, old[0][0])))
+    assert any(found.any() for _, one in old for found in one.values())
+    for key in new[0]:
+        expected = sum(one[key] for _, one in old)
+        found = sum(one[key] for one in new if key in one)  # a rank that only serves owes nothing
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-12)
+    # It is paid by whoever serves, and the run goes on.
+    assert np.isfinite(run_threads(now, lambda comm: steps(assembled(comm, others, old[0][0]), 4))).all()
+
+
+def test_a_checkpoint_without_residuals_begins_with_none(text: Settings, tmp_path: Path) -> None:
+    settings = {**text, **SERVER}
+
+    def dense(comm: Communicator) -> Path:
+        trainer = assembled(comm, settings)
+        steps(trainer, 2)
+        return trainer.save(tmp_path, 2)
+
+    found = run_threads(3, dense)[0]
+    after = run_threads(3, lambda comm: steps(assembled(comm, {**settings, **INT8}, found), 4))
+    assert np.isfinite(after).all()
+
+
+@pytest.mark.parametrize("placed", [SERVER, COLOCATED])
+def test_a_gradient_that_overflows_ends_the_run_on_all_ranks(placed: Settings, text: Settings) -> None:
+    def body(comm: Communicator) -> None:
+        trainer = assembled(comm, {**text, **placed, **TOPK})
+        steps(trainer, 2)
+        trainer.first_step = 2
+        handlers, push = trainer.executor._handlers, trainer.exchange.push
+
+        def overflow(op: Operation) -> None:
+            trainer.exchange.gradients.range(op.range)[:1] = np.inf
+            push(op)
+
+        if comm.rank == 1:
+            handlers[Kind.PUSH] = overflow
+        before = trainer.exchange.parameters.array.tobytes()
+        with pytest.raises(NonFiniteError, match="gradient norm (nan|inf)"):
+            steps(trainer, 4)
+        assert trainer.exchange.parameters.array.tobytes() == before
+
+    run_threads(3, body)
+
+
+REFUSED = {
+    "asp": ({"parameter_server.consistency": "asp"}, "clipped by the norm"),
+    "ssp": ({"parameter_server.consistency": "ssp", "parameter_server.staleness": 1}, "clipped by the norm"),
+    "backup": ({"parameter_server.backup_workers": 1}, "taken it for sent"),
+    "shared": ({"parameter_server.transport": "shared"}, "does not travel"),
+    "rma": ({"parameter_server.transport": "rma"}, "do not decode"),
+    "powersgd": ({"communication.compression": "powersgd"}, "ask servers once"),
+    "auto": ({"communication.compression": "auto"}, "auto"),
+    "shards": ({"run.logical_shards": 4, "parallel.microbatches": 1, "run.global_batch": 8}, "which ranks lose what"),
+    "across": ({"compression.across_nodes": "true"}, "'hierarchical'"),
+    "float64": ({"precision.mode": "float64"}, "what is encoded is float32"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_recipe_that_does_not_go_with_it_is_refused(case: str) -> None:
+    settings, why = REFUSED[case]
+    with pytest.raises(ConfigurationError, match=why):
+        recipes.load(None, [f"{key}={value}" for key, value in {**SERVER, **INT8, **settings}.items()])

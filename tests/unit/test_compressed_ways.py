@@ -1,0 +1,335 @@
+"""Sums of compressed gradients: against one process that encodes for all ranks, and against what is owed."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from hpcdist import models
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.ranges import Range, split
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+from hpcdist.compression import powersgd
+from hpcdist.compression.compressor import Key, align
+from hpcdist.compression.feedback import ErrorFeedback
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.compressed import ways
+from hpcdist.strategies.compressed.across_nodes import AcrossNodes, between_nodes
+from hpcdist.strategies.compressed.build import summing
+from hpcdist.strategies.compressed.catalogue import compressor
+from hpcdist.strategies.compressed.coder import Coder, Unit
+from hpcdist.strategies.compressed.config import COMPRESSORS, LOW_RANK, QUANTISED, SUMMED, CompressionConfig
+from hpcdist.strategies.compressed.low_rank import LowRank
+from hpcdist.strategies.compressed.ways import Gathered, Quantised, Summed, Way
+from hpcdist.strategies.seat import Seat
+
+SPECS = [
+    TensorSpec(0, "embedding", (40, 24)),
+    TensorSpec(0, "bias", (5,)),
+    TensorSpec(1, "weight", (33, 17)),
+    TensorSpec(1, "norm", (24,)),
+]
+LAYOUT = Layout.of(SPECS)
+PARTS = [LAYOUT.units[1], LAYOUT.units[0]]  # as backward completes them
+CONFIG = CompressionConfig(density=0.05, rank=3)
+STEPS = 3
+
+
+@dataclass
+class Made:
+    """What one rank sums with."""
+
+    codes: Coder | LowRank
+    way: Way
+
+    def step(self, number: int, gradient: np.ndarray) -> np.ndarray:
+        found = gradient.copy()
+        if isinstance(self.codes, Coder):
+            self.codes.step = number
+        for part in PARTS:
+            self.way.allreduce(found[part.slice], part)
+        if self.codes.feedback is not None:
+            self.codes.feedback.keep()
+        return found
+
+
+def make(comm: Communicator, name: str, *, feedback: bool, across: bool = False, seed: int = 3) -> Made:
+    config = replace(CONFIG, error_feedback=feedback)
+    over = between_nodes(comm) if across else comm
+    codes: Coder | LowRank
+    way: Way
+    if name in LOW_RANK:
+        codes = way = LowRank(over, LAYOUT, PARTS, config.rank, seed, "ring")
+    else:
+        codes = Coder(LAYOUT, compressor(name, config), seed, 0 if name in SUMMED else over.rank)
+        gathered = Summed(over, codes, "ring") if name in SUMMED else Gathered(over, codes)
+        way = Quantised(over, codes) if name in QUANTISED else gathered
+    way = AcrossNodes(comm, way) if across else way
+    if feedback:
+        codes.feedback = ErrorFeedback(LAYOUT, sorted((k for p in PARTS for k in way.kept(p)), key=lambda k: k.start))
+    return Made(codes, way)
+
+
+def gradients(rng: np.random.Generator, ranks: int) -> np.ndarray:  # (ranks, size), zero where the layout pads
+    found = np.zeros((ranks, LAYOUT.size), np.float32)
+    for segment in LAYOUT.segments:
+        found[:, segment.range.slice] = rng.standard_t(3, (ranks, segment.range.size))
+    return found
+
+
+def pieces(part: Range) -> list[Range]:
+    return [where for _, where in LAYOUT.within(part)]
+
+
+def through(name: str, feedback: bool, values: np.ndarray, where: Range, step: int, rank: int) -> np.ndarray:
+    """Return what is left of the values of one piece on the other side."""
+    made = compressor(name, replace(CONFIG, error_feedback=feedback))
+    payload = np.zeros(made.payload_bytes(values.size), np.uint8)
+    made.encode(values, payload, Key(3, step, 0 if name in SUMMED else rank, where.start // 16))
+    out = np.empty_like(values)
+    made.decode(payload, out)
+    return out
+
+
+class OneProcess:
+    """All ranks of a way, computed here: pieces through the compressor, and float32 sums in the order it says."""
+
+    def __init__(self, name: str, ranks: int, feedback: bool) -> None:
+        self.name, self.ranks, self.feedback = name, ranks, feedback
+        self.residual = np.zeros((ranks, LAYOUT.size), np.float32)
+
+    def sent(self, step: int, rank: int, where: Range, values: np.ndarray) -> np.ndarray:
+        given = (self.residual[rank, where.slice] + values).astype(np.float32) if self.feedback else values
+        out = through(self.name, self.feedback, given, where, step, rank)
+        if self.feedback:
+            self.residual[rank, where.slice] = given - out
+        return out
+
+    def step(self, step: int, given: np.ndarray) -> np.ndarray:
+        total = np.zeros(LAYOUT.size, np.float32)
+        for part in PARTS:
+            if self.name in QUANTISED:
+                self._owned(step, part, given, total)
+            else:
+                for where in pieces(part):
+                    for rank in range(self.ranks):
+                        total[where.slice] += self.sent(step, rank, where, given[rank, where.slice])
+        return total
+
+    def _owned(self, step: int, part: Range, given: np.ndarray, total: np.ndarray) -> None:
+        for owner, share in enumerate(split(part.size, self.ranks, 4)):
+            for where in pieces(share.shift(part.start)):
+                mine = given[owner, where.slice].copy()
+                for rank in range(self.ranks):
+                    if rank != owner:
+                        mine += self.sent(step, rank, where, given[rank, where.slice])
+                total[where.slice] = self.sent(step, owner, where, mine)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize("name", [name for name in COMPRESSORS if name not in LOW_RANK])
+def test_a_sum_is_that_of_one_process_that_encodes_for_all(rng: np.random.Generator, name: str, feedback: bool) -> None:
+    for ranks in (2, 3, 4):
+        given = [gradients(rng, ranks) for _ in range(STEPS)]
+
+        def run(comm: Communicator, given: list[np.ndarray] = given) -> list[np.ndarray]:
+            made = make(comm, name, feedback=feedback)
+            return [made.step(step, given[step][comm.rank]) for step in range(STEPS)]
+
+        found = run_threads(ranks, run)
+        expected = OneProcess(name, ranks, feedback)
+        for step in range(STEPS):
+            wanted = expected.step(step, given[step])
+            for own in found:
+                if name in SUMMED:  # the order of a ring
+                    np.testing.assert_allclose(own[step], wanted, rtol=1e-5, atol=1e-5)
+                else:
+                    np.testing.assert_array_equal(own[step], wanted)
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("name", [*COMPRESSORS])
+def test_what_is_not_in_a_sum_is_in_the_residuals(rng: np.random.Generator, name: str, across: bool) -> None:
+    ranks, nodes = (4, 2) if across else (3, 3)
+    given = [gradients(rng, ranks) for _ in range(STEPS)]
+
+    def run(comm: Communicator) -> tuple[list[np.ndarray], list[tuple[Range, np.ndarray]]]:
+        made = make(comm, name, feedback=True, across=across)
+        sums = [made.step(step, given[step][comm.rank]) for step in range(STEPS)]
+        assert made.codes.feedback is not None
+        store = made.codes.feedback.residuals
+        return sums, [(part, store.range(part).copy()) for part in store.parts]
+
+    found = run_threads(ranks, run, ranks_per_node=ranks // nodes)
+    owed = np.zeros(LAYOUT.size)
+    for _, residuals in found:
+        for part, values in residuals:
+            owed[part.slice] += values
+    true = sum(step.astype(np.float64).sum(axis=0) for step in given)
+    applied = sum(step.astype(np.float64) for step in found[0][0])
+    assert np.abs(true - applied).max() > 1e-4, "something is lost"
+    np.testing.assert_allclose(true - applied, owed, atol=2e-4)
+    for sums, _ in found:
+        for own, first in zip(sums, found[0][0], strict=True):
+            np.testing.assert_array_equal(own, first)
+
+
+def test_powersgd_takes_the_projection_of_the_mean(rng: np.random.Generator) -> None:
+    """Against subspace iteration in float64 by a QR factorisation, which spans the same columns."""
+    ranks = 3
+    given = [gradients(rng, ranks) for _ in range(STEPS)]
+
+    def run(comm: Communicator) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+        made = make(comm, "powersgd", feedback=True)
+        assert isinstance(made.codes, LowRank)
+        first = {key: matrix.query.copy() for key, matrix in made.codes.matrices.items()}
+        return [made.step(step, given[step][comm.rank]) for step in range(STEPS)], first
+
+    sums, queries = run_threads(ranks, run)[0]
+    assert set(queries) == {"0.embedding", "1.weight"}
+    for segment in LAYOUT.segments:
+        rows, columns = powersgd.matrix_shape(segment.spec.shape)
+        residual, query = np.zeros((ranks, rows, columns)), queries.get(segment.key)
+        for step in range(STEPS):
+            exact = given[step][:, segment.range.slice].astype(np.float64)
+            if query is None:
+                np.testing.assert_allclose(sums[step][segment.range.slice], exact.sum(axis=0), rtol=1e-5, atol=1e-5)
+                continue
+            matrices = exact.reshape(ranks, rows, columns) + residual
+            spanned = np.linalg.qr(matrices.sum(axis=0) @ query)[0]
+            query = matrices.sum(axis=0).T @ spanned
+            total = spanned @ query.T
+            residual = matrices - total / ranks
+            np.testing.assert_allclose(sums[step][segment.range.slice], total.reshape(-1), rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", [*COMPRESSORS])
+def test_one_nan_reaches_all_ranks_and_no_residual_of_its_rank(rng: np.random.Generator, name: str) -> None:
+    given = gradients(rng, 3)
+    bad = LAYOUT.by_key["1.weight"].range
+    given[1, bad.start + 7] = np.inf
+
+    def run(comm: Communicator) -> tuple[np.ndarray, bool]:
+        made = make(comm, name, feedback=True)
+        found = made.step(0, given[comm.rank])
+        assert made.codes.feedback is not None
+        return found, bool(np.isfinite(made.codes.feedback.residuals.array).all())
+
+    for rank, (found, clean) in enumerate(run_threads(3, run)):
+        assert not np.isfinite(found[bad.slice]).all(), "whoever takes the norm sees it"
+        assert clean or rank != 1
+
+
+def expected_bytes(name: str, ranks: int, rank: int) -> int:
+    """Return what a rank sends to sum all of PARTS."""
+    made = None if name in LOW_RANK else compressor(name, CONFIG)
+    total = 0
+    for part in PARTS:
+        if made is None:
+            shapes = [segment.spec.shape for segment, _ in LAYOUT.within(part)]
+            total += powersgd.wire_bytes(shapes, CONFIG.rank)
+        elif name in SUMMED:
+            total += sum(made.payload_bytes(where.size) - 16 for where in pieces(part))
+        else:
+            shares = [share.shift(part.start) for share in split(part.size, ranks, 4)]
+            sizes = [message_bytes([made.payload_bytes(where.size) for where in pieces(share)]) for share in shares]
+            whole = message_bytes([made.payload_bytes(where.size) for where in pieces(part)])
+            total += (sum(sizes) + (ranks - 2) * sizes[rank]) if name in QUANTISED else (ranks - 1) * whole
+    return total
+
+
+def message_bytes(payloads: list[int]) -> int:
+    end = 0
+    for size in payloads:
+        end = align(end) + size
+    return end
+
+
+@pytest.mark.parametrize("name", [*COMPRESSORS])
+def test_bytes_follow_the_formula(rng: np.random.Generator, name: str) -> None:
+    given = gradients(rng, 2)
+
+    def run(comm: Communicator) -> int:
+        made = make(comm, name, feedback=True)
+        with recording(comm) as traffic:
+            made.step(0, given[comm.rank])
+        assert not traffic.unknown
+        return traffic.sent_bytes
+
+    found = run_threads(2, run)
+    if name in (*LOW_RANK, *SUMMED):  # a ring of 2 ranks: each sends the whole once, half down and half up
+        assert sum(found) == 2 * expected_bytes(name, 2, 0)
+    else:
+        assert found == [expected_bytes(name, 2, rank) for rank in range(2)]
+
+
+def test_what_one_rank_sums_is_not_encoded(rng: np.random.Generator) -> None:
+    given = gradients(rng, 1)
+
+    def run(comm: Communicator) -> np.ndarray:
+        way = make(comm, "float16", feedback=False).way
+        assert isinstance(way, Quantised)
+        found = given[0].copy()
+        way.reduce_scatter(found, Range(0, LAYOUT.size), [Range(0, LAYOUT.size)])
+        return found
+
+    np.testing.assert_array_equal(run_threads(1, run)[0], given[0])
+
+
+@pytest.mark.parametrize("name", ["float16", "topk"])
+def test_long_messages_travel_in_segments_between_nodes(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(ways, "SEGMENT_BYTES", 100)
+    given = gradients(rng, 3)
+
+    def run(comm: Communicator) -> tuple[np.ndarray, int, int]:
+        made = make(comm, name, feedback=True)
+        with recording(comm) as traffic:
+            found = made.step(0, given[comm.rank])
+        return found, traffic.calls["isend"], traffic.sent_bytes
+
+    whole, segmented = (run_threads(3, run, ranks_per_node=per_node) for per_node in (3, 1))
+    for one, other in zip(whole, segmented, strict=True):
+        np.testing.assert_array_equal(one[0], other[0])
+        assert one[2] == other[2]
+        assert one[1] < one[2] / 100 <= other[1] < one[1] + one[2] / 100, "each but the last of a message is full"
+
+
+def test_nodes_of_different_sizes_are_refused() -> None:
+    def run(comm: Communicator) -> str:
+        with pytest.raises(ConfigurationError, match="across_nodes"):
+            make(comm, "int8", feedback=True, across=True)
+        return "refused"
+
+    assert run_threads(3, run, ranks_per_node=2) == ["refused"] * 3
+
+
+@pytest.mark.parametrize("bucket_bytes", [100, 1000])
+def test_draws_of_no_two_pieces_have_the_same_name(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
+) -> None:
+    """However short buckets are, in both phases and on all ranks."""
+    found: list[Key] = []
+    named = Coder._key
+
+    def noted(coder: Coder, unit: Unit) -> Key:
+        found.append(named(coder, unit))
+        return found[-1]
+
+    monkeypatch.setattr(Coder, "_key", noted)
+
+    def run(comm: Communicator) -> None:
+        made = models.build(ModelConfig(layers=1, hidden=16, heads=2, vocabulary=64), "float32", context=8)
+        given = {"world": comm, "data": comm, "pipeline": comm.split(comm.rank), "model": made, "total_steps": 1}
+        seat = Seat(optimizer=OptimizerConfig(), bucket_bytes=bucket_bytes, **given)
+        sums = summing(seat, "qsgd", CompressionConfig(), 3)
+        for part in sums.buckets:
+            sums.way.allreduce(np.ones(part.size, np.float32), part)
+
+    run_threads(3, run)
+    assert len(found) == len(set(found)) > 100

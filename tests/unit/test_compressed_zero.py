@@ -1,0 +1,340 @@
+"""ZeRO with compressed messages is what its definition says, step by step, and its replicas compute with one model."""
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from zero_compressed import RATE, Defined, Driven, compare, cuts_of, drawn, rounded
+
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.ranges import Range
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.schedule.operations import Kind
+from hpcdist.strategies.zero_config import Degrees, ZeroConfig
+
+STEPS = 10
+HPZ = ZeroConfig(parameters=2)
+
+
+NAMES = ("float16", "bfloat16", "int8", "int4", "adaptive", "qsgd", "sign", "topk", "randomk")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ten_steps_are_those_of_the_definition(name: str, rng: np.random.Generator) -> None:
+    stage, size = 1 + NAMES.index(name) % 3, 1 + NAMES.index(name) % 4
+    draw = int(rng.integers(1 << 31))
+
+    def body(comm: Communicator) -> None:
+        keys = {"density": 0.1} if name in ("topk", "randomk") else {}
+        driven = Driven(comm, stage, name=name, draw=draw, **keys)
+        compare(driven, Defined(driven.exchange.degrees, comm.size, name, **keys), STEPS)
+
+    run_threads(size, body)
+
+
+MIXED = ZeroConfig(parameters=1, gradients=2, optimizer=4)
+WITH_REPLICAS = ZeroConfig(parameters=1, gradients=2, optimizer=2)
+
+
+@pytest.mark.parametrize(
+    ("zero", "name", "microbatches", "keys"),
+    [
+        (ZeroConfig(), "int8", 3, {}),
+        (ZeroConfig(), "qsgd", 2, {"error_feedback": False}),
+        (ZeroConfig(keep_gradients=True), "int4", 3, {}),
+        (HPZ, "int4", 2, {}),
+        (MIXED, "int8", 2, {}),
+        (WITH_REPLICAS, "int8", 2, {}),
+        (WITH_REPLICAS, "topk", 1, {"density": 0.1}),
+        (ZeroConfig(parameters=2, gradients=2, optimizer=2), "randomk", 2, {"density": 0.1}),
+        (HPZ, "int8", 2, {"across_nodes": True}),
+        (MIXED, "int4", 2, {"across_nodes": True}),
+        (ZeroConfig(parameters=2, gradients=2, optimizer=2), "sign", 1, {"across_nodes": True}),
+    ],
+)
+def test_all_degrees_and_micro_batches_are_those_of_the_definition(
+    zero: ZeroConfig, name: str, microbatches: int, keys: dict[str, Any]
+) -> None:
+    def body(comm: Communicator) -> None:
+        driven = Driven(comm, 3, zero, name, microbatches=microbatches, **keys)
+        degrees, across = driven.exchange.degrees, keys.get("across_nodes", False)
+        blocks = degrees.parameters, degrees.gradients, degrees.optimizer
+
+        def between(level: int) -> bool:  # the first two ranks of a block are on a node
+            return not across or level == 3 or blocks[level] > 2
+
+        compare(driven, Defined(degrees, comm.size, name, between, **keys), 4)
+
+    run_threads(4, body, 2)
+
+
+@pytest.mark.parametrize("working", [None, "bfloat16"])
+@pytest.mark.parametrize(
+    ("zero", "bits", "across", "levels"),
+    [
+        (ZeroConfig(), 8, False, (0,)),
+        (HPZ, 4, False, (0, 1)),
+        (HPZ, 8, True, (1,)),
+        (ZeroConfig(parameters=2, gradients=2, optimizer=2), 8, False, (0,)),
+        (ZeroConfig(parameters=2, gradients=2, persistent_below=1100), 8, False, (0, 2)),
+    ],
+)
+def test_all_compute_with_what_is_decoded_and_owners_keep_what_is_exact(
+    zero: ZeroConfig, bits: int, across: bool, levels: tuple[int, ...], working: str | None
+) -> None:
+    def body(comm: Communicator) -> tuple[np.ndarray, dict[tuple[str, str], np.ndarray], Degrees]:
+        run = Driven(comm, 3, zero, "none", working, parameters=f"int{bits}", across_nodes=across)
+        plain = Driven(comm, 3, zero, "none", working)
+        for driven in (run, plain):
+            for _ in range(3):
+                driven.run()
+                driven.computed_with()  # gathers change nothing
+        exact, saved = run.saved(), plain.saved()
+        assert exact.keys() == saved.keys()
+        for key, values in saved.items():
+            assert exact[key].tobytes() == values.tobytes(), f"{key} was rounded"
+        return run.computed_with(), exact, run.exchange.degrees
+
+    found = run_threads(4, body, 2)
+    computed, exact, degrees = found[0]
+    assert all(other.tobytes() == computed.tobytes() for other, *_ in found)
+    layout = run_threads(1, lambda comm: Driven(comm).layout)[0]
+    whole = np.zeros(layout.size, np.float32)
+    small = [part for part in layout.units.values() if part.size < zero.persistent_below]
+    for part in layout.units.values():
+        for segment, where in layout.within(part):
+            whole[where.slice] = exact["parameters", segment.key]
+    dtype = dtype_of(working or "float32")
+    held = whole.astype(dtype).astype(np.float32)
+    expected = rounded(layout, held, degrees, bits, levels, dtype)
+    for part in small:
+        expected[part.slice] = held[part.slice]
+    assert not np.array_equal(expected, held)
+    assert computed.tobytes() == expected.tobytes()
+
+
+def payload_bytes(n: int, bits: int) -> int:
+    return -(-n // 256) * 4 + -(-n * bits // 8)
+
+
+def message_bytes(run: Driven, part: Range, bits: int) -> int:
+    """Payloads of the tensors of a cut, one behind the other, each at a multiple of 64 bytes."""
+    end = 0
+    for _, where in run.layout.within(part):
+        end = -(-end // 64) * 64 + payload_bytes(where.size, bits)
+    return end
+
+
+@pytest.mark.parametrize(("bits", "size"), [(8, 3), (4, 4)])
+def test_bytes_are_those_of_the_formula(bits: int, size: int) -> None:
+    def body(comm: Communicator) -> None:
+        run = Driven(comm, 3, name=f"int{bits}", microbatches=2, parameters=f"int{bits}")
+        run.run()
+        run.computed_with()
+        expected = owned = 0
+        for layer in run.layout.units.values():
+            cuts = [cuts_of(layer, run.exchange.degrees, rank)[-1] for rank in range(size)]
+            messages = [message_bytes(run, cut, bits) for cut in cuts]
+            expected += sum(messages) - messages[comm.rank]  # to each owner its own
+            owned += (size - 1) * messages[comm.rank]  # to everybody the same
+        plan = run.exchange.plan()
+        reduces = [op for op in plan if op.kind is Kind.REDUCE]
+        run.exchange.begin([*reduces, *plan])
+        with recording(comm) as traffic:
+            for _ in range(2):
+                for op in reduces:
+                    run.fill(op, run.gradients(1, 0), 1.0)
+                    run.exchange.carries_out[op.kind](op)
+        assert traffic.sent_bytes == 2 * expected
+        with recording(comm) as traffic:
+            run.computed_with()
+        agreed = 2 * 8 * 2  # the order of these gathers may be agreed on anew: two numbers
+        assert owned <= traffic.sent_bytes <= owned + agreed
+
+    run_threads(size, body)
+
+
+RESUMED = (
+    (2, ZeroConfig(), "int8", None, {}),
+    (3, HPZ, "int4", None, {"parameters": "int8"}),
+    (3, HPZ, "topk", "bfloat16", {"density": 0.2, "parameters": "int8", "across_nodes": True}),
+    (1, ZeroConfig(gradients=2), "qsgd", None, {"error_feedback": False}),
+)
+
+
+@pytest.mark.parametrize(("stage", "zero", "name", "working", "keys"), RESUMED)
+def test_a_resumed_run_goes_on_to_the_bit(
+    stage: int, zero: ZeroConfig, name: str, working: str | None, keys: dict[str, Any]
+) -> None:
+    def body(comm: Communicator) -> None:
+        given = stage, zero, name, working, 2
+        run, resumed = Driven(comm, *given, **keys), Driven(comm, *given, **keys)
+        run.run(3)
+        state, numbers = run.saved(), run.exchange.state()
+        assert ("residual.0" in {kind for kind, _ in state}) == keys.get("error_feedback", True)
+        resumed.load(state, numbers, 3)
+        assert run.run(3) == resumed.run(3)
+        assert run.computed_with().tobytes() == resumed.computed_with().tobytes()
+        state, again = run.saved(), resumed.saved()
+        assert state.keys() == again.keys()
+        for key, values in state.items():
+            assert values.tobytes() == again[key].tobytes(), key
+
+    run_threads(4, body, 2)
+
+
+def owed(state: dict[tuple[str, str], np.ndarray]) -> dict[str, np.ndarray]:
+    """The residuals of all ranks together, by tensor."""
+    found: dict[str, np.ndarray] = {}
+    for (kind, tensor), values in state.items():
+        if kind.startswith("residual."):
+            found[tensor] = found.get(tensor, 0) + values.astype(np.float64)
+    return found
+
+
+@pytest.mark.parametrize(("size", "stage", "zero"), [(1, 2, ZeroConfig()), (3, 3, ZeroConfig()), (4, 3, HPZ)])
+def test_another_number_of_ranks_takes_over_what_is_owed_and_pays_it(size: int, stage: int, zero: ZeroConfig) -> None:
+    def before(comm: Communicator) -> tuple[dict[tuple[str, str], np.ndarray], dict[str, Any]]:
+        run = Driven(comm, 2, name="int4")
+        run.run(3)
+        return run.saved(), run.exchange.state()
+
+    state, numbers = run_threads(4, before)[0]
+    lost = owed(state)
+    assert sum(np.abs(values).sum() for values in lost.values()) > 0
+
+    def after(comm: Communicator) -> None:
+        run = Driven(comm, stage, zero, "int4")
+        run.load(state, numbers, 3)
+        for tensor, values in owed(run.saved()).items():
+            np.testing.assert_allclose(values, lost[tensor], rtol=1e-5, atol=1e-6)
+        run.run(2)
+        left, saved = owed(run.saved()), run.saved()
+        fresh = sum(drawn(run.layout, step, 0, rank, size) for step in (4, 5) for rank in range(size))
+        for layer in run.layout.units.values():
+            for segment, where in run.layout.within(layer):
+                key = ("parameters", segment.key)
+                due = fresh[where.slice].astype(np.float64) + lost[segment.key] - left[segment.key]
+                np.testing.assert_allclose((state[key] - saved[key]) / RATE, due, atol=2e-4)
+        if size == 1:
+            assert not any(values.any() for values in left.values()), "nothing is lost where nothing travels"
+
+    run_threads(size, after, 2 if size == 4 else None)
+
+
+def test_what_is_owed_is_paid_by_the_first_step_that_is_applied() -> None:
+    def before(comm: Communicator) -> tuple[dict[tuple[str, str], np.ndarray], dict[str, Any]]:
+        run = Driven(comm, 2, name="int4", working="float16")
+        run.run(2)
+        return run.saved(), run.exchange.state()
+
+    state, numbers = run_threads(2, before)[0]
+
+    def after(comm: Communicator) -> None:
+        run = Driven(comm, 2, name="int4", working="float16")
+        run.load(state, numbers, 2)
+        due = owed(run.saved())
+        assert not np.isfinite(run.run(bad=0)[0])
+        for tensor, values in owed(run.saved()).items():
+            assert values.tobytes() == due[tensor].tobytes()
+        assert np.isfinite(run.run()[0])
+        assert not any(values.any() for values in owed(run.saved()).values())
+
+    run_threads(1, after)
+
+
+def test_a_run_that_did_not_compress_begins_with_nothing_owed() -> None:
+    def body(comm: Communicator) -> None:
+        dense, run = Driven(comm, 2, name="none"), Driven(comm, 2)
+        dense.run(2)
+        run.load(dense.saved(), dense.exchange.state(), 2)
+        assert not any(values.any() for values in owed(run.saved()).values())
+        assert np.isfinite(run.run()[0])
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("name", ["sign", "topk"])
+def test_an_overflow_on_one_rank_changes_nothing_on_any(name: str) -> None:
+    def body(comm: Communicator) -> None:
+        keys: dict[str, Any] = {"density": 0.2} if name == "topk" else {}
+        run, other = (Driven(comm, 3, HPZ, name, "float16", 2, parameters="int8", **keys) for _ in range(2))
+        for driven in (run, other):
+            driven.run(2, scale=64.0)
+        before, numbers = run.saved(), run.exchange.state()
+        for at in (4.0, 64.0):
+            (norm,) = run.run(bad=1, scale=at)
+            assert not np.isfinite(norm)
+        run.step -= 2
+        after = run.saved()
+        for key, values in before.items():
+            assert after[key].tobytes() == values.tobytes(), key
+        assert run.exchange.state() == numbers
+        assert run.run(2, scale=64.0) == other.run(2, scale=64.0)
+        assert run.computed_with().tobytes() == other.computed_with().tobytes()
+
+    run_threads(4, body)
+
+
+def test_one_bad_gradient_is_seen_by_all_where_nothing_rolls_back() -> None:
+    def body(comm: Communicator) -> None:
+        run = Driven(comm, 2, name="sign")
+        run.run()
+        weights_before = run.exchange.parameters.array.tobytes()
+        (norm,) = run.run(bad=2)
+        assert not np.isfinite(norm)
+        assert run.exchange.parameters.array.tobytes() == weights_before
+        assert np.isfinite(run.exchange.pieces()[-1].array).all()
+
+    run_threads(3, body)
+
+
+def test_residuals_are_in_unscaled_units() -> None:
+    def body(comm: Communicator) -> None:
+        one, other = (Driven(comm, 2, name="int8", working="bfloat16") for _ in range(2))
+        assert [one.run(scale=scale) for scale in (8.0, 64.0, 1.0)] == [other.run(scale=1.0) for _ in range(3)]
+        state, again = one.saved(), other.saved()
+        for key, values in state.items():
+            assert values.tobytes() == again[key].tobytes(), key
+
+    run_threads(2, body)
+
+
+def test_the_first_updates_are_dense() -> None:
+    def body(comm: Communicator) -> None:
+        run, dense = Driven(comm, 2, name="int4", warmup_steps=2), Driven(comm, 2, name="none")
+        assert run.run(2) == dense.run(2)
+        assert run.exchange.parameters.array.tobytes() == dense.exchange.parameters.array.tobytes()
+        assert run.run() != dense.run()
+
+    run_threads(2, body)
+
+
+def test_levels_that_mix_nodes_and_parameters_that_stay_whole_are_refused() -> None:
+    def body(comm: Communicator) -> None:
+        for zero, keys in ((ZeroConfig(), {}), (ZeroConfig(gradients=4), {"parameters": "int8"})):
+            with pytest.raises(ConfigurationError, match=r"neither all on one node.*zero.parameters or zero.gradients"):
+                Driven(comm, 3, zero, across_nodes=True, **keys)
+        with pytest.raises(ConfigurationError, match=r"each of the 4 data ranks keeps whole"):
+            Driven(comm, 3, ZeroConfig(parameters=1), parameters="int8")
+
+    run_threads(4, body, 2)
+
+
+@pytest.mark.parametrize(("name", "working"), [("int4", "bfloat16"), ("topk", None)])
+def test_on_a_gpu_it_gives_the_bits_of_the_cpu(gpu: ModuleType, name: str, working: str | None) -> None:
+    keys: dict[str, Any] = {"density": 0.2} if name == "topk" else {}
+
+    def body(comm: Communicator, on: str) -> tuple[list[float], np.ndarray, dict[tuple[str, str], np.ndarray]]:
+        run = Driven(comm, 3, HPZ, name, working, 2, on=on, parameters="int8", **keys)
+        return run.run(2), run.computed_with(), run.saved()
+
+    host, device = (run_threads(4, lambda comm, on=on: body(comm, on))[0] for on in ("cpu", "gpu"))
+    np.testing.assert_allclose(device[0], host[0], rtol=1e-12)
+    assert device[1].tobytes() == host[1].tobytes()
+    for key, values in host[2].items():
+        assert device[2][key].tobytes() == values.tobytes(), key

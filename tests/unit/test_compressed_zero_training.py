@@ -1,0 +1,153 @@
+"""Trainings with ZeRO and compressed messages, from recipes: all replicas follow one model, close to the dense one."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_runs import losses, state, trainer_of
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError
+from hpcdist.strategies.compressed.zero_exchange import CompressedZero
+from hpcdist.strategies.sentinel import check_replicas, check_tensor_axis
+from hpcdist.training import recipe as recipes
+from hpcdist.training.evaluation import mean_validation_loss
+
+STEPS = 12
+ZERO3 = {"parallel.strategy": "zero3"}
+PLUS = {  # hpZ, qwZ and qgZ: ZeRO++
+    **ZERO3,
+    "zero.parameters": 2,
+    "compression.parameters": "int8",
+    "compression.across_nodes": True,
+    "communication.compression": "int4",
+}
+
+
+@pytest.fixture
+def settings(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+    path = tmp_path / "text.txt"
+    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
+    path.write_text(" ".join(rng.choice(words, 1500)))
+    return {
+        "model.layers": 1,
+        "model.hidden": 16,
+        "model.heads": 2,
+        "data.path": path,
+        "data.context": 8,
+        "run.steps": 40,
+        "run.global_batch": 12,
+        "optimizer.warmup_steps": 2,
+        "optimizer.learning_rate": 0.01,
+    }
+
+
+TRAININGS: dict[str, tuple[int, dict[str, object]]] = {
+    "zero2 by micro-batches": (
+        2,
+        {"parallel.strategy": "zero2", "parallel.microbatches": 3, "communication.compression": "int4"},
+    ),
+    "zero3, random k": (2, {**ZERO3, "communication.compression": "randomk", "compression.density": 0.8}),
+    "qwZ alone": (3, {**ZERO3, "compression.parameters": "int8"}),
+    "qwZ, kept and recomputed": (
+        2,
+        {**ZERO3, "compression.parameters": "int8", "zero.keep_parameters": "true", "run.recompute_every_steps": 2}
+        | {"parallel.microbatches": 2},
+    ),
+    "ZeRO++": (4, PLUS),
+    "ZeRO++ on all levels": (4, {**PLUS, "compression.across_nodes": False, "zero.persistent_below": 1100}),
+    "a pipeline": (
+        4,
+        {**ZERO3, "parallel.pipeline": 2, "parallel.microbatches": 2, "communication.compression": "int8"}
+        | {"compression.parameters": "int8"},
+    ),
+    "a tensor axis, cut unevenly": (
+        4,
+        {**ZERO3, "parallel.tensor": 2, "communication.compression": "int8", "compression.parameters": "int8"}
+        | {"model.vocabulary": 257},
+    ),
+    "shared parameters": (
+        2,
+        {"parallel.strategy": "zero1", "zero.shared_parameters": "true", "communication.compression": "int8"},
+    ),
+    "offloaded": (
+        2,
+        {"parallel.strategy": "zero2", "communication.compression": "int8", "zero.offload_optimizer": "file"}
+        | {"zero.offload_directory": "."},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_trainings_follow_the_dense_one(name: str, settings: dict[str, object], tmp_path: Path) -> None:
+    size, keys = TRAININGS[name]
+    if "zero.offload_directory" in keys:
+        keys = {**keys, "zero.offload_directory": tmp_path}
+
+    def body(comm: Communicator, keys: dict[str, object]) -> tuple[list[float], float]:
+        trainer = trainer_of(comm, {**settings, **keys})
+        assert isinstance(trainer.exchange, CompressedZero) == (keys is not dense)
+        found = losses(trainer, STEPS)
+        if trainer.exchange.replicas_identical:
+            check_replicas(trainer.data_axis, trainer.exchange.parameters, STEPS)
+        check_tensor_axis(trainer.seat.tensor, trainer.exchange.parameters, STEPS)
+        return found, mean_validation_loss(trainer)
+
+    dense = {key: value for key, value in keys.items() if not key.startswith(("compression.", "communication."))}
+    (plain, plain_loss), *_ = run_threads(size, lambda comm: body(comm, dense), 2)
+    assert plain[-1] < plain[0] - 0.3, "the model learns"
+    for found, loss in run_threads(size, lambda comm: body(comm, keys), 2):
+        assert found != plain
+        np.testing.assert_allclose(found, plain, rtol=0.05)
+        np.testing.assert_allclose(loss, plain_loss, rtol=0.05)
+
+
+def test_a_checkpoint_goes_on_to_the_bit(settings: dict[str, object], tmp_path: Path) -> None:
+    keys = {**settings, **PLUS, "precision.mode": "float16", "precision.loss_scale": 0}
+
+    def body(comm: Communicator) -> None:
+        trainer = trainer_of(comm, keys)
+        losses(trainer, 3)
+        again = trainer_of(comm, keys, trainer.save(tmp_path / "run", 3))
+        trainer.first_step = 3
+        assert losses(trainer, 6) == losses(again, 6)
+        one, other = state(trainer), state(again)
+        assert one.keys() == other.keys()
+        assert all(values.tobytes() == other[key].tobytes() for key, values in one.items())
+
+    run_threads(4, body, 2)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"parallel.strategy": "zero2", "communication.compression": "powersgd"}, "factors are of whole tensors"),
+    ({"parallel.strategy": "zero1", "compression.parameters": "int8"}, "would be rounded; choose zero3"),
+    ({"parallel.strategy": "allreduce", "compression.parameters": "int8"}, "would be rounded; choose zero3"),
+    ({**ZERO3, "zero.parameters": 1, "compression.parameters": "int8"}, "would be rounded; choose zero3"),
+    (
+        {**ZERO3, "compression.parameters": "int8", "zero.prefetch": 1, "communication.overlap": "thread"},
+        "zero.prefetch = 1 is not built",
+    ),
+    ({**ZERO3, "compression.parameters": "int8", "communication.overlap": "thread"}, "communication.overlap = "),
+    (
+        {**ZERO3, "compression.parameters": "int8", "zero.offload_optimizer": "file", "zero.offload_parameters": "file"}
+        | {"zero.offload_directory": "."},
+        "zero.offload_parameters = 'file' is not built",
+    ),
+    (
+        {**ZERO3, "communication.compression": "int8", "zero.offload_optimizer": "file"}
+        | {"zero.offload_parameters": "file", "zero.offload_directory": "."},
+        "zero.offload_parameters = 'file' is not built",
+    ),
+    ({**ZERO3, "compression.parameters": "int8", "run.logical_shards": 4}, "where the ranks cut them"),
+    ({**ZERO3, "compression.parameters": "int8", "precision.mode": "float64"}, "precision.mode = 'float64'"),
+    ({**ZERO3, "compression.parameters": "float16", "precision.mode": "bfloat16"}, "16 bits already"),
+]
+
+
+@pytest.mark.parametrize(("keys", "why"), REFUSED)
+def test_what_does_not_go_together_is_refused(keys: dict[str, Any], why: str) -> None:
+    given = {"data.path": "x", **keys}
+    with pytest.raises(ConfigurationError, match=why.replace(".", r"\.")):
+        recipes.load(None, [f"{key}={value}" for key, value in given.items()], {})

@@ -1,0 +1,180 @@
+"""Error feedback: nothing is lost over the steps, a skipped step did not happen, other numbers of ranks."""
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+from compressed import decoded
+
+from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist.arrays.ranges import Range
+from hpcdist.compression.adaptive import Adaptive
+from hpcdist.compression.blockwise import Blockwise
+from hpcdist.compression.casts import Float16
+from hpcdist.compression.compressor import Key
+from hpcdist.compression.feedback import ErrorFeedback
+from hpcdist.compression.qsgd import Qsgd
+from hpcdist.compression.sign import SignSgd
+from hpcdist.errors import UsageError
+
+LAYOUT = Layout.of([TensorSpec(0, "weight", (20, 30)), TensorSpec(0, "bias", (7,)), TensorSpec(1, "weight", (300,))])
+COMPRESSORS = [SignSgd(), Blockwise(bits=4), Adaptive(), Qsgd(bits=8), Float16()]
+every = pytest.mark.parametrize("compressor", COMPRESSORS, ids=lambda compressor: compressor.name)
+
+
+def _gradients(step, scale=1.0):
+    rng = np.random.default_rng(step)
+    return {s.key: (rng.standard_normal(s.range.size) * scale).astype(np.float32) for s in LAYOUT.segments}
+
+
+def _step(feedback, compressor, gradients, step, unscale=1.0):
+    """Encode all tensors; return what the others decode."""
+    sent = {}
+    for number, segment in enumerate(LAYOUT.segments):
+        payload = np.empty(compressor.payload_bytes(segment.range.size), np.uint8)
+        key = Key(1, step, 0, number)
+        feedback.encode(segment.range, gradients[segment.key], compressor, payload, key, unscale)
+        sent[segment.key] = decoded(compressor, payload, segment.range.size)
+    return sent
+
+
+@every
+def test_what_was_sent_is_the_sum_of_gradients_less_the_last_residual(compressor):
+    feedback, steps = ErrorFeedback(LAYOUT), 30
+    given = {s.key: np.zeros(s.range.size) for s in LAYOUT.segments}
+    sent = {key: zeros.copy() for key, zeros in given.items()}
+    for step in range(steps):
+        gradients = _gradients(step)
+        for key, got in _step(feedback, compressor, gradients, step).items():
+            sent[key] += got
+            given[key] += gradients[key]
+        feedback.keep()
+    for segment in LAYOUT.segments:
+        residual = feedback.residuals.range(segment.range)
+        assert residual.any()  # something is left, or this shows nothing
+        scale = np.abs(given[segment.key]).max() + np.abs(residual).max()
+        assert np.abs(given[segment.key] - residual - sent[segment.key]).max() <= steps * scale * 2**-23
+
+
+def test_the_mean_of_signs_comes_to_the_mean_of_the_gradients():
+    """Where the same gradient comes every step, signs alone send a wrong one for ever."""
+    gradient, steps = np.float32([4.0, 1.0, -0.5, 0.1]), 400
+    layout = Layout.of([TensorSpec(0, "w", (4,))])
+    feedback, total = ErrorFeedback(layout), np.zeros(4)
+    payload = np.empty(SignSgd().payload_bytes(4), np.uint8)
+    for step in range(steps):
+        feedback.encode(Range(0, 4), gradient, SignSgd(), payload, Key(0, step, 0, 0))
+        total += decoded(SignSgd(), payload, 4)
+        feedback.keep()
+    SignSgd().encode(gradient, payload, Key(0, 0, 0, 0))
+    alone = decoded(SignSgd(), payload, 4)
+    assert np.abs(total / steps - gradient).max() < 0.1 < np.abs(alone - gradient).max()
+
+
+@every
+def test_a_skipped_step_did_not_happen(compressor):
+    feedback, other = ErrorFeedback(LAYOUT), ErrorFeedback(LAYOUT)
+    for step in range(3):
+        for each in (feedback, other):
+            _step(each, compressor, _gradients(step), step)
+            each.keep()
+    before = feedback.residuals.array.copy()
+    _step(feedback, compressor, _gradients(77, 1e6), 3)
+    assert (feedback.residuals.array != before).any()
+    feedback.rollback()
+    assert feedback.residuals.array.tobytes() == before.tobytes()
+    again = [_step(each, compressor, _gradients(4), 3) for each in (feedback, other)]
+    assert all((again[0][key] == again[1][key]).all() for key in again[0])
+
+
+def test_only_what_was_encoded_is_rolled_back():
+    feedback = ErrorFeedback(LAYOUT)
+    first, second = (segment.range for segment in LAYOUT.segments[:2])
+    feedback.compensate(first, np.ones(first.size, np.float32))
+    feedback.keep()
+    feedback.compensate(second, np.ones(second.size, np.float32))
+    feedback.rollback()
+    assert (feedback.residuals.range(first) == 1).all() and not feedback.residuals.range(second).any()
+
+
+@pytest.mark.parametrize("can_roll_back", [True, False])
+def test_residuals_do_not_know_the_loss_scale(can_roll_back):
+    plain, scaled = ErrorFeedback(LAYOUT), ErrorFeedback(LAYOUT, can_roll_back=can_roll_back)
+    for step, scale in enumerate([1024.0, 2048.0, 2.0**15, 0.5]):
+        gradients = _gradients(step)
+        sent = _step(plain, Blockwise(), gradients, step)
+        other = _step(scaled, Blockwise(), {k: g * np.float32(scale) for k, g in gradients.items()}, step, 1 / scale)
+        assert all((sent[key] == other[key]).all() for key in sent)
+        plain.keep()
+        scaled.keep()
+    assert plain.residuals.array.tobytes() == scaled.residuals.array.tobytes()
+
+
+def test_ranges_meet_only_once_in_a_step():
+    feedback = ErrorFeedback(LAYOUT)
+    feedback.compensate(Range(0, 10), np.ones(10, np.float32))
+    feedback.compensate(Range(10, 10), np.ones(0, np.float32))
+    with pytest.raises(UsageError, match=r"keep\(\) or rollback\(\)"):
+        feedback.compensate(Range(9, 20), np.ones(11, np.float32))
+    with pytest.raises(UsageError, match="before saving"):
+        feedback.pieces()
+    feedback.keep()
+    feedback.compensate(Range(9, 20), np.ones(11, np.float32))
+    assert feedback.residuals.array[9] == 2
+
+
+def test_without_room_for_it_a_step_cannot_be_rolled_back():
+    feedback = ErrorFeedback(LAYOUT, can_roll_back=False)
+    feedback.rollback()  # there is nothing to undo
+    feedback.compensate(Range(0, 10), np.ones(10, np.float32))
+    with pytest.raises(UsageError, match="can_roll_back=True"):
+        feedback.rollback()
+
+
+@pytest.mark.parametrize("now", [1, 2, 3, 5])
+@pytest.mark.parametrize("is_mean", [True, False])
+def test_other_ranks_add_the_same_to_the_reduced_gradient(now, is_mean):
+    before = 3
+    old = [ErrorFeedback(LAYOUT) for _ in range(before)]
+    for rank, feedback in enumerate(old):
+        feedback.compensate(Range(0, LAYOUT.size), np.full(LAYOUT.size, 2.0 + rank, np.float32))
+        feedback.keep()
+    total = {piece.tensor: sum(f.pieces()[i].array for f in old) for i, piece in enumerate(old[0].pieces())}
+    new = [ErrorFeedback(LAYOUT) for _ in range(now)]
+    for feedback in new:
+        for piece in feedback.pieces():
+            piece.array[...] = total[piece.tensor]
+        feedback.share(before, now, is_mean=is_mean)
+    reduced = [sum(f.residuals.view("0.weight") for f in each) / (len(each) if is_mean else 1) for each in (old, new)]
+    np.testing.assert_allclose(reduced[1], reduced[0], rtol=1e-6)
+    assert reduced[0][0, 0] == (3.0 if is_mean else 9.0)
+
+
+def test_pieces_are_the_tensors():
+    part = Range(100, 640)
+    feedback = ErrorFeedback(LAYOUT, part)
+    pieces = feedback.pieces("residual.3")
+    assert [(p.name, p.flat) for p in pieces] == [
+        ("residual.3/0.weight", Range(100, 600)),
+        ("residual.3/0.bias", Range(0, 7 if LAYOUT.by_key["0.bias"].range.stop <= 640 else 0)),
+    ]
+    pieces[0].array[...] = 5
+    assert feedback.residuals.range(Range(100, 101))[0] == 5
+
+
+@every
+def test_a_gpu_keeps_the_same_residuals(gpu: ModuleType, compressor) -> None:
+    host, device = ErrorFeedback(LAYOUT), ErrorFeedback(LAYOUT, on="gpu")
+    where = LAYOUT.segments[0].range
+    for step in range(3):
+        gradient = _gradients(step)["0.weight"]
+        payload = np.empty(compressor.payload_bytes(where.size), np.uint8)
+        on_device, given = gpu.empty(payload.size, np.uint8), gpu.asarray(gradient)
+        host.encode(where, gradient, compressor, payload, Key(1, step, 0, 0), 0.25)
+        gpu.LOG.clear()
+        device.encode(where, given, compressor, on_device, Key(1, step, 0, 0), 0.25)
+        assert not gpu.LOG.events
+        assert on_device.get().tobytes() == payload.tobytes()
+        for each in (host, device):
+            each.rollback() if step == 1 else each.keep()
+    assert device.residuals.array.get().tobytes() == host.residuals.array.tobytes()

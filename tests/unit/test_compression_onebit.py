@@ -1,0 +1,195 @@
+"""1-bit Adam against its formulas in float64: the warm-up, the frozen steps on several ranks, and what may not move."""
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays import backend
+from hpcdist.compression import onebit
+from hpcdist.compression.compressor import Compressor, Key
+from hpcdist.compression.onebit import Moments, OneBitAdam
+from hpcdist.compression.sign import SignSgd
+from hpcdist.errors import UsageError
+
+MOMENTS = Moments(beta1=0.9, beta2=0.95, epsilon=1e-6)
+WARM, STEPS = 6, 8
+
+
+def step(states: list[OneBitAdam], gradients: list[np.ndarray], number: int) -> list[np.ndarray]:
+    """A frozen step of all ranks. Returns their directions."""
+    messages = []
+    for rank, (state, gradient) in enumerate(zip(states, gradients, strict=True)):
+        state.accumulate(gradient)
+        message = np.empty(state.worker_places[-1].stop, np.uint8)
+        for owner, place in enumerate(state.worker_places):
+            state.encode_worker(owner, message[place.slice], Key(0, number, rank, owner))
+        messages.append(message)
+    gathered = []
+    for rank, state in enumerate(states):
+        for message, source in zip(messages, states, strict=True):
+            state.add_worker(message[source.worker_places[rank].slice])
+        gathered.append(np.empty(state.own_places[0].size, np.uint8))
+        state.encode_server(gathered[-1], Key(0, number, rank, len(states)))
+    outs = [np.full(gradients[0].size, np.nan, np.float32) for _ in states]
+    for state, out in zip(states, outs, strict=True):
+        for owner, payload in enumerate(gathered):
+            state.receive(owner, payload)
+        state.direction(out)
+    return outs
+
+
+def signs(values: np.ndarray, scale: str) -> np.ndarray:
+    if not values.size:
+        return values
+    magnitude = np.abs(values).mean() if scale == "mean" else np.sqrt((values * values).mean())
+    return np.where(values < 0, -magnitude, magnitude)
+
+
+def warmed(n: int, ranks: int, rng: np.random.Generator, compressor: Compressor | None = None) -> list[OneBitAdam]:
+    states = [OneBitAdam(n, rank, ranks, MOMENTS, compressor=compressor) for rank in range(ranks)]
+    for _ in range(WARM):
+        gradient = rng.standard_normal(n).astype(np.float32)
+        gradient[::7] = 0
+        for state in states:
+            state.warm(gradient.copy())
+    for state in states:
+        state.freeze()
+    return states
+
+
+def test_the_warm_up_is_adam(rng: np.random.Generator) -> None:
+    n = 500
+    state = OneBitAdam(n, 0, 1, MOMENTS)
+    m, v = np.zeros((2, n))
+    for count in range(1, WARM + 1):
+        gradient = rng.standard_normal(n).astype(np.float32)
+        g = gradient.astype(np.float64)
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        expected = m / (1 - 0.9**count) / (np.sqrt(v / (1 - 0.95**count)) + 1e-6)
+        state.warm(gradient)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
+    state.freeze()
+    np.testing.assert_allclose(state.v, v / (1 - 0.95**WARM), rtol=1e-5)
+    np.testing.assert_allclose(state.m, m, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["mean", "norm"])
+@pytest.mark.parametrize(("n", "ranks"), [(200, 1), (200, 3), (20, 4)])
+def test_frozen_steps_are_those_of_the_formulas(n: int, ranks: int, scale: str, rng: np.random.Generator) -> None:
+    states = warmed(n, ranks, rng, SignSgd(scale=scale))
+    one = states[0]
+    moves = one.v > 0
+    assert moves.sum() == n - len(range(0, n, 7))
+    m, v = one.m.astype(np.float64), one.v.astype(np.float64)
+    worker, server = np.zeros((ranks, n)), np.zeros(n)
+    for number in range(STEPS):
+        gradients = [rng.standard_normal(n).astype(np.float32) * moves for _ in range(ranks)]
+        outs = step(states, gradients, number)
+        worker += 0.9 * m + 0.1 * np.array(gradients, np.float64)
+        uncertain = np.abs(worker[:, moves]).min()  # near 0 rounding may turn a sign
+        taken = np.zeros_like(worker)
+        for chunk in one.chunks:
+            for rank in range(ranks):
+                taken[rank, chunk.slice] = signs(worker[rank, chunk.slice], scale)
+        worker = (worker - taken) * moves
+        server = (server + taken.mean(axis=0)) * moves
+        if min(uncertain, np.abs(server[moves]).min()) < 1e-5:
+            break
+        for chunk in one.chunks:
+            m[chunk.slice] = signs(server[chunk.slice], scale)
+        server = (server - m) * moves
+        m *= moves
+        expected = m / (1 - 0.9 ** (WARM + number + 1)) / (np.sqrt(v) + 1e-6)
+        np.testing.assert_allclose(outs[0], expected, rtol=1e-3)
+        assert all(out.tobytes() == outs[0].tobytes() for out in outs)
+        assert not outs[0][~moves].any()
+        server_errors = np.concatenate([state.server_error for state in states])
+        np.testing.assert_allclose(server_errors * moves, server, atol=1e-5)
+        for state, error in zip(states, worker, strict=True):
+            np.testing.assert_allclose(state.worker_error * moves, error, atol=1e-5)
+
+
+def test_two_sided_feedback_loses_nothing(rng: np.random.Generator) -> None:
+    n, ranks = 300, 3
+    states = [OneBitAdam(n, rank, ranks, Moments(beta1=0.0)) for rank in range(ranks)]
+    for state in states:
+        state.warm(np.ones(n, np.float32))
+        state.freeze()
+    gradients = [rng.standard_normal(n).astype(np.float32) for _ in range(ranks)]
+    steps = 300
+    taken = np.zeros(n)
+    for number in range(steps):
+        step(states, gradients, number)
+        taken += states[0].m
+    kept = np.mean([state.worker_error for state in states], axis=0)
+    kept += np.concatenate([state.server_error for state in states])
+    mean = np.mean(gradients, axis=0, dtype=np.float64)
+    np.testing.assert_allclose(taken + kept, steps * mean, atol=1e-2)
+    assert np.linalg.norm(taken / steps - mean) < 0.15 * np.linalg.norm(mean)
+
+
+def test_chunks_and_bytes() -> None:
+    for n, ranks in ((1 << 20, 8), (1000, 3), (5, 4), (0, 2)):
+        states = [OneBitAdam(n, rank, ranks, MOMENTS) for rank in range(ranks)]
+        sizes = [chunk.size for chunk in states[0].chunks]
+        assert sum(sizes) == n and all(chunk.start % 16 == 0 for chunk in states[0].chunks if chunk)
+        bytes_of = [4 + -(-size // 8) if size else 0 for size in sizes]
+        for rank, state in enumerate(states):
+            assert [place.size for place in state.worker_places] == bytes_of
+            assert [place.size for place in state.own_places] == [bytes_of[rank]] * ranks
+            assert all(place.start % 64 == 0 for place in state.worker_places)
+            assert set(state.arrays()) == {"m", "v", "worker_error", "server_error"}
+    long = OneBitAdam(1 << 20, 0, 8, MOMENTS)  # sends 7 chunks to their owners, and its own to 7 ranks
+    sent = sum(place.size for place in long.worker_places[1:]) + 7 * long.own_places[0].size
+    assert sent == 14 * (4 + (1 << 17) // 8) and 2 * 7 / 8 * (4 << 20) / sent > 31.9
+    assert onebit.places([3, 0, 65, 1])[-1].start == 192
+
+
+def test_bad_input_is_refused() -> None:
+    state = OneBitAdam(8, 0, 1, MOMENTS)
+    gradient = np.ones(8, np.float32)
+    with pytest.raises(UsageError, match="not frozen; call warm"):
+        state.accumulate(gradient)
+    with pytest.raises(UsageError, match="without a variance"):
+        state.freeze()
+    for wrong in (np.ones(8), np.ones(7, np.float32)):
+        with pytest.raises(UsageError, match="pass float32"):
+            state.warm(wrong)
+    state.warm(gradient)
+    state.freeze()
+    with pytest.raises(UsageError, match="frozen; call accumulate"):
+        state.warm(gradient)
+    with pytest.raises(UsageError, match="again"):
+        state.freeze()
+    for wrong in ({"beta1": 1.0}, {"beta2": -0.1}, {"epsilon": 0.0}):
+        with pytest.raises(UsageError):
+            Moments(**wrong)
+
+
+def test_on_a_gpu_the_same_bits_without_a_wait(gpu: ModuleType, rng: np.random.Generator) -> None:
+    n = 700
+    host, there = (OneBitAdam(n, 0, 1, MOMENTS, on=on) for on in ("cpu", "gpu"))
+    gradients = [rng.standard_normal(n).astype(np.float32) for _ in range(4)]
+    for gradient in gradients:
+        gradient[:30] = 0
+    moved = [backend.place(gradient, "gpu") for gradient in gradients]
+    host.warm(gradients[0])
+    host.freeze()
+    gpu.LOG.clear()
+    there.warm(moved[0])
+    there.freeze()
+    payload, out = (
+        backend.empty(host.own_places[0].size, np.dtype(np.uint8), "gpu"),
+        backend.empty(n, np.dtype(np.float32), "gpu"),
+    )
+    for number in (1, 2, 3):
+        there.accumulate(moved[number])
+        there.encode_worker(0, payload, Key(0, number, 0, 0))
+        there.add_worker(payload)
+        there.encode_server(payload, Key(0, number, 0, 1))
+        there.receive(0, payload)
+        there.direction(out)
+        (expected,) = step([host], [gradients[number]], number)
+        assert gpu.LOG.events == []
+    assert out.get().tobytes() == expected.tobytes() and moved[0].get().tobytes() == gradients[0].tobytes()

@@ -1,0 +1,103 @@
+"""Every exchange with every compressor: a pair trains, or it is refused and says what to change."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_runs import trainer_of
+from resume_runs import SMALL, steps
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.config import COMPRESSIONS
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError
+from hpcdist.training import recipe as recipes
+
+STEPS = 2
+SERVED = {"parallel.strategy": "parameter_server"}
+COLOCATED = SERVED | {"parameter_server.placement": "colocated"}
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "allreduce": {},
+    "allreduce, in a pipeline": {"parallel.pipeline": 2, "parallel.microbatches": 4},
+    "allreduce, on a tensor axis": {"parallel.tensor": 2},
+    "allreduce, by sequence": {"parallel.tensor": 2, "parallel.sequence_parallel": "true"},
+    "allreduce, float64": {"precision.mode": "float64"},
+    "allreduce, float16": {"precision.mode": "float16"},
+    "allreduce, bfloat16": {"precision.mode": "bfloat16"},
+    "allreduce, by a thread": {"communication.algorithm": "ring", "communication.overlap": "thread"},
+    "allreduce, delayed": {"communication.overlap": "thread", "communication.delayed": "true"},
+    "allreduce, logical shards": {"run.logical_shards": 8},
+    "allreduce, recomputed": {"run.recompute_every_steps": 1},
+    "allreduce, noise measured": {"run.noise_scale_every_steps": 1},
+    "zero1": {"parallel.strategy": "zero1"},
+    "zero2": {"parallel.strategy": "zero2"},
+    "zero2, accumulating": {"parallel.strategy": "zero2", "parallel.microbatches": 2},
+    "zero3": {"parallel.strategy": "zero3"},
+    "zero3, in a pipeline": {"parallel.strategy": "zero3", "parallel.pipeline": 2, "parallel.microbatches": 4},
+    "a dedicated server": SERVED,
+    "colocated servers": COLOCATED,
+    "servers by shared memory": COLOCATED | {"parameter_server.transport": "shared"},
+    "servers by windows": COLOCATED | {"parameter_server.transport": "rma"},
+    "mirrored servers": COLOCATED | {"parameter_server.mirrored": "true"},
+    "asynchronous servers": SERVED | {"parameter_server.consistency": "asp"},
+    "servers of bounded staleness": SERVED | {"parameter_server.consistency": "ssp", "parameter_server.staleness": 2},
+    "backup workers": SERVED | {"parameter_server.backup_workers": 1},
+    "gossip": {"parallel.strategy": "gossip"},
+    "local SGD": {"parallel.strategy": "local_sgd", "decentralised.period": 2},
+}
+NAMES = [name for name in COMPRESSIONS if name != "none"]
+OWN: dict[str, dict[str, Any]] = {
+    "topk": {"compression.density": 0.1},
+    "randomk": {"compression.density": 0.1},
+    "powersgd": {"compression.rank": 2},
+    "dgc": {"compression.density": 0.1, "optimizer.name": "sgd", "optimizer.momentum": 0.9},
+    "onebit": {"compression.warmup_steps": 1, "optimizer.clip_norm": 0},
+}
+# Pairs of which the mission is that they work; nothing else in this file says that anything does.
+WORKING = {
+    (exchange, name)
+    for exchange in ("allreduce", "zero1", "zero2", "zero3", "a dedicated server", "colocated servers")
+    for name in ("float16", "bfloat16", "int8", "int4", "adaptive", "qsgd", "sign")
+} | {("allreduce", name) for name in NAMES}
+WORKING |= {(f"zero{stage}", "auto") for stage in (1, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pairs") / "text.txt"
+    path.write_text("to be or not to be, that is the question " * 30)
+    return path
+
+
+def refusal(keys: dict[str, Any]) -> str:
+    """Return why a recipe cannot be, "" where it can."""
+    try:
+        recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {})
+    except ConfigurationError as refused:
+        return str(refused)
+    return ""
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_pair_trains_or_says_why_not(exchange: str, text: Path) -> None:
+    """The names of the keys that refuse, and of those to change, are those of the recipe."""
+    for name in NAMES:
+        keys = SMALL | {"model.dropout": 0, "data.path": text, "communication.compression": name}
+        keys |= OWN.get(name, {}) | EXCHANGES[exchange]
+        said = refusal(keys)
+        if said:
+            assert (exchange, name) not in WORKING, said
+            assert re.search(r"(compression|optimizer)\S* = ", said), said
+            assert re.search(r"set |choose |use |leave", said) and len(said) > 60, said
+            continue
+
+        def run(comm: Communicator, keys: dict[str, Any] = keys) -> tuple[list[float], bool]:
+            trainer = trainer_of(comm, keys)
+            found = [done[0] for done in steps(trainer, 0, STEPS)]
+            return found, bool(np.isfinite(trainer.exchange.parameters.array).all())
+
+        ranks = 4 if {"parallel.pipeline", "parallel.tensor"} & keys.keys() else 3
+        for found, finite in run_threads(ranks, run):
+            assert finite and np.isfinite(found).all() and all(0 < loss < 10 for loss in found), (name, found)

@@ -1,0 +1,177 @@
+"""PowerSGD: exact for matrices of low rank, the best approximation after some steps, and linear in its two rounds."""
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays import backend
+from hpcdist.compression import powersgd
+from hpcdist.compression.powersgd import LowRank
+from hpcdist.errors import UsageError
+
+ROWS, COLUMNS = 40, 60
+
+
+def of_rank(rng: np.random.Generator, rank: int, rows: int = ROWS, columns: int = COLUMNS) -> np.ndarray:
+    return (rng.standard_normal((rows, rank)) @ rng.standard_normal((rank, columns))).astype(np.float32)
+
+
+def with_spectrum(rng: np.random.Generator, values: np.ndarray) -> np.ndarray:
+    left, _ = np.linalg.qr(rng.standard_normal((ROWS, values.size)))
+    right, _ = np.linalg.qr(rng.standard_normal((COLUMNS, values.size)))
+    return ((left * values) @ right.T).astype(np.float32)
+
+
+def made(rank: int, seed: int = 7, rows: int = ROWS, columns: int = COLUMNS) -> LowRank:
+    return LowRank((rows, columns), rank, seed=seed, tensor=3)
+
+
+def exchanged(states: list[LowRank], matrices: list[np.ndarray]) -> np.ndarray:
+    """A step of all ranks: both rounds averaged. Returns what the first rank takes for the mean matrix."""
+    one = states[0]
+    p = np.full((len(states), one.rows * one.rank), np.nan, np.float32)
+    q = np.full((len(states), one.columns * one.rank), np.nan, np.float32)
+    for state, matrix, mine in zip(states, matrices, p, strict=True):
+        state.project(matrix.reshape(-1), mine)
+    p[...] = p.mean(axis=0)
+    for state, matrix, mine_p, mine_q in zip(states, matrices, p, q, strict=True):
+        state.orthogonalise(mine_p)
+        state.project_back(matrix.reshape(-1), mine_p, mine_q)
+    assert all(mine.tobytes() == p[0].tobytes() for mine in p)
+    q[...] = q.mean(axis=0)
+    outs = [np.full(matrix.size, np.nan, np.float32) for matrix in matrices]
+    for state, mine_p, mine_q, out in zip(states, p, q, outs, strict=True):
+        state.reconstruct(mine_p, mine_q, out)
+    return outs[0].reshape(matrices[0].shape)
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    wide = other.astype(np.float64)
+    return float(np.linalg.norm(one - wide) / np.linalg.norm(wide))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 7])
+def test_low_rank_is_recovered_in_one_step(rank: int, rng: np.random.Generator) -> None:
+    for true_rank in {1, (rank + 1) // 2, rank}:
+        matrix = of_rank(rng, true_rank)
+        assert distance(exchanged([made(rank)], [matrix]), matrix) < 1e-5
+
+
+def test_one_step_beats_a_random_projection_and_many_reach_the_best(rng: np.random.Generator) -> None:
+    rank = 4
+    spectrum = 0.8 ** np.arange(ROWS)
+    matrix = with_spectrum(rng, spectrum)
+    best = float(np.linalg.norm(spectrum[rank:]) / np.linalg.norm(spectrum))
+    state = made(rank)
+    errors = [distance(exchanged([state], [matrix]), matrix) for _ in range(60)]
+    directions, _ = np.linalg.qr(rng.standard_normal((ROWS, rank)))
+    assert best < errors[0] < distance(directions @ (directions.T @ matrix), matrix)
+    assert errors[-1] < errors[1] < errors[0]
+    assert best * (1 - 1e-5) <= errors[-1] <= best * (1 + 1e-4)
+
+
+def test_its_rounds_are_linear(rng: np.random.Generator) -> None:
+    matrices = [of_rank(rng, 30) for _ in range(5)]
+    mean = np.mean(matrices, axis=0, dtype=np.float64).astype(np.float32)
+    many, one = [made(3) for _ in matrices], made(3)
+    for _ in range(3):
+        assert distance(exchanged(many, matrices), exchanged([one], [mean])) < 1e-4
+    for state in many:
+        assert state.query.tobytes() == many[0].query.tobytes()
+
+
+def test_error_feedback_loses_nothing_of_the_mean(rng: np.random.Generator) -> None:
+    ranks, steps = 3, 200
+    gradients = [of_rank(rng, 20) for _ in range(ranks)]
+    mean = np.mean(gradients, axis=0, dtype=np.float64)
+    states, residuals = [made(2) for _ in range(ranks)], [np.zeros_like(gradients[0]) for _ in range(ranks)]
+    taken = np.zeros_like(mean)
+    for _ in range(steps):
+        sums = [gradient + residual for gradient, residual in zip(gradients, residuals, strict=True)]
+        out = exchanged(states, sums)
+        residuals = [total - out for total in sums]
+        taken += out
+    left = np.mean(residuals, axis=0, dtype=np.float64)
+    assert distance(taken + left, steps * mean) < 1e-4
+    assert distance(taken, steps * mean) < 0.2  # without feedback 10 of 20 directions would never be seen
+
+
+def test_a_lost_rank_comes_back(rng: np.random.Generator) -> None:
+    state = made(4)
+    for before in (np.zeros((ROWS, COLUMNS), np.float32), np.ones((ROWS, COLUMNS), np.float32), of_rank(rng, 1)):
+        assert np.abs(exchanged([state], [before]) - before).max() < 1e-4
+        exchanged([state], [before])
+        matrix = of_rank(rng, 4)
+        exchanged([state], [matrix])
+        assert distance(exchanged([state], [matrix]), matrix) < 1e-5
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_no_scale_is_squared(scale: float, rng: np.random.Generator) -> None:
+    state, matrix = made(2), of_rank(rng, 2) * np.float32(scale)
+    for _ in range(3):
+        assert distance(exchanged([state], [matrix]), matrix) < 1e-5
+
+
+def test_columns_become_orthonormal_or_zero(rng: np.random.Generator) -> None:
+    columns = rng.standard_normal((200, 5)).astype(np.float32)
+    columns[:, 2] = -4 * columns[:, 0]  # dependent, without rounding
+    columns[:, 4] = columns[:, 1] + 1e-4 * columns[:, 4]  # nearly
+    span = columns.astype(np.float64)
+    powersgd.orthogonalise(columns)
+    assert not columns[:, 2].any()
+    kept = columns[:, [0, 1, 3, 4]].astype(np.float64)
+    np.testing.assert_allclose(kept.T @ kept, np.eye(4), atol=1e-6)
+    np.testing.assert_allclose(kept @ (kept.T @ span), span, atol=1e-5)
+
+
+def test_a_tensor_is_cut_into_the_matrix_of_which_the_least_travels() -> None:
+    cut = {(3, 96, 96): (288, 96), (64, 16, 3, 3): (64, 144), (96, 8, 96): (96, 768), (7,): (7, 1), (): (1, 1)}
+    assert {shape: powersgd.matrix_shape(shape) for shape in cut} == cut
+    assert powersgd.rank_of((3, 96, 96), 4) == 4
+
+
+def test_bytes_are_those_of_the_formula() -> None:
+    shapes = [(64, 48), (512, 3, 3, 3), (2000,), (10, 8), (), (1, 500), (500, 1)]
+    rank = 4
+    sent = [4 * (64 + 48), 4 * (512 + 27), 2000, 80, 1, 500, 500]  # 10 x 8: its factors of rank 4 have 72 elements
+    assert powersgd.wire_bytes(shapes, rank, least_saving=2) == 4 * sum(sent)
+    sent[3] = 4 * (10 + 8)
+    assert powersgd.wire_bytes(shapes, rank) == 4 * sum(sent)
+    assert powersgd.rank_of((10, 8), 100) == 0 and powersgd.rank_of((10_000, 3), 2) == 2
+    # Clamped to the smaller dim, factors are never smaller than the matrix.
+    assert [powersgd.rank_of((100, 3), rank, least_saving=0.5) for rank in (1, 3, 5)] == [1, 3, 3]
+    assert powersgd.round_elements((64, 48), 4) == (256, 192)
+
+
+def test_seeds_agree_and_differ() -> None:
+    assert made(3).query.tobytes() == made(3).query.tobytes() != made(3, seed=8).query.tobytes()
+    assert LowRank((9, 5), 2, seed=7, tensor=4).query.tobytes() != LowRank((9, 5), 2, seed=7, tensor=3).query.tobytes()
+    assert set(made(2).arrays()) == {"query"}
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(UsageError, match="rank 0 of PowerSGD"):
+        powersgd.rank_of((4, 4), 0)
+    for rank in (0, 6):
+        with pytest.raises(UsageError, match="pass what rank_of says"):
+            made(rank, rows=5)
+    state, p = made(2), np.empty(2 * ROWS, np.float32)
+    for wrong in (np.zeros(ROWS * COLUMNS - 1, np.float32), np.zeros(ROWS * COLUMNS)):
+        with pytest.raises(UsageError, match="a shard has no factors of its own"):
+            state.project(wrong, p)
+
+
+def test_on_a_gpu_the_same_numbers_without_a_wait(gpu: ModuleType, rng: np.random.Generator) -> None:
+    host, there = made(3), LowRank((ROWS, COLUMNS), 3, seed=7, tensor=3, on="gpu")
+    for matrix in (of_rank(rng, 20), np.ones((ROWS, COLUMNS), np.float32), of_rank(rng, 20)):
+        moved = backend.place(matrix.reshape(-1), "gpu")
+        p, q, out = (backend.empty(size, matrix.dtype, "gpu") for size in (3 * ROWS, 3 * COLUMNS, matrix.size))
+        gpu.LOG.clear()
+        there.project(moved, p)
+        there.orthogonalise(p)
+        there.project_back(moved, p, q)
+        there.reconstruct(p, q, out)
+        assert gpu.LOG.events == []
+        assert distance(out.get().reshape(matrix.shape), exchanged([host], [matrix])) < 1e-4

@@ -1,0 +1,76 @@
+"""QSGD: no bias, the variance that the fractions say and the paper's bound of it, its levels."""
+
+import numpy as np
+import pytest
+from compressed import decoded, through, values
+
+from hpcdist.compression.compressor import Key
+from hpcdist.compression.qsgd import Qsgd
+
+DRAWS = 1500
+SHAPES = {
+    "normal": np.random.default_rng(1).standard_normal(600),
+    "heavy tails": np.random.default_rng(2).standard_t(2, 600),
+    "all alike": np.full(512, 0.3),
+    "one of many": np.eye(1, 512, 77).reshape(-1) * 4,
+    "a few": np.random.default_rng(3).standard_normal(5),
+    "huge": np.random.default_rng(4).choice([-1, 1], 300) * 3e38,
+}
+
+
+def _norms(given, bucket):
+    parts = [given[start : start + bucket] for start in range(0, given.size, bucket)]
+    return np.concatenate([np.full(part.size, np.linalg.norm(part)) for part in parts])
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_mean_and_the_variance(bits, shape):
+    compressor = Qsgd(bits=bits, bucket=256)
+    given = SHAPES[shape].astype(np.float32)
+    wide = given.astype(np.float64)
+    payload = np.empty(compressor.payload_bytes(given.size), np.uint8)
+    total, squares = np.zeros(given.size), np.zeros(given.size)
+    for draw in range(DRAWS):
+        compressor.encode(given, payload, Key(0xABCDEF, draw, 1, 2))
+        error = decoded(compressor, payload, given.size) - wide
+        total += error
+        squares += error**2
+    step = np.minimum(_norms(wide, 256), np.finfo(np.float32).max) / compressor.levels
+    rest = np.abs(wide) / np.where(step > 0, step, 1) % 1
+    variance = step**2 * rest * (1 - rest)
+    # Draws follow from the key, so this cannot fail now and then: 5 standard deviations of the mean hold or do not.
+    assert (np.abs(total / DRAWS) <= 5 * np.sqrt(variance / DRAWS) + step * 1e-5).all()
+    if variance.sum() > 1e-6 * (wide**2).sum():
+        np.testing.assert_allclose(squares.sum() / DRAWS, variance.sum(), rtol=0.1)
+    # The bound of the paper, of each bucket: what was measured and what the fractions say.
+    for start in range(0, given.size, 256):
+        part = slice(start, start + 256)
+        n, s = wide[part].size, compressor.levels
+        bound = min(n / s**2, n**0.5 / s) * (wide[part] ** 2).sum()
+        assert squares[part].sum() / DRAWS <= bound and variance[part].sum() <= bound
+        assert bound <= compressor.variance_bound(given.size) * (wide[part] ** 2).sum() * (1 + 1e-12)
+
+
+def test_the_bound_is_that_of_the_paper():
+    assert Qsgd(bits=4, bucket=512).variance_bound(10**6) == pytest.approx(512**0.5 / 7)
+    assert Qsgd(bits=8, bucket=512).variance_bound(10**6) == pytest.approx(512 / 127**2)
+    assert Qsgd(bits=2, bucket=256).variance_bound(9) == pytest.approx(3)
+
+
+def test_values_become_multiples_of_the_norm():
+    compressor = Qsgd(bits=4, bucket=256)
+    for given in values().values():
+        if not given.size:
+            continue
+        norms = np.minimum(_norms(given.astype(np.float64), 256), np.finfo(np.float32).max)
+        got = through(compressor, given) / np.where(norms > 0, norms, 1) * 7
+        exact = norms > 1e-30  # below, a multiple of the norm is rounded as a subnormal
+        assert np.abs(got - np.rint(got))[exact].max(initial=0) < 1e-5
+        assert np.abs(got)[exact].max(initial=0) <= 7 * (1 + 1e-6)
+
+
+def test_signs_are_kept():
+    given = SHAPES["normal"].astype(np.float32)
+    got = through(Qsgd(bits=8), given)
+    assert (got * given >= 0).all() and (got != 0).any()

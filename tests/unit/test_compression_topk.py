@@ -1,0 +1,141 @@
+"""Top-k is exact: for every k what a stable sort by magnitude puts first, with its bytes by formula."""
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hpcdist.arrays import backend
+from hpcdist.compression import sparse, topk
+from hpcdist.compression.compressor import Key
+from hpcdist.compression.topk import TopK
+from hpcdist.errors import ConfigurationError, NonFiniteError, UsageError
+
+KEY = Key(0, 0, 0, 0)
+AWKWARD = [0.0, -0.0, 1.0, -1.0, 1.5, -1.5, 1e-45, -1e-45, 1.1754944e-38, 3.4028235e38, 2.0, 2.0000002]
+
+
+def first_by_stable_sort(values: np.ndarray, k: int) -> np.ndarray:
+    return np.sort(np.argsort(-np.abs(values.astype(np.float64)), kind="stable")[:k])
+
+
+def selected(values: np.ndarray, k: int) -> np.ndarray:
+    payload = np.full(8 * k, 0xFF, np.uint8)
+    topk.select(values, payload)
+    where = sparse.indices(payload)
+    assert sparse.values(payload).tobytes() == values[where].tobytes()
+    return where
+
+
+@given(st.lists(st.sampled_from(AWKWARD), min_size=1, max_size=70))
+@example([0.0, -0.0, 0.0])
+def test_every_k_with_ties(drawn: list[float]) -> None:
+    values = np.array(drawn, np.float32)
+    for k in range(1, values.size + 1):
+        assert selected(values, k).tolist() == first_by_stable_sort(values, k).tolist()
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=70), st.data())
+def test_any_floats(drawn: list[float], data: st.DataObject) -> None:
+    values = np.array(drawn, np.float32)
+    k = data.draw(st.integers(1, values.size))
+    assert selected(values, k).tolist() == first_by_stable_sort(values, k).tolist()
+
+
+def long_segments(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    n = 4 * topk._SAMPLE + 12_345  # long enough for a floor from a sample
+    normal = rng.standard_normal(n).astype(np.float32)
+    return {
+        "normal": normal,
+        "few levels": np.round(normal * 4) / 4,
+        "nearly all zero": np.where(rng.random(n) < 0.003, normal, np.float32(0)),
+        "all equal": np.full(n, -2.5, np.float32),
+        "many equal, few larger": np.where(rng.random(n) < 0.005, normal + np.float32(9), np.float32(1)),
+        "one block of large ones": np.concatenate([normal[: n - 500] * np.float32(1e-3), normal[n - 500 :]]),
+        "wide": (normal * 10.0 ** rng.integers(-40, 30, n)).astype(np.float32),
+        "period of the sample": np.where(np.arange(n) % (n // topk._SAMPLE) == 0, normal, normal * np.float32(1e-3)),
+    }
+
+
+def test_long_segments_of_every_kind(rng: np.random.Generator) -> None:
+    for name, values in long_segments(rng).items():
+        order = np.argsort(-np.abs(values.astype(np.float64)), kind="stable")
+        for k in (1, 77, values.size // 100, values.size // 5, values.size // 2, values.size - 1, values.size):
+            assert np.array_equal(selected(values, k), np.sort(order[:k])), (name, k)
+
+
+@pytest.mark.parametrize("drawn", ["too low", "too high"])
+def test_a_misleading_sample_costs_no_exactness(
+    drawn: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = long_segments(rng)["normal"]
+
+    def mislead(words: np.ndarray, sample: np.ndarray) -> None:
+        sample[:] = np.float32(0.0 if drawn == "too low" else 100.0).view(np.uint32)
+
+    monkeypatch.setattr(topk, "_draw", mislead)
+    assert np.array_equal(selected(values, 700), first_by_stable_sort(values, 700))
+
+
+def test_bytes_and_round_trip(rng: np.random.Generator) -> None:
+    compressor = TopK(density=0.07)
+    assert compressor.payload_bytes(100) == 8 * 7  # not 8: 0.07 * 100 is above 7 in floats
+    assert (compressor.payload_bytes(1), compressor.payload_bytes(101), compressor.payload_bytes(0)) == (8, 64, 0)
+    assert not compressor.is_linear and not compressor.is_unbiased
+    values, out = rng.standard_normal(1000).astype(np.float32), np.full(1000, np.nan, np.float32)
+    payload = np.empty(compressor.payload_bytes(1000), np.uint8)
+    compressor.encode(values, payload, KEY)
+    compressor.decode(payload, out)
+    kept = np.zeros(1000, bool)
+    kept[first_by_stable_sort(values, 70)] = True
+    assert np.array_equal(out, np.where(kept, values, 0))
+    lost = np.sum((values - out).astype(np.float64) ** 2)
+    assert lost <= (1 - 70 / 1000) * np.sum(values.astype(np.float64) ** 2)
+    compressor.add(payload, out, -2.0)
+    assert np.array_equal(out, np.where(kept, -values, 0))
+    empty = np.empty(0, np.float32)
+    compressor.encode(empty, payload[:0], KEY)
+    compressor.decode(payload[:0], empty)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("n", [40, 100_000])
+def test_what_is_not_finite_is_refused(bad: float, n: int, rng: np.random.Generator) -> None:
+    values = rng.standard_normal(n).astype(np.float32)
+    values[rng.integers(n)] = bad
+    with pytest.raises(NonFiniteError, match="before anything is compressed"):
+        selected(values, 3)
+
+
+def test_bad_input_is_refused(rng: np.random.Generator) -> None:
+    values = rng.standard_normal(10).astype(np.float32)
+    for nbytes in (0, 88, 12):
+        with pytest.raises(UsageError, match=r"8 for each of k elements, 1 <= k <= n"):
+            topk.select(values, np.empty(nbytes, np.uint8))
+    for density in (0.0, -0.1, 1.5, float("nan")):
+        with pytest.raises(ConfigurationError, match="above 0 and at most 1"):
+            TopK(density=density)
+    assert TopK(density=1e-3).payload_bytes(2**31 - 1) == 8 * 2147484
+    with pytest.raises(UsageError, match=r"indices of 32 bits reach 2147483647; encode it in pieces"):
+        TopK(density=1e-3).payload_bytes(2**31)
+
+
+def test_on_a_gpu_the_same_bits_without_a_wait(gpu: ModuleType, rng: np.random.Generator) -> None:
+    compressor = TopK(density=0.03)
+    for values in (rng.standard_normal(3001), np.round(rng.standard_normal(3001)), np.zeros(5)):
+        host = values.astype(np.float32)
+        payload = np.empty(compressor.payload_bytes(host.size), np.uint8)
+        compressor.encode(host, payload, KEY)
+        out = host.copy()
+        compressor.decode(payload, out)
+        compressor.add(payload, out, 0.3)
+        there, sent = backend.place(host, "gpu"), backend.empty(payload.shape, payload.dtype, "gpu")
+        gpu.LOG.clear()
+        compressor.encode(there, sent, KEY)
+        result = backend.empty(host.shape, host.dtype, "gpu")
+        compressor.decode(sent, result)
+        compressor.add(sent, result, 0.3)
+        assert gpu.LOG.events == []
+        assert sent.get().tobytes() == payload.tobytes() and result.get().tobytes() == out.tobytes()

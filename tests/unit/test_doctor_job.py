@@ -1,0 +1,635 @@
+"""`hpcdist doctor --job`: each finding both ways from made-up rows, and the messages of ranks that are threads."""
+
+import dataclasses
+import errno
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hpcdist.batch import slurm_queue
+from hpcdist.batch.states import JobState
+from hpcdist.checkpoint import stripe
+from hpcdist.cli import doctor, doctor_job
+from hpcdist.comm import diagnosis_binding, diagnosis_facts, diagnosis_job, diagnosis_nodes, diagnosis_table
+from hpcdist.comm.diagnosis import FAIL, OK, WARN
+from hpcdist.comm.diagnosis_facts import Asked, Facts, Gpu, Machine, Volume
+from hpcdist.comm.diagnosis_nodes import NODE_LOCAL, RUN_DIRECTORY, SHARED_MEMORY, Offset
+from hpcdist.comm.diagnosis_table import Greeting, Row, Table
+from hpcdist.comm.diagnosis_text import fold, grouped, read_spans, spans
+from hpcdist.comm.launcher import Announced
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import CommunicationError, ConfigurationError, DeadlineError, MissingCapabilityError, UsageError
+
+GIB = 1 << 30
+GREETING = Greeting(arrived=True, inside_s=2e-6, across_s=5e-6, reduced_s=8e-6)
+FACTS = Facts("n1", (0,), None, "1", "srun", None, None, Gpu(None, 0, "", "no driver"))
+VOLUMES = tuple(
+    Volume(role, path, kind, 100 * GIB)
+    for role, path, kind in (
+        (RUN_DIRECTORY, "/scratch/run", "lustre"),
+        (NODE_LOCAL, "/tmp", "xfs"),
+        (SHARED_MEMORY, "/dev/shm", "tmpfs"),
+    )
+)
+MACHINE = Machine("A CPU", 8, ((0, 1, 2, 3), (4, 5, 6, 7)), {"hpcdist": "1", "numpy": "2", "MPI": "3"}, {}, VOLUMES)
+
+
+def table(nodes=1, ranks=2, machines=None, **facts):
+    """Rows of ``nodes`` nodes; a callable among the ``facts`` is given the node and the local rank."""
+    rows = []
+    for node in range(nodes):
+        for local in range(ranks):
+            own = {name: value(node, local) if callable(value) else value for name, value in facts.items()}
+            machine = (MACHINE if machines is None else machines[node]) if local == 0 else None
+            given = dataclasses.replace(FACTS, **{"host": f"n{node + 1}", "cores": (local,), **own})
+            rows.append(Row(node, local, given, GREETING, machine))
+    return Table(rows)
+
+
+def machines(*changes):
+    return [dataclasses.replace(MACHINE, **change) for change in changes]
+
+
+# -- words
+
+
+def test_spans():
+    assert [spans(cores) for cores in [(), (3,), (0, 1, 2, 5), (0, 2, 3)]] == ["", "3", "0-2,5", "0,2-3"]
+    assert [read_spans(text) for text in ["", "3\n", "0-2,5"]] == [(), (3,), (0, 1, 2, 5)]
+
+
+@pytest.mark.parametrize(
+    ("names", "folded"),
+    [
+        (["n1"], "n1"),
+        (["n1", "n2", "n4"], "n[1-2,4]"),
+        (["n10", "n9", "n8", "n8"], "n[8-10]"),
+        (["n08", "n09", "n10"], "n[08-10]"),
+        (["x1000c0s1b0n0", "x1000c0s1b0n1", "login"], "x1000c0s1b0n[0-1],login"),
+        ([f"n{k:04}" for k in range(1, 1001)], "n[0001-1000]"),
+    ],
+)
+def test_names_are_folded(names, folded):
+    assert fold(names) == folded
+
+
+def test_what_many_nodes_have_in_common_is_said_once():
+    nodes = [f"n{k}" for k in range(1000)]
+    assert grouped(nodes, ["fine"] * 1000) == "fine"
+    assert grouped(nodes, ["old" if k == 7 else "" for k in range(1000)]) == "n7: old"
+    assert grouped(nodes, ["new" if k % 500 else "old" for k in range(1000)]) == (
+        "n[1-499,501-999]: new; n[0,500]: old"
+    )
+    shown = grouped(nodes, [str(k) for k in range(1000)])
+    assert shown.endswith("and 994 more, each otherwise") and len(shown) < 100
+
+
+# -- the world
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "words"),
+    [
+        (Asked(""), OK, "no scheduler; 4 ranks on 2 nodes (2 on each)"),
+        (Asked("Slurm", 4, 2), OK, "4 ranks on 2 nodes (2 on each); Slurm was asked for 4 tasks on 2 nodes"),
+        (Asked("Slurm", 8, 2), WARN, "8 tasks"),
+        (Asked("Slurm", 4, 3), WARN, "3 nodes"),
+        (Asked("Slurm", 2, 1), OK, "2 tasks on 1 node"),  # more ranks than tasks: on purpose
+        (Asked("Slurm"), OK, "what it does not say"),
+    ],
+)
+def test_world_against_scheduler(asked, status, words):
+    check = diagnosis_table.check_size(table(nodes=2), asked)
+    assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
+
+
+def test_a_world_of_one_among_many_tasks_may_have_fallen_apart():
+    assert "worlds of one" in diagnosis_table.check_size(table(ranks=1), Asked("Slurm", 4, 1)).cure
+    assert "worlds of one" not in diagnosis_table.check_size(table(ranks=2), Asked("Slurm", 4, 1)).cure
+
+
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "5"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked"),
+    [
+        ({}, Asked("")),
+        (BATCH, Asked("Slurm", 5, 2)),
+        (BATCH | {"SLURM_NTASKS_PER_NODE": "4"}, Asked("Slurm", 8, 2)),
+        (BATCH | SRUN | {"SLURM_NTASKS_PER_NODE": "9", "SLURM_NTASKS": "4"}, Asked("Slurm", 4, 2)),
+        (BATCH | SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}, Asked("Slurm", None, 2)),
+        (BATCH | {"SLURM_GPUS_ON_NODE": "4"}, Asked("Slurm", 5, 2, True)),
+        (BATCH | {"SLURM_HET_SIZE": "2"}, Asked("Slurm, for a heterogeneous job,")),
+        ({"PBS_NODEFILE": "/no/such/file"}, Asked("PBS")),
+    ],
+)
+def test_what_the_scheduler_was_asked_for(environment, asked):
+    assert diagnosis_facts.asked(Announced("Slurm srun", 4, 1, 1), environment) == asked
+
+
+def test_pbs_names_a_node_once_for_each_task(tmp_path):
+    (tmp_path / "nodes").write_text("a\na\nb\nb\n")
+    assert diagnosis_facts.asked(None, {"PBS_NODEFILE": str(tmp_path / "nodes")}) == Asked("PBS", 4, 2)
+
+
+def test_damaged_messages_fail_with_the_ranks():
+    good = table(nodes=2)
+    assert diagnosis_table.check_messages(good).found.startswith("inside a node 2.0 us, slowest 2.0")
+    bad = Table([dataclasses.replace(row, greeting=Greeting(rank != 3, None, None, 1e-6))
+                 for rank, row in enumerate(good.rows)])  # fmt: skip
+    check = diagnosis_table.check_messages(bad)
+    assert check.status == FAIL and check.found.endswith("rank 3")
+
+
+def test_the_slowest_rank_is_named_with_its_node():
+    rows = [dataclasses.replace(row, greeting=dataclasses.replace(GREETING, across_s=1e-6 * (1 + 98 * (rank == 2))))
+            for rank, row in enumerate(table(nodes=2).rows)]  # fmt: skip
+    assert "between nodes 1.0 us, slowest 99.0 (rank 2 on n2)" in diagnosis_table.check_messages(Table(rows)).found
+
+
+# -- binding
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "words"),
+    [
+        ({"announced": lambda node, local: local, "slurm_local": lambda node, local: local}, OK, "agree"),
+        ({"announced": None}, OK, "agree"),
+        ({"announced": lambda node, local: 1 - local}, FAIL, "of MPI and of srun: 0 is 1, 1 is 0"),
+        ({"slurm_local": 0}, WARN, "SLURM_LOCALID: 1 is 0"),
+    ],
+)
+def test_local_ranks(facts, status, words):
+    check = diagnosis_binding.check_local_ranks(table(nodes=2, **facts))
+    assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
+
+
+def gpus(count, visible=None, name=lambda local: f"0000:0{local}:00.0"):
+    return {"gpu": lambda node, local: Gpu(visible, count, name(local))}
+
+
+NO_GPU = {"gpu": Gpu(None, 0, "", "no driver")}
+
+
+@pytest.mark.parametrize(
+    ("facts", "wanted", "held", "status", "words"),
+    [
+        (NO_GPU, "", False, OK, "none: no driver"),
+        (NO_GPU, "cpu", True, OK, "none: no driver"),
+        (NO_GPU, "", True, WARN, "the job holds GPUs"),
+        (NO_GPU, "gpu", False, FAIL, "no rank sees one: no driver"),
+        (gpus(2), "gpu", True, OK, "one for each rank: 0000:00:00.0, 0000:01:00.0"),
+        (gpus(1, "0"), "gpu", True, WARN, "the ranks use 2 GPUs, and see only 1 each (CUDA_VISIBLE_DEVICES=0)"),
+        (gpus(1), "gpu", True, WARN, "hidden by the system"),
+        (gpus(1, name=lambda local: "0000:00:00.0"), "gpu", True, WARN, "2 ranks on 1 GPU"),
+        (gpus(4, name=lambda local: "0000:00:00.0"), "", False, WARN, "2 ranks on 1 GPU"),
+    ],
+)
+def test_gpus(facts, wanted, held, status, words):
+    check = diagnosis_binding.check_gpus(table(nodes=2, **facts), wanted, held)
+    assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
+    assert "n1" not in check.found, "it is the same on all nodes"
+
+
+@pytest.mark.parametrize(("wanted", "status"), [("gpu", FAIL), ("", WARN), ("cpu", OK)])
+def test_gpus_that_only_some_nodes_have(wanted, status):
+    rows = table(nodes=3, gpu=lambda node, local: Gpu(None, 2 * (node != 1), f"{local}", "driver too old"))
+    check = diagnosis_binding.check_gpus(rows, wanted, held=False)
+    assert check.status == status
+    if status != OK:
+        assert check.found == "n2: 2 of 2 ranks without a GPU: driver too old"
+
+
+def cores(*sets, **more):
+    return {"cores": lambda node, local: sets[local], "ranks": len(sets), **more}
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "words"),
+    [
+        (cores((0,), (1,)), OK, "0 | 1; OMP_NUM_THREADS=1"),
+        (cores((0, 1), (0, 1)), OK, "2 ranks on all of 0-1"),
+        (cores((0,), (0,), (1, 2)), FAIL, "the same core (0), and the job has 3"),
+        (cores((0,), (0,)), WARN, "2 ranks on 1 core"),  # there is no other
+        (cores((0, 1), (0, 1), (0, 1)), WARN, "3 ranks on 2 cores"),
+        (cores((0,), (1,), cores_asked=2), WARN, "may use 1 core, and 2 were asked for"),
+        (cores((0, 1), (2, 3), cores_asked=2), OK, "0-1 | 2-3"),
+        (cores((0,), (1,), threads="2"), WARN, "2 threads on 1 core of a rank (OMP_NUM_THREADS=2)"),
+        (cores((0, 1), (2, 3), threads="2"), OK, "OMP_NUM_THREADS=2"),
+        (cores((0, 1), (0, 1), threads=None), WARN, "4 threads of 2 ranks on 2 cores (OMP_NUM_THREADS is unset)"),
+        (cores((0, 1), (2, 3), threads=None), OK, "0-1 | 2-3"),
+        (cores((0, 1), (3, 4), (6, 7)), WARN, "1 of 3 ranks lie across memory domains (cores 3-4)"),
+        (cores((0, 1), (2, 3), (6, 7)), OK, "0-1 | 2-3 | 6-7"),
+        (cores((3, 4), (2, 5)), OK, "3-4 | 2,5"),  # all of them: so it was asked for, and there is none that fits
+        (cores(tuple(range(8)), (0, 1)), OK, "0-7 | 0-1"),  # no domain has room for eight
+    ],
+)
+def test_cores(facts, status, words):
+    check = diagnosis_binding.check_cores(table(nodes=2, **facts))
+    assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
+
+
+def test_cores_without_memory_domains():
+    flat = machines({"numa": ()})
+    assert diagnosis_binding.check_cores(table(machines=flat, **cores((0, 1), (3, 4), (6, 7)))).status == OK
+
+
+# -- nodes
+
+
+@pytest.mark.parametrize(
+    ("offsets", "status", "words"),
+    [
+        ([Offset(0, 0)], OK, "one node"),
+        ([Offset(0, 0), Offset(0.25, 0.001), Offset(-0.5, 0.002)], OK, "500.000 ms apart, to within 2.000 ms"),
+        ([Offset(0, 0), Offset(3.0, 0.001), Offset(3.0, 0.002)], WARN, "n[2-3]: 3.0 s ahead of the first node"),
+        ([Offset(0, 0), Offset(0.0, 0.001), Offset(-1.5, 0.1)], WARN, "n3: 1.5 s behind the first node, to within 0.1"),
+        ([Offset(0, 0), Offset(0.0, 0.001), Offset(-1.5, 0.6)], OK, "1500.000 ms"),  # it may be less than a second
+    ],
+)
+def test_clocks(offsets, status, words):
+    check = diagnosis_nodes.check_clocks(table(nodes=len(offsets)), offsets)
+    assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
+
+
+def on(kind, **more):
+    return {"volumes": (dataclasses.replace(VOLUMES[0], kind=kind, **more), *VOLUMES[1:])}
+
+
+def test_a_run_directory_that_all_nodes_share():
+    check = diagnosis_nodes.check_directory(table(nodes=2), "/scratch/run", "")
+    assert (check.status, check.found) == (OK, "/scratch/run (lustre), seen by 2 nodes")
+
+
+def test_a_run_directory_on_a_file_system_of_one_node():
+    one, two = (table(nodes=count, machines=machines(on("ext4"), on("ext4"))) for count in (1, 2))
+    assert diagnosis_nodes.check_directory(one, "/run", "").status == OK
+    check = diagnosis_nodes.check_directory(two, "/run", "")
+    assert check.status == WARN and "ext4" in check.found and check.cure
+
+
+def test_a_run_directory_that_a_node_does_not_see():
+    rows = list(table(nodes=3, ranks=1, machines=machines(on("nfs"), on("nfs"), on("tmpfs"))).rows)
+    rows[2] = dataclasses.replace(rows[2], unseen="another directory")
+    check = diagnosis_nodes.check_directory(Table(rows), "/run", "")
+    assert (check.status, check.found) == (FAIL, "/run: n3: another directory (tmpfs)") and check.cure
+
+
+def test_a_run_directory_that_cannot_be_written():
+    check = diagnosis_nodes.check_directory(table(), "/run", "Permission denied")
+    assert (check.status, check.found) == (FAIL, "/run: Permission denied") and check.cure
+
+
+def test_space():
+    check = diagnosis_nodes.check_space(table(nodes=2, machines=machines({}, on("lustre", free_bytes=90 * GIB))))
+    assert check.status == OK and "run directory 90.0 GiB (/scratch/run, lustre)" in check.found
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"free_bytes": GIB - 1}, "n2: run directory /scratch/run (lustre) has less than 1.0 GiB free"),
+        ({"has_inodes": False}, "inodes"),
+        ({"error": "Stale file handle"}, "n2: run directory /scratch/run: Stale file handle"),
+    ],
+)
+def test_too_little_space(change, words):
+    check = diagnosis_nodes.check_space(table(nodes=2, machines=machines({}, on("lustre", **change))))
+    assert check.status == WARN and words in check.found and check.cure
+
+
+@pytest.mark.parametrize(
+    ("software", "status", "words"),
+    [
+        ({"hpcdist": "1", "numpy": "2", "MPI": "3"}, OK, "hpcdist 1, numpy 2, MPI 3"),
+        ({"hpcdist": "1", "MPI": "3"}, WARN, "numpy missing"),
+        ({"hpcdist": "1", "numpy": "1", "MPI": "3"}, WARN, "n1: numpy 2; n2: numpy 1"),
+        ({"hpcdist": "0", "numpy": "2", "MPI": "3"}, FAIL, "n2: hpcdist 0"),
+        ({"hpcdist": "1", "numpy": "2", "MPI": "4"}, FAIL, "n2: MPI 4"),
+    ],
+)
+def test_software(software, status, words):
+    check = diagnosis_nodes.check_software(table(nodes=2, machines=machines({}, {"software": software})))
+    assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
+
+
+def test_processors():
+    assert diagnosis_nodes.check_processors(table(nodes=2)).status == OK
+    check = diagnosis_nodes.check_processors(table(nodes=2, machines=machines({}, {"processor": "An old CPU"})))
+    assert check.status == WARN and "n2: An old CPU, 8 cores" in check.found
+
+
+def test_settings():
+    same = table(nodes=2, machines=machines(*[{"settings": {"HPCDIST_CUDA_AWARE": "no", "PYTHONPATH": "x"}}] * 2))
+    assert diagnosis_nodes.check_settings(same).found == "HPCDIST_CUDA_AWARE=no"
+    other = table(nodes=2, machines=machines({"settings": {"OMP_NUM_THREADS": "4"}}, {}))
+    check = diagnosis_nodes.check_settings(other)
+    assert check.status == WARN
+    assert check.found == "n1: OMP_NUM_THREADS=4; n2: OMP_NUM_THREADS=(unset)"
+
+
+def test_nodes_of_one_name_are_told_apart_by_number():
+    assert table(nodes=3, host="vm").labels == ["node0", "node1", "node2"]
+
+
+# -- facts
+
+
+def test_facts_of_a_rank_of_srun():
+    said = Announced("MPICH mpirun", 4, 1, None)
+    found = diagnosis_facts.facts(said, FACTS.gpu, SRUN | {"SLURM_CPUS_PER_TASK": "6", "OMP_NUM_THREADS": "3"})
+    assert (found.slurm_local, found.cores_asked, found.threads, found.announced) == (1, 6, "3", None)
+
+
+def test_a_daemon_of_mpirun_leaves_its_local_rank_to_the_ranks():
+    """Open MPI starts a daemon on each node by srun; its ranks all see SLURM_LOCALID=0 of it."""
+    of_daemon = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+    assert diagnosis_facts.facts(Announced("Open MPI mpirun", 4, 1, 1), FACTS.gpu, of_daemon).slurm_local is None
+
+
+def test_a_machine_tells_settings_but_not_those_of_one_launch():
+    environment = {"HPCDIST_CUDA_AWARE": "no", "HPCDIST_FAILURE_DIR": "/tmp/x", "HOME": "/root", "NCCL_DEBUG": "INFO"}
+    machine = diagnosis_facts.machine("Some MPI", VOLUMES, environment | {"LD_LIBRARY_PATH": "/b:/a:/b:"})
+    expected = {"HPCDIST_CUDA_AWARE": "no", "NCCL_DEBUG": "INFO", "LD_LIBRARY_PATH": "/b:/a"}
+    assert machine.settings == expected, "launchers add their folder to a path again on each hop"
+    assert machine.software["MPI"] == "Some MPI" and machine.processor and machine.cores > 0
+
+
+def test_memory_domains(tmp_path):
+    for node, cpus in enumerate(("0-1,4\n", "2-3\n", "\n")):  # the last has memory only
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(cpus)
+    assert diagnosis_facts.domains(tmp_path) == ((0, 1, 4), (2, 3))
+    (tmp_path / "node0" / "cpulist").write_text("damaged")
+    assert diagnosis_facts.domains(tmp_path) == ()
+
+
+def test_an_edited_copy_has_other_sources(tmp_path):
+    (tmp_path / "module.py").write_text("A = 1\n")
+    before = diagnosis_facts.sources(tmp_path)
+    (tmp_path / "module.py").write_text("A = 2\n")
+    assert len({before, diagnosis_facts.sources(tmp_path), diagnosis_facts.sources()}) == 3
+
+
+def test_volumes(tmp_path):
+    assert diagnosis_facts.volume("x", tmp_path / "not" / "there", "ext4").free_bytes > 0
+    (tmp_path / "file").touch()
+    assert diagnosis_facts.volume("x", tmp_path / "file" / "below", "ext4").error == ""
+
+
+def test_a_volume_that_does_not_answer_is_told_and_not_raised(monkeypatch, tmp_path):
+    def stale(path):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    assert doctor_job._volume("x", tmp_path).kind != "unknown"
+    monkeypatch.setattr(stripe, "file_system", stale)
+    monkeypatch.setattr(diagnosis_facts.os, "statvfs", stale)
+    assert doctor_job._volume("x", tmp_path) == Volume("x", str(tmp_path), "unknown", 0, error="Stale file handle")
+
+
+def test_the_node_local_folder_is_that_of_tmpdir(monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert [volume.path for volume in doctor_job._volumes(Path("/run"))] == ["/run", str(tmp_path), "/dev/shm"]
+    monkeypatch.delenv("TMPDIR")
+    assert doctor_job._volumes(Path("/run"))[1].path == "/tmp"
+
+
+def test_gpus_are_looked_for_before_mpi_starts(monkeypatch):
+    monkeypatch.setattr(diagnosis_facts.device, "choose", lambda local_rank: chosen.append(local_rank))
+    monkeypatch.setattr(diagnosis_facts.device, "count", lambda: 4)
+    monkeypatch.setattr(diagnosis_facts.device, "bus_id", lambda: "0000:01:00.0")
+    chosen: list[int] = []
+    said = Announced("mpirun", 4, 3, 3)
+    assert diagnosis_facts.gpu(said, "", {"CUDA_VISIBLE_DEVICES": "2"}) == Gpu("2", 4, "0000:01:00.0")
+    assert diagnosis_facts.gpu(said, "", {"CUDA_VISIBLE_DEVICES": "MIG-1"}).name == "0000:01:00.0 MIG-1"
+    assert chosen == [3, 3]
+    assert diagnosis_facts.gpu(said, "cpu", {}).count == 0 and chosen == [3, 3]
+    assert "no local rank" in diagnosis_facts.gpu(Announced("mpirun", 4, 3, None), "gpu", {}).reason
+
+
+def test_any_error_of_a_driver_is_a_reason(monkeypatch):
+    def broken():
+        raise OSError("device is busy")
+
+    monkeypatch.setattr(diagnosis_facts.device, "count", broken)
+    assert diagnosis_facts.gpu(None, "", {}).reason == "OSError: device is busy"
+
+
+def test_srun_is_asked_for_its_plugins(tmp_path):
+    (tmp_path / "srun").write_text("#!/bin/sh\necho 'MPI plugin types are...' >&2\nprintf '\\tpmi2\\n\\tnone\\n' >&2\n")
+    (tmp_path / "srun").chmod(0o755)
+    assert diagnosis_facts.plugins({"PATH": str(tmp_path)}) == "pmi2, none"
+    assert diagnosis_facts.plugins({"PATH": "/no/such/path"}) == ""
+
+
+# -- messages
+
+
+def gathered(size, ranks_per_node, directory, clock=lambda rank: time.time, sees=lambda rank: True, look_s=10.0):
+    """Gather on threads; where a rank does not see the ``directory``, it looks into another."""
+
+    def body(comm):
+        stages = []
+        own = directory if sees(comm.rank) else directory / "elsewhere"
+        found = diagnosis_job.gather(
+            comm, FACTS, lambda: MACHINE, own, stages.append, clock=clock(comm.rank), look_s=look_s
+        )
+        return found, stages
+
+    return run_threads(size, body, ranks_per_node)
+
+
+@pytest.mark.parametrize(("size", "ranks_per_node", "nodes"), [(1, 1, 1), (2, 2, 1), (3, 2, 2), (4, 2, 2), (4, 1, 4)])
+def test_rank_0_gathers_all_rows(tmp_path, size, ranks_per_node, nodes):
+    found = gathered(size, ranks_per_node, tmp_path / "run")
+    one = found[0][0]
+    assert [each for each, _ in found[1:]] == [None] * (size - 1)
+    assert [row.node for row in one.table.rows] == [rank // ranks_per_node for rank in range(size)]
+    assert [row.local_rank for row in one.table.rows] == [rank % ranks_per_node for rank in range(size)]
+    assert one.table.machines == [MACHINE] * nodes and one.failure == ""
+    assert {stages[-1] for _, stages in found} == {"collecting what all ranks found"}
+    assert diagnosis_table.check_messages(one.table).status == OK
+    assert diagnosis_nodes.check_directory(one.table, "run", one.failure).status == OK
+    assert len(one.offsets) == nodes
+    assert all(abs(offset.offset_s) <= offset.bound_s + 1e-3 for offset in one.offsets)
+    inside = [row.greeting.inside_s is not None for row in one.table.rows]
+    assert any(inside) is (ranks_per_node > 1 and size > 1)
+    assert list((tmp_path / "run").iterdir()) == [], "what rank 0 wrote is gone"
+
+
+def test_nodes_whose_ranks_alternate_are_put_in_rank_order(tmp_path):
+    """As mpirun --map-by node deals them out."""
+
+    def body(comm):
+        comm.declared_node = comm.rank % 2
+        facts = dataclasses.replace(FACTS, announced=comm.rank)
+        return diagnosis_job.gather(comm, facts, lambda: MACHINE, tmp_path, lambda _: None)
+
+    one = run_threads(5, body)[0]
+    assert [(row.node, row.local_rank, row.facts.announced) for row in one.table.rows] == [
+        (0, 0, 0), (1, 0, 1), (0, 1, 2), (1, 1, 3), (0, 2, 4)
+    ]  # fmt: skip
+
+
+def test_a_clock_that_is_ahead(tmp_path):
+    found = gathered(4, 2, tmp_path, clock=lambda rank: lambda: time.time() + 5.0 * (rank >= 2))
+    offsets = found[0][0].offsets
+    assert offsets[0] == Offset(0.0, 0.0)
+    assert offsets[1].offset_s == pytest.approx(5.0, abs=offsets[1].bound_s + 1e-6)
+    check = diagnosis_nodes.check_clocks(found[0][0].table, offsets)
+    assert check.status == WARN and check.found.startswith("node1: 5.0 s ahead")
+
+
+def test_a_node_that_sees_another_directory(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    found, _ = gathered(4, 2, tmp_path, sees=lambda rank: rank < 2, look_s=0.2)[0]
+    check = diagnosis_nodes.check_directory(found.table, "run", found.failure)
+    assert check.status == FAIL and "node1: another directory" in check.found
+
+
+def test_a_directory_that_rank_0_cannot_make(tmp_path):
+    (tmp_path / "file").touch()
+    found = gathered(2, 1, tmp_path / "file" / "run")
+    assert found[0][0].failure == "Not a directory"
+
+
+def test_a_file_that_comes_late_is_seen(tmp_path):
+    """As on NFS, whose clients look again when their cache has aged."""
+    path = tmp_path / "late"
+    assert "another directory" in diagnosis_job.look(path, "text", 0.0)
+    looks = []
+    original = Path.read_text
+
+    class Late(type(path)):
+        def read_text(self, *arguments, **options):
+            looks.append(1)
+            if len(looks) == 3:
+                path.write_text("text")
+            return original(path, *arguments, **options)
+
+    assert diagnosis_job.look(Late(path), "text", 10.0) == "" and len(looks) == 3
+    assert "another content" in diagnosis_job.look(path, "other", 0.0)
+    assert "no such directory" in diagnosis_job.look(tmp_path / "no" / "file", "text", 0.0)
+
+
+@pytest.mark.parametrize("damaged", [2, 1 << 17])
+def test_damaged_data_is_found(damaged):
+    """In small messages or in the large one."""
+
+    def body(comm):
+        exchange = comm.sendrecv
+
+        def damaging(send, to, receive, source, tag):
+            exchange(send, to, receive, source, tag)
+            if receive.size == damaged and comm.rank == 1:
+                receive[-1] += 1
+
+        comm.sendrecv = damaging
+        return diagnosis_job._ring(comm)[0]
+
+    assert run_threads(3, body) == [True, False, True]
+
+
+def test_the_others_are_released_when_a_rank_fails(tmp_path):
+    def body(comm):
+        def describe():
+            raise OSError("a bug in here")
+
+        diagnosis_job.gather(
+            comm, FACTS, describe if comm.rank == 1 else lambda: MACHINE, tmp_path, lambda _: None, look_s=0.2
+        )
+
+    with pytest.raises((OSError, CommunicationError)):
+        run_threads(3, body, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stage_that_does_not_end_fails_with_what_was_waited_for():
+    failures = []
+    deadline = diagnosis_job.Deadline("rank 3 on n2", 0.05, failures.append)
+    deadline.stage("messages with ranks 1 and 5")
+    deadline._timer.join(60)
+    assert isinstance(failures[0], DeadlineError)
+    assert str(failures[0]).startswith("rank 3 on n2: messages with ranks 1 and 5 did not end within 0.05 s")
+
+
+def test_a_stage_that_ends_does_not_fail():
+    failures, timers = [], []
+    deadline = diagnosis_job.Deadline("rank 3 on n2", 3600.0, failures.append)
+    for _ in range(2):
+        deadline.stage("a stage")
+        timers.append(deadline._timer)
+    deadline.stop()
+    for timer in timers:
+        timer.join(60)
+    assert failures == [] and not any(timer.is_alive() for timer in timers)
+
+
+# -- the command
+
+
+@pytest.mark.parametrize(
+    ("environment", "scheduler", "status", "words"),
+    [
+        ({}, "", OK, "no scheduler"),
+        ({}, "Slurm", WARN, "Slurm does not say"),
+        ({}, "PBS", WARN, "PBS does not say"),
+        ({"SLURM_JOB_ID": "7"}, "Slurm", OK, "0:59:01 left, until 1970-01-01 01:15:41 UTC, by squeue alone"),
+        ({"SLURM_JOB_ID": "8"}, "Slurm", WARN, "Slurm does not say"),
+        ({"SLURM_JOB_END_TIME": "8061"}, "Slurm", OK, "1:57:41 left, until 1970-01-01 02:14:21 UTC"),
+        ({"SLURM_JOB_END_TIME": str(10**10)}, "Slurm", OK, "no limit"),
+        ({"SLURM_JOB_END_TIME": "soon"}, "Slurm", FAIL, "soon"),
+    ],
+)
+def test_walltime(monkeypatch, environment, scheduler, status, words):
+    def queued(jobs):
+        if jobs != ["7"]:
+            raise MissingCapabilityError("squeue does not answer")
+        return [JobState(id="7", state="RUNNING", time_left_s=3541.0)]
+
+    monkeypatch.setattr(slurm_queue, "queued", queued)
+    check = doctor_job._walltime(scheduler, environment, now=1000.0)
+    assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
+
+
+def test_a_world_that_fell_apart_names_the_plugins_of_srun(monkeypatch):
+    monkeypatch.setattr(diagnosis_facts, "plugins", lambda: "pmi2, none")
+    error = ConfigurationError("a world of 1")
+    of_srun = doctor_job._apart(Announced("Slurm srun", 4, 0, 0), error)
+    assert of_srun.status == FAIL and "`srun --mpi=list` has pmi2, none" in of_srun.cure
+    by_pmi2 = Announced("MPICH mpirun", 4, 2, 0)
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
+    assert "--mpi=pmix for Open MPI" in doctor_job._apart(by_pmi2, error, step).cure
+    assert "srun" not in doctor_job._apart(by_pmi2, error, {}).cure
+    assert "srun" not in doctor_job._apart(Announced("Open MPI mpirun", 4, 0, 0), error).cure
+
+
+def test_a_single_process_is_a_job_too(tmp_path):
+    line = [sys.executable, "-P", "-m", "hpcdist", "doctor", "--job", "--json", "--device", "cpu", "--out", "run"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert (report["ok"], report["ranks"], len(report["nodes"])) == (True, 1, 1)
+    names = {check["name"] for check in report["checks"]}
+    assert {"world", "walltime", "scheduler", "messages", "GPUs", "cores", "clocks", "run directory"} <= names
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--out", "run"], "--out is for a batch job; add --job"),
+        (["--device", "gpu"], "--device is for a batch job"),
+        (["--job", "--launch"], "leave one out"),
+    ],
+)
+def test_options_that_do_not_go_together(arguments, words):
+    error = CliRunner().invoke(doctor.command, arguments).exception
+    assert isinstance(error, UsageError) and words in str(error)

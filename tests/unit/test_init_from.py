@@ -1,0 +1,196 @@
+"""New runs that begin with the parameters of another one: any layout, any type, and what does not fit is named."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_runs import trainer_of
+
+from hpcdist.arrays import backend
+from hpcdist.arrays.piece import Piece, runs
+from hpcdist.checkpoint import manifest, safetensors
+from hpcdist.checkpoint.adopt import adopt
+from hpcdist.checkpoint.catalogue import PARAMETERS, tensors
+from hpcdist.checkpoint.restore import restore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.training import recipe as recipes
+from hpcdist.training.trainer import Trainer
+
+Keys = dict[str, Any]
+
+SMALL = {"model.layers": 2, "model.hidden": 8, "model.heads": 2, "data.context": 4, "run.global_batch": 8}
+SERVED = {"parallel.strategy": "parameter_server"}
+LAYOUTS: dict[str, tuple[int, Keys]] = {
+    "one process": (1, {}),
+    "bfloat16": (2, {"precision.mode": "bfloat16"}),
+    "float64": (2, {"precision.mode": "float64"}),
+    "zero3": (3, {"parallel.strategy": "zero3"}),
+    "zero3 in files": (2, {"parallel.strategy": "zero3", "zero.offload_optimizer": "file"}),
+    "pipeline, tensor": (4, {"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.microbatches": 2}),
+    "servers": (3, SERVED),
+    "asynchronous servers": (3, SERVED | {"parameter_server.consistency": "asp"}),
+    "DiLoCo": (2, {"parallel.strategy": "local_sgd", "decentralised.outer_momentum": 0.9}),
+}
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    (tmp_path / "text.txt").write_text("to be or not to be " * 40)
+    return {**SMALL, "data.path": tmp_path / "text.txt"}
+
+
+@pytest.fixture
+def trained(keys: Keys, tmp_path: Path, rng: np.random.Generator) -> Path:
+    """The checkpoint of a run on other data, by two ranks."""
+    (tmp_path / "other.txt").write_text("another text of other words " * 40)
+    drawn = rng.standard_normal(1 << 16).astype(np.float32)
+
+    def body(comm: Communicator) -> Path:
+        trainer = trainer_of(comm, {**keys, "data.path": tmp_path / "other.txt"})
+        for piece in trainer.exchange.wanted():
+            piece.array[...] = drawn[: piece.flat.size]
+        trainer.exchange.restore({"count": 7})
+        return trainer.save(tmp_path / "old" / "checkpoints", 7)
+
+    return run_threads(2, body)[0]
+
+
+def parameters(path: Path) -> dict[str, np.ndarray]:
+    pieces = [
+        Piece.whole(one.kind, one.name, np.empty(one.shape, one.dtype))
+        for one in tensors(manifest.load(path), {PARAMETERS})
+    ]
+    restore(path, pieces)
+    return {piece.tensor: piece.array for piece in pieces}
+
+
+def begun(trainer: Trainer, right: dict[str, np.ndarray]) -> None:
+    """The parameters are those, and nothing else is of the old run."""
+    for piece in trainer.exchange.wanted():
+        found, where = backend.to_host(piece.array.copy()), runs(piece.global_shape, piece.box, piece.flat)
+        if piece.kind != PARAMETERS:
+            assert not found.any(), piece.name
+            continue
+        for start, local, size in zip(where.start, where.local, where.size, strict=True):
+            expected = right[piece.tensor][start : start + size].astype(found.dtype)
+            assert found[local : local + size].tobytes() == expected.tobytes(), piece.name
+    assert trainer.first_step == 0 and trainer.exchange.state()["count"] == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout_begins_with_the_parameters_of_another(
+    layout: str, keys: Keys, trained: Path, tmp_path: Path
+) -> None:
+    ranks, own = LAYOUTS[layout]
+    settings = {**keys, **own, "run.init_from": trained}
+    if "files" in layout:
+        settings["zero.offload_directory"] = tmp_path
+    right = parameters(trained)
+
+    def body(comm: Communicator) -> None:
+        trainer = trainer_of(comm, settings)
+        begun(trainer, right)
+        exchange: Any = trainer.exchange
+        if layout == "bfloat16":
+            assert (exchange.parameters.array == exchange.weights.array.astype(exchange.parameters.dtype)).all()
+        if layout == "DiLoCo":
+            assert (exchange._outer._start.array == exchange.parameters.array).all()
+        trainer.close()
+
+    run_threads(ranks, body)
+
+
+@pytest.mark.parametrize("mode", ["float32", "float64"])
+def test_on_a_gpu(mode: str, keys: Keys, trained: Path, gpu: object) -> None:
+    settings = {**keys, "run.device": "gpu", "precision.mode": mode, "run.init_from": trained}
+    begun(trainer_of(solo(), settings), parameters(trained))
+
+
+def test_a_run_means_its_newest_and_an_import_will_do(keys: Keys, trained: Path, tmp_path: Path) -> None:
+    begun(trainer_of(solo(), {**keys, "run.init_from": tmp_path / "old"}), parameters(trained))
+    stored = manifest.load(trained)
+    files = safetensors.write(trained, stored, tensors(stored, {PARAMETERS}), tmp_path / "m.safetensors", 1 << 30)
+    adopt(files[0], tmp_path / "imported")
+    begun(trainer_of(solo(), {**keys, "run.init_from": tmp_path / "imported"}), parameters(trained))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"model.layers": 3}, r"\d\.\S+ (is missing|has the shape)"),
+        ({"model.layers": 1}, r"\d\.\S+ (is missing|has the shape)"),
+        ({"data.context": 6}, r"0\.positions\.weight has the shape \[4, 8\], in the recipe's model \[6, 8\]"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["one process", "zero3", "pipeline, tensor"])
+def test_what_does_not_fit_is_named_and_drawn_where_that_is_allowed(
+    changed: Keys, said: str, layout: str, keys: Keys, trained: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks, own = LAYOUTS[layout]
+    settings = {**keys, **own, **changed}
+    with pytest.raises(StorageError, match=said + ".*--allow-partial") as caught:
+        run_threads(ranks, lambda comm: trainer_of(comm, {**settings, "run.init_from": trained}))
+    assert caught.value.exit_code == 74
+    right = parameters(trained)
+
+    def body(comm: Communicator) -> set[str]:
+        drawn = {piece.name: piece.array.copy() for piece in trainer_of(comm, settings).exchange.wanted()}
+        trainer = trainer_of(comm, {**settings, "run.init_from": trained, "run.allow_partial": "true"})
+        fresh = set()
+        for piece in trainer.exchange.wanted():
+            if piece.kind == PARAMETERS and right.get(piece.tensor, np.zeros(0)).size == np.prod(piece.global_shape):
+                where = runs(piece.global_shape, piece.box, piece.flat)
+                for start, local, size in zip(where.start, where.local, where.size, strict=True):
+                    assert (piece.array[local : local + size] == right[piece.tensor][start : start + size]).all()
+            elif piece.kind == PARAMETERS:
+                assert (piece.array == drawn[piece.name]).all()
+                fresh.add(piece.tensor)
+        return fresh
+
+    fresh = set().union(*run_threads(ranks, body))
+    told = capfd.readouterr().err
+    assert all(f"hpcdist: {name} " in told for name in fresh) and "tensors begin with the parameters of" in told
+
+
+def test_damaged_parameters_are_drawn_where_that_is_allowed(
+    keys: Keys, trained: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bad = next(entry for entry in manifest.load(trained).pieces if entry.kind == PARAMETERS and len(entry.shape) == 2)
+    right = parameters(trained)
+    data = bytearray((trained / bad.file).read_bytes())
+    data[bad.offset + 5] ^= 1
+    (trained / bad.file).write_bytes(data)
+    with pytest.raises(StorageError, match=f"{bad.tensor} are damaged.*add --allow-partial"):
+        run_threads(2, lambda comm: trainer_of(comm, {**keys, "run.init_from": trained}))
+
+    def body(comm: Communicator) -> None:
+        fresh = trainer_of(comm, keys).exchange.wanted()
+        drawn = {piece.tensor: piece.array.copy() for piece in fresh if piece.kind == PARAMETERS}
+        trainer = trainer_of(comm, {**keys, "run.init_from": trained, "run.allow_partial": "true"})
+        for piece in trainer.exchange.wanted():
+            if piece.kind == PARAMETERS:
+                expected = (drawn if piece.tensor == bad.tensor else right)[piece.tensor]
+                assert (piece.array == expected.reshape(-1)).all(), piece.name
+
+    run_threads(2, body)
+    assert "are damaged: the digest does not match: drawn" in capfd.readouterr().err
+
+
+def test_sources_that_are_none(keys: Keys, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(trained, tmp_path / "older" / "step-7")
+    (tmp_path / "older" / "step-7" / "manifest.json").write_text('{"schema": "other"}')
+    for source, said in (
+        (tmp_path / "missing", "has no checkpoints; give the directory of a run"),
+        (tmp_path / "empty", "has no checkpoints; give the directory of a run"),
+        (tmp_path / "older" / "step-7", "is not a manifest"),
+    ):
+        with pytest.raises(StorageError, match=said):
+            run_threads(2, lambda comm: trainer_of(comm, {**keys, "run.init_from": source}))  # noqa: B023
+    with pytest.raises(ConfigurationError, match="allow_partial = true has no effect"):
+        recipes.load(None, ["run.allow_partial=true"], {})

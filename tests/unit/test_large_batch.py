@@ -1,0 +1,96 @@
+"""Options of large batches in whole runs: the same weights under every exchange, and rates that follow the batch."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rank_runs import alone, difference, losses, trainer_of
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.training.trainer import Trainer
+
+STEPS = 4
+SMALL: dict[str, object] = {
+    "model.layers": 1,
+    "model.hidden": 16,
+    "model.heads": 2,
+    "data.context": 8,
+    "precision.mode": "float64",
+    "run.steps": STEPS,
+    "run.global_batch": 10,
+    "optimizer.warmup_samples": 25,  # two updates and a half
+}
+OPTIONS: dict[str, dict[str, object]] = {
+    "lamb": {
+        "optimizer.name": "lamb",
+        "optimizer.normalize_gradient": "true",
+        "optimizer.clip_norm": 0,
+        "optimizer.bias_correction": "false",
+        "optimizer.trust_ratio_min": 0.05,
+        "optimizer.trust_ratio_max": 0.2,
+        "optimizer.epsilon": 1e-3,  # so that the scale of the gradient matters
+        "optimizer.base_batch": 5,
+        "optimizer.scaling": "sqrt",
+    },
+    "lars": {"optimizer.name": "lars", "optimizer.base_batch": 5, "optimizer.scaling": "linear"},
+}
+SERVER = {"parallel.strategy": "parameter_server"}
+# name -> (ranks, keys)
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "allreduce": (3, {"communication.algorithm": "ring"}),
+    "zero1": (3, {"parallel.strategy": "zero1"}),
+    "zero2": (2, {"parallel.strategy": "zero2", "parallel.microbatches": 2}),
+    "zero3": (3, {"parallel.strategy": "zero3"}),
+    "1f1b x zero1": (4, {"parallel.strategy": "zero1", "parallel.pipeline": 2, "parallel.microbatches": 2}),
+    "tensor": (2, {"parallel.tensor": 2}),
+    "two servers": (4, {**SERVER, "parameter_server.servers": 2}),
+    "mirrored servers": (4, {**SERVER, "parameter_server.servers": 2, "parameter_server.mirrored": "true"}),
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(" ".join("".join(word) for word in np.random.default_rng(3).choice(list("abcdefgh"), (800, 4))))
+    return path
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_exchange_makes_the_same_steps(layout: str, options: str, text: Path) -> None:
+    ranks, keys = LAYOUTS[layout]
+    settings = {**SMALL, "data.path": text, **OPTIONS[options]}
+    expected = alone(settings, STEPS)
+
+    def body(comm: Communicator) -> tuple[list[float], float]:
+        trainer = trainer_of(comm, {**settings, **keys})
+        return losses(trainer, STEPS), difference(trainer, expected.state)
+
+    for found, apart in run_threads(ranks, body):
+        np.testing.assert_allclose(found, expected.losses, rtol=1e-10)
+        assert apart < 1e-9
+    plain = alone({**settings, "optimizer.normalize_gradient": "false"}, STEPS).losses
+    assert options == "lars" or plain != expected.losses
+
+
+def trained(text: Path, **keys: object) -> tuple[Trainer, list[float]]:
+    trainer = trainer_of(solo(), {**SMALL, "data.path": text, **{key.replace("__", "."): v for key, v in keys.items()}})
+    return trainer, losses(trainer, STEPS)
+
+
+def test_a_scaled_rate_is_that_of_a_recipe_that_says_it_itself(text: Path) -> None:
+    scaled, found = trained(
+        text,
+        optimizer__learning_rate=2e-3,
+        optimizer__base_batch=40,
+        optimizer__scaling="linear",
+        optimizer__decay="constant",
+    )
+    plain, expected = trained(text, optimizer__learning_rate=5e-4, optimizer__decay="constant")
+    assert found == expected and len(set(found)) == STEPS
+    rates = [scaled.learning_rate(step) for step in range(1, 5)]
+    assert rates == pytest.approx([2e-4, 4e-4, 5e-4, 5e-4])  # 10, 20, 30 and 40 of 25 samples
+    assert rates == [plain.learning_rate(step) for step in range(1, 5)]
+    assert scaled.exchange.owner.optimizer.learning_rate == rates[-1]

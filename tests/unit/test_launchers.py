@@ -1,0 +1,178 @@
+"""The command line of every kind of launcher, and what a kind cannot be told."""
+
+import os
+import shlex
+import sys
+
+import pytest
+
+from hpcdist.cli import main
+from hpcdist.cli import run as run_command
+from hpcdist.comm import launchers, mpirun
+from hpcdist.comm.launchers import KINDS, Layout, Site
+from hpcdist.errors import CONFIGURATION, MISSING_CAPABILITY, USAGE, ConfigurationError, MissingCapabilityError
+
+PROGRAM = ["python", "-m", "hpcdist"]
+SRUN = "srun --ntasks=4 --kill-on-bad-exit=1 --wait=60 --export=ALL --gpu-bind=none --disable-status"
+FLUX = "flux run -n 4 -o exit-on-error -o exit-timeout=60s -o gpu-affinity=off"
+
+
+@pytest.fixture(autouse=True)
+def outside_of_jobs(monkeypatch):
+    for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", launchers.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+def line(kind, layout, options=(), environment=None):
+    starter = launchers.starter(KINDS[kind], layout, None, {} if environment is None else environment)
+    return shlex.join(starter.line(PROGRAM, {"OMP_NUM_THREADS": "1"}, options))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "expected"),
+    [
+        ("srun", Layout(4), SRUN),
+        (
+            "srun",
+            Layout(4, 2, 3, "pmix"),
+            f"{SRUN} --nodes=2 --ntasks-per-node=2 --cpus-per-task=3 --mpi=pmix",
+        ),
+        ("srun", Layout(4, 3), f"{SRUN} --nodes=2 --ntasks-per-node=3"),
+        ("mpiexec", Layout(4), "mpiexec -n 4 --genvall"),
+        (
+            "mpiexec",
+            Layout(4, 2, 3, "pmix"),
+            "mpiexec -n 4 --genvall --ppn 2 --depth 3 --cpu-bind depth --pmi=pmix",
+        ),
+        ("ibrun", Layout(4), "ibrun -n 4"),
+        ("ibrun", Layout(4, None, 3), "ibrun -n 4"),
+        ("flux", Layout(4), FLUX),
+        ("flux", Layout(4, 2, 3, "pmix"), f"{FLUX} -N 2 -c 3 -o pmi=pmix"),
+    ],
+)
+def test_lines(kind, layout, expected):
+    assert line(kind, layout) == f"{expected} python -m hpcdist"
+    assert line(kind, layout, ["-v"]) == f"{expected} -v python -m hpcdist", "what the user says comes last, and wins"
+
+
+def test_the_line_of_mpirun(tmp_path, monkeypatch):
+    found = mpirun.Launcher(tmp_path / "mpirun", mpirun.MPICH, "5.0.2")
+    monkeypatch.setattr(mpirun, "find", lambda environment: found)
+    starter = launchers.starter(KINDS["mpirun"], Layout(4, 2, 3), None, {})
+    assert shlex.join(starter.line(PROGRAM, {}, ["-v"])) == f"{found.path} -n 4 -ppn 2 -v python -m hpcdist"
+    assert starter.without(["n2"], ["n1", "n3"]) == ["-hosts", "n1,n3"]
+
+
+def test_a_step_has_the_cores_of_its_job(monkeypatch):
+    """Slurm does not pass them on since 22.05."""
+    job = {"SLURM_CPUS_PER_TASK": "8"}
+    assert "--cpus-per-task=8" in line("srun", Layout(4), environment=job)
+    assert "--cpus-per-task=2" in line("srun", Layout(4, cpus_per_task=2), environment=job)
+    assert "8" not in line("flux", Layout(4), environment=job)
+
+
+def test_a_step_waits_for_its_cores_but_not_for_ever(monkeypatch):
+    assert "--immediate" not in line("srun", Layout(4)), "outside of a job it waits in the queue"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert "--immediate=300" in line("srun", Layout(4)) and "--immediate" not in line("flux", Layout(4))
+
+
+def test_one_thread_for_each_core(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    assert set(Site(KINDS["srun"], Layout(4, cpus_per_task=3)).settings().values()) == {"3"}
+    assert set(Site(KINDS["srun"], Layout(4)).settings().values()) == {"1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert "OMP_NUM_THREADS" not in Site(KINDS["srun"], Layout(4, cpus_per_task=3)).settings(), "the user's own stays"
+
+
+def test_lost_nodes_are_left_out():
+    assert Site(KINDS["srun"], Layout(4, 2)).without(["n2"], ["n1", "n3", "n4"]) == ["--exclude=n2", "--nodes=2"]
+    assert Site(KINDS["srun"], Layout(4)).without(["n2", "n4"], ["n1", "n3"]) == ["--exclude=n2,n4", "--nodes=2"]
+    with pytest.raises(MissingCapabilityError, match="lost n2, and ibrun cannot"):
+        Site(KINDS["ibrun"], Layout(4)).without(["n2"], ["n1"])
+
+
+def test_auto_is_what_the_site_says():
+    assert launchers.named("auto", {}).name == "mpirun"
+    assert launchers.named("auto", {launchers.VARIABLE: "flux"}).name == "flux"
+    assert launchers.named("srun", {launchers.VARIABLE: "flux"}).name == "srun"
+    with pytest.raises(ConfigurationError, match="HPCDIST_LAUNCHER='srn'.*did you mean 'srun'"):
+        launchers.named("auto", {launchers.VARIABLE: "srn"})
+
+
+def refused(capsys, *words):
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["run", "-n", "4", *words])
+    said = capsys.readouterr()
+    assert said.out == "" and "Traceback" not in said.err
+    return leaving.value.code, said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--launcher srn", "did you mean 'srun'"),
+        ("--launcher jsrun-like", "choose one of auto, mpirun, srun"),
+        ("--launcher srun --survive shrink", "--launcher mpirun with Open MPI 5, or --restarts"),
+        ("--launcher flux --survive replace --spares 1", "--launcher mpirun with Open MPI 5, or --restarts"),
+        ("--launcher ibrun --ranks-per-node 2", "--ntasks-per-node=2"),
+        ("--launcher ibrun --pmi pmix", "srun, mpiexec, flux"),
+        ("--launcher mpirun --pmi pmix", "srun, mpiexec, flux"),
+        ("--python ''", "--python is empty"),
+        ("--python 'a", '--python "\'a": No closing quotation'),
+        ("--cpus-per-task 0", "--cpus-per-task"),
+    ],
+)
+def test_what_a_launcher_cannot_do(words, said, capsys):
+    given = words.split() if "'a" in words else shlex.split(words)
+    code, error = refused(capsys, *given, "--dry-run", "train")
+    assert code == USAGE and said in error
+
+
+def test_a_site_that_names_no_launcher(capsys, monkeypatch):
+    monkeypatch.setenv(launchers.VARIABLE, "srn")
+    assert refused(capsys, "--dry-run", "train")[0] == CONFIGURATION
+
+
+def test_a_launcher_that_is_not_here(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, error = refused(capsys, "--launcher", "flux", "train")
+    assert code == MISSING_CAPABILITY and "no flux on PATH" in error
+
+
+def test_the_mpiexec_of_an_mpi_is_not_that_of_the_site(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "mpiexec"
+    path.write_text("#!/bin/sh\necho 'mpiexec (OpenRTE) 4.1.4'\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, error = refused(capsys, "--launcher", "mpiexec", "train")
+    assert code == MISSING_CAPABILITY and "--launcher mpirun" in error
+    path.write_text("#!/bin/sh\necho 'mpiexec version 1.2.12 revision a3b1c2d'\n")
+    Site(KINDS["mpiexec"], Layout(4)).check()
+
+
+def printed(capsys, *words):
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["run", "-n", "4", "--launcher", "srun", *words, "--dry-run", "train", "a b.toml"])
+    assert not leaving.value.code
+    return shlex.split(capsys.readouterr().out)
+
+
+def test_a_dry_run_needs_no_launcher(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    shown = printed(capsys, "--mpi-args", "--label --time=10")
+    program = [sys.executable, "-P", "-m", "hpcdist", "train", "a b.toml"]
+    assert shown[-len(program) - 2 :] == ["--label", "--time=10", *program]
+
+
+def test_another_python_finds_its_own_hpcdist(capsys, monkeypatch):
+    """A clone's folder would stand before the hpcdist of a container, or be missing in it."""
+    monkeypatch.setattr(run_command, "outside_python", lambda: "/home/me/clone")
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    assert f"PYTHONPATH=/home/me/clone{os.pathsep}/mine" in printed(capsys)
+    shown = printed(capsys, "--python", "apptainer exec --nv 'my img.sif' python3")
+    assert not [word for word in shown if "PYTHONPATH" in word]
+    assert shown[-10:] == [
+        *("apptainer", "exec", "--nv", "my img.sif", "python3", "-P", "-m", "hpcdist", "train", "a b.toml")
+    ]

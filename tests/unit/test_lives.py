@@ -1,0 +1,319 @@
+"""Jobs that outlive their ranks: threads die at chosen moments, and the run ends as if nobody had.
+
+A few layouts are drawn in each run of the tests; HPCDIST_TEST_LIVES=all takes all of them.
+"""
+
+import gc
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lives_runs import survive
+
+from hpcdist.checkpoint.buddies import Buddies
+from hpcdist.checkpoint.restore import newest_complete
+from hpcdist.comm.threads import Death
+from hpcdist.errors import ConfigurationError, StorageError, TooFewRanksError
+from hpcdist.training import job, lives, survivable
+from hpcdist.training import recipe as recipes
+from hpcdist.training.fitting import fitting
+from hpcdist.training.survival import GROW_FILE
+from hpcdist.training.team import Change, Team, mode_of
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "allreduce": {},
+    "lars": {"optimizer.name": "lars"},
+    "delayed": {
+        "communication.delayed": "true",
+        "communication.overlap": "poll",
+        "communication.algorithm": "ring",
+    },
+    "overlapped": {"communication.overlap": "thread"},
+    "zero2 overlapped": {"parallel.strategy": "zero2", "communication.overlap": "thread"},
+    "accumulated": {"parallel.microbatches": 2},
+    "logical shards": {"run.logical_shards": 6},
+    "float16": {"precision.mode": "float16"},
+    "zero1": {"parallel.strategy": "zero1"},
+    "zero2": {"parallel.strategy": "zero2", "optimizer.name": "lamb"},
+    "zero3": {"parallel.strategy": "zero3"},
+    "colocated servers": {"parallel.strategy": "parameter_server", "parameter_server.placement": "colocated"},
+    "dedicated server": {"parallel.strategy": "parameter_server"},
+    "pipeline": {"parallel.pipeline": 2, "parallel.microbatches": 2},
+    "pipeline of zero1": {"parallel.pipeline": 2, "parallel.microbatches": 2, "parallel.strategy": "zero1"},
+    "tensor": {"parallel.tensor": 2},
+    "float16 in a pipeline": {"parallel.pipeline": 2, "parallel.microbatches": 2, "precision.mode": "float16"},
+}
+EVERY = os.environ.get("HPCDIST_TEST_LIVES") == "all"
+DRAWN = [*LAYOUTS] if EVERY else [*np.random.default_rng(int(os.environ["HPCDIST_TEST_SEED"])).permutation([*LAYOUTS])]
+WHEN = ("begin", "exchange", "update", "save", "backward")
+
+
+def moments(name: str) -> tuple[str, ...]:
+    """When a rank may die; one that only serves computes nothing."""
+    return WHEN[:4] if name == "dedicated server" else WHEN
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(rng.integers(97, 123, 2000).astype(np.uint8).tobytes())
+    return path
+
+
+def losses(steps: dict[str, np.ndarray]) -> np.ndarray:
+    assert steps["step"].tolist() == list(range(1, len(steps["step"]) + 1))
+    return steps["loss"]
+
+
+@pytest.mark.parametrize("name", DRAWN if EVERY else DRAWN[:2])
+def test_a_run_shrinks_and_goes_on(name: str, tmp_path: Path, text: Path, rng: np.random.Generator) -> None:
+    precision = {} if "float16" in name else {"precision.mode": "float64"}
+    keys = {**precision, "run.seed": int(rng.integers(1000)), **LAYOUTS[name]}
+    calm = survive(4, tmp_path / "calm", text, keys)
+    every = {"checkpoint.every_steps": 1}
+    kills = [f"{rng.integers(4)}@3:{rng.choice(moments(name))}", f"{rng.integers(2)}@6:{rng.choice(moments(name))}"]
+    found = survive(4, tmp_path / "killed", text, keys | every | {"chaos.kill": kills})
+    assert found.steps["world"][-1] < 4, kills
+    tolerance = 1e-2 if precision == {} else 1e-9
+    np.testing.assert_allclose(losses(found.steps), losses(calm.steps), rtol=tolerance, err_msg=str(kills))
+
+
+@pytest.mark.parametrize("name", DRAWN if EVERY else DRAWN[2:4])
+def test_spares_take_the_places_of_the_dead_to_the_bit(
+    name: str, tmp_path: Path, text: Path, rng: np.random.Generator
+) -> None:
+    keys = {"run.seed": int(rng.integers(1000)), **LAYOUTS[name]}
+    calm = survive(4, tmp_path / "calm", text, keys)
+    kills = [f"{rng.integers(4)}@{step}:{rng.choice(moments(name))}" for step in (2, 5, 8)]
+    every = {"checkpoint.every_steps": 1, "chaos.kill": kills}
+    found = survive(4, tmp_path / "killed", text, keys | every, spares=3)
+    assert found.steps["world"][-1] == 4
+    np.testing.assert_array_equal(losses(found.steps), losses(calm.steps), err_msg=str(kills))
+
+
+def test_where_a_copy_is_lost_with_its_keeper_the_newest_checkpoint_serves(
+    tmp_path: Path, text: Path, rng: np.random.Generator, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"run.seed": int(rng.integers(1000)), "parallel.strategy": "zero1", "checkpoint.every_steps": 3}
+    calm = survive(4, tmp_path / "calm", text, keys)
+    kills = {"chaos.kill": ["1@5", "2@5"]}  # on nodes of their own, each rank keeps for the one before
+    found = survive(4, tmp_path / "killed", text, keys | kills, spares=2, ranks_per_node=1)
+    np.testing.assert_array_equal(losses(found.steps), losses(calm.steps))
+    assert "from " + str(tmp_path / "killed" / "checkpoints" / "step-3") in capfd.readouterr().err
+
+
+def test_where_no_checkpoint_can_serve_it_does_not_begin_again(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(run_dir: Path, comm: Any) -> Path | None:
+        for path in (run_dir / "checkpoints").glob("step-*/manifest.json") if comm.rank == 0 else ():
+            path.write_text("{}")
+        return newest_complete(run_dir, comm)
+
+    monkeypatch.setattr(lives, "newest_complete", damaged)
+    keys = {"parallel.strategy": "zero1", "checkpoint.every_steps": 3, "chaos.kill": ["1@5", "2@5"]}
+    with pytest.raises(StorageError, match="none of them can be used"):
+        survive(4, tmp_path / "run", text, keys, spares=2, ranks_per_node=1)
+
+
+def test_a_death_while_the_run_is_rebuilt_rebuilds_it_again(
+    tmp_path: Path, text: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"run.seed": int(rng.integers(1000)), "parallel.strategy": "zero2"}
+    calm = survive(4, tmp_path / "calm", text, keys)
+    once = threading.Lock()  # one rank dies
+    assemble = job.assemble
+
+    def fragile(session: Any, recipe: Any, origin: Any) -> Any:
+        if origin is not None and session.comm.rank == 2 and once.acquire(blocking=False):
+            raise Death
+        return assemble(session, recipe, origin)
+
+    monkeypatch.setattr(job, "assemble", fragile)
+    found = survive(4, tmp_path / "killed", text, keys | {"chaos.kill": ["1@4:exchange"]}, spares=2)
+    assert once.locked()
+    np.testing.assert_array_equal(losses(found.steps), losses(calm.steps))
+
+
+def test_a_death_when_the_checkpoint_that_it_began_from_is_gone(
+    tmp_path: Path, text: Path, rng: np.random.Generator
+) -> None:
+    keys = {"run.seed": int(rng.integers(1000)), "checkpoint.every_steps": 1, "checkpoint.keep": 1}
+    survive(3, tmp_path / "run", text, keys | {"run.steps": 2})
+    found = survive(3, tmp_path / "run", text, keys | {"run.steps": 6, "chaos.kill": ["1@5"]}, resume="auto")
+    assert losses(found.steps).size == 6 and found.steps["world"][-1] == 2
+
+
+def test_who_has_no_place_any_more_still_gives_what_it_remembers(
+    tmp_path: Path, text: Path, rng: np.random.Generator, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pipeline = {"parallel.pipeline": 2, "parallel.microbatches": 2, "precision.mode": "float64"}
+    keys = {"run.seed": int(rng.integers(1000)), **pipeline}
+    calm = survive(4, tmp_path / "calm", text, keys)
+    # Of three ranks two are used; the third has the only copy of the dead one's state, on a node of its own.
+    found = survive(4, tmp_path / "killed", text, keys | {"chaos.kill": ["2@5"]}, ranks_per_node=1)
+    np.testing.assert_allclose(losses(found.steps), losses(calm.steps), rtol=1e-9)
+    assert "on 2 ranks" in (said := capfd.readouterr().err) and "after 4 steps, from the memory" in said
+
+
+@pytest.mark.parametrize(("wished", "ranks"), [(1, 3), (9, 4)])
+def test_spares_come_in_where_no_process_can_be_started(
+    wished: int, ranks: int, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(team: Team, change: Change, _: Any) -> Change:
+        team.close_up()
+        return change
+
+    def asked(session: Any, recipe: Any, origin: Any) -> Any:
+        if origin is None:
+            grow.write_text(f"{wished}\n")
+        return assemble(session, recipe, origin)
+
+    keys, assemble, grow = {"precision.mode": "float64"}, job.assemble, tmp_path / "run" / GROW_FILE
+    calm = survive(2, tmp_path / "calm", text, keys)
+    monkeypatch.setattr(Team, "fill", closed)
+    monkeypatch.setattr(job, "assemble", asked)
+    found = survive(2, tmp_path / "run", text, keys, spares=2)
+    np.testing.assert_allclose(losses(found.steps), losses(calm.steps), rtol=1e-9)
+    assert found.steps["world"].tolist() == [2] + [ranks] * 9, "it was asked for once"
+    assert not grow.exists()
+
+
+def test_a_run_that_nobody_is_left_to_train_says_so(tmp_path: Path, text: Path) -> None:
+    keys = {"survival.least_ranks": 2, "chaos.kill": ["1@3"]}
+    with pytest.raises(TooFewRanksError, match="survival.least_ranks = 2"):
+        survive(2, tmp_path / "run", text, keys)
+
+
+def test_metrics_tell_of_the_lives(tmp_path: Path, text: Path) -> None:
+    found = survive(3, tmp_path / "run", text, {"chaos.kill": ["0@4:update"]})
+    assert found.steps["session"].tolist() == [0] * 4 + [1] * 6
+    assert found.steps["world"].tolist() == [3] * 4 + [2] * 6
+    assert np.isnan(found.steps["compute_s"][:4]).any(axis=1).all(), "who died can say no more"
+    assert np.isfinite(found.steps["compute_s"][4:, :2]).all()
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"parallel.strategy": "gossip"}, "gossip"),
+        ({"parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}, "asp"),
+        ({"parallel.strategy": "parameter_server", "parameter_server.transport": "rma"}, "transport"),
+    ],
+)
+def test_what_cannot_be_survived_is_refused(keys: dict[str, str], said: str) -> None:
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
+    with pytest.raises(ConfigurationError, match=said):
+        survivable.check(recipe, "shrink", 0)
+
+
+def test_nobody_knows_the_gpu_of_a_new_process() -> None:
+    recipe = recipes.load(None, ["run.device=gpu"], {}).recipe
+    survivable.check(recipe, "replace", 1)
+    with pytest.raises(ConfigurationError, match="--spares"):
+        survivable.check(recipe, "replace", 0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "expected"),
+    [
+        ({}, 3, (3, 1, 1)),
+        ({"parallel.data": 4}, 3, (3, 1, 1)),
+        ({"run.global_batch": 2}, 3, (2, 1, 1)),
+        ({"parallel.pipeline": 2, "parallel.microbatches": 4}, 7, (3, 2, 1)),
+        ({"parallel.pipeline": 4, "parallel.microbatches": 4, "parallel.schedule": "zb-h1"}, 3, (1, 3, 1)),
+        (
+            {
+                "parallel.pipeline": 2,
+                "parallel.microbatches": 2,
+                "parallel.chunks": 2,
+                "parallel.schedule": "interleaved",
+            },
+            1,
+            (1, 1, 1),
+        ),
+        ({"parallel.tensor": 2, "parallel.sequence_parallel": "true"}, 1, (1, 1, 1)),
+        ({"parallel.strategy": "zero2", "zero.optimizer": 2, "zero.gradients": 2}, 3, (2, 1, 1)),
+    ],
+)
+def test_a_layout_for_any_number_of_ranks(keys: dict[str, Any], ranks: int, expected: tuple[int, int, int]) -> None:
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
+    found = fitting(recipe, ranks)
+    assert found is not None
+    parallel, used = found[0].parallel, found[1]
+    data = used // (parallel.pipeline * parallel.tensor)
+    assert (data, parallel.pipeline, parallel.tensor) == expected
+    assert found[0].run == recipe.run
+
+
+def test_no_layout_without_a_worker() -> None:
+    keys = ["parallel.strategy=parameter_server", "parameter_server.servers=2"]
+    recipe = recipes.load(None, keys, {}).recipe
+    assert fitting(recipe, 2) is None
+    assert fitting(recipe, 3) is not None
+
+
+@pytest.mark.parametrize("environment", [{"HPCDIST_SURVIVE": "yes"}, {"HPCDIST_SPARES": "1"}, {"HPCDIST_SPARES": "-1"}])
+def test_a_mode_that_is_none_is_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match="HPCDIST_S"):
+        mode_of(environment)
+
+
+def test_the_mode_is_that_of_the_launcher() -> None:
+    assert mode_of({}) == ("", 0)
+    assert mode_of({"HPCDIST_SURVIVE": "replace", "HPCDIST_SPARES": "2"}) == ("replace", 2)
+
+
+def test_nothing_of_a_life_that_ended_is_kept(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = threading.local()
+    assemble = job.assemble
+    seen: list[int] = []
+
+    def watched(session: Any, recipe: Any, origin: Any) -> Any:
+        earlier = vars(mine).setdefault("trainers", [])
+        seen.extend([0] * len(earlier))
+        assert not any(one() is not None for one in earlier), "a trainer of a life that ended is referred to"
+        trainer = assemble(session, recipe, origin)
+        earlier.append(weakref.ref(trainer))
+        return trainer
+
+    remembered: list[weakref.ref[Any]] = []
+    recall, finish = lives.recall, job.Job.finish
+
+    def remembering(*arguments: Any) -> Any:
+        found = recall(*arguments)
+        remembered.extend([weakref.ref(found)] if found is not None else [])
+        return found
+
+    def finished(*arguments: Any) -> int:
+        gc.collect()
+        assert not any(one() is not None for one in remembered), "a state of before is referred to"
+        return finish(*arguments)
+
+    monkeypatch.setattr(job, "assemble", watched)
+    monkeypatch.setattr(lives, "recall", remembering)
+    monkeypatch.setattr(job.Job, "finish", finished)
+    kills = [f"{rank}@{rank + 2}:{when}" for rank, when in enumerate(WHEN[:4])]
+    survive(4, tmp_path / "run", text, {"parallel.strategy": "zero1", "chaos.kill": kills}, spares=4)
+    assert seen and remembered, "nobody was rebuilt"
+
+
+def test_copies_at_rest_are_compared_with_their_digests(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keep = Buddies.keep
+
+    def damaging(self: Buddies, step: int, *of: Any) -> None:
+        keep(self, step, *of)
+        if step == 4 and self.copies.rank == 1:
+            self.copies.find(4, 1).data[5] ^= 1
+
+    monkeypatch.setattr(Buddies, "keep", damaging)
+    keys = {"parallel.strategy": "zero1", "survival.every_steps": 4, "survival.check_every_steps": 3, "run.steps": 7}
+    survive(2, tmp_path / "run", text, keys)
+    said = [line for line in capfd.readouterr().err.splitlines() if "memory of rank" in line]
+    assert len(said) == 1 and "rank 1" in said[0] and "step 4" in said[0]

@@ -1,0 +1,382 @@
+"""16-bit working copies in pipelines and on a tensor axis: the rule, and one verdict of all ranks on an overflow."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_runs import LAYOUT, NOISE, losses, state, trainer_of
+
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import NonFiniteError
+from hpcdist.models.arena import Arena
+from hpcdist.strategies.loss_scale import PATIENCE
+from hpcdist.strategies.nonfinite import explain
+from hpcdist.strategies.schedule.executor import MicroBatch
+from hpcdist.strategies.schedule.operations import EXCHANGED, Operation
+from hpcdist.training.trainer import Trainer
+
+Keys = dict[str, Any]
+State = dict[tuple[str, str], np.ndarray]
+
+SAMPLES = 12
+BASE: Keys = {
+    "model.layers": 2,
+    "model.hidden": 16,
+    "model.heads": 2,
+    "data.context": 8,
+    "run.steps": 40,
+    "run.global_batch": SAMPLES,
+    "optimizer.warmup_steps": 2,
+    "optimizer.clip_norm": 0,  # its norm is summed by stages
+    "parallel.microbatches": 4,
+    "communication.algorithm": "all_to_all",
+}
+BFLOAT16: Keys = {"precision.mode": "bfloat16"}
+FLOAT16: Keys = {"precision.mode": "float16", "precision.loss_scale": 1024}  # small enough: no step is skipped
+PIPELINE: Keys = {"parallel.pipeline": 2}
+TENSOR: Keys = {"parallel.tensor": 2}
+TIED: Keys = {"model.tied": "true"}
+SGD: Keys = {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1, "optimizer.momentum": 0.9}
+ZERO1, ZERO2, ZERO3 = ({"parallel.strategy": f"zero{stage}", "communication.algorithm": "ring"} for stage in (1, 2, 3))
+SERVER: Keys = {"parallel.strategy": "parameter_server", "communication.algorithm": "native"}
+COLOCATED: Keys = SERVER | {"parameter_server.placement": "colocated"}
+SCHEDULES: dict[str, Keys] = {
+    "gpipe": {"parallel.schedule": "gpipe"},
+    "1f1b": {},
+    "1f1b, recomputed": {"parallel.recompute": "true"},
+    "interleaved": {"parallel.schedule": "interleaved", "parallel.chunks": 2},
+    "zb-h1": {"parallel.schedule": "zb-h1"},
+    "zb-h2": {"parallel.schedule": "zb-h2"},
+    "zb-v": {"parallel.schedule": "zb-v"},
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Keys:
+    path = tmp_path / "text.txt"
+    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
+    path.write_text(" ".join(rng.choice(words, 1500)))
+    return {**BASE, "data.path": path}
+
+
+def bits(found: State) -> dict[tuple[str, str], bytes]:
+    assert all(values.dtype == np.float32 for values in found.values()), "never a rounded copy"
+    return {key: values.tobytes() for key, values in found.items()}
+
+
+def run(comm: Communicator, keys: Keys, steps: int, resume: Path | None = None) -> tuple[list[float], State]:
+    trainer = trainer_of(comm, keys, resume)
+    found = losses(trainer, steps), state(trainer)
+    trainer.close()
+    return found
+
+
+class Rule:
+    """One process that rounds as a pipeline must: the last stage's part of a tied tensor is rounded by itself.
+
+    With numpy's and ml_dtypes' own conversions, and momentum in a line of float32.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.model = trainer, trainer.model
+        self.half = dtype_of(trainer.recipe.precision.mode)
+        stores = (FlatStore(self.model.layout, np.dtype("float32")) for _ in range(4))
+        self.master, self.wide, self.own, self.copy = stores
+        self.model.initialise(self.master, trainer.recipe.run.seed)
+        self.velocity = np.zeros_like(self.master.array)
+        self.arena, self.count = Arena(), 0
+        self.last = self.model.stages[-1]
+        self.tied_layers = {self.model.layout.by_key[key].spec.layer for key in self.last.tied.values()}
+
+    def step(self, batches: list[MicroBatch]) -> float:
+        scale = self.trainer.executor.loss_scale.scale
+        per_target, loss = 1.0 / (SAMPLES * self.model.tokens_per_sample), 0.0
+        self.wide.array[...] = self.master.array.astype(self.half).astype(np.float32)
+        parameters, unit = self.model.bind(self.wide), len(self.model.stages) - 1
+        own, copy = (np.zeros(self.master.size, self.half) for _ in range(2))
+        for inputs, targets in batches:
+            self.own.zero()
+            self.copy.zero()
+            gradients = self.model.bind_gradients(self.own)
+            gradients[unit] = self.model.bind_stage_gradients(unit, self._store_of, set())
+            logits = self.model.forward(parameters, inputs, self.arena)
+            saved = self.arena.saved(self.last.layer)
+            loss += float(self.model.loss.forward(logits, targets, self.model.operations, saved))
+            self.model.backward(parameters, gradients, per_target * scale, self.arena)
+            own = (own.astype(np.float32) + self.own.array).astype(self.half)
+            copy = (copy.astype(np.float32) + self.copy.array).astype(self.half)
+        self.count += 1
+        gradient = (own.astype(np.float32) + copy.astype(np.float32)).astype(self.half).astype(np.float32)
+        momentum, rate = self.trainer.recipe.optimizer.momentum, self.trainer.learning_rate(self.count)
+        self.velocity = np.float32(momentum) * self.velocity + gradient * np.float32(1 / scale)
+        self.master.array[...] -= np.float32(rate) * self.velocity
+        return loss * per_target
+
+    def _store_of(self, layer: int) -> FlatStore:
+        return self.copy if layer in self.tied_layers else self.own
+
+
+@pytest.mark.parametrize(("number", "name"), list(enumerate(SCHEDULES)))
+def test_a_pipeline_follows_the_rule(text: Keys, number: int, name: str) -> None:
+    """To the bit. Where a backward is split, what micro-batches add to vectors meets before it is rounded."""
+    keys = text | SGD | {"optimizer.weight_decay": 0, "model.tied": str(number % 2 == 0).lower()}
+    keys |= (BFLOAT16, FLOAT16)[number // 2 % 2]
+    rule = Rule(trainer_of(solo(), keys))
+    with rule.trainer.batches(4) as batches:
+        expected = [rule.step(rule.trainer.cut(batch)) for batch in batches]
+    segments = [segment.key for segment in rule.model.layout.segments]
+    for found, kept in run_threads(2, lambda comm: run(comm, keys | PIPELINE | SCHEDULES[name], 4)):
+        np.testing.assert_allclose(found, expected, rtol=1e-4 if "zb" in name else 1e-12)
+        for key in segments:
+            mine, right = kept["parameters", key], rule.master.view(key).reshape(-1)
+            if "zb" in name:
+                assert np.abs(mine - right).max() < 2e-3
+            else:
+                assert mine.tobytes() == right.tobytes(), key
+
+
+@pytest.mark.parametrize(
+    ("mode", "layout", "servers"), [(BFLOAT16, SERVER, 2), (FLOAT16, SERVER, 1), (BFLOAT16, COLOCATED, 0)]
+)
+def test_servers_sum_in_float32_and_have_the_bits_of_allreduce(
+    text: Keys, mode: Keys, layout: Keys, servers: int
+) -> None:
+    keys = text | mode | {"parallel.microbatches": 2}
+    losses_then, kept = run_threads(3, lambda comm: run(comm, keys, 4))[0]
+    served = keys | layout | {"parameter_server.servers": servers}
+    for found, mine in run_threads(3 + servers, lambda comm: run(comm, served, 4)):
+        assert found == losses_then and bits(mine) == bits(kept)
+
+
+GRIDS: dict[str, tuple[int, Keys]] = {
+    "data 2 x pipeline 2": (4, PIPELINE | TIED | BFLOAT16),
+    "data 2 x pipeline 2, zero1": (4, PIPELINE | TIED | ZERO1 | FLOAT16),
+    "data 2 x pipeline 2, zero2, each micro-batch": (4, PIPELINE | ZERO2 | BFLOAT16),
+    "data 2 x pipeline 2, zero2, kept": (4, PIPELINE | TIED | ZERO2 | FLOAT16 | {"zero.keep_gradients": "true"}),
+    "data 2 x pipeline 2, zero3": (4, PIPELINE | ZERO3 | FLOAT16),
+    "data 2 x pipeline 2, served": (4, PIPELINE | TIED | COLOCATED | BFLOAT16),
+    "tensor 2": (2, TENSOR | TIED | FLOAT16),
+    "tensor 2, rows": (2, TENSOR | BFLOAT16 | {"parallel.sequence_parallel": "true"}),
+    "data 2 x tensor 2, zero3, lamb": (4, TENSOR | ZERO3 | FLOAT16 | {"optimizer.name": "lamb"}),
+    "pipeline 2 x tensor 2, zb-h1": (4, PIPELINE | TENSOR | TIED | BFLOAT16 | {"parallel.schedule": "zb-h1"}),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_every_grid_is_near_one_rank(text: Keys, name: str) -> None:
+    """Within what sums in another order make of 16-bit roundings: 2^-9 of a bfloat16, 2^-12 of a float16, each."""
+    size, layout = GRIDS[name]
+    keys = text | {"optimizer.clip_norm": 0.3} | layout
+    plain = {key: value for key, value in keys.items() if not key.startswith(LAYOUT)}
+    expected, right = run(solo(), plain | {"parallel.microbatches": 4}, 5)
+    weights = [key for key in right if key[0] == "parameters" and not key[1].endswith(NOISE)]
+    size_of_all = np.linalg.norm([np.linalg.norm(right[key]) for key in weights])
+    for found, kept in run_threads(size, lambda comm: run(comm, keys, 5)):
+        np.testing.assert_allclose(found, expected, rtol=2e-4)
+        apart = [np.linalg.norm(kept[key].astype(np.float64) - right[key]) for key in weights]
+        assert np.linalg.norm(apart) / size_of_all < 2e-3
+
+
+def everything(trainer: Trainer) -> list[bytes]:
+    """Bits of all that this rank keeps from step to step: copies, master, moments, clocks. Local."""
+    exchange, copies = trainer.exchange, trainer.executor.copies
+    kept = [piece.array.copy().tobytes() for piece in (*exchange.wanted(), *exchange.pieces())]
+    return [
+        exchange.parameters.array.tobytes(),
+        copies.parameters.array.tobytes(),
+        *kept,
+        repr(exchange.state()).encode(),
+    ]
+
+
+def overflows(trainer: Trainer, *, in_copy: bool) -> Callable[[], None]:
+    """Make one element of this rank's gradients infinite when they are next given away; return how to end it."""
+    exchange, copies, healthy = trainer.exchange, trainer.executor.copies, trainer.exchange.carries_out
+    left = [-1]  # places, none of them padding
+
+    def damage(values: Array) -> None:
+        values[left.pop()] = np.inf
+
+    def send(handler: Callable[[Operation], None], op: Operation) -> None:
+        assert op.range is not None
+        if left and trainer.executor.gradients_in(op.range) is not None:
+            inside = list(trainer.model.layout.within(op.range))
+            # On a tensor axis what all ranks have whole is the hard case: one of them counts it.
+            shared = [where for segment, where in inside if trainer.grid.tensor > 1 and not segment.spec.whole]
+            damage(trainer.exchange.gradients_at(layer_of(trainer, op)).range((shared or [inside[-1][1]])[0]))
+        handler(op)
+
+    if in_copy:
+        finish = trainer.executor._bound.complete_copies
+
+        def complete() -> None:
+            finish()
+            if left and copies.keys:
+                damage(copies.gradients.view(min(copies.keys)).reshape(-1))
+
+        trainer.executor._bound.complete_copies = complete  # type: ignore[method-assign]
+        return lambda: setattr(trainer.executor._bound, "complete_copies", finish)
+    sends = {
+        kind: lambda op, handler=healthy[kind]: send(handler, op)  # type: ignore[misc]
+        for kind in EXCHANGED
+        if kind in healthy
+    }
+    exchange.carries_out = {**healthy, **sends}
+    return lambda: setattr(exchange, "carries_out", healthy)
+
+
+def layer_of(trainer: Trainer, op: Operation) -> int:
+    assert op.range is not None
+    ranges = trainer.seat.ranges.items()
+    return next(trainer.model.stages[unit].layer for unit, part in ranges if part.intersect(op.range))
+
+
+STEPS = {
+    "allreduce": (2, FLOAT16 | TIED),
+    "a server": (3, SERVER | FLOAT16),
+    "data 2 x pipeline 2, topk with feedback": (
+        4,
+        PIPELINE | TIED | FLOAT16 | {"communication.algorithm": "native", "communication.compression": "topk"},
+    ),
+    "pipeline 2": (2, PIPELINE | TIED | FLOAT16),
+    "pipeline 2, interleaved": (2, PIPELINE | TIED | FLOAT16 | SCHEDULES["interleaved"]),
+    **{name: (size, keys | FLOAT16) for name, (size, keys) in GRIDS.items() if "lamb" not in name},
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_an_overflow_on_one_rank_of_one_stage_is_skipped_by_all(text: Keys, name: str) -> None:
+    """Of each rank in turn, and in the copy of a tied tensor; and it leaves no trace in the steps that follow."""
+    size, layout = STEPS[name]
+    keys = text | layout
+
+    def body(comm: Communicator, *, bad: bool) -> tuple[list[float], list[bytes]]:
+        trainer = trainer_of(comm, keys)
+        computing = comm.allgather_object(trainer.seat.computes)
+        copied = any(comm.allgather_object(bool(trainer.executor.copies.keys)))
+        culprits = [(rank, False) for rank in range(size) if computing[rank]]
+        culprits += [(-1, True)] * copied
+        with trainer.batches(2) as batches:
+            first, second = (trainer.cut(batch) for batch in batches)
+
+        def step(number: int, parts: list[MicroBatch]) -> Any:
+            return trainer.executor.run(trainer.operations, parts, SAMPLES, number, np.ones(2))
+
+        found = [step(1, first).loss]
+        for rank, in_copy in culprits if bad else []:
+            before = everything(trainer)
+            mine = comm.rank == rank or (in_copy and bool(trainer.executor.copies.keys))
+            heal = overflows(trainer, in_copy=in_copy) if mine else lambda: None
+            done = step(2, second)
+            heal()
+            assert done.skipped and np.isfinite(done.loss), (rank, in_copy)
+            assert everything(trainer) == before, (rank, in_copy)
+        assert trainer.executor.loss_scale.skipped == (len(culprits) if bad else 0)
+        found.append(step(2, second).loss)
+        kept = everything(trainer)
+        trainer.close()
+        return found, kept
+
+    assert run_threads(size, lambda comm: body(comm, bad=True)) == run_threads(size, lambda comm: body(comm, bad=False))
+
+
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_bfloat16_that_is_not_finite_in_one_stage_ends_the_run_on_all_ranks(text: Keys, culprit: int) -> None:
+    def body(comm: Communicator) -> str:
+        trainer = trainer_of(comm, text | PIPELINE | BFLOAT16)
+        if comm.rank == culprit:
+            overflows(trainer, in_copy=False)
+        before = everything(trainer)
+        with trainer.batches(1) as batches:
+            parts = trainer.cut(next(iter(batches)))
+        with pytest.raises(NonFiniteError, match="step 1: loss .*, gradient norm inf") as failed:
+            trainer.executor.run(trainer.operations, parts, SAMPLES, 1, np.ones(2))
+        assert everything(trainer) == before
+        return str(explain(comm, trainer.executor, trainer.operations, parts, failed.value))
+
+    assert len(set(run_threads(4, body))) == 1
+
+
+def test_at_the_least_scale_all_ranks_stop_with_one_message(text: Keys) -> None:
+    keys = (
+        text | PIPELINE | {"precision.mode": "float16", "precision.minimum_scale": 2.0**15, "precision.hysteresis": 3}
+    )
+    last = 3 + PATIENCE  # two at the first scale, the third lowers it
+
+    def body(comm: Communicator) -> str:
+        trainer = trainer_of(comm, keys)
+        before = everything(trainer)
+        with trainer.batches(1) as batches:
+            parts = trainer.cut(next(iter(batches)))
+        for number in range(1, last):
+            heal = overflows(trainer, in_copy=False) if comm.rank == number % 4 else lambda: None
+            assert trainer.executor.run(trainer.operations, parts, SAMPLES, number, np.ones(2)).skipped
+            heal()
+        if comm.rank == 2:
+            overflows(trainer, in_copy=False)
+        with pytest.raises(NonFiniteError) as failed:
+            trainer.executor.run(trainer.operations, parts, SAMPLES, last, np.ones(2))
+        assert everything(trainer) == before
+        return str(failed.value)
+
+    (said,) = set(run_threads(4, body))
+    assert said.startswith(f"step {last}: ") and "\n" not in said
+    assert f"overflowed float16 for {PATIENCE} steps in a row at the loss scale 32768; try " in said
+    assert "optimizer.learning_rate" in said and "precision.minimum_scale" in said
+
+
+@pytest.mark.parametrize(("mode", "layout"), [("bfloat16", PIPELINE | TIED), ("float16", TENSOR)])
+def test_it_learns_as_float32_does(text: Keys, mode: str, layout: Keys) -> None:
+    """30 steps: within 1 % in bfloat16, 0.2 % in float16, at a scale that never overflows."""
+    keys = text | {"precision.mode": mode, "optimizer.learning_rate": 3e-3} | layout
+    if mode == "float16":
+        keys |= {"precision.loss_scale": 4096}
+    plain, _ = run(solo(), text | {"optimizer.learning_rate": 3e-3} | (TIED if "model.tied" in layout else {}), 30)
+    half, _ = run_threads(2, lambda comm: run(comm, keys, 30))[0]
+    assert half[-1] < half[0] - 1.0
+    np.testing.assert_allclose(half, plain, rtol=0.01 if mode == "bfloat16" else 0.002)
+
+
+RESUMED: dict[str, tuple[Keys, list[tuple[int, Keys]]]] = {  # and who takes it over: ranks, keys
+    "pipeline": (PIPELINE | TIED | ZERO1, [(1, {}), (3, SERVER | BFLOAT16)]),
+    "tensor": (TENSOR | ZERO3, [(2, PIPELINE | BFLOAT16)]),
+    "servers": (SERVER | {"parameter_server.servers": 2}, [(2, TENSOR | FLOAT16)]),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_has_the_same_bits_and_others_take_it_over(text: Keys, tmp_path: Path, name: str) -> None:
+    layout, others = RESUMED[name]
+    keys = text | layout | {"precision.mode": "float16", "precision.growth_interval": 2}  # it rises, and overflows
+
+    def whole(comm: Communicator) -> tuple[Any, ...]:
+        trainer = trainer_of(comm, keys)
+        found = losses(trainer, 4)
+        saved, then = trainer.save(tmp_path / "checkpoints", 4), bits(state(trainer))
+        trainer.first_step = 4
+        found += losses(trainer, 9)
+        return found, saved, then, bits(state(trainer)), trainer.executor.loss_scale.state()
+
+    def resumed(comm: Communicator) -> tuple[Any, ...]:
+        trainer = trainer_of(comm, keys, saved)
+        return losses(trainer, 9), bits(state(trainer)), trainer.executor.loss_scale.state()
+
+    expected, saved, then, last, scale = run_threads(4, whole)[0]
+    assert scale["skipped"] > 0
+    assert run_threads(4, resumed) == [(expected[4:], last, scale)] * 4
+    tied = TIED if "model.tied" in layout else {}
+    for size, other in others:
+
+        def taken(comm: Communicator, other: Keys = other) -> tuple[dict[tuple[str, str], bytes], list[float]]:
+            trainer = trainer_of(comm, text | tied | other, saved)
+            return bits(state(trainer)), losses(trainer, 6)
+
+        for found, rest in run_threads(size, taken):
+            assert found == then and np.isfinite(rest).all()

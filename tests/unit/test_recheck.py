@@ -1,0 +1,220 @@
+"""Steps that are computed again: the same bits where nothing errs, and where something does, the bits of a calm run."""
+
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu_runs import assembled, write_text
+
+from hpcdist.checkpoint.sources import held
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, DivergenceError
+from hpcdist.strategies.schedule.executor import Recomputed
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.training import chaos, recheck
+from hpcdist.training import recipe as recipes
+from hpcdist.training.saving import saver_of
+from hpcdist.training.trainer import Trainer
+
+Settings = dict[str, object]
+Steps = tuple[list[float], list[Recomputed | None], list[bytes]]  # losses, what was found, the state at the end
+
+RING: Settings = {"communication.algorithm": "ring"}
+SERVER: Settings = {"parallel.strategy": "parameter_server"}
+EACH: Settings = {"run.recompute_every_steps": 1}
+# name -> (ranks, keys)
+LAYOUTS: dict[str, tuple[int, Settings]] = {
+    "alone": (1, {}),
+    "allreduce": (3, {**RING, "parallel.microbatches": 2}),
+    "dropout": (2, {"model.dropout": 0.2}),
+    "logical shards": (2, {"communication.algorithm": "auto", "run.logical_shards": 4, "run.global_batch": 8}),
+    "zero2": (2, {**RING, "parallel.strategy": "zero2", "parallel.microbatches": 2}),
+    "zero3": (3, {**RING, "parallel.strategy": "zero3", "parallel.microbatches": 2}),
+    "zero3 ahead": (
+        2,
+        {**RING, "parallel.strategy": "zero3", "communication.overlap": "thread", "zero.prefetch": 2},
+    ),
+    "zero3 offloaded": (
+        2,
+        {**RING, "parallel.strategy": "zero3", "zero.offload_parameters": "file", "zero.offload_optimizer": "file"},
+    ),
+    "bfloat16": (2, {"precision.mode": "bfloat16", "parallel.strategy": "zero2"}),
+    "1f1b x zero1": (
+        4,
+        {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12, "parallel.strategy": "zero1"},
+    ),
+    "tensor": (2, {"parallel.tensor": 2, "model.tied": "false"}),
+    "bfloat16 in a pipeline": (
+        2,
+        {"parallel.pipeline": 2, "parallel.microbatches": 3, "run.global_batch": 12, "precision.mode": "bfloat16"},
+    ),
+    "a server": (3, {**SERVER, "parameter_server.servers": 1}),
+    "colocated servers": (2, {**SERVER, "parameter_server.placement": "colocated"}),
+    "mirrored servers": (4, {**SERVER, "parameter_server.servers": 2, "parameter_server.mirrored": "true"}),
+    "servers in shared memory": (3, {**SERVER, "parameter_server.transport": "shared"}),
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Settings:
+    kept = tmp_path / "offloaded"
+    kept.mkdir()
+    return {"data.path": write_text(tmp_path / "text.txt", rng), "run.steps": 4, "zero.offload_directory": kept}
+
+
+def make_steps(trainer: Trainer) -> Steps:
+    losses, found = [], []
+    with trainer.batches(trainer.recipe.run.steps) as batches:
+        for step, batch in enumerate(batches, start=1):
+            done = trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2))
+            losses.append(done.loss)
+            found.append(done.recomputed)
+    return losses, found, [b"".join(map(bytes, held(piece.array))) for piece in trainer.exchange.pieces()]
+
+
+def trained(ranks: int, settings: Settings, run: Path, between: Callable[[Trainer], None] | None = None) -> list[Steps]:
+    def body(comm: Communicator) -> Steps:
+        trainer = assembled(comm, settings)
+        chaos.arm(trainer, saver_of(trainer, run / "checkpoints"), run)
+        if between is not None:
+            between(trainer)
+        return make_steps(trainer)
+
+    return run_threads(ranks, body)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_flipped_bit_is_found_and_leaves_the_bits_of_a_calm_run(layout: str, text: Settings, tmp_path: Path) -> None:
+    ranks, keys = LAYOUTS[layout]
+    settings = {**text, "optimizer.clip_norm": 0, **keys}
+    if "offloaded" not in layout:
+        settings.pop("zero.offload_directory")
+    calm = trained(ranks, settings, tmp_path)
+    errs = 1 if ranks > 1 else 0
+    found = trained(ranks, {**settings, **EACH, "chaos.corrupt": f"['{errs}@2']"}, tmp_path)
+    assert [losses for losses, _, _ in found] == [losses for losses, _, _ in calm]
+    assert [state for _, _, state in found] == [state for _, _, state in calm]
+    for _, again, _ in found:
+        assert [step.fault for step in (again[0], *again[2:])] == [""] * 3
+        assert again[1].ranks == (errs,) and f"step 2: a silent fault: rank {errs} on {socket.gethostname()}" in (
+            again[1].fault
+        )
+
+
+def test_an_overflow_that_does_not_repeat_is_suspicious(text: Settings, tmp_path: Path) -> None:
+    settings = {**text, **RING}
+    settings.pop("zero.offload_directory")
+    calm = trained(2, settings, tmp_path)
+    found = trained(2, {**settings, "run.suspicious_factor": 9, "chaos.overflow": "[3]"}, tmp_path)
+    assert [losses for losses, _, _ in found] == [losses for losses, _, _ in calm]
+    again = found[1][1]
+    assert again[0] is again[1] is again[3] is None
+    assert again[2].suspicion == "gradient norm inf" and again[2].ranks == (0,)
+
+
+def test_unusual_data_is_computed_again_to_the_same_bits(
+    text: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recheck, "LEAST", 1)
+
+    def between(trainer: Trainer) -> None:
+        step = trainer.executor.run
+
+        def run(operations, batches, samples, number, *rest):  # the third step has a tenth of its samples
+            return step(operations, batches, samples if number != 3 else samples / 10, number, *rest)
+
+        trainer.executor.run = run
+
+    settings = {**text, **RING, "run.suspicious_factor": 4}
+    settings.pop("zero.offload_directory")
+    for _, again, _ in trained(2, settings, tmp_path, between):
+        assert again[0] is again[1] is again[3] is None
+        assert again[2].suspicion.startswith("gradient norm ") and "with a median of" in again[2].suspicion
+        assert again[2].ranks == () and again[2].fault == ""
+
+
+def failure(settings: Settings, tmp_path: Path, between: Callable[[Trainer], None] | None = None) -> list[str]:
+    def body(comm: Communicator) -> str:
+        trainer = assembled(comm, {**settings, **RING, **EACH})
+        chaos.arm(trainer, saver_of(trainer, tmp_path / "checkpoints"), tmp_path)
+        if between is not None:
+            between(trainer)
+        with pytest.raises(DivergenceError) as failed:
+            make_steps(trainer)
+        return str(failed.value)
+
+    return run_threads(3, body)
+
+
+def test_a_rank_that_errs_twice_in_a_row_stops_the_run(text: Settings, tmp_path: Path) -> None:
+    text.pop("zero.offload_directory")
+    for said in failure({**text, "chaos.corrupt": "['2@2', '2@3']"}, tmp_path):
+        assert said.startswith(f"step 3: rank 2 on {socket.gethostname()} computed other bits of the same step twice")
+    apart = trained(3, {**text, **RING, **EACH, "chaos.corrupt": "['0@2', '1@3']"}, tmp_path)
+    assert [step.ranks for step in apart[2][1]] == [(), (0,), (1,), ()]
+
+
+def test_a_rank_that_errs_each_time_stops_the_run(text: Settings, tmp_path: Path) -> None:
+    text.pop("zero.offload_directory")
+    drifts = np.random.default_rng(1)
+
+    def between(trainer: Trainer) -> None:
+        handlers = trainer.executor._handlers
+
+        def backward(op: Operation) -> None:
+            handlers[Kind.BACKWARD](op)
+            if trainer.comm.rank == 1 and trainer.executor.number == 2:
+                trainer.executor.gradients_in(trainer.exchange.seat.part)[0] += drifts.random()
+
+        trainer.executor._handlers = {**handlers, Kind.BACKWARD: backward}
+
+    for said in failure(text, tmp_path, between):
+        assert "step 2: rank 1 on " in said and "twice in a row" in said and "exclude that node" in said
+
+
+def damages(trainer: Trainer, times: int) -> None:
+    """Let what rank 1 gets of a sum be wrong, each time by more, in the first computations of step 2."""
+    reduce, left = trainer.exchange.carries_out[Kind.REDUCE], [times if trainer.comm.rank == 1 else 0]
+
+    def reduced(op: Operation) -> None:
+        reduce(op)
+        if left[0] and trainer.executor.number == 2:
+            trainer.executor.gradients_in(op.range)[0] += left[0]
+            left[0] -= 1
+
+    trainer.exchange.carries_out = {**trainer.exchange.carries_out, Kind.REDUCE: reduced}
+
+
+def test_a_fault_of_the_exchange_is_nobodys_own(text: Settings, tmp_path: Path) -> None:
+    text.pop("zero.offload_directory")
+    calm = trained(3, {**text, **RING}, tmp_path)
+    between = partial(damages, times=1)
+    found = trained(3, {**text, **RING, **EACH}, tmp_path, between)
+    assert [losses for losses, _, _ in found] == [losses for losses, _, _ in calm]
+    assert found[0][1][1].ranks == () and "the exchange of gradients gave other bits" in found[0][1][1].fault
+    worn = partial(damages, times=3)
+    for said in failure(text, tmp_path, worn):
+        assert "step 2: three exchanges of the same gradients gave three results" in said
+
+
+REFUSED = [
+    ({"run.suspicious_factor": 1}, "finite and above 1"),
+    ({"run.recompute_every_steps": -1}, "must be at least 0"),
+    ({**EACH, "parallel.strategy": "gossip"}, "ranks that do not sum every gradient together"),
+    ({**EACH, **SERVER, "parameter_server.consistency": "asp"}, "consistency = 'bsp'"),
+    ({"run.suspicious_factor": 5, "run.device": "gpu"}, "run.suspicious_factor = 5.0 with run.device = 'gpu'"),
+    (
+        {**EACH, "communication.delayed": "true", "communication.overlap": "thread"},
+        "run.recompute_every_steps = 1 with communication.delayed = true",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_cannot_be_computed_again_is_refused(settings: Settings, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        recipes.load(None, [f"{key}={value}" for key, value in settings.items()], {})

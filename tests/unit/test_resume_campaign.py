@@ -1,0 +1,92 @@
+"""2k steps are k steps, a kill, a resume and k steps: bit for bit, by every reproducible exchange and schedule.
+
+Every combination of the tables in `resume_runs` that a recipe may have; a sample of them, unless
+HPCDIST_TEST_RESUMES=all. A kill is that nothing is left of the trainer that saved: a fresh one goes on from the files.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_runs import trainer_of
+from resume_runs import HALF, bits, legal, ranks_of, steps
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError
+
+EVERYTHING = os.environ.get("HPCDIST_TEST_RESUMES") == "all"
+SAMPLE = 4  # combinations, where not all of them are taken
+
+
+def whole(comm: Communicator, keys: dict[str, Any], *, meets: bool) -> tuple[Any, ...]:
+    """The run that nobody stops; one whose replicas differ makes one model of them where the other is saved."""
+    trainer = trainer_of(comm, keys)
+    steps(trainer, 0, HALF)
+    if meets:
+        trainer.flush()
+    found = steps(trainer, HALF, 2 * HALF)
+    trainer.flush()
+    kept = found, bits(trainer)
+    trainer.close()
+    return kept
+
+
+def killed(comm: Communicator, keys: dict[str, Any], directory: Path) -> Path:
+    trainer = trainer_of(comm, keys)
+    steps(trainer, 0, HALF)
+    path = trainer.save(directory, HALF)
+    trainer.close()
+    return path
+
+
+def resumed(comm: Communicator, keys: dict[str, Any], path: Path) -> tuple[Any, ...]:
+    trainer = trainer_of(comm, keys, path)
+    assert trainer.first_step == HALF
+    found = steps(trainer, HALF, 2 * HALF)
+    trainer.flush()
+    kept = found, bits(trainer)
+    trainer.close()
+    return kept
+
+
+def compare(ranks: int, keys: dict[str, Any], directory: Path, *, meets: bool) -> str:
+    """How the resumed run differs from the whole one; "" where it does not."""
+    right = run_threads(ranks, lambda comm: whole(comm, keys, meets=meets))
+    path = run_threads(ranks, lambda comm: killed(comm, keys, directory))[0]
+    again = run_threads(ranks, lambda comm: resumed(comm, keys, path))
+    return "" if again == right else f"{[one[0] for one in again]}, the whole run {[one[0] for one in right]}"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("to be or not to be, that is the question " * 30)
+    return path
+
+
+@pytest.mark.timeout(7200 if EVERYTHING else 240)
+def test_a_resumed_run_has_the_bits_of_the_whole_one(
+    text: Path, tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # nothing crashes here
+    found = list(legal())
+    chosen = found if EVERYTHING else [found[number] for number in sorted(rng.permutation(len(found))[:SAMPLE])]
+    began, done, failed = time.monotonic(), 0, []
+    for name, settings in chosen:
+        keys = {**settings, "data.path": text}
+        meets = settings.get("parallel.strategy") in ("gossip", "local_sgd")
+        try:
+            difference = compare(ranks_of(settings), keys, tmp_path / name, meets=meets)
+        except ConfigurationError as error:  # what only ranks can tell
+            print(f"refused: {name}: {error}")
+            continue
+        except Exception as error:  # noqa: BLE001 - the names of all that fail are wanted
+            difference = repr(error)
+        done += 1
+        failed += [f"{name}: {difference}"] if difference else []
+    print(f"{done} of {len(found)} combinations resumed to the same bits in {time.monotonic() - began:.0f} s")
+    assert not failed and done >= SAMPLE // 2, "\n".join(failed)

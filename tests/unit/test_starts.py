@@ -1,0 +1,101 @@
+"""The record of a run's starts: what it survives, and the time between failures that it gives."""
+
+import json
+
+import pytest
+
+from hpcdist.training.starts import FINISHED, RENEWED_S, STARTS_FILE, STOPPED, Starts
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def begin(tmp_path, clock):
+    """``begin(launch="")``: what rank 0 of a start does first."""
+    return lambda launch="": Starts(tmp_path, clock, launch)
+
+
+def test_the_estimate_is_finite_and_grows_until_something_fails(begin, clock):
+    starts = begin()
+    assert starts.mtbf_s == 0
+    clock.now += 500
+    assert (starts.mtbf_s, starts.failures) == (500, 0)
+    starts.alive()  # its last sign of life
+    clock.now += 10_000  # nobody ran
+    again = begin()
+    assert (again.seconds, again.failures, again.mtbf_s) == (500, 1, 250)
+    clock.now += 100
+    assert again.mtbf_s == 300
+
+
+@pytest.mark.parametrize("end", [FINISHED, STOPPED])
+def test_an_end_by_wish_is_no_failure(begin, clock, end):
+    first = begin()
+    clock.now += 60
+    first.ended(end)
+    clock.now += 3600
+    second = begin()
+    assert (second.failures, second.seconds, second.before[0].end) == (0, 60, end)
+
+
+def test_what_the_others_outlived_is_noted_and_no_failure(begin, clock):
+    first = begin("one")
+    clock.now += 5
+    first.survived(2)
+    clock.now += 5
+    heir = begin("one")  # the rank that wrote has died
+    assert (heir.before, heir.own.deaths, heir.seconds) == ((), 2, 10)
+    heir.survived(1)
+    assert begin("two").before[0].deaths == 3
+
+
+def test_an_ended_start_is_not_gone_on_with(begin):
+    begin("one").ended(STOPPED)
+    assert len(begin("one").before) == 1
+
+
+def test_signs_of_life_are_written_now_and_then(begin, clock, tmp_path):
+    starts = begin()
+    written = (tmp_path / STARTS_FILE).read_text()
+    clock.now += RENEWED_S - 1
+    starts.alive()
+    assert (tmp_path / STARTS_FILE).read_text() == written
+    clock.now += 1
+    starts.alive()
+    assert json.loads((tmp_path / STARTS_FILE).read_text())[0]["seen"] == clock.now
+
+
+def test_a_clock_that_was_put_back(begin, clock):
+    first = begin()
+    clock.now -= 100
+    first.alive()
+    assert begin().seconds == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[1]", '{"a": 1}', '[{"began": 1}]', '[{"began": "x", "seen": 1}]', '[{"began": 1, "seen": 1, "b": 2}]'],
+)
+def test_a_damaged_record_is_begun_anew(begin, tmp_path, capsys, text):
+    (tmp_path / STARTS_FILE).write_text(text)
+    assert begin().before == ()
+    assert "counts from this start" in capsys.readouterr().err
+    assert begin().failures == 1
+
+
+def test_a_directory_that_cannot_be_written_is_told_once(tmp_path, clock, capsys):
+    starts = Starts(tmp_path / "gone", clock, "")
+    clock.now += 60
+    starts.alive()
+    assert capsys.readouterr().err.count("cannot be written") == 1
+    assert starts.mtbf_s == 60

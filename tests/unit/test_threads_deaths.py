@@ -1,0 +1,278 @@
+"""Ranks as threads that die: who hears of it where, and how the living go on."""
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.ranges import Range
+from hpcdist.collectives import ALLREDUCE, allreduce
+from hpcdist.comm.communicator import ANY, Communicator
+from hpcdist.comm.deaths import is_death
+from hpcdist.comm.recording import recording
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import Death, run_threads
+from hpcdist.errors import CommunicationError, MissingCapabilityError, RankDiedError
+
+LIMIT_S = 20.0
+
+NEEDS_ALL: dict[str, Callable[[Communicator], object]] = {
+    "barrier": lambda comm: comm.barrier(),
+    "broadcast": lambda comm: comm.broadcast(np.zeros(3)),
+    "allreduce": lambda comm: comm.allreduce(np.zeros(3)),
+    "reduce_scatter": lambda comm: comm.reduce_scatter(np.zeros(comm.size), _ones(comm)),
+    "all_gather": lambda comm: comm.all_gather(np.zeros(comm.size), _ones(comm)),
+    "all_to_all": lambda comm: comm.all_to_all(np.zeros(comm.size), np.zeros(comm.size), _ones(comm), _ones(comm)),
+    "allgather_object": lambda comm: comm.allgather_object(1),
+    "broadcast_object": lambda comm: comm.broadcast_object(1),
+    "split": lambda comm: comm.split(0),
+    "nodes": lambda comm: comm.nodes(),
+    "shared": lambda comm: comm.shared(8),
+    "window": lambda comm: comm.window(8),
+    "iallreduce": lambda comm: comm.iallreduce(np.zeros(3)).wait(),
+    "polled iallreduce": lambda comm: comm.wait_any([comm.iallreduce(np.zeros(3))]),
+    "probe": lambda comm: comm.probe(),
+    "receive from any": lambda comm: comm.recv(np.zeros(1), ANY),
+}
+NEEDS_RANK_1: dict[str, Callable[[Communicator], object]] = {
+    "send": lambda comm: comm.send(np.zeros(1), 1),
+    "recv": lambda comm: comm.recv(np.zeros(1), 1),
+    "isend": lambda comm: comm.isend(np.zeros(1), 1),
+    "irecv": lambda comm: comm.irecv(np.zeros(1), 1).wait(),
+    "tested irecv": lambda comm: comm.wait_any([comm.irecv(np.zeros(1), 1)]),
+    "poll": lambda comm: comm.poll(1),
+}
+
+
+def _ones(comm: Communicator) -> list[Range]:
+    return [Range(rank, rank + 1) for rank in range(comm.size)]
+
+
+def mortals(size: int, body: Callable[[Communicator], object], **options: int) -> list[object]:
+    return run_threads(size, body, deadline_s=LIMIT_S, mortal=True, **options)
+
+
+@pytest.mark.parametrize("name", [*NEEDS_ALL, *NEEDS_RANK_1])
+def test_the_living_hear_of_a_death_where_they_need_the_dead(name: str) -> None:
+    operation = NEEDS_ALL.get(name) or NEEDS_RANK_1[name]
+    buried = threading.Event()
+
+    def body(comm: Communicator) -> tuple[int, ...]:
+        if comm.rank == 1:
+            if name in NEEDS_RANK_1:
+                comm.recv(np.zeros(1), 0, tag=9)  # the others are about to wait, or already do
+            try:
+                raise Death
+            finally:
+                buried.set()
+        if name in NEEDS_RANK_1 and comm.rank == 0:
+            comm.send(np.zeros(1), 1, tag=9)
+        if name in ("send", "isend", "poll"):  # these wait for nothing
+            buried.wait()
+        with pytest.raises(RankDiedError, match="rank 1 of world died") as caught:
+            operation(comm)
+        assert is_death(caught.value) and caught.value.ranks == comm.failed() == (1,)
+        return comm.failed()
+
+    assert mortals(3, body) == [(1,), None, (1,)]
+
+
+def test_the_others_reach_each_other_past_a_death() -> None:
+    def body(comm: Communicator) -> float:
+        if comm.rank == 1:
+            raise Death
+        received = np.zeros(1)
+        comm.sendrecv(np.array([comm.rank + 10.0]), 2 - comm.rank, received, 2 - comm.rank)
+        return float(received[0])
+
+    assert mortals(3, body) == [12.0, None, 10.0]
+
+
+@pytest.mark.parametrize("made", ["split", "dup", "nodes", "child of a child"])
+def test_revoking_releases_those_who_wait_for_the_living_in_what_was_made(made: str) -> None:
+    def body(comm: Communicator) -> None:
+        child = {
+            "split": lambda: comm.split(comm.rank % 2),
+            "dup": comm.dup,
+            "nodes": lambda: comm.nodes().intra,
+            "child of a child": lambda: comm.dup().dup(),
+        }[made]()
+        assert child is not None
+        if comm.rank == 3:
+            raise Death
+        if comm.rank == 0:
+            with pytest.raises(RankDiedError):
+                comm.recv(np.zeros(1), 3)
+            comm.revoke()
+        else:  # for one that lives, and has left
+            with pytest.raises(RankDiedError):
+                (child if child.size > 1 and comm.rank == 2 else comm).recv(np.zeros(1), 0)
+            comm.revoke()
+        for revoked in (comm, child):
+            with pytest.raises(RankDiedError, match="was revoked"):
+                revoked.send(np.zeros(1), 0)
+            with pytest.raises(RankDiedError, match="was revoked"):
+                revoked.poll()
+
+    mortals(4, body, ranks_per_node=4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_shrinking_keeps_the_living_in_order_with_what_looks_on(size: int) -> None:
+    dies = size // 2
+
+    def body(comm: Communicator) -> tuple[int, int, float]:
+        comm.checked = True
+        if size > 1 and comm.rank == dies:
+            raise Death
+        with recording(comm) as traffic:
+            smaller = comm.shrink("after")
+            comm.abandon()
+            total = np.array([float(comm.rank)])
+            smaller.allreduce(total)
+        assert traffic.calls["allreduce"] == 1 and smaller.checked and smaller.name == "after"
+        assert smaller.failed() == () and smaller.supports("ulfm")
+        return smaller.rank, smaller.size, float(total[0])
+
+    living = [rank for rank in range(size) if size == 1 or rank != dies]
+    found = mortals(size, body)
+    assert [found[rank] for rank in living] == [(index, len(living), sum(living)) for index in range(len(living))]
+
+
+def test_nodes_are_kept_when_the_living_go_on() -> None:
+    def body(comm: Communicator) -> tuple[tuple[int, ...], ...]:
+        if comm.rank in (1, 4):
+            raise Death
+        return comm.shrink().nodes().members
+
+    assert mortals(6, body, ranks_per_node=2)[0] == ((0,), (1, 2), (3,))
+
+
+def test_the_living_agree_the_same_on_all_while_others_die() -> None:
+    def body(comm: Communicator) -> list[bool]:
+        found = []
+        for turn in range(6):
+            if comm.rank == turn and turn < 3:
+                raise Death
+            found.append(comm.agree(not (comm.rank == 5 and turn % 2)))
+        return found
+
+    assert mortals(6, body)[3:] == [[True, False] * 3] * 3
+
+
+def test_deaths_one_after_the_other_and_as_one() -> None:
+    def body(comm: Communicator) -> list[int]:
+        own, sizes = comm.rank, []
+        for dying in ((7,), (0, 3), (1, 2, 4)):
+            try:
+                if own in dying:
+                    raise Death
+                while True:
+                    allreduce(comm, np.ones(100))
+            except RankDiedError:
+                comm.revoke()
+                smaller = comm.shrink()
+                comm.abandon()
+                comm = smaller
+                sizes.append(comm.size)
+        total = np.ones(1)
+        comm.allreduce(total)
+        assert total[0] == comm.size == 2
+        return sizes
+
+    found = mortals(8, body)
+    assert found[5] == found[6] and found[5][-1] == 2 and len(found[5]) >= 1
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALLREDUCE))
+def test_no_rank_hangs_in_an_allreduce_whose_ranks_die(algorithm: str) -> None:
+    def several_allreduces(comm: Communicator) -> None:
+        for turn in range(4):  # who needs little of the dead may come through once
+            if turn == 1 and comm.rank == 2:
+                raise Death
+            allreduce(comm, np.ones(1000, np.float32), algorithm)
+
+    def body(comm: Communicator) -> float:
+        with pytest.raises(RankDiedError):
+            several_allreduces(comm)
+        comm.revoke()
+        smaller = comm.shrink()
+        data = np.ones(1000, np.float32)
+        allreduce(smaller, data, algorithm)
+        assert (data == smaller.size).all()
+        return float(data[0])
+
+    assert mortals(4, body) == [3.0, 3.0, None, 3.0]
+
+
+def test_the_dead_say_nothing_on_their_way_out() -> None:
+    last_words = []
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            try:
+                raise Death
+            finally:
+                try:
+                    comm.barrier()
+                except Death as error:
+                    last_words.append(error)
+                raise ValueError("what a dead process would have said")
+        with pytest.raises(RankDiedError):
+            comm.barrier()
+
+    assert mortals(2, body) == [None, None] and len(last_words) == 1
+
+
+def test_other_errors_still_end_all_ranks() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            raise ZeroDivisionError("mine")
+        with pytest.raises(CommunicationError) as caught:
+            comm.agree(True)
+        assert not is_death(caught.value)
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        mortals(3, body)
+
+
+def test_without_mortality_a_death_is_a_failure_and_nothing_can_be_revoked() -> None:
+    def body(comm: Communicator) -> None:
+        raise Death
+
+    with pytest.raises(Death):
+        run_threads(2, body)
+    assert not solo().supports("ulfm")
+    for refused in (solo().revoke, solo().shrink, lambda: solo().agree(True)):
+        with pytest.raises(MissingCapabilityError, match="--with-ft ulfm"):
+            refused()
+
+
+def _raised(*errors: BaseException) -> BaseException:
+    """Return the last of ``errors``, each raised while the one before it was handled."""
+    for before, error in zip(errors, errors[1:], strict=False):
+        error.__context__ = before
+    return errors[-1]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RankDiedError("gone"), True),
+        (CommunicationError("other"), False),
+        (_raised(RankDiedError("gone"), CommunicationError("not started")), True),
+        (_raised(RankDiedError("gone"), ValueError(), OSError()), True),
+        (_raised(ValueError(), OSError()), False),
+        (_raised(RankDiedError("gone"), KeyboardInterrupt()), False),
+        (_raised(RankDiedError("gone"), SystemExit(3)), False),
+    ],
+)
+def test_a_death_is_told_from_what_led_to_an_error(error: BaseException, expected: bool) -> None:
+    assert is_death(error) is expected
+
+
+def test_errors_that_lead_to_each_other_are_looked_at_once() -> None:
+    first, second = ValueError(), OSError()
+    first.__context__, second.__context__ = second, first
+    assert not is_death(first)
