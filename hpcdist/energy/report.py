@@ -2,7 +2,8 @@
 
 A kind (gpu, cpu, dram) enters the total when it was read on every node; where it was read on some nodes only, or the
 job cannot do without it, the total is NaN, with the reason. What no node can read is left out and listed. Missing is
-never zero.
+never zero. Where every node has a counter of all that is in it (kind "node"), that is the total, and the others are
+parts of it: shown, and not added once more.
 """
 
 import math
@@ -11,24 +12,36 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 UPDATES: Final = 2  # a difference over fewer steps of a counter says nothing
+NODE: Final = "node"  # the kind of a counter that includes the others
+DECLARED: Final = "declared model, not measured"
 EARLIER: Final = "an earlier start of this run: "
 REASONS: Final = 4  # a job of a thousand nodes names the first ones
 
 
 @dataclass(frozen=True)
 class Source:
-    """What became of one source: ``trouble`` is what it has to say about failed reads."""
+    """What became of one source: ``trouble`` is what it has to say about failed reads.
+
+    ``note`` says what is special about it (shared by ranks, in MIG mode, integrated power), ``declared`` that its
+    joules come from a model.
+    """
 
     name: str
     kind: str
     update_s: float = math.nan
     failed_reads: int = 0
     trouble: str = ""
+    note: str = ""
+    declared: bool = False
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one node counted. ``phases`` are those of `Windows.phases`, ``totals_mj`` is by source."""
+    """What one node counted. ``phases`` are those of `Windows.phases`, ``totals_mj`` is by source.
+
+    ``sampler_s`` are the seconds of a processor that the sampler took, ``sampled_s`` those in which it did; NaN: nobody
+    counted.
+    """
 
     node: int
     sources: Sequence[Source] = ()
@@ -37,15 +50,19 @@ class Contribution:
     missing: Mapping[str, str] = field(default_factory=dict)
     needed: frozenset[str] = frozenset()
     unused: frozenset[str] = frozenset()
+    sampler_s: float = math.nan
+    sampled_s: float = math.nan
 
 
 def merge(nodes: Sequence[Contribution], earlier: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the report of a job; ``earlier`` is the `state` of the starts of this run before this one.
 
     ``energy_j`` (NaN: not known, see ``reason``), the same ``by_kind`` and by ``phases`` (joules, seconds of the
-    slowest node, windows, reason), ``sources``, and in ``not_included`` what nobody measured.
+    slowest node, windows, reason), ``sources``, ``parts`` by kind of what ``energy_j`` includes already, and in
+    ``not_included`` what nobody measured. ``label`` is `DECLARED` where any of it comes from a model, else "".
+    ``sampler_share`` is the share of a processor that reading took on the node where it took most.
     """
-    kinds = sorted({source.kind for node in nodes for source in node.sources} | {k for n in nodes for k in n.needed})
+    kinds = counted(nodes)
     troubles = [*_missing(nodes, kinds), *_mismatch(kinds, earlier)]
     by_kind, reasons = {}, list(troubles)
     for kind in kinds:
@@ -60,9 +77,40 @@ def merge(nodes: Sequence[Contribution], earlier: Mapping[str, Any] | None = Non
         "reason": _joined(reasons),
         "by_kind": by_kind,
         "phases": {name: _phase(nodes, name, kinds, troubles, earlier) for name in names},
-        "sources": [_row(node, index, source) for node in nodes for index, source in enumerate(node.sources)],
+        "sources": [_row(node, index, source, kinds) for node in nodes for index, source in enumerate(node.sources)],
+        "parts": _parts(nodes, kinds),
         "not_included": _excluded(nodes, kinds),
+        "label": _label(nodes, kinds, earlier),
+        "sampler_share": _sampler_share(nodes),
     }
+
+
+def counted(nodes: Sequence[Contribution]) -> list[str]:
+    """Return the kinds that enter the total of a job, in order."""
+    if nodes and all(any(source.kind == NODE for source in node.sources) for node in nodes):
+        return [NODE]
+    found = {source.kind for node in nodes for source in node.sources} | {k for node in nodes for k in node.needed}
+    return sorted(found - {NODE})
+
+
+def _parts(nodes: Sequence[Contribution], kinds: Sequence[str]) -> dict[str, float]:
+    """Return the joules by kind of what a counter of whole nodes includes."""
+    if list(kinds) != [NODE]:
+        return {}
+    others = sorted({source.kind for node in nodes for source in node.sources} - {NODE})
+    return {kind: _total(nodes, kind, None)[0] for kind in others}
+
+
+def _label(nodes: Sequence[Contribution], kinds: Sequence[str], earlier: Mapping[str, Any] | None) -> str:
+    declared = any(source.declared and source.kind in kinds for node in nodes for source in node.sources)
+    return DECLARED if declared or (earlier or {}).get("label") else ""
+
+
+def _sampler_share(nodes: Sequence[Contribution]) -> float:
+    shares = [
+        node.sampler_s / node.sampled_s for node in nodes if node.sampled_s > 0 and not math.isnan(node.sampler_s)
+    ]
+    return max(shares, default=math.nan)
 
 
 def state(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,7 +120,7 @@ def state(report: Mapping[str, Any]) -> dict[str, Any]:
         for name, phase in report["phases"].items()
     }
     by_kind = {kind: _plain(joules) for kind, joules in report["by_kind"].items()}
-    return {"by_kind": by_kind, "phases": phases, "reason": report["reason"]}
+    return {"by_kind": by_kind, "phases": phases, "reason": report["reason"], "label": report["label"]}
 
 
 def _plain(value: float) -> float | None:
@@ -128,6 +176,8 @@ def _phase(
         phase = node.phases.get(name)
         if phase is not None:
             for source, mj in zip(node.sources, phase["mj"], strict=True):
+                if source.kind not in kinds:
+                    continue
                 joules.append(mj / 1e3)
                 reasons += _doubts(node, source, mj, phase["shortest_s"], name)
     own = [node.phases[name] for node in nodes if name in node.phases]
@@ -163,7 +213,7 @@ def _excluded(nodes: Iterable[Contribution], kinds: Iterable[str]) -> list[str]:
     places: dict[tuple[str, str], list[int]] = {}
     for node in nodes:
         for kind, reason in node.missing.items():
-            if kind not in kinds:
+            if kind not in kinds and list(kinds) != [NODE]:  # which includes it, whether it is shown or not
                 places.setdefault((kind, reason), []).append(node.node)
     found = []
     for (kind, reason), where in places.items():
@@ -172,7 +222,7 @@ def _excluded(nodes: Iterable[Contribution], kinds: Iterable[str]) -> list[str]:
     return found
 
 
-def _row(node: Contribution, index: int, source: Source) -> dict[str, Any]:
+def _row(node: Contribution, index: int, source: Source, kinds: Sequence[str]) -> dict[str, Any]:
     return {
         "node": node.node,
         "name": source.name,
@@ -180,6 +230,8 @@ def _row(node: Contribution, index: int, source: Source) -> dict[str, Any]:
         "joules": node.totals_mj[index] / 1e3,
         "update_s": source.update_s,
         "failed_reads": source.failed_reads,
+        "note": "; ".join(filter(None, (DECLARED if source.declared else "", source.note))),
+        "counted": source.kind in kinds,
     }
 
 
