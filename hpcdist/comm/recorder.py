@@ -5,7 +5,6 @@ ring of fixed records. Nothing is flushed: the pages belong to the kernel from t
 reach the file whatever becomes of the process. `recordfile.read` reads it, also while the run goes on.
 """
 
-import mmap
 import os
 import sys
 import threading
@@ -16,9 +15,9 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final
 
+from hpcdist.comm import mapped
 from hpcdist.comm import recordfile as layout
 from hpcdist.comm.recordfile import POINT_TO_POINT
-from hpcdist.errors import StorageError
 
 _HERE: Final = os.path.dirname(os.path.abspath(__file__))
 _PACKAGE: Final = os.path.dirname(_HERE)
@@ -34,14 +33,15 @@ class Recorder:
     """Event sink that keeps the last ``capacity`` operations of this rank in the file ``path``.
 
     Any thread may report. An operation that never ends keeps its record: the ring goes round it. Raises StorageError
-    when the file cannot be made; its whole size is allocated at once, because a write into a hole of a mapping on a
-    full disk would be a SIGBUS.
+    when the file cannot be made.
     """
 
     def __init__(self, path: Path, rank: int, world: int, capacity: int = 8192) -> None:
         assert capacity >= 2
         self.path, self.rank, self.world, self.capacity = path, rank, world, capacity
-        self._map = self._create(path, layout.size_bytes(capacity))
+        self._map = mapped.create(
+            path, layout.size_bytes(capacity), "the flight recorder", "free space or choose another --out"
+        )
         self._words = memoryview(self._map).cast("q")
         self._ring = layout.RING
         self._first_end = (layout.RING + layout.END_OFFSET) // 8
@@ -63,21 +63,6 @@ class Recorder:
             layout.start_ticks(os.getpid()), self.wall_ns, self.monotonic_ns, os.uname().nodename.encode()[:64],
         )  # fmt: skip
         self.beat(0)
-
-    @staticmethod
-    def _create(path: Path, size: int) -> mmap.mmap:
-        try:
-            path.unlink(missing_ok=True)  # truncating would be a SIGBUS for whoever still maps the old file
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            try:
-                os.posix_fallocate(descriptor, 0, size)
-                return mmap.mmap(descriptor, size)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise StorageError(
-                f"the flight recorder needs {size} bytes at {path}: {error}; free space or choose another --out"
-            ) from error
 
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
         """Record the start of an operation; the token is the number of its record."""

@@ -101,6 +101,7 @@ class RankRecord:
     next_beat_ns: int
     notes: dict[str, Note]
     events: tuple[Event, ...]
+    clock_ns: int = 0  # wall clock minus monotonic clock: times here minus this are those of the node's clock
 
     @property
     def open_events(self) -> tuple[Event, ...]:
@@ -150,7 +151,7 @@ def parse(data: bytes, path: Path) -> RankRecord:
     beat, next_beat, used = struct.unpack_from("<qqq", data, BEAT * 8)
     return RankRecord(
         path, rank, world, pid, host.rstrip(b"\0").decode(), ticks, capacity, wall, beat + offset, next_beat,
-        _notes(data, offset), _events(data, capacity, offset, _texts(data, used)),
+        _notes(data, offset), _events(data, capacity, offset, _texts(data, used)), offset,
     )  # fmt: skip
 
 

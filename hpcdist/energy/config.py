@@ -6,32 +6,100 @@ from typing import Final
 
 from hpcdist.errors import ConfigurationError
 
-SOURCES: Final = ("auto", "nvml", "rapl", "none")
+SOURCES: Final = ("auto", "nvml", "rapl", "cray", "declared", "none")
 POWERCAP: Final = "/sys/class/powercap"
+PM_COUNTERS: Final = "/sys/cray/pm_counters"
 LONGEST_INTERVAL_S: Final = 10.0  # a processor's counter wraps within a minute at the least
+MOST_PUE: Final = 10.0
+# Keys of the declared model alone: elsewhere they would have no effect.
+_DECLARED: Final = ("cpu_tdp_w", "gpu_tdp_w", "idle_fraction")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyConfig:
-    """What is measured, and how often.
+    """What is measured, how often, and what it costs.
 
     ``sources`` is "auto" (whatever can be read), "nvml" (the counters of NVIDIA GPUs), "rapl" (those of processors and
-    their memory) or "none". One rank of each node reads them every ``interval_s`` seconds and keeps each sample: 35 MB
-    a day and source at 0.1 s. ``powercap`` is where Linux shows RAPL; containers may have it elsewhere.
+    their memory), "cray" (those of the nodes of a Cray), "none", or "declared": no measurement, but a model, in which
+    a node's processors draw ``cpu_tdp_w`` watts and each GPU ``gpu_tdp_w`` (0: left out) when they are busy, and
+    ``idle_fraction`` of that when they are not. One rank of each node reads them every ``interval_s`` seconds and keeps
+    each sample: 35 MB a day and source at 0.1 s. ``powercap`` is where Linux shows RAPL, ``pm_counters`` where a Cray
+    shows its own; containers may have them elsewhere. ``utilisation_s`` is the time between two looks at how busy
+    processors, GPUs, memory and network are (0: none).
+
+    ``sensor_window_s``: a GPU's sensor looks only so long before each update of its counter. 0: as is known of the
+    model, see `hpcdist.energy.parttime`.
+
+    What the site uses for cooling and losses is ``pue`` - 1 of what its nodes use. Emissions are known where
+    ``carbon_g_per_kwh`` is given, the grams of CO2 equivalents of a kWh; ``carbon_source`` and ``carbon_date`` say
+    whose figure that is. ``price_per_kwh`` is in ``currency``.
     """
 
     sources: str = "auto"
     interval_s: float = 0.1
     powercap: str = POWERCAP
+    pm_counters: str = PM_COUNTERS
+    cpu_tdp_w: float = 0.0
+    gpu_tdp_w: float = 0.0
+    idle_fraction: float = 0.3
+    sensor_window_s: float = 0.0
+    utilisation_s: float = 1.0
+    pue: float = 1.0
+    carbon_g_per_kwh: float = 0.0
+    carbon_source: str = ""
+    carbon_date: str = ""
+    price_per_kwh: float = 0.0
+    currency: str = ""
 
     def __post_init__(self) -> None:
         if self.sources not in SOURCES:
             raise ConfigurationError(f"energy.sources = {self.sources!r}; choose one of {', '.join(SOURCES)}")
-        if not (math.isfinite(self.interval_s) and 0.001 <= self.interval_s <= LONGEST_INTERVAL_S):
+        self._between("interval_s", 0.001, LONGEST_INTERVAL_S, "s")
+        self._check_model()
+        self._between("sensor_window_s", 0.0, LONGEST_INTERVAL_S, "s")
+        if self.utilisation_s:
+            self._between("utilisation_s", 0.01, 3600.0, "s, or 0")
+        self._between("pue", 1.0, MOST_PUE, "")
+        self._between("carbon_g_per_kwh", 0.0, 10_000.0, "g")
+        self._between("price_per_kwh", 0.0, 1e9, "")
+        for name, needed in (
+            ("carbon_source", "carbon_g_per_kwh"),
+            ("carbon_date", "carbon_g_per_kwh"),
+            ("currency", "price_per_kwh"),
+        ):
+            if getattr(self, name) and not getattr(self, needed):
+                raise ConfigurationError(
+                    f"energy.{name} = {getattr(self, name)!r} has no effect without energy.{needed}; give both"
+                )
+        if self.carbon_g_per_kwh and not self.carbon_source:
             raise ConfigurationError(
-                f"energy.interval_s = {self.interval_s}; it must be between 0.001 and {LONGEST_INTERVAL_S:g} s"
+                f"energy.carbon_g_per_kwh = {self.carbon_g_per_kwh} without energy.carbon_source; say whose figure it "
+                "is, such as 'grid operator, mean of 2025': nobody can judge emissions otherwise"
+            )
+
+    def _check_model(self) -> None:
+        declared = self.sources == "declared"
+        for name in _DECLARED:
+            if getattr(self, name) != getattr(EnergyConfig, name) and not declared:
+                raise ConfigurationError(
+                    f"energy.{name} = {getattr(self, name)} has no effect with energy.sources = {self.sources!r}; "
+                    "remove it, or choose 'declared'"
+                )
+        self._between("cpu_tdp_w", 0.0, 1e5, "W")
+        self._between("gpu_tdp_w", 0.0, 1e5, "W")
+        self._between("idle_fraction", 0.0, 1.0, "")
+        if declared and not (self.cpu_tdp_w or self.gpu_tdp_w):
+            raise ConfigurationError(
+                "energy.sources = 'declared' needs energy.cpu_tdp_w (of all processors of a node) or energy.gpu_tdp_w"
+            )
+
+    def _between(self, name: str, least: float, most: float, unit: str) -> None:
+        value = getattr(self, name)
+        if not (math.isfinite(value) and least <= value <= most):
+            raise ConfigurationError(
+                f"energy.{name} = {value}; it must be between {least:g} and {most:g} {unit}".rstrip()
             )
 
     def wants(self, source: str) -> bool:
-        """Whether ``source`` ("nvml" or "rapl") is to be read."""
-        return self.sources in ("auto", source)
+        """Whether ``source`` ("nvml", "rapl", "cray") is to be read. The declared model is none that "auto" means."""
+        return self.sources == source or (self.sources == "auto" and source != "declared")

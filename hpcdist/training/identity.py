@@ -10,7 +10,8 @@ from hpcdist.training.recipe import Recipe
 # What a run is made with, not what it is: a run may go on with other values, in another layout, on other machines.
 OPERATIONAL: Final = (
     *("parallel.", "parameter_server.", "zero.", "decentralised.", "communication."),
-    *("checkpoint.", "energy.", "chaos.", "survival.", "precision."),  # no bit of the state is rounded: see `_prepare`
+    *("checkpoint.", "energy.", "telemetry.", "chaos.", "survival."),
+    "precision.",  # no bit of the state is rounded: see `contradictions`
 )
 OPERATIONAL_KEYS: Final = (
     "run.steps",

@@ -25,6 +25,7 @@ from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
 from hpcdist.strategies.zero_config import ZeroConfig
+from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.training import combinations, compressing, settings
 from hpcdist.training.chaos_config import ChaosConfig
 from hpcdist.training.config import DataConfig, PrecisionConfig, RunConfig
@@ -50,6 +51,7 @@ class Recipe:
     run: RunConfig = field(default_factory=RunConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     energy: EnergyConfig = field(default_factory=EnergyConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
     survival: SurvivalConfig = field(default_factory=SurvivalConfig)
 
@@ -144,8 +146,8 @@ def load(
     """Return the recipe of the file ``path`` (None: no file) under ``overrides``, each ``section.name=value``.
 
     Either may be settings that were checked already, as those of a sweep, in the place of the file or the overrides.
-    A relative ``data.path`` or ``zero.offload_directory`` counts from the directory of the file that has it, or else
-    from the current directory.
+    A relative path, as in ``data.path``, counts from the directory of the file that has it, or else from the current
+    directory.
     Raises ConfigurationError for a file that cannot be read, an unknown key, a wrong type or a value that cannot be
     run, and UsageError for an override without a value.
     """

@@ -22,6 +22,7 @@ PATHS: Final = (
     "data.path",
     "data.staged",
     "zero.offload_directory",
+    "telemetry.textfile_directory",
     "checkpoint.local_directory",
     "parallel.schedule_file",
     "run.init_from",

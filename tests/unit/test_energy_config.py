@@ -24,3 +24,28 @@ def test_an_interval_in_which_a_counter_may_wrap_unseen():
 )
 def test_what_is_wanted(sources, wanted):
     assert [EnergyConfig(sources=sources).wants(source) for source in ("nvml", "rapl")] == wanted
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"cpu_tdp_w": 100.0}, "no effect with energy.sources = 'auto'"),
+        ({"sources": "declared"}, "needs energy.cpu_tdp_w"),
+        ({"sources": "declared", "cpu_tdp_w": math.inf}, "cpu_tdp_w = inf"),
+        ({"sources": "declared", "cpu_tdp_w": 9.0, "idle_fraction": 1.5}, "idle_fraction = 1.5"),
+        ({"pue": 0.9}, "pue = 0.9"),
+        ({"utilisation_s": -1.0}, "utilisation_s"),
+        ({"carbon_g_per_kwh": 300.0}, "carbon_source"),
+        ({"carbon_source": "somebody"}, "no effect without energy.carbon_g_per_kwh"),
+        ({"currency": "EUR"}, "no effect without energy.price_per_kwh"),
+        ({"sensor_window_s": 11.0}, "sensor_window_s = 11.0"),
+    ],
+)
+def test_what_contradicts_itself(values, message):
+    with pytest.raises(ConfigurationError, match=message):
+        EnergyConfig(**values)
+
+
+def test_the_model_is_never_meant_by_auto():
+    assert not EnergyConfig().wants("declared")
+    assert EnergyConfig(sources="declared", cpu_tdp_w=100.0).wants("declared")

@@ -1,0 +1,128 @@
+"""Spans: what is written is what is read, also from a ring that went round, a killed writer and a damaged file."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.comm import spanfile
+from hpcdist.comm.spanfile import PHASES, Span
+from hpcdist.comm.spans import NULL_SPANS, Spans, boot_id, now_ns
+from hpcdist.errors import StorageError
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rank-00003.spans"
+
+
+def drawn(rng: np.random.Generator, count: int) -> list[Span]:
+    ends = np.cumsum(rng.integers(1, 10**9, count))
+    return [
+        Span(
+            str(rng.choice(PHASES)),
+            f"operation {rng.integers(9)}",
+            int(rng.integers(10**6)),
+            int(rng.integers(-1, 50)),
+            int(rng.integers(-1, 50)),
+            int(end - rng.integers(1, 10**6)),
+            int(end),
+        )
+        for end in ends
+    ]
+
+
+def add(spans: Spans, span: Span) -> None:
+    spans.add(span.phase, span.name, span.step, span.begin_ns, span.end_ns, span.microbatch, span.unit)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 30])
+def test_the_last_ones_are_read_back(path: Path, rng: np.random.Generator, count: int) -> None:
+    spans = Spans(path, rank=3, world=5, capacity=8)
+    wanted = drawn(rng, count)
+    for span in wanted:
+        add(spans, span)
+    found = spanfile.read(path)  # while it is open
+    assert (found.rank, found.world, found.host, found.boot_id) == (3, 5, os.uname().nodename, boot_id())
+    assert found.spans == tuple(wanted[-8:])
+    assert abs(found.monotonic_ns - now_ns()) < 60e9
+    spans.close()
+    assert spanfile.read(path) == found
+
+
+def test_drain_gives_each_span_once_without_whole_steps(path: Path, rng: np.random.Generator) -> None:
+    spans = Spans(path, 0, 1, capacity=100)
+    for _ in range(2):
+        wanted = drawn(rng, 40)
+        for span in wanted:
+            add(spans, span)
+        rows = [[PHASES.index(s.phase), s.begin_ns, s.end_ns] for s in wanted if s.phase != "step"]
+        drained = spans.drain()
+        assert drained.dtype == np.int64 and drained.tolist() == rows
+    assert spans.drain().shape == (0, 3)
+
+
+def test_what_nobody_drains_is_bounded(path: Path, rng: np.random.Generator) -> None:
+    spans = Spans(path, 0, 1, capacity=10)
+    for number in range(1000):
+        spans.add("compute", "FORWARD", number, number, number + 1)
+    assert len(spans._fresh) <= 20
+    assert spans.drain()[:, 1].tolist() == list(range(990, 1000))
+
+
+def test_more_names_than_the_table_holds_lose_only_themselves(path: Path) -> None:
+    spans = Spans(path, 0, 1, capacity=2000)
+    for number in range(1000):
+        spans.add("other", f"{number:0200d}", number, number, number + 1)
+    spans.add("other", f"{0:0200d}", 5000, 1, 2)
+    found = spanfile.read(path).spans
+    assert 0 < len(found) < 1000 and found[-1].step == 5000
+    assert all(int(span.name) == span.step for span in found[:-1])
+
+
+def test_numbers_beyond_the_field_are_cut(path: Path) -> None:
+    spans = Spans(path, 0, 1)
+    spans.add("compute", "FORWARD", 1, 1, 2, microbatch=10**6, unit=2)
+    assert spanfile.read(path).spans[0].microbatch == 0x7FFF
+
+
+def test_a_killed_writer_leaves_its_spans(path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from hpcdist.comm.spans import Spans\n"
+        "spans = Spans(Path(sys.argv[1]), 0, 1)\n"
+        "for n in range(100): spans.add('compute', 'FORWARD', n, n, n + 1)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], timeout=60, check=False)
+    assert done.returncode < 0
+    assert [span.step for span in spanfile.read(path).spans] == list(range(100))
+
+
+def test_damage_is_an_error_or_leaves_spans_out(path: Path, rng: np.random.Generator) -> None:
+    spans = Spans(path, 0, 1, capacity=64)
+    for span in drawn(rng, 64):
+        add(spans, span)
+    spans.close()
+    whole = path.read_bytes()
+    for cut in (0, 7, 200, spanfile.RING, len(whole) - 1):
+        with pytest.raises(StorageError):
+            spanfile.parse(whole[:cut], path)
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for place in rng.integers(len(whole), size=4):
+            damaged[place] = rng.integers(256)
+        with contextlib.suppress(StorageError):
+            assert len(spanfile.parse(bytes(damaged), path).spans) <= 64
+
+
+def test_nowhere(path: Path) -> None:
+    NULL_SPANS.add("compute", "FORWARD", 1, 1, 2)
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"telemetry.trace = false"):
+        Spans(tmp_path / "missing" / "rank-0.spans", 0, 1)

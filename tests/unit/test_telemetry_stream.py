@@ -1,0 +1,61 @@
+"""The stream: every sink sees everything, and none of them can end a run; names follow one convention."""
+
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from hpcdist.telemetry import catalogue
+from hpcdist.telemetry.catalogue import COUNTER, QUANTITIES
+from hpcdist.telemetry.stream import Event, Stream
+
+
+class Keeping:
+    def __init__(self, name: str, fails: Sequence[int] = ()) -> None:
+        self.name, self.fails, self.calls, self.seen, self.closed = name, fails, 0, [], None
+
+    def write(self, events):
+        self.calls += 1
+        if self.calls in self.fails:
+            raise OSError("no space left")
+        self.seen += events
+
+    def close(self, normal):
+        self.closed = normal
+
+
+def test_a_sink_that_fails_is_told_of_once_until_it_works_again():
+    told = []
+    good, bad = Keeping("good"), Keeping("bad", fails=(2, 3))
+    stream = Stream([bad, good], told.append)
+    events = [Event("step", step, {"training_loss_nats": 1.0 / step}) for step in (1, 2, 3, 4)]
+    for event in events:
+        stream.publish([event])
+    stream.publish([])
+    stream.close(normal=True)
+    assert good.seen == events and bad.seen == [events[0], events[3]]
+    assert good.calls == 4 and good.closed and bad.closed
+    assert len(told) == 2 and "no space left" in told[0] and "works again" in told[1]
+
+
+def test_an_unknown_kind():
+    with pytest.raises(AssertionError):
+        Event("stop", 1)
+
+
+def test_names_say_their_units():
+    ends = {"s": "seconds", "By": "bytes", "J": "joules", "W": "watts", "By/s": "bytes_per_second", "g": "grams"}
+    for quantity in QUANTITIES.values():
+        assert re.fullmatch(r"[a-z][a-z_]*", quantity.name) and quantity.meaning and quantity.tag
+        base = quantity.name.removesuffix("_total")
+        assert quantity.name.endswith("_total") == (quantity.kind == COUNTER)
+        assert quantity.unit not in ends or base.endswith(ends[quantity.unit]), quantity
+    assert len({quantity.tag for quantity in QUANTITIES.values()}) == len(QUANTITIES)
+
+
+def test_keys():
+    assert catalogue.split(catalogue.key("memory_bytes", "activations")) == ("memory_bytes", "activations")
+    assert catalogue.split(catalogue.key("learning_rate")) == ("learning_rate", None)
+    for name, label in (("memory_bytes", ""), ("learning_rate", "x")):
+        with pytest.raises(AssertionError):
+            catalogue.key(name, label)
