@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from hpcdist.comm import failfast
+from hpcdist.comm import clocks, failfast
 from hpcdist.comm.communicator import Communicator, Nodes
 from hpcdist.comm.diagnosis_facts import Facts, Machine
 from hpcdist.comm.diagnosis_nodes import Offset
@@ -156,29 +156,9 @@ def _ring(comm: Communicator) -> tuple[bool, float | None]:
 
 
 def compare_clocks(leaders: Communicator, clock: Callable[[], float] = time.time) -> tuple[Offset, ...]:
-    """Return how far the clock of each rank is ahead of rank 0's, there alone. Collective over ``leaders``.
-
-    The answer is taken to have been read in the middle of the round trip, so it is wrong by half of that at most; the
-    shortest of the rounds counts (Cristian, Probabilistic clock synchronization, Distributed Computing 3, 1989).
-    """
-    told = np.zeros(1)
-    if leaders.rank > 0:
-        for _ in range(ROUNDS):
-            leaders.recv(told, 0, _TAG)
-            told[0] = clock()
-            leaders.send(told, 0, _TAG)
-        return ()
-    offsets = [Offset(0.0, 0.0)]
-    for peer in range(1, leaders.size):
-        rounds = []
-        for _ in range(ROUNDS):
-            begin = clock()
-            leaders.send(told, peer, _TAG)
-            leaders.recv(told, peer, _TAG)
-            end = clock()
-            rounds.append(Offset(float(told[0]) - (begin + end) / 2, (end - begin) / 2))
-        offsets.append(min(rounds, key=lambda one: one.bound_s))
-    return tuple(offsets)
+    """Return how far the clock of each rank is ahead of rank 0's, there alone. Collective over ``leaders``."""
+    readings = clocks.compare(leaders, lambda: round(clock() * 1e9))
+    return tuple(Offset(reading.offset_ns / 1e9, reading.bound_ns / 1e9) for reading in readings)
 
 
 def _leave(directory: Path, prefix: str) -> tuple[str, str, str]:
