@@ -3,7 +3,6 @@
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping
 from itertools import count as counter
 from typing import Final, NamedTuple
@@ -17,7 +16,7 @@ _STARTED: Final = frozenset({"isend", "irecv", "iallreduce"})  # they end when s
 _STARTED_ENDINGS: Final = ("_iallreduce", "_ireduce_scatter", "_iall_gather")
 
 # The lowest bits of a token say what its end has to do; the rest is the token of the inner sink, or a number.
-_WITHIN, _OUTERMOST, _BESIDE = 0, 1, 2
+_OUTERMOST, _STARTED_ONLY = 1, 2
 
 
 class Total(NamedTuple):
@@ -32,16 +31,28 @@ class Total(NamedTuple):
     bytes: float
 
 
-class _OfThread:
-    """What one thread has added up; no other one writes it."""
+class _Kind:
+    """What one thread has added up of one kind of operation."""
 
-    __slots__ = ("inside", "sent_bytes", "totals", "unknown")
+    __slots__ = ("bytes", "calls", "is_started", "ns")
+
+    def __init__(self, op: str) -> None:
+        self.is_started = op in _STARTED or op.endswith(_STARTED_ENDINGS)
+        self.calls = self.ns = 0
+        self.bytes: float = 0
+
+
+class _OfThread:
+    """What one thread has added up, which no other one writes, and the outermost operation that it is in."""
+
+    __slots__ = ("began", "inside", "kinds", "sent_bytes", "size", "unknown_calls")
 
     def __init__(self) -> None:
-        self.inside: tuple[str, float, int] | None = None  # the outermost operation: its kind, bytes, start in ns
-        self.totals: dict[str, tuple[int, int, float]] = {}  # calls, ns, bytes, replaced as one
-        self.sent_bytes = 0
-        self.unknown: dict[str, int] = {}
+        self.kinds: dict[str, _Kind] = {}
+        self.sent_bytes = self.unknown_calls = 0
+        self.inside: _Kind | None = None
+        self.size: float = 0
+        self.began = 0
 
 
 class Timing:
@@ -52,16 +63,15 @@ class Timing:
     ring_iallreduce, ...) last until they are complete, and several may be under way. Any thread may report.
 
     An operation that raises never ends, and what its thread does afterwards belongs to it: who goes on after a failure
-    makes a Timing of its own. ``sent_bytes`` and ``unknown`` are those of `recording.Traffic`, whose place it can take.
+    makes a Timing of its own. What is sent is counted too, as `recording.Traffic` does.
     """
 
     def __init__(self, inner: EventSink = NULL_SINK) -> None:
         self.inner = inner
-        self._begin, self._end = inner.begin, inner.end
+        self._inner_begin, self._inner_end = inner.begin, inner.end
         self._local = threading.local()
         self._threads: list[_OfThread] = []
-        self._lock = threading.Lock()
-        self._under_way: dict[int, tuple[int, str, float, int]] = {}  # inner token, kind, bytes, start in ns
+        self._under_way: dict[int, tuple[int, str, float, int]] = {}  # inner token, operation, bytes, start in ns
         self._number = counter().__next__
 
     def begin(self, comm: str, op: str, dtype: str, count: int, sent_bytes: int, peer: int, tag: int) -> int:
@@ -73,65 +83,60 @@ class Timing:
         if sent_bytes > 0:
             mine.sent_bytes += sent_bytes
         elif sent_bytes == UNKNOWN_BYTES:
-            mine.unknown[op] = mine.unknown.get(op, 0) + 1
-        token = self._begin(comm, op, dtype, count, sent_bytes, peer, tag)
+            mine.unknown_calls += 1
+        token = self._inner_begin(comm, op, dtype, count, sent_bytes, peer, tag)
         if mine.inside is not None:
             return token << 2
+        kind = mine.kinds.get(op) or mine.kinds.setdefault(op, _Kind(op))
         size = count * _ITEM_BYTES.get(dtype, math.nan) if count or sent_bytes != UNKNOWN_BYTES else math.nan
-        if op in _STARTED or op.endswith(_STARTED_ENDINGS):
-            number = self._number() << 2 | _BESIDE
+        if kind.is_started:
+            number = self._number() << 2 | _STARTED_ONLY
             self._under_way[number] = token, op, size, _now()
             return number
-        mine.inside = op, size, _now()
+        mine.inside, mine.size, mine.began = kind, size, _now()
         return token << 2 | _OUTERMOST
 
     def end(self, token: int) -> None:
         """Add the operation to its kind where it is an outermost one, and pass the end on."""
-        kind = token & 3
-        if kind == _WITHIN:
-            self._end(token >> 2)
+        if not token & 3:
+            self._inner_end(token >> 2)
             return
         now = _now()
         try:
             mine: _OfThread = self._local.mine
         except AttributeError:
-            mine = self._new_thread()  # a thread may end what another one has begun
-        if kind == _OUTERMOST:
-            inner, found, mine.inside = token >> 2, mine.inside, None
-            if found is not None:
-                op, size, began = found
-                calls, spent, total = mine.totals.get(op, (0, 0, 0))
-                mine.totals[op] = calls + 1, spent + now - began, total + size
+            mine = self._new_thread()  # a thread may end what another one has started
+        if token & _OUTERMOST:
+            inner, kind, size, began, mine.inside = token >> 2, mine.inside, mine.size, mine.began, None
         else:
             inner, op, size, began = self._under_way.pop(token)
-            calls, spent, total = mine.totals.get(op, (0, 0, 0))
-            mine.totals[op] = calls + 1, spent + now - began, total + size
-        self._end(inner)
+            kind = mine.kinds.get(op) or mine.kinds.setdefault(op, _Kind(op))
+        if kind is not None:
+            kind.calls += 1
+            kind.ns += now - began
+            kind.bytes += size
+        self._inner_end(inner)
 
     def _new_thread(self) -> _OfThread:
         self._local.mine = mine = _OfThread()
-        with self._lock:
-            self._threads.append(mine)
+        self._threads.append(mine)
         return mine
 
     def totals(self) -> Mapping[str, Total]:
         """Return what all threads spent since the start, by operation (local)."""
-        added: dict[str, tuple[int, int, float]] = {}
-        for mine in list(self._threads):
-            for op, (calls, spent, size) in mine.totals.copy().items():  # a copy: its thread goes on
-                before = added.get(op, (0, 0, 0))
-                added[op] = before[0] + calls, before[1] + spent, before[2] + size
-        return {op: Total(calls, spent / 1e9, float(size)) for op, (calls, spent, size) in added.items()}
+        added: dict[str, Total] = {}
+        for mine in self._threads.copy():  # copies: the threads go on
+            for op, kind in mine.kinds.copy().items():
+                calls, seconds, size = added.get(op, (0, 0.0, 0.0))
+                added[op] = Total(calls + kind.calls, seconds + kind.ns / 1e9, size + kind.bytes)
+        return {op: total for op, total in added.items() if total.calls}
 
     @property
     def sent_bytes(self) -> int:
         """Bytes sent as messages since the start, of operations whose algorithm is known."""
-        return sum(mine.sent_bytes for mine in list(self._threads))
+        return sum(mine.sent_bytes for mine in self._threads.copy())
 
     @property
-    def unknown(self) -> Counter[str]:
+    def unknown_calls(self) -> int:
         """Operations since the start whose algorithm, and so volume, is the MPI library's."""
-        found: Counter[str] = Counter()
-        for mine in list(self._threads):
-            found.update(mine.unknown.copy())
-        return found
+        return sum(mine.unknown_calls for mine in self._threads.copy())

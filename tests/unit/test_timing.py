@@ -1,0 +1,250 @@
+"""Seconds and bytes by operation: outermost operations only, whatever threads and algorithms there are."""
+
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hpcdist import collectives
+from hpcdist.arrays.ranges import split
+from hpcdist.collectives import nonblocking
+from hpcdist.collectives.calls import ALLREDUCE
+from hpcdist.comm.events import UNKNOWN_BYTES
+from hpcdist.comm.recording import Traffic
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.comm.timing import Timing, Total
+from hpcdist.errors import UsageError
+
+
+class Listening:
+    """An inner sink that keeps all, and whose tokens are hostile: zero, negative and repeated ones."""
+
+    def __init__(self) -> None:
+        self.began: list[tuple[object, ...]] = []
+        self.ended: list[int] = []
+
+    def begin(self, *event: object) -> int:
+        self.began.append(event)
+        return (0, -1, 7, 0)[len(self.began) % 4]
+
+    def end(self, token: int) -> None:
+        self.ended.append(token)
+
+
+def begin(timing: Timing, op: str, count: int = 0, sent: int = 0, dtype: str = "float32") -> int:
+    return timing.begin("world", op, dtype, count, sent, -1, 0)
+
+
+def totals_of_ranks(ranks, work):
+    """Run ``work(comm)`` on so many ranks; return what each one's timing has."""
+
+    def timed(comm):
+        comm.events = timing = Timing(comm.events)
+        work(comm)
+        return timing
+
+    return run_threads(ranks, timed)
+
+
+def test_every_event_goes_on_with_its_own_token():
+    inner = Listening()
+    timing = Timing(inner)
+    outer = begin(timing, "ring_allreduce", 4)
+    first = begin(timing, "isend", 2, 8)
+    second = begin(timing, "recv", 2)
+    for token in (second, first, outer):
+        timing.end(token)
+    later = begin(timing, "isend")
+    other = begin(timing, "isend")
+    timing.end(later)
+    timing.end(other)
+    assert [event[1] for event in inner.began] == ["ring_allreduce", "isend", "recv", "isend", "isend"]
+    assert inner.ended == [0, 7, -1, 0, -1]  # of begins -1, 7, 0, 0, -1, in the order of the ends
+
+
+def test_messages_within_belong_to_the_outermost(rng):
+    timing = Timing()
+    calls = int(rng.integers(1, 9))
+    for _ in range(calls):
+        outer = begin(timing, "ring_allreduce", 1000)
+        for _ in range(3):
+            inner = begin(timing, "sendrecv", 10, 40)
+            timing.end(inner)
+        timing.end(outer)
+    assert set(timing.totals()) == {"ring_allreduce"}
+    found = timing.totals()["ring_allreduce"]
+    assert (found.calls, found.bytes) == (calls, calls * 4000)
+    assert timing.sent_bytes == calls * 3 * 40
+
+
+def test_time_is_that_from_begin_to_end():
+    timing = Timing()
+    before = time.perf_counter()
+    token = begin(timing, "barrier")
+    begun = time.perf_counter()
+    time.sleep(0.02)
+    ending = time.perf_counter()
+    timing.end(token)
+    after = time.perf_counter()
+    assert ending - begun <= timing.totals()["barrier"].seconds <= after - before
+
+
+@pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2), ("float64", 8), ("uint8", 1)])
+def test_bytes_are_those_of_the_buffers(dtype, item, rng):
+    timing = Timing()
+    count = int(rng.integers(1, 1000))
+    timing.end(begin(timing, "allreduce", count, UNKNOWN_BYTES, dtype))  # what it sends is unknown, its buffer is not
+    assert timing.totals()["allreduce"].bytes == count * item
+    assert (timing.sent_bytes, timing.unknown_calls) == (0, 1)
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(0, "uint8"), (5, "complex64")])
+def test_what_nobody_knows_is_not_zero(count, dtype):
+    timing = Timing()
+    timing.end(begin(timing, "allgather_object", 8, 8))
+    timing.end(begin(timing, "allgather_object", count, UNKNOWN_BYTES, dtype))
+    found = timing.totals()["allgather_object"]
+    assert found.calls == 2 and math.isnan(found.bytes)
+
+
+def test_what_is_only_started_lasts_until_it_is_complete():
+    timing = Timing()
+    one, two = begin(timing, "isend", 1, 4), begin(timing, "irecv", 1)
+    outer = begin(timing, "ring_allreduce", 7)  # while both are under way: a call of its own
+    timing.end(begin(timing, "sendrecv", 3, 12))
+    timing.end(outer)
+    time.sleep(0.01)
+    assert set(timing.totals()) == {"ring_allreduce"}
+    timing.end(two)
+    timing.end(one)
+    found = timing.totals()
+    assert {op: total.calls for op, total in found.items()} == {"ring_allreduce": 1, "isend": 1, "irecv": 1}
+    assert min(found["isend"].seconds, found["irecv"].seconds) >= 0.01
+
+
+def test_another_thread_may_end_what_one_has_started():
+    timing = Timing()
+    token = begin(timing, "ring_iallreduce", 5)
+    outer = begin(timing, "barrier")
+    thread = threading.Thread(target=timing.end, args=(token,))
+    thread.start()
+    thread.join()
+    timing.end(outer)
+    assert {op: (total.calls, total.bytes) for op, total in timing.totals().items()} == {
+        "ring_iallreduce": (1, 20),
+        "barrier": (1, 0),
+    }
+
+
+def test_threads_are_apart_and_nothing_is_lost(rng):
+    timing, ready = Timing(), threading.Barrier(4)
+    calls = int(rng.integers(200, 2000))
+
+    def work() -> None:
+        ready.wait()
+        for _ in range(calls):
+            outer = begin(timing, "ring_allreduce", 2)
+            timing.end(begin(timing, "send", 1, 4))
+            timing.end(outer)
+            timing.end(begin(timing, "send", 1, 4))
+            if timing.totals():  # read while others write
+                assert timing.sent_bytes > 0
+
+    found = [threading.Thread(target=work) for _ in range(4)]
+    for thread in found:
+        thread.start()
+    for thread in found:
+        thread.join()
+    totals = timing.totals()
+    assert (totals["ring_allreduce"].calls, totals["ring_allreduce"].bytes) == (4 * calls, 4 * calls * 8)
+    assert (totals["send"].calls, timing.sent_bytes) == (4 * calls, 4 * calls * 8)
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALLREDUCE if name != "node_shared"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_allreduce_is_one_call_whatever_it_is_made_of(algorithm, ranks, rng):
+    values = rng.standard_normal(1000).astype(np.float32)
+
+    def work(comm):
+        for _ in range(3):
+            collectives.allreduce(comm, values.copy(), algorithm)
+
+    for timing in totals_of_ranks(ranks, work):
+        found = timing.totals()
+        assert (found[f"{algorithm}_allreduce"].calls, found[f"{algorithm}_allreduce"].bytes) == (3, 3 * 4000)
+        assert found[f"{algorithm}_allreduce"].seconds > 0
+        assert not {"send", "recv", "sendrecv", "isend", "irecv", "allreduce"} & set(found)
+
+
+def test_native_operations_have_their_own_names(rng):
+    values = rng.standard_normal(64)
+
+    def work(comm):
+        comm.allreduce(values.copy())
+        comm.reduce_scatter(values.copy(), split(64, comm.size, 8))
+        comm.barrier()
+        comm.allgather_object("x")
+
+    for timing in totals_of_ranks(2, work):
+        found = timing.totals()
+        assert {op: total.calls for op, total in found.items()} == dict.fromkeys(
+            ("allreduce", "reduce_scatter", "barrier", "allgather_object"), 1
+        )
+        assert found["allreduce"].bytes == 512 and found["barrier"].bytes == 0
+        assert math.isnan(found["allgather_object"].bytes)
+        assert timing.unknown_calls == 3
+
+
+@pytest.mark.parametrize("kind", ["thread", "poll"])
+def test_an_allreduce_beside_the_computation(kind, rng):
+    values = rng.standard_normal(100)
+
+    def work(comm):
+        with nonblocking.begin(comm, kind) as progress:
+            handles = [progress.iallreduce(values.copy(), "ring") for _ in range(2)]
+            comm.barrier()
+            for handle in handles:
+                handle.wait()
+
+    for timing in totals_of_ranks(2, work):
+        found = timing.totals()
+        assert (found["ring_iallreduce"].calls, found["ring_iallreduce"].bytes) == (2, 1600)
+        assert found["barrier"].calls == 1
+
+
+def test_a_refused_call_ends(rng):
+    comm = solo()
+    comm.events = timing = Timing()
+    with pytest.raises(UsageError):
+        comm.allreduce(np.ones(3), "median")
+    comm.barrier()
+    assert timing.totals()["barrier"].calls == 1
+
+
+def test_what_is_sent_is_counted_as_traffic_does(rng):
+    values = rng.standard_normal(501)
+
+    def work(comm):
+        comm.events = traffic = Traffic(comm.events)
+        collectives.allreduce(comm, values.copy(), "recursive_doubling")
+        comm.allreduce(values.copy())
+        sent.append((traffic.sent_bytes, traffic.unknown.total()))
+
+    sent: list[tuple[int, int]] = []
+    found = totals_of_ranks(3, work)
+    assert sorted(sent) == sorted((timing.sent_bytes, timing.unknown_calls) for timing in found)
+
+
+def test_nothing_happened():
+    timing = Timing()
+    assert timing.totals() == {} and timing.sent_bytes == timing.unknown_calls == 0
+    begin(timing, "barrier")  # not ended
+    assert timing.totals() == {}
+
+
+def test_a_total_is_a_tuple():
+    calls, seconds, size = Total(1, 2.0, 3.0)
+    assert (calls, seconds, size) == (1, 2.0, 3.0)
