@@ -11,6 +11,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.deaths import is_death
 from hpcdist.comm.events import NULL_SINK
 from hpcdist.comm.recorder import Recorder
+from hpcdist.comm.spans import NULL_SPANS, Spans, SpanSink
 from hpcdist.comm.watchdog import Watchdog
 from hpcdist.errors import StorageError
 
@@ -28,9 +29,13 @@ class Session:
     device_pointers: cuda_aware.Verdict | None = None  # what MPI takes of GPU memory; None for a run on the CPU
     outlives: bool = False  # the job goes on when a rank dies: see `survive`, and `hpcdist run --survive`
     _finalise: Callable[[], None] = field(default=lambda: None)
+    spans: SpanSink = NULL_SPANS  # what this rank does beside its messages
 
-    def record(self, directory: Path, deadline_s: float) -> None:
-        """Keep the last operations in ``directory``/recorder and hold each to ``deadline_s`` seconds. Collective."""
+    def record(self, directory: Path, deadline_s: float, *, spans: bool = False) -> None:
+        """Keep the last operations in ``directory``/recorder and hold each to ``deadline_s`` seconds. Collective.
+
+        With ``spans``, keep there what this rank does between them, too.
+        """
         folder = directory / "recorder"
         if self.comm.rank == 0:
             try:
@@ -42,6 +47,8 @@ class Session:
         failfast.allow(None)
         self.recorder = Recorder(folder / f"rank-{self.comm.rank:05d}.rec", self.comm.rank, self.comm.size)
         self.comm.events = self.recorder
+        if spans:
+            self.spans = Spans(folder / f"rank-{self.comm.rank:05d}.spans", self.comm.rank, self.comm.size)
         self.watchdog = Watchdog(self.recorder, deadline_s)
         self.watchdog.relax()  # the first step compiles kernels and opens connections
         self.watchdog.start()
@@ -60,7 +67,10 @@ class Session:
             failfast.detach()
             self.recorder.note("finished", "end of the record")
             self.recorder.close()
+        if isinstance(self.spans, Spans):
+            self.spans.close()
         self.watchdog = self.recorder = None
+        self.spans = NULL_SPANS
 
     def survive(self, comm: Communicator) -> "Session":
         """Return the session of those who go on as ``comm``, under their ranks there. Collective over ``comm``.

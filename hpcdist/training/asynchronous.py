@@ -102,7 +102,7 @@ class AsynchronousLoop(Loop):
         trainer, parts = self.trainer, self.trainer.recipe.parallel.microbatches
         first, steps = self.exchange.clock, trainer.recipe.run.steps
         with Prefetcher(trainer.source, trainer.recipe, trainer.data_axis, first, steps) as batches:
-            for step, batch in enumerate(batches, start=first + 1):
+            for step, batch in enumerate(self.onlookers.awaited(batches), start=first + 1):
                 while self.exchange.meetings.called or self._failure:
                     if self._meet():
                         return True
@@ -149,6 +149,7 @@ class AsynchronousLoop(Loop):
         outcome.step_s.append(now - self._boundary)
         self._boundary = now
         self.pace.stepped(outcome.step_s[-1])
+        self.onlookers.stepped(step, outcome.step_s[-1])
         seconds = {**found.seconds, "step_s": outcome.step_s[-1]}
         self.metrics.add(step, loss, exchange.learning_rate, targets, seconds, outcome.sent_bytes[-1])
         if exchange.clock > step:

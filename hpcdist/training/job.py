@@ -40,7 +40,7 @@ class Job:
 
     def train(self, session: Session, recipe: Recipe, origin: Origin | None) -> int:
         """Train to the end, or until somebody wishes to stop; return the exit code of all ranks. Collective."""
-        session.record(self.run.path, recipe.communication.deadline_s)
+        session.record(self.run.path, recipe.communication.deadline_s, spans=recipe.telemetry.trace)
         trainer, _ = self.assemble(session, recipe, origin)
         progress = self.progress(trainer)
         self.introduce(session, trainer, progress)
@@ -91,7 +91,7 @@ class Job:
             loop.progress.close()
             val_loss = float("nan")
             if outcome.wish is None:
-                with energy.window("validation"):
+                with loop.onlookers.phase("validation", "validation"):
                     val_loss = mean_validation_loss(loop.trainer)
         loop.metrics.flush()
         return Result(outcome, val_loss)

@@ -147,7 +147,7 @@ class Lives:
             return team.wait()
         session = self._session.survive(world)
         self._life = life = Life(session)
-        session.record(job.run.path, recipe.communication.deadline_s)
+        session.record(job.run.path, recipe.communication.deadline_s, spans=recipe.telemetry.trace)
         if self._number:
             origin = recalled or self._stored(session)
         trainer, origin = job.assemble(session, recipe, origin)

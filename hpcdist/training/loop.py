@@ -10,18 +10,19 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from hpcdist.checkpoint.retention import VAL_LOSS
-from hpcdist.comm.recording import Traffic
 from hpcdist.comm.start import Session
+from hpcdist.comm.timing import Timing
 from hpcdist.errors import NonFiniteError, StorageError
 from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.overlap import Fetched
 from hpcdist.strategies.schedule.executor import MicroBatch, Step
 from hpcdist.strategies.sentinel import check_replicas, check_tensor_axis
-from hpcdist.telemetry import recomputed
 from hpcdist.training import chaos, consensus, noise, striping
 from hpcdist.training.energy import Energy
 from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.metrics import METRICS_FILE, Metrics
+from hpcdist.training.notes import Notes
+from hpcdist.training.onlookers import Onlookers
 from hpcdist.training.pace import Pace
 from hpcdist.training.progress import Progress
 from hpcdist.training.saving import saver_of
@@ -86,7 +87,7 @@ class Loop:
         rank0 = session.comm.rank == 0
         self.wishes = wishes
         self.wishes.stop_file = directory / STOP_FILE if rank0 else None
-        self.traffic = Traffic(session.comm.events)
+        self.traffic = Timing(session.comm.events)
         session.comm.events = self.traffic
         self.saver = saver_of(trainer, directory / "checkpoints")
         chaos.arm(trainer, self.saver, directory)
@@ -102,8 +103,8 @@ class Loop:
         self._held_s, self._began = 0.0, math.nan  # by saves since the last row; when the last save began
         self.outcome = Outcome(trainer.first_step, trainer.first_step)
         self._boundary = time.perf_counter()
-        self._loss_scale = 1.0  # of the last row about it
-        self._has_suspected = False
+        self.notes = Notes(trainer, self.metrics, progress)
+        self.onlookers = Onlookers(trainer, session.spans, energy)
         self.protection: Keeper | None = None  # where the job outlives its ranks
 
     def run(self) -> Outcome:
@@ -111,9 +112,9 @@ class Loop:
         trainer, outcome = self.trainer, self.outcome
         steps = trainer.recipe.run.steps
         self._boundary = time.perf_counter()
-        self._note_shares(0)
+        self.notes.shares(self.outcome.done, 0)
         with trainer.batches(steps) as batches:
-            for step, batch in enumerate(batches, start=trainer.first_step + 1):
+            for step, batch in enumerate(self.onlookers.awaited(batches), start=trainer.first_step + 1):
                 self._step(step, trainer.cut(trainer.place(batch)))
                 if step == trainer.first_step + 1 and self.session.watchdog is not None:
                     self.session.watchdog.tighten()  # kernels are compiled and connections open: no grace any more
@@ -131,10 +132,10 @@ class Loop:
 
     def _step(self, step: int, batches: list[MicroBatch]) -> None:
         trainer = self.trainer
-        sent, unknown = self.traffic.sent_bytes, self.traffic.unknown.total()
+        sent, unknown = self.traffic.sent_bytes, self.traffic.unknown_calls
         rate = trainer.learning_rate(step - trainer.executor.loss_scale.skipped)  # of the update that is due
         found = self._train(step, batches)
-        bytes_sent = float(self.traffic.sent_bytes - sent) if self.traffic.unknown.total() == unknown else float("nan")
+        bytes_sent = float(self.traffic.sent_bytes - sent) if self.traffic.unknown_calls == unknown else float("nan")
         targets = trainer.samples(step) * trainer.model.tokens_per_sample
         # From row to row: waiting for data is part of a step, and what came after the one before it (metrics, sentinel,
         # checkpoint) too, so that the steps of a run add up to its time.
@@ -142,8 +143,8 @@ class Loop:
         step_s, self._boundary = now - self._boundary, now
         seconds = {**found.seconds, "step_s": step_s}
         self.metrics.add(step, found.loss, rate, targets, seconds, bytes_sent)
-        self._note_scale(step, found)
-        self._note_recomputed(step, found)
+        self.notes.stepped(step, found)
+        self.onlookers.stepped(step, step_s)
         if trainer.noise is not None:
             trainer.noise.after(step, found)
         outcome = self.outcome
@@ -165,33 +166,7 @@ class Loop:
         self._protect(step, found.wishes[len(Wish) + 2])
         self.progress.step(step, found.loss, targets, found.seconds["communication_s"] / step_s)
         if trainer.balance is not None and trainer.balance.after(step, found.seconds["compute_s"]):
-            self._note_shares(-1)
-
-    def _note_scale(self, step: int, found: Step) -> None:
-        """Write what happened to the scale of the loss, where something did."""
-        if found.skipped:
-            self.progress.say(f"step {step}: skipped, its gradient overflows at the loss scale {found.loss_scale:g}")
-        if found.skipped or found.loss_scale != self._loss_scale:
-            self.metrics.scaled(step, found.loss_scale, found.skipped)
-            self._loss_scale = found.loss_scale
-
-    def _note_recomputed(self, step: int, found: Step) -> None:
-        """Write what a second computation of the step found, where there was one."""
-        if (again := found.recomputed) is None:
-            return
-        if again.fault:
-            self.progress.say(again.fault)
-        elif again.suspicion and not self._has_suspected:
-            self.progress.say(f"step {step}: {again.suspicion}; computed again, it has the same bits: it is the data")
-            self._has_suspected = True  # once is enough: the others are in the metrics
-        row = bool(again.suspicion), not again.fault, again.ranks[0] if again.ranks else -1
-        self.metrics.include(lambda file, session: recomputed.append(file, session, step, *row))
-
-    def _note_shares(self, first: int) -> None:
-        """Write the shares of the steps to come, of those that are known from the ``first`` on."""
-        if self.trainer.shares is not None:
-            for batch, samples in self.trainer.shares.state(self.outcome.done)[first:]:
-                self.metrics.shared(batch + 1, samples)
+            self.notes.shares(step, -1)
 
     def _train(self, step: int, batches: list[MicroBatch]) -> Step:
         trainer = self.trainer
@@ -246,7 +221,7 @@ class Loop:
         kept = self._validated()
         used = self.energy.state()
         self._began = time.perf_counter()
-        with self.energy.window("checkpoint"):
+        with self.onlookers.phase("checkpoint", "save"):
             if self.saver.waits or self.saver.is_busy:  # then the one before becomes complete here
                 self.metrics.flush()
             self.outcome.checkpoint = self.saver.save(step, energy=used, **kept)
@@ -261,7 +236,7 @@ class Loop:
         """Return what a checkpoint keeps of how good it is, where the best of them stay."""
         if not self.trainer.recipe.checkpoint.keep_best:
             return {}
-        with self.energy.window("validation"):
+        with self.onlookers.phase("validation", "validation"):
             loss = mean_validation_loss(self.trainer)
         return {VAL_LOSS: None if math.isnan(loss) else loss}
 
@@ -275,7 +250,7 @@ class Loop:
         """Go on with the checkpoint that is written beside the steps, where all ranks have come so far."""
         if self.saver.goes_on(sums):
             self.metrics.flush()  # a run that goes on from it has the rows up to it
-            with self.energy.window("checkpoint"):
+            with self.onlookers.phase("checkpoint", "settle"):
                 self.saver.settle(sums)
             self._note_complete()
 
@@ -283,7 +258,7 @@ class Loop:
         """Wait for the checkpoint that is written beside the steps."""
         if self.saver.is_busy:
             self.metrics.flush()
-            with self.energy.window("checkpoint"):
+            with self.onlookers.phase("checkpoint", "finish"):
                 self.saver.finish()
             self._note_complete()
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from gpu_runs import Trained
 
-from hpcdist.strategies.schedule.executor import PHASES
+from hpcdist.strategies.schedule.booking import phase_of
 from hpcdist.strategies.schedule.operations import Kind
 
 BOTH_WAYS = ("broadcast", "allreduce", "reduce_scatter", "all_gather")
@@ -61,7 +61,7 @@ def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointe
     last, seat = len(trainer.model.stages) - 1, trainer.seat
     normed = any(op.kind is Kind.APPLY for op in trainer.operations) and seat.parts  # be they counted or watched
     forwards = [op for op in trainer.operations if op.kind is Kind.FORWARD and op.unit == last]
-    phases = [PHASES.get(op.kind, "communication_s") for op in trainer.operations]
+    phases = [phase_of(op.kind) for op in trainer.operations]
     to_host = sum(messages[op] for op in TO_HOST)
     to_device = sum(messages[op] for op in TO_DEVICE)
     both = sum(messages[op] for op in BOTH_WAYS)
@@ -80,6 +80,6 @@ def expected_sites(gpu: ModuleType, run: Trained, messages: Counter[str], pointe
             (gpu.D2H, "staged._fill"): messages[STAGED],
             (gpu.SYNCHRONISE, "staged.staged_allreduce"): messages[STAGED],
             (gpu.H2D, "staged.staged_allreduce"): messages[STAGED],
-            (gpu.SYNCHRONISE, "executor.run"): 1 + sum(a != b for a, b in pairwise(phases)),
+            (gpu.SYNCHRONISE, "booking.done"): 1 + sum(a != b for a, b in pairwise(phases)),
         }
     )

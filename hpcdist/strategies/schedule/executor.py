@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.spans import NULL_SPANS, SpanSink
 from hpcdist.errors import NonFiniteError
 from hpcdist.models.arena import Arena
 from hpcdist.models.dropout import Draw
@@ -18,9 +18,11 @@ from hpcdist.strategies.bound import Bound
 from hpcdist.strategies.exchange import Exchange
 from hpcdist.strategies.loss_scale import Unscaled
 from hpcdist.strategies.pipeline import Copies
+from hpcdist.strategies.schedule.booking import Booking, phase_of
 from hpcdist.strategies.schedule.generators import forward_only, gathered
 from hpcdist.strategies.schedule.meter import Meter
 from hpcdist.strategies.schedule.operations import COMPUTE, EXCHANGED, Kind, Operation
+from hpcdist.strategies.schedule.ranges import Ranges, within
 from hpcdist.strategies.schedule.stages import MicroBatch, Stages
 from hpcdist.strategies.schedule.watch import Watch
 from hpcdist.strategies.seat import Seat
@@ -28,17 +30,6 @@ from hpcdist.strategies.tensor.model import CutModel
 from hpcdist.strategies.working import WorkingCopies
 
 __all__ = ["Executor", "MicroBatch", "Step"]
-
-# What each kind of operation is booked under; all others are communication.
-PHASES = {
-    **dict.fromkeys(COMPUTE, "compute_s"),
-    Kind.ADD: "compute_s",
-    Kind.KEEP: "compute_s",
-    Kind.DIRECTION: "update_s",
-    Kind.APPLY: "update_s",
-    Kind.MIX: "update_s",
-    Kind.MIRROR: "update_s",
-}
 
 
 @dataclass(frozen=True)
@@ -84,6 +75,7 @@ class Executor:
         self.seed = 0
         self.recheck: Callable[[], None] | None = None  # asked when a step is agreed on; it may `compute_again`
         self.meter: Meter | None = None
+        self.spans: SpanSink = NULL_SPANS  # told of every operation of a step
         self.updated = 0  # the last step that is whole here: it was agreed on, and updated or left out
         self._bound = (Bound if seat.working is None else WorkingCopies)(seat, exchange, copies)
         self._watch = Watch()
@@ -106,6 +98,10 @@ class Executor:
             Kind.COMMIT: self._commit,
             Kind.AGREE: self._agree,
         }
+
+    def annotate(self, ranges: Ranges) -> None:
+        """Let every operation run within one of ``ranges``, until the end of the executor (local)."""
+        self._handlers = {kind: within(ranges, phase_of(kind), handler) for kind, handler in self._handlers.items()}
 
     def run(
         self,
@@ -133,17 +129,11 @@ class Executor:
         self._stages.scale = self._scale * self.outcome.loss_scale
         self.exchange.scaled_by(self.outcome.loss_scale)
         seconds = self.outcome.seconds
-        phases = [PHASES.get(operation.kind, "communication_s") for operation in operations]
         self.model.communicated_s()  # what came before the step is not of it
-        clock = time.perf_counter()
-        for operation, phase, following in zip(operations, phases, [*phases[1:], ""], strict=True):
+        booking = Booking(operations, seconds, step, self.exchange.parameters.array, self.spans)
+        for place, operation in enumerate(operations):
             self._handlers[operation.kind](operation)
-            if phase != following:
-                # What a GPU still computes belongs to this phase; a message would wait for it anyway.
-                backend.synchronise(self.exchange.parameters.array)
-                now = time.perf_counter()
-                seconds[phase] += now - clock
-                clock = now
+            booking.done(place)
             if self.outcome.skipped:
                 break
         self._stages.neighbours.finish()

@@ -1,0 +1,68 @@
+"""What looks on while a loop runs, and changes nothing: windows of energy, spans of a rank, ranges for a profiler."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Final, TypeVar
+
+from hpcdist.comm.spans import SpanSink, now_ns
+from hpcdist.strategies.schedule.ranges import NO_RANGES, Ranges
+from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.training.energy import Energy
+from hpcdist.training.trainer import Trainer
+
+WAIT: Final = "wait for data"
+Batch = TypeVar("Batch")
+
+
+class Onlookers:
+    """Told by a loop what this rank does. ``step`` is the one that is being made, or was last. All of it is local."""
+
+    def __init__(self, trainer: Trainer, spans: SpanSink, energy: Energy) -> None:
+        self.spans, self.energy = spans, energy
+        self.step = trainer.first_step
+        self.ranges = _ranges(trainer.recipe.telemetry)
+        trainer.executor.spans = spans
+        if self.ranges is not NO_RANGES:
+            trainer.executor.annotate(self.ranges)
+
+    @contextmanager
+    def phase(self, phase: str, name: str) -> Iterator[None]:
+        """Give the time and energy inside to ``phase`` (every rank should call)."""
+        begun = now_ns()
+        with self.energy.window(phase), self.ranges(phase, name):
+            yield
+        self.spans.add(phase, name, self.step, begun, now_ns())
+
+    def awaited(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield ``batches``, and note how long each was waited for."""
+        waiting = iter(batches)
+        while True:
+            begun = now_ns()
+            with self.ranges("data", WAIT):
+                batch = next(waiting, None)
+            self.spans.add("data", WAIT, self.step + 1, begun, now_ns())
+            if batch is None:
+                return
+            yield batch
+
+    @contextmanager
+    def aside(self, name: str) -> Iterator[None]:
+        """Note what takes time between the operations of steps, and is none of the other phases."""
+        begun = now_ns()
+        yield
+        self.spans.add("other", name, self.step, begun, now_ns())
+
+    def stepped(self, step: int, step_s: float) -> None:
+        """Note that ``step`` is done, ``step_s`` seconds after the one before."""
+        end = now_ns()
+        self.step = step
+        self.spans.add("step", "step", step, end - round(step_s * 1e9), end)
+
+
+def _ranges(config: TelemetryConfig) -> Ranges:
+    """Return the ranges of a profiler where the recipe wants them; MissingCapabilityError without its package."""
+    if not config.nvtx:
+        return NO_RANGES
+    from hpcdist.telemetry.nvtx import NvtxRanges
+
+    return NvtxRanges()
