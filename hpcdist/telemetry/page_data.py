@@ -1,0 +1,154 @@
+"""What a page shows of a run: read from the files of its directory, and from what its caller knows beside them.
+
+The run may be under way, or have failed before its first step; files of earlier versions lack some of it. Whatever is
+missing is None or empty, with the reason, and never zero.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.errors import StorageError
+from hpcdist.telemetry import metrics, page_energy, page_events, page_state, page_timeline, sampled
+from hpcdist.telemetry.page_energy import Energy
+from hpcdist.telemetry.page_events import Happening
+from hpcdist.telemetry.page_state import State
+from hpcdist.telemetry.page_timeline import Timeline
+
+METRICS: Final = "metrics.h5"
+OURS: Final = (METRICS, "recipe.toml", "recorder", page_state.STARTS)  # a directory with one of them is that of a run
+NO_FILE: Final = "no step was completed: the run ended, or is, before its first one"
+NO_ROWS: Final = "no step was completed yet"
+NO_CHECKPOINT: Final = "the run has no checkpoint yet"
+NOT_ASKED: Final = "no sample was asked for"
+_HIDDEN: Final = {"schema", "schema_version", "NX_class", "default"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of the recipe with its value and its default, as texts."""
+
+    key: str
+    value: str
+    default: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of the run; ``reason`` says why it cannot be used, "" where it can."""
+
+    name: str
+    step: int
+    state: str
+    written_utc: str
+    nbytes: int
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Text from the model: ``text`` begins with ``prompt``; or the ``reason`` why there is none."""
+
+    text: str = ""
+    prompt: str = ""
+    reason: str = NOT_ASKED
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What services know that this one must not ask: the caller does."""
+
+    settings: Sequence[Setting] = ()
+    settings_reason: str = ""
+    planned_steps: int | None = None
+    checkpoints: Sequence[Checkpoint] = ()
+    checkpoints_reason: str = NO_CHECKPOINT
+    sample: Sample = field(default_factory=Sample)
+    energy: Mapping[str, Any] = field(default_factory=dict)  # further figures of it
+
+
+@dataclass(frozen=True)
+class PageData:
+    """A run as a page shows it. ``run`` is None, with the ``reason``, where it has no rows.
+
+    ``attributes`` are those of the metrics file, ``figures`` what `metrics.summarise` makes of the sampled rows.
+    """
+
+    run_dir: Path
+    made_ns: int
+    state: State
+    run: sampled.Run | None
+    reason: str
+    attributes: Mapping[str, Any]
+    figures: Mapping[str, Any]
+    energy: Energy
+    timeline: Timeline
+    events: Sequence[Happening]
+    beside: Beside
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self.run_dir.absolute().name
+
+    @property
+    def world(self) -> int:
+        """Ranks of the last step, or of the recorder; 0: nobody knows."""
+        return int(self.figures.get("world") or 0) or self.state.world
+
+    @property
+    def hosts(self) -> list[str]:
+        """Names of the nodes; none where they were left out."""
+        return [name for name in str(self.attributes.get("hosts", "")).split(",") if name]
+
+    @property
+    def sessions(self) -> list[int]:
+        """The first step of each start but the first that has rows."""
+        if self.run is None:
+            return []
+        steps = self.run.steps
+        return [int(step) for step in steps["step"][1:][np.diff(steps["session"]) != 0]]
+
+
+def read(run_dir: Path, beside: Beside | None = None, now_ns: int | None = None) -> PageData:
+    """Read the run in ``run_dir``. Raises StorageError where it is none, or its metrics file is damaged or foreign."""
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir() or not any((run_dir / name).exists() for name in OURS):
+        raise StorageError(f"{run_dir} holds no run; give the directory that a training wrote (its --out)")
+    now_ns = time.time_ns() if now_ns is None else now_ns
+    path = run_dir / METRICS
+    run = sampled.read(path) if path.exists() else None
+    reason = NO_FILE if run is None else ""
+    attributes: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
+    if run is not None:
+        attributes = {name: value for name, value in run.sample.attributes.items() if name not in _HIDDEN}
+        figures = summarised(run)
+        if not len(run.steps["step"]):
+            run, reason = None, NO_ROWS
+    state = page_state.read(run_dir, figures, now_ns)
+    return PageData(
+        run_dir=run_dir,
+        made_ns=now_ns,
+        state=state,
+        run=run,
+        reason=reason,
+        attributes=attributes,
+        figures=figures,
+        energy=page_energy.read(run_dir, path if path.exists() else None, attributes),
+        timeline=page_timeline.read(run_dir, figures.get("slowest_rank")),
+        events=page_events.read(run, state),
+        beside=Beside() if beside is None else beside,
+    )
+
+
+def summarised(run: sampled.Run, last: int = 20) -> dict[str, Any]:
+    """Return the figures of `metrics.summarise`: times from the sampled rows, losses from all."""
+    found = metrics.summarise(run.sample, last)
+    loss = run.steps["loss"][-last:]
+    known = loss[np.isfinite(loss)]
+    return found | {"train_loss_mean": float(known.mean()) if known.size else None}

@@ -1,0 +1,181 @@
+"""Energy of a run as a page shows it: joules by source and phase, power and joules over time, utilisation.
+
+Totals come from the record that a run keeps of all of its starts, courses from the raw samples of the counters in the
+metrics file, of which evenly spread blocks are enough: counters add up by themselves.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.errors import StorageError
+from hpcdist.hdf5 import files
+from hpcdist.telemetry.metrics import SCHEMA, VERSION
+from hpcdist.telemetry.page_state import text_of, values_of
+from hpcdist.telemetry.sampled import spread
+
+USAGE: Final = "usage.json"
+SAMPLES: Final = "energy/samples"
+SOURCES: Final = "energy/sources"
+COLUMNS: Final = ("t_mono_ns", "session", "node", "source", "energy_mj")
+MOST_ROWS: Final = 1_000_000
+GRID: Final = 400  # points of a course
+KWH_J: Final = 3.6e6
+NOT_KEPT: Final = "the run kept no record of energy: an earlier version, or it has not come so far"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a phase took over all starts; ``joules`` None: not known."""
+
+    name: str
+    joules: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Course:
+    """One kind of source over the hours of all starts, pauses between them left out. NaN where not known."""
+
+    hours: np.ndarray
+    joules: np.ndarray
+    watts: np.ndarray
+
+
+@dataclass(frozen=True)
+class Energy:
+    """``joules`` is None where the total is not known, with the ``reason``."""
+
+    joules: float | None = None
+    reason: str = NOT_KEPT
+    j_per_step: float | None = None
+    by_kind: Mapping[str, float | None] = field(default_factory=dict)
+    phases: Sequence[Phase] = ()
+    courses: Mapping[str, Course] = field(default_factory=dict)
+    thinned: bool = False
+
+    @property
+    def kwh(self) -> float | None:
+        """The total in kilowatt hours."""
+        return None if self.joules is None else self.joules / KWH_J
+
+
+def read(run_dir: Path, metrics_path: Path | None, attributes: Mapping[str, Any]) -> Energy:
+    """Return what is known of the energy of the run in ``run_dir``."""
+    usage = values_of(text_of(run_dir / USAGE))
+    kept = usage.get("joules") if isinstance(usage, dict) else None
+    kept = kept if isinstance(kept, dict) else {}
+    by_kind = {str(kind): number(joules) for kind, joules in _dict(kept.get("by_kind")).items()}
+    phases = [
+        Phase(str(name), number(row.get("joules")), number(row.get("seconds")) or 0.0)
+        for name, row in _dict(kept.get("phases")).items()
+        if isinstance(row, dict)
+    ]
+    told = number(attributes.get("energy_j"))
+    reason = str(kept.get("reason") or attributes.get("energy_reason") or "")
+    if told is None and by_kind and not reason and None not in by_kind.values():
+        told = total(by_kind)
+    courses, thinned = _courses(metrics_path) if metrics_path is not None else ({}, False)
+    if told is None and not reason:
+        reason = NOT_KEPT
+    return Energy(told, reason, number(attributes.get("j_per_step")), by_kind, phases, courses, thinned)
+
+
+def total(by_kind: Mapping[str, float | None]) -> float:
+    """Return the sum of all kinds; a counter of whole nodes has the others in it."""
+    if by_kind.get("node") is not None:
+        return float(by_kind["node"] or 0.0)
+    return math.fsum(value for value in by_kind.values() if value is not None)
+
+
+def number(value: Any) -> float | None:
+    """Return ``value`` as a finite number, None where it is none."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if known else None
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _courses(path: Path) -> tuple[dict[str, Course], bool]:
+    """Return the course of each kind in the metrics file, and whether a part of the samples was read."""
+    with files.open_read(path, SCHEMA, VERSION) as file:
+        try:
+            if SAMPLES not in file or not file[f"{SAMPLES}/energy_mj"].shape[0]:
+                return {}, False
+            columns = {name: file[f"{SAMPLES}/{name}"] for name in COLUMNS}
+            rows = min(column.shape[0] for column in columns.values())
+            blocks = spread(rows, columns["energy_mj"].chunks[0], MOST_ROWS)
+            read = {
+                name: np.concatenate([column[start:stop] for start, stop in blocks]) for name, column in columns.items()
+            }
+            sources = {name: file[f"{SOURCES}/{name}"][...] for name in ("session", "node", "source", "kind")}
+        except files.FAILURES as error:
+            raise StorageError(f"{path}: its energy samples are damaged: {error}") from error
+    return courses(read, sources), len(read["session"]) < rows
+
+
+def courses(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]) -> dict[str, Course]:
+    """Return the course of each kind from samples and sources as `hpcdist.energy.store` keeps them."""
+    keys = ("session", "node", "source")
+    kinds = {
+        tuple(int(sources[name][row]) for name in keys): sources["kind"][row].decode(errors="replace")
+        for row in range(len(sources["kind"]))
+    }
+    order = np.lexsort([samples["t_mono_ns"], *(samples[name] for name in reversed(keys))])
+    ordered = {name: column[order] for name, column in samples.items()}
+    changed = np.zeros(len(order), bool)
+    for name in keys:
+        changed[1:] |= np.diff(ordered[name]) != 0
+    bounds = [0, *np.flatnonzero(changed).tolist(), len(order)]
+    parts: dict[int, dict[str, list[tuple[np.ndarray, np.ndarray]]]] = {}
+    begins: dict[tuple[int, int], int] = {}
+    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        if stop - start < 2:
+            continue
+        where = tuple(int(ordered[name][start]) for name in keys)
+        own = (ordered["t_mono_ns"][start:stop], ordered["energy_mj"][start:stop])
+        parts.setdefault(where[0], {}).setdefault(kinds.get(where, "?"), []).append((*own, where[1]))  # type: ignore[arg-type]
+        begin = begins.get(where[:2], int(own[0][0]))  # type: ignore[index]
+        begins[where[0], where[1]] = min(begin, int(own[0][0]))
+    return _joined(parts, begins)
+
+
+def _joined(
+    parts: Mapping[int, Mapping[str, Sequence[Any]]], begins: Mapping[tuple[int, int], int]
+) -> dict[str, Course]:
+    """Put the sessions one after the other; each of ``parts`` has (times, millijoules, node) of its sources."""
+    lasted = {
+        session: max((int(times[-1]) - begins[session, node]) / 1e9 for own in kinds.values() for times, _, node in own)
+        for session, kinds in parts.items()
+    }
+    whole = sum(lasted.values()) or 1.0
+    found: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+    names = list(dict.fromkeys(kind for kinds in parts.values() for kind in kinds))
+    base, at = dict.fromkeys(names, 0.0), 0.0
+    for session in sorted(parts):
+        points = max(3, round(GRID * lasted[session] / whole))
+        seconds = np.linspace(0.0, lasted[session], points)
+        for kind in names:
+            joules = np.zeros(points) if kind in parts[session] else np.full(points, np.nan)
+            for times, mj, node in parts[session].get(kind, ()):
+                joules += _on_grid(seconds, (times - begins[session, node]) / 1e9, (mj - mj[0]) / 1e3)
+            watts = np.append(np.diff(joules) / max(seconds[1], 1e-9), np.nan)
+            found.setdefault(kind, []).append(((at + seconds) / 3600, base[kind] + joules, watts))
+            last = joules[np.isfinite(joules)]
+            base[kind] += float(last[-1]) if last.size else 0.0
+        at += lasted[session]
+    return {kind: Course(*(np.concatenate(rows) for rows in zip(*own, strict=True))) for kind, own in found.items()}
+
+
+def _on_grid(seconds: np.ndarray, times: np.ndarray, joules: np.ndarray) -> np.ndarray:
+    """Return a counter at ``seconds``; NaN well before its first sample and well behind its last."""
+    near = 2 * (seconds[1] - seconds[0])
+    values = np.interp(seconds, times, joules)
+    values[(seconds < times[0] - near) | (seconds > times[-1] + near)] = np.nan
+    return values
