@@ -40,7 +40,7 @@ class TimedExecutor(Executor):
 
     def __init__(self, *of_executor: Any) -> None:
         super().__init__(*of_executor)
-        self.spans: list[tuple[float, float]] = []
+        self.timed: list[tuple[float, float]] = []
         for kind, handler in list(self._handlers.items()):
             self._handlers[kind] = self._timed(handler, on_device=kind in COMPUTE)
 
@@ -53,7 +53,7 @@ class TimedExecutor(Executor):
             handler(op)
             if on_device:
                 backend.synchronise(array)
-            self.spans.append((begin_s, clock()))
+            self.timed.append((begin_s, clock()))
 
         return timed
 
@@ -104,12 +104,12 @@ class Run:
         """
         batches = [(part[:, :-1], part[:, 1:]) for part in tokens]
         self._steps += 1
-        self.executor.spans.clear()
+        self.executor.timed.clear()
         together.barrier()
         begin_s = time.perf_counter()
         done = self.executor.run(self.operations, batches, tokens.shape[0] * tokens.shape[1], self._steps, np.zeros(1))
         end_s = time.perf_counter()
-        return Sample(begin_s, end_s - begin_s, np.array(self.executor.spans), done.loss)
+        return Sample(begin_s, end_s - begin_s, np.array(self.executor.timed), done.loss)
 
 
 def build_model(shape: Shape) -> Model:
