@@ -12,6 +12,7 @@ from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files, tables
 from hpcdist.hdf5.tables import Column
 
+METRICS_FILE: Final = "metrics.h5"  # of a run directory
 SCHEMA: Final = "hpcdist.metrics"
 VERSION: Final = 1
 FLUSH_S: Final = 5.0

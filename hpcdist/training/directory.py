@@ -12,9 +12,9 @@ from hpcdist.checkpoint.lock import LOCK_FILE, Lock
 from hpcdist.checkpoint.restore import newest_complete
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
+from hpcdist.telemetry.metrics import METRICS_FILE
 from hpcdist.training import identity
 from hpcdist.training import recipe as recipes
-from hpcdist.training.metrics import METRICS_FILE
 from hpcdist.training.recipe import Recipe
 from hpcdist.training.survival import STOP_FILE
 

@@ -103,6 +103,7 @@ class Lives:
                 self._rows += life.loop.metrics.unsaved()
                 self._rows_of = self._rows_of or life.session.comm.size
                 life.loop.saver.abandon()
+                life.loop.streaming.close(normal=False)
                 life.loop.progress.close()
             if life.protection is not None:
                 self._memories.append(life.protection.memory())

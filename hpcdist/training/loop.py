@@ -17,16 +17,18 @@ from hpcdist.strategies.nonfinite import explain
 from hpcdist.strategies.overlap import Fetched
 from hpcdist.strategies.schedule.executor import MicroBatch, Step
 from hpcdist.strategies.sentinel import check_replicas, check_tensor_axis
+from hpcdist.telemetry.metrics import METRICS_FILE
 from hpcdist.training import chaos, consensus, noise, striping
 from hpcdist.training.energy import Energy
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.metrics import METRICS_FILE, Metrics
+from hpcdist.training.metrics import Metrics
 from hpcdist.training.notes import Notes
 from hpcdist.training.onlookers import Onlookers
 from hpcdist.training.pace import Pace
 from hpcdist.training.progress import Progress
 from hpcdist.training.saving import saver_of
 from hpcdist.training.starts import Starts
+from hpcdist.training.streaming import Streaming
 from hpcdist.training.survival import STOP_FILE, StopWishes, Wish, agreed
 from hpcdist.training.trainer import Trainer
 
@@ -91,8 +93,10 @@ class Loop:
         session.comm.events = self.traffic
         self.saver = saver_of(trainer, directory / "checkpoints")
         chaos.arm(trainer, self.saver, directory)
+        resumed = _continued(directory, trainer.first_step)
+        self.streaming = Streaming(session, trainer, self.traffic, directory, progress.say, resumed)
         self.metrics = self.kind_of_metrics(
-            session.comm, directory / METRICS_FILE, _continued(directory, trainer.first_step), attributes, energy
+            session.comm, directory / METRICS_FILE, resumed, attributes, energy, self.streaming
         )
         config, state_bytes = trainer.recipe.checkpoint, trainer.state_bytes()
         striping.prepare(session.comm, self.saver.directory, config, state_bytes, progress.say)
@@ -100,7 +104,8 @@ class Loop:
         self.pace = Pace(config, state_bytes, wishes.ends, progress.say, starts=self.starts)
         if rank0:
             self.wishes.time_up = self.pace.time_up
-        self._held_s, self._began = 0.0, math.nan  # by saves since the last row; when the last save began
+        self._held_s, self._save_s = 0.0, 0.0  # by saves since the last row, and by the last one
+        self._began = math.nan  # when the last save began
         self.outcome = Outcome(trainer.first_step, trainer.first_step)
         self._boundary = time.perf_counter()
         self.notes = Notes(trainer, self.metrics, progress)
@@ -145,6 +150,7 @@ class Loop:
         self.metrics.add(step, found.loss, rate, targets, seconds, bytes_sent)
         self.notes.stepped(step, found)
         self.onlookers.stepped(step, step_s)
+        self.streaming.stepped(step, found)
         if trainer.noise is not None:
             trainer.noise.after(step, found)
         outcome = self.outcome
@@ -154,7 +160,8 @@ class Loop:
         outcome.sent_bytes.append(bytes_sent)
         if trainer.exchange.overlap is not None:
             outcome.overlapped.append(trainer.exchange.overlap.taken())
-            outcome.fetched.append(trainer.exchange.overlap.fetched())
+            outcome.fetched.append(fetched := trainer.exchange.overlap.fetched())
+            self.streaming.overlapped(*outcome.overlapped[-1], fetched.hits, fetched.misses)
         outcome.checkpoint = None
         if found.wishes[len(Wish)] > 0:
             self.metrics.flush()
@@ -229,6 +236,7 @@ class Loop:
             noise.note(self.metrics, self.trainer)
         held_s = time.perf_counter() - self._began
         self._held_s += held_s
+        self._save_s = held_s
         self.pace.saved(held_s)
         self._note_complete()
 
@@ -238,6 +246,7 @@ class Loop:
             return {}
         with self.onlookers.phase("validation", "validation"):
             loss = mean_validation_loss(self.trainer)
+        self.streaming.evaluated(self.outcome.done, loss)
         return {VAL_LOSS: None if math.isnan(loss) else loss}
 
     def _note_complete(self) -> None:
@@ -245,6 +254,7 @@ class Loop:
         if not self.saver.is_busy and not math.isnan(self._began):
             self.pace.completed(time.perf_counter() - self._began)
             self._began = math.nan
+            self.streaming.saved(self.outcome.done, self._save_s)
 
     def _settle(self, sums: np.ndarray) -> None:
         """Go on with the checkpoint that is written beside the steps, where all ranks have come so far."""

@@ -10,11 +10,12 @@ import numpy as np
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.energy import store
-from hpcdist.telemetry import loss_scales, shares
+from hpcdist.telemetry import loss_scales, observations, shares
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
+from hpcdist.telemetry.stream import Event
 from hpcdist.training.energy import Energy
+from hpcdist.training.streaming import Streaming
 
-METRICS_FILE: Final = "metrics.h5"
 EVERY_S: Final = 5.0  # a killed run loses the rows of so many seconds
 Common: TypeAlias = tuple[int, float, float, int]  # step, loss, learning rate, tokens
 
@@ -29,8 +30,9 @@ class Metrics:
         resume_step: int | None,
         attributes: Mapping[str, float | str],
         energy: Energy,
+        streaming: Streaming,
     ) -> None:
-        self._comm, self._energy = comm, energy
+        self._comm, self._energy, self._streaming = comm, energy, streaming
         self._writer = MetricsWriter(path, comm.size, resume_step, attributes=attributes) if comm.rank == 0 else None
         self._common: list[Common] = []
         self._own: list[list[float]] = []
@@ -53,7 +55,7 @@ class Metrics:
         return time.monotonic() - self._flushed >= EVERY_S
 
     def flush(self) -> None:
-        """Gather the rows of all ranks and write them. Raises StorageError on rank 0 when the disk is full."""
+        """Gather what all ranks have, write it and tell sinks. Raises StorageError on rank 0 when the disk is full."""
         self._gather()
         if self._writer is not None:
             self._writer.flush()
@@ -61,7 +63,14 @@ class Metrics:
         if self._writer is not None and nodes:
             self._writer.include(lambda file, session: store.append(file, session, nodes))
         self._energy.note()
+        self._streaming.gather({})
+        self._observe(self._streaming.publish())
         self._flushed = time.monotonic()
+
+    def _observe(self, events: Sequence[Event]) -> None:
+        """Write what was told to sinks and has no table of its own (rank 0 does)."""
+        if self._writer is not None and events:
+            self._writer.include(lambda file, session: observations.append(file, session, events))
 
     def _gather(self) -> None:
         """Hand the rows of all ranks, which are of the same steps, to the writer. Collective."""
@@ -77,6 +86,7 @@ class Metrics:
         step, loss, learning_rate, tokens = common
         wide = {name: ranks[:, column] for column, name in enumerate(PER_RANK)}
         writer.append(step=step, loss=loss, learning_rate=learning_rate, tokens=tokens, made_by=made_by, **wide)
+        self._streaming.row(step, loss, learning_rate, tokens, wide)
 
     def unsaved(self) -> list[tuple[Common, list[float]]]:
         """Return this rank's rows of which nobody knows whether they are in the file, after a death (local)."""
@@ -121,3 +131,5 @@ class Metrics:
             self._writer.evaluation(steps, val_loss)
             self._writer.describe(val_loss=val_loss, **figures)
             self._writer.flush()
+            self._streaming.evaluated(steps, val_loss)
+            self._observe(self._streaming.close(normal=True))

@@ -12,6 +12,7 @@ from hpcdist.comm.communicator import Communicator, Message, Request
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
 from hpcdist.training.energy import Energy
 from hpcdist.training.metrics import Metrics
+from hpcdist.training.streaming import Streaming
 
 # Of a message: 2.3 kB, which MPI libraries take over at once, so that no sender has to wait for rank 0.
 ROWS: Final = 32
@@ -38,8 +39,9 @@ class UnevenMetrics(Metrics):
         resume_step: int | None,
         attributes: Mapping[str, float | str],
         energy: Energy,
+        streaming: Streaming,
     ) -> None:
-        super().__init__(comm, path, resume_step, attributes, energy)
+        super().__init__(comm, path, resume_step, attributes, energy, streaming)
         self._channel = comm.dup("rows")
         self._under_way: list[Request] = []
         self._messages = 0  # that this rank has sent, since the start
@@ -64,6 +66,7 @@ class UnevenMetrics(Metrics):
         if self._overdue():
             self._write(self._writer)
             self._writer.flush()
+            self._observe(self._streaming.publish())
             self._flushed = time.monotonic()
 
     def _gather(self) -> None:

@@ -14,6 +14,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads import run_threads
+from hpcdist.comm.timing import Timing
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies.schedule.executor import MicroBatch
 from hpcdist.strategies.schedule.operations import Kind, Operation
@@ -25,6 +26,7 @@ from hpcdist.training.energy import Energy
 from hpcdist.training.loop import Loop
 from hpcdist.training.progress import Progress
 from hpcdist.training.rows import ROWS, UnevenMetrics
+from hpcdist.training.streaming import Streaming
 from hpcdist.training.summary import NOTHING, describe, summarise
 from hpcdist.training.survival import StopWishes, Wish
 
@@ -155,8 +157,11 @@ def test_rows_of_many_steps_come_in_short_messages_and_in_order(text: dict[str, 
         return [float(100 * step + 10 * rank + column) for column in range(len(PER_RANK))]
 
     def body(comm: Communicator) -> int:
-        recipe = assembled(comm, text).recipe
-        rows = UnevenMetrics(comm, tmp_path / "metrics.h5", None, {}, Energy(comm, recipe, None))
+        trainer = assembled(comm, text)
+        session = Session(comm, locate(comm, None), "threads", lambda code: None)
+        streaming = Streaming(session, trainer, Timing(), tmp_path, print, None)
+        energy = Energy(comm, trainer.recipe, None)
+        rows = UnevenMetrics(comm, tmp_path / "metrics.h5", None, {}, energy, streaming)
         rows.begin({0: 0, 1: 0})
         made = 0
         for end in ends:

@@ -1,0 +1,196 @@
+"""The figures of a run while it goes on: what each rank brings, and what rank 0 tells the sinks of it."""
+
+import math
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.comm.session import Session
+from hpcdist.comm.timing import Timing
+from hpcdist.strategies.schedule.executor import Step
+from hpcdist.telemetry import catalogue
+from hpcdist.telemetry.derived import Derived, Row
+from hpcdist.telemetry.sinks import build
+from hpcdist.telemetry.stream import Event, Run, Stream
+from hpcdist.training.trainer import Trainer
+
+JOB_VARIABLES: Final = ("SLURM_JOB_ID", "PBS_JOBID")
+FEW: Final = 512  # of so many ranks at most, the figures of each go with a step
+Say = Callable[[str], None]
+# Columns of a row of metrics, and what sinks call them.
+_OF_RANKS: Final = {
+    "step_s": "step_seconds",
+    "compute_s": "compute_seconds",
+    "communication_s": "communication_seconds",
+    "update_s": "update_seconds",
+}
+
+
+class Streaming:
+    """One rank's part of the stream of events, and on rank 0 its sinks. Construction and `gather` are collective.
+
+    Raises what keeps a sink from beginning, on rank 0.
+    """
+
+    def __init__(
+        self, session: Session, trainer: Trainer, timing: Timing, directory: Path, say: Say, resumed: int | None
+    ) -> None:
+        self._comm, self._trainer, self._timing, self._say = session.comm, trainer, timing, say
+        self._steps: dict[int, tuple[int, float]] = {}  # when it ended, and its gradient norm; of rows to come
+        self._overlapped: defaultdict[str, float] = defaultdict(float)  # since the last gather, on this rank
+        self._fetched: Counter[str] = Counter()
+        self._events: list[Event] = []
+        self._rows: list[Row] = []
+        self._before: dict[str, tuple[float, float]] = {}  # seconds and bytes by operation, at the last gather
+        self._tokens, self._sent_bytes = 0, 0.0
+        self._checkpoints = 0
+        self._done = trainer.first_step
+        self._saved_bytes = sum(session.comm.allgather_object(trainer.state_bytes()))
+        self._stream: Stream | None = None
+        if session.comm.rank == 0:
+            recipe = trainer.recipe
+            run = Run(
+                directory.name,
+                directory,
+                next((os.environ[name] for name in JOB_VARIABLES if os.environ.get(name)), ""),
+                session.comm.size,
+                session.place.nodes,
+                recipe.parallel.strategy,
+                resumed,
+            )
+            self._stream = Stream(build(run, recipe.telemetry, say), say)
+            self._derived = Derived(lock_step=trainer.exchange.lock_step)
+            self._tokens = recipe.run.batches.samples_before(self._done) * trainer.model.tokens_per_sample
+            known = {"world_ranks": run.world, "nodes": run.nodes, "strategy": run.strategy}
+            self._add("begin", self._done, known | {"start_timestamp_seconds": run.started_ns / 1e9})
+
+    def _add(self, kind: str, step: int, values: Mapping[str, float | int | str], **more: Any) -> None:
+        if self._stream is not None:
+            known = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
+            self._events.append(Event(kind, step, known, **more))
+
+    def stepped(self, step: int, found: Step) -> None:
+        """Take what this rank knows of a step that is done."""
+        self._done = step
+        if self._stream is not None:
+            self._steps[step] = time.time_ns(), found.gradient_norm
+            if found.skipped or found.loss_scale != 1.0:
+                skipped = {"skipped_steps_total": self._trainer.executor.loss_scale.skipped}
+                self._add("skipped", step, {"loss_scale": found.loss_scale} | (skipped if found.skipped else {}))
+
+    def overlapped(self, exposed_s: float, total_s: float, hits: int, misses: int) -> None:
+        """Take what went on beside the computation of a step on this rank."""
+        self._overlapped["exposed_s"] += exposed_s
+        self._overlapped["overlapped_s"] += total_s
+        self._fetched.update(hits=hits, misses=misses)
+
+    def row(self, step: int, loss: float, learning_rate: float, tokens: int, ranks: Mapping[str, np.ndarray]) -> None:
+        """Take a row of metrics of all ranks, (world,) each (rank 0 has them)."""
+        time_ns, norm = self._steps.pop(step, (time.time_ns(), math.nan))
+        self._rows.append(Row(step, time_ns, loss, learning_rate, tokens, norm, ranks))
+
+    def saved(self, step: int, held_s: float) -> None:
+        """Take that a checkpoint is complete, which held up the steps for so long."""
+        self._checkpoints += 1
+        figures = {"checkpoint_seconds": held_s, "checkpoint_bytes": self._saved_bytes}
+        self._add("checkpoint", step, figures | {"checkpoints_total": self._checkpoints})
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """Take the validation loss after ``step``; NaN where there is none."""
+        if not math.isnan(loss):
+            self._add("evaluation", step, {"validation_loss_nats": loss})
+
+    def gather(self, energy: Mapping[str, Mapping[str, float]]) -> None:
+        """Bring together what ranks have counted since the start. Collective.
+
+        ``energy`` has, by kind of event, what rank 0 knows of the job's energy and utilisation.
+        """
+        ledger = self._trainer.ledger
+        own = (dict(self._timing.totals()), ledger.current, ledger.peak, dict(self._overlapped), self._fetched.copy())
+        self._overlapped.clear()
+        ranks = self._comm.allgather_object(own)
+        if self._stream is None:
+            return
+        operations, current, peak, overlapped, fetched = zip(*ranks, strict=True)
+        self._memory(current, peak)
+        self._collectives(operations, overlapped, fetched)
+        for kind, values in energy.items():
+            if values:
+                self._add(kind, self._done, values)
+
+    def _memory(self, current: Sequence[Mapping[str, int]], peak: Sequence[Mapping[str, int]]) -> None:
+        figures = {}
+        for name, ranks in (("memory_bytes", current), ("memory_peak_bytes", peak)):
+            for category in ranks[0]:
+                figures[catalogue.key(name, category)] = max(rank[category] for rank in ranks)
+        self._add("memory", self._done, figures)
+
+    def _collectives(
+        self,
+        operations: Sequence[Mapping[str, tuple[int, float, float]]],
+        overlapped: Sequence[Mapping[str, float]],
+        fetched: Sequence[Mapping[str, int]],
+    ) -> None:
+        """Take time and bytes by operation: the mean, and the sum, over the ranks that made any."""
+        figures: dict[str, float] = {}
+        for name in sorted({name for rank in operations for name in rank}):
+            made = [rank[name] for rank in operations if name in rank]
+            seconds = sum(seconds for _, seconds, _ in made)
+            nbytes = sum(nbytes for *_, nbytes in made)
+            figures[catalogue.key("collective_seconds_total", name)] = seconds / len(made)
+            if math.isnan(nbytes) or not nbytes:
+                continue
+            figures[catalogue.key("collective_bytes_total", name)] = nbytes
+            before_s, before = self._before.get(name, (0.0, 0.0))
+            if seconds > before_s:
+                rate = (nbytes - before) / (seconds - before_s)
+                figures[catalogue.key("collective_bytes_per_second", name)] = rate
+            self._before[name] = seconds, nbytes
+        totals = Counter[str]()
+        for rank in fetched:
+            totals.update(rank)
+        if totals.total():
+            figures |= {"prefetch_hits_total": totals["hits"], "prefetch_misses_total": totals["misses"]}
+        exposed = sum(rank.get("exposed_s", 0.0) for rank in overlapped)
+        total = sum(rank.get("overlapped_s", 0.0) for rank in overlapped)
+        if total > 0:  # not where it is NaN: while nobody looks, nobody knows what moves
+            figures["hidden_communication_ratio"] = 1 - exposed / total
+        self._add("collectives", self._done, figures)
+
+    def publish(self) -> list[Event]:
+        """Give what has come together to the sinks, and return it (rank 0 has something)."""
+        if self._stream is None:
+            return []
+        self._work_out()
+        events, self._events = self._events, []
+        events.sort(key=lambda event: event.time_ns)
+        self._stream.publish(events)
+        return events
+
+    def _work_out(self) -> None:
+        """Make events of the rows that have come."""
+        rows, self._rows = self._rows, []
+        for row, figures in zip(rows, self._derived.of(rows), strict=True):
+            self._tokens += int(row.tokens)
+            figures |= {"steps_total": row.step, "tokens_total": self._tokens}
+            figures["last_step_timestamp_seconds"] = row.time_ns / 1e9
+            sent = row.ranks.get("sent_bytes")
+            if sent is not None and np.isfinite(sent).all():
+                self._sent_bytes += float(sent.sum())
+                figures["sent_bytes_total"] = self._sent_bytes
+            few = row.ranks if self._comm.size <= FEW else {}
+            ranks = {_OF_RANKS[name]: values for name, values in few.items() if name in _OF_RANKS}
+            self._add("step", row.step, figures, ranks=ranks, time_ns=row.time_ns)
+
+    def close(self, *, normal: bool) -> list[Event]:
+        """End the stream; ``normal``: as agreed by all ranks. Return what was published last."""
+        self._add("end", self._done, {})
+        events = self.publish()
+        if self._stream is not None:
+            self._stream.close(normal)
+        return events
