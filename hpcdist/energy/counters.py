@@ -1,14 +1,14 @@
 """An energy counter, and what it takes to trust one: wraps unrolled, failures counted, its pace observed.
 
 A counter counts energy since some moment before the job; only differences mean anything. The ones we read step:
-NVIDIA's about ten times a second, RAPL's a thousand times. A difference over less than two steps is noise.
+NVIDIA's and Cray's about ten times a second, RAPL's a thousand times. A difference over less than two steps is noise.
 """
 
 import math
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-KINDS: Final = ("gpu", "cpu", "dram")
+KINDS: Final = ("gpu", "cpu", "dram", "node")  # a node's counter includes those of the others
 PROBE_NS: Final = 500_000_000  # a counter is looked at often for so long, to see how often it steps
 PROBED_CHANGES: Final = 3
 MAX_GAP_NS: Final = 30_000_000_000  # a process that was stopped for longer may have missed a wrap
@@ -18,17 +18,63 @@ class ReadError(Exception):
     """A sensor did not answer."""
 
 
+class LostError(ReadError):
+    """A counter has begun anew: what it counted before and after does not belong together."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What a reader of its joules has to know of a source.
+
+    ``model`` is the name of the device, ``ranks`` how many of this job use it (0: it belongs to the whole node), and
+    ``power_field`` and ``power_scope`` say what its watts are: "instant" or "average" as the sensor has them, "usage"
+    where the driver does not say, of the "gpu", the "module" around it, or the "node". ``note`` is empty for a counter
+    of energy that nobody else uses; ``declared`` marks the joules of a model.
+    """
+
+    model: str = ""
+    ranks: int = 0
+    power_field: str = ""
+    power_scope: str = ""
+    note: str = ""
+    declared: bool = False
+
+
 class Counter(Protocol):
-    """Cumulative energy; ``per_mj`` counts are a millijoule. ``span`` is where it wraps to 0 (None: it never does)."""
+    """Cumulative energy; ``per_mj`` counts are a millijoule. ``span`` is where it wraps to 0 (None: it never does).
+
+    ``gaps`` counts the stretches of time over which it does not know what was used, each of them within one read.
+    """
 
     name: str
     kind: str
     per_mj: int
     span: int | None
+    gaps: int
+
+    @property
+    def about(self) -> About:
+        """What has to be known of it by now."""
+        ...
 
     def read(self) -> int:
         """Return the counter (local). Raises ReadError."""
         ...
+
+    def power_mw(self) -> int | None:
+        """Return the power in mW, None where the source tells none (local). Raises ReadError."""
+        ...
+
+
+class WithoutPower:
+    """What a counter has that knows its energy at every read, and no power."""
+
+    about = About()
+    gaps = 0
+
+    def power_mw(self) -> int | None:
+        """Return None: no power is told."""
+        return None
 
 
 @dataclass
@@ -77,19 +123,39 @@ class Track:
         self.failure = ""  # of the last failed read
         self.lost = ""  # why nothing more can be known
 
+    @property
+    def about(self) -> About:
+        """What has to be known of the source by now."""
+        return self._counter.about
+
+    @property
+    def gaps(self) -> int:
+        """Stretches of time so far of which the energy is not known, though it was read before and after."""
+        return self._counter.gaps
+
     def read(self, now_ns: int) -> int | None:
         """Return the energy in mJ at ``now_ns``; None when the sensor fails or the counter makes no sense (local)."""
         try:
             raw = self._counter.read()
-        except ReadError as error:
+        except LostError as error:
+            self.lost = self.lost or str(error)
+            return None
+        except Exception as error:  # noqa: BLE001 - a binding may raise anything, and the sampler has to go on
             self.failed_reads += 1
-            self.failure = str(error)
+            self.failure = str(error) if isinstance(error, ReadError) else f"{type(error).__name__}: {error}"
             return None
         self._unroll(raw, now_ns)
         if self.lost:
             return None
         self.pace.see(now_ns, self._unrolled)
         return self._unrolled // self._counter.per_mj
+
+    def power_mw(self) -> int | None:
+        """Return the power in mW; None where the source tells none, or fails (local)."""
+        try:
+            return self._counter.power_mw()
+        except Exception:  # noqa: BLE001 - as above
+            return None
 
     def _unroll(self, raw: int, now_ns: int) -> None:
         """Add what the counter counted since the last read."""
@@ -111,6 +177,9 @@ class Track:
         """Return what went wrong with this source; empty when nothing did."""
         if self.lost:
             return f"{self.name}: {self.lost}"
+        if self.gaps:
+            why = f"; the last failed read: {self.failure}" if self.failure else ""
+            return f"{self.name}: its power was not known all of the time ({self.gaps} gaps){why}"
         if self.failed_reads:
             return f"{self.name}: {self.failed_reads} failed reads, the last: {self.failure}"
         return ""

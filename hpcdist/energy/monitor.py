@@ -3,20 +3,27 @@
 `Monitor.window("training")` is a context manager; one of "checkpoint" inside it takes its joules out of training's.
 """
 
+import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from hpcdist.comm.communicator import Communicator
+from hpcdist.energy import present
 from hpcdist.energy import report as reports
 from hpcdist.energy.config import EnergyConfig
+from hpcdist.energy.present import Present
 from hpcdist.energy.report import Contribution, Source
-from hpcdist.energy.sampler import Sampler
-from hpcdist.energy.sources import Sources, claim, of_node
+from hpcdist.energy.sampler import Intervals, Sampler
+from hpcdist.energy.sources import Claim, Sources, claim, of_node
 from hpcdist.energy.store import NodeRows
+from hpcdist.energy.utilisation import Utilisation, this_process
 from hpcdist.energy.windows import Windows
 
 BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -39,7 +46,8 @@ class Monitor:
 
     ``bus_id`` is the PCI address of the GPU on which this rank computes (None: the processor), and ``synchronise``
     waits for it at the edges of windows. Sensors are read by the first rank of each ``host``, for the GPUs of all of
-    its ranks, each once. Where nothing can be read no thread runs, and a window costs two looks at the clock.
+    its ranks, each once. Where no energy can be read a window costs two looks at the clock; with no utilisation asked
+    for (``config.utilisation_s`` = 0), no thread runs either.
 
     A host is a running kernel, and the nodes in reports are hosts: the nodes of the communicator may be declared, and
     two of them on one machine would count it twice.
@@ -57,22 +65,31 @@ class Monitor:
     ) -> None:
         self._comm = comm
         host = this_host() if host is None else host
-        ranks = comm.allgather_object((host, claim(config, bus_id, environment), bus_id is not None))
+        own = claim(config, bus_id, environment, this_process() if config.utilisation_s else None)
+        ranks = comm.allgather_object((host, own, bus_id is not None))
         hosts = [name for name, _, _ in ranks]
         self._node = list(dict.fromkeys(hosts)).index(host)
         self._leads = hosts.index(host) == comm.rank
         self._leaders = comm.split(0 if self._leads else None, comm.rank, "energy")
-        self._sources = Sources()
+        self._sources, look = Sources(), None
         if self._leads:
             claims = [one for name, one, _ in ranks if name == host]
             self._sources = of_node(config, claims, any(on_gpu for name, _, on_gpu in ranks if name == host))
+            look = self._look_of(claims) if config.utilisation_s else None
         measured = set(comm.allgather_object((self._node, bool(self._sources.counters))))
         self.measures = any(found for _, found in measured)  # somewhere in the job: the same on every rank
+        self._watches = self.measures or config.utilisation_s > 0
         self._synchronise = synchronise if (self._node, True) in measured else _nothing
-        self.sampler = Sampler(self._sources.counters, config.interval_s)
+        self.sampler = Sampler(self._sources.counters, config.interval_s, look, config.utilisation_s)
         self._windows = Windows(len(self._sources.counters))
+        self._power = present.Power()
+        self._present = Present()
         self._stored = 0
         self._earlier: dict[str, Any] | None = None
+
+    def _look_of(self, claims: Sequence[Claim]) -> Callable[[], np.ndarray]:
+        processes = [one.process for one in claims if one.process is not None]
+        return Utilisation(processes, self._sources.sensors).look
 
     def __enter__(self) -> "Monitor":
         self.start()
@@ -87,8 +104,8 @@ class Monitor:
 
     def stop(self) -> None:
         """End the sampler and give the sensors back; what was measured stays (local)."""
-        self.sampler.stop()
-        self._sources.close()
+        if self.sampler.stop():
+            self._sources.close()
 
     @contextmanager
     def window(self, phase: str) -> Iterator[None]:
@@ -106,7 +123,10 @@ class Monitor:
 
     def _look(self) -> tuple[int, list[int | None]]:
         self._synchronise()
-        return self.sampler.read()
+        found = self.sampler.read()
+        for source in self.sampler.gaps_since_edge():
+            self._windows.forget(source)
+        return found
 
     def report(self) -> dict[str, Any]:
         """Return the joules of the job until now, with those of its earlier starts: see `report.merge`. Collective."""
@@ -127,29 +147,76 @@ class Monitor:
         self._earlier = state
 
     def _contribution(self) -> Contribution:
-        found = [
-            Source(track.name, track.kind, track.pace.update_s, track.failed_reads, track.explain())
-            for track in self.sampler.tracks
-        ]
+        busy_s, lasted_s = self.sampler.overhead()
         return Contribution(
             self._node,
-            found,
+            [
+                Source(
+                    track.name,
+                    track.kind,
+                    track.pace.update_s,
+                    track.failed_reads,
+                    track.explain(),
+                    track.about.note,
+                    track.about.declared,
+                )
+                for track in self.sampler.tracks
+            ],
             self._windows.phases(),
             self._windows.totals(),
             self._sources.missing,
             frozenset(self._sources.needed),
             frozenset(self._sources.unused),
+            busy_s if lasted_s else math.nan,
+            lasted_s if lasted_s else math.nan,
         )
+
+    def intervals(self) -> list[Intervals]:
+        """Return the samples of each source of this node since the last call, the last one of that call first (local).
+
+        Empty on all but the first rank of a node. Samples are let go when two calls of `collect` have passed.
+        """
+        return self.sampler.intervals()
 
     def collect(self) -> list[NodeRows]:
         """Return the samples and the closed windows of all nodes since the last call, on the first rank of each node.
 
-        The other ranks get an empty list. Collective over the first ranks of the nodes, rank 0 among them.
+        The other ranks get an empty list. Collective over the first ranks of the nodes, rank 0 among them. `power`,
+        `utilisation` and `network` tell of the same time.
         """
-        if not self.measures or self._leaders is None:
+        if not self._watches or self._leaders is None:
             return []
         windows = self._windows.closed[self._stored :]
         self._stored += len(windows)
-        sources = [(track.kind, track.name) for track in self.sampler.tracks]
-        own = NodeRows(self._node, sources, self.sampler.drain(), windows)
-        return self._leaders.allgather_object(own)
+        tracks, drained = self.sampler.tracks, self.sampler.drain()
+        own = NodeRows(
+            self._node,
+            [(track.kind, track.name, track.about) for track in tracks],
+            drained,
+            windows,
+            time.monotonic_ns(),
+            *self.sampler.overhead(),
+            self._power.by_kind([track.kind for track in tracks], drained),
+            frozenset(self._sources.missing) - frozenset(self._sources.unused),
+        )
+        rows = self._leaders.allgather_object(own)
+        self._present.see(rows)
+        return rows
+
+    def power(self) -> dict[str, float]:
+        """Return the mean watts of the job between the last two calls of `collect`, by kind, on first ranks of nodes.
+
+        NaN where a node that has to do with the kind could not read it; empty before the first `collect` (local).
+        """
+        return self._present.power()
+
+    def utilisation(self) -> dict[str, float]:
+        """Return how busy the nodes were meanwhile, their mean by resource (`utilisation.SHARES`), on first ranks.
+
+        What no node knows is left out (local).
+        """
+        return self._present.utilisation()
+
+    def network(self) -> dict[str, float]:
+        """Return the bytes "sent" and "received" by all nodes since this start, by whomever, on first ranks (local)."""
+        return self._present.network()

@@ -1,21 +1,32 @@
-"""NVIDIA GPUs: which ones this job uses, and their energy counters. The one door to pynvml.
+"""NVIDIA GPUs: which ones this job uses, their energy counters and power. The one door to pynvml.
 
-The indices of CUDA (under CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER) are not those of NVML, so a GPU is known by its
-UUID. pynvml is imported at the first use, never at import; when it is missing, the reason is kept.
+A GPU is known by its UUID, since the indices of CUDA are not those of NVML. pynvml is imported at the first use, never
+at import; when it is missing, the reason is kept.
 """
 
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
-from hpcdist.energy.counters import ReadError
+from hpcdist.energy.counters import About, Counter, ReadError
+from hpcdist.energy.integrated import Integrated
+from hpcdist.energy.visible import INSTANCE, ORDER, VISIBLE, Gpu, visible
 from hpcdist.errors import MissingCapabilityError
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-ORDER = "CUDA_DEVICE_ORDER"
+__all__ = ["ORDER", "VISIBLE", "Driver", "Gpu", "GpuCounter", "binding", "used"]
+
+MIG_NOTE: Final = "MIG: of all its instances together, also those of others"
+# What to ask for the power, best first: the name of the field, its scope, and how we call both.
+POWER_FIELDS: Final = (
+    ("NVML_FI_DEV_POWER_INSTANT", 0, "instant", "gpu"),
+    ("NVML_FI_DEV_POWER_AVERAGE", 0, "average", "gpu"),
+    ("NVML_FI_DEV_POWER_INSTANT", 1, "instant", "module"),
+    ("NVML_FI_DEV_POWER_AVERAGE", 1, "average", "module"),
+)
+USAGE: Final = ("usage", "gpu")  # nvmlDeviceGetPowerUsage: of Ampere and later, but GA100, an average over a second
 
 
 @functools.cache
@@ -27,13 +38,58 @@ def binding() -> ModuleType:
         raise MissingCapabilityError(f"pynvml cannot be imported ({error}); install hpcdist[nvml]") from error
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU of this node, in the order of NVML (that of the PCI bus). ``partitioned``: it is in MIG mode."""
+class GpuSensor:
+    """Power and use of a GPU. Which of its watts are read is settled at construction: see `POWER_FIELDS`."""
 
-    uuid: str
-    name: str
-    partitioned: bool
+    def __init__(self, nvml: ModuleType, handle: Any, uuid: str) -> None:
+        self.uuid = uuid
+        self._nvml, self._handle = nvml, handle
+        self.field, self.scope, self._field = self._best()
+
+    def _best(self) -> tuple[str, str, tuple[int, int] | None]:
+        for name, scope_id, field, scope in POWER_FIELDS:
+            number = getattr(self._nvml, name, None)
+            if number is not None and self._value((number, scope_id)) is not None:
+                return field, scope, (number, scope_id)
+        try:
+            self._nvml.nvmlDeviceGetPowerUsage(self._handle)
+        except (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_FunctionNotFound):
+            return "", "", None
+        except self._nvml.NVMLError:
+            pass  # it has some, and fails now
+        return *USAGE, None
+
+    def _value(self, field: tuple[int, int]) -> int | None:
+        """Return a field in mW, None where the GPU has none such."""
+        try:
+            found = self._nvml.nvmlDeviceGetFieldValues(self._handle, [field])[0]
+        except self._nvml.NVMLError:
+            return None
+        return int(found.value.uiVal) if found.nvmlReturn == self._nvml.NVML_SUCCESS else None
+
+    def power_mw(self) -> int:
+        """Return the power now. Raises ReadError."""
+        if self._field is not None:
+            value = self._value(self._field)
+            if value is None:
+                raise ReadError(f"the driver no longer tells the {self.field} power of {self.uuid}")
+            return value
+        return int(self._ask(self._nvml.nvmlDeviceGetPowerUsage))
+
+    def use(self) -> float:
+        """Return the share of the last moments in which a kernel ran, 0 to 1. Raises ReadError."""
+        return float(self._ask(self._nvml.nvmlDeviceGetUtilizationRates).gpu) / 100
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes in use, by whomever, and those there are. Raises ReadError."""
+        found = self._ask(self._nvml.nvmlDeviceGetMemoryInfo)
+        return int(found.used), int(found.total)
+
+    def _ask(self, call: Callable[[Any], Any]) -> Any:
+        try:
+            return call(self._handle)
+        except self._nvml.NVMLError as error:
+            raise ReadError(f"the driver says: {error}") from None
 
 
 class GpuCounter:
@@ -42,10 +98,11 @@ class GpuCounter:
     kind = "gpu"
     per_mj = 1
     span: int | None = None  # 64 bits: it never wraps
+    gaps = 0
 
-    def __init__(self, nvml: ModuleType, handle: Any, uuid: str) -> None:
-        self.name = uuid
-        self._nvml, self._handle = nvml, handle
+    def __init__(self, nvml: ModuleType, handle: Any, about: About, sensor: GpuSensor) -> None:
+        self.name, self.about = sensor.uuid, about
+        self._nvml, self._handle, self._sensor = nvml, handle, sensor
 
     def read(self) -> int:
         """Return the counter in mJ. Raises ReadError."""
@@ -53,6 +110,10 @@ class GpuCounter:
             return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         except self._nvml.NVMLError as error:
             raise ReadError(f"the driver says: {error}") from None
+
+    def power_mw(self) -> int | None:
+        """Return the power in mW, None where this GPU tells none. Raises ReadError."""
+        return self._sensor.power_mw() if self._sensor.field else None
 
 
 class Driver:
@@ -97,22 +158,54 @@ class Driver:
         except self._nvml.NVMLError as error:
             raise MissingCapabilityError(f"NVML does not find the GPU at {bus_id} ({error})") from error
 
-    def counter(self, uuid: str) -> GpuCounter:
-        """Return the energy counter of a GPU, having read it once."""
+    def parent(self, instance: str) -> str | None:
+        """Return the UUID of the GPU that a MIG instance is a part of; None where there is no such instance."""
+        if instance.startswith(f"{INSTANCE}GPU-"):  # as drivers before 470 named them: MIG-GPU-<uuid>/<gi>/<ci>
+            return instance.removeprefix(INSTANCE).partition("/")[0]
+        try:
+            handle = self._nvml.nvmlDeviceGetHandleByUUID(instance)
+            return str(self._nvml.nvmlDeviceGetUUID(self._nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)))
+        except (self._nvml.NVMLError_NotFound, self._nvml.NVMLError_InvalidArgument):
+            return None
+        except self._nvml.NVMLError as error:
+            raise MissingCapabilityError(f"{instance}: the GPU it is a part of is not known ({error})") from error
+
+    def _look_up(self, uuid: str) -> tuple[Any, Gpu]:
         try:
             handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
-            gpu = self._gpu(handle)
+            return handle, self._gpu(handle)
         except self._nvml.NVMLError as error:
             raise MissingCapabilityError(f"{uuid}: this process cannot see it ({error})") from error
-        if gpu.partitioned:
-            raise MissingCapabilityError(f"{uuid}: in MIG mode its counter belongs to all of its instances together")
+
+    def sensor(self, uuid: str) -> GpuSensor:
+        """Return what tells power and use of a GPU. Raises MissingCapabilityError."""
+        return GpuSensor(self._nvml, self._look_up(uuid)[0], uuid)
+
+    def about(self, uuid: str, ranks: int = 0) -> About:
+        """Return what has to be known of a GPU that so many ``ranks`` use, whatever is read of it."""
+        gpu = self._look_up(uuid)[1]
+        shared = f"shared by {ranks} ranks" if ranks > 1 else ""
+        return About(gpu.name, ranks, note="; ".join(filter(None, (shared, MIG_NOTE if gpu.partitioned else ""))))
+
+    def counter(self, uuid: str, ranks: int = 0, interval_s: float = 0.1) -> Counter:
+        """Return the energy of a GPU that so many ``ranks`` use, having read it once.
+
+        Its counter; where it has none (before Volta), its power is integrated, read every ``interval_s`` seconds.
+        A GPU in MIG mode has one counter for all of its instances, and so one source. Raises MissingCapabilityError.
+        """
+        handle, gpu = self._look_up(uuid)
+        sensor = GpuSensor(self._nvml, handle, uuid)
+        about = replace(self.about(uuid, ranks), power_field=sensor.field, power_scope=sensor.scope)
         try:
             self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         except (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_FunctionNotFound):
-            raise MissingCapabilityError(f"{uuid}: a {gpu.name} has no energy counter") from None
+            if not sensor.field:
+                why = f"{uuid}: a {gpu.name} has no energy counter, and tells no power"
+                raise MissingCapabilityError(why) from None
+            return Integrated(uuid, "gpu", sensor.power_mw, about, interval_s)
         except self._nvml.NVMLError:
             pass  # it has one, which fails now: reads will be counted as failed
-        return GpuCounter(self._nvml, handle, uuid)
+        return GpuCounter(self._nvml, handle, about, sensor)
 
 
 def used(driver: Driver, bus_id: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -123,35 +216,4 @@ def used(driver: Driver, bus_id: str | None, environment: Mapping[str, str]) -> 
     """
     if bus_id is not None:
         return (driver.at(bus_id),)
-    return visible(driver.gpus(), environment)
-
-
-def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that CUDA_VISIBLE_DEVICES names, in its order; none when it is not set.
-
-    As CUDA reads it: comma separated indices or (beginnings of) UUIDs, ended by the first that names no GPU.
-    """
-    chosen: list[str] = []
-    for entry in (environment.get(VISIBLE) or "").split(","):
-        uuid = _named(entry.strip(), gpus, environment)
-        if uuid is None or uuid in chosen:
-            break
-        chosen.append(uuid)
-    return tuple(chosen)
-
-
-def _named(entry: str, gpus: Sequence[Gpu], environment: Mapping[str, str]) -> str | None:
-    """Return the UUID that ``entry`` means, None for none."""
-    if entry.startswith("MIG-"):
-        raise MissingCapabilityError(f"{VISIBLE} names {entry}: a MIG instance has no energy counter of its own")
-    if entry.startswith("GPU-"):
-        fits = [gpu.uuid for gpu in gpus if gpu.uuid.startswith(entry)]
-        return fits[0] if len(fits) == 1 else None
-    if not (entry.isascii() and entry.isdigit()) or int(entry) >= len(gpus):
-        return None
-    if environment.get(ORDER) != "PCI_BUS_ID" and len({gpu.name for gpu in gpus}) > 1:
-        raise MissingCapabilityError(
-            f"{VISIBLE} names a GPU by index, and CUDA numbers unlike GPUs by speed; export {ORDER}=PCI_BUS_ID, "
-            "or name it by UUID"
-        )
-    return gpus[int(entry)].uuid
+    return visible(driver.gpus(), environment, driver.parent)

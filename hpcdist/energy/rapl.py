@@ -6,12 +6,13 @@ Since CVE-2020-8694 the kernel lets only root read them, unless the site allows 
 
 from pathlib import Path
 
-from hpcdist.energy.counters import Counter, ReadError
+from hpcdist.energy import sysfiles
+from hpcdist.energy.counters import Counter, ReadError, WithoutPower
 
 ZONES = "intel-rapl:*"  # AMD's too; intel-rapl-mmio shows the same package once more
 
 
-class Zone:
+class Zone(WithoutPower):
     """The counter of a package or of the memory behind it, in uJ; it wraps within minutes."""
 
     per_mj = 1000
@@ -27,13 +28,9 @@ class Zone:
     def read(self) -> int:
         """Return the counter in uJ. Raises ReadError."""
         try:
-            return int(self._energy.read_text())
-        except PermissionError:
-            raise ReadError(
-                f"{self._energy} may be read by root only; ask the site to let users read it (chmod a+r)"
-            ) from None
+            return int(sysfiles.text(self._energy))
         except (OSError, ValueError) as error:
-            raise ReadError(f"{self._energy} cannot be read: {error}") from None
+            raise ReadError(sysfiles.reason(self._energy, error)) from None
 
 
 def find(root: Path) -> tuple[list[Counter], dict[str, str]]:

@@ -56,6 +56,10 @@ class Windows:
         for source, value in enumerate(values):
             self._attribute(source, value, inner)
 
+    def forget(self, source: int) -> None:
+        """Tell that what ``source`` has counted since the last edge is not all that was used: that is not known."""
+        self._last[source] = None
+
     def _attribute(self, source: int, value: int | None, inner: Window | None) -> None:
         last, bridged = self._last[source], self._inside[source] or self._outside[source]
         inside, outside = self._inside[source] or inner is not None, self._outside[source] or inner is None

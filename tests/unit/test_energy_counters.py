@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-from hpcdist.energy.counters import MAX_GAP_NS, PROBE_NS, Pace, ReadError, Track
+from hpcdist.energy.counters import MAX_GAP_NS, PROBE_NS, LostError, Pace, ReadError, Track, WithoutPower
 
 MS = 1_000_000
 
 
-class Script:
+class Script(WithoutPower):
     """A counter that reads what it is told; None fails."""
 
     name, kind = "package-0", "cpu"

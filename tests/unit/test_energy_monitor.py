@@ -71,7 +71,7 @@ def host(comm):
 
 
 def config(root):
-    return EnergyConfig(sources="rapl", interval_s=0.002, powercap=str(root))
+    return EnergyConfig(sources="rapl", interval_s=0.002, powercap=str(root), utilisation_s=0.0)
 
 
 def alive():
@@ -159,7 +159,7 @@ def test_without_a_source_nothing_runs_and_nothing_is_waited_for(tmp_path):
     waits = []
 
     def body(comm):
-        chosen = EnergyConfig(powercap=str(tmp_path / "missing"))
+        chosen = EnergyConfig(powercap=str(tmp_path / "missing"), utilisation_s=0.0)
         with Monitor(comm, chosen, synchronise=lambda: waits.append(1), environment={}) as monitor:
             assert not monitor.measures and not alive()
             with monitor.window("training"):
@@ -220,5 +220,5 @@ def test_samples_of_all_nodes_meet_on_their_first_ranks(tmp_path):
             continue
         assert [row.node for row in rows] == [0, 1]
         assert all([window.phase for window in row.windows] == ["checkpoint", "training", "validation"] for row in rows)
-        assert all(row.samples[-1, 2] - row.samples[0, 2] == 5500 for row in rows)
+        assert all(row.drained.samples[-1, 2] - row.drained.samples[0, 2] == 5500 for row in rows)
         assert not any(row.windows for row in again)

@@ -26,14 +26,14 @@ from hpcdist.energy.counters import ReadError, Track
 from hpcdist.energy.monitor import Monitor
 from hpcdist.errors import MissingCapabilityError
 
-NVML_ONLY = EnergyConfig(sources="nvml", interval_s=0.005)
+NVML_ONLY = EnergyConfig(sources="nvml", interval_s=0.005, utilisation_s=0.0)
 driver = nvml.Driver
 
 def set_counters(**mj):
     '''Give GPUs, by uuid with - for _, another ENERGY.'''
     path = Path(os.environ["NVML_STUB"])
     rows = [line.split() for line in path.read_text().splitlines()]
-    new = [[*row[:4], mj.get(row[0].replace("-", "_"), row[4])] for row in rows]
+    new = [[*row[:4], mj.get(row[0].replace("-", "_"), row[4]), *row[5:]] for row in rows]
     path.with_suffix(".new").write_text("".join(" ".join(row) + "\\n" for row in new))
     path.with_suffix(".new").replace(path)
 
@@ -48,15 +48,15 @@ def tell(value):
 """
 
 
-def gpu(number, energy="fixed:1000", mig=0, name="H200"):
-    return f"GPU-{number:02d} 00000000:{number + 16:02X}:00.0 {name} {mig} {energy}\n"
+def gpu(number, energy="fixed:1000", mig=0, name="H200", more=""):
+    return f"GPU-{number:02d} 00000000:{number + 16:02X}:00.0 {name} {mig} {energy} {more}\n"
 
 
 @pytest.fixture
 def program(nvml_stub, tmp_path):
-    """``program(gpus, source, **environment)`` -> what the program told."""
+    """``program(gpus, source, **environment)`` -> what the program told; all it wrote with ``raw``."""
 
-    def run(gpus, source, **environment):
+    def run(gpus, source, *, raw=False, **environment):
         (tmp_path / "gpus").write_text("".join(gpus))
         added = {"LD_LIBRARY_PATH": str(nvml_stub), "NVML_STUB": str(tmp_path / "gpus")}
         kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
@@ -70,7 +70,7 @@ def program(nvml_stub, tmp_path):
             check=False,
         )
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+        return done.stdout if raw else json.loads(done.stdout.splitlines()[-1])
 
     return run
 
@@ -115,15 +115,15 @@ def test_unlike_gpus_have_no_index_but_in_bus_order(program):
 
 
 def test_what_has_no_counter_of_its_own_is_refused_with_the_reason(program):
-    gpus = [gpu(0, "unsupported"), gpu(1, mig=1), gpu(2, "lost")]
+    gpus = [gpu(0, "unsupported"), gpu(2, "lost")]
     source = """
 with driver() as one:
-    unsupported, mig, unknown = (refused(lambda: one.counter(f"GPU-{n}")) for n in ("00", "01", "77"))
+    unsupported, unknown = (refused(lambda: one.counter(f"GPU-{n}")) for n in ("00", "77"))
     lost = refused(one.counter("GPU-02").read)
-instance = refused(lambda: nvml.visible([], {"CUDA_VISIBLE_DEVICES": "MIG-5"}))
-tell([unsupported, mig, unknown, lost, instance])
+    power = refused(one.counter("GPU-02").power_mw)
+tell([unsupported, unknown, lost, power])
 """
-    words = ["has no energy counter", "in MIG mode", "cannot see it", "GPU is lost", "MIG instance"]
+    words = ["has no energy counter, and tells no power", "cannot see it", "GPU is lost", "GPU is lost"]
     for found, word in zip(program(gpus, source), words, strict=True):
         assert word in found
 
@@ -221,8 +221,9 @@ def test_a_gpu_that_does_not_move_or_cannot_be_measured_takes_the_total(program)
     report = program(THREE, source)[0][0]
     assert report["energy_j"] != report["energy_j"]
     assert report["reason"] == "node 1, GPU-02: its counter did not move twice"
-    report = program([*THREE[:2], gpu(2, mig=1)], source)[0][0]
-    assert report["energy_j"] != report["energy_j"] and "node 1 has no gpu: GPU-02: in MIG mode" in report["reason"]
+    report = program([*THREE[:2], gpu(2, "unsupported")], source)[0][0]
+    assert report["energy_j"] != report["energy_j"]
+    assert "node 1 has no gpu: GPU-02: a H200 has no energy counter, and tells no power" in report["reason"]
 
 
 def test_totals_survive_a_resume_on_other_nodes(program):
@@ -257,14 +258,14 @@ def body(comm):
         with monitor.window("training"):
             time.sleep(0.8)
         rows = monitor.collect()[0]
-        return monitor.report(), rows.samples.tolist(), rows.sources
+        return monitor.report(), rows.drained.samples.tolist(), [source[:2] for source in rows.sources]
 tell(run_threads(1, body)[0])
 """
     report, samples, sources = program([gpu(0, "power:10000:20")], source)
     training = report["phases"]["training"]
     assert training["joules"] == pytest.approx(10 * training["seconds"], rel=0.25)
     assert report["sources"][0]["update_s"] >= 0.015
-    assert sources == [["gpu", "GPU-00"]] and len(samples) > 10
+    assert sources == [["gpu", "GPU-00"]] and all(row[1] == 0 for row in samples) and len(samples) > 10
     assert all(isinstance(value, int) for row in samples for value in row)
 
 
@@ -273,10 +274,168 @@ def test_the_command_line_lists_every_source_with_its_reason(program, tmp_path):
     zone.mkdir(parents=True)
     (zone / "name").write_text("package-0")
     (zone / "energy_uj").write_text("5")
-    source = f"from hpcdist.cli.main import main\nmain(['energy', 'sources', '--json', '--powercap', '{zone.parent}'])"
-    found = program([gpu(0), gpu(1), gpu(2, "unsupported")], source, CUDA_VISIBLE_DEVICES="1")
+    source = f"""
+from hpcdist.cli.main import main
+main(["energy", "sources", "--json", "--powercap", "{zone.parent}", "--pm-counters", "{tmp_path}/none"])"""
+    gpus = [gpu(0, more="instant=7 module=9"), gpu(1, mig=1, name="A100"), gpu(2, "unsupported"), gpu(3, "unsupported")]
+    gpus[3] = gpu(3, "unsupported", more="power=5000")
+    found = program(gpus, source, CUDA_VISIBLE_DEVICES="1", CUDA_DEVICE_ORDER="PCI_BUS_ID")
     rows = {row["name"]: row for row in found["sources"]}
-    assert found["readable"] and list(rows) == ["GPU-00", "GPU-01", "GPU-02", "package-0", "rapl"]
-    assert [rows[name]["readable"] for name in rows] == [True, True, False, True, False]
-    assert [rows[f"GPU-0{number}"]["held"] for number in range(3)] == [False, True, False]
+    names = [f"GPU-0{number}" for number in range(4)]
+    assert found["readable"] and list(rows) == [*names, "package-0", "rapl", "pm_counters", "declared"]
+    assert [rows[name]["readable"] for name in rows] == [True, True, False, True, True, False, False, False]
+    assert [rows[name].get("held") for name in names] == [False, True, False, False]
     assert "no energy counter" in rows["GPU-02"]["reason"] and "no dram zone" in rows["rapl"]["reason"]
+    assert "does not exist" in rows["pm_counters"]["reason"] and "only when asked for" in rows["declared"]["reason"]
+    assert [rows[names[number]]["power"] for number in (0, 3)] == ["instant of the gpu", "usage of the gpu"]
+    assert rows["GPU-01"]["note"] == nvml.MIG_NOTE and rows["GPU-03"]["note"] == "integrated power"
+    assert rows["GPU-01"]["sensor"][:2] == [0.1, 0.025]
+    lines = program(gpus, source.replace('"--json", ', ""), CUDA_VISIBLE_DEVICES="", raw=True)
+    assert "power: instant of the gpu" in lines and "looks 25 ms of every 100 ms" in lines
+
+
+INSTANCES = [
+    gpu(0),
+    gpu(1, mig=1, more="instance=MIG-a1 instance=MIG-a2 average=50000"),
+    gpu(2, mig=1, more="instance=MIG-b1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [
+        ("MIG-a2", ["GPU-01"]),
+        ("MIG-a1,MIG-a2", ["GPU-01"]),
+        ("MIG-b1,MIG-a1,0", ["GPU-02", "GPU-01", "GPU-00"]),
+        ("MIG-b1,MIG-b1,0", ["GPU-02"]),  # CUDA stops at what was named before
+        ("MIG-zz,0", []),
+        ("MIG-GPU-02/1/0", ["GPU-02"]),  # as older drivers name them
+    ],
+)
+def test_instances_stand_for_the_gpu_they_are_a_part_of(program, variable, expected):
+    assert program(INSTANCES, VISIBLE, CUDA_VISIBLE_DEVICES=variable) == expected
+
+
+def test_a_partitioned_gpu_is_counted_once_and_marked(program):
+    """Four ranks of one node on three instances of two GPUs."""
+    source = """
+counters.PROBE_NS = 0
+NAMES = ["MIG-a1", "MIG-a2", "MIG-b1", "MIG-a1"]
+def body(comm):
+    environment = {"CUDA_VISIBLE_DEVICES": NAMES[comm.rank]}
+    with Monitor(comm, NVML_ONLY, environment=environment, host="one") as monitor:
+        with monitor.window("training"):
+            for mj in (2000, 3000, 4000):
+                comm.barrier()
+                if comm.rank == 0:
+                    set_counters(GPU_01=f"fixed:{mj}", GPU_02=f"fixed:{2 * mj}")
+                comm.barrier()
+                monitor.sampler.read()
+                time.sleep(0.02)
+            time.sleep(0.1)
+        report = monitor.report()
+        rows = monitor.collect()
+    abouts = [(name, about.ranks, about.power_field) for row in rows for _, name, about in row.sources]
+    return report, abouts
+report, abouts = run_threads(4, body)[0]
+tell([report, abouts])
+"""
+    gpus = [line.replace("fixed:1000", "fixed:0") for line in INSTANCES]
+    report, abouts = program(gpus, source)
+    assert abouts == [["GPU-01", 3, "average"], ["GPU-02", 1, ""]]
+    assert [row["note"] for row in report["sources"]] == [f"shared by 3 ranks; {nvml.MIG_NOTE}", nvml.MIG_NOTE]
+    assert report["reason"] is None and report["energy_j"] == pytest.approx(4 + 8)
+
+
+def test_power_is_asked_of_the_best_field_and_its_scope_is_kept(program):
+    gpus = [
+        gpu(0, more="power=1 average=2 instant=3 module=4"),
+        gpu(1, more="power=1 average=2 module=4"),
+        gpu(2, more="power=1 module=4"),
+        gpu(3, more="power=1"),
+        gpu(4),
+    ]
+    source = """
+with driver() as one:
+    found = [one.counter(f"GPU-0{number}") for number in range(5)]
+    tell([[c.about.power_field, c.about.power_scope, c.power_mw(), c.read()] for c in found])
+"""
+    assert program(gpus, source) == [
+        ["instant", "gpu", 3, 1000],
+        ["average", "gpu", 2, 1000],
+        ["instant", "module", 4, 1000],
+        ["usage", "gpu", 1, 1000],
+        ["", "", None, 1000],
+    ]
+
+
+def test_without_a_counter_power_is_integrated_and_said_to_be(program):
+    """Fifty watts that become ten, and a driver that is silent for longer than may be bridged."""
+    source = """
+from hpcdist.energy import integrated
+now = [0]
+real = integrated.Integrated
+integrated_with_clock = lambda *arguments, **named: real(*arguments, clock_ns=lambda: now[0], **named)
+nvml.Integrated = integrated_with_clock
+
+def tell_power(words):
+    path = Path(os.environ["NVML_STUB"])
+    path.write_text("GPU-00 00000000:10:00.0 P4 0 unsupported " + words + "\\n")
+
+with driver() as one:
+    counter = one.counter("GPU-00", 1, 0.1)
+    track, values = Track(counter), []
+    for seconds, words in [(0, "power=50000"), (1, "power=50000"), (1.5, "power=10000"), (2, ""), (2.5, "power=10000"),
+                           (3, "power=10000"), (9, "power=10000"), (10, "power=10000")]:
+        now[0] = round(seconds * 1e9)
+        tell_power(words)
+        values.append([track.read(now[0]), track.gaps])
+    tell([values, track.failed_reads, track.explain(), counter.about.note, counter.about.power_field])
+"""
+    values, failed, why, note, field = program([gpu(0, "unsupported", name="P4", more="power=50000")], source)
+    mj = [0, 50_000, 65_000, None, 75_000, 80_000, 80_000, 90_000]
+    assert values == [[value, int(place >= 6)] for place, value in enumerate(mj)]
+    assert failed == 1 and "power was not known all of the time (1 gaps)" in why
+    assert note == "integrated power" and field == "usage"
+
+
+def test_counter_and_integrated_power_agree(program):
+    """Of a driver that has both, over a running clock: 300 W as energy, and as power."""
+    source = """
+from dataclasses import replace
+from hpcdist.energy.integrated import Integrated
+with driver() as one:
+    counter = one.counter("GPU-00")
+    watts = Integrated("GPU-00", "gpu", counter._sensor.power_mw, counter.about, 0.01)
+    first, then = counter.read(), watts.read()
+    for _ in range(100):
+        time.sleep(0.005)
+        last, now = counter.read(), watts.read()
+    tell([(last - first) / 1e3, (now - then) / 1e12])
+"""
+    counted, integrated = program([gpu(0, "power:300000:1", more="instant=300000")], source)
+    assert counted > 100 and integrated == pytest.approx(counted, rel=0.05)
+
+
+def test_how_busy_gpus_are(program):
+    source = """
+from hpcdist.energy.utilisation import COLUMNS
+def body(comm):
+    chosen = EnergyConfig(sources="none", utilisation_s=0.05)
+    bus = f"0000:{10 + comm.rank}:00.0"
+    with Monitor(comm, chosen, bus_id=bus, environment={}, host="one") as monitor:
+        rows = []
+        while not rows or not len(rows[0].drained.looks):
+            time.sleep(0.02)
+            rows = monitor.collect() or rows
+            if comm.rank: break
+        return monitor.measures, monitor.utilisation(), monitor.power(), monitor.report()["reason"]
+tell(run_threads(2, body)[0])
+"""
+    gpus = [gpu(0, more="use=90:5 memory=30:100"), gpu(1, "lost", more="use=50:5 memory=50:100")]
+    measures, shares, power, reason = program(gpus, source)
+    assert not measures and power == {} and "energy.sources = 'none'" in reason
+    assert "gpu" not in shares and 0 <= shares["node_cpu"] <= 1, "half of the GPUs is no measurement"
+    gpus[1] = gpu(1, more="use=50:5 memory=50:100")
+    shares = program(gpus, source)[1]
+    assert (shares["gpu"], shares["gpu_memory"]) == (pytest.approx(0.7), pytest.approx(0.4))

@@ -3,11 +3,11 @@
 import threading
 import time
 
-from hpcdist.energy.counters import ReadError
+from hpcdist.energy.counters import ReadError, WithoutPower
 from hpcdist.energy.sampler import EDGE_ATTEMPTS, Sampler
 
 
-class Clock:
+class Clock(WithoutPower):
     """A counter of 1 mJ each millisecond that wraps every 50 ms."""
 
     name, kind, per_mj, span = "package-0", "cpu", 1, 50
@@ -35,15 +35,15 @@ def test_samples_are_whole_and_the_thread_ends():
     assert not samplers()
     sampler.start()
     assert len(samplers()) == 1 and samplers()[0].daemon
-    samples = sampler.drain()
+    samples = sampler.drain().samples
     while len(samples) < 40:
-        samples = [*samples, *sampler.drain()]
+        samples = [*samples, *sampler.drain().samples]
     sampler.stop()
     assert not samplers()
     for source in range(2):
         times, energy = zip(*((t, mj) for t, found, mj in samples if found == source), strict=True)
         assert list(times) == sorted(times) and list(energy) == sorted(energy), "wraps are unrolled"
-    assert sampler.drain().shape[1] == 3 and sampler.drain().shape == (0, 3)
+    assert sampler.drain().samples.shape[1] == 3 and sampler.drain().samples.shape == (0, 3)
 
 
 def test_without_a_source_there_is_no_thread():
@@ -61,7 +61,7 @@ def test_an_edge_tries_again_and_counts_every_failure():
     _, (dead, alive) = sampler.read()
     assert dead is None and alive is not None
     assert [track.failed_reads for track in sampler.tracks] == [EDGE_ATTEMPTS, EDGE_ATTEMPTS - 1]
-    assert len(sampler.drain()) == 1, "a failed read leaves no sample"
+    assert len(sampler.drain().samples) == 1, "a failed read leaves no sample"
 
 
 def test_a_failing_sensor_does_not_end_the_thread():
@@ -71,4 +71,4 @@ def test_a_failing_sensor_does_not_end_the_thread():
         time.sleep(0.001)
     assert samplers()
     sampler.stop()
-    assert set(sampler.drain()[:, 1]) == {1}
+    assert set(sampler.drain().samples[:, 1]) == {1}

@@ -4,17 +4,29 @@ import h5py
 import numpy as np
 
 from hpcdist.energy import store
+from hpcdist.energy.counters import About
+from hpcdist.energy.sampler import Drained
 from hpcdist.energy.store import NodeRows
+from hpcdist.energy.utilisation import BYTES, COLUMNS
 from hpcdist.energy.windows import Window
-from hpcdist.hdf5 import files
+from hpcdist.hdf5 import files, tables
 
 LARGE = 2**53 + 1  # a float would round it
 
 
 def rows(node, samples):
-    sources = [("gpu", f"GPU-{node}"), ("cpu", "package-0")]
+    gpu = About("NVIDIA H200", 2, "instant", "gpu", note="shared by 2 ranks")
+    sources = [("gpu", f"GPU-{node}", gpu), ("cpu", "package-0", About(declared=True))]
     window = Window("training", LARGE, [1500.0, np.nan], LARGE + 9, 7_000_000_000)
-    return NodeRows(node, sources, np.array(samples, np.int64).reshape(-1, 3), [window])
+    pairs = np.array([[LARGE, 0]], np.int64)[: len(samples)]
+    drained = Drained(
+        np.array(samples, np.int64).reshape(-1, 3),
+        np.array([(LARGE, 0, LARGE + 4)], np.int64)[: len(samples)],
+        pairs,
+        pairs[:, 0],
+        np.arange(float(len(COLUMNS)))[None, :][: len(samples)],
+    )
+    return NodeRows(node, sources, drained, [window], LARGE, 0.25, 60.0)
 
 
 def test_tables_over_flushes_and_sessions(tmp_path):
@@ -46,3 +58,37 @@ def test_tables_over_flushes_and_sessions(tmp_path):
         assert sources["session"][...].tolist() == [0, 0, 0, 0, 1, 1]
         assert sources["node"][...].tolist() == [0, 0, 1, 1, 0, 0]
         assert sources["name"][...].tolist()[:4] == [b"GPU-0", b"package-0", b"GPU-1", b"package-0"]
+        about = group["about"]
+        assert about["declared"][...].tolist() == [0, 1] * 3 and about["ranks"][...].tolist() == [2, 0] * 3
+        assert [about[name][0] for name in ("model", "power_field", "power_scope", "note")] == [
+            b"NVIDIA H200",
+            b"instant",
+            b"gpu",
+            b"shared by 2 ranks",
+        ]
+        assert group["powers/power_mw"][...].tolist() == [LARGE + 4] * 3 and group["powers/power_mw"].dtype == np.int64
+        assert group["gaps/t_mono_ns"][...].tolist() == [LARGE] * 3
+        looks = group["utilisation"]
+        assert [looks[name][0] for name in COLUMNS] == list(range(len(COLUMNS)))
+        assert [looks[name].attrs["units"] for name in COLUMNS] == ["By" if name in BYTES else "1" for name in COLUMNS]
+        cost = group["sampler"]
+        assert cost["busy_s"][...].tolist() == [0.25] * 4 and cost["lasted_s"][0] == 60 and cost["node"][1] == 1
+
+
+def test_a_file_of_an_earlier_version_goes_on(tmp_path):
+    path = tmp_path / "metrics.h5"
+    with files.edit(path, "hpcdist.metrics", 1) as file:
+        for name in ("sources", "samples", "windows"):
+            tables.create(file, f"energy/{name}", store.TABLES[name])
+        before = {"t_mono_ns": 1, "session": 0, "node": 0, "source": 0, "energy_mj": 5}
+        tables.extend(file, "energy/samples", {name: np.array([value]) for name, value in before.items()})
+        source = {"session": 0, "node": 0, "source": 0, "kind": b"gpu", "name": b"GPU-0"}
+        tables.extend(file, "energy/sources", {name: np.array([value]) for name, value in source.items()})
+    with files.edit(path, "hpcdist.metrics", 1) as file:
+        store.append(file, 1, [rows(0, [(7, 0, 8)])])
+    with h5py.File(path) as file:
+        assert file["energy/samples/energy_mj"][...].tolist() == [5, 8]
+        assert file["energy/samples/session"][...].tolist() == [0, 1]
+        assert file["energy/about/session"][...].tolist() == [1, 1] and file["energy/powers/session"][...].tolist() == [
+            1
+        ]
