@@ -15,7 +15,7 @@ from hpcdist.telemetry import catalogue
 
 WINDOW: Final = 50  # steps over which speed, shares and stragglers are taken
 PER_RANK: Final = (
-    "step_s", "compute_s", "communication_s", "update_s", "sent_bytes", "exposed_s", "overlapped_s",
+    "step_s", "compute_s", "communication_s", "update_s", "data_s", "sent_bytes", "exposed_s", "overlapped_s",
 )  # fmt: skip
 PHASES: Final = ("compute", "communication", "update")
 _COMMON: Final = {"training_loss_nats": "loss", "learning_rate": "learning_rate", "gradient_norm": "gradient_norm"}
@@ -25,9 +25,9 @@ _COMMON: Final = {"training_loss_nats": "loss", "learning_rate": "learning_rate"
 class Row:
     """What all ranks measured of one step; NaN, or left out of ``ranks``, is what nobody measured.
 
-    ``ranks`` has arrays (world,) of `PER_RANK`: seconds and bytes of the step. ``exposed_s`` is what a rank gave to
-    reductions that go on beside the computation, ``overlapped_s`` what these took (`Overlap.taken`). ``tokens`` are
-    those of all ranks.
+    ``ranks`` has arrays (world,) of `PER_RANK`: seconds and bytes of the step. ``data_s`` is waiting for the batch;
+    ``exposed_s`` is what a rank gave to reductions that go on beside the computation, ``overlapped_s`` what these took
+    (`Overlap.taken`). ``tokens`` are those of all ranks.
     """
 
     step: int
@@ -77,7 +77,9 @@ class Derived:
         of = {name: values[:, works] for name, values in columns.items()}  # (S, K)
         tokens = np.array([row.tokens for row in rows], float)
         phases = {phase: _mean(of[f"{phase}_s"]) for phase in PHASES}  # (S,)
-        phases["other"] = np.maximum(_mean(of["step_s"]) - sum(phases.values()), 0)
+        data = _mean(of["data_s"])
+        rest = _mean(of["step_s"]) - sum(phases.values()) - np.nan_to_num(data)
+        phases |= {"data": data, "other": np.maximum(rest, 0)}
         # Starting, polling and waiting may take longer than what goes on beside: then nothing of it is hidden.
         exposed = _ratio(*self._sums(_total(of["exposed_s"]), _total(of["overlapped_s"])))
         series = {
@@ -128,7 +130,13 @@ def straggler_scores(compute_s: np.ndarray) -> np.ndarray:
     Of each rank it is the median over the steps, so that a step that was disturbed makes no straggler. NaN for a rank
     that did not compute.
     """
-    own = np.array([np.median(known) if (known := column[column > 0]).size else math.nan for column in compute_s.T])
+    times = np.where(compute_s > 0, compute_s, math.nan)
+    known = np.isfinite(times)
+    own = np.full(times.shape[1], math.nan)
+    always = known.all(axis=0) & known.any(axis=0)
+    own[always] = np.median(times[:, always], axis=0) if always.any() else math.nan
+    for rank in np.flatnonzero(known.any(axis=0) & ~always):
+        own[rank] = np.median(times[known[:, rank], rank])
     computing = own[np.isfinite(own)]
     return own / np.median(computing) if computing.size else own
 
