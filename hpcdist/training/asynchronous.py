@@ -56,10 +56,12 @@ class AsynchronousLoop(Loop):
         self._counted = self._sent_before = self.traffic.sent_bytes
         exchange.meetings.wants, exchange.meetings.meanwhile = self._wants, self._attend
         self._plan_checkpoint()
+        self.metrics.note_clocks()
         exchange.part()
         over = exchange.works and self._work()
         while not over:
             over = self._meet()
+        self.metrics.note_clocks()
         self._count_what_was_served()
         self.wishes.answered()
         self.pace.ended(self.outcome.wish is not None)

@@ -116,6 +116,7 @@ class Loop:
         """Train to the last step of the recipe, or until somebody wishes to stop."""
         trainer, outcome = self.trainer, self.outcome
         steps = trainer.recipe.run.steps
+        self.metrics.note_clocks()
         self._boundary = time.perf_counter()
         self.notes.shares(self.outcome.done, 0)
         with trainer.batches(steps) as batches:
@@ -126,6 +127,7 @@ class Loop:
                 if outcome.wish is not None:
                     break
         self.metrics.flush()
+        self.metrics.note_clocks()
         if outcome.checkpoint is None:
             self._look(outcome.done, save=True)
         self._finish_save()
@@ -166,6 +168,8 @@ class Loop:
         if found.wishes[len(Wish)] > 0:
             self.metrics.flush()
             noise.note(self.metrics, trainer)
+        if found.wishes[len(Wish)] > 1:
+            self.metrics.note_clocks()
         self.pace.stepped(step_s - self._held_s)
         self._held_s = 0.0
         self._settle(found.wishes[len(Wish) + 3 :])
@@ -177,8 +181,10 @@ class Loop:
 
     def _train(self, step: int, batches: list[MicroBatch]) -> Step:
         trainer = self.trainer
-        # Further numbers decide with the others when all ranks bring their rows to the file, and when they save.
-        due = [float(self.metrics.due()), float(trainer.comm.rank == 0 and self.pace.due()), self.wishes.ranks()]
+        # Further numbers decide with the others when all ranks bring their rows to the file (2: and compare their
+        # clocks), and when they save.
+        flushes = float(self.metrics.due()) * (2.0 if self.metrics.clocks.due() else 1.0)
+        due = [flushes, float(trainer.comm.rank == 0 and self.pace.due()), self.wishes.ranks()]
         wishes = np.concatenate([self.wishes.current(), due, self.saver.numbers()])
         try:
             return trainer.step(step, batches, wishes)

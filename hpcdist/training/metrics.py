@@ -8,9 +8,10 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from hpcdist.comm.clocks import Clocks
 from hpcdist.comm.communicator import Communicator
 from hpcdist.energy import store
-from hpcdist.telemetry import loss_scales, observations, shares
+from hpcdist.telemetry import clocks, loss_scales, observations, shares
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
 from hpcdist.telemetry.stream import Event
 from hpcdist.training.energy import Energy
@@ -34,6 +35,7 @@ class Metrics:
     ) -> None:
         self._comm, self._energy, self._streaming = comm, energy, streaming
         self._writer = MetricsWriter(path, comm.size, resume_step, attributes=attributes) if comm.rank == 0 else None
+        self.clocks = Clocks(comm)
         self._common: list[Common] = []
         self._own: list[list[float]] = []
         self._gathered: list[tuple[Common, list[float]]] = []  # of this rank, by the last flush
@@ -119,6 +121,13 @@ class Metrics:
         """Write the scale of the loss in ``step`` (rank 0 does, the others have nothing to do)."""
         if self._writer is not None:
             self._writer.include(lambda file, session: loss_scales.append(file, session, step, scale, skipped))
+
+    def note_clocks(self) -> None:
+        """Write how far the clocks of the hosts are apart. Collective."""
+        readings = self.clocks.measure()
+        if self._writer is not None:
+            hosts, wall_ns = self.clocks.hosts, time.time_ns() - time.monotonic_ns()
+            self._writer.include(lambda file, session: clocks.append(file, session, hosts, readings, wall_ns))
 
     def include(self, append: Callable[[Any, int], None]) -> None:
         """Let ``append(file, session)`` add a table of its own (rank 0 does, the others have nothing to do)."""
