@@ -1,0 +1,113 @@
+"""The events of a run as lines of JSON in ``events.jsonl``: for ``tail -f | jq``, and whatever reads logs.
+
+    {"time":"2026-02-03T04:05:06.789012Z","time_ns":1770091506789012345,"kind":"step","step":7,
+     "values":{"training_loss_nats":5.1,...},"ranks":{"compute_seconds":[0.1,0.2]}}
+
+One line each. ``values`` has figures under the names of `catalogue`, ``ranks`` a list with a place for each rank; null
+is what is not known, or no number (NaN, infinity).
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.errors import StorageError
+from hpcdist.telemetry.appended import Appended
+from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.telemetry.stream import Event, Run
+
+FILE: Final = "events.jsonl"
+# Of more ranks than these, lines have no lists: they would be most of the file, and metrics.h5 has them anyway.
+MOST_RANKS: Final = 512
+CURE: Final = "free space, or set telemetry.jsonl = false"
+# What every line begins with; nothing else is looked at when a run goes on.
+_HEAD: Final = re.compile(rb'\{"time":"[^"]*","time_ns":\d+,"kind":"[a-z_]+","step":(-?\d+),"')
+
+
+class JsonLines:
+    """Writes the events of a run into its directory. Raises StorageError.
+
+    A run that goes on keeps the lines up to the step that it goes on from: those of later steps, and a last line that
+    was cut off when the run was killed, are dropped.
+    """
+
+    name = FILE
+
+    def __init__(self, run: Run, config: TelemetryConfig) -> None:
+        path = run.directory / FILE
+        if path.is_file():
+            drop_after(path, run.resumed_step or 0)
+        self._file = Appended(path, CURE)
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Append a line for each event: one write for all of them."""
+        self._file.append(b"".join(map(line, events)))
+
+    def close(self, normal: bool) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def line(event: Event) -> bytes:
+    """Return an event as a line of JSON, with its end."""
+    seconds, ns = divmod(event.time_ns, 1_000_000_000)
+    time = datetime.fromtimestamp(seconds, UTC).replace(microsecond=ns // 1000)
+    content: dict[str, Any] = {
+        "time": time.isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        "time_ns": event.time_ns,
+        "kind": event.kind,
+        "step": event.step,
+        "values": {key: _plain(value) for key, value in event.values.items()},
+    }
+    ranks = _lists(event.ranks)
+    if ranks:
+        content["ranks"] = ranks
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def _plain(value: Any) -> float | int | str | None:
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _lists(ranks: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
+    """Return the figures of each rank, (world,), as lists with None for what is not finite."""
+    found = {}
+    for key, values in ranks.items():
+        if len(values) <= MOST_RANKS:
+            numbers = values.tolist()
+            found[key] = numbers if np.isfinite(values).all() else [_plain(number) for number in numbers]
+    return found
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Drop from ``path`` what was written after ``step``, and lines that are not whole. Raises StorageError.
+
+    The file is replaced by a new one at once, and only where there is something to drop.
+    """
+    new = path.with_name(f"{path.name}.new")
+    try:
+        with path.open("rb") as file:
+            dropped = any(not _stays(row, step) for row in file)
+            if not dropped:
+                return
+            file.seek(0)
+            with new.open("wb") as kept:
+                kept.writelines(row for row in file if _stays(row, step))
+        os.replace(new, path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise StorageError(f"{path} cannot be shortened to step {step}: {error.strerror or error}; {CURE}") from error
+
+
+def _stays(row: bytes, step: int) -> bool:
+    head = _HEAD.match(row)
+    return head is not None and row.endswith(b"}\n") and int(head[1]) <= step

@@ -1,0 +1,118 @@
+"""Ranges for profilers nest, are balanced also when an operation raises, and cost nothing where nobody asked."""
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from hpcdist.errors import MissingCapabilityError
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.ranges import NO_RANGES, within
+from hpcdist.telemetry.nvtx import COLORS, NvtxRanges, label
+
+
+class Recorded:
+    """A double of the module: writes down what is pushed and popped."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.made: list[dict[str, object]] = []
+
+    def module(self) -> ModuleType:
+        recorded = self
+
+        class annotate:  # noqa: N801 - the name in the module
+            def __init__(self, message, color=None, domain=None, category=None):
+                self.message = message
+                recorded.made.append({"message": message, "color": color, "domain": domain, "category": category})
+
+            def __enter__(self):
+                recorded.calls.append(f"push {self.message}")
+                return self
+
+            def __exit__(self, *exception):
+                recorded.calls.append("pop")
+                return False
+
+        made = ModuleType("nvtx")
+        made.annotate = annotate
+        return made
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    found = Recorded()
+    monkeypatch.setitem(sys.modules, "nvtx", found.module())
+    return found
+
+
+def test_operations_are_within_the_range_of_the_step(recorded):
+    ranges = NvtxRanges()
+    seen = []
+    handler = within(ranges, "compute", lambda op: seen.append(len(recorded.calls)))
+    with ranges("step", "step"):
+        handler(Operation(Kind.FORWARD, 0, 3))
+        handler(Operation(Kind.BACKWARD, 0, 3))
+    assert recorded.calls == [
+        "push step", "push FORWARD microbatch 0 unit 3", "pop", "push BACKWARD microbatch 0 unit 3", "pop", "pop",
+    ]  # fmt: skip
+    assert seen == [2, 4]  # each was called inside its own range
+
+
+def test_an_operation_that_raises_leaves_no_range_open(recorded):
+    def broken(op: Operation) -> None:
+        raise ArithmeticError("no number")
+
+    ranges = NvtxRanges()
+    with pytest.raises(ArithmeticError, match="no number"), ranges("step", "step"):
+        within(ranges, "communication", broken)(Operation(Kind.AGREE))
+    assert recorded.calls == ["push step", "push AGREE", "pop", "pop"]
+
+
+def test_a_text_is_registered_once_however_many_steps_there_are(recorded):
+    ranges = NvtxRanges()
+    handler = within(ranges, "update", lambda op: None)
+    for _ in range(5):
+        handler(Operation(Kind.APPLY))
+    assert recorded.made == [{"message": "APPLY", "color": COLORS["update"], "domain": "hpcdist", "category": "update"}]
+    assert recorded.calls == ["push APPLY", "pop"] * 5
+
+
+def test_every_phase_of_spans_has_a_color():
+    from hpcdist.comm.spanfile import PHASES
+
+    assert set(COLORS) == set(PHASES)
+    assert len(set(COLORS.values())) == len(COLORS)
+
+
+def test_labels():
+    assert label("REDUCE") == "REDUCE"
+    assert label("GATHER", unit=0) == "GATHER unit 0"
+    assert label("FORWARD", 2, 7) == "FORWARD microbatch 2 unit 7"
+
+
+def test_the_package_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    with pytest.raises(MissingCapabilityError, match=r"hpcdist\[trace\].*telemetry.nvtx = false"):
+        NvtxRanges()
+
+
+def test_no_ranges_hand_the_operation_on_and_hide_no_error():
+    seen = []
+    within(NO_RANGES, "compute", seen.append)(Operation(Kind.FORWARD, 1, 2))
+    assert seen == [Operation(Kind.FORWARD, 1, 2)]
+    with pytest.raises(KeyError), NO_RANGES("step", "step"), NO_RANGES("data", "wait for data"):
+        raise KeyError
+
+
+def test_the_real_package_takes_every_phase_without_a_tool():
+    pytest.importorskip("nvtx")
+    ranges = NvtxRanges()
+    for _ in range(2):  # made, then known
+        for phase in COLORS:
+            with ranges("step", "step"), ranges(phase, "work", 0, 1):
+                pass
+    with pytest.raises(ArithmeticError), ranges("compute", "FORWARD"):
+        raise ArithmeticError
+    with ranges("compute", "FORWARD"):  # it can be entered again
+        pass

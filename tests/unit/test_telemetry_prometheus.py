@@ -1,0 +1,437 @@
+"""Metrics for Prometheus: what promtool says of them, counters over resumes, and the three ways to show them."""
+
+import json
+import math
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+
+import pytest
+
+from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError
+from hpcdist.telemetry import catalogue
+from hpcdist.telemetry import prometheus as module
+from hpcdist.telemetry.catalogue import COUNTER, QUANTITIES
+from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.telemetry.exposition import RESTORED
+from hpcdist.telemetry.prometheus import PrometheusSink
+from hpcdist.telemetry.stream import Event, Run, Stream
+
+pytest.importorskip("prometheus_client")
+import gateway as pushgateway
+from prometheus_client.parser import text_string_to_metric_families
+
+TEXTFILE = TelemetryConfig(prometheus="textfile")
+HTTP = TelemetryConfig(prometheus="http", port=0)
+GROUP = "/metrics/job/hpcdist/jobid/42"
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    """Nothing here leaves the machine."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run_in(folder, jobid="42", resumed_step=None):
+    return Run("a-run", folder, jobid, 2, 1, "allreduce", resumed_step)
+
+
+def step(number, **values):
+    return Event("step", number, {"training_loss_nats": 1.0 / number, "steps_total": number, **values})
+
+
+def samples(text):
+    """Return {(name, sorted labels but jobid and run)} -> value; the two are the same in all."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("run") == "a-run" and labels.pop("jobid") in ("42", "a-run")
+            found[sample.name, *sorted(labels.items())] = sample.value
+    return found
+
+
+def shown(sink):
+    if sink.where.startswith("http"):
+        with urllib.request.urlopen(sink.where, timeout=10) as answer:
+            return samples(answer.read().decode())
+    with open(sink.where) as file:
+        return samples(file.read())
+
+
+def everything(rng):
+    """An event with a value for each figure of the catalogue, and two for those with a label."""
+    values = {}
+    for name, quantity in QUANTITIES.items():
+        for label in ("a", 'odd "label"\\') if quantity.label else ("",):
+            values[catalogue.key(name, label)] = float(rng.random())
+    return Event("step", 1, values)
+
+
+# --- what is shown --------------------------------------------------------------------------------------------------
+
+
+def test_every_figure_of_the_catalogue_is_shown_as_it_is_named_there(tmp_path, rng):
+    sink, event = PrometheusSink(run_in(tmp_path), TEXTFILE), everything(rng)
+    sink.write([event])
+    found = shown(sink)
+    assert len(found) == len(event.values)
+    for key, value in event.values.items():
+        name, label = catalogue.split(key)
+        labels = [] if label is None else [(QUANTITIES[name].label, label)]
+        assert found[f"hpcdist_{name}", *labels] == value
+    with open(sink.where) as file:
+        text = file.read()
+    for quantity in QUANTITIES.values():
+        assert f"# HELP {quantity.prometheus} {quantity.meaning} ({quantity.unit})\n" in text
+        assert f"# TYPE {quantity.prometheus} {quantity.kind}\n" in text
+    assert "python_" not in text and "process_" not in text and "_created" not in text
+
+
+def test_promtool_has_no_complaint(tmp_path, rng):
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("there is no promtool: apt-get install prometheus")
+    sink = PrometheusSink(run_in(tmp_path), TEXTFILE)
+    sink.write([everything(rng)])
+    with open(sink.where) as file:
+        text = file.read()
+    check = [promtool, "check", "metrics"]
+    done = subprocess.run(check, input=text, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    wrong = text.replace("hpcdist_steps_total", "hpcdist_steps")  # the test of the test
+    assert subprocess.run(check, input=wrong, capture_output=True, text=True, timeout=60, check=False).returncode
+
+
+def test_what_is_not_known_is_not_shown(tmp_path):
+    sink = PrometheusSink(run_in(tmp_path), TEXTFILE)
+    assert shown(sink) == {}
+    sink.write([step(1, gradient_norm=math.nan, why="text", **{"power_watts[gpu]": 300.0, "emissions_grams_total": 2})])
+    assert shown(sink) == {
+        ("hpcdist_training_loss_nats",): 1,
+        ("hpcdist_steps_total",): 1,
+        ("hpcdist_power_watts", ("source", "gpu")): 300,
+        ("hpcdist_emissions_grams_total",): 2,
+    }
+    sink.write([step(2, **{"power_watts[gpu]": math.nan, "emissions_grams_total": math.nan})])
+    assert ("hpcdist_power_watts", ("source", "gpu")) not in shown(sink)
+    assert shown(sink)["hpcdist_emissions_grams_total",] == 2  # a counter does not vanish
+
+
+def test_without_a_job_the_run_is_its_identity(tmp_path):
+    sink = PrometheusSink(run_in(tmp_path, jobid=""), TEXTFILE)
+    sink.write([step(1)])
+    assert sink.where.endswith("/hpcdist_a-run.prom")
+    with open(sink.where) as file:
+        assert 'hpcdist_steps_total{jobid="a-run",run="a-run"} 1.0' in file.read()
+
+
+def test_a_name_with_odd_characters_makes_one_file(tmp_path):
+    run = Run("näme/of run", tmp_path, "", 1, 1, "")
+    sink = PrometheusSink(run, TEXTFILE)
+    assert os.path.basename(sink.where) == "hpcdist_n_me_of_run.prom"
+    with open(sink.where) as file:
+        assert file.read() == ""
+
+
+# --- counters over a resume -----------------------------------------------------------------------------------------
+
+
+def test_no_counter_falls_over_a_resume(tmp_path):
+    """Killed after step 9, gone on from step 5: steps are made again, and messages are counted from zero again."""
+    of_operation = "collective_seconds_total[ring_allreduce]"
+    first = PrometheusSink(run_in(tmp_path), TEXTFILE)
+    first.write([step(9, **{"sent_bytes_total": 900, of_operation: 4.5, "energy_joules_total[node]": 90.0})])
+    second = PrometheusSink(run_in(tmp_path, resumed_step=5), TEXTFILE)
+    before = shown(second)  # also before the first step
+    assert before["hpcdist_steps_total",] == 9
+    seen = [before]
+    for number, count in zip(range(6, 13), range(1, 8), strict=True):
+        figures = {
+            "sent_bytes_total": 100 * count,
+            of_operation: 0.5 * count,
+            "energy_joules_total[node]": 10.0 * number,
+        }
+        second.write([step(number, **figures)])
+        seen.append(shown(second))
+    counters = {key for key in seen[-1] if key[0].endswith("_total")}
+    assert len(counters) == 4
+    for key in counters:
+        values = [found[key] for found in seen]
+        assert values == sorted(values), key
+    assert seen[-1]["hpcdist_steps_total",] == 12
+    assert seen[-1]["hpcdist_energy_joules_total", ("source", "node")] == 120
+    assert seen[-1]["hpcdist_sent_bytes_total",] == 900 + 700
+    assert seen[-1]["hpcdist_collective_seconds_total", ("operation", "ring_allreduce")] == 4.5 + 3.5
+
+
+def test_totals_are_kept_in_every_way_and_while_the_gateway_is_away(tmp_path):
+    with pushgateway.running() as gateway:
+        sink = PrometheusSink(run_in(tmp_path), TelemetryConfig(prometheus="push", gateway=gateway.address))
+        gateway.status = 500
+        for number in (1, 2, 3):
+            with suppress(StorageError):
+                sink.write([step(number, checkpoints_total=number)])
+        with suppress(StorageError):
+            sink.close(False)
+    again = PrometheusSink(run_in(tmp_path, resumed_step=2), HTTP)
+    try:
+        again.write([step(3, checkpoints_total=1)])
+        assert shown(again)["hpcdist_checkpoints_total",] == 4
+        assert shown(again)["hpcdist_steps_total",] == 3
+    finally:
+        again.close(True)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"steps_total": "many"}', '{"steps_total"'])
+def test_damaged_totals_are_no_reason_not_to_train(tmp_path, content):
+    (tmp_path / "prometheus").mkdir()
+    (tmp_path / "prometheus" / "counters.json").write_text(content)
+    sink = PrometheusSink(run_in(tmp_path, resumed_step=2), TEXTFILE)
+    sink.write([step(3)])
+    assert shown(sink)["hpcdist_steps_total",] == 3
+
+
+def test_restored_totals_are_counters():
+    assert all(QUANTITIES[name].kind == COUNTER for name in RESTORED)
+
+
+# --- a file ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normal", [True, False])
+def test_the_file_is_that_of_the_job_and_goes_with_it(tmp_path, normal):
+    folder = tmp_path / "node_exporter"
+    folder.mkdir()
+    (folder / "hpcdist_41.prom").write_text("of another job\n")
+    run = tmp_path / "run"
+    sink = PrometheusSink(run_in(run), TelemetryConfig(prometheus="textfile", textfile_directory=str(folder)))
+    sink.write([step(1)])
+    assert sorted(path.name for path in folder.iterdir()) == ["hpcdist_41.prom", "hpcdist_42.prom"]
+    sink.close(normal)
+    assert [path.name for path in folder.iterdir()] == ["hpcdist_41.prom"]
+
+
+def test_the_exporter_of_another_user_may_read_the_file(tmp_path):
+    mask = os.umask(0o077)
+    try:
+        sink = PrometheusSink(run_in(tmp_path), TEXTFILE)
+        sink.write([step(1)])
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(os.stat(sink.where).st_mode) == 0o644
+
+
+def test_a_reader_never_sees_half_of_the_file(tmp_path, rng):
+    sink = PrometheusSink(run_in(tmp_path), TEXTFILE)
+    event = everything(rng)
+    sink.write([event])
+    complete, ends, torn = len(event.values), threading.Event(), []
+
+    def read():
+        while not ends.is_set():
+            found = len(shown(sink))
+            if found != complete:
+                torn.append(found)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(50):
+        sink.write([event])
+    ends.set()
+    reader.join()
+    assert torn == []
+    assert not [path for path in (tmp_path / "prometheus").iterdir() if path.suffix == ".new"]
+
+
+def test_a_directory_that_is_not_there_is_refused_with_the_cure(tmp_path):
+    config = TelemetryConfig(prometheus="textfile", textfile_directory=str(tmp_path / "absent"))
+    with pytest.raises(StorageError, match=r"absent.*no such directory.*--collector.textfile.directory") as caught:
+        PrometheusSink(run_in(tmp_path), config)
+    assert caught.value.exit_code == 74
+
+
+def test_a_directory_that_cannot_be_written_is_refused_with_the_cure(tmp_path, monkeypatch):
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    config = TelemetryConfig(prometheus="textfile", textfile_directory=str(folder))
+    if os.geteuid() == 0:  # to whom nothing is closed: the kernel's answer is given by hand
+        monkeypatch.setattr("pathlib.Path.open", refused)
+    else:
+        folder.chmod(0o500)
+    with pytest.raises(StorageError, match=r"Permission denied; choose another telemetry.textfile_directory"):
+        PrometheusSink(run_in(tmp_path), config)
+
+
+def refused(path, *arguments):
+    raise PermissionError(13, os.strerror(13), str(path))
+
+
+def test_a_disk_that_fills_up_is_told_of_once_and_the_old_figures_stay(tmp_path, monkeypatch):
+    sink = PrometheusSink(run_in(tmp_path), TEXTFILE)
+    told = []
+    stream = Stream([sink], told.append)
+    stream.publish([step(1)])
+    with monkeypatch.context() as patched:
+        patched.setattr("os.replace", lambda old, new: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
+        stream.publish([step(2)])
+        stream.publish([step(3)])
+        assert shown(sink)["hpcdist_steps_total",] == 1
+    stream.publish([step(4)])
+    assert shown(sink)["hpcdist_steps_total",] == 4
+    assert len(told) == 2 and "No space left" in told[0] and "works again" in told[1]
+
+
+# --- a port ---------------------------------------------------------------------------------------------------------
+
+
+def test_any_free_port_is_told(tmp_path):
+    sink = PrometheusSink(run_in(tmp_path), HTTP)
+    try:
+        assert sink.where.startswith("http://127.0.0.1:") and not sink.where.startswith("http://127.0.0.1:0/")
+        sink.write([step(1)])
+        assert shown(sink)["hpcdist_steps_total",] == 1
+        sink.write([step(2)])
+        assert shown(sink)["hpcdist_steps_total",] == 2
+        (found,) = json.loads((tmp_path / "prometheus" / "targets.json").read_bytes())
+        assert found["targets"] == [sink.where.removeprefix("http://").removesuffix("/metrics")]
+    finally:
+        sink.close(True)
+    with pytest.raises(urllib.error.URLError):
+        shown(sink)
+    assert not (tmp_path / "prometheus" / "targets.json").exists()
+
+
+def test_nobody_on_another_machine_is_answered(tmp_path):
+    sink = PrometheusSink(run_in(tmp_path), HTTP)
+    try:
+        assert sink._way._server.socket.getsockname()[0] == "127.0.0.1"
+    finally:
+        sink.close(True)
+
+
+def test_a_port_that_is_taken_is_refused_with_the_cure(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigurationError, match=rf"telemetry.port = {port}: .*Address already in use.*or 0"
+        ) as caught:
+            PrometheusSink(run_in(tmp_path), TelemetryConfig(prometheus="http", port=port))
+    assert caught.value.exit_code == 78
+    again = PrometheusSink(run_in(tmp_path), TelemetryConfig(prometheus="http", port=port))  # free again
+    again.close(True)
+
+
+# --- a gateway ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gateway():
+    with pushgateway.running() as found:
+        yield found
+
+
+def pushing(folder, gateway):
+    return PrometheusSink(run_in(folder), TelemetryConfig(prometheus="push", gateway=gateway.address))
+
+
+def until(condition, limit_s=30.0):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_figures_are_pushed_and_deleted_at_an_end_in_order(tmp_path, gateway):
+    sink = pushing(tmp_path, gateway)
+    assert [*gateway.groups] == [GROUP]  # the first push is that of the constructor
+    sink.write([step(1)])
+    until(lambda: "hpcdist_steps_total" in gateway.groups[GROUP])
+    assert samples(gateway.groups[GROUP])["hpcdist_steps_total",] == 1
+    sink.close(True)
+    assert gateway.groups == {}
+    assert gateway.requests[-1] == ("DELETE", GROUP)
+
+
+def test_a_run_that_fails_leaves_its_last_figures(tmp_path, gateway):
+    sink = pushing(tmp_path, gateway)
+    sink.write([step(1)])
+    sink.write([step(2)])
+    sink.close(False)
+    assert samples(gateway.groups[GROUP])["hpcdist_steps_total",] == 2
+    assert all(method == "PUT" for method, _ in gateway.requests)
+
+
+def test_a_gateway_that_does_not_answer_delays_no_step_and_gets_the_newest_figures(tmp_path, gateway):
+    sink = pushing(tmp_path, gateway)
+    gateway.arrived.clear()
+    gateway.answers.clear()
+    sink.write([step(1)])
+    gateway.arrived.wait(30)
+    for number in range(2, 40):  # all of these return while the push of the first one hangs
+        sink.write([step(number)])
+    assert len(gateway.requests) == 2
+    gateway.answers.set()
+    until(lambda: samples(gateway.groups[GROUP]).get(("hpcdist_steps_total",)) == 39)
+    assert len(gateway.requests) <= 4  # what was due meanwhile is one push, not one for each step
+    sink.close(True)
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_a_gateway_that_refuses_is_told_of_once_and_tried_again(tmp_path, gateway, status):
+    sink, told = pushing(tmp_path, gateway), []
+    stream = Stream([sink], told.append)
+    gateway.status = status
+    stream.publish([step(1)])
+    until(lambda: len(gateway.requests) >= 2 and sink._way._failure)
+    stream.publish([step(2)])
+    stream.publish([step(3)])
+    assert len(told) == 1 and f"HTTP Error {status}" in told[0] and gateway.address in told[0]
+    gateway.status = 200
+    until(lambda: stream.publish([step(4)]) or len(told) == 2)
+    assert "works again" in told[1]
+    until(lambda: samples(gateway.groups[GROUP]).get(("hpcdist_steps_total",)) == 4)
+    stream.close(True)
+    assert gateway.groups == {}
+
+
+def test_a_gateway_that_is_not_there_is_refused_with_the_cure(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    config = TelemetryConfig(prometheus="push", gateway=f"127.0.0.1:{port}")
+    with pytest.raises(ConfigurationError, match=rf"127.0.0.1:{port} .*Connection refused.*no_proxy") as caught:
+        PrometheusSink(run_in(tmp_path), config)
+    assert caught.value.exit_code == 78
+    assert not [thread for thread in threading.enumerate() if thread.name == "hpcdist-push"]
+
+
+def test_a_gateway_that_hangs_is_given_up(tmp_path, gateway, monkeypatch):
+    monkeypatch.setattr(module, "PUSH_S", 0.2)
+    gateway.answers.clear()
+    with pytest.raises(ConfigurationError, match="timed out"):
+        pushing(tmp_path, gateway)
+
+
+def test_a_gateway_that_has_gone_does_not_hold_up_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PUSH_S", 0.2)
+    for normal in (True, False):
+        with pushgateway.running() as gateway:
+            sink = pushing(tmp_path, gateway)
+        with pytest.raises(StorageError, match=gateway.address):
+            sink.close(normal)
+    assert not [thread for thread in threading.enumerate() if thread.name == "hpcdist-push"]
+
+
+def test_the_package_is_named_where_it_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(MissingCapabilityError, match=r"hpcdist\[prometheus\].*telemetry.prometheus = 'off'"):
+        PrometheusSink(run_in(tmp_path), TEXTFILE)
