@@ -152,7 +152,7 @@ class AsynchronousLoop(Loop):
         self._boundary = now
         self.pace.stepped(outcome.step_s[-1])
         self.onlookers.stepped(step, outcome.step_s[-1])
-        self.streaming.stepped(step, found)
+        self.streaming.stepped(step, found, self.onlookers.waited_s)
         seconds = {**found.seconds, "step_s": outcome.step_s[-1]}
         self.metrics.add(step, loss, exchange.learning_rate, targets, seconds, outcome.sent_bytes[-1])
         if exchange.clock > step:

@@ -86,8 +86,12 @@ class Job:
         """Make the steps that are left, and evaluate. Collective."""
         energy = loop.energy
         with energy.monitor:
-            with energy.window("training"):
-                outcome = loop.run()
+            try:
+                with energy.window("training"):
+                    outcome = loop.run()
+            except BaseException:
+                loop.streaming.close(normal=False)
+                raise
             loop.progress.close()
             val_loss = float("nan")
             if outcome.wish is None:

@@ -152,7 +152,7 @@ class Loop:
         self.metrics.add(step, found.loss, rate, targets, seconds, bytes_sent)
         self.notes.stepped(step, found)
         self.onlookers.stepped(step, step_s)
-        self.streaming.stepped(step, found)
+        self.streaming.stepped(step, found, self.onlookers.waited_s)
         if trainer.noise is not None:
             trainer.noise.after(step, found)
         outcome = self.outcome

@@ -20,6 +20,7 @@ class Onlookers:
     def __init__(self, trainer: Trainer, spans: SpanSink, energy: Energy) -> None:
         self.spans, self.energy = spans, energy
         self.step = trainer.first_step
+        self.waited_s = 0.0  # for the data of the step that is being made, or was last
         self.ranges = _ranges(trainer.recipe.telemetry)
         trainer.executor.spans = spans
         if self.ranges is not NO_RANGES:
@@ -40,7 +41,9 @@ class Onlookers:
             begun = now_ns()
             with self.ranges("data", WAIT):
                 batch = next(waiting, None)
-            self.spans.add("data", WAIT, self.step + 1, begun, now_ns())
+            end = now_ns()
+            self.waited_s = (end - begun) / 1e9
+            self.spans.add("data", WAIT, self.step + 1, begun, end)
             if batch is None:
                 return
             yield batch

@@ -2,6 +2,7 @@
 
 import math
 import os
+import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from hpcdist.comm.session import Session
 from hpcdist.comm.timing import Timing
 from hpcdist.strategies.schedule.executor import Step
 from hpcdist.telemetry import catalogue
+from hpcdist.telemetry.anomalies import Anomalies
 from hpcdist.telemetry.derived import Derived, Row
 from hpcdist.telemetry.sinks import build
 from hpcdist.telemetry.stream import Event, Run, Stream
@@ -21,6 +23,8 @@ from hpcdist.training.trainer import Trainer
 
 JOB_VARIABLES: Final = ("SLURM_JOB_ID", "PBS_JOBID")
 FEW: Final = 512  # of so many ranks at most, the figures of each go with a step
+_DATA: Final = catalogue.key("phase_seconds", "data")
+_OTHER: Final = catalogue.key("phase_seconds", "other")
 Say = Callable[[str], None]
 # Columns of a row of metrics, and what sinks call them.
 _OF_RANKS: Final = {
@@ -44,6 +48,10 @@ class Streaming:
         self._steps: dict[int, tuple[int, float]] = {}  # when it ended, and its gradient norm; of rows to come
         self._overlapped: defaultdict[str, float] = defaultdict(float)  # since the last gather, on this rank
         self._fetched: Counter[str] = Counter()
+        self._waited_s, self._made = 0.0, 0  # for data, in so many steps; since the last gather, on this rank
+        self._data_s = math.nan  # the same a step, in the mean over the ranks
+        self._skipped: set[int] = set()  # steps, of rows to come,
+        self._held_up: set[int] = set()  # and those in whose time a checkpoint or a validation is
         self._events: list[Event] = []
         self._rows: list[Row] = []
         self._before: dict[str, tuple[float, float]] = {}  # seconds and bytes by operation, at the last gather
@@ -65,6 +73,8 @@ class Streaming:
             )
             self._stream = Stream(build(run, recipe.telemetry, say), say)
             self._derived = Derived(lock_step=trainer.exchange.lock_step)
+            config = recipe.telemetry
+            self._anomalies = Anomalies(loss_spike=config.loss_spike, throughput_drop=config.throughput_drop)
             self._tokens = recipe.run.batches.samples_before(self._done) * trainer.model.tokens_per_sample
             known = {"world_ranks": run.world, "nodes": run.nodes, "strategy": run.strategy}
             self._add("begin", self._done, known | {"start_timestamp_seconds": run.started_ns / 1e9})
@@ -74,11 +84,15 @@ class Streaming:
             known = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
             self._events.append(Event(kind, step, known, **more))
 
-    def stepped(self, step: int, found: Step) -> None:
-        """Take what this rank knows of a step that is done."""
+    def stepped(self, step: int, found: Step, waited_s: float) -> None:
+        """Take what this rank knows of a step that is done; it waited for its data for ``waited_s``."""
         self._done = step
+        self._waited_s += waited_s
+        self._made += 1
         if self._stream is not None:
             self._steps[step] = time.time_ns(), found.gradient_norm
+            if found.skipped:
+                self._skipped.add(step)
             if found.skipped or found.loss_scale != 1.0:
                 skipped = {"skipped_steps_total": self._trainer.executor.loss_scale.skipped}
                 self._add("skipped", step, {"loss_scale": found.loss_scale} | (skipped if found.skipped else {}))
@@ -97,11 +111,13 @@ class Streaming:
     def saved(self, step: int, held_s: float) -> None:
         """Take that a checkpoint is complete, which held up the steps for so long."""
         self._checkpoints += 1
+        self._held_up.add(step + 1)
         figures = {"checkpoint_seconds": held_s, "checkpoint_bytes": self._saved_bytes}
         self._add("checkpoint", step, figures | {"checkpoints_total": self._checkpoints})
 
     def evaluated(self, step: int, loss: float) -> None:
         """Take the validation loss after ``step``; NaN where there is none."""
+        self._held_up.add(step + 1)
         if not math.isnan(loss):
             self._add("evaluation", step, {"validation_loss_nats": loss})
 
@@ -111,12 +127,15 @@ class Streaming:
         ``energy`` has, by kind of event, what rank 0 knows of the job's energy and utilisation.
         """
         ledger = self._trainer.ledger
-        own = (dict(self._timing.totals()), ledger.current, ledger.peak, dict(self._overlapped), self._fetched.copy())
+        counted = dict(self._timing.totals()), dict(self._overlapped), self._fetched.copy()
+        ranks = self._comm.allgather_object((*counted, ledger.current, ledger.peak, self._waited_s, self._made))
         self._overlapped.clear()
-        ranks = self._comm.allgather_object(own)
+        self._waited_s, self._made = 0.0, 0
         if self._stream is None:
             return
-        operations, current, peak, overlapped, fetched = zip(*ranks, strict=True)
+        operations, overlapped, fetched, current, peak, waited_s, made = zip(*ranks, strict=True)
+        waits = [seconds / steps for seconds, steps in zip(waited_s, made, strict=True) if steps]
+        self._data_s = statistics.mean(waits) if waits else math.nan
         self._memory(current, peak)
         self._collectives(operations, overlapped, fetched)
         for kind, values in energy.items():
@@ -178,6 +197,8 @@ class Streaming:
         for row, figures in zip(rows, self._derived.of(rows), strict=True):
             self._tokens += int(row.tokens)
             figures |= {"steps_total": row.step, "tokens_total": self._tokens}
+            if not math.isnan(self._data_s) and (other := figures.get(_OTHER)) is not None:
+                figures |= {_DATA: min(self._data_s, other), _OTHER: max(0.0, other - self._data_s)}
             figures["last_step_timestamp_seconds"] = row.time_ns / 1e9
             sent = row.ranks.get("sent_bytes")
             if sent is not None and np.isfinite(sent).all():
@@ -186,11 +207,25 @@ class Streaming:
             few = row.ranks if self._comm.size <= FEW else {}
             ranks = {_OF_RANKS[name]: values for name, values in few.items() if name in _OF_RANKS}
             self._add("step", row.step, figures, ranks=ranks, time_ns=row.time_ns)
+            self._flag(row, figures)
+        self._data_s = math.nan
+
+    def _flag(self, row: Row, figures: Mapping[str, float]) -> None:
+        """Tell a person, and the sinks, what is odd about a step."""
+        special = {"skipped": row.step in self._skipped, "held_up": row.step in self._held_up}
+        self._skipped.discard(row.step)
+        self._held_up.discard(row.step)
+        for anomaly in self._anomalies.of(row.step, row.tokens, figures, **special):
+            self._say(anomaly.text)
+            count = self._anomalies.counts[anomaly.kind]
+            values = {catalogue.key("anomalies_total", anomaly.kind): count, "text": anomaly.text}
+            self._add("anomaly", row.step, values, time_ns=row.time_ns)
 
     def close(self, *, normal: bool) -> list[Event]:
-        """End the stream; ``normal``: as agreed by all ranks. Return what was published last."""
+        """End the stream, once; ``normal``: as agreed by all ranks. Return what was published last."""
         self._add("end", self._done, {})
         events = self.publish()
         if self._stream is not None:
             self._stream.close(normal)
+            self._stream = None
         return events
