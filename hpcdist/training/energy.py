@@ -64,19 +64,19 @@ class Energy:
         """Return what a checkpoint keeps. Collective."""
         return {"since_step": self._since_step, "joules": self.monitor.state()}
 
-    def note(self) -> None:
-        """Renew the record of what has been used so far. Collective; raises StorageError on rank 0."""
-        if self._path is None:
-            return
-        text = json.dumps(self.state())
-        if self._comm.rank:
-            return
+    def note(self) -> dict[str, Any]:
+        """Renew the record of what has been used so far, and return it. Collective; raises StorageError on rank 0."""
+        state = self.state()
+        if self._path is None or self._comm.rank:
+            return state
+        text = json.dumps(state)
         new = self._path.with_suffix(".tmp")
         try:
             new.write_text(text, encoding="utf-8")
             os.replace(new, self._path)
         except OSError as error:
             raise StorageError(f"{self._path} cannot be written: {error.strerror}") from error
+        return state
 
     def figures(self, steps: int) -> dict[str, Any]:
         """Return what the summary of a run of ``steps`` steps says, as JSON values. Collective.

@@ -64,8 +64,7 @@ class Metrics:
         nodes = self._energy.collect()
         if self._writer is not None and nodes:
             self._writer.include(lambda file, session: store.append(file, session, nodes))
-        self._energy.note()
-        self._streaming.gather({})
+        self._streaming.gather(self._energy.monitor, self._energy.note())
         self._observe(self._streaming.publish())
         self._flushed = time.monotonic()
 

@@ -13,12 +13,14 @@ import numpy as np
 
 from hpcdist.comm.session import Session
 from hpcdist.comm.timing import Timing
+from hpcdist.energy.monitor import Monitor
 from hpcdist.strategies.schedule.executor import Step
 from hpcdist.telemetry import catalogue
 from hpcdist.telemetry.anomalies import Anomalies
 from hpcdist.telemetry.derived import Derived, Row
 from hpcdist.telemetry.sinks import build
 from hpcdist.telemetry.stream import Event, Run, Stream
+from hpcdist.training.told import told
 from hpcdist.training.trainer import Trainer
 
 JOB_VARIABLES: Final = ("SLURM_JOB_ID", "PBS_JOBID")
@@ -121,10 +123,10 @@ class Streaming:
         if not math.isnan(loss):
             self._add("evaluation", step, {"validation_loss_nats": loss})
 
-    def gather(self, energy: Mapping[str, Mapping[str, float]]) -> None:
+    def gather(self, monitor: Monitor, energy: Mapping[str, Any]) -> None:
         """Bring together what ranks have counted since the start. Collective.
 
-        ``energy`` has, by kind of event, what rank 0 knows of the job's energy and utilisation.
+        ``monitor`` has just collected, and ``energy`` is the state of the energy of the run.
         """
         ledger = self._trainer.ledger
         counted = dict(self._timing.totals()), dict(self._overlapped), self._fetched.copy()
@@ -138,9 +140,12 @@ class Streaming:
         self._data_s = statistics.mean(waits) if waits else math.nan
         self._memory(current, peak)
         self._collectives(operations, overlapped, fetched)
-        for kind, values in energy.items():
-            if values:
-                self._add(kind, self._done, values)
+        batches = self._trainer.recipe.run.batches
+        samples = batches.samples_before(self._done) - batches.samples_before(energy["since_step"])
+        tokens = samples * self._trainer.model.tokens_per_sample
+        for kind, figures in told(monitor, self._trainer.recipe.energy, energy, tokens).items():
+            if figures:
+                self._add(kind, self._done, figures)
 
     def _memory(self, current: Sequence[Mapping[str, int]], peak: Sequence[Mapping[str, int]]) -> None:
         figures = {}

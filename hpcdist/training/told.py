@@ -1,0 +1,37 @@
+"""What the event stream is told of energy and utilisation; figures that nobody knows are left out."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+from hpcdist.energy.config import EnergyConfig
+from hpcdist.energy.monitor import Monitor
+from hpcdist.telemetry import catalogue
+from hpcdist.telemetry.derived import energy_per_token
+
+J_PER_KWH: Final = 3.6e6
+
+
+def told(
+    monitor: Monitor, config: EnergyConfig, state: Mapping[str, Any], tokens: float
+) -> dict[str, dict[str, float]]:
+    """Return figures by kind of event, from what was collected and the ``state`` of the energy of the run (local).
+
+    ``tokens`` are those of the run that the energy of its training was used for.
+    """
+    joules = state["joules"] or {}
+    by_kind = {kind: value for kind, value in joules.get("by_kind", {}).items() if value is not None}
+    training = joules.get("phases", {}).get("training", {}).get("joules")
+    energy = {catalogue.key("energy_joules_total", kind): value for kind, value in by_kind.items()}
+    energy |= {catalogue.key("power_watts", kind): watts for kind, watts in monitor.power().items()}
+    if training is not None:
+        energy["energy_per_token_joules"] = energy_per_token(training, tokens)
+    if by_kind and joules["reason"] is None and config.carbon_g_per_kwh:
+        kwh = math.fsum(by_kind.values()) / J_PER_KWH
+        energy["emissions_grams_total"] = kwh * config.pue * config.carbon_g_per_kwh
+    busy = {catalogue.key("utilisation_ratio", name): share for name, share in monitor.utilisation().items()}
+    busy |= {catalogue.key("network_bytes_total", way): count for way, count in monitor.network().items()}
+    return {
+        kind: {name: value for name, value in figures.items() if math.isfinite(value)}
+        for kind, figures in (("energy", energy), ("utilisation", busy))
+    }
