@@ -1,0 +1,186 @@
+"""The charts of a page over steps: loss, learning rate, speed, phases, ranks."""
+
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays.sizes import counted
+from hpcdist.telemetry import page_axes as common
+from hpcdist.telemetry import page_draw as draw
+from hpcdist.telemetry import series
+from hpcdist.telemetry.page_data import PageData
+from hpcdist.telemetry.page_draw import Chart
+
+ENTROPIES: Final = ("unigram_nats", "bigram_nats", "trigram_nats")
+PHASES: Final = ("compute", "communication", "update")
+ROWS: Final = 128  # of a picture of ranks; more are put together, and the slowest of them shows
+
+
+def learning(data: PageData) -> list[Chart]:
+    """Return the charts of loss and learning rate."""
+    return [_loss(data), _rate(data)]
+
+
+def speed(data: PageData) -> list[Chart]:
+    """Return the charts of speed, phases and ranks."""
+    return [_throughput(data), _phases(data), _ranks(data)]
+
+
+def _loss(data: PageData) -> Chart:
+    run, title = data.run, "Loss"
+    if run is None:
+        return Chart("loss", title, reason=data.reason, wide=True)
+    steps, loss = run.steps["step"], run.steps["loss"]
+    window = max(1, min(500, len(steps) // 50))
+    evaluations = run.sample.evaluations
+
+    def picture(axes: Any) -> None:
+        axes.plot(*series.decimate(steps, loss), color=draw.SKY, linewidth=0.7, alpha=0.7, label="training")
+        if window > 1:
+            mean = series.smooth(loss, window)
+            axes.plot(*series.decimate(steps, mean), color=draw.BLUE, label=f"training, mean of {window} steps")
+        if len(evaluations["step"]):
+            seen = series.decimate(evaluations["step"], evaluations["val_loss"])
+            marker = "o" if len(seen[0]) < 60 else ""
+            axes.plot(*seen, color=draw.RED, marker=marker, markersize=3.5, linestyle="--", label="validation")
+        for key, stroke in zip(ENTROPIES, (":", "-.", "--"), strict=True):
+            value = data.attributes.get(key)
+            if isinstance(value, float) and np.isfinite(value):
+                name = f"{key.removesuffix('_nats')} entropy {value:.2f}"
+                axes.axhline(value, color=draw.MUTED, linestyle=stroke, linewidth=0.8, label=name)
+        common.sessions(axes, data)
+        _limits_of_loss(axes, loss, evaluations["val_loss"])
+        common.over_steps(axes, "loss (nats)")
+        draw.legend(axes, 7)
+
+    last = data.figures["train_loss_mean"]
+    alt = f"Training loss over {int(steps[-1]):,} steps, {common.said(last)} nats at the end"
+    caption = "Thin: each step. Dashed horizontals: entropies of the training data, what a model of counts can reach."
+    if data.sessions:
+        caption += f" Vertical lines: {counted(len(data.sessions), 'resume')}."
+    return Chart("loss", title, draw.drawn("loss", picture, draw.WIDE), caption, alt, wide=True)
+
+
+def _limits_of_loss(axes: Any, loss: np.ndarray, validation: np.ndarray) -> None:
+    """Let neither the first steps nor a spike flatten what is between."""
+    known = loss[np.isfinite(loss)]
+    if known.size < 10:
+        return
+    known = np.concatenate([known, validation[np.isfinite(validation)]])
+    low, high, top = (float(np.percentile(known, share)) for share in (0.1, 99.5, 100))
+    room = 0.05 * max(high - low, 1e-9)
+    axes.set_ylim(min(low, known.min()) - room, (top if top < high + 1.5 * (high - low) else high + room) + room)
+
+
+def _rate(data: PageData) -> Chart:
+    if data.run is None:
+        return Chart("rate", "Learning rate", reason=data.reason)
+    steps, rate = data.run.steps["step"], data.run.steps["learning_rate"]
+
+    def picture(axes: Any) -> None:
+        axes.plot(*series.decimate(steps, rate), color=draw.GREEN)
+        common.sessions(axes, data)
+        axes.set_ylim(bottom=0)
+        common.over_steps(axes, "learning rate")
+
+    alt = f"Learning rate over the steps, highest {np.nanmax(rate):.3g}, last {rate[-1]:.3g}"
+    return Chart("rate", "Learning rate", draw.drawn("rate", picture), alt=alt)
+
+
+def _throughput(data: PageData) -> Chart:
+    run, title = data.run, "Throughput"
+    if run is None:
+        return Chart("speed", title, reason=data.reason)
+    rows = run.sample.steps
+    if "step_s" not in rows:
+        return Chart("speed", title, reason="a file of the first version, which does not have the time of a step")
+    slowest = np.where(np.isnan(rows["step_s"]), -np.inf, rows["step_s"]).max(axis=1)
+    slowest[~np.isfinite(slowest) | (slowest <= 0)] = np.nan
+    rate = rows["tokens"] / slowest
+    edges = series.edges_of(rows["step"])
+    # Tokens over time, not a mean of rates: a slow step counts as long as it lasts.
+    mean = series.means(np.where(np.isfinite(slowest), rows["tokens"], np.nan), edges) / series.means(slowest, edges)
+    at = rows["step"][np.minimum(edges[1:] - 1, len(rows["step"]) - 1)]
+
+    def picture(axes: Any) -> None:
+        if len(rate) > series.BINS:
+            axes.plot(*series.decimate(rows["step"], rate), color=draw.SKY, linewidth=0.5, alpha=0.6, label="each step")
+        axes.plot(at, mean, color=draw.BLUE, label="mean")
+        common.sessions(axes, data)
+        axes.set_ylim(0, draw.robust_top(rate, 99.5))
+        common.over_steps(axes, "tokens/s")
+        draw.thousands(axes.yaxis)
+        draw.legend(axes)
+
+    alt = f"Tokens per second over the steps, {common.said(data.figures['tokens_per_s'], ',.0f')} in the mean"
+    return Chart("speed", title, draw.drawn("speed", picture), common.of_rows(run), alt)
+
+
+def _phases(data: PageData) -> Chart:
+    run, title = data.run, "Time of a step by phase"
+    if run is None:
+        return Chart("phases", title, reason=data.reason)
+    rows, edges = run.sample.steps, series.edges_of(run.sample.steps["step"])
+    works = np.nansum(rows["compute_s"], axis=0) > 0
+    parts = {name: series.means(common.mean(rows[f"{name}_s"][:, works]), edges) * 1e3 for name in PHASES}
+    if "step_s" in rows:
+        whole = series.means(common.mean(rows["step_s"][:, works]), edges) * 1e3
+        known = np.sum([np.nan_to_num(part) for part in parts.values()], axis=0)
+        parts["rest"] = np.maximum(whole - known, 0)
+    if not any(np.isfinite(part).any() for part in parts.values()):
+        return Chart("phases", title, reason="no time was measured")
+    at = rows["step"][np.minimum(edges[1:] - 1, len(rows["step"]) - 1)]
+    caption = "Mean over the ranks that compute. Rest: data, logging, checkpoints and what no clock covers. "
+
+    def picture(axes: Any) -> None:
+        common.stacked(axes, at, parts, draw.OF_PHASE)
+        common.sessions(axes, data)
+        axes.set_ylim(0, draw.robust_top(np.sum([np.nan_to_num(part) for part in parts.values()], axis=0)))
+        common.over_steps(axes, "ms a step")
+        draw.legend(axes)
+
+    alt = "Time of a step by phase, stacked: " + ", ".join(f"{k} {np.nanmean(v):.3g} ms" for k, v in parts.items())
+    return Chart("phases", title, draw.drawn("phases", picture), caption + common.of_rows(run), alt)
+
+
+def _ranks(data: PageData) -> Chart:
+    run, title = data.run, "Compute time of each rank"
+    if run is None:
+        return Chart("ranks", title, reason=data.reason, wide=True)
+    rows = run.sample.steps
+    compute = np.where(rows["compute_s"] > 0, rows["compute_s"], np.nan)
+    ranks = np.flatnonzero(np.isfinite(compute).any(axis=0))
+    if len(ranks) < 2:
+        return Chart("ranks", title, reason="one rank computes: there is nothing to compare", wide=True)
+    edges = series.edges_of(rows["step"], 200)
+    per_bin = series.medians(compute[:, ranks], edges)  # (bins, ranks)
+    ratio = per_bin / series.median(per_bin.T)[:, None]
+    groups = np.array_split(np.arange(len(ranks)), min(ROWS, len(ranks)))
+    worst = np.array([np.where(np.isnan(ratio[:, own]), -np.inf, ratio[:, own]).max(axis=1) for own in groups])
+    worst[~np.isfinite(worst)] = np.nan
+    limits = (rows["step"][0], rows["step"][-1], float(ranks[-1]) + 0.5, float(ranks[0]) - 0.5)
+
+    def picture(axes: Any) -> None:
+        from matplotlib.colors import TwoSlopeNorm
+
+        far = np.nanpercentile(np.abs(worst - 1), 99) if np.isfinite(worst).any() else 0.1
+        span = float(np.clip(far, 0.05, 1.0))
+        norm = TwoSlopeNorm(1.0, 1 - span, 1 + span)
+        image = axes.imshow(
+            worst, aspect="auto", interpolation="nearest", cmap="PuOr_r", norm=norm, extent=limits, origin="upper"
+        )
+        axes.grid(False)
+        common.sessions(axes, data)
+        common.over_steps(axes, "rank")
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        bar = axes.figure.colorbar(image, ax=axes, pad=0.01, fraction=0.03)
+        bar.set_label("time / median rank")
+        bar.outline.set_visible(False)
+
+    slowest, imbalance = data.figures.get("slowest_rank"), data.figures.get("imbalance")
+    together = f" A row is the slowest of up to {len(groups[0])} ranks." if len(groups) < len(ranks) else ""
+    caption = f"Over the median rank of that time, without waiting; orange is slower.{together} " + common.of_rows(run)
+    alt = f"Compute time of {len(ranks)} ranks over the steps; rank {slowest} is slowest, "
+    alt += f"{common.said(imbalance, '.2f')} times the median rank"
+    size = (draw.WIDE[0], float(np.clip(1.2 + 0.16 * len(groups), 2.0, 4.2)))
+    return Chart("ranks", title, draw.drawn("ranks", picture, size), caption, alt, wide=True)

@@ -1,0 +1,193 @@
+"""The key figures of a page, each with its unit and, where it was not measured, the reason."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.arrays.sizes import counted, in_units
+from hpcdist.telemetry.page_data import PageData
+from hpcdist.telemetry.page_draw import short
+from hpcdist.telemetry.page_energy import KWH_J, number
+
+ENTROPIES: Final = ("unigram", "bigram", "trigram")
+NOT_MEASURED: Final = "not measured"
+EARLIER: Final = "the run did not note it: it is under way, was stopped, or an earlier version made it"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure: ``value`` None is not known, and then ``note`` says why."""
+
+    name: str
+    value: str | None
+    note: str = ""
+
+
+def figures(data: PageData) -> list[Figure]:
+    """Return the key figures of a run; none where it made no step."""
+    if data.run is None:
+        return []
+    return [*_losses(data), *_speed(data), *_ranks(data), *_energy(data), *_resources(data), *_mishaps(data)]
+
+
+def _losses(data: PageData) -> Iterator[Figure]:
+    found = data.figures
+    steps = f"after {found['steps']:,} steps"
+    if data.beside.planned_steps:
+        steps = f"after {found['steps']:,} of {data.beside.planned_steps:,} steps"
+    train = found["train_loss_mean"]
+    yield Figure("Training loss", _form(train, "{:.4f} nats"), f"mean of the last 20 steps, {steps}")
+    val = found["val_loss"]
+    known = [(name, number(data.attributes.get(f"{name}_nats"))) for name in ENTROPIES]
+    beside = ", ".join(f"{name} {value:.3f}" for name, value in known if value is not None)
+    note = f"entropies of the data: {beside}" if beside else "entropies of the data are not known"
+    if val is None:
+        note = f"no validation was made yet, or the recipe has no validation data; {note}"
+    yield Figure("Validation loss", _form(val, "{:.4f} nats"), note)
+
+
+def _speed(data: PageData) -> Iterator[Figure]:
+    found = data.figures
+    yield Figure("Throughput", _form(found["tokens_per_s"], "{:,.0f} tokens/s"), "first steps of each start left out")
+    middle, late = found["step_s_median"], found["step_s_p95"]
+    note = f"95 % of them within {seconds(late)}" if late is not None else "one step has no median worth the name"
+    yield Figure("Step, median", None if middle is None else seconds(middle), note)
+    share, compute = found["comm_fraction"], found["compute_fraction"]
+    note = f"of a step, waiting included; compute {_form(compute, '{:.1%}') or NOT_MEASURED}"
+    yield Figure("Communication", _form(share, "{:.1%}"), note)
+    hidden = number(data.attributes.get("communication_hidden_share"))
+    why = str(data.attributes.get("communication_hidden_reason") or "")
+    why = why or "no exchange went on beside the computation (communication.overlap = none), or the run has not ended"
+    yield Figure("Overlap", _form(hidden, "{:.0%}"), "of reductions was not waited for" if hidden is not None else why)
+
+
+def _ranks(data: PageData) -> Iterator[Figure]:
+    ratio, rank = data.figures.get("imbalance"), data.figures.get("slowest_rank")
+    if data.world < 2:
+        yield Figure("Straggler score", None, "one rank: there is nothing to compare")
+    else:
+        note = f"rank {rank} over the median rank, compute time without waiting"
+        yield Figure("Straggler score", _form(ratio, "{:.2f}"), note if ratio is not None else "no compute time")
+    sent = data.figures["bytes_sent_per_step"]
+    note = "of the rank that sends most, messages only"
+    if sent is None:
+        note = "the MPI library's own collectives do not tell (communication.algorithm = native)"
+    yield Figure("Sent a step", None if sent is None else in_units(round(sent)), note)
+
+
+def _energy(data: PageData) -> Iterator[Figure]:
+    energy, more = data.energy, {**data.attributes, **data.beside.energy}
+    if energy.joules is None:
+        yield Figure("Energy", None, energy.reason)
+        return
+    kinds = ", ".join(f"{kind} {joule(value)}" for kind, value in energy.by_kind.items() if value is not None)
+    declared = any("declared" in kind for kind in energy.by_kind) or bool(more.get("energy_declared"))
+    label = "declared model, not measured. " if declared else ""
+    yield Figure("Energy", joule(energy.joules), f"{label}{kinds or 'all starts together'}")
+    yield Figure("Electricity", f"{short(energy.joules / KWH_J)} kWh", "without cooling and losses of the site")
+    per = number(more.get("j_per_token"))
+    step = energy.j_per_step
+    if per is None and step is not None and data.run is not None:
+        tokens = float(np.mean(data.run.steps["tokens"]))
+        per = step / tokens if tokens else None
+    note = f"training; {joule(step)} a step" if step is not None else EARLIER
+    yield Figure("Energy a token", None if per is None else joule(per), note)
+    grams, source = (
+        number(more.get("emissions_g")),
+        str(more.get("emissions_source") or more.get("carbon_source") or ""),
+    )
+    why = str(more.get("emissions_reason") or "the intensity of the electricity is not known (energy.carbon_g_per_kwh)")
+    yield Figure("Emissions", None if grams is None else f"{short(grams)} g CO2e", source if grams is not None else why)
+
+
+def _resources(data: PageData) -> Iterator[Figure]:
+    peak, pss = number(data.attributes.get("peak_bytes_total")), number(data.attributes.get("pss_bytes_most"))
+    observed = data.run.observed.series if data.run is not None else {}
+    if peak is None:
+        peaks = [
+            float(np.nanmax(one.value)) for key, one in observed.items() if key.startswith("memory_peak_bytes[total")
+        ]
+        peak = max(peaks, default=None)
+    note = "arrays of the rank that holds most" + (f"; its process {in_units(round(pss))}" if pss else "")
+    yield Figure("Peak memory", None if peak is None else in_units(round(peak)), note if peak is not None else EARLIER)
+
+
+def _mishaps(data: PageData) -> Iterator[Figure]:
+    assert data.run is not None
+    skipped = data.run.tables.get("loss_scale", {}).get("skipped")
+    count = 0 if skipped is None else int(np.sum(skipped))
+    yield Figure("Skipped steps", str(count), "overflows of a gradient in 16 bits")
+    told = [event for event in data.events if event.kind == "anomaly"]
+    yield Figure("Anomalies", str(len(told)), "flags of the run itself: loss spikes, drops of speed")
+    starts = len(data.state.starts)
+    if starts:
+        died = sum(start.deaths for start in data.state.starts)
+        ended = sum(not start.end for start in data.state.starts[:-1])
+        note = f"{ended} ended by nobody's wish; {data.state.requeues} requeued; {counted(died, 'death')} outlived"
+        yield Figure("Starts", str(starts), note)
+
+
+def facts(data: PageData) -> list[tuple[str, str]]:
+    """Return what stands at the head of the page: when, where and on what."""
+    from hpcdist.telemetry.page_events import duration
+    from hpcdist.telemetry.page_state import when
+
+    state, told = data.state, data.attributes
+    found: list[tuple[str, Any]] = [
+        ("Began", when(state.began) if state.began is not None else told.get("created_utc")),
+        ("Last sign of life", when(state.seen) if state.seen is not None else None),
+        (
+            "Time of all starts",
+            duration(sum(max(0.0, s.seen - s.began) for s in state.starts)) if state.starts else None,
+        ),
+        ("Ranks", f"{data.world:,}" if data.world else None),
+        ("Nodes", told.get("nodes") or (len(data.hosts) if data.hosts else None)),
+        ("Strategy", told.get("architecture") or told.get("strategy") or _setting(data, "parallel.strategy")),
+        ("Site", told.get("site") or told.get("slurm_job_partition")),
+        ("Job", told.get("slurm_job_id")),
+        ("Parameters", f"{int(told['parameters']):,}" if number(told.get("parameters")) else None),
+        ("MPI", str(told.get("mpi_library", "")).partition(", ")[0]),
+        ("Version", _version(told)),
+    ]
+    return [(name, str(value)) for name, value in found if value not in (None, "")]
+
+
+def _setting(data: PageData, key: str) -> str | None:
+    return next((setting.value.strip('"') for setting in data.beside.settings if setting.key == key), None)
+
+
+def _version(told: Any) -> str:
+    version, commit = str(told.get("hpcdist_version", "")), str(told.get("git_commit", ""))
+    known = commit and not commit.startswith("unknown")
+    changed = "+changes" if commit.endswith("+changes") else ""
+    return " ".join(part for part in (version, f"({commit[:10]}{changed})" if known else "") if part)
+
+
+def seconds(value: float) -> str:
+    """Return a short time as people read it."""
+    for limit, unit, form in ((1.0, 1.0, "s"), (1e-3, 1e-3, "ms"), (0.0, 1e-6, "us")):
+        if value >= limit:
+            return f"{value / unit:.4g} {form}"
+    return f"{value:.4g} s"
+
+
+def joule(value: float | None) -> str:
+    """Return an energy as people read it."""
+    if value is None or not math.isfinite(value):
+        return NOT_MEASURED
+    for limit, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "uJ")):
+        if abs(value) >= limit:
+            return f"{value / limit:.4g} {unit}"
+    return f"{value:.3g} J"
+
+
+def not_measured(found: Sequence[Figure]) -> list[Figure]:
+    """Return the figures that are not known."""
+    return [figure for figure in found if figure.value is None]
+
+
+def _form(value: float | None, form: str) -> str | None:
+    return None if value is None else form.format(value)

@@ -1,0 +1,211 @@
+"""The charts of a page of what a run takes: memory, bytes, joules, and how busy the machine is."""
+
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.telemetry import page_axes as common
+from hpcdist.telemetry import page_draw as draw
+from hpcdist.telemetry import series
+from hpcdist.telemetry.observations import Series
+from hpcdist.telemetry.page_data import PageData
+from hpcdist.telemetry.page_draw import Chart
+from hpcdist.telemetry.page_energy import Course
+
+MIB: Final = 2.0**20
+HOUR_NS: Final = 3600 * 10**9
+NO_MEMORY: Final = "the run kept no memory by category: an earlier version, or it did not come so far"
+NO_BYTES: Final = (
+    "no bytes were counted: the MPI library's own collectives do not tell (communication.algorithm = native), or one "
+    "rank alone sends nothing"
+)
+NO_USE: Final = "the run kept no utilisation: an earlier version, or energy.utilisation_s = 0"
+KINDS: Final = {"gpu": draw.BLUE, "cpu": draw.RED, "dram": draw.GREEN, "node": draw.PINK}
+
+
+def resources(data: PageData) -> list[Chart]:
+    """Return the charts of memory and bytes."""
+    return [_memory(data), _sent(data), *_operations(data)]
+
+
+def energy(data: PageData) -> list[Chart]:
+    """Return the charts of power, joules and utilisation."""
+    return [_power(data), _joules(data), *_by_phase(data), _use(data)]
+
+
+def _memory(data: PageData) -> Chart:
+    parts = common.labelled(data, "memory_bytes")
+    title = "Memory by category"
+    if not parts:
+        return Chart("memory", title, reason=NO_MEMORY if data.run is not None else data.reason)
+
+    def picture(axes: Any) -> None:
+        common.stacked_over(axes, {name: Series(s.step, s.time_ns, s.value / MIB) for name, s in parts.items()})
+        common.sessions(axes, data)
+        axes.set_ylim(bottom=0)
+        common.over_steps(axes, "MiB")
+        draw.thousands(axes.yaxis)
+        draw.legend(axes, 3)
+
+    alt = "Memory by category, stacked: " + ", ".join(f"{k} {v.value[-1] / MIB:.1f} MiB" for k, v in parts.items())
+    caption = "Arrays that are alive, on the rank that holds most."
+    return Chart("memory", title, draw.drawn("memory", picture), caption, alt)
+
+
+def _sent(data: PageData) -> Chart:
+    run, title = data.run, "Bytes sent a step"
+    if run is None:
+        return Chart("sent", title, reason=data.reason)
+    sent = run.sample.steps["sent_bytes"]
+    most = np.where(np.isnan(sent), -np.inf, sent).max(axis=1)
+    most[~np.isfinite(most)] = np.nan
+    if not np.nansum(most) > 0:
+        return Chart("sent", title, reason=NO_BYTES)
+
+    def picture(axes: Any) -> None:
+        axes.plot(*series.decimate(run.sample.steps["step"], most / MIB), color=draw.RED)
+        common.sessions(axes, data)
+        axes.set_ylim(0, draw.robust_top(most / MIB, 99.5))
+        common.over_steps(axes, "MiB, the rank that sends most")
+        draw.thousands(axes.yaxis)
+
+    alt = f"Bytes sent a step by the rank that sends most, median {np.nanmedian(most) / MIB:.3g} MiB"
+    return Chart("sent", title, draw.drawn("sent", picture), common.of_rows(run), alt)
+
+
+def _operations(data: PageData) -> list[Chart]:
+    parts = {
+        name: one for name, one in common.labelled(data, "collective_seconds_total").items() if np.nanmax(one.value) > 0
+    }
+    if not parts:
+        return []
+
+    def picture(axes: Any) -> None:
+        for index, (name, one) in enumerate(sorted(parts.items(), key=lambda pair: -pair[1].value[-1])[:8]):
+            line = series.decimate(one.step, one.value)
+            axes.plot(*line, color=draw.CYCLE[index], linestyle=draw.STROKES[index % 4], label=name)
+        common.sessions(axes, data)
+        axes.set_ylim(bottom=0)
+        common.over_steps(axes, "s, mean over ranks")
+        draw.legend(axes, 3)
+
+    alt = "Time in operations so far: " + ", ".join(f"{k} {v.value[-1]:.3g} s" for k, v in parts.items())
+    caption = "Seconds so far in each operation, waiting for others included."
+    return [Chart("operations", "Time in operations", draw.drawn("operations", picture), caption, alt)]
+
+
+def _power(data: PageData) -> Chart:
+    title = "Power"
+    known = {kind: course for kind, course in data.energy.courses.items() if np.isfinite(course.watts).any()}
+    if not known:
+        return Chart("power", title, reason=_no_energy(data))
+
+    def picture(axes: Any) -> None:
+        for index, (kind, course) in enumerate(known.items()):
+            colour = KINDS.get(kind, draw.CYCLE[index % 8])
+            axes.plot(course.hours, course.watts, color=colour, linestyle=draw.STROKES[index % 4], label=kind)
+        axes.set_ylim(bottom=0)
+        _over_hours(axes, "W, all nodes", known)
+        draw.legend(axes)
+
+    means = ", ".join(f"{kind} {np.nanmean(course.watts):.1f} W" for kind, course in known.items())
+    caption = "Differences of the counters." + (
+        " From blocks of samples, spread evenly." if data.energy.thinned else ""
+    )
+    return Chart("power", title, draw.drawn("power", picture), caption, f"Power by source, in the mean {means}")
+
+
+def _joules(data: PageData) -> Chart:
+    title = "Energy so far"
+    known = {kind: course for kind, course in data.energy.courses.items() if np.isfinite(course.joules).any()}
+    if not known:
+        return Chart("joules", title, reason=_no_energy(data))
+    most = max(float(np.nanmax(course.joules)) for course in known.values())
+    unit, name = (3.6e6, "kWh") if most > 3.6e6 else (1e3, "kJ") if most > 1e4 else (1.0, "J")
+
+    def picture(axes: Any) -> None:
+        for index, (kind, course) in enumerate(known.items()):
+            colour = KINDS.get(kind, draw.CYCLE[index % 8])
+            axes.plot(course.hours, course.joules / unit, color=colour, linestyle=draw.STROKES[index % 4], label=kind)
+        axes.set_ylim(bottom=0)
+        _over_hours(axes, name, known)
+        draw.legend(axes)
+
+    ends = ", ".join(f"{kind} {np.nanmax(course.joules) / unit:.4g} {name}" for kind, course in known.items())
+    return Chart("joules", title, draw.drawn("joules", picture), alt=f"Energy so far by source: {ends}")
+
+
+def _by_phase(data: PageData) -> list[Chart]:
+    phases = [(phase.name, phase.joules) for phase in data.energy.phases if phase.joules]
+    if not phases:
+        return []
+    names, joules = [name for name, _ in phases], [value for _, value in phases if value is not None]
+
+    def picture(axes: Any) -> None:
+        at = np.arange(len(names))
+        axes.barh(at, joules, color=[draw.OF_PHASE.get(name, draw.BLUE) for name in names], height=0.6)
+        axes.set_yticks(at, names)
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("J")
+        axes.margins(x=0.15)
+        draw.thousands(axes.xaxis)
+        for row, value in zip(at, joules, strict=True):
+            axes.annotate(draw.short(value), (value, row), (3, 0), textcoords="offset points", va="center")
+
+    alt = "Energy by phase: " + ", ".join(f"{name} {value:.4g} J" for name, value in phases)
+    return [Chart("by-phase", "Energy by phase", draw.drawn("by-phase", picture), "Over all starts.", alt)]
+
+
+def _use(data: PageData) -> Chart:
+    title, parts = "Utilisation", common.labelled(data, "utilisation_ratio")
+    if not parts:
+        return Chart("use", title, reason=NO_USE)
+    first = min(int(one.time_ns[0]) for one in parts.values())
+
+    def picture(axes: Any) -> None:
+        for index, (name, one) in enumerate(sorted(parts.items())):
+            hours, share = series.decimate(*_with_gaps((one.time_ns - first) / HOUR_NS, 100 * one.value))
+            stroke = draw.STROKES[index % 4]
+            axes.plot(hours, share, color=draw.CYCLE[index % 8], linestyle=stroke, label=name.replace("_", " "))
+        axes.set_ylim(0, 103)
+        _time_axis(axes, max((int(one.time_ns[-1]) - first) / HOUR_NS for one in parts.values()))
+        axes.set_ylabel("%, mean over nodes")
+        draw.legend(axes)
+
+    means = ", ".join(f"{name} {np.nanmean(one.value):.0%}" for name, one in parts.items())
+    return Chart("use", title, draw.drawn("use", picture), alt=f"Utilisation over time, in the mean {means}")
+
+
+def _with_gaps(hours: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Put a gap where nothing was seen for much longer than usual: a pause between two starts."""
+    apart = np.diff(hours)
+    if not apart.size:
+        return hours, values
+    pauses = np.flatnonzero(apart > max(10 * float(np.median(apart)), 0.1)) + 1
+    return np.insert(hours, pauses, hours[pauses]), np.insert(values, pauses, np.nan)
+
+
+def _over_hours(axes: Any, what: str, known: dict[str, Course]) -> None:
+    axes.set_ylabel(what)
+    draw.thousands(axes.yaxis)
+    _time_axis(axes, max(float(course.hours[-1]) for course in known.values()))
+
+
+def _time_axis(axes: Any, hours: float) -> None:
+    """Write hours as the unit that fits: the values stay hours."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    unit, name = (1 / 3600, "s") if hours < 0.1 else (1 / 60, "min") if hours < 3 else (1.0, "h")
+    unit, name = (24.0, "days") if hours > 100 else (unit, name)
+    steps = MaxNLocator(nbins=7)
+    axes.xaxis.set_major_locator(steps)
+    ticks = np.asarray(steps.tick_values(0.0, hours / unit)) * unit
+    axes.set_xticks([tick for tick in ticks if 0 <= tick <= hours * 1.001])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / unit:.6g}"))
+    axes.set_xlabel(f"time of the starts ({name})")
+    axes.margins(x=0.01)
+
+
+def _no_energy(data: PageData) -> str:
+    return data.energy.reason or "the run kept no samples of its counters"

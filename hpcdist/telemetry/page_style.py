@@ -1,0 +1,91 @@
+"""The style sheet of a page: one for screens of any width, in the light and in the dark, and for paper."""
+
+from typing import Final
+
+STYLE: Final = """
+:root { color-scheme: light dark;
+  --ink: #1a1c1f; --muted: #5b6169; --grid: #dfe2e6; --paper: #ffffff; --panel: #f6f7f9; --accent: #0b5cad;
+  --good: #1b7f4b; --bad: #b3261e; --wait: #8a5a00;
+  --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7; --c4: #e69f00; --c5: #56b4e9; --c6: #8c6d46;
+  --c7: #7f8790 }
+@media (prefers-color-scheme: dark) { :root {
+  --ink: #e6e8eb; --muted: #a2a9b2; --grid: #343a42; --paper: #15181c; --panel: #1d2126; --accent: #7db7ee;
+  --good: #63c995; --bad: #f28b82; --wait: #e3b35f;
+  --c0: #4a9fd8; --c1: #ef7d32; --c2: #2fbf94; --c3: #e09cc2; --c4: #f0b43c; --c5: #8ccbf2; --c6: #b8966a;
+  --c7: #9aa3ad } }
+* { box-sizing: border-box }
+html { -webkit-text-size-adjust: 100%; scroll-behavior: smooth }
+body { margin: 0; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Liberation Sans", Arial,
+  sans-serif }
+main, header, footer { max-width: 1240px; margin: 0 auto; padding: 0 24px }
+header { padding-top: 28px }
+h1 { font-size: 27px; line-height: 1.2; margin: 0 0 4px; overflow-wrap: anywhere }
+h2 { font-size: 20px; margin: 40px 0 10px; padding-top: 8px; border-top: 1px solid var(--grid) }
+h3 { font-size: 15px; margin: 0 0 4px }
+p { margin: 6px 0; max-width: 76ch }
+a { color: var(--accent) }
+code, pre, .code { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace;
+  font-size: 13px }
+.under { color: var(--muted); overflow-wrap: anywhere }
+.state { display: inline-block; padding: 1px 10px; border-radius: 10px; border: 1px solid; font-size: 14px;
+  font-weight: 600;
+  vertical-align: 3px; margin-left: 10px; white-space: nowrap }
+.good { color: var(--good) } .bad { color: var(--bad) } .wait { color: var(--wait) }
+nav { position: sticky; top: 0; z-index: 1; background: var(--paper); margin-top: 14px; padding: 8px 0;
+  border-bottom: 1px solid var(--grid); overflow-x: auto; white-space: nowrap }
+nav ol { list-style: none; display: flex; gap: 18px; margin: 0; padding: 0; font-size: 14px }
+nav a { text-decoration: none }
+section { scroll-margin-top: 44px }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(215px, 1fr)); gap: 10px; margin: 14px 0;
+  padding: 0 }
+.figures > div { background: var(--panel); border-radius: 6px; padding: 10px 13px; min-width: 0 }
+.figures dt { color: var(--muted); font-size: 13px }
+.figures dd { margin: 0; overflow-wrap: anywhere }
+.figures .value { font-size: 20px; font-weight: 600; line-height: 1.3; font-variant-numeric: tabular-nums;
+  display: block }
+.figures .none { color: var(--muted); font-weight: 500; font-size: 16px }
+.figures .note { color: var(--muted); font-size: 12.5px; line-height: 1.4; display: block }
+.charts { display: grid; grid-template-columns: 1fr 1fr; gap: 22px 26px }
+figure { margin: 0; min-width: 0; break-inside: avoid }
+figure.wide { grid-column: 1 / -1 }
+.chart { overflow-x: auto }
+.chart svg { display: block; width: 100%; height: auto }
+.chart svg * { stroke-linejoin: round }
+.chart svg text { font-family: inherit }
+figcaption { color: var(--muted); font-size: 13px; max-width: 100ch }
+.absent { background: var(--panel); border-radius: 6px; color: var(--muted); padding: 12px 14px; font-size: 13.5px;
+  margin: 0;
+  max-width: none; overflow-wrap: anywhere }
+.scroll { overflow-x: auto; margin: 8px 0 }
+table { border-collapse: collapse; font-size: 13.5px; min-width: 40% }
+th { text-align: left; color: var(--muted); font-weight: 600; border-bottom: 1px solid var(--muted) }
+th, td { padding: 4px 18px 4px 0; vertical-align: top }
+td { border-bottom: 1px solid var(--grid); overflow-wrap: anywhere }
+.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
+dl { margin: 8px 0; display: grid; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)); gap: 2px 28px }
+dl > div { min-width: 0 } dt { color: var(--muted); font-size: 13px } dd { margin: 0 0 6px; overflow-wrap: anywhere }
+pre { background: var(--panel); border-radius: 6px; padding: 12px 14px; white-space: pre-wrap;
+  overflow-wrap: anywhere;
+  max-height: 460px; overflow-y: auto; margin: 8px 0 }
+pre b { color: var(--accent); font-weight: 600 }
+details { margin: 8px 0 } summary { cursor: pointer; color: var(--accent) }
+li { margin: 3px 0; overflow-wrap: anywhere }
+footer { color: var(--muted); font-size: 13px; margin: 44px auto 40px; padding-top: 10px;
+  border-top: 1px solid var(--grid) }
+@media (max-width: 860px) {
+  main, header, footer { padding-left: 14px; padding-right: 14px }
+  .charts { grid-template-columns: minmax(0, 1fr) }
+  .chart svg { min-width: 430px } figure.wide .chart svg { min-width: 760px }
+  .figures { grid-template-columns: repeat(auto-fill, minmax(158px, 1fr)) }
+  .state { margin-left: 0 } dl { grid-template-columns: minmax(0, 1fr) } }
+@media print {
+  :root { color-scheme: light; --ink: #000; --muted: #444; --grid: #ccc; --paper: #fff; --panel: #f4f4f4;
+  --accent: #000;
+    --good: #1b7f4b; --bad: #b3261e; --wait: #8a5a00; --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7;
+    --c4: #e69f00; --c5: #56b4e9; --c6: #8c6d46; --c7: #7f8790 }
+  body { font-size: 10.5pt } nav { display: none } main, header, footer { max-width: none; padding: 0 }
+  h2 { break-after: avoid } .figures > div { break-inside: avoid; border: 1px solid var(--grid) }
+  .chart svg { min-width: 0 !important } pre { max-height: none } details:not([open]) > * { display: block }
+  * { -webkit-print-color-adjust: exact; print-color-adjust: exact } }
+""".strip()
