@@ -1,0 +1,484 @@
+"""Traces of runs that never were, whose truth is known: clocks hours apart that drift, files cut off, ranks missing."""
+
+import gzip
+import json
+import shutil
+import sys
+
+import pytest
+from click.testing import CliRunner
+from recorded import Host, Rank, invent, write_clocks
+
+from hpcdist.cli import trace as command
+from hpcdist.comm.clocks import Reading
+from hpcdist.errors import StorageError, UsageError
+from hpcdist.telemetry import critical, timeline, trace, trace_events, trace_text
+from hpcdist.telemetry.ranklog import NO_STEP, ranks_text
+from hpcdist.telemetry.timebase import HostClock
+
+HOUR_NS = 3_600_000_000_000
+FIRST = Host("alpha", offset_ns=15 * HOUR_NS)
+# Its clock is hours behind and gains 50 us a second; its wall clock is wrong by hours, too.
+SECOND = Host("beta", offset_ns=3 * HOUR_NS, drift_ppm=50.0, wall_ns=FIRST.wall_ns + 3 * HOUR_NS)
+THIRD = Host("gamma", offset_ns=99 * HOUR_NS, drift_ppm=-37.0, wall_ns=FIRST.wall_ns - HOUR_NS)
+RTT_NS = 10_000
+
+
+def planted(tmp_path, rng, *, hosts=(FIRST, SECOND), per_host=2, steps=24, clocks=True, finished=True, **about):
+    """Write a run, whose clocks were measured at its begin and its end, to within half of RTT_NS."""
+    made = invent(rng, hosts, per_host, steps, **about)
+    for rank in made.ranks:
+        rank.write(tmp_path / "recorder", finished=finished)
+    if clocks:
+        times = [-1_000_000, made.ends[steps // 2], made.ends[steps] + 1_000_000]
+        write_clocks(tmp_path, made.ranks, times, lambda: int(rng.integers(-RTT_NS // 2, RTT_NS // 2 + 1)), RTT_NS)
+    return made
+
+
+def true_ns(reference_ns):
+    """The true time when the clock of the first host showed this: it does not drift."""
+    return reference_ns - FIRST.offset_ns
+
+
+def check_within(found, made, bound_ns):
+    """Every begin and end lies within ``bound_ns`` of the truth, and so does the order of all of them."""
+    moments = []
+    for rank in made.ranks:
+        line = found.timeline.lines[rank.rank]
+        by_key = {(name, step): span for span in rank.spans for _, name, step, *_ in [span]}
+        for span in line.spans:
+            _, _, _, begin, end = by_key[span.name, span.step]
+            moments += [(begin, true_ns(span.begin_ns)), (end, true_ns(span.end_ns))]
+    assert len(moments) > 100
+    assert all(abs(a - b) <= bound_ns for a, b in moments)
+    moments.sort()
+    latest = -(10**30)
+    for _, seen in moments:  # what happened later by twice the bound is seen later
+        assert seen >= latest - 2 * bound_ns
+        latest = max(latest, seen)
+
+
+@pytest.mark.parametrize("hosts", [(FIRST, SECOND), (FIRST, SECOND, THIRD)])
+def test_clocks_that_are_hours_apart_and_drift(tmp_path, rng, hosts):
+    made = planted(tmp_path, rng, hosts=hosts)
+    found = trace.collect(tmp_path)
+    bound = RTT_NS // 2 + 2  # rounding
+    check_within(found, made, bound)
+    assert found.timeline.steps == tuple(range(5, 25)), "the last twenty"
+    figures = trace.figures(found)
+    clocks = {one["host"]: one for one in figures["clocks"]}
+    assert clocks["alpha"]["reference"] and clocks["alpha"]["offset_s"] == 0.0 and clocks["alpha"]["bound_s"] == 0.0
+    assert clocks["beta"]["source"] == "measured" and clocks["beta"]["readings"] == 3
+    assert clocks["beta"]["bound_s"] <= RTT_NS / 2 / 1e9 + 1e-9
+    assert clocks["beta"]["offset_s"] == pytest.approx(-12 * 3600, abs=1e-3)
+    span_s = (made.ends[24] + 2_000_000) / 1e9
+    assert clocks["beta"]["drift_ppm"] == pytest.approx(50.0, abs=RTT_NS / 1e3 / span_s + 0.01)
+    # Messages take longer than the clocks are wrong, or are found to be wrong by less than that.
+    assert figures["order"]["beyond_bound"] == 0 and figures["notes"] == [
+        note for note in figures["notes"] if note.startswith("clocks: ")
+    ]
+    assert figures["messages"] == len(made.ranks) * 20 and figures["collectives"] == 20
+    assert figures["messages_without_counterpart"] == 0
+
+
+def test_every_message_meets_its_own(tmp_path, rng):
+    made = planted(tmp_path, rng)
+    found = trace.collect(tmp_path, range(1, 25))
+    seen = {
+        (one.send.rank, one.receive.rank, true_ns(one.send.begin_ns) // 1000) for one in found.timeline.matches.messages
+    }
+    exact = {one for one in made.messages if made.ranks[one[0]].host is FIRST}
+    assert exact and all((a, b, sent // 1000) in seen for a, b, sent, _ in exact)
+    for one in found.timeline.matches.messages:
+        received = [r for a, b, _, r in made.messages if (a, b) == (one.send.rank, one.receive.rank)]
+        assert min(abs(true_ns(one.receive.end_ns) - r) for r in received) <= RTT_NS // 2 + 2
+        assert abs((one.receive.end_ns - one.send.begin_ns) - _latency(made, one)) <= RTT_NS + 4
+
+
+def _latency(made, message):
+    """How long the message of this step and way was on its way, in truth."""
+    of_way = [m for m in made.messages if (m[0], m[1]) == (message.send.rank, message.receive.rank)]
+    _, _, sent, received = of_way[message.send.step - 1]
+    return received - sent
+
+
+def test_collectives_end_after_the_last_has_come(tmp_path, rng):
+    made = planted(tmp_path, rng)
+    found = trace.collect(tmp_path)
+    bound = RTT_NS + 4
+    for meeting in found.timeline.matches.meetings:
+        step = meeting.calls[0].step
+        truth = made.begins[step]
+        last = meeting.released_by()
+        assert truth[last.rank] >= max(truth) - 2 * bound
+        assert all(call.end_ns >= last.begin_ns for call in meeting.calls)
+        assert all(abs(true_ns(call.begin_ns) - truth[call.rank]) <= bound for call in meeting.calls)
+
+
+def test_the_critical_path_is_that_of_the_truth(tmp_path, rng):
+    """Per step: from the last to come back to what it computed; the sum of links is the time between their ends."""
+    made = planted(tmp_path, rng)
+    found = trace.collect(tmp_path)
+    for path in found.paths:
+        links = path.links
+        assert all(one.end_ns == other.begin_ns for one, other in zip(links, links[1:], strict=False))
+        ends = [line.steps[path.step][1] for line in found.timeline.lines.values()]
+        assert links[-1].end_ns == max(ends)
+        slowest = max(range(len(made.ranks)), key=lambda rank: made.begins[path.step][rank])
+        margin = sorted(made.begins[path.step])[-1] - sorted(made.begins[path.step])[-2]
+        if margin > 2 * RTT_NS:
+            computing = [link for link in links if link.name == "BACKWARD"]
+            assert {link.rank for link in computing} == {slowest}
+    waited = found.waits
+    assert waited and all(rank != by for rank, by in waited)
+
+
+def test_pieces_have_no_gaps(tmp_path, rng):
+    planted(tmp_path, rng)
+    found = trace.collect(tmp_path)
+    for rank, row in found.pieces.items():
+        steps = found.timeline.lines[rank].steps
+        assert row[0].begin_ns == min(b for b, _ in steps.values())
+        assert row[-1].end_ns == max(e for _, e in steps.values())
+        assert all(one.end_ns == other.begin_ns for one, other in zip(row, row[1:], strict=False))
+        assert all(piece.end_ns > piece.begin_ns for piece in row)
+
+
+# -- without measured clocks
+
+
+def test_without_the_table_collectives_put_clocks_right(tmp_path, rng):
+    """Wall clocks are hours apart: when collectives end is all that is known, and it is enough for their bound."""
+    made = planted(tmp_path, rng, clocks=False)
+    found = trace.collect(tmp_path)
+    clock = {one["host"]: one for one in trace.figures(found)["clocks"]}["beta"]
+    assert clock["source"] == "messages" and clock["readings"] >= 10
+    assert any("the metrics have no readings" in note for note in found.notes)
+    bound = round(clock["bound_s"] * 1e9)
+    assert 0 < bound < 20_000_000
+    worst = 0
+    for rank in made.ranks:
+        for step, (_, end) in found.timeline.lines[rank.rank].steps.items():
+            worst = max(worst, abs(true_ns(end) - (made.ends[step] + 17 * rank.rank)))
+    assert worst <= 100_000, "members leave within less than that of each other, in truth"
+    assert trace.figures(found)["order"]["wrong"] == 0
+
+
+def test_without_table_and_messages_there_are_wall_clocks(tmp_path, rng):
+    made = planted(tmp_path, rng, clocks=False)
+    for path in (tmp_path / "recorder").glob("*.rec"):
+        path.unlink()
+    found = trace.collect(tmp_path)
+    clock = {one["host"]: one for one in trace.figures(found)["clocks"]}["beta"]
+    assert clock["source"] == "wall clocks" and clock["bound_s"] is None
+    # Its wall clock is three hours ahead, so all it did seems to be so much later.
+    end = found.timeline.lines[2].steps[24][1]
+    assert true_ns(end) - (made.ends[24] + 34) == pytest.approx(3 * HOUR_NS, abs=1e6)
+    assert any("by wall clocks" in note for note in found.notes)
+    assert "not known" in trace_text.text(trace.figures(found))
+
+
+def test_a_table_of_another_boot_is_of_no_use(tmp_path, rng):
+    """The host was started anew: its clock began again, and what was measured before tells nothing."""
+    made = planted(tmp_path, rng)
+    for rank in made.ranks[2:]:
+        again = Rank(rank.rank, Host("beta2", offset_ns=HOUR_NS), rank.world, rank.spans, rank.calls)
+        again.write(tmp_path / "recorder")
+    clock = {one["host"]: one for one in trace.figures(trace.collect(tmp_path))["clocks"]}["beta2"]
+    assert clock["source"] == "messages"
+
+
+def test_a_wrong_table_is_noticed(tmp_path, rng):
+    """Readings that are off by a millisecond while they claim microseconds: causes come late by more than that."""
+    made = planted(tmp_path, rng, clocks=False)
+    write_clocks(tmp_path, made.ranks, [0, made.ends[24]], lambda: 1_000_000, RTT_NS)
+    found = trace.collect(tmp_path)
+    order = trace.figures(found)["order"]
+    assert order["wrong"] and order["beyond_bound"] and order["most_s"] > 0.5e-3
+    assert any("by more than the bound" in note for note in found.notes)
+
+
+def test_what_is_wrong_by_less_than_the_bound_is_said_to_be(tmp_path, rng):
+    made = planted(tmp_path, rng, clocks=False)
+    write_clocks(tmp_path, made.ranks, [0, made.ends[24]], lambda: 300_000, 700_000)
+    found = trace.collect(tmp_path)
+    assert found.timeline.order.wrong and found.timeline.order.beyond == 0
+    assert any("within the bound" in note for note in found.notes)
+
+
+# -- files
+
+
+def test_the_file(tmp_path, rng):
+    """It nests on each thread, has every bar, arrows from causes to effects, and says what it is."""
+    made = planted(tmp_path, rng)
+    found = trace.collect(tmp_path, range(3, 8))
+    written = trace_events.write(found, tmp_path / "trace.json", {"hpcdist": "1.2.3"})
+    told = json.loads((tmp_path / "trace.json").read_text())
+    events = told["traceEvents"]
+    assert len(events) == written
+    check_file(told)
+    bars = [event for event in events if event["ph"] == "X"]
+    names = [event["name"] for event in bars]
+    assert {f"step {step}" for step in range(3, 8)} <= set(names)
+    assert names.count("FORWARD") == names.count("allreduce") == 5 * len(made.ranks)
+    threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {f"rank {rank} {what}" for rank in range(4) for what in ("computes", "communicates")} <= threads
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert processes == {0: "node alpha", 1: "node beta"}
+    assert {event["pid"] for event in bars} == {0, 1}
+    about = told["otherData"]
+    assert about["hpcdist"] == "1.2.3" and about["steps"] == [3, 4, 5, 6, 7] and len(about["clocks"]) == 2
+    colours = {(event["cat"], event["cname"]) for event in bars}
+    assert len(colours) == len({category for category, _ in colours})
+    counters = [event["args"]["bytes"] for event in events if event["ph"] == "C"]
+    assert max(counters) >= 4096 and min(counters) == 0
+    trace_events.write(found, tmp_path / "trace.json.gz", {"hpcdist": "1.2.3"})
+    assert json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes())) == told
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.h5", "recorder", "trace.json", "trace.json.gz"]
+
+
+def check_file(told):
+    """What every trace must hold to: bars nest, arrows lead from bars to bars."""
+    bars = {}
+    for event in told["traceEvents"]:
+        if event["ph"] == "X":
+            begin = round(event["ts"] * 1000)
+            bars.setdefault(event["tid"], []).append((begin, begin + round(event["dur"] * 1000)))
+            assert event["ts"] >= 0 and event["dur"] >= 0
+    for rows in bars.values():
+        stack = []
+        for begin, end in rows:  # in the order of begins
+            while stack and stack[-1] <= begin:
+                stack.pop()
+            assert not stack or end <= stack[-1]
+            stack.append(end)
+    arrows = {}
+    for event in told["traceEvents"]:
+        if event["ph"] in "sf":
+            arrows.setdefault(event["id"], {})[event["ph"]] = event
+            ns = round(event["ts"] * 1000)
+            assert any(begin <= ns <= end for begin, end in bars[event["tid"]])
+    assert all(set(pair) == {"s", "f"} and pair["f"]["bp"] == "e" for pair in arrows.values())
+    return bars, arrows
+
+
+def test_calls_beside_each_other_get_threads_of_their_own():
+    bars = [(0, 10), (1, 5), (2, 12), (3, 4), (5, 7), (10, 11), (10, 30)]
+    assert trace_events.lanes(bars) == [0, 0, 1, 0, 0, 0, 2]
+    assert trace_events.lanes([(0, 0), (0, 0)]) == [0, 0]
+
+
+def test_ranks_and_steps_are_chosen(tmp_path, rng):
+    planted(tmp_path, rng)
+    found = trace.collect(tmp_path, range(4, 6), [1, 3])
+    assert sorted(found.timeline.lines) == [1, 3] and found.timeline.steps == (4, 5)
+    assert {call.rank for line in found.timeline.lines.values() for call in line.calls} == {1, 3}
+    assert any(by in (0, 2) for _, by in found.waits), "also who is not shown was waited for"
+    check_events = list(trace_events.events(found.timeline))
+    assert {event["tid"] // 1000 for event in check_events if event["ph"] == "X"} == {1, 3}
+    assert len(trace.collect(tmp_path, range(20, 90)).timeline.steps) == 5
+    with pytest.raises(UsageError, match="no step from 70 to 80"):
+        trace.collect(tmp_path, range(70, 81))
+    with pytest.raises(UsageError, match="rank 9: no record; the run has ranks 0-3 of 4"):
+        trace.collect(tmp_path, None, [0, 9])
+
+
+def test_a_trace_is_not_larger_than_viewers_take(tmp_path, rng):
+    planted(tmp_path, rng)
+    found = trace.collect(tmp_path, most=200)
+    assert 0 < len(found.timeline.steps) < 20 and found.timeline.steps[-1] == 24
+    assert any("too many for a viewer" in note for note in found.notes)
+    assert sum(len(line.spans) + len(line.calls) for line in found.timeline.lines.values()) <= 220
+    few = trace.collect(tmp_path, most=10)
+    assert few.timeline.steps == (24,) and sorted(few.timeline.lines) == [0]
+    assert any("only rank 0" in note for note in few.notes)
+
+
+def test_a_ring_that_went_round(tmp_path, rng):
+    """The messages of early steps are gone: the steps that are whole are shown, and messages match all the same."""
+    made = invent(rng, (FIRST, SECOND), 2, 30)
+    for rank in made.ranks:
+        rank.write(tmp_path / "recorder", capacity=50)  # 16 steps of calls, 12 of spans
+    found = trace.collect(tmp_path)
+    assert found.timeline.steps[-1] == 30 and 5 <= len(found.timeline.steps) <= 12
+    assert len(found.timeline.matches.messages) == 4 * len(found.timeline.steps)
+    for one in found.timeline.matches.messages:
+        assert one.send.step == one.receive.step
+
+
+def test_a_run_that_was_killed(tmp_path, rng):
+    """Its last step has no end, a rank is in a receive that never came, one has no file, one's is cut off."""
+    made = invent(rng, (FIRST,), 4, 6)
+    last = made.ends[6] + 100
+    made.ranks[0].span("compute", "FORWARD", 7, last, last + 500)
+    made.ranks[0].call("world", "recv", last + 500, None, peer=3, tag=7)
+    for rank in made.ranks[:3]:
+        rank.write(tmp_path / "recorder", finished=False)
+    path = tmp_path / "recorder" / "rank-00002.spans"
+    path.write_bytes(path.read_bytes()[:5000])
+    found = trace.collect(tmp_path)
+    assert found.timeline.steps == tuple(range(1, 7)) and found.world == 4
+    unfinished = [call for call in found.timeline.lines[0].calls if call.is_open]
+    assert len(unfinished) == 1 and unfinished[0].op == "recv" and unfinished[0].step == NO_STEP
+    assert [span.step for span in found.timeline.lines[0].spans][-1] == 7
+    text = "\n".join(found.notes)
+    assert "no record of rank 3" in text and "no spans of rank 2" in text and "rank-00002.spans" in text
+    assert "the run did not end" in text
+    trace_events.write(found, tmp_path / "t.json", {})
+    told = json.loads((tmp_path / "t.json").read_text())
+    check_file(told)
+    assert [event["args"]["unfinished"] for event in told["traceEvents"] if "unfinished" in event.get("args", {})] == [
+        True
+    ]
+
+
+def test_a_run_that_died_in_its_first_step(tmp_path):
+    rank = Rank(0, FIRST, 1)
+    rank.span("compute", "FORWARD", 1, 0, 10)
+    rank.call("world", "allreduce", 20, None)
+    rank.write(tmp_path, finished=False)
+    found = trace.collect(tmp_path)
+    assert found.timeline.steps == () and found.paths == ()
+    assert len(found.timeline.lines[0].spans) == len(found.timeline.lines[0].calls) == 1
+    assert "no whole step" in trace_text.text(trace.figures(found))
+    with pytest.raises(UsageError, match="no steps are known"):
+        trace.collect(tmp_path, range(1, 3))
+
+
+def test_messages_alone(tmp_path, rng):
+    made = planted(tmp_path, rng, hosts=(FIRST,), per_host=3, steps=5)
+    for path in (tmp_path / "recorder").glob("*.spans"):
+        path.unlink()
+    found = trace.collect(tmp_path)
+    assert any("telemetry.trace = false" in note for note in found.notes)
+    assert len(found.timeline.matches.messages) == len(made.messages)
+    assert found.timeline.order.wrong == 0
+
+
+def test_files_of_nothing(tmp_path):
+    with pytest.raises(UsageError, match="holds no records"):
+        trace.collect(tmp_path)
+    (tmp_path / "rank-00000.rec").write_bytes(b"nothing of ours")
+    with pytest.raises(StorageError, match="none of its 1 records"):
+        trace.collect(tmp_path)
+
+
+def test_cut_and_random_files_never_break_it(tmp_path, rng):
+    """Whatever a full disk or a broken copy has left: a trace, or one of our errors."""
+    planted(tmp_path / "good", rng, steps=4)
+    for number in range(25):
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "good", folder)
+        for path in sorted((folder / "recorder").iterdir()):
+            data = bytearray(path.read_bytes())
+            if rng.integers(0, 2):
+                for place in rng.integers(0, len(data), 60).tolist():
+                    data[place] = int(rng.integers(0, 256))
+                path.write_bytes(data)
+            elif rng.integers(0, 3) == 0:
+                path.write_bytes(data[: int(rng.integers(0, len(data)))])
+        try:
+            found = trace.collect(folder)
+        except (UsageError, StorageError):
+            continue
+        trace_text.text(trace.figures(found))
+        trace_events.write(found, folder / "t.json", {})
+
+
+# -- clocks
+
+
+def test_interpolation_and_extrapolation():
+    day = 24 * HOUR_NS
+    # 10 ppm in the first day, 20 in the second.
+    clock = HostClock([Reading(1, 0, 1000, 40), Reading(1, day, 1000 + day // 10**5, 20),
+                       Reading(1, 2 * day, 1000 + 3 * (day // 10**5), 60)])  # fmt: skip
+    for t, offset in (
+        (0, 1000), (day // 2, 1000 + day // 10**5 // 2), (day, 1000 + day // 10**5),
+        (3 * day // 2, 1000 + 2 * (day // 10**5)), (3 * day, 1000 + 5 * (day // 10**5)),
+        (-day, 1000 - day // 10**5),
+    ):  # fmt: skip
+        assert abs(clock.reference_ns(t + offset) - t) <= 2, t
+    assert clock.bound_ns(1000 + day // 4) == 20 and clock.bound_ns(2 * day) == 30
+    assert clock.bound_ns(4 * day) > 30
+    assert clock.drift_ppm == pytest.approx(15.0)
+
+
+def test_one_reading_and_none():
+    one = HostClock([Reading(1, 500, -300, 8)])
+    assert one.reference_ns(200) == 500 and one.reference_ns(10**9) == 10**9 + 300 and one.drift_ppm is None
+    assert one.bound_ns(200) == 4 and one.bound_ns(200 + 10**9) == 4 + 50_000
+    own = HostClock()
+    assert own.reference_ns(7) == 7 and own.bound_ns(7) == 0
+
+
+def test_order_is_kept_whatever_the_readings(rng):
+    """What is later on a host is not earlier in the common time, also with readings that contradict each other."""
+    for _ in range(50):
+        times = sorted(rng.integers(0, 10**9, 6).tolist())
+        clock = HostClock(
+            [Reading(1, t, int(rng.integers(-(10**6), 10**6)), int(rng.integers(0, 10**5))) for t in times]
+        )
+        own = sorted(rng.integers(-(10**9), 3 * 10**9, 300).tolist())
+        seen = [clock.reference_ns(ns) for ns in own]
+        assert seen == sorted(seen)
+
+
+# -- the command
+
+
+def test_the_command(tmp_path, rng):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'hpcdist[analysis]'")
+    planted(tmp_path / "run", rng)
+    out, plot = tmp_path / "t.json", tmp_path / "t.png"
+    done = CliRunner().invoke(command.command, [str(tmp_path / "run"), "-o", str(out), "--plot", str(plot)])
+    assert done.exit_code == 0, done.output
+    for words in ("critical path", "waited for", "longest waits", "beta (ranks 2-3): 4.32e+04 s behind", str(out)):
+        assert words in done.output
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    line = [str(tmp_path / "run"), "--json", "--steps", "7", "--ranks", "0,2-3", "-o", str(out)]
+    told = json.loads(CliRunner().invoke(command.command, line).output)
+    assert told["steps"] == [7] and told["ranks"] == [0, 2, 3] and told["events"] > 10
+    assert json.loads(out.read_text())["otherData"]["hpcdist"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--steps", "9:3"), ("--steps", "x"), ("--ranks", "3-1"), ("--ranks", "a"), ("--ranks", "")]
+)
+def test_wrong_options(tmp_path, wrong):
+    done = CliRunner().invoke(command.command, [str(tmp_path), *wrong])
+    assert done.exit_code == 2 and "give" in done.output
+
+
+def test_what_cannot_be_written(tmp_path, rng):
+    planted(tmp_path / "run", rng, steps=3)
+    line = [str(tmp_path / "run"), "-o", str(tmp_path / "missing" / "t.json")]
+    assert isinstance(CliRunner().invoke(command.command, line).exception, StorageError)
+    found = trace.collect(tmp_path / "run")
+    (tmp_path / "t.json").mkdir()
+    with pytest.raises(StorageError, match="cannot be written"):
+        trace_events.write(found, tmp_path / "t.json", {})
+    assert not (tmp_path / ".t.json.part").exists()
+
+
+def test_plots_refuse_early(tmp_path, rng, monkeypatch):
+    planted(tmp_path / "run", rng, steps=3)
+    bad = CliRunner().invoke(command.command, [str(tmp_path / "run"), "--plot", str(tmp_path / "t.xyz")])
+    assert isinstance(bad.exception, UsageError)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    bad = CliRunner().invoke(command.command, [str(tmp_path / "run"), "--plot", str(tmp_path / "t.png")])
+    assert "hpcdist[analysis]" in str(bad.exception)
+
+
+def test_runs_of_numbers():
+    assert ranks_text([3]) == "rank 3" and ranks_text([0, 1, 2, 7]) == "ranks 0-2, 7"
+
+
+def test_selecting_ranks_keeps_what_they_share(tmp_path, rng):
+    planted(tmp_path, rng)
+    whole = trace.collect(tmp_path)
+    part = timeline.select(whole.timeline, [0, 1])
+    assert {call.rank for meeting in part.matches.meetings for call in meeting.calls} == {0, 1}
+    assert all({one.send.rank, one.receive.rank} <= {0, 1} for one in part.matches.messages)
+    assert critical.waits({0: whole.pieces[0]})
