@@ -58,7 +58,7 @@ class PmCounters:
             values = {name: self._number(name) for name in self.files}
             startup, generation = (self._read(name, optional=True) for name in ("startup", "generation"))
             if self._read("freshness") == before:
-                if startup != self._startup:
+                if startup and self._startup and startup != self._startup:
                     raise LostError(f"startup went from {self._startup} to {startup}: the controller was restarted")
                 self._values, self._freshness, self._renewed_ns = values, before, self._clock_ns()
                 self.capped = self.capped or generation != self._generation

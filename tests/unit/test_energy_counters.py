@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hpcdist.energy.counters import MAX_GAP_NS, PROBE_NS, LostError, Pace, ReadError, Track, WithoutPower
+from hpcdist.energy.counters import MAX_GAP_NS, PROBE_NS, Pace, ReadError, Track, WithoutPower
 
 MS = 1_000_000
 

@@ -3,6 +3,9 @@
 import threading
 import time
 
+import numpy as np
+
+from hpcdist.energy import sampler as sampling
 from hpcdist.energy.counters import ReadError, WithoutPower
 from hpcdist.energy.sampler import EDGE_ATTEMPTS, Sampler
 
@@ -72,3 +75,134 @@ def test_a_failing_sensor_does_not_end_the_thread():
     assert samplers()
     sampler.stop()
     assert set(sampler.drain().samples[:, 1]) == {1}
+
+
+class Watts(Clock):
+    """Power beside energy."""
+
+    def power_mw(self):
+        return 5000
+
+
+class Gaps(Clock):
+    """Does not know what was used before every fourth read."""
+
+    reads = gaps = 0
+
+    def read(self):
+        self.reads += 1
+        self.gaps = self.reads // 4
+        return super().read()
+
+
+def test_power_and_looks_are_kept_beside_energy():
+    looks = iter(range(10**6))
+    sampler = Sampler([Clock(), Watts()], 0.005, lambda: np.array([0.5, next(looks)]), 0.02)
+    sampler.start()
+    time.sleep(0.3)
+    assert sampler.stop()
+    drained = sampler.drain()
+    assert set(drained.powers[:, 1]) == {1} and set(drained.powers[:, 2]) == {5000}
+    assert drained.powers.dtype == drained.samples.dtype == np.int64
+    assert drained.shares[:, 1].tolist() == list(range(len(drained.looks))) and len(drained.looks) > 2
+    assert np.all(np.diff(drained.looks) > 0)
+
+
+def test_a_look_that_fails_is_told_once_and_ends_nothing():
+    told = []
+
+    def look():
+        raise ZeroDivisionError("no such thing")
+
+    sampler = Sampler([Clock()], 0.002, look, 0.002, told.append)
+    sampler.start()
+    time.sleep(0.2)
+    assert sampler.stop() and len(sampler.drain().samples) > 5
+    assert told == ["the utilisation of this node cannot be read: ZeroDivisionError: no such thing"]
+
+
+def test_looks_need_no_counter():
+    sampler = Sampler([], 0.1, lambda: np.zeros(3), 0.01)
+    sampler.start()
+    assert len(samplers()) == 1
+    while not len(sampler.drain().looks):
+        time.sleep(0.005)
+    assert sampler.stop() and not samplers()
+
+
+def test_a_failing_source_is_told_of_once_whatever_it_raises():
+    class Wild(Clock):
+        def read(self):
+            raise KeyError("handle")
+
+    told = []
+    sampler = Sampler([Wild()], 0.001, tell=told.append)
+    sampler.start()
+    while sampler.tracks[0].failed_reads < 20:
+        time.sleep(0.001)
+    sampler.stop()
+    assert len(told) == 1 and "KeyError: 'handle'" in told[0]
+    assert sampler.read()[1] == [None]
+
+
+def test_a_sensor_that_hangs_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(sampling, "HANGING_S", 0.05)
+    goes_on = threading.Event()
+
+    class Hanging(Clock):
+        def read(self):
+            goes_on.wait(60)
+            return 1
+
+    sampler = Sampler([Hanging(), Clock()], 0.001)
+    sampler.start()
+    time.sleep(0.05)
+    assert sampler.read()[1] == [None, None], "the caller does not wait for a lock that is held for ever"
+    assert "has not answered" in sampler.tracks[0].explain()
+    assert not sampler.stop(), "who would close the driver now is told not to"
+    goes_on.set()
+    for thread in samplers():
+        thread.join(10)
+
+
+def test_intervals_join_and_mark_what_is_not_known():
+    sampler = Sampler([Clock(), Gaps()], 1.0)
+    first = [sampler.read()[1] for _ in range(6)]
+    one, two = sampler.intervals()
+    assert (one.name, one.kind, one.energy_mj.tolist()) == ("package-0", "cpu", [row[0] for row in first])
+    assert one.known.all() and two.known.tolist() == [True, True, False, True, True]
+    second = [sampler.read()[1] for _ in range(3)]
+    again = sampler.intervals()
+    assert again[0].energy_mj.tolist() == [first[-1][0], *(row[0] for row in second)]
+    assert again[0].times_ns[0] == one.times_ns[-1]
+    assert again[1].known.tolist() == [True, False, True]
+    assert sampler.gaps_since_edge() == [1] and sampler.gaps_since_edge() == []
+    assert [row[1] for row in sampler.drain().gaps] == [1, 1]
+
+
+def test_who_never_asks_for_intervals_pays_with_no_memory():
+    sampler = Sampler([Clock()], 1.0)
+    for _ in range(50):
+        for _ in range(4):
+            sampler.read()
+        sampler.drain()
+    assert len(sampler.intervals()[0].times_ns) == 4
+
+
+def test_what_reading_costs_is_counted():
+    class Slow(Clock):
+        def read(self):
+            until_s = time.perf_counter() + 0.01
+            while time.perf_counter() < until_s:
+                pass
+            return super().read()
+
+    sampler = Sampler([Slow()], 0.001)
+    assert sampler.overhead() == (0.0, 0.0)
+    sampler.start()
+    time.sleep(0.2)
+    sampler.read()
+    sampler.stop()
+    busy_s, lasted_s = sampler.overhead()
+    assert 0.01 < busy_s <= lasted_s + 0.05
+    assert sampler.overhead()[1] == lasted_s, "the time ends with the sampler"

@@ -98,3 +98,16 @@ def test_a_failure_at_the_border_to_outside_has_no_total():
     windows.leave(4 * S, [51])
     found = joules(windows)
     assert math.isnan(windows.totals()[0]) and math.isnan(found["training"][0]) and found["validation"] == [1]
+
+
+def test_what_a_source_does_not_know_is_nobodys_and_no_total():
+    windows = Windows(2)
+    windows.enter("training", 0, [0, 0])
+    windows.edge(S, [5, 5])
+    windows.forget(1)
+    windows.enter("checkpoint", 2 * S, [9, 9])
+    windows.leave(3 * S, [10, 10])
+    windows.leave(4 * S, [20, 20])
+    found = joules(windows)
+    assert found["checkpoint"] == [1, 1] and found["training"][0] == 19
+    assert math.isnan(found["training"][1]) and math.isnan(windows.totals()[1]) and windows.totals()[0] == 20

@@ -1,0 +1,116 @@
+"""The declared model: TDP times utilisation, from a false /proc/stat, and labelled to the end."""
+
+import os
+
+import pytest
+
+from hpcdist.comm.threads import run_threads
+from hpcdist.energy import counters, declared
+from hpcdist.energy.config import EnergyConfig
+from hpcdist.energy.counters import Track
+from hpcdist.energy.declared import DeclaredProcessors, busy_seconds, power_w
+from hpcdist.energy.monitor import Monitor
+from hpcdist.energy.report import DECLARED
+from hpcdist.energy.sources import Claim, of_node
+from hpcdist.errors import ConfigurationError
+
+TICKS = os.sysconf("SC_CLK_TCK")
+S = 1_000_000_000
+
+
+class Machine:
+    """A /proc/stat of ``cores`` processors, whose time the test spends."""
+
+    def __init__(self, path, cores):
+        self.path, self.cores, self.now_ns = path, cores, 0
+        self.busy = self.idle = 0.0
+        self.spend(0, 0.0)
+
+    def spend(self, seconds, share):
+        self.now_ns += round(seconds * S)
+        self.busy += self.cores * seconds * share
+        self.idle += self.cores * seconds * (1 - share)
+        busy, idle = (round(value * TICKS) for value in (self.busy, self.idle))
+        # user nice system idle iowait irq softirq steal guest guest_nice: guests are in user already
+        self.path.write_text(
+            f"cpu  {busy} 0 0 {idle - idle // 3} {idle // 3} 0 0 0 {busy // 2} 0\ncpu0 1 2 3 4 5 6 7 8 9 0\n"
+        )
+
+    def clock(self):
+        return self.now_ns
+
+
+def test_idle_busy_and_between():
+    assert (power_w(200, 0.3, 0), power_w(200, 0.3, 1), power_w(200, 0.3, 0.5)) == pytest.approx((60, 200, 130))
+
+
+def test_a_line_of_proc_stat():
+    busy, whole = busy_seconds("cpu  10 20 30 400 50 1 2 3 7 0", 10.0)
+    assert (busy, whole) == pytest.approx((6.6, 51.6)), "what guests used is in user"
+
+
+def test_joules_are_watts_times_seconds(tmp_path, rng):
+    machine = Machine(tmp_path / "stat", 8)
+    counter = DeclaredProcessors(240.0, 0.25, machine.path, machine.clock)
+    track = Track(counter)
+    assert track.read(machine.now_ns) == 0
+    expected = 0.0
+    for _ in range(20):
+        seconds, share = float(rng.integers(1, 60)), float(rng.random())
+        machine.spend(seconds, share)
+        expected += seconds * (60 + 180 * share)
+        assert track.read(machine.now_ns) == pytest.approx(expected * 1e3, rel=2e-3)
+    assert counter.about.declared and not track.explain()
+
+
+def test_between_two_ticks_nothing_is_lost(tmp_path):
+    machine = Machine(tmp_path / "stat", 1)
+    counter = DeclaredProcessors(100.0, 0.0, machine.path, machine.clock)
+    counter.read()
+    machine.now_ns += S // 1000  # the kernel has not counted yet
+    assert counter.read() == 0
+    machine.spend(0.999, 1.0)
+    assert counter.read() == pytest.approx(100e6, rel=0.01)
+
+
+def test_a_machine_without_proc_stat_is_a_failed_read(tmp_path):
+    track = Track(DeclaredProcessors(100.0, 0.3, tmp_path / "none"))
+    assert track.read(0) is None and "cannot be read" in track.failure
+
+
+def test_only_when_asked_for():
+    with pytest.raises(ConfigurationError, match="has no effect with energy.sources = 'auto'"):
+        EnergyConfig(cpu_tdp_w=200.0)
+    with pytest.raises(ConfigurationError, match="needs energy.cpu_tdp_w"):
+        EnergyConfig(sources="declared")
+
+
+def test_a_job_on_gpus_needs_their_watts_too():
+    config = EnergyConfig(sources="declared", cpu_tdp_w=200.0, utilisation_s=0.0)
+    found = of_node(config, [Claim(reason="no NVIDIA driver answers")], computing=True)
+    assert found.needed == {"gpu"} and found.missing["gpu"] == "no NVIDIA driver answers"
+    assert [counter.kind for counter in found.counters] == ["cpu"]
+    found = of_node(config, [Claim(("GPU-0",))], computing=True)
+    assert found.missing["gpu"] == "energy.gpu_tdp_w = 0"
+
+
+def test_the_label_stays_on_all_the_way(tmp_path, monkeypatch):
+    machine = Machine(tmp_path / "stat", 4)
+    monkeypatch.setattr(counters, "PROBE_NS", 0)
+    real = DeclaredProcessors
+    monkeypatch.setattr(declared, "DeclaredProcessors", lambda tdp, idle: real(tdp, idle, machine.path, machine.clock))
+    config = EnergyConfig(sources="declared", cpu_tdp_w=100.0, idle_fraction=0.5, interval_s=5.0, utilisation_s=0.0)
+
+    def body(comm):
+        with Monitor(comm, config, environment={}) as monitor:
+            with monitor.window("training"):
+                for _ in range(4):
+                    machine.spend(10.0, 0.5)
+                    monitor.sampler.read()
+            return monitor.report(), monitor.state(), monitor.collect()
+
+    report, state, rows = run_threads(1, body)[0]
+    assert report["energy_j"] == pytest.approx(4 * 10 * 75, rel=0.01), report["reason"]
+    assert report["label"] == DECLARED and state["label"] == DECLARED
+    assert report["sources"][0]["note"].startswith(DECLARED) and report["sources"][0]["name"].startswith("declared")
+    assert rows[0].sources[0][2].declared

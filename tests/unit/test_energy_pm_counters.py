@@ -1,0 +1,242 @@
+"""The counters of a Cray node from trees as its kernel shows them: whole renewals, nothing stale, nothing twice."""
+
+import itertools
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hpcdist.comm.threads import run_threads
+from hpcdist.energy import counters, pm_counters, sysfiles
+from hpcdist.energy.config import EnergyConfig
+from hpcdist.energy.counters import LostError, ReadError, Track
+from hpcdist.energy.monitor import Monitor
+from hpcdist.energy.pm_counters import STALE_NS, PmCounter, PmCounters
+from hpcdist.energy.sources import Claim, of_node
+
+S = 1_000_000_000
+
+
+class Node:
+    """A tree that the test renews, with a clock of its own."""
+
+    def __init__(self, root, accelerators=0):
+        self.root, self.now_ns = root, 0
+        root.mkdir(parents=True, exist_ok=True)
+        self.values = {"energy": "1000 J", "power": "300 W", "cpu_energy": "400 J", "cpu_power": "120 W"}
+        self.values |= {
+            "memory_energy": "50 J",
+            "memory_power": "20 W",
+            "freshness": "7",
+            "startup": "17",
+            "version": "2",
+        }
+        self.values |= {"generation": "3", "power_cap": "0 W"}
+        for number in range(accelerators):
+            self.values |= {f"accel{number}_energy": f"{100 + number} J", f"accel{number}_power": "70 W"}
+        self.renew()
+
+    def renew(self, **changes):
+        self.values |= {"freshness": str(int(self.values["freshness"]) + 1)} | changes
+        for name, value in self.values.items():
+            (self.root / "new").write_text(f"{value}\n")
+            (self.root / "new").replace(self.root / name)  # a file of the kernel is never half written
+
+    def clock(self):
+        return self.now_ns
+
+
+@pytest.fixture
+def node(tmp_path):
+    return Node(tmp_path / "pm")
+
+
+def test_the_node_first_and_its_parts_in_order(tmp_path):
+    node = Node(tmp_path, accelerators=12)
+    found, missing = pm_counters.find(node.root)
+    assert missing == {}
+    names = ["energy", "cpu_energy", "memory_energy", *(f"accel{number}_energy" for number in range(12))]
+    assert [counter.name for counter in found] == [f"pm_counters/{name}" for name in names]
+    assert [counter.kind for counter in found] == ["node", "cpu", "dram", *["gpu"] * 12]
+    assert [counter.read() for counter in found[:4]] == [1000_000_000, 400_000_000, 50_000_000, 100_000_000]
+    assert [counter.power_mw() for counter in found[:4]] == [300_000, 120_000, 20_000, 70_000]
+    assert found[0].about.power_scope == "node" and found[0].about.note == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "uj"),
+    [
+        ("81147367 J 1700061210920464 us", 81_147_367_000_000),
+        ("5 J", 5_000_000),
+        ("1234567 uJ", 1_234_567),
+        ("12 mJ", 12_000),
+        ("9", 9_000_000),
+    ],
+)
+def test_numbers_come_with_their_unit(node, text, uj):
+    node.renew(energy=text)
+    assert pm_counters.find(node.root)[0][0].read() == uj
+
+
+@pytest.mark.parametrize("text", ["", "J", "12 kWh", "twelve J", "-"])
+def test_what_is_no_number_is_no_reading(node, text):
+    node.renew(energy=text)
+    found, missing = pm_counters.find(node.root)
+    assert found == [] and "not a number and its unit" in missing["node"]
+
+
+def test_values_of_two_renewals_are_never_mixed(node, monkeypatch):
+    """The controller renews the files after each read of the energy, so long as it has renewals left."""
+    real, left = sysfiles.text, [2]
+
+    def renewing(path):
+        found = real(path)
+        if str(path).endswith("/energy") and left[0]:
+            left[0] -= 1
+            node.renew(energy=f"{int(node.values['energy'].split()[0]) + 100} J", cpu_energy=f"{500 + left[0]} J")
+        return found
+
+    group = PmCounters(node.root)
+    group.watch("energy", "cpu_energy")
+    monkeypatch.setattr(sysfiles, "text", renewing)
+    assert (group.value("energy"), group.value("cpu_energy")) == (1200_000_000, 500_000_000)
+    left[0] = 10**9
+    node.renew()
+    with pytest.raises(ReadError, match="changed during each of"):
+        group.value("energy")
+
+
+def test_a_value_is_new_only_with_new_freshness(node):
+    group = PmCounters(node.root, node.clock)
+    group.watch("energy")
+    counter = PmCounter(group, "node", "energy", "")
+    track = Track(counter)
+    assert track.read(0) == 1_000_000
+    (node.root / "energy").write_text("5555 J\n")  # half of a renewal
+    assert track.read(1) == 1_000_000
+    node.renew(energy="1100 J")
+    assert track.read(2) == 1_100_000
+    node.now_ns += STALE_NS + S
+    assert track.read(3) is None and "stands still at freshness 9 for 4 s" in track.failure
+    node.renew(energy="1200 J")
+    assert track.read(4) == 1_200_000 and track.failed_reads == 1
+
+
+def test_a_controller_that_was_restarted_has_lost_the_count(node):
+    group = PmCounters(node.root)
+    group.watch("energy")
+    track = Track(PmCounter(group, "node", "energy", ""))
+    assert track.read(0) == 1_000_000
+    node.renew(startup="18", energy="2000 J")
+    assert track.read(1) is None and "startup went from 17 to 18" in track.explain()
+    node.renew(energy="2100 J")
+    assert track.read(2) is None, "what was counted before and after does not add up"
+    with pytest.raises(LostError):
+        group.value("energy")
+
+
+def test_a_changed_power_cap_is_noted(node):
+    counter = pm_counters.find(node.root)[0][0]
+    track = Track(counter)
+    track.read(0)
+    assert track.about.note == ""
+    node.renew(generation="4", energy="1001 J")
+    assert track.read(1) == 1_001_000 and "power cap was changed" in track.about.note
+
+
+def test_a_counter_that_goes_back_is_given_up(node):
+    track = Track(pm_counters.find(node.root)[0][0])
+    track.read(0)
+    node.renew(energy="5 J")
+    assert track.read(1) is None and "went back" in track.explain()
+
+
+def test_a_part_that_fails_takes_nothing_with_it(node):
+    tracks = [Track(counter) for counter in pm_counters.find(node.root)[0]]
+    (node.root / "cpu_energy").unlink()
+    node.renew()
+    (node.root / "cpu_energy").write_text("broken\n")
+    node.renew(cpu_energy="broken")
+    assert [track.read(0) for track in tracks] == [1_000_000, None, 50_000]
+
+
+def test_without_freshness_nothing_can_be_trusted(node):
+    (node.root / "freshness").unlink()
+    found, missing = pm_counters.find(node.root)
+    assert found == [] and "freshness" in missing["node"]
+
+
+def test_forbidden_files_are_told_with_the_cure():
+    root = Path(tempfile.mkdtemp(prefix="pm-"))  # other users may enter it, unlike pytest's own
+    try:
+        root.chmod(0o755)
+        node = Node(root)
+        (root / "energy").chmod(0)
+        before = os.geteuid()
+        if before == 0:
+            os.seteuid(65534)  # as root, no mode bit would refuse
+        try:
+            missing = pm_counters.find(node.root)[1]
+        finally:
+            os.seteuid(before)
+        assert missing["node"].endswith(f"ask the site to let users read it (chmod a+r {root}/energy)")
+    finally:
+        shutil.rmtree(root)
+
+
+def powercap(root):
+    for number, (place, name) in enumerate([("intel-rapl:0", "package-0"), ("intel-rapl:0:0", "dram")]):
+        (root / place).mkdir(parents=True)
+        (root / place / "name").write_text(name)
+        (root / place / "energy_uj").write_text(str(number))
+    return root
+
+
+def test_processors_and_memory_are_not_read_twice(node, tmp_path):
+    config = EnergyConfig(powercap=str(powercap(tmp_path / "cap")), pm_counters=str(node.root), utilisation_s=0.0)
+    found = of_node(config, [Claim()], computing=False)
+    assert [(counter.kind, counter.name) for counter in found.counters] == [
+        ("node", "pm_counters/energy"),
+        ("cpu", "pm_counters/cpu_energy"),
+        ("dram", "pm_counters/memory_energy"),
+    ]
+    (node.root / "memory_energy").unlink()
+    found = of_node(config, [Claim()], computing=False)
+    assert [(counter.kind, counter.name) for counter in found.counters] == [
+        ("dram", "package-0 dram"),
+        ("node", "pm_counters/energy"),
+        ("cpu", "pm_counters/cpu_energy"),
+    ]
+    assert set(found.missing) == {"gpu"}
+
+
+def test_only_a_cray_is_asked_for_and_missing(tmp_path):
+    config = EnergyConfig(sources="cray", pm_counters=str(tmp_path / "none"), utilisation_s=0.0)
+    found = of_node(config, [Claim()], computing=False)
+    assert found.counters == [] and "this is no Cray" in found.missing["node"]
+    elsewhere = of_node(EnergyConfig(powercap=str(tmp_path), pm_counters=str(tmp_path / "none")), [Claim()], False)
+    assert "node" not in elsewhere.missing, "nobody misses it on another machine"
+
+
+def test_a_node_of_any_size_adds_up_once(tmp_path, rng, monkeypatch):
+    """The total is the node's counter, whatever its parts say."""
+    monkeypatch.setattr(counters, "PROBE_NS", 0)
+    node = Node(tmp_path / "pm", accelerators=2)
+    config = EnergyConfig(sources="cray", pm_counters=str(node.root), interval_s=5.0, utilisation_s=0.0)
+    steps = [int(value) for value in rng.integers(10, 1000, 6)]
+
+    def body(comm):
+        with Monitor(comm, config, environment={}) as monitor:
+            with monitor.window("training"):
+                for joules in itertools.accumulate(steps):
+                    node.renew(energy=f"{1000 + joules} J", cpu_energy=f"{400 + joules // 2} J", accel0_energy="900 J")
+                    monitor.sampler.read()
+                node.renew()
+            return monitor.report()
+
+    report = run_threads(1, body)[0]
+    assert report["by_kind"] == {"node": sum(steps)} and report["energy_j"] == sum(steps), report["reason"]
+    assert report["parts"]["cpu"] == sum(steps) // 2
+    assert [row["kind"] for row in report["sources"] if row["counted"]] == ["node"]
