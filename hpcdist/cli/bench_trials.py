@@ -9,7 +9,7 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +20,7 @@ from click.core import ParameterSource
 from hpcdist.errors import UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must not load h5py
-    from hpcdist.bench.series import Item, Limits, Tally
+    from hpcdist.bench.series import Item, Limits, Measure, Tally
     from hpcdist.bench.sweep import Resolved, Sweep, Trial
     from hpcdist.bench.trial import Command, Outcome
     from hpcdist.training.settings import Settings
@@ -130,10 +130,13 @@ def run(
     anonymous: bool,
     line: "Command",
     told: Mapping[str, str] | None = None,
+    line_for: "Callable[[Trial], Command] | None" = None,
+    around: "Callable[[Measure], Measure] | None" = None,
 ) -> "Tally":
     """Run the items by the command ``line``, each with files in a directory of its own, under signals that ask to end.
 
-    A file that is made says what it is ``told`` beside the provenance.
+    A file that is made says what it is ``told`` beside the provenance. ``line_for`` a trial is its own command, in
+    place of ``line``; ``around`` puts what a sweep does before and after each trial around what measures it.
     """
     from hpcdist.bench import series, trial
     from hpcdist.telemetry.provenance import provenance
@@ -146,12 +149,13 @@ def run(
     def measure(of: "Trial", limit_s: float) -> "Outcome":
         # Beside the results, where all nodes of a job can see it; /tmp may be a node's own.
         with tempfile.TemporaryDirectory(prefix=output.name + _OF_A_TRIAL, dir=output.absolute().parent) as folder:
-            outcome = trial.run(of, Path(folder), limit_s, line, environment)
+            own = line if line_for is None else line_for(of)
+            outcome = trial.run(of, Path(folder), limit_s, own, environment)
         return series.anonymous(outcome, hosts) if anonymous else outcome
 
     try:
         say = functools.partial(click.echo, err=True)
-        return series.run(items, output, measure, limits, origin, say)
+        return series.run(items, output, measure if around is None else around(measure), limits, origin, say)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

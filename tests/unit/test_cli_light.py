@@ -29,6 +29,7 @@ def hpcdist(*arguments: str) -> "subprocess.CompletedProcess[str]":
         ["bench", "collectives", "--help"],
         ["bench", "data", "--help"],
         ["bench", "pipeline", "--help"],
+        ["bench", "power", "--help"],
         ["schedule", "--help"],
         ["compare", "--help"],
         ["checkpoint", "--help"],

@@ -1,0 +1,602 @@
+"""Time against energy: trials and their order, the front and the choice against brute force, and what is told."""
+
+import json
+import math
+import signal
+import statistics
+
+import click.testing
+import numpy as np
+import pytest
+
+from hpcdist.bench import power, power_pareto, power_plot, power_report, power_text, results
+from hpcdist.bench.power_pareto import BEHIND, FRONT, NEAR, Candidate, Interval
+from hpcdist.bench.results import Configuration, Repeat, Results
+from hpcdist.bench.sweep import Trial
+from hpcdist.bench.trial import FAILED, OK, Outcome, Sample
+from hpcdist.cli import bench_power, bench_power_options
+from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError, UsageError
+
+# Candidates: from few values, so that ties are common, or with noise.
+
+
+def candidates(rng, count, repeats, noise=0.0, values=None):
+    found = []
+    for number in range(count):
+        at = np.exp(rng.normal(size=2)) if values is None else rng.choice(values, 2)
+        rows = at * np.exp(noise * rng.normal(size=(repeats, 2)))
+        found.append(Candidate(f"c{number}", {n: tuple(map(float, row)) for n, row in enumerate(rows)}, number > 0))
+    return found
+
+
+def means(candidate):
+    """Return the geometric means of (seconds, joules), the long way."""
+    rows = list(candidate.repeats.values())
+    return [math.prod(row[n] for row in rows) ** (1 / len(rows)) for n in range(2)]
+
+
+@pytest.mark.parametrize("trial", range(20))
+def test_the_front_is_that_of_brute_force(rng, trial):
+    found = candidates(rng, int(rng.integers(1, 12)), 1, values=[1.0, 2.0, 4.0, 8.0] if trial % 2 else None)
+    points = np.array([means(one) for one in found])
+    expected = []
+    for point in points:
+        others = (points <= point).all(axis=1) & (points < point).any(axis=1)
+        expected.append(BEHIND if others.any() else FRONT)
+    assert power_pareto.verdicts(found) == expected
+    assert FRONT in expected
+
+
+def slow_ratio(one, other, value):
+    """Return mean and 95 % interval of the paired ratio, the long way."""
+    logs = [
+        math.log(value(*one.repeats[n]) / value(*other.repeats[n])) for n in one.repeats.keys() & other.repeats.keys()
+    ]
+    mean = sum(logs) / len(logs)
+    spread = math.sqrt(sum((log - mean) ** 2 for log in logs) / (len(logs) - 1) / len(logs))
+    t = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}[len(logs)]
+    return math.exp(mean), math.exp(mean - t * spread), math.exp(mean + t * spread)
+
+
+VALUES = {
+    "energy": lambda seconds, joules: joules,
+    "edp": lambda seconds, joules: joules * seconds,
+    "ed2p": lambda seconds, joules: joules * seconds * seconds,
+    "time": lambda seconds, joules: seconds,
+}
+
+
+@pytest.mark.parametrize("trial", range(20))
+def test_noise_is_told_from_what_is_sure(rng, trial):
+    found = candidates(rng, int(rng.integers(2, 9)), int(rng.integers(2, 7)), noise=float(rng.choice([0.01, 0.1, 0.5])))
+    for candidate, verdict in zip(found, power_pareto.verdicts(found), strict=True):
+        own = means(candidate)
+        better = [
+            other
+            for other in found
+            if all(a <= b for a, b in zip(means(other), own, strict=True)) and other is not candidate
+        ]
+        sure = [
+            all(slow_ratio(other, candidate, VALUES[name])[2] <= 1 for name in ("time", "energy")) for other in better
+        ]
+        assert verdict == (BEHIND if any(sure) else NEAR if better else FRONT)
+
+
+@pytest.mark.parametrize("objective", power_pareto.OBJECTIVES)
+@pytest.mark.parametrize("trial", range(10))
+def test_the_choice_is_that_of_brute_force(rng, objective, trial):
+    repeats = int(rng.integers(1, 6))
+    found = candidates(rng, int(rng.integers(2, 9)), repeats, noise=float(rng.choice([0.001, 0.3])))
+    slowdown = None if trial % 2 else float(1 + abs(rng.normal()))
+    chosen = power_pareto.recommend(found, objective, slowdown)
+    base = found[0]  # the only one without a limit
+    allowed = [one for one in found if slowdown is None or one is base or means(one)[0] <= slowdown * means(base)[0]]
+    best = min(allowed, key=lambda one: VALUES[objective](*means(one)))
+    if best is not base and repeats > 1 and slow_ratio(best, base, VALUES[objective])[2] >= 1:
+        best = base  # a gain within the noise is none
+    assert chosen.name == best.name and chosen.reference == base.name
+    if best is not base:
+        assert chosen.energy.value == pytest.approx(means(best)[1] / means(base)[1])
+        assert chosen.time.value == pytest.approx(means(best)[0] / means(base)[0])
+        assert math.isnan(chosen.time.high) == (repeats == 1)
+
+
+def one(name, *rows, capped=True):
+    return Candidate(name, dict(enumerate(rows)), capped)
+
+
+def test_the_words_of_a_recommendation():
+    base = one("as found", (1.0, 100.0), (1.0, 102.0), (1.0, 98.0), capped=False)
+    low = one("250 W", (1.04, 82.0), (1.04, 83.64), (1.04, 80.36))
+    found = power_pareto.recommend([base, low], "energy", 1.1)
+    assert found.reason == "250 W: 18 % less energy [18, 18] at 4 % more time [4, 4] than as found"
+    assert power_pareto.recommend([base, low], "edp").reason.endswith("(14.7 % less energy-delay product [14.7, 14.7])")
+    assert (
+        power_pareto.recommend([base, low], "energy", 1.03).reason
+        == "as found: none has less energy within 1.03 x its time"
+    )
+    assert power_pareto.recommend([base, low], "time").name == "as found"
+    noisy = one("200 W", (1.2, 70.0), (1.2, 130.0), (1.2, 60.0))
+    assert "within the noise of 3 repeats" in power_pareto.recommend([base, noisy], "energy").reason
+    once = power_pareto.recommend([one("as found", (1.0, 9.0), capped=False), one("1 W", (1.0, 6.0))], "energy")
+    assert once.reason == (
+        "1 W: 33.3 % less energy, the same time, against as found; of one repeat, whose noise nobody knows: --repeats 3"
+    )
+
+
+def test_without_a_free_one_the_fastest_is_the_reference():
+    found = [one("a", (2.0, 1.0)), one("b", (1.0, 2.0))]
+    assert power_pareto.reference(found).name == "b"
+    assert power_pareto.recommend(found, "energy", 1.5).name == "b"
+    assert power_pareto.recommend(found[:1], "energy").name is None
+    assert power_pareto.recommend([], "energy").name is None
+
+
+def test_repeats_that_only_one_has_do_not_enter_a_ratio():
+    first = Candidate("a", {0: (1.0, 1.0), 1: (2.0, 2.0), 5: (100.0, 100.0)})
+    second = Candidate("b", {0: (2.0, 1.0), 1: (4.0, 2.0), 7: (0.1, 0.1)})
+    assert power_pareto.ratio(first, second, "time") == Interval(0.5, 0.5, 0.5)
+    apart = power_pareto.ratio(Candidate("a", {0: (1.0, 1.0)}), Candidate("b", {1: (4.0, 1.0)}), "time")
+    assert apart.value == pytest.approx(0.25) and math.isnan(apart.low)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 30, 31, 40])
+def test_intervals_hold_the_truth_as_often_as_they_say(rng, count):
+    draws = rng.normal(0.3, 0.7, (4000, count))
+    held = 0
+    for row in draws:
+        found = power_pareto.estimate(list(row))
+        held += found.low <= math.exp(0.3) <= found.high
+        assert found.value == pytest.approx(math.exp(statistics.fmean(row)))
+    assert 0.93 < held / len(draws) < 0.97, "six standard deviations of the count"
+
+
+@pytest.mark.parametrize("factor", [0.9, math.nan, math.inf, -1.0])
+def test_a_slowdown_that_is_none_is_refused(factor):
+    with pytest.raises(UsageError, match="factor of at least 1"):
+        power_pareto.recommend([], "energy", factor)
+    with pytest.raises(UsageError, match="choose one of energy, edp, ed2p, time"):
+        power_pareto.recommend([], "speed")
+
+
+# Trials.
+
+
+def text_of(settings, ranks):
+    return json.dumps([dict(settings), ranks])
+
+
+def test_every_combination_and_one_without_limits():
+    axes = power.Axes(
+        ranks=(1, 2), threads=(1,), limits_w=(200.0, 300.0), clocks_mhz=(900.0,), keys={"run.seed": (1, 2)}
+    )
+    trials = power.expand(axes, text_of)
+    assert len(trials) == len({trial.id for trial in trials}) == 2 * 2 * 3
+    assert [trial.name for trial in trials[:3]] == [
+        "seed=1 threads=1 as found",
+        "seed=1 threads=1 200 W 900 MHz",
+        "seed=1 threads=1 300 W 900 MHz",
+    ]
+    assert [power.cap_of(trial) for trial in trials[:3]] == [(None, None), (200.0, 900.0), (300.0, 900.0)]
+    again = power.expand(axes, text_of)
+    assert [trial.id for trial in again] == [trial.id for trial in trials]
+    assert [trial.name for trial in power.expand(power.Axes(keys={"a.x": (1,), "b.x": (2,)}), text_of)] == [
+        "a.x=1 b.x=2"
+    ]
+    assert power.expand(power.Axes(limits_w=(200.0,)), text_of)[0].name == "as found"
+
+
+def test_the_same_twice_is_refused():
+    with pytest.raises(ConfigurationError, match=r"'seed=1' and 'seed=1' on 1 ranks are the same"):
+        power.expand(power.Axes(keys={"run.seed": (1, 1)}), text_of)
+
+
+def test_the_order_is_random_and_every_second_repeat_backwards(tmp_path, rng):
+    trials = power.expand(power.Axes(limits_w=tuple(float(watts) for watts in range(100, 900, 100))), text_of)
+    seed = int(rng.integers(1 << 32))
+    items = power.plan(trials, 6, tmp_path / "none.h5", False, seed)
+    orders = [[item.position for item in items if item.repeat == repeat] for repeat in range(6)]
+    assert all(sorted(order) == list(range(len(trials))) for order in orders)
+    assert orders[1] == orders[0][::-1] and orders[3] == orders[2][::-1] and orders[5] == orders[4][::-1]
+    assert [item.position for item in power.plan(trials, 6, tmp_path / "none.h5", False, seed)] == [
+        position for order in orders for position in order
+    ]
+    assert len({tuple(orders[n]) for n in (0, 2, 4)}) > 1
+
+
+def summary(**changed):
+    found = {
+        "seconds_by_phase": {"training": 4.0, "validation": 1.0},
+        "energy_j_by_phase": {"training": 200.0, "validation": 50.0},
+        "energy_j_by_kind": {"gpu": 230.0, "cpu": 20.0},
+        "energy_j": 250.0,
+        "energy_reason": None,
+        "energy_reason_by_phase": {},
+        "energy_not_included": ["dram (node 0): none"],
+        "energy_sources": [{"node": 0}],
+        "tokens_per_s": 100.0,
+        "train_loss": 2.0,
+        "val_loss": 2.5,
+    }
+    return found | changed
+
+
+def outcome(**changed):
+    samples = {
+        "tokens": Sample(np.array([100, 100, 200]), "1", ""),
+        "iteration": Sample(np.arange(3), "1", ""),
+        "step_s": Sample(np.array([[9.0, 1.0], [1.0, 2.0], [3.0, 1.0]]), "s", ""),
+    }
+    return Outcome(OK, "2026-01-01T00:00:00+00:00", 7.0, 0, summary=summary(**changed), samples=samples)
+
+
+def test_the_figures_of_a_trial():
+    found = power.figures(outcome())
+    assert found["s_per_token"] == 4.0 / 400 and found["j_per_token"] == 200.0 / 400
+    assert (found["mean_w"], found["edp_js"], found["total_j"]) == (50.0, 800.0, 250.0)
+    assert (found["gpu_j"], found["cpu_j"], found["kinds"], found["energy_reason"]) == (230.0, 20.0, "cpu + gpu", "")
+    assert found["not_included"] == "dram (node 0): none"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"energy_j_by_phase": {"training": None}, "energy_reason": "no driver", "energy_j": None},
+        {"energy_j_by_phase": {"training": math.nan}, "energy_reason_by_phase": {"training": "no driver"}},
+        {"energy_j_by_phase": {}, "energy_reason": "no driver"},
+    ],
+)
+def test_energy_that_is_not_known_is_none_with_the_reason(changed):
+    found = power.figures(outcome(**changed))
+    assert found["j_per_token"] is found["mean_w"] is found["edp_js"] is None and found["energy_reason"] == "no driver"
+    assert found["s_per_token"] == 0.01
+
+
+# Results.
+
+
+def repeat(number, seconds, joules, *, limit_w=None, status=OK, kinds="gpu", reason=""):
+    known = {"s_per_token": seconds, "j_per_token": joules, "limit_w": limit_w, "clock_mhz": None, "threads": None}
+    known |= {"in_force_w": 700.0 if limit_w is None else limit_w, "kinds": kinds, "not_included": "cpu (node 0): none"}
+    known |= {
+        "mean_w": None if joules is None else joules / seconds,
+        "energy_reason": reason,
+        "gpu_j": 3.0,
+        "cpu_j": 1.0,
+    }
+    known |= {"edp_js": None if joules is None else joules * seconds * 1e6, "total_j": joules and joules * 1e3}
+    said = {f"power.{name}": value for name, value in known.items()} | {"tokens_per_s": 1 / seconds, "train_loss": 2.0}
+    samples = {"step_s": np.array([[9.0, 9.0], [seconds, seconds / 2]])}
+    if status != OK:
+        said, samples = {}, {}
+    return Repeat(
+        number, status, 0 if status == OK else 1, "" if status == OK else "boom", 1.0, "abc", "1", said, samples
+    )
+
+
+def configuration(name, *repeats, ranks=2):
+    return Configuration(f"id-{name}-{ranks}", name, ranks, "", tuple(repeats))
+
+
+def found_results(*configurations, **told):
+    provenance = {"power_seed": "1", "power_devices": "GPU-00 (H200)", "power_limited": "gpu", "created_utc": "now"}
+    return Results(provenance | told, configurations)
+
+
+def three(rng, noise=0.002):
+    def rows(limit_w, seconds, joules):
+        return [
+            repeat(
+                n, seconds * math.exp(noise * rng.normal()), joules * math.exp(noise * rng.normal()), limit_w=limit_w
+            )
+            for n in range(3)
+        ]
+
+    return [
+        configuration("as found", *rows(None, 1.00e-4, 0.070)),
+        configuration("400 W", *rows(400.0, 1.04e-4, 0.050)),
+        configuration("200 W", *rows(200.0, 1.60e-4, 0.047)),
+        configuration("100 W", *rows(100.0, 3.00e-4, 0.060)),
+    ]
+
+
+def test_the_report_of_a_sweep(rng, tmp_path):
+    found = power_report.report(found_results(*three(rng)), "edp", 1.1)
+    assert [row.verdict for row in found.rows] == [FRONT, FRONT, FRONT, BEHIND]
+    assert found.chosen.name == "400 W" and found.chosen.energy.value == pytest.approx(5 / 7, rel=0.02)
+    assert [row.in_force_w for row in found.rows] == [700.0, 400.0, 200.0, 100.0]
+    assert found.rows[1].step_s == pytest.approx(1.04e-4, rel=0.02), "the slowest rank, but not in the first step"
+    lines = power_text.text(tmp_path / "power.h5", found).splitlines()
+    (head,) = [line for line in lines if line.startswith("configuration")]
+    assert "mJ/token" in head and "gpu J" in head and "ranks" not in head, "what all have in common has no column"
+    (row,) = [line for line in lines if line.startswith("400 W")]
+    assert "+-" in row and row.split()[-3:] == ["front", "3", "ok"] and "+4." in row and "-28." in row
+    assert any(line.startswith("recommended: 400 W: 28.") for line in lines)
+    assert "energy is that of gpu; not included: cpu (node 0): none" in lines
+    plain = power_text.jsonable(found)
+    assert plain["recommendation"]["name"] == "400 W" and plain["configurations"][3]["verdict"] == BEHIND
+    assert json.loads(json.dumps(plain)) == plain
+
+
+def test_without_energy_there_is_no_recommendation(rng, tmp_path):
+    rows = [configuration(name, repeat(0, 1e-4, None, reason="no driver answers", kinds="")) for name in ("a", "b")]
+    found = power_report.report(found_results(*rows), "time")
+    text = power_text.text(tmp_path, found)
+    assert found.chosen.name is None and "no recommendation: energy was not measured" in text
+    assert "no energy: all: no driver answers" in text and "front" not in text
+    with pytest.raises(UsageError, match="no configuration has both"):
+        power_plot.plot(found, tmp_path / "plot.png")
+
+
+@pytest.mark.parametrize(
+    ("told", "kinds", "reason"),
+    [
+        ({}, "cpu + gpu", "energy is that of different parts: cpu + gpu or gpu"),
+        ({"power_declared": "declared"}, "gpu", "the declared model of energy does not know of limits"),
+    ],
+)
+def test_what_cannot_be_compared_is_not_recommended(told, kinds, reason):
+    rows = [
+        configuration("as found", repeat(0, 1e-4, 0.07)),
+        configuration("9 W", repeat(0, 2e-4, 0.01, limit_w=9.0, kinds=kinds)),
+    ]
+    found = power_report.report(found_results(*rows, **told), "energy")
+    assert found.chosen.name is None and found.chosen.reason == f"no recommendation: {reason}"
+
+
+def test_a_declared_model_may_compare_keys_and_says_so():
+    rows = [configuration("x=1", repeat(0, 1e-4, 0.07)), configuration("x=2", repeat(0, 2e-4, 0.01))]
+    found = power_report.report(found_results(*rows, power_declared="declared", power_limited=""), "energy")
+    assert found.chosen.name == "x=2" and "energy is that of a declared model, not measured" in found.notes
+
+
+def test_failed_trials_and_other_ranks(tmp_path):
+    bad = repeat(1, 1e-4, 0.07, status=FAILED)
+    rows = [
+        configuration("x=1", repeat(0, 1e-4, 0.07), bad),
+        configuration("x=1", repeat(0, 2e-4, 0.01), ranks=4),
+        configuration("x=2", bad),
+    ]
+    found = power_report.report(found_results(*rows), "energy")
+    assert [row.failed for row in found.rows] == [1, 0, 1] and [row.ok for row in found.rows] == [1, 1, 0]
+    assert found.chosen.name == "x=1 on 4 ranks", "ranks tell them apart"
+    text = power_text.text(tmp_path, found)
+    assert "failed: x=1 on 2 ranks, x=2 on 2 ranks: boom" in text
+    with pytest.raises(UsageError, match="another sweep"):
+        power_report.report(Results({}, tuple(rows)), "energy")
+    assert "no trial has ended yet" in power_text.text(tmp_path, power_report.report(found_results(), "energy"))
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_the_picture(rng, tmp_path, ending):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"plot.{ending}"
+    power_plot.plot(power_report.report(found_results(*three(rng, 0.01)), "edp"), file)
+    assert file.stat().st_size > 5000
+    if ending == "svg":
+        drawn = file.read_text()
+        assert "<!-- 400 W -->" in drawn and "energy of a million tokens (kJ)" in drawn
+    single = power_report.report(
+        found_results(configuration("a", repeat(0, 1e-4, 0.07)), configuration("b", repeat(0, 1e-4, 0.07))), "edp"
+    )
+    power_plot.plot(single, file)
+    with pytest.raises(StorageError):
+        power_plot.plot(single, tmp_path / "nowhere" / "plot.png")
+
+
+def test_results_go_through_the_file(tmp_path, rng):
+    """What a trial keeps is what the report reads."""
+    path = tmp_path / "power.h5"
+    told = {"power_seed": "5", "power_devices": "", "power_limited": ""}
+    results.prepare(path, told)
+    for position, (name, joules) in enumerate([("a", 200.0), ("b", 100.0)]):
+        made = outcome(energy_j_by_phase={"training": joules})
+        said = {**power.figures(made), "in_force_w": None, "limit_w": None, "clock_mhz": None, "threads": 2}
+        made = Outcome(OK, made.started_utc, 1.0, 0, summary={**made.summary, "power": said}, samples=made.samples)
+        results.append(path, Trial(name, name, 2, {}, ""), position, 0, made, "abc")
+    found = power_report.report(results.read(path), "energy")
+    assert [row.j_per_token.value for row in found.rows] == [pytest.approx(0.5), pytest.approx(0.25)]
+    assert found.rows[0].threads == 2 and found.rows[0].in_force_w is None and found.rows[0].step_s == 2.5
+    assert found.chosen.name == "b" and found.rows[0].joules == {"gpu": 230.0, "cpu": 20.0}
+
+
+# The command.
+
+
+def options(**changed):
+    found = {"recipe": "r.toml", "limits": "", "clocks": "", "sweeps": (), "overrides": (), "ranks": None}
+    found |= dict.fromkeys(("on", "change_limits", "dry_run", "run_args", "restore", "show"))
+    return found | changed
+
+
+def test_axes_of_the_options():
+    axes = bench_power_options.axes(
+        options(
+            limits="200,300.5", clocks="900", sweeps=("ranks=1,2", "run.seed=3,4", "optimizer.learning_rate=1e-3,0.1")
+        )
+    )
+    assert (axes.limits_w, axes.clocks_mhz, axes.ranks, axes.threads) == ((200.0, 300.5), (900.0,), (1, 2), ())
+    assert axes.keys == {"run.seed": (3, 4), "optimizer.learning_rate": (1e-3, 0.1)}
+    assert bench_power_options.axes(options(sweeps=("threads=1,8",), ranks=3)).threads == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"limits": "200,x"}, "expected numbers of W"),
+        ({"limits": "200,nan"}, "expected numbers of W"),
+        ({"limits": "200,,300"}, "expected numbers of W"),
+        ({"limits": "200,200.0"}, "is there twice"),
+        ({"clocks": "900.5"}, "whole numbers of MHz"),
+        ({"sweeps": ("run.seed",)}, "expected KEY=V1,V2"),
+        ({"sweeps": ("run.seed=1,",)}, "expected KEY=V1,V2"),
+        ({"sweeps": ("threads=0,1",)}, "whole numbers of at least 1"),
+        ({"sweeps": ("ranks=1,two",)}, "whole numbers of at least 1"),
+        ({"sweeps": ("run.seed=1", "run.seed=2")}, "is given twice"),
+        ({"sweeps": ("ranks=1,2",), "ranks": 2}, "leave -n out"),
+        ({"sweeps": ("run.sed=1,2",)}, "the nearest known is 'run.seed'"),
+        ({"sweeps": ("run.seed=1,x",)}, "a whole number"),
+    ],
+)
+def test_axes_that_cannot_be_read(changed, words):
+    with pytest.raises((UsageError, ConfigurationError), match=words):
+        bench_power_options.axes(options(**changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"restore": True, "show": True, "recipe": None}, "choose one"),
+        ({"restore": True}, "leave out RECIPE"),
+        ({"show": True, "recipe": None, "sweeps": ("a=1",)}, "leave out --sweep"),
+        ({"recipe": None, "limits": "1"}, "name a RECIPE"),
+        ({}, "nothing to vary"),
+        ({"sweeps": ("a=1",), "change_limits": True}, "no --limits or --clocks"),
+    ],
+)
+def test_options_that_do_not_go_together(changed, words):
+    with pytest.raises(UsageError, match=words):
+        bench_power_options.check(options(**changed))
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "r.toml"
+    (tmp_path / "text.txt").write_text("abc " * 500)
+    path.write_text(f"[data]\npath = 'text.txt'\n[energy]\npowercap = '{tmp_path / 'powercap'}'\n")
+    return path
+
+
+@pytest.fixture
+def package(tmp_path):
+    path = tmp_path / "powercap" / "intel-rapl:0"
+    path.mkdir(parents=True)
+    texts = {"name": "package-0", "constraint_0_name": "long_term", "constraint_0_power_limit_uw": "150000000"}
+    for name, text in (texts | {"constraint_0_max_power_uw": "200000000"}).items():
+        (path / name).write_text(text)
+    return path / "constraint_0_power_limit_uw"
+
+
+def call(*arguments, **environment):
+    runner = click.testing.CliRunner()
+    return runner.invoke(
+        bench_power.command,
+        list(map(str, arguments)),
+        standalone_mode=False,
+        env={"CUDA_VISIBLE_DEVICES": None, **environment},
+    )
+
+
+def test_nothing_is_changed_without_the_flag(recipe, package, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_power, "run", lambda *arguments: pytest.fail("a trial was started"))
+    output = tmp_path / "power.h5"
+    done = call(recipe, "--limits", "90,100", "-o", output)
+    assert isinstance(done.exception, UsageError)
+    assert "would set 90 W, 100 W in turn on intel-rapl:0 (package-0)" in str(done.exception)
+    assert "nothing was changed: add --change-limits" in str(done.exception)
+    plan = call(recipe, "--limits", "90,100", "-o", output, "--dry-run", "--change-limits")
+    assert plan.return_value == 0 and "takes more than 0 to 200 W" in plan.output and plan.output.count("to run") == 9
+    assert package.read_text() == "150000000" and not output.exists()
+
+
+def test_a_limit_out_of_range_is_refused_before_anything(recipe, package, tmp_path):
+    done = call(recipe, "--limits", "90,250", "-o", tmp_path / "power.h5", "--change-limits")
+    assert isinstance(done.exception, ConfigurationError) and "250 W for intel-rapl:0" in str(done.exception)
+    assert package.read_text() == "150000000"
+
+
+def test_what_would_measure_nothing_is_refused(recipe, package, tmp_path):
+    done = call(recipe, "--sweep", "run.seed=1,2", "--set", "energy.sources=none", "-o", tmp_path / "power.h5")
+    assert isinstance(done.exception, ConfigurationError) and "no trial would measure energy" in str(done.exception)
+    both = call(recipe, "--sweep", "run.seed=1,2", "--set", "run.seed=3", "-o", tmp_path / "power.h5")
+    assert isinstance(both.exception, UsageError) and "run.seed is given by --set and by --sweep" in str(both.exception)
+
+
+def test_a_job_of_several_nodes_is_no_place_for_limits(recipe, package, tmp_path):
+    done = call(recipe, "--limits", "90", "-o", tmp_path / "power.h5", SLURM_JOB_NUM_NODES="2")
+    assert isinstance(done.exception, MissingCapabilityError) and "the job has 2 nodes" in str(done.exception)
+
+
+def fake_sweep(monkeypatch, package, seen, end=None):
+    """Trials that take their seconds and joules from the limit that they see in force."""
+
+    def measure(trial, limit_s):
+        watts = int(package.read_text()) / 1e6
+        seen.append((trial.name, watts))
+        if end is not None:
+            end(len(seen))
+        return outcome(
+            energy_j_by_phase={"training": 2 * watts}, seconds_by_phase={"training": 4.0 if watts > 90 else 4.2}
+        )
+
+    real = bench_power.run
+
+    def run(items, output, limits, anonymous, line, told, line_for, around):
+        return real(items, output, limits, anonymous, line, told, line_for, lambda inner: around(measure))
+
+    monkeypatch.setattr(bench_power, "run", run)
+
+
+def test_a_sweep_over_limits_of_a_processor(recipe, package, tmp_path, monkeypatch):
+    seen = []
+    fake_sweep(monkeypatch, package, seen)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    arguments = (recipe, "-n", 2, "--limits", "90,120", "--change-limits", "-o", tmp_path / "power.h5", "--json")
+    done = call(*arguments)
+    assert done.return_value == 0, done.exception or done.output
+    assert seen[0][1] == 150.0 and len(seen) == 1 + 9, "a warm-up, as the processor was found"
+    assert all(watts == {"90 W": 90.0, "120 W": 120.0, "as found": 150.0}[name] for name, watts in seen[1:])
+    assert package.read_text().strip() == "150000000" and not list((tmp_path / "state").rglob("*.json"))
+    found = json.loads(done.output.splitlines()[-1])
+    assert found["recommendation"]["name"] == "90 W", "its energy-delay product is the least"
+    assert {row["name"]: row["in_force_w"] for row in found["configurations"]} == {
+        "as found": 150,
+        "90 W": 90,
+        "120 W": 120,
+    }
+    assert found["provenance"]["power_devices"] == "intel-rapl:0 (package-0)" and found["provenance"]["power_seed"]
+
+    again = call(*arguments)
+    assert again.return_value == 0 and len(seen) == 10, "everything is recorded"
+    shown = call("--show", "-o", tmp_path / "power.h5", "--objective", "time")
+    assert "recommended: as found: none has less time" in shown.output or "recommended: 120 W" in shown.output
+
+
+def test_a_signal_in_a_trial_puts_the_limit_back_and_the_next_call_goes_on(recipe, package, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    fake_sweep(monkeypatch, package, seen, lambda count: signal.raise_signal(signal.SIGTERM) if count == 4 else None)
+    arguments = (recipe, "--limits", "90,120", "--change-limits", "-o", tmp_path / "power.h5", "--no-warmup")
+    assert call(*arguments).return_value == 75
+    assert package.read_text().strip() == "150000000" and len(results.statuses(tmp_path / "power.h5")) == 3
+    assert call(*arguments).return_value == 0 and len(seen) == 4 + 6
+    first, last = [name for name, _ in seen[:3]], [name for name, _ in seen[-3:]]
+    assert sorted(first) == sorted(last), "the order is that of the first call"
+
+
+def test_a_limit_that_somebody_changes_meanwhile_spoils_the_trial(recipe, package, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    fake_sweep(
+        monkeypatch, package, seen, lambda count: package.write_text("140000000") if seen[-1][1] == 120.0 else None
+    )
+    done = call(recipe, "--limits", "120", "--change-limits", "-o", tmp_path / "p.h5", "--no-warmup", "--repeats", 1)
+    assert done.return_value == 1 and "somebody has changed the limit while it ran, from 120 W to 140 W" in done.output
+    statuses = sorted(results.statuses(tmp_path / "p.h5").values())
+    assert statuses == [FAILED, OK] and package.read_text().strip() == "150000000"
+
+
+def test_threads_are_options_of_the_launcher(recipe, tmp_path):
+    done = call(recipe, "--sweep", "threads=1,3", "-o", tmp_path / "p.h5", "--dry-run", "--repeats", 1)
+    assert "--cpus-per-task 1 train" in done.output and "--cpus-per-task 3 train" in done.output
+    both = call(recipe, "--sweep", "threads=1,3", "--run-args", "--cpus-per-task 2", "-o", tmp_path / "p.h5")
+    assert isinstance(both.exception, UsageError) and "both say --cpus-per-task" in str(both.exception)
+
+
+def test_restoring_where_nothing_was_changed(tmp_path):
+    done = call("--restore", XDG_STATE_HOME=str(tmp_path))
+    assert done.return_value == 0 and "nothing was left changed" in done.output
+
+
+def test_the_names_of_objectives_agree():
+    assert bench_power.OBJECTIVES == power_pareto.OBJECTIVES == tuple(power_pareto.CALLED)
