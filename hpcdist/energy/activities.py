@@ -1,0 +1,77 @@
+"""What training consists of, in joules: computing, communication, update, data, the rest, and idle. Pure.
+
+The windows around checkpoints and validation are measured; of training, which is measured too, `attribution` tells the
+parts, node by node. Here they become those of the job: sums over its sources and its starts, that add up to the joules
+of training.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from hpcdist.energy.attribution import NAMES
+from hpcdist.energy.report import EARLIER
+
+ELSEWHERE: Final = ("checkpoint", "validation")  # measured directly, by windows of their own
+ACTIVITIES: Final = tuple(name for name in NAMES if name not in ELSEWHERE)
+UNTOLD: Final = "nobody told what the ranks did when: set telemetry.trace to true"
+TOO_SHORT: Final = "the counters had not two new values while it was known what the ranks did"
+
+
+def of_job(
+    rows: Sequence[Mapping[str, Any]],
+    kinds: Sequence[str],
+    training_j: float,
+    reason: str | None,
+    earlier: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return ``joules``, ``error_j`` and ``seconds`` by activity; NaN where not known, with a ``reason`` by activity.
+
+    ``rows`` are those of `Attribution.rows` of all nodes, of which ``kinds`` count. ``training_j`` are the joules of
+    training in this start, NaN for a ``reason``. ``earlier`` is the `state` of the starts of this run before this one.
+    """
+    found = {name: phase for name, phase in _summed(rows, kinds).items() if name in ACTIVITIES}
+    whole = math.fsum(phase["joules"] for phase in found.values())
+    scale = training_j / whole if whole > 0 else math.nan
+    if not found:
+        reason = reason or (TOO_SHORT if rows else UNTOLD)
+    if earlier is not None and not earlier:
+        reason = reason or EARLIER + UNTOLD
+    told: dict[str, dict[str, Any]] = {"joules": {}, "error_j": {}, "seconds": {}, "reason": {}}
+    for name in ACTIVITIES:
+        if name in found or name in (earlier or {}):
+            own = found.get(name, {"joules": 0.0, "error_j": 0.0, "seconds": 0.0, "reason": None})
+            before = (earlier or {}).get(name, {"joules": 0.0, "error_j": 0.0, "seconds": 0.0})
+            why = reason or own["reason"] or (EARLIER + "not known" if before["joules"] is None else None)
+            told["seconds"][name] = own["seconds"] + before["seconds"]
+            told["joules"][name] = math.nan if why else own["joules"] * scale + before["joules"]
+            told["error_j"][name] = math.nan if why else math.hypot(own["error_j"] * scale, before["error_j"])
+            if why:
+                told["reason"][name] = why
+    return told | {"unknown": reason}
+
+
+def state(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint keeps, as JSON values: what is not known is None."""
+    return {
+        name: {
+            "joules": None if math.isnan(joules) else joules,
+            "error_j": None if math.isnan(joules) else told["error_j"][name],
+            "seconds": told["seconds"][name],
+        }
+        for name, joules in told["joules"].items()
+    }
+
+
+def _summed(rows: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the activities over the sources of ``kinds``: sums of joules, seconds of the node with most."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        for name, phase in row["activities"].items() if row["kind"] in kinds else ():
+            whole = found.setdefault(name, {"joules": 0.0, "error_j": 0.0, "seconds": 0.0, "reason": None})
+            whole["joules"] += phase["joules"]
+            whole["error_j"] = math.hypot(whole["error_j"], phase["error_j"])
+            whole["seconds"] = max(whole["seconds"], phase["seconds"])
+            if whole["reason"] is None and phase["reason"] is not None:
+                whole["reason"] = f"{row['name']}: {phase['reason']}"
+    return found

@@ -1,0 +1,282 @@
+"""Joules by what the ranks of a node did, where that changes faster than a counter does. Pure: no sensor, no message.
+
+A counter that has a new value ten times a second, and phases of milliseconds: no window around a phase can be measured.
+But each interval between two new values has its own mixture of phases, and so
+
+    joules of the interval = sum over phases of watts(phase) x seconds of the phase in it
+
+is a least squares problem with a row for each interval, and watts that are not negative. Of a sensor that looks only
+part of the time, a row is the mixture in what it looked at. When a value was new is bracketed by readings (`updates`),
+and taken to be where in the brackets the watts explain the joules best. Joules by phase are watts x all seconds of the
+phase, made to add up to what the counter says; what the mixtures cannot tell apart is not known, with the reason.
+
+Where several ranks use a source, their mixtures are averaged. What no span covers is "idle".
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.comm.spanfile import PHASES, STEP
+from hpcdist.comm.spans import CAPACITY
+from hpcdist.energy import nonnegative
+from hpcdist.energy.parttime import Sensor
+from hpcdist.energy.report import UPDATES
+from hpcdist.energy.updates import brackets
+
+IDLE: Final = "idle"
+NAMES: Final = (*PHASES[:STEP], IDLE)
+MOST_WAITING: Final = 20_000  # samples of a source, for spans that tell what was done meanwhile
+SAME: Final = 1e-9  # an eigenvalue of a correlation, below which phases are always in the same proportion
+PART_OF: Final = 0.05  # of the length of such a combination: a phase with less has no part in it
+TOGETHER: Final = (20, 50)  # new values whose moments are looked for at once: at least and at most
+PLACES: Final = np.linspace(0, 1, 17)  # in the brackets
+DOUBTFUL: Final = 0.25  # of all joules of the source: a standard error above says that nothing is known
+
+assert len(PHASES) - 1 == STEP
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Samples of a counter since the last ones: ``times_ns`` (n,) and ``energy_mj`` (n,) int64; some may come again.
+
+    ``ranks`` are the indices of those that use it; None: all of the node.
+    """
+
+    name: str
+    kind: str
+    times_ns: np.ndarray
+    energy_mj: np.ndarray
+    ranks: tuple[int, ...] | None = None
+
+
+def flattened(spans: np.ndarray) -> np.ndarray:
+    """Return ``spans`` (n, 3) of phase, begin and end in order and without overlaps: what began later is inside."""
+    spans = spans[np.argsort(spans[:, 1], kind="stable")]
+    spans = spans[spans[:, 2] > spans[:, 1]]
+    if np.all(spans[1:, 1] >= spans[:-1, 2]):
+        return spans
+    edges = np.unique(spans[:, 1:])
+    owner = np.full(len(edges) - 1, -1)
+    first, last = np.searchsorted(edges, spans[:, 1]), np.searchsorted(edges, spans[:, 2])
+    for index, (start, stop) in enumerate(zip(first, last, strict=True)):
+        owner[start:stop] = index
+    held = owner >= 0
+    return np.stack([spans[owner[held], 0], edges[:-1][held], edges[1:][held]], axis=1)
+
+
+class _Rank:
+    """What is known of one rank: disjoint spans, and until when."""
+
+    def __init__(self) -> None:
+        self.spans = np.empty((0, 3), np.int64)
+        self._by_code: list[tuple[int, np.ndarray, np.ndarray, np.ndarray]] = []
+        self.since_ns: int | None = None  # before, some spans are missing
+        self.until_ns: int | None = None
+
+    def add(self, spans: np.ndarray) -> None:
+        if not len(spans):
+            return
+        if len(spans) >= CAPACITY or self.since_ns is None:
+            self.since_ns = int(spans[:, 1].min())
+        self.until_ns = max(int(spans[:, 2].max()), self.until_ns or 0)
+        self._replace(flattened(np.concatenate([self.spans, spans])))
+
+    def forget(self, before_ns: int) -> None:
+        self._replace(self.spans[self.spans[:, 2] > before_ns])
+
+    def _replace(self, spans: np.ndarray) -> None:
+        self.spans, self._by_code = spans, []
+        for code in np.unique(spans[:, 0]):
+            begins, ends = spans[spans[:, 0] == code, 1:].T
+            self._by_code.append((int(code), begins.copy(), ends.copy(), np.append(0, np.cumsum(ends - begins))))
+
+    def seconds(self, moments_ns: np.ndarray) -> np.ndarray:
+        """Return the seconds of each phase before each moment: (moments, phases); only differences mean anything."""
+        found = np.zeros((len(moments_ns), STEP))
+        for code, begins, ends, sums in self._by_code:
+            at = np.searchsorted(begins, moments_ns, side="right")
+            inside = np.maximum(0, ends[np.maximum(at - 1, 0)] - moments_ns) * (at > 0)
+            found[:, code] = (sums[at] - inside) / 1e9
+        return found
+
+
+@dataclass
+class _Sums:
+    """What is kept of a source: the sums of the least squares problem, and the samples that wait for their spans."""
+
+    sensor: Sensor
+    times_ns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    energy_mj: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    ranks: tuple[int, ...] | None = None
+    gram: np.ndarray = field(default_factory=lambda: np.zeros((len(NAMES), len(NAMES))))
+    right: np.ndarray = field(default_factory=lambda: np.zeros(len(NAMES)))
+    square: float = 0.0
+    rows: int = 0
+    joules: float = 0.0  # in all intervals,
+    seconds: np.ndarray = field(default_factory=lambda: np.zeros(len(NAMES)))  # in those whose spans are known
+    intervals_s: float = 0.0
+    intervals: int = 0
+
+    @property
+    def update_s(self) -> float:
+        return self.intervals_s / self.intervals if self.intervals else math.nan
+
+
+class Attribution:
+    """Collects what counters and ranks of one node tell, in bounded memory. Calls are local.
+
+    ``sensor_of(name, kind)`` is the sensor behind a counter.
+    """
+
+    def __init__(self, sensor_of: Callable[[str, str], Sensor]) -> None:
+        self._sensor_of = sensor_of
+        self._ranks: list[_Rank] = []
+        self._sources: dict[tuple[str, str], _Sums] = {}
+
+    def add(self, ranks: Sequence[np.ndarray], counters: Sequence[Counted]) -> None:
+        """Take the spans of each rank (n, 3), and the samples of each counter, since the last call."""
+        self._ranks += [_Rank() for _ in range(len(ranks) - len(self._ranks))]
+        for rank, spans in zip(self._ranks, ranks, strict=True):
+            rank.add(spans)
+        for counter in counters:
+            sums = self._sources.get((counter.name, counter.kind))
+            if sums is None:
+                sums = _Sums(self._sensor_of(counter.name, counter.kind), ranks=counter.ranks)
+                self._sources[counter.name, counter.kind] = sums
+            new = counter.times_ns > (sums.times_ns[-1] if len(sums.times_ns) else -1)
+            sums.times_ns = np.append(sums.times_ns, counter.times_ns[new])
+            sums.energy_mj = np.append(sums.energy_mj, counter.energy_mj[new])
+        self._settle(False)
+
+    def _settle(self, everything: bool) -> None:
+        """Use the intervals of which all ranks have told what they did: spans are told when they end."""
+        known = [rank.until_ns for rank in self._ranks]
+        frontier = min((until for until in known if until is not None), default=0) if None not in known else 0
+        for sums in self._sources.values():
+            late = everything or len(sums.times_ns) > MOST_WAITING
+            users = [self._ranks[rank] for rank in sums.ranks] if sums.ranks else self._ranks
+            _take(sums, users, np.iinfo(np.int64).max if late else frontier, late)
+        bases = [int(sums.times_ns[0]) - _reach_ns(sums) for sums in self._sources.values() if len(sums.times_ns)]
+        for rank in self._ranks:
+            rank.forget(min(bases, default=frontier))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return name, kind and activities of each source, as plain values; see `told`."""
+        self._settle(True)
+        return [{"name": name, "kind": kind, "activities": told(sums)} for (name, kind), sums in self._sources.items()]
+
+
+def _take(sums: _Sums, ranks: Sequence[_Rank], frontier_ns: int, everything: bool) -> None:
+    """Move the intervals that end before ``frontier_ns`` from what waits to the sums."""
+    ready = int(np.searchsorted(sums.times_ns, frontier_ns, side="right"))
+    times, energy = sums.times_ns[:ready], sums.energy_mj[:ready]
+    edges = np.flatnonzero(np.diff(energy)) + 1  # the first: what was there before, was there for nobody knows how long
+    if len(edges) < 2 or (len(edges) < TOGETHER[0] and not everything):
+        return
+    # The last is the first of the next ones, and the reading before it says since when it may have been there.
+    sums.times_ns, sums.energy_mj = sums.times_ns[edges[-1] - 1 :], sums.energy_mj[edges[-1] - 1 :]
+    sums.joules += float(energy[edges[-1]] - energy[edges[0]]) / 1e3
+    sums.intervals += len(edges) - 1
+    sums.intervals_s += float(times[edges[-1]] - times[edges[0]]) / 1e9
+    since = max((rank.since_ns for rank in ranks if rank.since_ns is not None), default=None)
+    if since is None:
+        return
+    edges = edges[max(0, int(np.searchsorted(times[edges], since)) - 1) :]
+    for first in range(0, len(edges) - 1, TOGETHER[1]):
+        some = edges[first : first + TOGETHER[1] + 1]
+        sums.seconds += _mixture(ranks, times[some[:-1]], times[some[1:]]).sum(axis=0)
+        bounds = brackets(times[some - 1], times[some], sums.sensor.update_s)
+        places = [high - np.rint(PLACES[:, None] * (high - low)).astype(np.int64) for low, high in bounds]
+        _add(sums, ranks, np.concatenate(places), np.diff(energy[some]) / 1e3)
+
+
+def _reach_ns(sums: _Sums) -> int:
+    """Return how long before a new value was read it may be of."""
+    return round(2e9 * (sums.sensor.window_s + sums.sensor.update_s))
+
+
+def _add(sums: _Sums, ranks: Sequence[_Rank], moments: np.ndarray, joules: np.ndarray) -> None:
+    """Add a row for each interval between new values; of the guesses at these, (guesses, intervals + 1), the best."""
+    sensor, count = sums.sensor, len(joules)
+    lengths = np.diff(moments, axis=1) / 1e9
+    looks, use = moments[:, :-1], lengths > 0
+    if sensor.window_s != sensor.update_s:
+        looks = moments[:, 1:] - round(sensor.window_s * 1e9)
+        use = use & (lengths < 1.5 * sensor.update_s)  # of two new values, one look is not the half
+    share = _mixture(ranks, looks.ravel(), moments[:, 1:].ravel()).reshape(len(moments), count, -1)
+    share /= share.sum(axis=2, keepdims=True).clip(1e-9)
+    table = share * (lengths * use)[:, :, None]
+    told_j = joules * use
+    grams = sums.gram + np.einsum("pri,prj->pij", table, table)
+    rights = sums.right + np.einsum("pri,pr->pi", table, told_j)
+    squares, rows = sums.square + (told_j**2).sum(axis=1), sums.rows + use.sum(axis=1)
+    # What the watts leave open in each, be they negative or not: the same order, at a hundredth of the cost.
+    firm = grams + 1e-9 * np.trace(grams, axis1=1, axis2=2)[:, None, None] * np.eye(len(NAMES))
+    explained = (rights * np.linalg.solve(firm, rights[..., None])[..., 0]).sum(axis=1)
+    best = int(np.argmin((squares - explained) / np.maximum(rows, 1)))
+    sums.gram, sums.right, sums.square, sums.rows = grams[best], rights[best], float(squares[best]), int(rows[best])
+
+
+def _mixture(ranks: Sequence[_Rank], begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return the seconds of each of `NAMES` in each interval, in the mean over the ranks: (intervals, names)."""
+    found = np.zeros((len(begins), len(NAMES)))
+    for rank in ranks:
+        found[:, :STEP] += (rank.seconds(ends) - rank.seconds(begins)) / len(ranks)
+    found[:, STEP] = np.maximum((ends - begins) / 1e9 - found[:, :STEP].sum(axis=1), 0.0)
+    return found
+
+
+def told(sums: _Sums) -> dict[str, dict[str, Any]]:
+    """Return by phase: joules, their standard error in J, seconds, and a reason why the joules are not to be believed.
+
+    The joules of all phases add up to those of the source, believed or not.
+    """
+    used = np.flatnonzero(sums.seconds > 0)
+    if not len(used):
+        return {}
+    seconds, gram = sums.seconds[used], sums.gram[np.ix_(used, used)]
+    solution = nonnegative.solve(gram, sums.right[used], sums.square, sums.rows)
+    fitted = solution.values * seconds
+    scale = sums.joules / fitted.sum() if fitted.sum() > 0 else 0.0
+    errors = np.sqrt(np.maximum(np.diag(solution.covariance), 0)) * seconds * scale
+    alike = _alike(gram)
+    found = {}
+    for index, column in enumerate(used):
+        twins = [NAMES[used[other]] for other in alike[index] if other != index]
+        reason = _doubt(sums, float(seconds[index]), len(used), twins, float(errors[index]))
+        found[NAMES[column]] = {
+            "joules": float(fitted[index] * scale),
+            "error_j": float(errors[index]),
+            "seconds": float(seconds[index]),
+            "reason": reason,
+        }
+    return found
+
+
+def _alike(gram: np.ndarray) -> list[list[int]]:
+    """Return for each phase those that are always there in the same proportion, it among them; [] for none."""
+    scale = 1 / np.sqrt(np.maximum(np.diag(gram), np.finfo(np.float64).tiny))
+    values, vectors = np.linalg.eigh(gram * np.outer(scale, scale))
+    parts = (np.abs(vectors[:, values < SAME * len(gram)]) > PART_OF).T
+    return [
+        sorted({int(other) for part in parts if part[at] for other in np.flatnonzero(part)}) for at in range(len(gram))
+    ]
+
+
+def _doubt(sums: _Sums, seconds: float, phases: int, twins: Sequence[str], error_j: float) -> str | None:
+    if sums.rows <= phases:
+        return f"the counter had {sums.rows} new values, and {phases} phases are asked for"
+    if seconds < UPDATES * sums.update_s:
+        return f"{seconds:.3g} s in all, shorter than {UPDATES} updates of {sums.update_s:.3g} s"
+    if twins:
+        return f"cannot be told apart from {' and '.join(twins)}: always in the same proportion"
+    if not error_j <= DOUBTFUL * sums.joules:
+        return (
+            f"known to {error_j:.3g} J only, of {sums.joules:.3g} J: steps are shorter than the updates of the counter "
+            "and all alike"
+        )
+    return None

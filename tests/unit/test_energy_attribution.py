@@ -1,0 +1,250 @@
+"""Joules by what was done, of phases shorter than the updates of a counter: watts that are known, seen by a counter."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from hpcdist.comm.spanfile import PHASES
+from hpcdist.energy import activities
+from hpcdist.energy.attribution import Attribution, Counted, flattened
+from hpcdist.energy.parttime import Sensor
+from hpcdist.energy.updates import brackets
+
+WATTS = {"compute": 400.0, "communication": 150.0, "update": 250.0, "data": 80.0, "checkpoint": 120.0, "idle": 60.0}
+WHOLE = Sensor(0.1, 0.1)
+BEGIN_NS = 7 * 10**14
+
+
+def mixed(rng, count, *, mean_s=None, begin_ns=BEGIN_NS, scatter=0.5):
+    """Spans (n, 3) of steps of about 75 ms: compute, communication, update, a gap, and data; a save now and then."""
+    mean_s = mean_s or {"compute": 0.04, "communication": 0.02, "update": 0.01, "idle": 0.003, "data": 0.002}
+    spans, now = [], begin_ns
+    for step in range(count):
+        saves = {"checkpoint": 0.3} if step % 100 == 99 else {}
+        for name, seconds in (mean_s | saves).items():
+            length = round(seconds * 1e9 * (1 + scatter * rng.uniform(-1, 1)))
+            if name != "idle":
+                spans.append((PHASES.index(name), now, now + length))
+            now += length
+    return np.array(spans, np.int64)
+
+
+def power(ranks, watts=WATTS):
+    """Edges and watts of a source that the ranks of ``ranks`` share: the mean of what each of them makes it draw."""
+    edges = np.unique(np.concatenate([spans[:, 1:].ravel() for spans in ranks]))
+    total = np.zeros(len(edges) - 1)
+    for spans in ranks:
+        at = np.searchsorted(spans[:, 1], edges[:-1], side="right") - 1
+        inside = (at >= 0) & (edges[:-1] < spans[np.maximum(at, 0), 2])
+        codes = np.where(inside, spans[np.maximum(at, 0), 0], -1)
+        total += np.where(inside, np.array([watts.get(name, 0.0) for name in PHASES])[codes], watts["idle"])
+    return edges, total / len(ranks)
+
+
+def counter(edges, watts, *, update_s=0.1, window_s=0.1, poll_s=0.1, name="GPU-a", kind="gpu", offset_ns=31_000_000):
+    """A counter that adds the mean of the last ``window_s`` every ``update_s``, and is read every ``poll_s``."""
+    sums = np.append(0.0, np.cumsum(np.diff(edges) / 1e9 * watts))
+    updates = np.arange(edges[0] + offset_ns, edges[-1], round(update_s * 1e9))
+    starts = np.maximum(updates - round(window_s * 1e9), edges[0])
+    seen = (np.interp(updates, edges, sums) - np.interp(starts, edges, sums)) / window_s * update_s
+    shown = np.append(0, np.cumsum(np.rint(seen * 1e3).astype(np.int64)))
+    times = np.arange(edges[0], edges[-1], round(poll_s * 1e9))
+    return Counted(name, kind, times, 10**9 + shown[np.searchsorted(updates, times, side="right")])
+
+
+def cut(counted, moment_ns):
+    at = int(np.searchsorted(counted.times_ns, moment_ns))
+    return (
+        Counted(counted.name, counted.kind, counted.times_ns[:at], counted.energy_mj[:at]),
+        Counted(counted.name, counted.kind, counted.times_ns[at:], counted.energy_mj[at:]),
+    )
+
+
+def told(ranks, counters, sensor=WHOLE):
+    attribution = Attribution(lambda name, kind: sensor)
+    attribution.add(ranks, counters)
+    return attribution.rows()
+
+
+def truth(ranks, watts=WATTS):
+    """Seconds and joules by phase, in the mean over ranks."""
+    seconds = {name: np.mean([np.sum(np.diff(r[r[:, 0] == PHASES.index(name), 1:])) / 1e9 for r in ranks])
+               for name in watts if name != "idle"}  # fmt: skip
+    whole = max(r[-1, 2] for r in ranks) - min(r[0, 1] for r in ranks)
+    seconds["idle"] = whole / 1e9 - sum(seconds.values())
+    return seconds, {name: watts[name] * seconds[name] for name in seconds}
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_phases_of_milliseconds_are_told_by_a_counter_of_tenths_of_a_second(rng, count):
+    ranks = [mixed(rng, 2000) for _ in range(count)]
+    found = told(ranks, [counter(*power(ranks))])[0]["activities"]
+    seconds, joules = truth(ranks)
+    total = sum(joules.values())
+    for name in WATTS:
+        assert found[name]["reason"] is None and found[name]["seconds"] == pytest.approx(seconds[name], rel=0.02)
+        assert abs(found[name]["joules"] - joules[name]) < 0.03 * total and found[name]["error_j"] < 0.02 * total
+    assert sum(phase["joules"] for phase in found.values()) == pytest.approx(total, rel=0.005)
+
+
+def test_pieces_make_the_same_whole_and_memory_stays_bounded(rng):
+    """Spans are told when they end: what is still going on at the time of a call comes with the next."""
+    ranks = [mixed(rng, 1500) for _ in range(2)]
+    source = counter(*power(ranks))
+    at_once = told(ranks, [source])
+    attribution, last_ns = Attribution(lambda name, kind: WHOLE), BEGIN_NS
+    for moment_ns in [*range(BEGIN_NS, BEGIN_NS + 120 * 10**9, 5 * 10**9), np.iinfo(np.int64).max]:
+        now, source = cut(source, moment_ns)
+        fresh = [spans[(spans[:, 2] > last_ns) & (spans[:, 2] <= moment_ns)] for spans in ranks]
+        attribution.add(fresh, [now])
+        last_ns = moment_ns
+        waiting = attribution._sources["GPU-a", "gpu"]
+        assert len(waiting.times_ns) < 80 and all(len(rank.spans) < 600 for rank in attribution._ranks)
+    pieces = attribution.rows()
+    _, joules = truth(ranks)
+    for name, phase in at_once[0]["activities"].items():
+        piece = pieces[0]["activities"][name]
+        assert piece["seconds"] == pytest.approx(phase["seconds"]) and piece["reason"] is phase["reason"] is None
+        assert piece["joules"] == pytest.approx(phase["joules"], abs=0.01 * sum(joules.values()))
+    assert pieces == json.loads(json.dumps(pieces))
+
+
+@pytest.mark.parametrize("poll_s", [0.005, 0.02, 0.1])
+def test_a_sensor_that_looks_part_of_the_time(rng, poll_s):
+    """25 ms of every 100, at moments that are told by how well the watts explain the joules."""
+    ranks = [mixed(rng, 3000)]
+    _, joules = truth(ranks)
+    offset_ns = int(rng.integers(0, 100_000_000))
+    source = counter(*power(ranks), window_s=0.025, poll_s=poll_s, offset_ns=offset_ns)
+    found = told(ranks, [source], Sensor(0.1, 0.025))[0]["activities"]
+    for name in WATTS:
+        assert found[name]["reason"] is None
+        assert abs(found[name]["joules"] - joules[name]) < 0.05 * sum(joules.values())
+
+
+@pytest.mark.parametrize("update_s", [0.1, 0.1003, 0.099, 0.13])
+def test_counters_and_readers_drift_apart(rng, update_s):
+    ranks = [mixed(rng, 3000)]
+    _, joules = truth(ranks)
+    sensor = Sensor(update_s, update_s)
+    offset_ns = int(rng.integers(0, 100_000_000))
+    source = counter(*power(ranks), update_s=update_s, window_s=update_s, offset_ns=offset_ns)
+    found = told(ranks, [source], sensor)[0]["activities"]
+    for name in WATTS:
+        assert abs(found[name]["joules"] - joules[name]) < 0.08 * sum(joules.values()), name
+
+
+def test_phases_that_are_always_in_proportion_cannot_be_told_apart(rng):
+    """Steps of a millisecond: compute and communication are always 60 to 40; the save is another matter."""
+    spans, now = [], BEGIN_NS
+    for step in range(60_000):
+        spans += [(0, now, now + 600_000), (1, now + 600_000, now + 1_000_000)]
+        now += 1_000_000
+        if step % 3000 == 2999:
+            spans.append((4, now, now + 500_000_000))
+            now += 500_000_000
+    ranks = [np.array(spans, np.int64)]
+    found = told(ranks, [counter(*power(ranks), offset_ns=100_000_000)])[0]["activities"]
+    assert "cannot be told apart from communication: always in the same proportion" in found["compute"]["reason"]
+    assert "compute" in found["communication"]["reason"]
+    assert found["checkpoint"]["reason"] is None
+    assert found["checkpoint"]["joules"] == pytest.approx(120 * 10, rel=0.03)
+
+
+def test_short_steps_all_alike_are_doubtful_when_the_counter_is_noisy(rng):
+    mean_s = {"compute": 0.002, "communication": 0.001, "idle": 0.0001}
+    ranks = [mixed(rng, 20_000, mean_s=mean_s, scatter=0.05)]
+    source = counter(*power(ranks))
+    rough = np.cumsum(
+        np.diff(source.energy_mj, prepend=source.energy_mj[0]) * rng.normal(1, 0.25, len(source.times_ns))
+    )
+    found = told(ranks, [Counted("a", "gpu", source.times_ns, rough.astype(np.int64))])[0]["activities"]
+    assert any("only" in (phase["reason"] or "") for phase in found.values())
+    assert sum(phase["joules"] for phase in found.values()) == pytest.approx(rough[-1] / 1e3, rel=0.05)
+
+
+def test_few_values_and_short_phases_say_nothing(rng):
+    ranks = [mixed(rng, 6)]
+    found = told(ranks, [counter(*power(ranks))])[0]["activities"]
+    assert all("new values, and" in phase["reason"] for phase in found.values())
+    spans = mixed(rng, 900)
+    spans[500, 0] = PHASES.index("other")
+    found = told([spans], [counter(*power([spans], WATTS | {"other": 1.0}))])[0]["activities"]
+    assert "shorter than 2 updates" in found["other"]["reason"] and found["compute"]["reason"] is None
+
+
+def test_nothing_told_is_nothing_known(rng):
+    ranks = [mixed(rng, 100)]
+    assert told([np.empty((0, 3), np.int64)], [counter(*power(ranks))])[0]["activities"] == {}
+    still = Counted("a", "gpu", np.arange(50) * 10**8, np.full(50, 7))
+    assert told(ranks, [still])[0]["activities"] == {}
+    assert told(ranks, []) == []
+
+
+def test_inner_spans_take_their_time_out_of_outer_ones():
+    spans = np.array([(1, 30, 40), (4, 10, 60), (0, 0, 10), (1, 45, 50), (2, 60, 60), (6, 35, 38)])
+    expected = [(0, 0, 10), (4, 10, 30), (1, 30, 35), (6, 35, 38), (1, 38, 40), (4, 40, 45), (1, 45, 50), (4, 50, 60)]
+    assert flattened(spans).tolist() == [list(row) for row in expected]
+    random = np.random.default_rng(3).integers(0, 1000, (200, 2))
+    spans = np.concatenate([np.zeros((200, 1), int), np.sort(random)], axis=1)
+    found = flattened(spans)
+    covered = np.zeros(1000, bool)
+    for _, begin, end in spans:
+        covered[begin:end] = True
+    assert np.all(found[1:, 1] >= found[:-1, 2]) and np.diff(found[:, 1:]).sum() == covered.sum()
+
+
+@pytest.mark.parametrize(("update_s", "most_ms"), [(0.1, 102), (0.13, 30), (0.173, 40), (0.001, 2)])
+def test_new_values_are_bracketed_by_readings(rng, update_s, most_ms):
+    """Locked to readings every 100 ms, they are known to 100 ms; drifting through them, to a fraction of that."""
+    moments = int(rng.integers(0, 10**8)) + np.rint(np.arange(round(5.1 / update_s)) * update_s * 1e9) + BEGIN_NS
+    read = np.ceil(moments / 1e8) * 1e8
+    seen = np.unique(read).astype(np.int64)[:-1]  # the counter stops in the midst of the last
+    last = np.array([moments[read == at].max() for at in seen])
+    found = brackets(seen - 10**8, seen, update_s)
+    right = [(low, high) for low, high in found if np.all((low <= last) & (last <= high))]
+    assert right and min(np.mean(high - low) for low, high in right) < most_ms * 1e6
+    assert all(np.all(low <= high) for low, high in found)
+
+
+def test_brackets_of_unsteady_and_unknown_counters_are_the_readings(rng):
+    seen = np.cumsum(rng.integers(1, 30, 40)) * 10**8
+    for update_s in (math.nan, 0.1):
+        found = brackets(seen - 10**8, seen, update_s)
+        assert all(np.all((low >= seen - 1.1e8) & (high <= seen)) for low, high in found)
+
+
+def rows(**joules):
+    phases = {name: {"joules": j, "error_j": 0.1 * j, "seconds": 1.0, "reason": None} for name, j in joules.items()}
+    return [{"name": "a", "kind": "gpu", "activities": phases}]
+
+
+def test_activities_add_up_to_training_over_sources_nodes_and_starts():
+    both = [*rows(compute=60.0, idle=20.0, checkpoint=7.0), *rows(compute=20.0, communication=20.0)]
+    both += [{"name": "p", "kind": "cpu", "activities": rows(compute=1e6)[0]["activities"]}]
+    first = activities.of_job(both, ["gpu"], 240.0, None)
+    assert first["joules"] == {"compute": 160, "communication": 40, "idle": 40} and first["unknown"] is None
+    assert first["error_j"]["compute"] == pytest.approx(2 * math.hypot(6, 2))
+    kept = json.loads(json.dumps(activities.state(first)))
+    second = activities.of_job(rows(compute=10.0, data=10.0), ["gpu"], 20.0, None, kept)
+    assert second["joules"] == {"compute": 170, "communication": 40, "data": 10, "idle": 40}
+    assert second["seconds"]["compute"] == 2
+
+
+@pytest.mark.parametrize(
+    ("found", "training_j", "reason", "earlier", "why"),
+    [
+        (rows(compute=1.0), math.nan, "no read", None, "no read"),
+        (rows(compute=1.0), 10.0, None, {}, "an earlier start of this run: nobody told"),
+        ([], 10.0, None, None, "telemetry.trace"),
+        ([{"name": "a", "kind": "gpu", "activities": {}}], 10.0, None, None, "two new values"),
+    ],
+)
+def test_what_is_not_known_of_a_part_is_not_known_of_the_whole(found, training_j, reason, earlier, why):
+    known = activities.of_job(found, ["gpu"], training_j, reason, earlier)
+    assert why in known["unknown"] and all(math.isnan(joules) for joules in known["joules"].values())
+    kept = json.loads(json.dumps(activities.state(known)))
+    later = activities.of_job(rows(compute=1.0), ["gpu"], 10.0, None, kept)
+    assert math.isnan(later["joules"]["compute"]) and "an earlier start" in later["reason"]["compute"]
