@@ -8,8 +8,12 @@ import pytest
 
 from hpcdist.comm.threads import run_threads
 from hpcdist.energy import counters
+from hpcdist.energy import monitor as monitors
 from hpcdist.energy.config import EnergyConfig
+from hpcdist.energy.counters import About
+from hpcdist.energy.integrated import Integrated
 from hpcdist.energy.monitor import Monitor
+from hpcdist.energy.sources import Sources
 
 
 @pytest.fixture(autouse=True)
@@ -222,3 +226,85 @@ def test_samples_of_all_nodes_meet_on_their_first_ranks(tmp_path):
         assert all([window.phase for window in row.windows] == ["checkpoint", "training", "validation"] for row in rows)
         assert all(row.drained.samples[-1, 2] - row.drained.samples[0, 2] == 5500 for row in rows)
         assert not any(row.windows for row in again)
+
+
+def test_watts_shares_and_intervals_of_all_nodes(tmp_path):
+    packages = [Package(tmp_path / str(node)) for node in range(2)]
+
+    def body(comm):
+        package = packages[comm.rank // 2]
+        chosen = EnergyConfig(sources="rapl", interval_s=0.002, powercap=str(package.root), utilisation_s=0.02)
+        with Monitor(comm, chosen, environment={}, host=host(comm)) as monitor:
+            assert monitor.power() == monitor.utilisation() == {}
+            seen, counts = monitor.intervals(), 0
+            for _ in range(3):
+                spend(monitor, package, 2.0)
+                time.sleep(0.06)
+                rows = monitor.collect()
+                later = monitor.intervals()
+                counts += sum(len(one.times_ns) for one in later)
+                if seen and len(seen[0].times_ns):
+                    assert later[0].times_ns[0] == seen[0].times_ns[-1], "no time is missed between two calls"
+                    assert later[0].energy_mj[-1] - seen[0].energy_mj[-1] <= 2001
+                seen = later
+            looks = sum(len(row.drained.looks) for row in rows)
+            return counts, looks, monitor.power(), monitor.utilisation(), monitor.report()["sampler_share"]
+
+    results = run_threads(4, body)
+    for rank, (counts, looks, power, shares, overhead) in enumerate(results):
+        assert 0 <= overhead < math.inf
+        if rank % 2:
+            assert (counts, power, shares) == (0, {}, {}), "only the first rank of a node knows"
+            continue
+        assert counts > 4 and looks >= 2
+        assert power["cpu"] > 0 and 0 <= shares["node_cpu"] <= 1 and 0 < shares["memory"] < 1
+    assert results[0][2] == results[2][2], "both know the same of the job"
+
+
+def test_looks_need_no_source_and_cost_no_synchronisation(tmp_path):
+    waits = []
+
+    def body(comm):
+        chosen = EnergyConfig(sources="none", utilisation_s=0.02)
+        with Monitor(comm, chosen, synchronise=lambda: waits.append(1), environment={}) as monitor:
+            with monitor.window("training"):
+                time.sleep(0.1)
+            rows = monitor.collect()
+            assert not monitor.measures and monitor.intervals() == []
+            return len(rows), monitor.utilisation(), monitor.power(), monitor.report()["energy_j"]
+
+    (count, shares, power, joules), (others, *_) = run_threads(2, body)
+    assert count == 1 and others == 0 and "node_cpu" in shares and power == {} and math.isnan(joules)
+    assert not waits and not alive()
+
+
+def test_a_stretch_that_nobody_knows_takes_its_window_only(tmp_path, monkeypatch):
+    """Power that is integrated, and a silence that is too long to be bridged."""
+    now, watts = [0], [50_000]
+    counter = Integrated("GPU-0", "gpu", lambda: watts[0], About(), 0.1, lambda: now[0])
+    monkeypatch.setattr(monitors, "of_node", lambda *_: Sources([counter]))
+
+    def spent(monitor, *seconds):
+        for one in seconds:
+            now[0] += round(one * 1e9)
+            monitor.sampler.read()
+
+    def body(comm):
+        chosen = EnergyConfig(sources="nvml", interval_s=10.0, utilisation_s=0.0)
+        monkeypatch.setattr(counter, "_bridge_ns", 10**9)
+        with Monitor(comm, chosen, environment={}) as monitor:
+            with monitor.window("training"):
+                spent(monitor, 0.5, 0.5)
+                with monitor.window("checkpoint"):
+                    spent(monitor, 0.5, 0.5)
+                    settle(monitor)
+                spent(monitor, 0.5, 30.0, 0.5)
+                settle(monitor)
+            return monitor.report(), monitor.collect()[0].drained
+
+    report, drained = run_threads(1, body)[0]
+    checkpoint = report["phases"]["checkpoint"]
+    assert checkpoint["joules"] == pytest.approx(50.0), checkpoint["reason"]
+    assert math.isnan(report["phases"]["training"]["joules"]) and math.isnan(report["energy_j"])
+    assert "its power was not known all of the time (1 gaps)" in report["reason"]
+    assert len(drained.gaps) == 1 and report["sources"][0]["note"] == "integrated power"

@@ -1,0 +1,151 @@
+"""`hpcdist energy watch` as a person starts it, over the stand-in for the driver: watts, exit codes, signals."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import pytest
+
+import hpcdist
+
+LIMIT_S = 120
+GPUS = """GPU-00-aaaa 00000000:10:00.0 H200 0 power:400000:20 instant=390000 use=50:5 memory=1:4
+GPU-01-bbbb 00000000:11:00.0 H200 0 power:100000:20 instant=90000 use=100:5 memory=3:4
+"""
+EXIT = [sys.executable, "-c", "import sys, time; print('mine'); time.sleep(0.4); sys.exit(int(sys.argv[1]))"]
+
+
+@pytest.fixture
+def environment(nvml_stub, tmp_path):
+    (tmp_path / "gpus").write_text(GPUS)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+    path = os.pathsep.join([str(Path(hpcdist.__file__).parents[1]), kept.get("PYTHONPATH", "")])
+    return kept | {"LD_LIBRARY_PATH": str(nvml_stub), "NVML_STUB": str(tmp_path / "gpus"), "PYTHONPATH": path}
+
+
+@pytest.fixture
+def start(environment, tmp_path):
+    """``start(*arguments, **environment)`` -> a process that watches; none is left behind."""
+    started = []
+
+    def begin(*arguments, **changes):
+        nowhere = ["--powercap", str(tmp_path / "none"), "--pm-counters", str(tmp_path / "none")]
+        line = [sys.executable, "-m", "hpcdist", "energy", "watch", *nowhere, *map(str, arguments)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        process = subprocess.Popen(line, text=True, env=environment | changes, **pipes)
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def end(process):
+    out, err = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out, err
+
+
+def test_watts_every_second_and_joules_at_the_end(start):
+    code, out, _ = end(start("--seconds", 3.3))
+    assert code == 0
+    lines = [line for line in out.splitlines() if " W | " in line]
+    assert 1 <= len(lines) <= 3 and "GPU-00-aaaa" in lines[0] and "GPU-01-bbbb" in lines[0]
+    assert "gpu 75%" in out and "gpu   GPU-00-aaaa (H200)" in out and "cpu   not measured: " in out
+    said = re.findall(r"(GPU-[^\s:]+|total):? ([\d,.]+) J", out)
+    joules = {name: float(value.replace(",", "")) for name, value in said}
+    assert joules["total"] == pytest.approx(joules["GPU-00-aaaa"] + joules["GPU-01-bbbb"], abs=0.2)
+    assert joules["GPU-00-aaaa"] == pytest.approx(4 * joules["GPU-01-bbbb"], rel=0.1)
+    assert "of a processor" in out
+
+
+def test_around_a_command_its_output_and_exit_code_stay_its_own(start):
+    code, out, err = end(start("--json", "--", *EXIT, 7))
+    assert (code, out) == (7, "mine\n")
+    found = json.loads(err.splitlines()[-1])
+    assert found["exit_code"] == 7 and found["reason"] is None
+    assert found["energy_j"] == pytest.approx(500 * found["seconds"], rel=0.25)
+    assert list(found["by_kind"]) == ["gpu"] and found["seconds"] >= 0.4
+
+
+def test_only_the_gpus_that_the_environment_names(start):
+    _, _, err = end(start("--json", "--", *EXIT, 0, CUDA_VISIBLE_DEVICES="1"))
+    assert [row["name"] for row in json.loads(err.splitlines()[-1])["sources"]] == ["GPU-01-bbbb"]
+
+
+def test_samples_are_kept_session_after_session(start, tmp_path):
+    path = tmp_path / "samples.h5"
+    for _ in range(2):
+        code, _, err = end(start("--output", path, "--json", "--", *EXIT, 0))
+        assert code == 0, err
+    with h5py.File(path) as file:
+        assert file.attrs["schema"] == "hpcdist.energy"
+        group = file["energy"]
+        assert group["sources/session"][...].tolist() == [0, 0, 1, 1]
+        assert set(group["samples/session"][...].tolist()) == {0, 1}
+        assert set(group["powers/power_mw"][...].tolist()) == {390_000, 90_000}
+        assert group["windows/phase"][...].tolist() == [b"watched"] * 4
+        assert group["sampler/busy_s"][...].min() > 0
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(start, tmp_path):
+    mark = tmp_path / "ran"
+    code, _, err = end(start("--output", tmp_path / "no" / "a.h5", "--", "touch", mark))
+    assert code == 74 and "cannot be written" in err and not mark.exists()
+    (tmp_path / "text.h5").write_text("a letter")
+    code, _, err = end(start("--output", tmp_path / "text.h5", "--", "touch", mark))
+    assert code == 74 and "Error: " in err and "Traceback" not in err and not mark.exists()
+
+
+def test_a_machine_without_a_source_says_why(start, tmp_path):
+    mark = tmp_path / "ran"
+    code, _, err = end(start("--", "touch", mark, NVML_STUB="/nowhere"))
+    assert code == 69 and not mark.exists()
+    assert "no source of energy can be read here" in err and "Driver Not Loaded" in err and "does not exist" in err
+
+
+def test_no_such_command(start):
+    code, _, err = end(start("--", "hpcdist-no-such-command"))
+    assert code == 127 and "there is no such command" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_watch_with_its_total(start, number):
+    process = start()
+    line = process.stdout.readline()
+    while " W" not in line:  # the first moment
+        line = process.stdout.readline()
+    process.send_signal(number)
+    code, out, err = end(process)
+    assert code == 0 and "total " in out and "Traceback" not in err, err
+
+
+def test_a_signal_goes_on_to_the_command(start, tmp_path):
+    mark = tmp_path / "ready"
+    program = f"""
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+pathlib.Path({str(mark)!r}).touch()
+time.sleep(100)"""
+    process = start("--", sys.executable, "-c", program)
+    limit = time.monotonic() + LIMIT_S
+    while not mark.exists() and time.monotonic() < limit:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = end(process)
+    assert code == 5 and "total " in err
+
+
+def test_a_command_that_a_signal_ends_and_one_that_takes_too_long(start):
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert end(start("--", sys.executable, "-c", killed))[0] == 128 + signal.SIGKILL
+    code, _, err = end(start("--seconds", 0.5, "--", "sleep", 100))
+    assert code == 128 + signal.SIGTERM and "total " in err
