@@ -1,0 +1,301 @@
+"""Running jobs seen from outside: by a real Prometheus, through a file, at a gateway, in TensorBoard's files."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdist.telemetry import metrics
+
+LIMIT_S = 240
+ENDLESS = 10**6  # steps: no machine is done before it is told to stop
+SETTINGS = (
+    "model.layers=1", "model.hidden=32", "model.heads=2", "data.context=16", "run.global_batch=6",
+    "checkpoint.every_steps=50",
+)  # fmt: skip
+
+pytestmark = pytest.mark.timeout(3 * LIMIT_S)
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here leaves the machine."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Path:
+    """A text of words drawn at random."""
+    words = ["".join(rng.choice(list("abcdefgh"), 4)) for _ in range(30)]
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(rng.choice(words, 4000)))
+    return path
+
+
+def line(text: Path, out: Path, *settings: str, steps: int) -> list[str]:
+    given = [*SETTINGS, f"data.path={text}", f"run.steps={steps}", *settings]
+    keys = [word for key in given for word in ("--set", key)]
+    return [sys.executable, "-m", "hpcdist", "run", "-n", "2", "train", "--out", str(out), "--resume", "auto", *keys]
+
+
+class Job:
+    """A training on two ranks that goes on until it is told to stop."""
+
+    def __init__(self, text: Path, out: Path, *settings: str) -> None:
+        self.out, self.errors = out, out.with_suffix(f".{time.monotonic_ns()}.err")
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                line(text, out, *settings, steps=ENDLESS),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+            )
+
+    def wait_for(self, condition: Callable[[], Any]) -> Any:
+        """Return the first answer of ``condition`` that is something."""
+        end = time.monotonic() + LIMIT_S
+        while not (found := condition()):
+            assert self.process.poll() is None, self.errors.read_text()
+            assert time.monotonic() < end, f"nothing happened in time\n{self.errors.read_text()}"
+            time.sleep(0.05)
+        return found
+
+    def stop(self) -> None:
+        """Ask for a checkpoint and the end, and get both."""
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(LIMIT_S) == 75, self.errors.read_text()
+
+    def kill(self) -> None:
+        """Kill the launcher, and wait until its ranks, which do not outlive it for long, are gone too."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        end = time.monotonic() + LIMIT_S
+        while any(str(self.out) in command_line(entry) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+            assert time.monotonic() < end, "a rank outlived its launcher"
+            time.sleep(0.1)
+
+
+def command_line(entry: Path) -> str:
+    try:
+        return (entry / "cmdline").read_text()
+    except OSError:
+        return ""  # it has just ended
+
+
+@contextmanager
+def job(text: Path, out: Path, *settings: str) -> Iterator[Job]:
+    started = Job(text, out, *settings)
+    try:
+        yield started
+    finally:
+        started.kill()
+
+
+class Prometheus:
+    """The real one, which scrapes every second what a file of targets names."""
+
+    def __init__(self, folder: Path, targets: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            self.address = f"127.0.0.1:{server.getsockname()[1]}"
+        folder.mkdir()
+        discovery = [{"files": [str(targets)], "refresh_interval": "1s"}]
+        scrape = {"job_name": "hpcdist", "file_sd_configs": discovery}
+        config = {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": [scrape]}
+        (folder / "prometheus.yml").write_text(json.dumps(config))  # which is YAML, too
+        arguments = (
+            f"--config.file={folder / 'prometheus.yml'}",
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address={self.address}",
+        )
+        self.log = folder / "log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(["prometheus", *arguments], stdout=log, stderr=log, start_new_session=True)
+
+    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """Return labels and value of each series; none while Prometheus is not ready."""
+        assert self.process.poll() is None, self.log.read_text()
+        url = f"http://{self.address}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                found = json.load(answer)
+        except OSError:  # it does not listen yet, or is not ready
+            return []
+        return [(row["metric"], float(row["value"][1])) for row in found["data"]["result"]]
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def steps_in(path: Path) -> float:
+    """Return the number of steps that a file of metrics tells of; 0 where it tells none yet."""
+    if not path.exists():
+        return 0.0
+    rows = [row for row in path.read_text().splitlines() if row.startswith("hpcdist_steps_total{")]
+    return float(rows[0].split()[-1]) if rows else 0.0
+
+
+def test_a_real_prometheus_scrapes_a_running_job(text: Path, tmp_path: Path) -> None:
+    if shutil.which("prometheus") is None:
+        pytest.skip("there is no prometheus: apt-get install prometheus")
+    pytest.importorskip("prometheus_client")
+    out = tmp_path / "run"
+    targets = out / "prometheus" / "targets.json"
+    with job(text, out, "telemetry.prometheus=http", "telemetry.port=0") as running:
+        running.wait_for(targets.exists)
+        (group,) = json.loads(targets.read_bytes())
+        address = group["targets"][0]
+        assert f"http://{address}/metrics" in running.errors.read_text()  # a person is told, too
+        prometheus = Prometheus(tmp_path / "prometheus", targets)
+        try:
+            ((labels, first),) = running.wait_for(lambda: prometheus.query("hpcdist_steps_total > 0"))
+            assert labels == {
+                "__name__": "hpcdist_steps_total", "jobid": "run", "run": "run", "job": "hpcdist", "instance": address,
+            }  # fmt: skip
+            running.wait_for(lambda: prometheus.query(f"hpcdist_steps_total > {first}"))
+            ((_, loss),) = prometheus.query("hpcdist_training_loss_nats")
+            assert 0 < loss < 2 * np.log(256)
+            assert [value for _, value in prometheus.query("hpcdist_world_ranks")] == [2]
+            phases = {labels["phase"]: value for labels, value in prometheus.query("hpcdist_phase_seconds")}
+            assert {"compute", "communication", "update"} <= set(phases)
+            assert phases["compute"] > 0
+            assert [value for _, value in prometheus.query('up{job="hpcdist"}')] == [1]
+            running.wait_for(lambda: prometheus.query("rate(hpcdist_tokens_total[1m]) > 0"))
+            running.stop()
+        finally:
+            prometheus.stop()
+    assert not targets.exists()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://{address}/metrics", timeout=10)
+
+
+def test_a_job_that_is_killed_and_resumed_shows_each_step_once(text: Path, tmp_path: Path) -> None:
+    """In its text file, TensorBoard's files and the lines of JSON."""
+    pytest.importorskip("prometheus_client")
+    pytest.importorskip("tensorboardX")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
+    import event_files
+
+    out, folder = tmp_path / "run", tmp_path / "node_exporter"
+    folder.mkdir()
+    sinks = (
+        "telemetry.prometheus=textfile", f"telemetry.textfile_directory={folder}", "telemetry.tensorboard=true",
+        "telemetry.jsonl=true",
+    )  # fmt: skip
+    shown = folder / "hpcdist_run.prom"
+    with job(text, out, *sinks) as running:
+        before = running.wait_for(lambda: (out / "checkpoints" / "latest").exists() and steps_in(shown))
+        if shutil.which("promtool") is not None:
+            done = subprocess.run(
+                ["promtool", "check", "metrics"], input=shown.read_bytes(), capture_output=True, timeout=60, check=False
+            )
+            assert (done.returncode, done.stdout + done.stderr) == (0, b"")
+        running.kill()
+    assert steps_in(shown) >= before  # nobody was left to remove it
+    before = steps_in(shown)
+    with job(text, out, *sinks) as running:
+        counts = [before]
+
+        def goes_on() -> bool:
+            counts.append(steps_in(shown))
+            return counts[-1] > before
+
+        running.wait_for(goes_on)
+        running.stop()
+    assert counts == sorted(counts), "a counter fell"
+    assert [*folder.iterdir()] == []
+    steps = metrics.read(out / "metrics.h5").steps
+    every = [*range(1, int(steps["step"][-1]) + 1)]
+    assert steps["step"].tolist() == every
+    scalars = event_files.scalars(out / "tensorboard")
+    assert [step for step, *_ in scalars["loss/training"]] == every
+    losses = [loss for _, loss, _ in scalars["loss/training"]]
+    assert losses == steps["loss"].astype(np.float32).tolist()
+    times = [time for *_, time in scalars["loss/training"]]
+    assert times == sorted(times) and times[-1] - times[0] < LIMIT_S * 2
+    assert "hidden = 32" in event_files.texts(out / "tensorboard")["recipe"]
+    rows = [json.loads(row) for row in (out / "events.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "step"] == every
+    assert [row["kind"] for row in rows].count("begin") == 2
+    assert rows[-1]["kind"] == "end"
+    assert {len(row["ranks"]["compute_seconds"]) for row in rows if row["kind"] == "step"} == {2}
+
+
+def test_a_job_pushes_to_a_gateway_and_leaves_nothing(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
+    import gateway
+
+    group = "/metrics/job/hpcdist/jobid/run"
+    with gateway.running() as found:
+        with job(text, tmp_path / "run", "telemetry.prometheus=push", f"telemetry.gateway={found.address}") as running:
+            running.wait_for(lambda: 'hpcdist_steps_total{jobid="run",run="run"}' in found.groups.get(group, ""))
+            running.stop()
+        assert found.groups == {}
+        assert found.requests[-1] == ("DELETE", group)
+        assert set(found.requests[:-1]) == {("PUT", group)}
+
+
+def test_a_sink_that_fails_later_is_told_of_once_and_the_run_goes_on(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    out, folder = tmp_path / "run", tmp_path / "node_exporter"
+    folder.mkdir()
+    sinks = ("telemetry.prometheus=textfile", f"telemetry.textfile_directory={folder}")
+    with job(text, out, *sinks) as running:
+        running.wait_for(lambda: steps_in(folder / "hpcdist_run.prom"))
+        folder.rename(tmp_path / "away")
+        folder.write_text("a file where the directory was")
+        running.wait_for(lambda: "it is tried again" in running.errors.read_text())
+        done = metrics.read(out / "metrics.h5").steps["step"][-1]
+        running.wait_for(lambda: metrics.read(out / "metrics.h5").steps["step"][-1] > done)
+        folder.unlink()
+        (tmp_path / "away").rename(folder)
+        running.wait_for(lambda: "Prometheus: works again" in running.errors.read_text())
+        assert running.errors.read_text().count("it is tried again") == 1
+        running.stop()
+
+
+@pytest.mark.parametrize("what", ["port", "gateway", "directory"])
+def test_what_cannot_begin_is_refused_before_the_first_step(text: Path, tmp_path: Path, what: str) -> None:
+    pytest.importorskip("prometheus_client")
+    out = tmp_path / "run"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        if what == "gateway":
+            taken.close()
+        mode, setting, code, words = {
+            "port": ("http", f"port={port}", 78, ("Address already in use", "or 0 for any free one")),
+            "gateway": ("push", f"gateway=127.0.0.1:{port}", 78, ("Connection refused", "telemetry.gateway")),
+            "directory": (
+                "textfile",
+                f"textfile_directory={tmp_path / 'no'}",
+                74,
+                ("no such directory", "node_exporter"),
+            ),
+        }[what]
+        keys = (f"telemetry.prometheus={mode}", f"telemetry.{setting}", "telemetry.tensorboard=true")
+        done = subprocess.run(
+            line(text, out, *keys, steps=5), capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    assert done.returncode == code, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr
+    again = subprocess.run(line(text, out, steps=5), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert again.returncode == 0, again.stderr  # it does not occupy the directory
