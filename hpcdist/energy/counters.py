@@ -11,6 +11,7 @@ from typing import Final, Protocol
 KINDS: Final = ("gpu", "cpu", "dram", "node")  # a node's counter includes those of the others
 PROBE_NS: Final = 500_000_000  # a counter is looked at often for so long, to see how often it steps
 PROBED_CHANGES: Final = 3
+LARGEST_MJ: Final = 1 << 62  # what fits into the tables; a register of ones is no energy
 MAX_GAP_NS: Final = 30_000_000_000  # a process that was stopped for longer may have missed a wrap
 
 
@@ -143,6 +144,10 @@ class Track:
         except Exception as error:  # noqa: BLE001 - a binding may raise anything, and the sampler has to go on
             self.failed_reads += 1
             self.failure = str(error) if isinstance(error, ReadError) else f"{type(error).__name__}: {error}"
+            return None
+        if not 0 <= raw // self._counter.per_mj < LARGEST_MJ:
+            self.failed_reads += 1
+            self.failure = f"it reads {raw}, which no counter reaches"
             return None
         self._unroll(raw, now_ns)
         if self.lost:

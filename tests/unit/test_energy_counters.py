@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hpcdist.energy.counters import MAX_GAP_NS, PROBE_NS, Pace, ReadError, Track, WithoutPower
+from hpcdist.energy.counters import MAX_GAP_NS, PROBE_NS, LostError, Pace, ReadError, Track, WithoutPower
 
 MS = 1_000_000
 
@@ -81,3 +81,23 @@ def test_a_settled_pace_is_not_slowed_by_rare_polls():
     for now_ms in [*range(0, 1000, 5), *range(1000, 100_000, 1000)]:
         pace.see(now_ms * MS, now_ms)
     assert pace.update_s == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("nonsense", [2**64 - 1, -5])
+def test_what_no_counter_reaches_is_a_failed_read(nonsense):
+    track = Track(Script(10, nonsense, 30))
+    assert reads(track, 3) == [10, None, 30]
+    assert track.failed_reads == 1 and f"it reads {nonsense}" in track.explain()
+
+
+def test_a_counter_that_began_anew_is_given_up_and_whatever_else_it_raises_is_not():
+    class Wild(Script):
+        def read(self):
+            found = super().read()
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+    track = Track(Wild(10, KeyError("handle"), 30, LostError("restarted"), 50))
+    assert reads(track, 5) == [10, None, 30, None, None]
+    assert track.failure == "KeyError: 'handle'" and track.explain() == "package-0: restarted"

@@ -90,6 +90,20 @@ def test_a_machine_without_memory_zones(root):
     assert [counter.kind for counter in counters] == ["cpu"] and "no dram zone" in missing["dram"]
 
 
+def test_amd_has_cores_inside_of_packages_and_no_memory(root):
+    for socket in range(2):
+        zone(root, f"intel-rapl:{socket}", f"package-{socket}", 1000, range_uj=65_532_610_987)
+        zone(root, f"intel-rapl:{socket}/intel-rapl:{socket}:0", "core", 400, range_uj=65_532_610_987)
+    counters, missing = rapl.find(root)
+    assert [counter.name for counter in counters] == ["package-0", "package-1"] and set(missing) == {"dram"}
+
+
+def test_a_package_of_several_dies_is_all_of_them(root):
+    for die in range(2):
+        zone(root, f"intel-rapl:{die}", f"package-0-die-{die}", 10 + die)
+    assert [counter.read() for counter in rapl.find(root)[0]] == [10, 11]
+
+
 def test_half_of_the_packages_is_no_measurement(root):
     two_sockets(root)
     (root / "intel-rapl:1" / "energy_uj").unlink()
