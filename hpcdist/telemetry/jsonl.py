@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -66,10 +66,11 @@ def line(event: Event) -> bytes:
         "step": event.step,
         "values": {key: _plain(value) for key, value in event.values.items()},
     }
-    ranks = _lists(event.ranks)
-    if ranks:
-        content["ranks"] = ranks
-    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    row = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    lists = [f"{json.dumps(key)}:{_list(values)}" for key, values in event.ranks.items() if len(values) <= MOST_RANKS]
+    if lists:
+        row = f'{row[:-1]},"ranks":{{{",".join(lists)}}}}}'
+    return row.encode() + b"\n"
 
 
 def _plain(value: Any) -> float | int | str | None:
@@ -78,14 +79,11 @@ def _plain(value: Any) -> float | int | str | None:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _lists(ranks: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
-    """Return the figures of each rank, (world,), as lists with None for what is not finite."""
-    found = {}
-    for key, values in ranks.items():
-        if len(values) <= MOST_RANKS:
-            numbers = values.tolist()
-            found[key] = numbers if np.isfinite(values).all() else [_plain(number) for number in numbers]
-    return found
+def _list(values: np.ndarray) -> str:
+    """Return the figures of each rank, (world,), as a list of JSON with nine digits: they are most of a line."""
+    if np.isfinite(values).all():
+        return f"[{','.join(['%.9g'] * len(values))}]" % tuple(values.tolist())
+    return json.dumps([_plain(float(f"{value:.9g}")) for value in values.tolist()], separators=(",", ":"))
 
 
 def drop_after(path: Path, step: int) -> None:

@@ -45,7 +45,7 @@ def test_an_event_is_read_back(tmp_path, rng):
     sink.close(True)
     (found,) = rows(tmp_path)
     assert found["values"] == {**values, "steps_total": 7}
-    assert found["ranks"] == {"compute_seconds": seconds.tolist()}
+    assert found["ranks"] == {"compute_seconds": pytest.approx(seconds.tolist(), rel=1e-8)}
     assert (found["kind"], found["step"], found["time_ns"]) == ("step", 7, at)
     assert found["time"] == "2026-02-03T04:05:06.789012Z"
     parsed = datetime.fromisoformat(found["time"])
@@ -60,6 +60,17 @@ def test_what_is_no_number_is_null(tmp_path):
     assert found["values"] == {"gradient_norm": None, "loss_scale": None, "learning_rate": None}
     assert found["ranks"] == {"compute_seconds": [None, 2.0], "x": [None, 1.0]}
     assert b"NaN" not in (tmp_path / FILE).read_bytes()
+
+
+@pytest.mark.parametrize("value", [0.0, -1e-300, 1e300, 123456789.0, -7, 2.0**62])
+def test_figures_of_ranks_are_json_of_any_size(tmp_path, value):
+    sink = JsonLines(run_in(tmp_path), ON)
+    sink.write([Event("step", 1, {}, {"a": np.array([value, 1.5]), 'odd "key"': np.array([value, np.nan])})])
+    (found,) = rows(tmp_path)
+    assert found["ranks"] == {
+        "a": [pytest.approx(value, rel=1e-8), 1.5],
+        'odd "key"': [pytest.approx(value, rel=1e-8), None],
+    }
 
 
 def test_of_many_ranks_lines_stay_short(tmp_path):
