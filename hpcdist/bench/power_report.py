@@ -19,6 +19,8 @@ SEED: Final = "power_seed"  # what the results file says of the sweep
 DEVICES: Final = "power_devices"
 LIMITED: Final = "power_limited"  # gpu, cpu, or nothing
 DECLARED: Final = "power_declared"
+WHOLE: Final = "node"  # the kind of a counter that counts all parts of a node
+MARGIN: Final = 1.05  # what a device may draw above its limit before it is told
 
 
 @dataclass(frozen=True)
@@ -181,17 +183,37 @@ def _notes(found: Results, rows: Sequence[Row]) -> tuple[list[str], str]:
             lines.append(f"{what}: {'all' if len(whose) == len(rows) > 1 else ', '.join(whose)}: {reason}")
     good = [repeat for one in found.configurations for repeat in _good(one)]
     kinds = {str(_of(repeat, "kinds")) for repeat in good if _of(repeat, "j_per_token") is not None}
+    limited = found.provenance.get(LIMITED, "")
     if len(kinds) > 1:
         trouble = f"energy is that of different parts: {' or '.join(sorted(kinds))}"
     elif kinds:
+        parts = next(iter(kinds)).split(" + ")
+        if limited and limited not in parts and WHOLE not in parts:
+            trouble = f"the limits are those of {limited}, and energy is that of {kinds.copy().pop()}"
         missing = sorted({str(_of(repeat, "not_included")) for repeat in good if _of(repeat, "not_included")})
         lines.append(f"energy is that of {kinds.pop()}" + (f"; not included: {'; '.join(missing)}" if missing else ""))
     elif good:
         trouble = "energy was not measured"
     if found.provenance.get(DECLARED):
         lines.append("energy is that of a declared model, not measured")
-        if found.provenance.get(LIMITED):
+        if limited:
             trouble = trouble or "the declared model of energy does not know of limits"
+    lines += _beyond(rows, limited, len(found.provenance.get(DEVICES, "").split(", ")))
     if len({repeat.git_commit for repeat in good}) > 1:
         lines.append("measured at several commits, which may differ in speed")
     return lines, trouble
+
+
+def _beyond(rows: Sequence[Row], limited: str, devices: int) -> list[str]:
+    """Return a line for each configuration whose devices drew more than they were allowed: in short trials they can."""
+    lines = []
+    for row in rows:
+        if row.limit_w is None or row.mean_w is None or not row.total_j or limited not in row.joules:
+            continue
+        drawn_w = row.mean_w * row.joules[limited] / row.total_j / devices
+        if drawn_w > MARGIN * row.limit_w:
+            lines.append(
+                f"{label(row, rows)}: a device drew {drawn_w:.3g} W in the mean: a limit holds for an average over "
+                "seconds, and this training is too short for it, or the limit has no effect"
+            )
+    return lines

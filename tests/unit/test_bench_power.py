@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import signal
 import statistics
 
@@ -261,10 +262,9 @@ def repeat(number, seconds, joules, *, limit_w=None, status=OK, kinds="gpu", rea
     known |= {
         "mean_w": None if joules is None else joules / seconds,
         "energy_reason": reason,
-        "gpu_j": 3.0,
-        "cpu_j": 1.0,
     }
     known |= {"edp_js": None if joules is None else joules * seconds * 1e6, "total_j": joules and joules * 1e3}
+    known |= {} if joules is None else {"gpu_j": joules * 750, "cpu_j": joules * 250}
     said = {f"power.{name}": value for name, value in known.items()} | {"tokens_per_s": 1 / seconds, "train_loss": 2.0}
     samples = {"step_s": np.array([[9.0, 9.0], [seconds, seconds / 2]])}
     if status != OK:
@@ -310,8 +310,10 @@ def test_the_report_of_a_sweep(rng, tmp_path):
     (head,) = [line for line in lines if line.startswith("configuration")]
     assert "mJ/token" in head and "gpu J" in head and "ranks" not in head, "what all have in common has no column"
     (row,) = [line for line in lines if line.startswith("400 W")]
-    assert "+-" in row and row.split()[-3:] == ["front", "3", "ok"] and "+4." in row and "-28." in row
-    assert any(line.startswith("recommended: 400 W: 28.") for line in lines)
+    assert "+-" in row and row.split()[-3:] == ["front", "3", "ok"]
+    longer, less = (float(cell) for cell in re.findall(r"([+-]\d+\.\d) %", row))
+    assert longer == pytest.approx(4, abs=1.5) and less == pytest.approx(-100 * 2 / 7, abs=1.5)
+    assert any(line.startswith("recommended: 400 W: 2") and "% less energy [" in line for line in lines)
     assert "energy is that of gpu; not included: cpu (node 0): none" in lines
     plain = power_text.jsonable(found)
     assert plain["recommendation"]["name"] == "400 W" and plain["configurations"][3]["verdict"] == BEHIND
@@ -332,6 +334,7 @@ def test_without_energy_there_is_no_recommendation(rng, tmp_path):
     ("told", "kinds", "reason"),
     [
         ({}, "cpu + gpu", "energy is that of different parts: cpu + gpu or gpu"),
+        ({"power_limited": "cpu"}, "gpu", "the limits are those of cpu, and energy is that of gpu"),
         ({"power_declared": "declared"}, "gpu", "the declared model of energy does not know of limits"),
     ],
 )
@@ -342,6 +345,18 @@ def test_what_cannot_be_compared_is_not_recommended(told, kinds, reason):
     ]
     found = power_report.report(found_results(*rows, **told), "energy")
     assert found.chosen.name is None and found.chosen.reason == f"no recommendation: {reason}"
+
+
+def test_a_limit_that_does_not_hold_is_told():
+    rows = [
+        configuration("as found", repeat(0, 1e-4, 0.07)),
+        configuration("300 W", repeat(0, 1e-4, 0.06, limit_w=300.0)),
+    ]
+    one_device = power_report.report(found_results(*rows), "energy").notes
+    (line,) = [note for note in one_device if note.startswith("300 W: a device drew 450 W in the mean")]
+    assert "too short" in line, "600 W in the mean, of which three quarters are the GPU's"
+    both = power_report.report(found_results(*rows, power_devices="GPU-00 (H200), GPU-01 (H200)"), "energy").notes
+    assert not [note for note in both if "drew" in note]
 
 
 def test_a_declared_model_may_compare_keys_and_says_so():
