@@ -6,6 +6,7 @@ from typing import Final
 
 import click
 
+from hpcdist.arrays.sizes import in_units
 from hpcdist.errors import StorageError, UsageError
 
 METRICS_FILE: Final = "metrics.h5"  # of a run directory
@@ -17,19 +18,38 @@ _WHAT: Final = "give the directory of a training (its --out), or the results of 
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the curves into this file (.png, .pdf)."
 )
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Write all of it as a page that needs no network."
+)
+@click.option("--no-sample", is_flag=True, help="The page: no text from the model.")
+@click.option("--sample-prompt", default="def ", help="The page: text that the model continues.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
 @click.option("--markdown", is_flag=True, help="Print the table of a sweep as Markdown.")
-def report(place: Path, plot: Path | None, as_json: bool, markdown: bool) -> None:
+def report(
+    place: Path,
+    plot: Path | None,
+    html: Path | None,
+    no_sample: bool,
+    sample_prompt: str,
+    as_json: bool,
+    markdown: bool,
+) -> None:
     """Show loss, times and bytes of the training in RUN_DIR, or the table of the benchmark in RESULTS.h5.
 
-    Either may be under way.
+    Either may be under way. --html makes one file to send to others: charts, figures, a step's timeline, recipe,
+    environment and a text sample of the model.
     """
+    _check(place, html, no_sample, sample_prompt)
     if as_json and markdown:
         raise UsageError("--json and --markdown are two ways to print the same; choose one")
     if not place.exists():
         raise StorageError(f"{place}: there is no such directory or file; {_WHAT}")
     if place.name == METRICS_FILE and place.is_file():
         raise UsageError(f"{place} is one file of a run; give its directory: hpcdist report {place.parent}")
+    if html is not None:
+        _page(place, html, None if no_sample else sample_prompt, as_json)
+        if not (as_json or plot):
+            return
     if place.is_file() and _is_collectives(place):
         _collectives(place, plot, as_json, markdown)
     elif place.is_file():
@@ -40,6 +60,28 @@ def report(place: Path, plot: Path | None, as_json: bool, markdown: bool) -> Non
         _run(place, plot, as_json)
     if plot is not None and not (as_json or markdown):
         click.echo(f"\nplot       {plot}")
+
+
+def _check(place: Path, html: Path | None, no_sample: bool, prompt: str) -> None:
+    """Refuse options that would have no effect."""
+    said = click.get_current_context().get_parameter_source("sample_prompt")
+    prompted = said is not None and said.name == "COMMANDLINE"
+    if html is None and (no_sample or prompted):
+        raise UsageError("--no-sample and --sample-prompt are of the page; add --html FILE")
+    if no_sample and prompted:
+        raise UsageError("--no-sample and --sample-prompt contradict each other; choose one")
+    if not prompt:
+        raise UsageError("--sample-prompt is empty; give at least one character, or --no-sample")
+    if html is not None and place.is_file():
+        raise UsageError(f"--html makes the page of a run; {place} is a file of results: use --plot or --markdown")
+
+
+def _page(run_dir: Path, file: Path, prompt: str | None, quiet: bool) -> None:
+    from hpcdist.cli import report_page  # late: --help must not load numpy
+
+    report_page.write(run_dir, file, sample=prompt is not None, prompt=prompt or "")
+    if not quiet:
+        click.echo(f"page       {file}, {in_units(file.stat().st_size)}")
 
 
 def _run(run_dir: Path, plot: Path | None, as_json: bool) -> None:

@@ -44,9 +44,10 @@ def stacked(axes: Any, at: np.ndarray, parts: Mapping[str, np.ndarray], colours:
         )
 
 
-def sessions(axes: Any, data: PageData) -> None:
+def sessions(axes: Any, data: PageData, from_step: int = 0) -> None:
     """Mark where a start went on after another, unless there are so many that nothing else would show."""
-    for step in data.sessions if len(data.sessions) <= MOST_RESUMES else ():
+    marked = [step for step in data.sessions if step >= from_step]
+    for step in marked if len(marked) <= MOST_RESUMES else ():
         axes.axvline(step, color=draw.MUTED, linewidth=0.7, alpha=0.8, linestyle=(0, (4, 3)))
 
 

@@ -1,5 +1,6 @@
 """The charts of a page over steps: loss, learning rate, speed, phases, ranks."""
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +19,7 @@ ROWS: Final = 128  # of a picture of ranks; more are put together, and the slowe
 
 def learning(data: PageData) -> list[Chart]:
     """Return the charts of loss and learning rate."""
-    return [_loss(data), _rate(data)]
+    return [_loss(data), _rate(data), *_end(data)]
 
 
 def speed(data: PageData) -> list[Chart]:
@@ -35,7 +36,8 @@ def _loss(data: PageData) -> Chart:
     evaluations = run.sample.evaluations
 
     def picture(axes: Any) -> None:
-        axes.plot(*series.decimate(steps, loss), color=draw.SKY, linewidth=0.7, alpha=0.7, label="training")
+        pale = {"color": draw.SKY, "linewidth": 0.7, "alpha": 0.7} if window > 1 else {"color": draw.BLUE}
+        axes.plot(*series.decimate(steps, loss), **pale, label="training")
         if window > 1:
             mean = series.smooth(loss, window)
             axes.plot(*series.decimate(steps, mean), color=draw.BLUE, label=f"training, mean of {window} steps")
@@ -49,25 +51,61 @@ def _loss(data: PageData) -> Chart:
                 name = f"{key.removesuffix('_nats')} entropy {value:.2f}"
                 axes.axhline(value, color=draw.MUTED, linestyle=stroke, linewidth=0.8, label=name)
         common.sessions(axes, data)
-        _limits_of_loss(axes, loss, evaluations["val_loss"])
+        known = [value for key in ENTROPIES if isinstance(value := data.attributes.get(key), float)]
+        _limits_of_loss(axes, loss, evaluations["val_loss"], known)
         common.over_steps(axes, "loss (nats)")
         draw.legend(axes, 7)
 
     last = data.figures["train_loss_mean"]
     alt = f"Training loss over {int(steps[-1]):,} steps, {common.said(last)} nats at the end"
-    caption = "Thin: each step. Dashed horizontals: entropies of the training data, what a model of counts can reach."
+    caption = "Thin: each step. " if window > 1 else ""
+    if any(f"{name}" in data.attributes for name in ENTROPIES):
+        caption += "Horizontals: entropies of the training data, which a table of counts can reach."
     if data.sessions:
         caption += f" Vertical lines: {counted(len(data.sessions), 'resume')}."
     return Chart("loss", title, draw.drawn("loss", picture, draw.WIDE), caption, alt, wide=True)
 
 
-def _limits_of_loss(axes: Any, loss: np.ndarray, validation: np.ndarray) -> None:
+def _end(data: PageData) -> list[Chart]:
+    """Return the loss of the second half, which the first one flattens."""
+    if data.run is None or len(data.run.steps["step"]) < 40:
+        return []
+    half = len(data.run.steps["step"]) // 2
+    steps, loss = data.run.steps["step"][half:], data.run.steps["loss"][half:]
+    window = max(2, min(500, len(steps) // 20))
+    mean = series.smooth(data.run.steps["loss"], window)[half:]
+    evaluations = data.run.sample.evaluations
+    late = evaluations["step"] >= steps[0]
+
+    def picture(axes: Any) -> None:
+        axes.plot(*series.decimate(steps, loss), color=draw.SKY, linewidth=0.6, alpha=0.6)
+        axes.plot(*series.decimate(steps, mean), color=draw.BLUE, label=f"training, mean of {window} steps")
+        if late.any():
+            seen = series.decimate(evaluations["step"][late], evaluations["val_loss"][late])
+            axes.plot(*seen, color=draw.RED, marker="o", markersize=3.5, linestyle="--", label="validation")
+        common.sessions(axes, data, from_step=int(steps[0]))
+        _limits_of_loss(axes, loss, evaluations["val_loss"][late], ())
+        common.over_steps(axes, "loss (nats)")
+        draw.legend(axes)
+
+    alt = f"Loss of the second half of the steps, {common.said(_last(mean))} nats at the end"
+    return [Chart("end", "Loss, second half", draw.drawn("end", picture), alt=alt)]
+
+
+def _last(values: np.ndarray) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if known.size else None
+
+
+def _limits_of_loss(axes: Any, loss: np.ndarray, validation: np.ndarray, marks: Sequence[float]) -> None:
     """Let neither the first steps nor a spike flatten what is between."""
     known = loss[np.isfinite(loss)]
     if known.size < 10:
         return
     known = np.concatenate([known, validation[np.isfinite(validation)]])
     low, high, top = (float(np.percentile(known, share)) for share in (0.1, 99.5, 100))
+    # Marks that are near stay in the picture.
+    low = min([low, *(mark for mark in marks if low - 0.4 * (high - low) < mark < low)])
     room = 0.05 * max(high - low, 1e-9)
     axes.set_ylim(min(low, known.min()) - room, (top if top < high + 1.5 * (high - low) else high + room) + room)
 

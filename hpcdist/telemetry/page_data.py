@@ -13,11 +13,12 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.errors import StorageError
-from hpcdist.telemetry import metrics, page_energy, page_events, page_state, page_timeline, sampled
+from hpcdist.telemetry import metrics, page_energy, page_events, page_state, page_timeline, page_use, sampled
 from hpcdist.telemetry.page_energy import Energy
 from hpcdist.telemetry.page_events import Happening
 from hpcdist.telemetry.page_state import State
 from hpcdist.telemetry.page_timeline import Timeline
+from hpcdist.telemetry.page_use import Use
 
 METRICS: Final = "metrics.h5"
 OURS: Final = (METRICS, "recipe.toml", "recorder", page_state.STARTS)  # a directory with one of them is that of a run
@@ -86,6 +87,7 @@ class PageData:
     attributes: Mapping[str, Any]
     figures: Mapping[str, Any]
     energy: Energy
+    use: Use | None
     timeline: Timeline
     events: Sequence[Happening]
     beside: Beside
@@ -140,7 +142,8 @@ def read(run_dir: Path, beside: Beside | None = None, now_ns: int | None = None)
         attributes=attributes,
         figures=figures,
         energy=page_energy.read(run_dir, path if path.exists() else None, attributes),
-        timeline=page_timeline.read(run_dir, figures.get("slowest_rank")),
+        use=page_use.read(path if path.exists() else None),
+        timeline=page_timeline.read(run_dir, path if path.exists() else None, figures.get("slowest_rank")),
         events=page_events.read(run, state),
         beside=Beside() if beside is None else beside,
     )

@@ -37,7 +37,7 @@ OF_PHASE: Final = {
     "other": GREY,
     "rest": GREY,
 }
-_STYLE: Final = {
+_STYLE: Final[dict[Any, Any]] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hpcdist",
     "text.parse_math": False,  # names of others are no formulas
@@ -71,6 +71,7 @@ _STYLE: Final = {
     "image.composite_image": True,
 }
 _STYLE_OF: Final = re.compile(r'style="[^"<>]*"')
+_PLACES: Final = re.compile(r' (?:d|x|y|width|height|transform|points)="[^"<>]*"')
 _FONT: Final = re.compile(r"font(?:-family)?: ?[^;\"]*sans-serif;? ?")
 
 
@@ -131,7 +132,8 @@ def embedded(text: str, key: str) -> str:
     text = re.sub(r'\bid="([^"<>]*)"', rf'id="{key}-\1"', text)
     text = re.sub(r'((?:xlink:)?href="#|url\(#)', rf"\1{key}-", text)
     text = _STYLE_OF.sub(lambda found: _coloured(found[0]), text)
-    text = re.sub(r"(\d+\.\d{2})\d+", r"\1", text)  # a hundredth of a point is less than a pixel
+    # A hundredth of a point is less than a pixel. What people read stays as it is.
+    text = _PLACES.sub(lambda found: re.sub(r"(\d+\.\d{2})\d+", r"\1", found[0]), text)
     text = re.sub(r" transform=\"rotate\(-0 [^\"]*\"", "", text)
     return re.sub(r"\s*\n\s*", " ", text).strip()
 

@@ -57,6 +57,7 @@ class Energy:
     phases: Sequence[Phase] = ()
     courses: Mapping[str, Course] = field(default_factory=dict)
     thinned: bool = False
+    label: str = ""  # what is to be said with each figure, as that it is a model's
 
     @property
     def kwh(self) -> float | None:
@@ -75,6 +76,7 @@ def read(run_dir: Path, metrics_path: Path | None, attributes: Mapping[str, Any]
         for name, row in _dict(kept.get("phases")).items()
         if isinstance(row, dict)
     ]
+    label = kept["label"] if isinstance(kept.get("label"), str) else ""
     told = number(attributes.get("energy_j"))
     reason = str(kept.get("reason") or attributes.get("energy_reason") or "")
     if told is None and by_kind and not reason and None not in by_kind.values():
@@ -82,7 +84,7 @@ def read(run_dir: Path, metrics_path: Path | None, attributes: Mapping[str, Any]
     courses, thinned = _courses(metrics_path) if metrics_path is not None else ({}, False)
     if told is None and not reason:
         reason = NOT_KEPT
-    return Energy(told, reason, number(attributes.get("j_per_step")), by_kind, phases, courses, thinned)
+    return Energy(told, reason, number(attributes.get("j_per_step")), by_kind, phases, courses, thinned, label)
 
 
 def total(by_kind: Mapping[str, float | None]) -> float:
@@ -133,16 +135,16 @@ def courses(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]
     for name in keys:
         changed[1:] |= np.diff(ordered[name]) != 0
     bounds = [0, *np.flatnonzero(changed).tolist(), len(order)]
-    parts: dict[int, dict[str, list[tuple[np.ndarray, np.ndarray]]]] = {}
+    parts: dict[int, dict[str, list[tuple[np.ndarray, np.ndarray, int]]]] = {}
     begins: dict[tuple[int, int], int] = {}
     for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
         if stop - start < 2:
             continue
-        where = tuple(int(ordered[name][start]) for name in keys)
+        session, node, source = (int(ordered[name][start]) for name in keys)
         own = (ordered["t_mono_ns"][start:stop], ordered["energy_mj"][start:stop])
-        parts.setdefault(where[0], {}).setdefault(kinds.get(where, "?"), []).append((*own, where[1]))  # type: ignore[arg-type]
-        begin = begins.get(where[:2], int(own[0][0]))  # type: ignore[index]
-        begins[where[0], where[1]] = min(begin, int(own[0][0]))
+        parts.setdefault(session, {}).setdefault(kinds.get((session, node, source), "?"), []).append((*own, node))
+        first = int(own[0][0])
+        begins[session, node] = min(begins.get((session, node), first), first)
     return _joined(parts, begins)
 
 

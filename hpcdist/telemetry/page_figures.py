@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.sizes import counted, in_units
+from hpcdist.telemetry import page_axes as common
 from hpcdist.telemetry.page_data import PageData
 from hpcdist.telemetry.page_draw import short
 from hpcdist.telemetry.page_energy import KWH_J, number
@@ -60,8 +61,12 @@ def _speed(data: PageData) -> Iterator[Figure]:
     yield Figure("Communication", _form(share, "{:.1%}"), note)
     hidden = number(data.attributes.get("communication_hidden_share"))
     why = str(data.attributes.get("communication_hidden_reason") or "")
-    why = why or "no exchange went on beside the computation (communication.overlap = none), or the run has not ended"
-    yield Figure("Overlap", _form(hidden, "{:.0%}"), "of reductions was not waited for" if hidden is not None else why)
+    if hidden is not None:
+        yield Figure("Overlap", f"{hidden:.0%}", "of the time of reductions was not waited for")
+    elif _setting(data, "communication.overlap") == "none" and not why:
+        yield Figure("Overlap", "none", "communication.overlap = none: reductions come after the computation")
+    else:
+        yield Figure("Overlap", None, why or EARLIER)
 
 
 def _ranks(data: PageData) -> Iterator[Figure]:
@@ -81,11 +86,11 @@ def _ranks(data: PageData) -> Iterator[Figure]:
 def _energy(data: PageData) -> Iterator[Figure]:
     energy, more = data.energy, {**data.attributes, **data.beside.energy}
     if energy.joules is None:
-        yield Figure("Energy", None, energy.reason)
+        yield Figure("Energy", None, brief(energy.reason))
         return
     kinds = ", ".join(f"{kind} {joule(value)}" for kind, value in energy.by_kind.items() if value is not None)
-    declared = any("declared" in kind for kind in energy.by_kind) or bool(more.get("energy_declared"))
-    label = "declared model, not measured. " if declared else ""
+    declared = bool(energy.label) or any("declared" in kind for kind in energy.by_kind)
+    label = f"{energy.label or 'declared model, not measured'}. " if declared else ""
     yield Figure("Energy", joule(energy.joules), f"{label}{kinds or 'all starts together'}")
     yield Figure("Electricity", f"{short(energy.joules / KWH_J)} kWh", "without cooling and losses of the site")
     per = number(more.get("j_per_token"))
@@ -105,14 +110,22 @@ def _energy(data: PageData) -> Iterator[Figure]:
 
 def _resources(data: PageData) -> Iterator[Figure]:
     peak, pss = number(data.attributes.get("peak_bytes_total")), number(data.attributes.get("pss_bytes_most"))
-    observed = data.run.observed.series if data.run is not None else {}
     if peak is None:
-        peaks = [
-            float(np.nanmax(one.value)) for key, one in observed.items() if key.startswith("memory_peak_bytes[total")
-        ]
-        peak = max(peaks, default=None)
+        peak = seen_at_most(data)
     note = "arrays of the rank that holds most" + (f"; its process {in_units(round(pss))}" if pss else "")
     yield Figure("Peak memory", None if peak is None else in_units(round(peak)), note if peak is not None else EARLIER)
+
+
+def seen_at_most(data: PageData) -> float | None:
+    """Return the most memory of all categories that was seen at one time; None where nobody looked."""
+    parts = list(common.labelled(data, "memory_bytes").values())
+    if not parts:
+        return None
+    times = {int(moment): 0.0 for part in parts for moment in part.time_ns}
+    for part in parts:
+        for moment, value in zip(part.time_ns.tolist(), part.value.tolist(), strict=True):
+            times[moment] += value if math.isfinite(value) else 0.0
+    return max(times.values())
 
 
 def _mishaps(data: PageData) -> Iterator[Figure]:
@@ -128,6 +141,12 @@ def _mishaps(data: PageData) -> Iterator[Figure]:
         ended = sum(not start.end for start in data.state.starts[:-1])
         note = f"{ended} ended by nobody's wish; {data.state.requeues} requeued; {counted(died, 'death')} outlived"
         yield Figure("Starts", str(starts), note)
+
+
+def brief(reason: str) -> str:
+    """Return the begin of a long reason: the section on energy has all of it."""
+    first, _, details = reason.partition(": ")
+    return f"{first}; details under Energy" if details else first
 
 
 def facts(data: PageData) -> list[tuple[str, str]]:

@@ -26,7 +26,7 @@ def page(data: PageData, charts: Mapping[str, Sequence[Chart]]) -> str:
         ("learning", "Learning", lambda: _charts(charts["learning"])),
         ("speed", "Speed", lambda: _charts(charts["speed"])),
         ("step", "One step", lambda: _charts(charts["step"])),
-        ("resources", "Memory and bytes", lambda: _charts(charts["resources"])),
+        ("resources", "Memory and bytes", lambda: _memory(data, charts["resources"])),
         ("energy", "Energy", lambda: joined([_charts(charts["energy"]), page_sections.phases(data)])),
         ("checkpoints", "Checkpoints", lambda: page_sections.checkpoints(data)),
         ("events", "Events", lambda: page_sections.events(data)),
@@ -67,6 +67,10 @@ def _summary(data: PageData, found: Sequence[Figure]) -> Markup:
     if data.run is None:
         return tag("p", f"No figures: {data.reason}.", class_="absent")
     return tag("dl", *(_figure(figure) for figure in found), class_="figures")
+
+
+def _memory(data: PageData, charts: Sequence[Chart]) -> Markup:
+    return joined([_charts(charts), page_sections.operations(data)])
 
 
 def _figure(figure: Figure) -> Markup:

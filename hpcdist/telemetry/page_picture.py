@@ -5,6 +5,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.sizes import counted
+from hpcdist.comm.spanfile import Span
 from hpcdist.telemetry import page_draw as draw
 from hpcdist.telemetry.page_data import PageData
 from hpcdist.telemetry.page_draw import Chart
@@ -12,6 +13,7 @@ from hpcdist.telemetry.page_timeline import Lane, Timeline
 
 HEIGHT: Final = 0.72  # of a lane
 NAMED: Final = 0.014  # share of the step that a span must take to be numbered
+JOINED: Final = 0.004  # share of the step between two spans of one micro-batch that are one
 BACKWARD: Final = "BACKWARD"  # begins the names of backward operations: paler than forward
 
 
@@ -56,7 +58,7 @@ def _lane(axes: Any, row: int, lane: Lane, whole_s: float) -> None:
     axes.plot([lane.begin_s * 1e3, lane.end_s * 1e3], [row, row], color=draw.GRID, linewidth=1, zorder=0)
     boxes: dict[tuple[str, bool], list[Any]] = {}
     # What holds others is drawn first, so that they stand before it.
-    for begin, end, span in sorted(lane.spans, key=lambda spans: spans[0] - spans[1]):
+    for begin, end, span in sorted(_merged(lane, JOINED * whole_s), key=lambda spans: spans[0] - spans[1]):
         left, right = max(begin, lane.begin_s) * 1e3, min(end, lane.end_s) * 1e3
         low, high = row - HEIGHT / 2, row + HEIGHT / 2
         box = [(left, low), (right, low), (right, high), (left, high)]
@@ -71,6 +73,20 @@ def _lane(axes: Any, row: int, lane: Lane, whole_s: float) -> None:
         axes.add_collection(
             PolyCollection(own, facecolors=colour, edgecolors=draw.PAPER, linewidths=0.25, alpha=0.62 if pale else 1.0)
         )
+
+
+def _merged(lane: Lane, gap_s: float) -> list[tuple[float, float, Span]]:
+    """Return the spans of a lane, those that follow each other and do the same as one: units of one forward."""
+    found: list[tuple[float, float, Span]] = []
+    for begin, end, span in sorted(lane.spans, key=lambda spans: spans[0]):
+        if found:
+            first, last, before = found[-1]
+            same = (before.phase, before.name, before.microbatch) == (span.phase, span.name, span.microbatch)
+            if same and span.microbatch >= 0 and -gap_s <= begin - last <= gap_s:
+                found[-1] = (first, max(last, end), before)
+                continue
+        found.append((begin, end, span))
+    return found
 
 
 def _is_pale(name: str) -> bool:

@@ -11,9 +11,9 @@ from hpcdist.telemetry.observations import Series
 from hpcdist.telemetry.page_data import PageData
 from hpcdist.telemetry.page_draw import Chart
 from hpcdist.telemetry.page_energy import Course
+from hpcdist.telemetry.page_use import NAMES
 
 MIB: Final = 2.0**20
-HOUR_NS: Final = 3600 * 10**9
 NO_MEMORY: Final = "the run kept no memory by category: an earlier version, or it did not come so far"
 NO_BYTES: Final = (
     "no bytes were counted: the MPI library's own collectives do not tell (communication.algorithm = native), or one "
@@ -25,7 +25,7 @@ KINDS: Final = {"gpu": draw.BLUE, "cpu": draw.RED, "dram": draw.GREEN, "node": d
 
 def resources(data: PageData) -> list[Chart]:
     """Return the charts of memory and bytes."""
-    return [_memory(data), _sent(data), *_operations(data)]
+    return [_memory(data), _sent(data)]
 
 
 def energy(data: PageData) -> list[Chart]:
@@ -71,27 +71,6 @@ def _sent(data: PageData) -> Chart:
 
     alt = f"Bytes sent a step by the rank that sends most, median {np.nanmedian(most) / MIB:.3g} MiB"
     return Chart("sent", title, draw.drawn("sent", picture), common.of_rows(run), alt)
-
-
-def _operations(data: PageData) -> list[Chart]:
-    parts = {
-        name: one for name, one in common.labelled(data, "collective_seconds_total").items() if np.nanmax(one.value) > 0
-    }
-    if not parts:
-        return []
-
-    def picture(axes: Any) -> None:
-        for index, (name, one) in enumerate(sorted(parts.items(), key=lambda pair: -pair[1].value[-1])[:8]):
-            line = series.decimate(one.step, one.value)
-            axes.plot(*line, color=draw.CYCLE[index], linestyle=draw.STROKES[index % 4], label=name)
-        common.sessions(axes, data)
-        axes.set_ylim(bottom=0)
-        common.over_steps(axes, "s, mean over ranks")
-        draw.legend(axes, 3)
-
-    alt = "Time in operations so far: " + ", ".join(f"{k} {v.value[-1]:.3g} s" for k, v in parts.items())
-    caption = "Seconds so far in each operation, waiting for others included."
-    return [Chart("operations", "Time in operations", draw.drawn("operations", picture), caption, alt)]
 
 
 def _power(data: PageData) -> Chart:
@@ -158,32 +137,21 @@ def _by_phase(data: PageData) -> list[Chart]:
 
 
 def _use(data: PageData) -> Chart:
-    title, parts = "Utilisation", common.labelled(data, "utilisation_ratio")
-    if not parts:
+    title, use = "Utilisation", data.use
+    if use is None or not use.shares:
         return Chart("use", title, reason=NO_USE)
-    first = min(int(one.time_ns[0]) for one in parts.values())
 
     def picture(axes: Any) -> None:
-        for index, (name, one) in enumerate(sorted(parts.items())):
-            hours, share = series.decimate(*_with_gaps((one.time_ns - first) / HOUR_NS, 100 * one.value))
-            stroke = draw.STROKES[index % 4]
-            axes.plot(hours, share, color=draw.CYCLE[index % 8], linestyle=stroke, label=name.replace("_", " "))
+        for index, (name, shares) in enumerate(use.shares.items()):
+            line = series.decimate(use.hours, 100 * shares)
+            axes.plot(*line, color=draw.CYCLE[index], linestyle=draw.STROKES[index % 4], label=NAMES[name])
         axes.set_ylim(0, 103)
-        _time_axis(axes, max((int(one.time_ns[-1]) - first) / HOUR_NS for one in parts.values()))
+        _time_axis(axes, float(use.hours[-1]))
         axes.set_ylabel("%, mean over nodes")
-        draw.legend(axes)
+        draw.legend(axes, 2)
 
-    means = ", ".join(f"{name} {np.nanmean(one.value):.0%}" for name, one in parts.items())
+    means = ", ".join(f"{NAMES[name]} {np.nanmean(shares):.0%}" for name, shares in use.shares.items())
     return Chart("use", title, draw.drawn("use", picture), alt=f"Utilisation over time, in the mean {means}")
-
-
-def _with_gaps(hours: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Put a gap where nothing was seen for much longer than usual: a pause between two starts."""
-    apart = np.diff(hours)
-    if not apart.size:
-        return hours, values
-    pauses = np.flatnonzero(apart > max(10 * float(np.median(apart)), 0.1)) + 1
-    return np.insert(hours, pauses, hours[pauses]), np.insert(values, pauses, np.nan)
 
 
 def _over_hours(axes: Any, what: str, known: dict[str, Course]) -> None:

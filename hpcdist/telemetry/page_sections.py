@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from hpcdist.arrays.sizes import in_units
+from hpcdist.telemetry import page_axes as common
 from hpcdist.telemetry.page_data import PageData, Setting
 from hpcdist.telemetry.page_draw import Chart
 from hpcdist.telemetry.page_events import duration
@@ -38,6 +39,26 @@ def phases(data: PageData) -> Markup:
     if not rows:
         return Markup("")
     return joined([tag("h3", "By phase, all starts together"), table(("Phase", "Time", "Energy"), rows, (1, 2))])
+
+
+def operations(data: PageData) -> Markup:
+    """Return the table of what went into each operation, since the last start."""
+    seconds = common.labelled(data, "collective_seconds_total")
+    moved, rates = (common.labelled(data, f"collective_bytes_{of}") for of in ("total", "per_second"))
+    rows = [
+        (
+            name,
+            duration(float(one.value[-1])),
+            in_units(round(float(moved[name].value[-1]))) if name in moved else "not known",
+            f"{in_units(round(float(rates[name].value[-1])))}/s" if name in rates else "not known",
+        )
+        for name, one in sorted(seconds.items(), key=lambda pair: -float(pair[1].value[-1]))
+    ]
+    if not rows:
+        return Markup("")
+    heads = ("Operation", "Time, mean over ranks", "Bytes, all ranks", "Bytes over time")
+    said = tag("p", "Of the last start; waiting for others is part of the time.", class_="under")
+    return joined([tag("h3", "Messages and collectives"), said, table(heads, rows, (1, 2, 3))])
 
 
 def checkpoints(data: PageData) -> Markup:

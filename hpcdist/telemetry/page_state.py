@@ -146,9 +146,9 @@ def _jobs(path: Path) -> list[Job]:
     for line in text_of(path).splitlines():
         row = values_of(line)
         if isinstance(row, dict):
-            known = [row.pop(name, None) for name in ("time", "event", "job")]
-            if all(isinstance(each, str) for each in known):
-                found.append(Job(*known, row))  # type: ignore[arg-type]
+            known = [each for name in ("time", "event", "job") if isinstance(each := row.pop(name, None), str)]
+            if len(known) == 3:
+                found.append(Job(known[0], known[1], known[2], row))
     return found
 
 

@@ -64,6 +64,8 @@ th, td { padding: 4px 18px 4px 0; vertical-align: top }
 td { border-bottom: 1px solid var(--grid); overflow-wrap: anywhere }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 dl { margin: 8px 0; display: grid; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)); gap: 2px 28px }
+header dl { grid-template-columns: repeat(auto-fill, minmax(185px, 1fr)) }
+.charts + h3, .scroll + h3 { margin-top: 22px }
 dl > div { min-width: 0 } dt { color: var(--muted); font-size: 13px } dd { margin: 0 0 6px; overflow-wrap: anywhere }
 pre { background: var(--panel); border-radius: 6px; padding: 12px 14px; white-space: pre-wrap;
   overflow-wrap: anywhere;

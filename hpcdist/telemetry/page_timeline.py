@@ -12,6 +12,8 @@ import numpy as np
 from hpcdist.comm import spanfile
 from hpcdist.comm.spanfile import RankSpans, Span
 from hpcdist.errors import StorageError
+from hpcdist.telemetry import clocks
+from hpcdist.telemetry.timebase import HostClock
 
 RANKS: Final = 32  # that a picture can show
 SPANS: Final = 3000  # of all ranks together, the longest
@@ -56,11 +58,11 @@ class Timeline:
         return found
 
 
-def read(run_dir: Path, slowest: int | None = None) -> Timeline:
+def read(run_dir: Path, metrics_path: Path | None = None, slowest: int | None = None) -> Timeline:
     """Return a step of the run: the one of median length among the last that all ranks have.
 
     At most `RANKS` ranks are read, spread evenly, rank 0, the last and the ``slowest`` among them. Damaged files are
-    left out.
+    left out. ``metrics_path`` has what is known of the nodes' clocks.
     """
     paths = {number: path for path in (run_dir / "recorder").glob("rank-*.spans") if (number := _number(path)) >= 0}
     if not paths:
@@ -78,9 +80,10 @@ def read(run_dir: Path, slowest: int | None = None) -> Timeline:
     step = _typical(ranks)
     if step is None:
         return Timeline(world=newest.world, reason=NO_STEP)
-    lanes, clocks = _lanes(ranks, step)
+    offsets, worth = _offsets(ranks, step, metrics_path)
+    lanes = _lanes(ranks, step, offsets)
     kept, left_out = _longest(lanes)
-    return Timeline(step, kept, newest.world, clocks, left_out, "")
+    return Timeline(step, kept, newest.world, worth, left_out, "")
 
 
 def chosen(numbers: Sequence[int], slowest: int | None, most: int = RANKS) -> list[int]:
@@ -124,12 +127,30 @@ def _typical(ranks: Sequence[RankSpans]) -> int | None:
     return max(number for number in last if lasts[number] == middle)
 
 
-def _lanes(ranks: Sequence[RankSpans], step: int) -> tuple[list[Lane], str]:
-    """Return the lanes of a step on one clock, and what is known of that."""
+def _offsets(ranks: Sequence[RankSpans], step: int, metrics_path: Path | None) -> tuple[dict[int, int], str]:
+    """Return what to add to the clock of each rank in ``step`` for a common one, and what that is worth."""
     boots = {rank.boot_id or rank.host for rank in ranks}
-    # Ranks of one kernel share the monotonic clock; for others their wall clocks must do.
-    offset = {rank.rank: 0 if len(boots) == 1 else rank.wall_ns - rank.monotonic_ns for rank in ranks}
-    clocks = "" if len(boots) == 1 else "the nodes' wall clocks, which may differ by some milliseconds"
+    if len(boots) == 1:  # one kernel, one clock
+        return {rank.rank: 0 for rank in ranks}, ""
+    sessions = clocks.read(metrics_path) if metrics_path is not None else ()
+    last = sessions[-1].hosts if sessions else None
+    if last is not None and all(
+        rank.rank < len(last.of_rank) and last.boots[last.of_rank[rank.rank]] == rank.boot_id for rank in ranks
+    ):
+        found, bounds = {}, [0]
+        for rank in ranks:
+            host = last.of_rank[rank.rank]
+            clock = HostClock([one for one in sessions[-1].readings if one.host == host])
+            begin = _steps(rank)[step].begin_ns
+            found[rank.rank] = clock.reference_ns(begin) - begin
+            bounds.append(clock.bound_ns(begin) or 0)
+        return found, f"clocks that were compared with messages, to within {max(bounds) / 1e6:.3g} ms"
+    found = {rank.rank: rank.wall_ns - rank.monotonic_ns for rank in ranks}
+    return found, "the nodes' wall clocks, which may differ by some milliseconds"
+
+
+def _lanes(ranks: Sequence[RankSpans], step: int, offset: Mapping[int, int]) -> list[Lane]:
+    """Return the lanes of a step on one clock."""
     steps = {rank.rank: _steps(rank)[step] for rank in ranks}
     origin = min(steps[rank].begin_ns + offset[rank] for rank in steps)
     lanes = []
@@ -141,7 +162,7 @@ def _lanes(ranks: Sequence[RankSpans], step: int) -> tuple[list[Lane], str]:
             if span.phase != "step" and span.end_ns > own.begin_ns and span.begin_ns < own.end_ns
         ]
         lanes.append(Lane(rank.rank, rank.host, (own.begin_ns + shift) / 1e9, (own.end_ns + shift) / 1e9, spans))
-    return lanes, clocks
+    return lanes
 
 
 def _longest(lanes: Sequence[Lane]) -> tuple[list[Lane], int]:

@@ -1,0 +1,101 @@
+"""What ``hpcdist report --html`` puts together: the page of a run, its recipe, checkpoints and a text sample."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
+
+if TYPE_CHECKING:
+    from hpcdist.telemetry.page_data import Beside, Checkpoint, Sample, Setting
+
+SAMPLE_TOKENS: Final = 600
+SAMPLE_S: Final = 60.0  # a large model on a login node is left in the middle of its sentence
+MOST_BYTES: Final = 4 << 30  # of parameters that are loaded for a sample
+CHECKPOINTS: Final = 1000
+
+
+def write(run_dir: Path, file: Path, *, sample: bool, prompt: str) -> None:
+    """Write the page of the run in ``run_dir`` into ``file``; with a ``sample`` that begins with ``prompt``."""
+    from hpcdist.telemetry import page, page_draw
+
+    page_draw.needed()  # before a minute goes into a sample
+    page.write(run_dir, file, beside(run_dir, sample=sample, prompt=prompt))
+
+
+def beside(run_dir: Path, *, sample: bool, prompt: str) -> "Beside":
+    """Return what recipe, checkpoints and model have to say of the run; each with the reason where it has nothing."""
+    from hpcdist.telemetry.page_data import NO_CHECKPOINT, NOT_ASKED, Beside, Sample
+
+    settings, why_no_settings, steps = _settings(run_dir)
+    checkpoints, why_no_checkpoints = _checkpoints(run_dir)
+    return Beside(
+        settings=settings,
+        settings_reason=why_no_settings,
+        planned_steps=steps,
+        checkpoints=checkpoints,
+        checkpoints_reason=why_no_checkpoints or NO_CHECKPOINT,
+        sample=_sample(run_dir, checkpoints, prompt) if sample else Sample(reason=NOT_ASKED),
+    )
+
+
+def _settings(run_dir: Path) -> "tuple[list[Setting], str, int | None]":
+    """Return the keys of the recipe, why there are none, and the steps it asks for."""
+    from hpcdist.telemetry.page_data import Setting
+    from hpcdist.training import recipe as recipes
+
+    path = run_dir / "recipe.toml"
+    if not path.is_file():
+        return [], f"The directory has no {path.name}.", None
+    try:
+        found = recipes.flat(recipes.load_stored(path))
+    except ConfigurationError as error:
+        return [], f"The recipe cannot be read: {error}", None
+    known = recipes.defaults()
+    rows = [Setting(key, recipes.toml(value), recipes.toml(known[key])) for key, value in found.items()]
+    return rows, "", int(found["run.steps"])
+
+
+def _checkpoints(run_dir: Path) -> "tuple[list[Checkpoint], str]":
+    from hpcdist.checkpoint import catalogue
+    from hpcdist.telemetry.page_data import Checkpoint
+
+    try:
+        found = catalogue.listed(run_dir)[:CHECKPOINTS]
+    except StorageError:
+        return [], ""  # there are none
+    except OSError as error:
+        return [], f"the checkpoints cannot be read: {error.strerror or error}"
+    return [Checkpoint(c.path.name, c.step, c.state, c.written_utc, c.nbytes, c.reason) for c in found], ""
+
+
+def _sample(run_dir: Path, checkpoints: "list[Checkpoint]", prompt: str) -> "Sample":
+    """Return text from the newest checkpoint, or why there is none. Another process draws it, for a minute at most."""
+    from hpcdist.checkpoint import catalogue
+    from hpcdist.telemetry.page_data import NO_CHECKPOINT, Sample
+
+    if not any(one.state == catalogue.COMPLETE for one in checkpoints):
+        return Sample(reason=NO_CHECKPOINT if not checkpoints else "none of the checkpoints is complete")
+    try:
+        newest = catalogue.look(catalogue.choose(run_dir))
+        assert newest.manifest is not None
+        nbytes = sum(tensor.nbytes for tensor in catalogue.tensors(newest.manifest, (catalogue.PARAMETERS,)))
+    except HpcdistError as error:
+        return Sample(reason=str(error))
+    if nbytes > MOST_BYTES:
+        return Sample(
+            reason=f"the parameters take {nbytes / 2**30:.1f} GiB; hpcdist sample {run_dir} where there is room"
+        )
+    words = [f"--prompt={prompt}", f"--tokens={SAMPLE_TOKENS}", "--", str(run_dir)]
+    line = [sys.executable, "-P", "-m", "hpcdist", "sample", *words]
+    try:
+        done = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, timeout=SAMPLE_S, check=False)
+        text, said, code = done.stdout, done.stderr, done.returncode
+    except subprocess.TimeoutExpired as error:
+        text, said, code = error.stdout or b"", b"it took longer than a minute", 0
+    drawn = text.decode(errors="replace")
+    if code or len(drawn) <= len(prompt) + 1:
+        lines = said.decode(errors="replace").strip().splitlines()
+        return Sample(reason=(lines[-1].removeprefix("Error: ") if lines else f"exit code {code}"))
+    return Sample(text=drawn.rstrip("\n"), prompt=prompt, reason="")
