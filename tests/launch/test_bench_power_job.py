@@ -1,0 +1,151 @@
+"""Sweeps over power limits of real trainings, under a stand-in for the NVIDIA driver: its GPUs draw what they may."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.bench import power_report, results
+
+LIMIT_S = 300
+FOUND_W, FREE_W, POWER_W = 700, 600, (300, 30)
+RECIPE = """
+model = {layers = 1, hidden = 32, heads = 2}
+data = {path = "text.txt", context = 16}
+run = {steps = 40, global_batch = 6, validation_samples = 8}
+energy = {interval_s = 0.01, powercap = "nowhere"}
+"""
+
+pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, rng: np.random.Generator) -> Path:
+    """A directory with a recipe and three GPUs, which draw 600 W and may draw 700."""
+    (tmp_path / "text.txt").write_bytes(rng.integers(97, 105, 20_000).astype(np.uint8).tobytes())
+    (tmp_path / "r.toml").write_text(RECIPE)
+    limits = f"limits=20000:{FOUND_W}000:{FOUND_W}000 clocks=345:1980"
+    rows = [f"GPU-{n:02d} 0:{n}:0 H200 0 power:{FREE_W}000:10 {limits}\n" for n in range(3)]
+    (tmp_path / "gpus").write_text("".join(rows))
+    return tmp_path
+
+
+@pytest.fixture
+def environment(folder: Path, nvml_stub: Path) -> dict[str, str]:
+    """The trials hold the last two GPUs, named in another order."""
+    path = os.pathsep.join(filter(None, [str(nvml_stub), os.environ.get("LD_LIBRARY_PATH", "")]))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+    added = {"LD_LIBRARY_PATH": path, "NVML_STUB": str(folder / "gpus"), "XDG_STATE_HOME": str(folder / "state")}
+    return kept | added | {"CUDA_VISIBLE_DEVICES": "2,1"}
+
+
+def line(folder: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "hpcdist", "bench", "power", *arguments, "-o", str(folder / "power.h5")]
+
+
+def hpcdist(folder: Path, environment: dict[str, str], *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        line(folder, *arguments),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        cwd=folder,
+    )
+
+
+def in_force(folder: Path) -> dict[str, int]:
+    """Return the power limits that were set, in W, by UUID."""
+    path = folder / "gpus.set"
+    rows = [row.split() for row in path.read_text().splitlines()] if path.exists() else []
+    return {row[0]: int(row[1]) // 1000 for row in rows}
+
+
+def test_two_limits_and_none(folder: Path, environment: dict[str, str]) -> None:
+    limits = ",".join(map(str, POWER_W))
+    asked = ("r.toml", "-n", "2", "--limits", limits, "--repeats", "1", "--no-warmup", "--objective", "energy")
+    refused = hpcdist(folder, environment, *asked)
+    assert refused.returncode == 2 and "nothing was changed: add --change-limits" in refused.stderr
+    assert not in_force(folder) and not (folder / "power.h5").exists()
+
+    done = hpcdist(folder, environment, *asked, "--change-limits", "--plot", "plot.svg", "--json")
+    assert done.returncode == 0, done.stderr
+    assert in_force(folder) == {"GPU-01": FOUND_W, "GPU-02": FOUND_W}, "those of the job, and put back"
+    assert not list((folder / "state").rglob("*.json")) and (folder / "plot.svg").stat().st_size > 5000
+
+    found = json.loads(done.stdout.splitlines()[-1])
+    choice = found["recommendation"]
+    assert choice["name"] == "30 W" and choice["reference"] == "as found" and "less energy" in choice["reason"]
+    assert any("energy is that of gpu; not included: cpu" in note for note in found["notes"])
+
+    kept = results.read(folder / "power.h5")
+    assert kept.provenance["power_devices"] == "GPU-02 (H200), GPU-01 (H200)" and kept.provenance["git_commit"]
+    repeats = {one.name: one.repeats[0].summary for one in kept.configurations}
+    assert repeats.keys() == {"as found", "300 W", "30 W"}
+    for name, watts, shown in (("as found", FREE_W, FOUND_W), ("300 W", 300, 300), ("30 W", 30, 30)):
+        said = repeats[name]
+        assert said["power.limit_w"] == (None if name == "as found" else watts) and said["power.in_force_w"] == shown
+        assert said["power.mean_w"] == pytest.approx(2 * watts, rel=0.25), "what two GPUs draw"
+        assert said["power.training_j"] == pytest.approx(said["power.mean_w"] * said["power.training_s"])
+        assert said["power.j_per_token"] == pytest.approx(said["power.training_j"] / (40 * 6 * 16))
+        assert said["power.edp_js"] == pytest.approx(said["power.training_j"] * said["power.training_s"])
+        assert said["power.gpu_j"] == said["energy_j"] >= said["power.training_j"] and said["train_loss"] > 0
+    losses = [said["train_loss"] for said in repeats.values()]
+    assert max(losses) == pytest.approx(min(losses), rel=1e-6), "limits do not change what is computed"
+
+    again = hpcdist(folder, environment, *asked, "--change-limits")
+    assert again.returncode == 0 and "3 ok, 0 failed, 0 left" in again.stderr and "repeat" not in again.stderr
+    assert "recommended: 30 W: " in again.stdout and "of one repeat, whose noise nobody knows" in again.stdout
+    table = power_report.report(kept, "energy")
+    assert table.row("30 W").verdict != "dominated" and table.chosen.name == "30 W"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_however_a_sweep_ends_limits_come_back(
+    folder: Path, environment: dict[str, str], number: signal.Signals, code: int
+) -> None:
+    # With this seed the first trial is the one under 250 W.
+    asked = ("r.toml", "--limits", "250", "--change-limits", "--no-warmup", "--set", "run.steps=100000", "--seed", "2")
+    process = subprocess.Popen(
+        line(folder, *asked), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, cwd=folder
+    )
+    limit = time.monotonic() + LIMIT_S
+    while not (set(in_force(folder).values()) == {250} and list(folder.glob("power.h5.trial-*/run"))):
+        assert process.poll() is None and time.monotonic() < limit
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == code, said
+    if number == signal.SIGKILL:
+        assert in_force(folder) == {"GPU-01": 250, "GPU-02": 250}
+        refused = hpcdist(folder, environment, *asked)
+        assert refused.returncode == 69 and "put them back first: hpcdist bench power --restore" in refused.stderr
+        restored = subprocess.run(
+            [sys.executable, "-m", "hpcdist", "bench", "power", "--restore"],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env=environment,
+        )
+        assert restored.returncode == 0, restored.stderr
+        assert restored.stdout.count("700 W again (it was at 250 W)") == 2
+    assert in_force(folder) == {"GPU-01": FOUND_W, "GPU-02": FOUND_W}
+    assert not list((folder / "state").rglob("*.json"))
+
+
+def test_keys_need_no_permission(folder: Path, environment: dict[str, str]) -> None:
+    done = hpcdist(
+        folder, environment, "r.toml", "--sweep", "model.hidden=32,64", "--repeats", "1", "--no-warmup", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [row["name"] for row in found["configurations"]] == ["hidden=32", "hidden=64"]
+    assert all(row["j_per_token"]["value"] > 0 and row["in_force_w"] is None for row in found["configurations"])
+    assert found["recommendation"]["name"] in ("hidden=32", "hidden=64") and not in_force(folder)
