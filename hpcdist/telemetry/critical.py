@@ -87,7 +87,8 @@ class Gap:
 class Overlap:
     """Communication of one rank: ``hidden_ns`` beside its computation, ``exposed_ns`` during which it did nothing else.
 
-    Of the exposed part it waited ``waited_ns`` for other ranks, which had not come yet.
+    Of the exposed part it waited ``waited_ns`` for other ranks, which had not come yet. What is hidden is at most so
+    much: that a message has come is known when the rank looks, not when it came.
     """
 
     hidden_ns: int

@@ -16,6 +16,7 @@ from hpcdist.comm.spanfile import RankSpans, Span
 from hpcdist.errors import StorageError, UsageError
 
 NO_STEP: Final = -1
+_BOUNDARY_NS: Final = 1_000_000
 _BEHIND: Final = re.compile("(^|_)i(send|recv|allreduce|reduce_scatter|all_gather)$")
 
 
@@ -135,9 +136,7 @@ def log(spans: RankSpans | None, record: RankRecord | None) -> RankLog:
     """Return the log of a rank from one or both of its files (local)."""
     if spans is not None and record is not None and record.started_ns < spans.wall_ns - 3_600_000_000_000:
         record = None  # of an earlier start: both files are made together
-    steps = (
-        {} if spans is None else {one.step: (one.begin_ns, one.end_ns) for one in spans.spans if one.phase == "step"}
-    )
+    steps = {} if spans is None else _steps(spans.spans)
     calls: tuple[Call, ...] = ()
     covered, ended = 0, False
     if record is not None:
@@ -153,6 +152,25 @@ def log(spans: RankSpans | None, record: RankRecord | None) -> RankLog:
     own = tuple(one for one in spans.spans if one.phase != "step")
     wall = spans.wall_ns - spans.monotonic_ns
     return RankLog(spans.rank, spans.world, spans.boot_id, spans.host, wall, own, calls, steps, covered, ended)
+
+
+def _steps(spans: Sequence[Span]) -> dict[int, tuple[int, int]]:
+    """Return begin and end of each step; of one that was made twice, the second time.
+
+    One ends where the next begins, but the clock is read a little later than at the boundary, and so both are late.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    before = NO_STEP
+    for span in spans:
+        if span.phase != "step":
+            continue
+        begin, end = span.begin_ns, max(span.begin_ns, span.end_ns)
+        if before in found and before == span.step - 1 and abs(begin - found[before][1]) < _BOUNDARY_NS:
+            begin = max(found[before][0], min(begin, found[before][1]))
+            found[before] = found[before][0], begin
+        found[span.step] = begin, end
+        before = span.step
+    return found
 
 
 def _calls(record: RankRecord, steps: Mapping[int, tuple[int, int]]) -> tuple[Call, ...]:

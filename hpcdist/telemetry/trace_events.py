@@ -1,6 +1,6 @@
-"""A timeline in the format of Chrome and Perfetto: a process for each node, two threads and more for each rank.
+"""A timeline in the format of Chrome and Perfetto: a process for each node, two threads for each rank, or more.
 
-What a thread has must nest, so calls that go on beside each other go to further threads. Times in the file are
+What a thread has must nest, so calls that go on beside other things go to further threads. Times in the file are
 microseconds from the begin of the trace, to the nanosecond.
 """
 
@@ -18,8 +18,11 @@ from hpcdist.telemetry.ranklog import Call
 from hpcdist.telemetry.timeline import Timeline, hosts
 from hpcdist.telemetry.trace import Trace, clock_figures
 
-THREADS: Final = 1000  # of a rank: numbers of threads are rank * THREADS + n
-COMMUNICATES: Final = 500  # the first thread of calls; that of what the rank does is 0
+# Of a rank: numbers of threads are (rank + 1) * THREADS + n, n = 0 and so on for what it does, COMMUNICATES and so on
+# for its calls, BEHIND and so on for those that go on beside.
+THREADS: Final = 1000
+COMMUNICATES: Final = 200
+BEHIND: Final = 400
 SENDING: Final = "bytes being sent"
 # Names of the palette of chrome://tracing; Perfetto colours by name, so that an operation has one colour there, too.
 COLOURS: Final = {
@@ -72,17 +75,22 @@ def lanes(bars: Sequence[tuple[int, int]]) -> list[int]:
 def events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Yield the events of the file."""
     zero = timeline.begin_ns
-    processes = {rank: number for number, ranks in enumerate(hosts(timeline).values()) for rank in ranks}
+    processes = {rank: number for number, ranks in enumerate(hosts(timeline).values(), 1) for rank in ranks}
     threads: dict[int, int] = {}  # of a call, by its id
-    for number, ranks in enumerate(hosts(timeline).values()):
+    for number, ranks in enumerate(hosts(timeline).values(), 1):
         name = f"node {timeline.lines[ranks[0]].name}"
         yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
         for rank in ranks:
-            base = rank * THREADS
-            yield from _threads(_spans(timeline, rank), number, base, f"rank {rank} computes", zero, threads)
-            calls = _calls(timeline, rank)
-            yield from _threads(calls, number, base + COMMUNICATES, f"rank {rank} communicates", zero, threads)
+            base, calls = (rank + 1) * THREADS, timeline.lines[rank].calls
+            blocking, behind = ([one for one in calls if one.behind is wanted] for wanted in (False, True))
+            for first, label, rows in (
+                (0, "computes", _spans(timeline, rank)),
+                (COMMUNICATES, "communicates", _calls(blocking)),
+                (BEHIND, "has under way", _calls(behind)),
+            ):
+                if rows or first < BEHIND:
+                    yield from _threads(rows, number, base + first, f"rank {rank} {label}", zero, threads)
         yield from _sending(timeline, ranks, number, zero)
     yield from _arrows(timeline, processes, threads, zero)
 
@@ -121,9 +129,9 @@ def _spans(timeline: Timeline, rank: int) -> list[_Row]:
     return sorted(rows, key=lambda row: (row.begin_ns, -row.end_ns))
 
 
-def _calls(timeline: Timeline, rank: int) -> list[_Row]:
+def _calls(calls: Iterable[Call]) -> list[_Row]:
     rows = []
-    for call in timeline.lines[rank].calls:
+    for call in calls:
         args: dict[str, Any] = {"comm": call.comm, "number": call.sequence, "elements": call.count, "dtype": call.dtype}
         if call.sent_bytes >= 0:
             args["sent_bytes"] = call.sent_bytes

@@ -16,7 +16,9 @@ from hpcdist.telemetry.trace import Trace
 
 ROWS: Final = 64  # ranks in a picture: of more, those on the critical path and those that waited most are drawn
 COLOURS: Final = {
-    "compute": "#7fb2d6",
+    "forward": "#b9d6ea",
+    "backward": "#6ba3cf",
+    "compute": "#8fb8d4",
     "update": "#2f6690",
     "communication": "#f2a65a",
     "waits": "#fbe3cb",
@@ -26,7 +28,9 @@ COLOURS: Final = {
     "other": "#d9d9d9",
 }
 MEANINGS: Final = {
-    "compute": "forward and backward",
+    "forward": "forward",
+    "backward": "backward",
+    "compute": "computes",
     "update": "update",
     "communication": "communication",
     "waits": "waits for another rank",
@@ -114,7 +118,7 @@ def _bars(axes: Any, pieces: dict[int, Sequence[Piece]], rows: Sequence[int], ze
             if waited:
                 bars["waits", place].append((begin / scale, waited / scale))
             if piece.end_ns > piece.begin_ns + waited:
-                bars[piece.phase, place].append(
+                bars[_kind(piece), place].append(
                     ((begin + waited) / scale, (piece.end_ns - zero - begin - waited) / scale)
                 )
     for (kind, place), spans in bars.items():
@@ -122,6 +126,14 @@ def _bars(axes: Any, pieces: dict[int, Sequence[Piece]], rows: Sequence[int], ze
         axes.broken_barh(spans, (place - 0.38, 0.76), facecolor=COLOURS[kind], **edge)
     kinds = {kind for kind, _ in bars}
     return [kind for kind in COLOURS if kind in kinds]
+
+
+def _kind(piece: Piece) -> str:
+    """Return under which colour a piece goes."""
+    if piece.phase != "compute":
+        return piece.phase
+    first = piece.name.partition("_")[0].lower()
+    return first if first in ("forward", "backward") and " to " not in piece.name else "compute"
 
 
 def _path(axes: Any, links: Sequence[Link], rows: Sequence[int], zero: int, scale: float) -> None:

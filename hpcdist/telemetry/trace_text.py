@@ -54,7 +54,7 @@ def _communication(found: Mapping[str, Any]) -> list[str]:
     ranks = found["communication"]
     if not ranks:
         return []
-    lines = ["communication  hidden beside computing, exposed, of that waiting for others:"]
+    lines = ["communication  under way beside computing, exposed, of that waiting for others:"]
     rows = sorted(ranks.items(), key=lambda item: -item[1]["exposed_s"])
     for rank, one in rows[:SHOWN]:
         share = "" if one["hidden_share"] is None else f" ({_percent(one['hidden_share'])} hidden)"

@@ -223,10 +223,12 @@ def test_the_file(tmp_path, rng):
     assert {f"step {step}" for step in range(3, 8)} <= set(names)
     assert names.count("FORWARD") == names.count("allreduce") == 5 * len(made.ranks)
     threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert {f"rank {rank} {what}" for rank in range(4) for what in ("computes", "communicates")} <= threads
+    assert {
+        f"rank {rank} {what}" for rank in range(4) for what in ("computes", "communicates", "has under way")
+    } == threads
     processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert processes == {0: "node alpha", 1: "node beta"}
-    assert {event["pid"] for event in bars} == {0, 1}
+    assert processes == {1: "node alpha", 2: "node beta"}
+    assert {event["pid"] for event in bars} == {1, 2}
     about = told["otherData"]
     assert about["hpcdist"] == "1.2.3" and about["steps"] == [3, 4, 5, 6, 7] and len(about["clocks"]) == 2
     colours = {(event["cat"], event["cname"]) for event in bars}
@@ -276,7 +278,7 @@ def test_ranks_and_steps_are_chosen(tmp_path, rng):
     assert {call.rank for line in found.timeline.lines.values() for call in line.calls} == {1, 3}
     assert any(by in (0, 2) for _, by in found.waits), "also who is not shown was waited for"
     check_events = list(trace_events.events(found.timeline))
-    assert {event["tid"] // 1000 for event in check_events if event["ph"] == "X"} == {1, 3}
+    assert {event["tid"] // 1000 - 1 for event in check_events if event["ph"] == "X"} == {1, 3}
     assert len(trace.collect(tmp_path, range(20, 90)).timeline.steps) == 5
     with pytest.raises(UsageError, match="no step from 70 to 80"):
         trace.collect(tmp_path, range(70, 81))
