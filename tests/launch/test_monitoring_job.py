@@ -299,3 +299,26 @@ def test_what_cannot_begin_is_refused_before_the_first_step(text: Path, tmp_path
     assert "Traceback" not in done.stderr
     again = subprocess.run(line(text, out, steps=5), capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert again.returncode == 0, again.stderr  # it does not occupy the directory
+
+
+def test_a_profiler_sees_the_operations_of_every_rank(text: Path, tmp_path: Path) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
+    import nvtx_tool
+
+    keys = ("telemetry.nvtx=true", "checkpoint.every_steps=2")
+    variables = os.environ | nvtx_tool.environment(tmp_path)
+    started = line(text, tmp_path / "run", *keys, steps=4)
+    done = subprocess.run(
+        started, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=variables, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stderr
+    found = [rows for rows in nvtx_tool.ranges(tmp_path).values() if rows]
+    assert len(found) == 2  # ranks; all of their ranges were left
+    for rows in found:
+        names = [name for _, name in rows]
+        assert names.count("AGREE") == names.count("BACKWARD microbatch 0 unit 0") == 4
+        assert names.count("wait for data") >= 4
+        assert names.count("save") == 2
+        depths = [depth for depth, name in rows if name == "FORWARD microbatch 0 unit 0"]
+        inside = rows[names.index("validation")][0] + 1
+        assert depths[4:] == [inside] * len(depths[4:]) and len(depths) > 4  # after the steps, those of the validation

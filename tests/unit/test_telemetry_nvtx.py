@@ -1,8 +1,11 @@
 """Ranges for profilers nest, are balanced also when an operation raises, and cost nothing where nobody asked."""
 
+import os
+import subprocess
 import sys
 from types import ModuleType
 
+import nvtx_tool
 import pytest
 
 from hpcdist.errors import MissingCapabilityError
@@ -116,3 +119,28 @@ def test_the_real_package_takes_every_phase_without_a_tool():
         raise ArithmeticError
     with ranges("compute", "FORWARD"):  # it can be entered again
         pass
+
+
+def test_a_tool_sees_the_ranges(tmp_path):
+    code = """
+from hpcdist.strategies.schedule.operations import Kind, Operation
+from hpcdist.strategies.schedule.ranges import within
+from hpcdist.telemetry.nvtx import NvtxRanges
+ranges = NvtxRanges()
+
+def handler(op):
+    if op.kind is Kind.REDUCE:
+        raise ArithmeticError
+
+for step in range(2):
+    try:
+        with ranges("step", "step"):
+            within(ranges, "compute", handler)(Operation(Kind.FORWARD, 0, 3))
+            within(ranges, "communication", handler)(Operation(Kind.REDUCE))
+    except ArithmeticError:
+        pass
+"""
+    variables = os.environ | nvtx_tool.environment(tmp_path)
+    subprocess.run([sys.executable, "-c", code], env=variables, check=True, timeout=120)
+    (found,) = nvtx_tool.ranges(tmp_path).values()
+    assert found == [(0, "step"), (1, "FORWARD microbatch 0 unit 3"), (1, "REDUCE")] * 2
