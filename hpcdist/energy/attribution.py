@@ -164,9 +164,13 @@ class Attribution:
         for rank in self._ranks:
             rank.forget(min(bases, default=frontier))
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return name, kind and activities of each source, as plain values; see `told`."""
-        self._settle(True)
+    def rows(self, *, final: bool = True) -> list[dict[str, Any]]:
+        """Return name, kind and activities of each source, as plain values; see `told`.
+
+        ``final``: what waits for spans is used without them, as none will come.
+        """
+        if final:
+            self._settle(True)
         return [{"name": name, "kind": kind, "activities": told(sums)} for (name, kind), sums in self._sources.items()]
 
 

@@ -8,18 +8,28 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from hpcdist.arrays import device
 from hpcdist.checkpoint import manifest
 from hpcdist.comm.communicator import Communicator
-from hpcdist.energy.monitor import Monitor
+from hpcdist.energy import activities
+from hpcdist.energy.accounts import number
+from hpcdist.energy.attribution import Attribution, Counted
+from hpcdist.energy.monitor import Monitor, this_host
+from hpcdist.energy.parttime import Sensor, sensor_of
+from hpcdist.energy.sampler import Intervals
 from hpcdist.energy.store import NodeRows
 from hpcdist.errors import StorageError
+from hpcdist.training.energy_summary import described, energy_attributes, summary
 from hpcdist.training.recipe import Recipe
+
+__all__ = ["USAGE_FILE", "Energy", "described", "energy_attributes", "summary"]
 
 USAGE_FILE: Final = "usage.json"
 
@@ -27,30 +37,67 @@ USAGE_FILE: Final = "usage.json"
 class Energy:
     """What `Monitor` measures of a run, and the step after which it began. Construction is collective.
 
-    ``directory`` is that of the run, None where no record is kept.
+    ``directory`` is that of the run, None where no record is kept. ``spans`` returns what this rank did since it was
+    last called, as `comm.spans.Spans.drain`; without it, nobody knows what training consists of. ``host`` is for tests.
     """
 
     def __init__(
-        self, comm: Communicator, recipe: Recipe, resume_from: Path | None, directory: Path | None = None
+        self,
+        comm: Communicator,
+        recipe: Recipe,
+        resume_from: Path | None,
+        directory: Path | None = None,
+        spans: Callable[[], np.ndarray] | None = None,
+        host: str | None = None,
     ) -> None:
         on_gpu = recipe.run.device == "gpu"
         self.monitor = (
-            Monitor(comm, recipe.energy, bus_id=device.bus_id(), synchronise=device.synchronise)
+            Monitor(comm, recipe.energy, bus_id=device.bus_id(), synchronise=device.synchronise, host=host)
             if on_gpu
-            else Monitor(comm, recipe.energy)
+            else Monitor(comm, recipe.energy, host=host)
         )
+        self._comm, self._recipe = comm, recipe
+        self._spans = spans
+        self._node: Communicator | None = None
+        self._attribution: Attribution | None = None
         self._since_step = 0
+        self._before: dict[str, Any] | None = None  # the activities of earlier starts, as of `activities.state`
+        self._before_j: float | None = 0.0  # the joules of training in these
         if resume_from is not None:
             scalars = manifest.load(resume_from).scalars
             # A checkpoint of an earlier version has none: then joules are those of the steps from here on.
-            kept = _usable(scalars.get("energy")) or {"since_step": scalars["steps"], "joules": None}
-            self._since_step = kept["since_step"]
-            self.monitor.restore(kept["joules"])
-        self._comm, self._path = comm, None if directory is None else directory / USAGE_FILE
+            self._restore(_usable(scalars.get("energy")) or {"since_step": scalars["steps"], "joules": None})
+        self._path = None if directory is None else directory / USAGE_FILE
         noted = comm.broadcast_object(_noted(self._path) if self._path is not None and comm.rank == 0 else None)
         if noted is not None:  # later than the checkpoint
-            self._since_step = noted["since_step"]
-            self.monitor.restore(noted["joules"])
+            self._restore(noted)
+        if spans is not None and self.monitor.measures:
+            self._attend(this_host() if host is None else host)
+
+    def _restore(self, kept: Mapping[str, Any]) -> None:
+        self._since_step = kept["since_step"]
+        self.monitor.restore(kept["joules"])
+        self._before, self._before_j = None, 0.0
+        if kept["joules"] is not None:
+            self._before = kept.get("activities") or {}
+            self._before_j = _training_j(kept["joules"])
+
+    def _attend(self, host: str) -> None:
+        """Let the first rank of each host, which has the counters, be told what the others do. Collective."""
+        hosts = self._comm.allgather_object(host)
+        self._node = self._comm.split(list(dict.fromkeys(hosts)).index(host), self._comm.rank, "energy of a node")
+        if self._node is not None and self._node.rank == 0:
+            self._attribution = Attribution(self._sensor)
+
+    def _sensor(self, name: str, kind: str) -> Sensor:
+        """Return the sensor behind a source of this node."""
+        track = next(track for track in self.monitor.sampler.tracks if (track.name, track.kind) == (name, kind))
+        if kind != "gpu":
+            return Sensor(0.1, 0.1).paced(track.pace.update_s)
+        known = sensor_of(track.about.model, track.about.power_field if "integrated" in track.about.note else "")
+        window_s = self._recipe.energy.sensor_window_s
+        paced = known.paced(track.pace.update_s)
+        return Sensor(paced.update_s, window_s, "energy.sensor_window_s") if window_s else paced
 
     def window(self, phase: str) -> AbstractContextManager[None]:
         """Count what is used inside as that of ``phase`` (local; every rank should call)."""
@@ -58,40 +105,103 @@ class Energy:
 
     def collect(self) -> list[NodeRows]:
         """Return samples and windows since the last call, on rank 0 of the world at the least. Collective."""
+        self._attribute()
         return self.monitor.collect()
+
+    def _attribute(self) -> None:
+        """Tell the first rank of the node what its ranks did. Collective over the node; the others send."""
+        if self._node is None or self._spans is None:
+            return
+        own = np.ascontiguousarray(self._spans(), np.int64).reshape(-1)  # three numbers for each span
+        counts = self._node.allgather_object(len(own))
+        if self._node.rank:
+            if len(own):
+                self._node.send(own, 0)
+            return
+        ranks = [own.reshape(-1, 3)]
+        for peer, count in enumerate(counts[1:], start=1):
+            told = np.empty(count, np.int64)
+            if count:
+                self._node.recv(told, peer)
+            ranks.append(told.reshape(-1, 3))
+        if self._attribution is not None:
+            self._attribution.add(ranks, [_counted(one) for one in self.monitor.intervals()])
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps. Collective."""
-        return {"since_step": self._since_step, "joules": self.monitor.state()}
+        joules = self.monitor.state()
+        return {
+            "since_step": self._since_step,
+            "joules": joules,
+            "activities": activities.state(self._activities(joules, final=False)),
+        }
+
+    def _activities(self, joules: Mapping[str, Any], *, final: bool) -> dict[str, Any]:
+        """Return what training consists of, over all starts; see `activities.of_job`. Collective."""
+        own = [] if self._attribution is None else self._attribution.rows(final=final)
+        everywhere = [row for rows in self._comm.allgather_object(own) for row in rows]
+        now_j = _training_j(joules)
+        if now_j is None or self._before_j is None:
+            reason = joules["reason"] or "the energy of training is not known"
+            return activities.of_job(everywhere, list(joules["by_kind"]), math.nan, reason, self._before)
+        return activities.of_job(everywhere, list(joules["by_kind"]), now_j - self._before_j, None, self._before)
 
     def note(self) -> dict[str, Any]:
         """Renew the record of what has been used so far, and return it. Collective; raises StorageError on rank 0."""
         state = self.state()
         if self._path is None or self._comm.rank:
             return state
-        text = json.dumps(state)
         new = self._path.with_suffix(".tmp")
         try:
-            new.write_text(text, encoding="utf-8")
+            new.write_text(json.dumps(state), encoding="utf-8")
             os.replace(new, self._path)
         except OSError as error:
             raise StorageError(f"{self._path} cannot be written: {error.strerror}") from error
         return state
 
-    def figures(self, steps: int) -> dict[str, Any]:
+    def figures(self, steps: int, tokens_per_sample: float | None = None) -> dict[str, Any]:
         """Return what the summary of a run of ``steps`` steps says, as JSON values. Collective.
 
         ``j_per_step`` is training without checkpoints and validation, over the steps of the run: those that a killed
-        start made after its last checkpoint, and another one made again, are paid twice and count once.
+        start made after its last checkpoint, and another one made again, are paid twice and count once. The same holds
+        for samples, and for tokens, of which each sample has ``tokens_per_sample`` (None: it has none).
         """
-        return summary(self.monitor.report(), steps - self._since_step)
+        report = self.monitor.report()
+        told = self._activities({**report, **_plain(report)}, final=True)
+        batches = self._recipe.run.batches
+        samples = batches.samples_before(steps) - batches.samples_before(self._since_step)
+        tokens = math.nan if tokens_per_sample is None else samples * tokens_per_sample
+        return summary(report, steps - self._since_step, samples, tokens, told=told, config=self._recipe.energy)
+
+
+def _training_j(joules: Mapping[str, Any]) -> float | None:
+    """Return the joules of training of a `report.state`: 0 where there was none, None where they are not known."""
+    found: float | None = joules["phases"].get("training", {"joules": 0.0})["joules"]
+    return found
+
+
+def _plain(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the phases of a report as a state has them."""
+    return {"phases": {name: {"joules": number(phase["joules"])} for name, phase in report["phases"].items()}}
+
+
+def _counted(source: Intervals) -> Counted:
+    """Return the samples of a source, without what was used in gaps, of which nobody knows how much it was."""
+    used = np.diff(source.energy_mj, prepend=source.energy_mj[:1])
+    used[1:][~source.known] = 0
+    return Counted(source.name, source.kind, source.times_ns, source.energy_mj[:1] + np.cumsum(used))
 
 
 def _usable(found: Any) -> dict[str, Any] | None:
-    """Return what `Energy.state` once returned, as it was read; None where it is something else."""
+    """Return what `Energy.state` once returned, as it was read; None where it is something else.
+
+    Earlier versions kept no activities.
+    """
     if not isinstance(found, dict):
         return None
     kept = {name: found.get(name) for name in ("since_step", "joules")}
+    told = found.get("activities")
+    kept["activities"] = told if isinstance(told, dict) else {}
     return kept if isinstance(kept["since_step"], int) and isinstance(kept["joules"], dict) else None
 
 
@@ -107,48 +217,3 @@ def _noted(path: Path) -> dict[str, Any] | None:
         pass
     print(f"hpcdist: {path} cannot be read: energy and time count from the checkpoint", file=sys.stderr, flush=True)
     return None
-
-
-def summary(report: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """Return the figures of a `report` over ``steps`` steps; what is not known is None, with the reason beside it."""
-    phases = report["phases"]
-    training = phases.get("training", {"joules": math.nan})["joules"]
-    return {
-        "energy_j": _number(report["energy_j"]),
-        "energy_reason": report["reason"],
-        "energy_j_by_phase": {name: _number(phase["joules"]) for name, phase in phases.items()},
-        "energy_reason_by_phase": {name: phase["reason"] for name, phase in phases.items() if phase["reason"]},
-        "seconds_by_phase": {name: phase["seconds"] for name, phase in phases.items()},
-        "energy_j_by_kind": {kind: _number(joules) for kind, joules in report["by_kind"].items()},
-        "energy_not_included": report["not_included"],
-        "energy_sources": [
-            {**source, "joules": _number(source["joules"]), "update_s": _number(source["update_s"])}
-            for source in report["sources"]
-        ],
-        "j_per_step": _number(training / steps) if steps > 0 else None,
-    }
-
-
-def energy_attributes(figures: Mapping[str, Any]) -> dict[str, float | str]:
-    """Return what the metrics file says of the figures of a run; NaN is not known."""
-    found = {name: math.nan if figures[name] is None else figures[name] for name in ("energy_j", "j_per_step")}
-    return found | {"energy_reason": figures["energy_reason"] or ""}
-
-
-def described(figures: Mapping[str, Any]) -> str:
-    """Return the line that a person reads."""
-    if figures["energy_j"] is None:
-        reason, _, details = figures["energy_reason"].partition(": ")
-        return f"energy not measured: {reason}{' (see `hpcdist energy sources`)' if details else ''}"
-    kinds = " + ".join(figures["energy_j_by_kind"])
-    phases = ", ".join(
-        f"{name} {'unknown' if joules is None else format(joules, '.1f')}"
-        for name, joules in figures["energy_j_by_phase"].items()
-    )
-    step = "" if figures["j_per_step"] is None else f"; {figures['j_per_step']:.3g} J a step"
-    return f"energy {figures['energy_j']:.1f} J of {kinds} ({phases}){step}"
-
-
-def _number(value: float) -> float | None:
-    """NaN is not JSON: what is not known is null."""
-    return None if math.isnan(value) else value

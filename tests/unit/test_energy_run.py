@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import numpy as np
 import pytest
@@ -9,12 +10,21 @@ import pytest
 from hpcdist.arrays import device
 from hpcdist.checkpoint.save import save
 from hpcdist.comm.solo import solo
+from hpcdist.comm.spanfile import PHASES
+from hpcdist.comm.threads import run_threads
+from hpcdist.energy import activities
+from hpcdist.energy.config import EnergyConfig
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
 from hpcdist.telemetry.report import report as run_report
 from hpcdist.telemetry.report import text
 from hpcdist.training import energy
 from hpcdist.training.energy import Energy, described, energy_attributes, summary
 from hpcdist.training.recipe import load
+
+
+def rows(**joules):
+    phases = {name: {"joules": j, "error_j": 0.1 * j, "seconds": 1.0, "reason": None} for name, j in joules.items()}
+    return [{"name": "a", "kind": "gpu", "activities": phases}]
 
 
 def report(**changes):
@@ -24,7 +34,7 @@ def report(**changes):
     }
     source = {"node": 0, "name": "a", "kind": "gpu", "joules": 91.0, "update_s": 0.1, "failed_reads": 0}
     full = {"energy_j": 91.0, "reason": None, "by_kind": {"gpu": 91.0}, "phases": phases, "not_included": ["cpu: no"]}
-    return full | {"sources": [source]} | changes
+    return full | {"sources": [source], "parts": {}, "label": "", "sampler_share": math.nan} | changes
 
 
 def test_figures_are_json_and_nothing_is_zero_that_was_not_measured():
@@ -34,13 +44,37 @@ def test_figures_are_json_and_nothing_is_zero_that_was_not_measured():
     assert figures["energy_j_by_phase"] == {"training": 90.0, "checkpoint": None}
     assert figures["energy_reason_by_phase"] == {"checkpoint": "too short"}
     assert described(figures) == "energy 91.0 J of gpu (training 90.0, checkpoint unknown); 3 J a step"
-    assert energy_attributes(figures) == {"energy_j": 91.0, "j_per_step": 3.0, "energy_reason": ""}
+    found = energy_attributes(figures)
+    assert (found["energy_j"], found["j_per_step"], found["energy_reason"], found["energy_label"]) == (
+        91.0,
+        3.0,
+        "",
+        "",
+    )
+
+
+def test_what_a_joule_costs_is_said_with_its_source():
+    told = activities.of_job(rows(compute=3.0, communication=1.0), ["gpu"], 90.0, None)
+    config = EnergyConfig(
+        pue=1.2, carbon_g_per_kwh=360, carbon_source="operator", carbon_date="2025", price_per_kwh=0.25, currency="EUR"
+    )
+    figures = summary(report(energy_j=3.6e6), 30, 120, 1200, told=told, config=config)
+    assert json.loads(json.dumps(figures, allow_nan=False)) == figures
+    assert (figures["j_per_sample"], figures["j_per_token"]) == (0.75, 0.075)
+    assert (figures["energy_kwh"], figures["facility_kwh"], figures["emissions_g"]) == (1, 1.2, pytest.approx(432))
+    assert figures["energy_j_by_activity"] == {"compute": 67.5, "communication": 22.5}
+    assert described(figures) == (
+        "energy 3600000.0 J of gpu (training 90.0, checkpoint unknown; training is compute 67.5, communication 22.5); "
+        "3 J a step; 432 gCO2e at PUE 1.2 (operator, 2025); 0.3 EUR of electricity"
+    )
+    modelled = summary(report(label="declared model, not measured"), 30)
+    assert described(modelled).startswith("energy (declared model, not measured) 91.0 J of gpu")
 
 
 def test_an_unmeasured_run_says_why():
     figures = summary(report(energy_j=math.nan, reason="nobody may read", by_kind={}, phases={}, sources=[]), 30)
     assert figures["energy_j"] is None and figures["j_per_step"] is None
-    assert described(figures) == "energy not measured: nobody may read"
+    assert described(figures) == "energy not measured: nobody may read; see `hpcdist energy sources`"
     found = energy_attributes(figures)
     assert math.isnan(found["energy_j"]) and found["energy_reason"] == "nobody may read"
 
@@ -54,10 +88,10 @@ def test_a_job_on_gpus_asks_for_the_one_it_computes_on_and_waits_for_it(monkeypa
     monkeypatch.setattr(device, "bus_id", lambda: "0000:1b:00.0")
     monkeypatch.setattr(energy, "Monitor", lambda comm, config, **options: asked.update(options))
     Energy(solo(), load(overrides=["run.device=gpu"], environment={}).recipe, None)
-    assert asked == {"bus_id": "0000:1b:00.0", "synchronise": device.synchronise}
+    assert asked == {"bus_id": "0000:1b:00.0", "synchronise": device.synchronise, "host": None}
     asked.clear()
     Energy(solo(), load(environment={}).recipe, None)
-    assert asked == {}
+    assert asked == {"host": None}
 
 
 @pytest.mark.parametrize("version", ["with", "without"])
@@ -98,3 +132,104 @@ def test_the_report_of_a_run_says_it_too(tmp_path, attributes, line):
     with MetricsWriter(tmp_path / "metrics.h5", 1, attributes=attributes) as writer:
         writer.append(step=1, loss=1.0, learning_rate=0.1, tokens=1, **row)
     assert line in text(run_report(tmp_path)).splitlines()
+
+
+class Package:
+    """A processor in a tree of RAPL, whose counter is turned by those who work on it."""
+
+    def __init__(self, root):
+        self.zone = root / "intel-rapl:0"
+        self.zone.mkdir(parents=True)
+        (self.zone / "name").write_text("package-0\n")
+        (self.zone / "max_energy_range_uj").write_text(f"{2**40}\n")
+        self.joules = 0.0
+        self.spend(0.0)
+
+    def spend(self, joules):
+        self.joules += joules
+        (self.zone / "new").write_text(f"{round(self.joules * 1e6)}\n")
+        (self.zone / "new").replace(self.zone / "energy_uj")
+
+
+def work(package, watts, seconds):
+    """Draw ``watts`` for at least so long; return the joules."""
+    begun = last = time.monotonic()
+    while last - begun < seconds:
+        time.sleep(0.002)
+        now = time.monotonic()
+        package.spend(watts * (now - last))
+        last = now
+    return watts * (last - begun)
+
+
+def train(energy, comm, package, spans, rng, seconds):
+    """Steps of a few hundredths of a second; the first rank of a node draws for all of them. Return the joules."""
+    joules, until = dict.fromkeys(("compute", "communication"), 0.0), time.monotonic() + seconds
+    while time.monotonic() < until:
+        for phase, watts in (("compute", 300.0), ("communication", 60.0)):
+            begun = time.monotonic_ns()
+            joules[phase] += work(package, watts, rng.uniform(0.005, 0.06))
+            spans.append((PHASES.index(phase), begun, time.monotonic_ns()))
+    return joules
+
+
+@pytest.fixture
+def packages(tmp_path):
+    return [Package(tmp_path / str(node)) for node in range(2)]
+
+
+def measured(packages, directory, seed, resume=None, seconds=2.0):
+    """Train on four ranks of two hosts, each host with a counter of its own; return figures and joules of ranks."""
+
+    def body(comm):
+        node, rng = comm.rank // 2, np.random.default_rng([seed, comm.rank // 2])
+        root = packages[node].zone.parent
+        overrides = ["energy.sources=rapl", f"energy.powercap={root}", "energy.interval_s=0.01", "run.global_batch=8"]
+        recipe = load(overrides=[*overrides, "energy.utilisation_s=0"], environment={}).recipe
+        spans = []
+
+        def drain():
+            taken = np.array(spans, np.int64).reshape(-1, 3)
+            spans.clear()
+            return taken
+
+        found = Energy(comm, recipe, resume, directory, drain, host=f"host {node}")
+        joules = {}
+        with found.monitor, found.window("training"):
+            for _ in range(2):
+                if comm.rank % 2 == 0:
+                    done = train(found, comm, packages[node], spans, rng, seconds / 2)
+                    joules = {name: joules.get(name, 0.0) + used for name, used in done.items()}
+                    told[node] = list(spans)
+                comm.barrier()
+                if comm.rank % 2:  # in step with the first rank of its node
+                    spans[:] = told[node]
+                found.collect()
+                found.note()
+        return found.figures(10, 4), joules
+
+    told = {}
+    return run_threads(4, body)
+
+
+def test_ranks_of_two_nodes_tell_what_training_consists_of(packages, tmp_path, rng):
+    seed = int(rng.integers(2**32))
+    ranks = measured(packages, tmp_path, seed)
+    figures = ranks[0][0]
+    assert all(found == figures for found, _ in ranks) and figures["energy_reason"] is None
+    used = {name: sum(joules.get(name, 0) for _, joules in ranks) for name in ("compute", "communication")}
+    told = figures["energy_j_by_activity"]
+    assert figures["energy_activity_reason"] is None
+    assert sum(told.values()) == pytest.approx(figures["energy_j_by_phase"]["training"])
+    for name, joules in used.items():
+        assert told[name] == pytest.approx(joules, abs=0.15 * figures["energy_j"])
+    assert figures["j_per_sample"] == pytest.approx(figures["j_per_step"] / 8)
+    assert figures["j_per_token"] == pytest.approx(figures["j_per_step"] / 32)
+    again, _ = measured(packages, tmp_path, seed, seconds=1.0)[0]
+    for name, joules in used.items():
+        assert again["energy_j_by_activity"][name] > 1.1 * joules
+    kept = json.loads((tmp_path / "usage.json").read_text())
+    del kept["activities"]  # as an earlier version wrote it
+    (tmp_path / "usage.json").write_text(json.dumps(kept))
+    older, _ = measured(packages, tmp_path, seed, seconds=0.5)[0]
+    assert older["energy_j"] > again["energy_j"] and "an earlier start" in older["energy_activity_reason"]
