@@ -71,10 +71,9 @@ def of_node(config: EnergyConfig, claims: Iterable[Claim], computing: bool) -> S
     claims = list(claims)
     ranks = Tally(uuid for claim in claims for uuid in claim.gpus)
     reasons = [claim.reason for claim in claims if claim.reason]
-    if ranks or computing:
-        found.needed.add("gpu")
-    if not ranks and not reasons:
-        found.unused.add("gpu")
+    if config.wants("nvml") or config.sources == "declared":  # else nobody asked for GPUs
+        found.needed |= {"gpu"} if ranks or computing else set()
+        found.unused |= set() if ranks or reasons else {"gpu"}
     no_gpu = reasons[0] if reasons else "" if ranks else NO_GPU
     _open(found, ranks)
     if config.sources == "declared":

@@ -9,7 +9,8 @@
     utilisation  how busy a node was: see `hpcdist.energy.utilisation`
     sampler      what reading cost, so far
 
-Files of earlier versions have sources, samples and windows only; what is appended to them adds the others.
+Where there is no source, there are only the last two. Files of earlier versions have sources, samples and windows
+only; what is appended to them adds the others.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -103,6 +104,8 @@ TABLES: Final = {
     "utilisation": UTILISATION,
     "sampler": SAMPLER,
 }
+_OF_NODES: Final = ("utilisation", "sampler")
+_OF_SOURCES: Final = tuple(name for name in TABLES if name not in _OF_NODES)
 
 
 @dataclass(frozen=True)
@@ -126,10 +129,11 @@ class NodeRows:
 
 def append(file: Any, session: int, nodes: Sequence[NodeRows]) -> None:
     """Append the rows of ``nodes`` to an open file (local). The sources of a session are written once."""
-    for name, columns in TABLES.items():
+    wanted = [*(_OF_SOURCES if any(node.sources for node in nodes) else ()), *_OF_NODES]
+    for name in wanted:
         if f"{GROUP}/{name}" not in file:
-            tables.create(file, f"{GROUP}/{name}", columns)
-    known = session in tables.read(file, f"{GROUP}/sources")["session"]
+            tables.create(file, f"{GROUP}/{name}", TABLES[name])
+    known = "sources" not in wanted or session in tables.read(file, f"{GROUP}/sources")["session"]
     for node in nodes:
         if not known:
             _extend(file, "sources", session, node.node, _sources(node))

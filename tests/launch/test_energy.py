@@ -88,6 +88,8 @@ def test_joules_in_the_summary_and_in_the_file(text: Path, tmp_path: Path, drive
         check=True,
     )
     assert f"energy     {found['energy_j']:,.1f} J, training " in figures.stdout
+    assert energy["about"]["ranks"].tolist() == [2, 2] and energy["about"]["model"].tolist() == [b"H200"] * 2
+    assert energy["sampler"]["busy_s"][-1] < energy["sampler"]["lasted_s"][-1]
     for source in range(2):
         series = samples["energy_mj"][samples["source"] == source]
         assert len(series) > 20 and (np.diff(series) >= 0).all()
@@ -117,5 +119,6 @@ def test_without_any_source_there_is_no_number_but_a_reason(text: Path, tmp_path
     assert "no source can be read" in found["energy_reason"] and "nowhere does not exist" in found["energy_reason"]
     assert found["energy_j_by_phase"] == {"training": None, "checkpoint": None, "validation": None}
     with h5py.File(out / "metrics.h5") as file:
-        assert "energy" not in file
+        assert set(file["energy"]) <= {"utilisation", "sampler"}, "how busy nodes were needs no source"
+        assert len(file["energy/sampler/busy_s"]) > 0
     assert not math.isnan(found["train_loss"])

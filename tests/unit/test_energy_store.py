@@ -1,5 +1,7 @@
 """Samples and windows in HDF5: whole numbers with units, over several starts of a run."""
 
+from dataclasses import replace
+
 import h5py
 import numpy as np
 
@@ -92,3 +94,18 @@ def test_a_file_of_an_earlier_version_goes_on(tmp_path):
         assert file["energy/about/session"][...].tolist() == [1, 1] and file["energy/powers/session"][...].tolist() == [
             1
         ]
+
+
+def test_without_a_source_there_are_no_tables_of_sources(tmp_path):
+    path = tmp_path / "metrics.h5"
+    node = rows(0, [(LARGE, 0, 1)])
+    empty = replace(node.drained, samples=node.drained.samples[:0], powers=node.drained.powers[:0])
+    bare = replace(node, sources=[], windows=[], drained=replace(empty, gaps=node.drained.gaps[:0]))
+    with files.edit(path, "hpcdist.metrics", 1) as file:
+        store.append(file, 0, [bare])
+    with h5py.File(path) as file:
+        assert sorted(file["energy"]) == ["sampler", "utilisation"] and len(file["energy/utilisation/cpu"]) == 1
+    with files.edit(path, "hpcdist.metrics", 1) as file:
+        store.append(file, 1, [node])
+    with h5py.File(path) as file:
+        assert sorted(file["energy"]) == sorted(store.TABLES) and len(file["energy/samples/energy_mj"]) == 1
