@@ -122,17 +122,22 @@ class MetricsWriter:
         if len(self._steps) >= FLUSH_ROWS or time.monotonic() - self._flushed >= self._flush_s:
             self.flush()
 
-    def flush(self) -> None:
-        """Bring all rows to the disk. After a failure the rows not yet written are gone and the file is as before."""
+    def flush(self, *appends: Callable[[Any, int], None]) -> None:
+        """Bring all rows to the disk. After a failure the rows not yet written are gone and the file is as before.
+
+        Each of ``appends`` adds what another service keeps, as in `include`, while the file is open.
+        """
         steps, self._steps = self._steps, []
         evaluations, self._evaluations = self._evaluations, []
         self._flushed = time.monotonic()
-        if steps or evaluations:
+        if steps or evaluations or appends:
             with files.edit(self.path, SCHEMA, VERSION) as file:
                 for name, columns, rows in (("steps", STEPS, steps), ("evaluations", EVALUATIONS, evaluations)):
                     if rows:
                         data = {c.name: np.array([row[c.name] for row in rows], c.dtype) for c in columns}
                         tables.extend(file, name, data)
+                for append in appends:
+                    append(file, self._session)
 
     def describe(self, **attributes: Any) -> None:
         """Set further root attributes: what was not yet known when the run began."""

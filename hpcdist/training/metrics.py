@@ -13,11 +13,11 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.energy import store
 from hpcdist.telemetry import clocks, loss_scales, observations, shares
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
-from hpcdist.telemetry.stream import Event
 from hpcdist.training.energy import Energy
 from hpcdist.training.streaming import Streaming
 
 EVERY_S: Final = 5.0  # a killed run loses the rows of so many seconds
+Append: TypeAlias = Callable[[Any, int], None]
 Common: TypeAlias = tuple[int, float, float, int]  # step, loss, learning rate, tokens
 
 
@@ -59,19 +59,17 @@ class Metrics:
     def flush(self) -> None:
         """Gather what all ranks have, write it and tell sinks. Raises StorageError on rank 0 when the disk is full."""
         self._gather()
-        if self._writer is not None:
-            self._writer.flush()
         nodes = self._energy.collect()
-        if self._writer is not None and nodes:
-            self._writer.include(lambda file, session: store.append(file, session, nodes))
         self._streaming.gather(self._energy.monitor, self._energy.note())
-        self._observe(self._streaming.publish())
+        if self._writer is not None:
+            self._publish(self._writer, *([lambda file, session: store.append(file, session, nodes)] if nodes else []))
         self._flushed = time.monotonic()
 
-    def _observe(self, events: Sequence[Event]) -> None:
-        """Write what was told to sinks and has no table of its own (rank 0 does)."""
-        if self._writer is not None and events:
-            self._writer.include(lambda file, session: observations.append(file, session, events))
+    def _publish(self, writer: MetricsWriter, *appends: Append) -> None:
+        """Tell the sinks what has come, and write it (rank 0)."""
+        events = self._streaming.publish()
+        kept = [lambda file, session: observations.append(file, session, events)] if events else []
+        writer.flush(*kept, *appends)
 
     def _gather(self) -> None:
         """Hand the rows of all ranks, which are of the same steps, to the writer. Collective."""
@@ -138,6 +136,7 @@ class Metrics:
         if self._writer is not None:
             self._writer.evaluation(steps, val_loss)
             self._writer.describe(val_loss=val_loss, **figures)
-            self._writer.flush()
             self._streaming.evaluated(steps, val_loss)
-            self._observe(self._streaming.close(normal=True))
+            self._streaming.end()
+            self._publish(self._writer)
+            self._streaming.close(normal=True)

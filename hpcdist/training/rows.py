@@ -65,8 +65,7 @@ class UnevenMetrics(Metrics):
             self._take(message)
         if self._overdue():
             self._write(self._writer)
-            self._writer.flush()
-            self._observe(self._streaming.publish())
+            self._publish(self._writer)
             self._flushed = time.monotonic()
 
     def _gather(self) -> None:

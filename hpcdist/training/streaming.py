@@ -59,6 +59,7 @@ class Streaming:
         self._before: dict[str, tuple[float, float]] = {}  # seconds and bytes by operation, at the last gather
         self._tokens, self._sent_bytes = 0, 0.0
         self._checkpoints = 0
+        self._scale = 1.0  # of the loss, when it was last told
         self._done = trainer.first_step
         self._saved_bytes = sum(session.comm.allgather_object(trainer.state_bytes()))
         self._stream: Stream | None = None
@@ -78,7 +79,7 @@ class Streaming:
             config = recipe.telemetry
             self._anomalies = Anomalies(loss_spike=config.loss_spike, throughput_drop=config.throughput_drop)
             self._tokens = recipe.run.batches.samples_before(self._done) * trainer.model.tokens_per_sample
-            known = {"world_ranks": run.world, "nodes": run.nodes, "strategy": run.strategy}
+            known: dict[str, float | str] = {"world_ranks": run.world, "nodes": run.nodes, "strategy": run.strategy}
             self._add("begin", self._done, known | {"start_timestamp_seconds": run.started_ns / 1e9})
 
     def _add(self, kind: str, step: int, values: Mapping[str, float | int | str], **more: Any) -> None:
@@ -93,11 +94,13 @@ class Streaming:
         self._made += 1
         if self._stream is not None:
             self._steps[step] = time.time_ns(), found.gradient_norm
+            figures = {"loss_scale": found.loss_scale} if found.loss_scale != self._scale else {}
+            self._scale = found.loss_scale
             if found.skipped:
                 self._skipped.add(step)
-            if found.skipped or found.loss_scale != 1.0:
-                skipped = {"skipped_steps_total": self._trainer.executor.loss_scale.skipped}
-                self._add("skipped", step, {"loss_scale": found.loss_scale} | (skipped if found.skipped else {}))
+                figures["skipped_steps_total"] = self._trainer.executor.loss_scale.skipped
+            if figures:
+                self._add("skipped", step, figures)
 
     def overlapped(self, exposed_s: float, total_s: float, hits: int, misses: int) -> None:
         """Take what went on beside the computation of a step on this rank."""
@@ -223,14 +226,16 @@ class Streaming:
         for anomaly in self._anomalies.of(row.step, row.tokens, figures, **special):
             self._say(anomaly.text)
             count = self._anomalies.counts[anomaly.kind]
-            values = {catalogue.key("anomalies_total", anomaly.kind): count, "text": anomaly.text}
-            self._add("anomaly", row.step, values, time_ns=row.time_ns)
+            values: dict[str, float | str] = {catalogue.key("anomalies_total", anomaly.kind): count}
+            self._add("anomaly", row.step, values | {"text": anomaly.text}, time_ns=row.time_ns)
 
-    def close(self, *, normal: bool) -> list[Event]:
-        """End the stream, once; ``normal``: as agreed by all ranks. Return what was published last."""
+    def end(self) -> None:
+        """Take that the run ended as all ranks agreed."""
         self._add("end", self._done, {})
-        events = self.publish()
+
+    def close(self, *, normal: bool) -> None:
+        """Publish what is left and end the stream, once; ``normal``: as all ranks agreed."""
+        self.publish()
         if self._stream is not None:
             self._stream.close(normal)
             self._stream = None
-        return events

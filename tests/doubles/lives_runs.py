@@ -23,7 +23,7 @@ LIMIT_S = 60.0
 class Quiet(Session):
     """A session of threads: no recorder, no watchdog, no process that could leave."""
 
-    def record(self, directory: Path, deadline_s: float) -> None:
+    def record(self, directory: Path, deadline_s: float, *, spans: bool = False) -> None:
         """Record nothing."""
 
     def stop_recording(self) -> None:
