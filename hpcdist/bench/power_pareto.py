@@ -167,7 +167,8 @@ def recommend(candidates: Sequence[Candidate], objective: str, max_slowdown: flo
     within = "" if max_slowdown is None else f" within {max_slowdown:g} x its time"
     what = CALLED[objective]
     if best is base:
-        return Recommendation(base.name, f"{base.name}: none has less {what}{within}{_once(base)}", base.name)
+        told = f"{base.name}: none has less {what}{within}{_rivals(base, allowed, objective)}{_once(base)}"
+        return Recommendation(base.name, told, base.name)
     gain = ratio(best, base, objective)
     energy, time = ratio(best, base, "energy"), ratio(best, base, "time")
     less, longer = changed(energy, "energy"), changed(time, "time")
@@ -183,7 +184,15 @@ def recommend(candidates: Sequence[Candidate], objective: str, max_slowdown: flo
             base.name,
         )
     why = "" if objective == "energy" else f" ({changed(gain, what)})"
-    return Recommendation(best.name, f"{best.name}: {against}{why}{_once(best)}", base.name, energy, time)
+    told = f"{best.name}: {against}{why}{_rivals(best, allowed, objective)}{_once(best)}"
+    return Recommendation(best.name, told, base.name, energy, time)
+
+
+def _rivals(best: Candidate, allowed: Sequence[Candidate], objective: str) -> str:
+    """Return the others that may be as good, for all that the repeats tell."""
+    pairs = [(one.name, ratio(best, one, objective)) for one in allowed if one is not best]
+    names = [name for name, found in pairs if not (math.isnan(found.high) or found.is_sure)]
+    return f"; the noise does not tell it from {', '.join(names)}" if names else ""
 
 
 def _once(candidate: Candidate) -> str:

@@ -127,7 +127,7 @@ def _bars(axes: Any, time: Interval, energy: Interval, scale: float, colour: str
         ecolor=colour,
         elinewidth=1.0,
         capsize=2.5,
-        alpha=0.7,
+        alpha=0.5,
         zorder=3,
     )
 

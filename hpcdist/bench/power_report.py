@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from hpcdist.arrays.sizes import counted
 from hpcdist.bench import power_pareto as pareto
 from hpcdist.bench.power import GROUP
 from hpcdist.bench.power_pareto import Candidate, Interval, Recommendation
@@ -97,7 +98,7 @@ def label(row: Row, rows: Sequence[Row]) -> str:
 
 
 def _label(name: str, ranks: int, among: Sequence[Row | Configuration]) -> str:
-    return f"{name} on {ranks} ranks" if len({one.ranks for one in among}) > 1 else name
+    return f"{name} on {counted(ranks, 'rank')}" if len({one.ranks for one in among}) > 1 else name
 
 
 def _good(configuration: Configuration) -> list[Repeat]:

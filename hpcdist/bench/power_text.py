@@ -85,14 +85,19 @@ def _columns(found: Report) -> list[tuple[str, list[str]]]:
 
 
 def _scaled(values: Sequence[Interval | None], unit: str) -> tuple[list[str], str]:
-    """Return values with half of their intervals, in the unit with the prefix that suits them."""
+    """Return values with half of their intervals in percent, in the unit with the prefix that suits them."""
     known = [value.value for value in values if value is not None]
     scale, prefix = next((pair for pair in _PREFIXES if known and max(known) >= pair[0]), _PREFIXES[-1])
-    shown = []
-    for value in values:
-        spread = "" if value is None or math.isnan(value.high) else f" +-{(value.high - value.low) / 2 / scale:.2g}"
-        shown.append(MISSING if value is None else f"{value.value / scale:.4g}{spread}")
-    return shown, prefix + unit
+    return [
+        MISSING if value is None else f"{value.value / scale:.4g}{_spread(value)}" for value in values
+    ], prefix + unit
+
+
+def _spread(value: Interval) -> str:
+    if math.isnan(value.high):
+        return ""
+    percent = (value.high - value.low) / 2 / value.value * 100
+    return " +-100 % or more" if percent >= 100 else f" +-{percent:.2g} %"
 
 
 def _shown(value: float | None, form: str, scale: float = 1.0) -> str:

@@ -119,6 +119,9 @@ def test_the_words_of_a_recommendation():
     assert power_pareto.recommend([base, low], "time").name == "as found"
     noisy = one("200 W", (1.2, 70.0), (1.2, 130.0), (1.2, 60.0))
     assert "within the noise of 3 repeats" in power_pareto.recommend([base, noisy], "energy").reason
+    near = one("240 W", (1.05, 81.0), (1.05, 83.0), (1.05, 81.0))
+    told = power_pareto.recommend([base, low, near], "energy").reason
+    assert told.startswith("240 W: 18.3 % less energy") and told.endswith("; the noise does not tell it from 250 W")
     once = power_pareto.recommend([one("as found", (1.0, 9.0), capped=False), one("1 W", (1.0, 6.0))], "energy")
     assert once.reason == (
         "1 W: 33.3 % less energy, the same time, against as found; of one repeat, whose noise nobody knows: --repeats 3"
