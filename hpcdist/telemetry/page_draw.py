@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hpcdist.errors import MissingCapabilityError
+from hpcdist.telemetry.page_markup import shown
 
 NARROW: Final = (6.2, 3.1)  # inches: half of the page,
 WIDE: Final = (12.6, 3.4)  # or all of it
@@ -135,7 +136,7 @@ def embedded(text: str, key: str) -> str:
     # A hundredth of a point is less than a pixel. What people read stays as it is.
     text = _PLACES.sub(lambda found: re.sub(r"(\d+\.\d{2})\d+", r"\1", found[0]), text)
     text = re.sub(r" transform=\"rotate\(-0 [^\"]*\"", "", text)
-    return re.sub(r"\s*\n\s*", " ", text).strip()
+    return shown(re.sub(r"\s*\n\s*", " ", text).strip())
 
 
 def _coloured(text: str) -> str:

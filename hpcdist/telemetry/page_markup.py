@@ -16,13 +16,15 @@ class Markup(str):
 
 
 def escaped(text: object) -> Markup:
-    """Return ``text`` so that it is nothing but text: `Markup` stays as it is.
-
-    Characters that no page may hold, and those that turn the direction of what follows, are shown as a sign.
-    """
+    """Return ``text`` so that it is nothing but text: `Markup` stays as it is."""
     if isinstance(text, Markup):
         return text
-    return Markup(html.escape(_CONTROL.sub("\ufffd", str(text)), quote=True))
+    return Markup(html.escape(shown(str(text)), quote=True))
+
+
+def shown(text: str) -> str:
+    """Return ``text`` with a sign in the place of characters that no page may hold, or that turn its direction."""
+    return _CONTROL.sub("\ufffd", text)
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from hpcdist.arrays.sizes import in_units
+from hpcdist.arrays.sizes import counted, in_units
 from hpcdist.telemetry import page_axes as common
 from hpcdist.telemetry.page_data import PageData, Setting
 from hpcdist.telemetry.page_draw import Chart
@@ -116,7 +116,7 @@ def configuration(data: PageData) -> Markup:
     same = [_row(one)[:2] for one in settings if one.value == one.default]
     found: list[object] = [tag("h3", f"Other than the defaults ({len(other)})")]
     found.append(table(("Key", "Value", "Default"), other) if other else tag("p", "Everything is the default."))
-    found.append(folded(f"The {len(same)} keys at their defaults", table(("Key", "Value"), same)))
+    found.append(folded(f"{counted(len(same), 'key')} as by default", table(("Key", "Value"), same)))
     return joined(found)
 
 

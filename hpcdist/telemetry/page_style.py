@@ -61,7 +61,7 @@ figcaption { color: var(--muted); font-size: 13px; max-width: 100ch }
 table { border-collapse: collapse; font-size: 13.5px; min-width: 40% }
 th { text-align: left; color: var(--muted); font-weight: 600; border-bottom: 1px solid var(--muted) }
 th, td { padding: 4px 18px 4px 0; vertical-align: top }
-td { border-bottom: 1px solid var(--grid); overflow-wrap: anywhere }
+td { border-bottom: 1px solid var(--grid); overflow-wrap: break-word; max-width: 70ch }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 dl { margin: 8px 0; display: grid; grid-template-columns: repeat(auto-fill, minmax(300px, 1fr)); gap: 2px 28px }
 header dl { grid-template-columns: repeat(auto-fill, minmax(185px, 1fr)) }
@@ -78,7 +78,8 @@ footer { color: var(--muted); font-size: 13px; margin: 44px auto 40px; padding-t
 @media (max-width: 860px) {
   main, header, footer { padding-left: 14px; padding-right: 14px }
   .charts { grid-template-columns: minmax(0, 1fr) }
-  .chart svg { min-width: 430px } figure.wide .chart svg { min-width: 760px }
+  .chart svg text { font-size: 9.5px !important } figure.wide .chart svg { min-width: 700px }
+  figure.wide .chart svg text { font-size: 9px !important }
   .figures { grid-template-columns: repeat(auto-fill, minmax(158px, 1fr)) }
   .state { margin-left: 0 } dl { grid-template-columns: minmax(0, 1fr) } }
 @media print {
