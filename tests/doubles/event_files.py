@@ -7,13 +7,18 @@ from typing import Any
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """Yield the contents of a TFRecord file, by the checksums of tensorboardX, which are not ours."""
+    """Yield the contents of a TFRecord file, by the checksums of tensorboardX, which are not ours.
+
+    A last record that was cut off ends the file, as it does for TensorBoard.
+    """
     from tensorboardX.record_writer import masked_crc32c
 
     at = 0
-    while at < len(data):
+    while at + 12 <= len(data):
         length, of_length = struct.unpack_from("<QI", data, at)
         assert of_length == masked_crc32c(data[at : at + 8]), f"the length at {at} is damaged"
+        if at + 16 + length > len(data):
+            return
         content = data[at + 12 : at + 12 + length]
         (of_content,) = struct.unpack_from("<I", data, at + 12 + length)
         assert of_content == masked_crc32c(content), f"the record at {at} is damaged"

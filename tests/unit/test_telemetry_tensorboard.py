@@ -81,6 +81,7 @@ def test_a_start_after_a_kill_does_not_touch_the_file_that_was_cut_off(tmp_path)
     second = TensorBoard(run_in(tmp_path, 1, started_s=1_770_000_005), ON)
     second.write([step(2, 3.0)])
     assert path.read_bytes() == cut
+    assert [row[:2] for row in scalars(tmp_path)["loss/training"]] == [(1, 1.0), (2, 3.0)]
     (new,) = set((tmp_path / DIRECTORY).iterdir()) - {path}
     assert new.name > path.name
     assert [value.simple_value for event in event_files.events(new) for value in event.summary.value][-2:] == [3.0, 2.0]

@@ -1,0 +1,138 @@
+"""The real node_exporter and the real Pushgateway take what is handed to them."""
+
+import math
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.telemetry import catalogue
+from hpcdist.telemetry.catalogue import QUANTITIES
+from hpcdist.telemetry.config import TelemetryConfig
+from hpcdist.telemetry.stream import Event, Run
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from hpcdist.telemetry.prometheus import PrometheusSink
+
+LIMIT_S = 60
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here leaves the machine."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@contextmanager
+def serving(program: str, folder: Path, *arguments: str) -> Iterator[str]:
+    """Start ``program`` and yield its address."""
+    if shutil.which(program) is None:
+        pytest.skip(f"there is no {program}: apt-get install {program}")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    log = folder / f"{program}.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [program, f"--web.listen-address={address}", *arguments], stdout=output, stderr=output, cwd=folder
+        )
+    try:
+        end = time.monotonic() + LIMIT_S
+        while True:
+            try:
+                metrics(address)
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < end, log.read_text()
+                time.sleep(0.05)
+        yield address
+    finally:
+        process.kill()
+        process.wait()
+
+
+def metrics(address: str) -> dict[tuple[object, ...], tuple[float, str]]:
+    """Return value and meaning of each series that the address shows, by its name and its labels."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        families = [*text_string_to_metric_families(answer.read().decode())]
+    return {
+        (sample.name, *sorted(sample.labels.items())): (sample.value, family.documentation)
+        for family in families
+        for sample in family.samples
+    }
+
+
+def everything(rng: np.random.Generator, step: int) -> Event:
+    """Return an event with every figure of the catalogue, under two labels where it has one."""
+    values = {}
+    for name, quantity in QUANTITIES.items():
+        for label in ("a", "loss spike") if quantity.label else ("",):
+            values[catalogue.key(name, label)] = step + float(rng.random())
+    return Event("step", step, values)
+
+
+def series(key: str, **labels: str) -> tuple[object, ...]:
+    """Return what `metrics` calls a figure of the run."""
+    name, label = catalogue.split(key)
+    own = {} if label is None else {QUANTITIES[name].label: label}
+    return (f"hpcdist_{name}", *sorted({"jobid": "42", "run": "a-run", **own, **labels}.items()))
+
+
+def run_in(folder: Path) -> Run:
+    return Run("a-run", folder, "42", 2, 1, "allreduce")
+
+
+def test_node_exporter_shows_the_file_while_the_run_goes_on(tmp_path: Path, rng: np.random.Generator) -> None:
+    folder = tmp_path / "textfile"
+    folder.mkdir()
+    arguments = ("--collector.disable-defaults", "--collector.textfile", f"--collector.textfile.directory={folder}")
+    with serving("prometheus-node-exporter", tmp_path, *arguments) as address:
+        config = TelemetryConfig(prometheus="textfile", textfile_directory=str(folder))
+        sink = PrometheusSink(run_in(tmp_path / "run"), config)
+        for step in (1, 2):
+            event = everything(rng, step)
+            sink.write([event])
+            found = metrics(address)
+            assert found["node_textfile_scrape_error",][0] == 0
+            for key, value in event.values.items():
+                shown, meaning = found[series(key)]
+                quantity = QUANTITIES[catalogue.split(key)[0]]
+                assert math.isclose(shown, value) and meaning == f"{quantity.meaning} ({quantity.unit})"
+        sink.close(True)
+        assert not [key for key in metrics(address) if str(key[0]).startswith("hpcdist_")]
+
+
+@pytest.mark.parametrize("normal", [True, False])
+def test_a_pushgateway_shows_the_group_until_the_run_has_ended_well(
+    tmp_path: Path, rng: np.random.Generator, normal: bool
+) -> None:
+    with serving("prometheus-pushgateway", tmp_path) as address:
+        sink = PrometheusSink(run_in(tmp_path / "run"), TelemetryConfig(prometheus="push", gateway=address))
+        events = [everything(rng, step) for step in (1, 2)]
+        last = {series(key, job="hpcdist", instance=""): value for key, value in events[-1].values.items()}
+        for event in events:
+            sink.write([event])
+        end = time.monotonic() + LIMIT_S
+        while not holds(metrics(address), last):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        sink.close(normal)
+        found = metrics(address)
+        if normal:
+            assert not [key for key in found if str(key[0]).startswith("hpcdist_")]
+        else:
+            assert holds(found, last)
+
+
+def holds(found: dict[tuple[object, ...], tuple[float, str]], values: dict[tuple[object, ...], float]) -> bool:
+    return all(key in found and math.isclose(found[key][0], value) for key, value in values.items())
