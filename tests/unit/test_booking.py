@@ -1,0 +1,81 @@
+"""Booking: seconds by phase are all of the time, each operation is a span, and a GPU is waited for once a phase."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays import backend
+from hpcdist.strategies.schedule import booking
+from hpcdist.strategies.schedule.booking import PHASES, Booking, phase_of
+from hpcdist.strategies.schedule.operations import Kind, Operation
+
+OPERATIONS = [
+    Operation(Kind.FORWARD, 0, 0),
+    Operation(Kind.FORWARD, 0, 1),
+    Operation(Kind.BACKWARD, 0, 1),
+    Operation(Kind.REDUCE),
+    Operation(Kind.BACKWARD, 0, 0),
+    Operation(Kind.REDUCE),
+    Operation(Kind.AGREE),
+    Operation(Kind.DIRECTION),
+    Operation(Kind.APPLY),
+]
+ARRAY = np.zeros(1)
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.rows: list[tuple[object, ...]] = []
+
+    def add(self, *row: object) -> None:
+        self.rows.append(row)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock is 10 ns later than the one before."""
+    times = itertools.count(1000, 10)
+    monkeypatch.setattr(booking, "now_ns", lambda: next(times))
+
+
+def booked(kept: Kept | None) -> dict[str, float]:
+    seconds = dict.fromkeys(("compute_s", "communication_s", "update_s"), 0.0)
+    book = Booking(OPERATIONS, seconds, 7, ARRAY, *([] if kept is None else [kept]))
+    for place in range(len(OPERATIONS)):
+        book.done(place)
+    return {name: round(value * 1e9) for name, value in seconds.items()}
+
+
+def test_every_operation_is_a_span_without_gaps(clock: None) -> None:
+    kept = Kept()
+    assert booked(kept) == {"compute_s": 40, "communication_s": 30, "update_s": 20}
+    assert [row[:3] for row in kept.rows] == [(phase_of(op.kind), op.kind.name, 7) for op in OPERATIONS]
+    assert [row[3:] for row in kept.rows] == [
+        (1000 + 10 * place, 1010 + 10 * place, op.microbatch, op.unit) for place, op in enumerate(OPERATIONS)
+    ]
+
+
+def test_without_spans_the_clock_is_looked_at_once_a_phase(clock: None) -> None:
+    # compute, reduce, compute, communication, update
+    assert booked(None) == {"compute_s": 20, "communication_s": 20, "update_s": 10}
+
+
+def test_a_gpu_is_waited_for_once_a_phase(clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[object] = []
+    monkeypatch.setattr(backend, "is_device", lambda array: True)
+    monkeypatch.setattr(backend, "synchronise", waits.append)
+    kept = Kept()
+    assert booked(kept) == {"compute_s": 20, "communication_s": 20, "update_s": 10}
+    assert len(waits) == 5
+    assert [(row[0], row[1], *row[5:]) for row in kept.rows] == [
+        ("compute", "FORWARD to BACKWARD"),
+        ("communication", "REDUCE", -1, -1),
+        ("compute", "BACKWARD", 0, 0),
+        ("communication", "REDUCE to AGREE"),
+        ("update", "DIRECTION to APPLY"),
+    ]
+
+
+def test_what_is_not_listed_is_communication() -> None:
+    assert {phase_of(kind) for kind in Kind if kind not in PHASES} == {"communication"}

@@ -1,0 +1,162 @@
+"""What a training tells while it goes on: every step once, of all ranks, under names of the catalogue."""
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_runs import assembled, write_text
+
+from hpcdist.comm import spanfile
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.placement import locate
+from hpcdist.comm.session import Session
+from hpcdist.comm.spans import Spans
+from hpcdist.comm.threads import run_threads
+from hpcdist.hdf5 import files
+from hpcdist.telemetry import catalogue, clocks, metrics, observations
+from hpcdist.telemetry.catalogue import COUNTER, QUANTITIES
+from hpcdist.training.energy import Energy
+from hpcdist.training.job import Job
+from hpcdist.training.loop import Loop
+from hpcdist.training.progress import Progress
+from hpcdist.training.survival import StopWishes
+
+STEPS = 12
+
+
+@pytest.fixture
+def settings(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+    return {
+        "data.path": write_text(tmp_path / "text.txt", rng),
+        "run.steps": STEPS,
+        "checkpoint.every_steps": 5,
+        "energy.sources": "none",
+        "telemetry.jsonl": "true",
+    }
+
+
+class Said(Progress):
+    """Keeps what a person would read."""
+
+    def __init__(self) -> None:
+        super().__init__(STEPS, 0, 1e9, shown=False)
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def trained(comm: Communicator, settings: dict[str, object], out: Path, **changes: object) -> Loop:
+    """Train to the end on the ranks of ``comm``, as a job does it."""
+    trainer = assembled(comm, settings | {key.replace("__", "."): value for key, value in changes.items()})
+    session = Session(comm, locate(comm, None), "threads", lambda code: None)
+    session.spans = Spans(out / f"rank-{comm.rank:05d}.spans", comm.rank, comm.size)
+    energy = Energy(comm, trainer.recipe, None, out)
+    loop = Loop(session, trainer, out, Said(), {}, StopWishes(), energy)
+    result = Job.steps(None, loop)  # type: ignore[arg-type]
+    loop.metrics.finish(result.outcome.done, result.val_loss)
+    return loop
+
+
+def events_of(out: Path) -> dict[str, list[dict[str, Any]]]:
+    found = defaultdict(list)
+    for line in (out / "events.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        found[event["kind"]].append(event)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_run_tells_every_step_once(settings: dict[str, object], tmp_path: Path, ranks: int) -> None:
+    loops = run_threads(ranks, lambda comm: trained(comm, settings, tmp_path))
+    told, rows = events_of(tmp_path), metrics.read(tmp_path / "metrics.h5").steps
+    steps = told["step"]
+    assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
+    assert [event["values"]["training_loss_nats"] for event in steps] == rows["loss"].tolist()
+    assert [event["values"]["step_seconds"] for event in steps] == rows["step_s"].max(axis=1).tolist()
+    np.testing.assert_allclose([event["ranks"]["compute_seconds"] for event in steps], rows["compute_s"], rtol=1e-8)
+    assert [event["values"]["tokens_total"] for event in steps] == np.cumsum(rows["tokens"]).tolist()
+    norms = [event["values"]["gradient_norm"] for event in steps]
+    assert all(norm > 0 for norm in norms) and len(set(norms)) == STEPS
+    assert steps[-1]["values"]["phase_seconds[data]"] >= 0
+    assert [len(told[kind]) for kind in ("begin", "end")] == [1, 1]
+    saves = [(event["step"], event["values"]["checkpoints_total"]) for event in told["checkpoint"]]
+    assert saves == [(5, 1), (10, 2), (STEPS, 3)]
+    assert told["checkpoint"][0]["values"]["checkpoint_bytes"] == sum(loop.trainer.state_bytes() for loop in loops)
+    (evaluated,) = told["evaluation"]
+    assert math.isfinite(evaluated["values"]["validation_loss_nats"])
+    held = max(loop.trainer.ledger.peak["parameters"] for loop in loops)
+    assert told["memory"][-1]["values"]["memory_peak_bytes[parameters]"] == held
+    if ranks > 1:
+        assert any("allreduce" in key for key in told["collectives"][-1]["values"])
+
+
+def test_names_are_those_of_the_catalogue_and_counters_never_fall(settings: dict[str, object], tmp_path: Path) -> None:
+    run_threads(2, lambda comm: trained(comm, settings, tmp_path))
+    last: dict[str, float] = {}
+    for events in events_of(tmp_path).values():
+        for event in events:
+            for key, value in event["values"].items():
+                if isinstance(value, str):
+                    continue
+                name, label = catalogue.split(key)
+                assert bool(QUANTITIES[name].label) == (label is not None), key
+                if QUANTITIES[name].kind == COUNTER:
+                    assert value >= last.get(key, 0.0), key
+                    last[key] = value
+
+
+def test_what_has_no_table_is_kept_in_the_metrics_file(settings: dict[str, object], tmp_path: Path) -> None:
+    run_threads(2, lambda comm: trained(comm, settings, tmp_path))
+    with files.open_read(tmp_path / "metrics.h5") as file:
+        series = observations.read(file).series
+    assert series["checkpoints_total"].value.tolist() == [1, 2, 3]
+    assert "memory_bytes[activations]" in series and "training_loss_nats" not in series
+    (session,) = clocks.read(tmp_path / "metrics.h5")
+    assert session.hosts.of_rank == (0, 0) and len(session.readings) == 2
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_spans_cover_what_a_rank_did(settings: dict[str, object], tmp_path: Path, microbatches: int) -> None:
+    loops = run_threads(2, lambda comm: trained(comm, settings, tmp_path, parallel__microbatches=microbatches))
+    for rank, loop in enumerate(loops):
+        spans = spanfile.read(tmp_path / f"rank-{rank:05d}.spans").spans
+        steps = [span for span in spans if span.phase == "step"]
+        assert [span.step for span in steps] == list(range(1, STEPS + 1))
+        for before, after in zip(steps, steps[1:], strict=False):
+            assert abs(after.begin_ns - before.end_ns) < 1e6 or after.begin_ns >= before.end_ns
+        made = [span for span in spans if span.phase in ("compute", "communication", "update") and span.step]
+        of_step = [span for span in made if span.step == 1]
+        assert [span.name for span in of_step] == [operation.kind.name for operation in loop.trainer.operations]
+        assert {span.microbatch for span in of_step if span.name == "FORWARD"} == set(range(microbatches))
+        for first, second in zip(of_step, of_step[1:], strict=False):
+            assert first.begin_ns <= first.end_ns == second.begin_ns
+        assert sum(span.name == "wait for data" for span in spans) == STEPS + 1
+        assert sum(span.name == "save" for span in spans) == 3
+        assert {span.name for span in spans if span.phase == "validation"} == {"validation"}
+
+
+def test_a_sink_that_cannot_begin_is_refused_before_the_first_step(settings: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").mkdir()
+    with pytest.raises(Exception, match=r"events\.jsonl"):
+        run_threads(1, lambda comm: trained(comm, settings, tmp_path))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_what_is_odd_is_said_and_told(settings: dict[str, object], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("hpcdist.telemetry.anomalies.LEAST", 4)
+    original = Loop._train
+
+    def spiking(loop: Loop, step: int, batches: Any) -> Any:
+        found = original(loop, step, batches)
+        found.loss += 50.0 * (step == 9)
+        return found
+
+    monkeypatch.setattr(Loop, "_train", spiking)
+    (loop,) = run_threads(1, lambda comm: trained(comm, settings, tmp_path))
+    (flag,) = [event for event in events_of(tmp_path)["anomaly"] if "anomalies_total[loss_spike]" in event["values"]]
+    assert flag["step"] == 9 and flag["values"]["text"] in loop.progress.lines
