@@ -1,0 +1,279 @@
+"""The figures of `hpcdist energy report`: what a run keeps of its energy, put together. Heavy: imported when called."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.batch import forecast, ledger, queue
+from hpcdist.energy import accounts, activities, history
+from hpcdist.energy.accounts import Intensity, number
+from hpcdist.energy.config import EnergyConfig
+from hpcdist.energy.history import Start
+from hpcdist.errors import HpcdistError, StorageError
+from hpcdist.telemetry import metrics
+from hpcdist.training import recipe as recipes
+from hpcdist.training import starts as records
+from hpcdist.training.directory import RECIPE_FILE
+from hpcdist.training.energy import USAGE_FILE
+from hpcdist.training.energy_summary import intensity
+
+from hpcdist.training.recipe import Recipe
+
+NO_RECORD: Final = f"the run keeps no {USAGE_FILE}: it has not come so far, or an earlier version made it"
+PIECES: Final = 500  # of a start, over which an intensity that varies is averaged
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says; None: as the recipe of the run."""
+
+    target_loss: float | None = None
+    pue: float | None = None
+    intensity: Intensity | None = None
+    forecast: Path | None = None
+    price: float | None = None
+    slurm: bool = False
+
+
+def figures(run_dir: Path, options: Options) -> dict[str, Any]:
+    """Return what is known of the energy of the run in ``run_dir``, as JSON values. Raises HpcdistError."""
+    path = run_dir / metrics.METRICS_FILE
+    if not path.is_file():
+        raise StorageError(
+            f"{run_dir} holds no {metrics.METRICS_FILE}; give the directory that a training wrote (its --out)"
+        )
+    found, begun = metrics.read(path), history.read(path)
+    recipe = _recipe(run_dir)
+    kept = _usage(run_dir)
+    total_j, reason = _total(kept, found.attributes)
+    phases = kept["joules"]["phases"] if kept else {}
+    since = kept["since_step"] if kept else 0
+    config = EnergyConfig() if recipe is None else recipe.energy
+    if options.pue is not None:
+        config = replace(config, pue=options.pue)
+    if options.price is not None:
+        config = replace(config, price_per_kwh=options.price, currency=config.currency)
+    known, why = _intensity(run_dir, options, config, begun)
+    seconds = math.fsum(phase["seconds"] for phase in phases.values())
+    result = {
+        "run_dir": str(run_dir),
+        "energy_j": number(total_j),
+        "energy_reason": reason,
+        "energy_label": (kept or {"joules": {}})["joules"].get("label") or "",
+        "by_kind": kept["joules"]["by_kind"] if kept else {},
+        "phases": phases,
+        "activities": (kept or {}).get("activities") or {},
+        "activities_reason": None if (kept or {}).get("activities") else _untold(recipe),
+        "sources": _sources(begun),
+        "starts": _starts(begun, found),
+        **_rates(phases, found, recipe, since),
+        **accounts.figures(
+            total_j,
+            seconds,
+            pue=config.pue,
+            intensity=known,
+            price_per_kwh=config.price_per_kwh,
+            currency=config.currency,
+        ),
+    }
+    if why:
+        result["emissions_reason"] = why
+    if options.target_loss is not None:
+        result["target"] = _target(options.target_loss, found, begun)
+    if options.slurm:
+        result["slurm"] = _slurm(run_dir, total_j)
+    return result
+
+
+def _recipe(run_dir: Path) -> Recipe | None:
+    try:
+        return recipes.load_stored(run_dir / RECIPE_FILE)
+    except HpcdistError:
+        return None  # another version's, perhaps: what depends on it is not known
+
+
+def _usage(run_dir: Path) -> dict[str, Any] | None:
+    """Return the record of the run, None where there is none. Raises StorageError for a damaged one."""
+    path = run_dir / USAGE_FILE
+    try:
+        found = json.loads(path.read_bytes())
+        joules = found["joules"]
+        phases = {
+            str(name): {
+                "joules": _real(row["joules"]),
+                "seconds": float(row["seconds"]),
+                "windows": int(row["windows"]),
+            }
+            for name, row in joules["phases"].items()
+        }
+        by_kind = {str(kind): _real(value) for kind, value in joules["by_kind"].items()}
+        told = {
+            str(name): {
+                "joules": _real(row["joules"]),
+                "error_j": _real(row["error_j"]),
+                "seconds": float(row["seconds"]),
+            }
+            for name, row in found.get("activities", {}).items()
+        }
+        kept = {"phases": phases, "by_kind": by_kind, "reason": joules["reason"], "label": joules.get("label", "")}
+        return {"since_step": int(found["since_step"]), "joules": kept, "activities": told}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StorageError(
+            f"{path} is no record of energy ({type(error).__name__}: {error}); was it cut off, or is it another "
+            "program's? the run writes a new one when it goes on"
+        ) from error
+
+
+def _real(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _total(kept: dict[str, Any] | None, attributes: dict[str, Any]) -> tuple[float, str | None]:
+    """Return all joules, NaN with a reason."""
+    if kept is None:
+        told = attributes.get("energy_j")
+        if isinstance(told, float) and math.isfinite(told):
+            return told, None
+        return math.nan, str(attributes.get("energy_reason") or NO_RECORD)
+    values = list(kept["joules"]["by_kind"].values())
+    if kept["joules"]["reason"] or not values or None in values:
+        return math.nan, str(kept["joules"]["reason"] or "no source was read")
+    return math.fsum(values), None
+
+
+def _untold(recipe: Recipe | None) -> str:
+    return activities.TOO_SHORT if recipe is not None and recipe.telemetry.trace else activities.UNTOLD
+
+
+def _sources(begun: Sequence[Start]) -> list[dict[str, Any]]:
+    """Return what each source counted in all starts."""
+    found: dict[tuple[int, str, str], dict[str, Any]] = {}
+    for start in begun:
+        for course in start.courses:
+            row = found.setdefault(
+                (course.node, course.kind, course.name),
+                {"node": course.node, "kind": course.kind, "name": course.name, "joules": 0.0, "note": course.note,
+                 "declared": course.declared, "counted": course in start.counted},
+            )  # fmt: skip
+            row["joules"] = None if row["joules"] is None else number(row["joules"] + course.total_j)
+    return list(found.values())
+
+
+def _starts(begun: Sequence[Start], found: metrics.Metrics) -> list[dict[str, Any]]:
+    """Return what each start of the run took; steps that were made again later are not in the metrics any more."""
+    rows = []
+    for start in begun:
+        steps = int(np.sum(found.steps["session"] == start.session))
+        rows.append(
+            {
+                "start": start.session,
+                "steps": steps,
+                "seconds": start.seconds,
+                "joules": number(start.joules),
+                "average_w": number(start.joules / start.seconds) if start.seconds > 0 else None,
+                "j_per_step": accounts.shared(start.joules, steps),
+            }
+        )
+    return rows
+
+
+def _rates(
+    phases: dict[str, Any], found: metrics.Metrics, recipe: Recipe | None, since: int
+) -> dict[str, float | None]:
+    training = phases.get("training", {}).get("joules")
+    steps = found.steps["step"]
+    last = int(steps[-1]) if len(steps) else since
+    samples = math.nan
+    if recipe is not None:
+        samples = recipe.run.batches.samples_before(last) - recipe.run.batches.samples_before(since)
+    tokens = float(found.steps["tokens"][steps > since].sum())
+    return accounts.rates(math.nan if training is None else training, last - since, samples, tokens)
+
+
+def _moments(found: metrics.Metrics) -> np.ndarray:
+    """Return the seconds from the begin of its start to the end of each step, of its slowest rank: (steps,)."""
+    of_rank = found.steps["step_s"]
+    slowest = np.where(np.isnan(of_rank), 0.0, of_rank).max(axis=1, initial=0.0)
+    moments = np.zeros(len(slowest))
+    for session in np.unique(found.steps["session"]):
+        own = found.steps["session"] == session
+        moments[own] = np.cumsum(slowest[own])
+    return moments
+
+
+def _target(target: float, found: metrics.Metrics, begun: Sequence[Start]) -> dict[str, Any]:
+    if "step_s" not in found.steps:
+        return {"loss": target, "joules": None, "reason": "the metrics are of a version that had no times of steps"}
+    moments, session = _moments(found), found.steps["session"]
+    joules = history.across(begun, session, moments)
+    before = 0.0
+    seconds = moments.copy()
+    for number_of in np.unique(session):
+        own = session == number_of
+        seconds[own] += before
+        before += float(moments[own].max())
+    reached = accounts.to_target(target, found.steps["step"], found.steps["loss"], seconds, joules)
+    return {
+        "loss": target,
+        "step": number(reached.step),
+        "seconds": number(reached.seconds),
+        "joules": number(reached.joules),
+        "reason": reached.reason or None,
+    }
+
+
+def _intensity(
+    run_dir: Path, options: Options, config: EnergyConfig, begun: Sequence[Start]
+) -> tuple[Intensity, str | None]:
+    """Return the carbon intensity that counts, and why a forecast cannot tell it."""
+    if options.forecast is None:
+        return options.intensity or intensity(config), None
+    table = forecast.read(options.forecast)
+    edges = np.array([moment.timestamp() for moment in (*table.times, table.end)])
+    try:
+        began = [start.began for start in records.read(run_dir / records.STARTS_FILE)]
+    except (OSError, ValueError, TypeError, RecursionError):
+        began = []
+    if not begun or len(began) <= max(start.session for start in begun):
+        return Intensity(), "nobody wrote down when each start of the run began, so no forecast can be looked up"
+    pieces = []
+    for start in begun:
+        grid = np.linspace(0.0, start.seconds, PIECES + 1)
+        at = began[start.session] + grid
+        pieces.append((at[:-1], at[1:], np.diff(start.until(grid))))
+    begins, ends, joules = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    mean, low, high = accounts.over_time(edges, np.array(table.g_per_kwh), begins, ends, joules)
+    if math.isnan(mean):
+        return Intensity(), (
+            f"{options.forecast} covers {table.begin.isoformat()} to {table.end.isoformat()}, and the run was measured "
+            f"from {_utc(begins.min())} to {_utc(ends.max())}, or not all of its joules are known"
+        )
+    date = f"{_utc(begins.min())} to {_utc(ends.max())}"
+    return Intensity(mean, str(options.forecast), date, low, high), None
+
+
+def _utc(seconds: float) -> str:
+    return datetime.fromtimestamp(float(seconds), UTC).isoformat(timespec="seconds")
+
+
+def _slurm(run_dir: Path, total_j: float) -> dict[str, Any]:
+    """Return Slurm's own figure of the jobs of the run, and its ratio to what the run measured."""
+    jobs = list(ledger.jobs(ledger.read(run_dir)))
+    if not jobs:
+        return {"energy_j": None, "ratio": None, "jobs": [], "reason": f"{run_dir} has no ledger of jobs"}
+    rows, why = queue.accounts(jobs)
+    missing = [row.energy_reason for row in rows if row.energy_j is None and (row.elapsed_s or row.begun_utc)]
+    known = [row.energy_j for row in rows if row.energy_j is not None]
+    if missing or not known:
+        reason = why or (missing[0] if missing else "no accounts of these jobs")
+        return {"energy_j": None, "ratio": None, "jobs": jobs, "reason": reason}
+    joules = math.fsum(known)
+    return {"energy_j": joules, "ratio": number(joules / total_j), "jobs": jobs, "reason": None}
