@@ -1,0 +1,70 @@
+"""The energy counter of a real GPU beside its own power, integrated, and what the command line says of both."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from hpcdist.arrays import device
+from hpcdist.energy import nvml
+from hpcdist.energy.counters import Track
+from hpcdist.energy.integrated import Integrated
+from hpcdist.errors import MissingCapabilityError
+
+WATCHED_S = 60.0
+EVERY_S = 0.02
+APART = 0.05
+
+
+@pytest.fixture
+def driver() -> Iterator[nvml.Driver]:
+    """The real driver; a container may have a GPU and not its library for measuring."""
+    try:
+        opened = nvml.Driver()
+    except MissingCapabilityError as error:
+        pytest.skip(str(error))
+    with opened:
+        yield opened
+
+
+def test_counter_and_integrated_power_agree_over_a_minute(cupy: ModuleType, driver: nvml.Driver) -> None:
+    """Of a GPU that multiplies without a pause: a load that a sensor which looks part of the time sees well."""
+    uuid = driver.at(device.bus_id())
+    counter, sensor = driver.counter(uuid, 1, EVERY_S), driver.sensor(uuid)
+    if not sensor.field or isinstance(counter, Integrated):
+        pytest.skip(f"{counter.about.model} has no counter of energy, or tells no power")
+    power = Integrated(uuid, "gpu", sensor.power_mw, counter.about, EVERY_S)
+    one = cupy.random.random((4096, 4096), dtype=cupy.float32)
+    other = cupy.empty_like(one)
+    counted, integrated, began_s = Track(counter), Track(power), time.monotonic()
+    first_mj = then_mj = None
+    while time.monotonic() - began_s < WATCHED_S:
+        cupy.matmul(one, one, out=other)
+        device.synchronise()
+        now_ns = time.monotonic_ns()
+        energy_mj, power_mj = counted.read(now_ns), integrated.read(now_ns)
+        if time.monotonic() - began_s < 2:  # until it is as warm, and draws as much, as it will
+            first_mj, then_mj = energy_mj, power_mj
+        time.sleep(EVERY_S / 10)
+    assert not counted.explain() and not integrated.explain()
+    assert None not in (first_mj, then_mj, energy_mj, power_mj)
+    by_counter_j, by_power_j = (energy_mj - first_mj) / 1e3, (power_mj - then_mj) / 1e3  # type: ignore[operator]
+    print(f"{counter.about.model}: {by_counter_j:.1f} J counted, {by_power_j:.1f} J of its {sensor.field} power")
+    assert by_counter_j > WATCHED_S, "a GPU at work draws more than a watt"
+    assert by_power_j == pytest.approx(by_counter_j, rel=APART)
+    assert 0.0 <= sensor.use() <= 1.0 and 0 < sensor.memory()[0] <= sensor.memory()[1]
+
+
+def test_the_command_line_finds_it(driver: nvml.Driver) -> None:
+    uuid = driver.at(device.bus_id())
+    line = [sys.executable, "-m", "hpcdist", "energy", "sources", "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True, env=dict(os.environ))
+    row = next(row for row in json.loads(done.stdout)["sources"] if row["name"] == uuid)
+    assert row["readable"] or row["reason"]
+    watched = subprocess.run([*line[:-2], "watch", "--seconds", "3"], capture_output=True, text=True, timeout=120)
+    assert watched.returncode == (0 if row["readable"] else 69) and (uuid in watched.stdout) is row["readable"]
