@@ -22,7 +22,6 @@ from hpcdist.training import starts as records
 from hpcdist.training.directory import RECIPE_FILE
 from hpcdist.training.energy import USAGE_FILE
 from hpcdist.training.energy_summary import intensity
-
 from hpcdist.training.recipe import Recipe
 
 NO_RECORD: Final = f"the run keeps no {USAGE_FILE}: it has not come so far, or an earlier version made it"
