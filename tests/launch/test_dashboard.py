@@ -1,0 +1,127 @@
+"""The dashboard and the rules on a real Prometheus: every panel has something to show of a run."""
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.ledger import CATEGORIES
+from hpcdist.batch import resources
+from hpcdist.energy.utilisation import SHARES
+from hpcdist.telemetry import catalogue
+from hpcdist.telemetry.anomalies import KINDS
+from hpcdist.telemetry.catalogue import COUNTER, QUANTITIES
+from hpcdist.telemetry.stream import Run
+
+pytest.importorskip("prometheus_client", reason="it shows the figures: pip install 'hpcdist[prometheus]'")
+from backfilled_prometheus import Server, backfilled, openmetrics
+
+FOLDER = resources.folder(resources.TEMPLATES) / "monitoring"
+DASHBOARD = json.loads((FOLDER / "hpcdist.json").read_text())
+QUERIES = [
+    pytest.param(panel, target, id=f"{panel['id']}{target['refId']} {panel['title']}")
+    for panel in DASHBOARD["panels"]
+    for target in panel.get("targets", ())
+]
+MOMENTS, EVERY_S = 400, 15.0
+ODD = 200  # the moment of an anomaly
+LABELS = {
+    "phase": ("compute", "communication", "update", "data", "other"),
+    "operation": ("ring_allreduce", "native_all_gather", "barrier"),
+    "category": CATEGORIES,
+    "kind": KINDS,
+    "source": ("gpu", "cpu"),
+    "resource": SHARES,
+    "direction": ("sent", "received"),
+}
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        not (shutil.which("prometheus") and shutil.which("promtool")),
+        reason="there is no prometheus: apt-get install prometheus",
+    ),
+]
+
+
+def figures(number: int, at: float, began: float, rng: np.random.Generator) -> dict[str, float]:
+    """Every figure of the catalogue with every label, at one moment of a run that goes on."""
+    found = {}
+    for name, quantity in QUANTITIES.items():
+        for label in LABELS[quantity.label] if quantity.label else ("",):
+            value = number * rng.uniform(0.99, 1.01) if quantity.kind == COUNTER else float(rng.uniform(0.5, 1))
+            found[catalogue.key(name, label)] = value
+    found |= {"start_timestamp_seconds": began, "last_step_timestamp_seconds": at - 1}
+    flags = {name: float(number >= ODD) for name in found if name.startswith("anomalies_total")}
+    return found | (flags if number >= ODD else dict.fromkeys(flags, float("nan")))
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, float, float]]:
+    """One that has scraped a run until now, and from when to when."""
+    folder, rng = tmp_path_factory.mktemp("prometheus"), np.random.default_rng()
+    end = time.time()
+    began = end - MOMENTS * EVERY_S
+    run = Run("some run", folder, "4711", 8, 2, "allreduce")
+    moments = [(began + number * EVERY_S, number) for number in range(1, MOMENTS + 1)]
+    text = openmetrics(run, ((at, figures(number, at, began, rng)) for at, number in moments))
+    with backfilled(folder, text, [FOLDER / "rules.yml", FOLDER / "alerts.yml"]) as server:
+        yield server, began, end
+
+
+def of_the_run(expression: str) -> str:
+    for name, value in (("$jobid", "4711"), ("$run", "some run"), ("$__rate_interval", "1m")):
+        expression = expression.replace(name, value)
+    return expression
+
+
+@pytest.mark.parametrize(("panel", "target"), QUERIES)
+def test_every_panel_has_something_to_show(prometheus, panel, target):
+    server, began, end = prometheus
+    found = server.series(of_the_run(target["expr"]), began + 300, end, EVERY_S)
+    assert found
+    for series in found:
+        values = np.array([float(value) for _, value in series["values"]])
+        assert len(values) > 100 and np.isfinite(values).all()
+        # The name in the legend tells the series apart.
+        labels = re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])
+        assert set(series["metric"]) == set(labels)
+    if panel["type"] == "stat":
+        assert len(found) == 1
+
+
+def test_annotations_mark_starts_and_anomalies(prometheus):
+    server, began, end = prometheus
+    starts, flags = (found for found in DASHBOARD["annotations"]["list"] if "expr" in found)
+    (series,) = server.series(of_the_run(starts["expr"]), began + 60, end, 60)
+    assert np.allclose([float(value) for _, value in series["values"]], began * 1000, rtol=1e-12)
+    found = server.series(of_the_run(flags["expr"]), began + 60, end, EVERY_S)
+    assert {series["metric"]["kind"] for series in found} == set(KINDS)
+    for series in found:
+        times = np.array([float(at) for at, _ in series["values"]])
+        assert np.abs(times - (began + ODD * EVERY_S)).max() <= 60 + EVERY_S  # only when they came
+
+
+def test_variables_find_the_run(prometheus):
+    server, began, end = prometheus
+    for variable, value in zip(DASHBOARD["templating"]["list"], ("4711", "some run"), strict=True):
+        asked = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["definition"])
+        assert asked
+        values = server.get(f"label/{asked[2]}/values", **{"match[]": of_the_run(asked[1]), "start": began, "end": end})
+        assert values == [value]
+
+
+def test_rules_are_evaluated(prometheus):
+    server, *_ = prometheus
+    deadline = time.monotonic() + 60
+    while True:
+        rules = [rule for group in server.get("rules")["groups"] for rule in group["rules"]]
+        if all(rule["health"] == "ok" for rule in rules):
+            break
+        assert time.monotonic() < deadline, rules
+        time.sleep(0.2)
+    assert {rule["type"] for rule in rules} == {"recording", "alerting"}
