@@ -236,6 +236,24 @@ with nvml.Driver() as driver:
     assert {row[0] for row in set_limits(place[0]).values()} == {300_000} and not left(place[0])
 
 
+def test_a_signal_while_limits_are_set_waits_too(program, place):
+    source = """
+with nvml.Driver() as driver:
+    knobs = power(driver, 0, 1)
+    first = knobs[0].put
+    def interrupted(value):
+        first(value)
+        if value == 200000:
+            os.kill(os.getpid(), signal.SIGTERM)  # set, and nobody has noted it yet
+    knobs[0].put = interrupted
+    tell("outside")
+    with limits.limited([(knob, 200.0) for knob in knobs], FOLDER):
+        tell("inside")
+"""
+    assert program([gpu(0), gpu(1)], source, -signal.SIGTERM) == "outside"
+    assert {row[0] for row in set_limits(place[0]).values()} == {300_000} and not left(place[0])
+
+
 def test_the_end_of_the_process_puts_back_what_a_thread_has_limited(program, place):
     source = """
 driver = nvml.Driver()
