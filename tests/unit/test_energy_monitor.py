@@ -239,7 +239,7 @@ def test_watts_shares_and_intervals_of_all_nodes(tmp_path):
             seen, counts = monitor.intervals(), 0
             for _ in range(3):
                 spend(monitor, package, 2.0)
-                time.sleep(0.06)
+                time.sleep(0.15)
                 rows = monitor.collect()
                 later = monitor.intervals()
                 counts += sum(len(one.times_ns) for one in later)
@@ -268,7 +268,7 @@ def test_looks_need_no_source_and_cost_no_synchronisation(tmp_path):
         chosen = EnergyConfig(sources="none", utilisation_s=0.02)
         with Monitor(comm, chosen, synchronise=lambda: waits.append(1), environment={}) as monitor:
             with monitor.window("training"):
-                time.sleep(0.1)
+                time.sleep(0.3)
             rows = monitor.collect()
             assert not monitor.measures and monitor.intervals() == []
             return len(rows), monitor.utilisation(), monitor.power(), monitor.report()["energy_j"]
