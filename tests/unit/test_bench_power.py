@@ -2,14 +2,19 @@
 
 import json
 import math
+import os
 import re
 import signal
 import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import click.testing
 import numpy as np
 import pytest
 
+import hpcdist
 from hpcdist.bench import power, power_pareto, power_plot, power_report, power_text, results
 from hpcdist.bench.power_pareto import BEHIND, FRONT, NEAR, Candidate, Interval
 from hpcdist.bench.results import Configuration, Repeat, Results
@@ -602,6 +607,60 @@ def test_a_limit_that_somebody_changes_meanwhile_spoils_the_trial(recipe, packag
     assert done.return_value == 1 and "somebody has changed the limit while it ran, from 120 W to 140 W" in done.output
     statuses = sorted(results.statuses(tmp_path / "p.h5").values())
     assert statuses == [FAILED, OK] and package.read_text().strip() == "150000000"
+
+
+CHOOSING = """
+import json
+from types import SimpleNamespace
+from hpcdist.bench.power import Axes
+from hpcdist.cli.bench_power_devices import Devices
+from hpcdist.errors import HpcdistError
+
+def chosen(device, ranks=1, on=None, clocks=(), **environment):
+    recipe = SimpleNamespace(run=SimpleNamespace(device=device), energy=SimpleNamespace(powercap="nowhere"))
+    try:
+        with Devices(Axes(ranks=(ranks,), limits_w=(200.0,), clocks_mhz=clocks), recipe, on, environment) as devices:
+            return devices.kind, [knob.device for knob in devices.power], devices.described()[-1]
+    except HpcdistError as error:
+        return str(error)
+
+visible = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "2,0"}
+print(json.dumps([
+    chosen("cpu", **visible),
+    chosen("gpu", 3, clocks=(900.0,)),
+    chosen("gpu", 2),
+    chosen("cpu", on="gpu"),
+    chosen("cpu"),
+    chosen("gpu", CUDA_VISIBLE_DEVICES="7"),
+    chosen("gpu", CUDA_VISIBLE_DEVICES="3"),
+    chosen("gpu", on="cpu", clocks=(900.0,)),
+]))
+"""
+
+
+def test_the_gpus_are_those_that_the_trials_hold(nvml_stub, tmp_path):
+    words = "limits=100000:300000:350000 clocks=210:1980"
+    rows = [f"GPU-0{n} 0:{n}:0 H200 0 fixed:1 {words}\n" for n in range(3)]
+    (tmp_path / "gpus").write_text("".join(rows))
+    added = {"LD_LIBRARY_PATH": str(nvml_stub), "NVML_STUB": str(tmp_path / "gpus")}
+    added["PYTHONPATH"] = os.pathsep.join([str(Path(hpcdist.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", CHOOSING],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | added,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    permuted, every, several, none, processors, beyond, few, mixed = json.loads(done.stdout)
+    assert permuted == ["gpu", ["GPU-02", "GPU-00"], "GPU-00 (H200): at 300 W, takes 100 to 350 W, by default 300 W"]
+    assert every[:2] == ["gpu", ["GPU-00", "GPU-01", "GPU-02"]]
+    assert every[2] == "GPU-02 (H200): clocks as they are, takes 210 to 1980 MHz"
+    assert "3 GPUs are visible, more than the 2 ranks use" in several and "CUDA_VISIBLE_DEVICES" in several
+    assert "the trials compute on no GPU" in none and "nowhere does not exist" in processors
+    assert "CUDA_VISIBLE_DEVICES=7 names no GPU" in beyond and "CUDA_VISIBLE_DEVICES=3 names no GPU" in few
+    assert "--clocks are those of GPUs" in mixed
 
 
 def test_threads_are_options_of_the_launcher(recipe, tmp_path):
