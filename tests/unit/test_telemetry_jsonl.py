@@ -138,6 +138,22 @@ def test_a_last_line_that_was_cut_off_goes(tmp_path, cut):
     assert [row["step"] for row in rows(tmp_path)] == [1, 3]
 
 
+def test_a_file_that_was_cut_anywhere_goes_on(tmp_path, rng):
+    """Whatever was left of it: lines up to the step of the checkpoint, in order, and then those that are made again."""
+    for number in range(40):
+        folder = tmp_path / str(number)
+        sink = JsonLines(run_in(folder), ON)
+        events = [step(int(number), note="x" * int(rng.integers(40))) for number in range(1, 20)]
+        sink.write(events)
+        path = folder / FILE
+        whole = path.read_bytes()
+        path.write_bytes(whole[: rng.integers(len(whole) + 1)])
+        left, resumed = path.read_bytes().count(b"\n"), int(rng.integers(0, 20))
+        again = JsonLines(run_in(folder, resumed), ON)
+        again.write(events[resumed:])
+        assert [row["step"] for row in rows(folder)] == [*range(1, min(left, resumed) + 1), *range(resumed + 1, 20)]
+
+
 def test_a_file_with_nothing_to_drop_is_left_alone(tmp_path):
     """Whoever follows it goes on to do so."""
     JsonLines(run_in(tmp_path), ON).write([step(1)])
