@@ -8,12 +8,14 @@ beginning of a step, or from the beginning of the run where the records still re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 from hpcdist.telemetry.ranklog import NO_STEP, Call, RankLog
 
 SENDS: Final = frozenset({"send", "isend"})
 RECEIVES: Final = frozenset({"recv", "irecv", "probe"})
+MESSAGES: Final = SENDS | RECEIVES | {"sendrecv"}
 # Collectives after which a member may go on before all have come: what it gets is there before.
 ROOTED: Final = ("broadcast", "broadcast_object")
 
@@ -142,26 +144,32 @@ def _rounds(
     In the n-th such call of a step each rank that takes part is sent to by exactly one: by the one whose peer it is.
     """
     pairs: list[tuple[Call, Call]] = []
-    from_start = not any(logs[call.rank].covered_ns for call in calls)
-    by_step = {0: list(calls)} if from_start else _by_step(calls)
-    for step, found in by_step.items():
-        if not from_start and (step == NO_STEP or any(_is_cut(logs[call.rank], step) for call in found)):
-            continue
-        turn: dict[int, int] = defaultdict(int)
-        rounds: dict[int, list[Call]] = defaultdict(list)
-        for call in found:
-            rounds[turn[call.rank]].append(call)
-            turn[call.rank] += 1
-        for together in rounds.values():
-            by_rank = {call.rank: call for call in together}
-            to = [ranks[call.comm][call.peer] for call in together]
-            if len(set(to)) == len(to) and set(to) <= by_rank.keys():
-                pairs += [(call, by_rank[peer]) for call, peer in zip(together, to, strict=True)]
+    if not any(logs[call.rank].covered_ns for call in calls) and (turns := _turns(calls)):
+        groups = [turns]  # all there ever were
+    else:
+        whole = [
+            row for step, row in _by_step(calls).items() if not any(_is_cut(logs[call.rank], step) for call in row)
+        ]
+        groups = [_turns(row) for row in whole]
+    for together in chain.from_iterable(groups):
+        by_rank = {call.rank: call for call in together}
+        to = [ranks[call.comm][call.peer] for call in together]
+        if len(set(to)) == len(to) and set(to) <= by_rank.keys():
+            pairs += [(call, by_rank[peer]) for call, peer in zip(together, to, strict=True)]
     return pairs
 
 
+def _turns(calls: Iterable[Call]) -> list[tuple[Call, ...]]:
+    """Return the first call of every rank, the second, and so on; nothing where some ranks made more than others."""
+    own: dict[int, list[Call]] = defaultdict(list)
+    for call in calls:
+        own[call.rank].append(call)
+    return list(zip(*own.values(), strict=True)) if len({len(row) for row in own.values()}) == 1 else []
+
+
 def _is_cut(log: RankLog, step: int) -> bool:
-    return log.steps.get(step, (-1, 0))[0] < log.covered_ns
+    """Whether some of the calls of ``step`` may no longer be in the records."""
+    return log.covered_ns > 0 if step == NO_STEP else log.steps.get(step, (-1, 0))[0] < log.covered_ns
 
 
 def _meetings(logs: Mapping[int, RankLog], ranks: Mapping[str, Sequence[int]]) -> Iterable[Meeting]:

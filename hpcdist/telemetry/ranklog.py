@@ -16,7 +16,7 @@ from hpcdist.comm.spanfile import RankSpans, Span
 from hpcdist.errors import StorageError, UsageError
 
 NO_STEP: Final = -1
-_BOUNDARY_NS: Final = 1_000_000
+_BOUNDARY_NS: Final = 1_000_000_000  # a new life of a job begins later than that after a step
 _BEHIND: Final = re.compile("(^|_)i(send|recv|allreduce|reduce_scatter|all_gather)$")
 
 
@@ -165,7 +165,7 @@ def _steps(spans: Sequence[Span]) -> dict[int, tuple[int, int]]:
         if span.phase != "step":
             continue
         begin, end = span.begin_ns, max(span.begin_ns, span.end_ns)
-        if before in found and before == span.step - 1 and abs(begin - found[before][1]) < _BOUNDARY_NS:
+        if before in found and before == span.step - 1 and begin - found[before][1] < _BOUNDARY_NS:
             begin = max(found[before][0], min(begin, found[before][1]))
             found[before] = found[before][0], begin
         found[span.step] = begin, end

@@ -12,7 +12,7 @@ from typing import Final
 
 from hpcdist.comm.spanfile import Span
 from hpcdist.telemetry.corrections import Corrections, Order, order
-from hpcdist.telemetry.matching import Matches, Meeting, Message
+from hpcdist.telemetry.matching import MESSAGES, Matches, Meeting, Message
 from hpcdist.telemetry.ranklog import Call, RankLog
 from hpcdist.telemetry.timebase import HostClock
 
@@ -103,8 +103,15 @@ def build(
         there = tuple(moved[id(call)] for call in meeting.calls if id(call) in moved)
         if len(there) == len(meeting.calls):
             meetings.append(replace(meeting, calls=there))
-    found = Matches(tuple(messages), tuple(meetings), matches.unmatched)
+    found = Matches(tuple(messages), tuple(meetings), _unmatched(lines, messages))
     return Timeline(lines, tuple(steps), found, order(found, bounds), bounds)
+
+
+def _unmatched(lines: Mapping[int, Line], messages: Sequence[Message]) -> int:
+    """Return how many of the messages that ended have no counterpart."""
+    met = {id(call) for one in messages for call in (one.send, one.receive)}
+    made = (call for line in lines.values() for call in line.calls if call.op in MESSAGES and not call.is_open)
+    return sum(id(call) not in met for call in made)
 
 
 def _window(log: RankLog, steps: Sequence[int], *, tail: bool) -> tuple[int, int]:

@@ -74,7 +74,7 @@ def collect(run_dir: Path, steps: range | None = None, ranks: Sequence[int] | No
     whole = timeline.build(logs.ranks if numbers else chosen, numbers, matches, found, tail=tail)
     cut = timeline.pieces(whole)
     shown = timeline.select(whole, chosen)
-    notes += _clock_notes(whole, matches)
+    notes += _clock_notes(whole)
     paths = tuple(StepPath(step, tuple(_path(whole, cut, step))) for step in numbers)
     transfers = _transfers(whole)
     overlaps = {rank: critical.overlap(row, transfers.get(rank, ())) for rank, row in cut.items() if rank in chosen}
@@ -139,12 +139,12 @@ def _size(log: RankLog, steps: Sequence[int]) -> int:
     return spans + sum(begin <= call.begin_ns < end for call in log.calls)
 
 
-def _clock_notes(whole: Timeline, matches: matching.Matches) -> list[str]:
+def _clock_notes(whole: Timeline) -> list[str]:
     notes = []
     if whole.order.wrong:
         notes.append(f"clocks: {whole.order}")
-    if matches.unmatched:
-        notes.append(f"{matches.unmatched} messages have no counterpart in the records: no arrows for them")
+    if unmatched := whole.matches.unmatched:
+        notes.append(f"of {unmatched} sends and receives it cannot be told where they belong: no arrows for them")
     return notes
 
 
@@ -161,9 +161,9 @@ def _transfers(whole: Timeline) -> dict[int, list[tuple[int, int]]]:
     """Return by rank when something was on its way to it or from it: not while somebody had not come yet."""
     found: dict[int, list[tuple[int, int]]] = {rank: [] for rank in whole.lines}
     for message in whole.matches.messages:
-        begin, end = message.send.begin_ns, message.receive.end_ns
-        found[message.receive.rank].append((begin, end))
-        found[message.send.rank].append((begin, min(end, message.send.end_ns)))
+        send, receive = message.send, message.receive
+        found[receive.rank].append((max(send.begin_ns, receive.begin_ns), receive.end_ns))
+        found[send.rank].append((send.begin_ns, min(receive.end_ns, send.end_ns)))
     for meeting in whole.matches.meetings:
         last = meeting.released_by()
         for call in meeting.calls:

@@ -1,0 +1,161 @@
+"""Traces of real jobs: they nest, causes come before effects, steps are those of the metrics, who held up is named."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdist.telemetry import clocks, metrics, trace
+
+LIMIT_S = 240
+SMALL = {
+    "model.layers": 2,
+    "model.hidden": 16,
+    "model.heads": 2,
+    "data.context": 8,
+    "run.global_batch": 8,
+    "run.steps": 12,
+}
+JOBS = {
+    "ring": (2, {"communication.algorithm": "ring"}),
+    "thread": (2, {"communication.algorithm": "ring", "communication.overlap": "thread"}),
+    "tensor": (4, {"parallel.tensor": 2, "communication.algorithm": "recursive_doubling"}),
+    "pipeline": (4, {"parallel.pipeline": 2, "parallel.microbatches": 2, "communication.algorithm": "ring"}),
+}
+
+pytestmark = [pytest.mark.timeout(2 * LIMIT_S), pytest.mark.usefixtures("mpi")]
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(rng.integers(97, 105, 20_000).astype(np.uint8).tobytes())
+    return path
+
+
+def hpcdist(*arguments: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "hpcdist", *map(str, arguments)]
+    return subprocess.run(
+        line, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL, env=os.environ
+    )
+
+
+def train(ranks: int, out: Path, text: Path, settings: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    found = {**SMALL, "data.path": text, **settings}
+    values = [part for key, value in found.items() for part in ("--set", f"{key}={value}")]
+    return hpcdist("run", "-n", ranks, "train", "--out", out, *values)
+
+
+def check_nests(events: list[dict[str, Any]]) -> None:
+    """On each thread a bar lies within another, or beside it."""
+    stacks: dict[int, list[int]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            begin, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
+            stack = stacks.setdefault(event["tid"], [])
+            while stack and stack[-1] <= begin:
+                stack.pop()
+            assert not stack or end <= stack[-1], event
+            stack.append(end)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job(name: str, tmp_path: Path, text: Path) -> None:
+    ranks, settings = JOBS[name]
+    out, file = tmp_path / "run", tmp_path / "trace.json"
+    done = train(ranks, out, text, settings)
+    assert done.returncode == 0, done.stderr
+    shown = hpcdist("trace", out, "-o", file, "--json")
+    assert shown.returncode == 0, shown.stderr
+    figures, told = json.loads(shown.stdout), json.loads(file.read_text())
+    assert figures["ranks"] == list(range(ranks)) and figures["steps"] == list(range(1, 13))
+    assert figures["notes"] == [] and figures["events"] == len(told["traceEvents"])
+    # One host has one clock: nothing ends before what it waited for, and every message meets its own.
+    assert figures["order"]["pairs"] > 12 * ranks and figures["order"]["wrong"] == 0
+    assert figures["messages"] > 0 and figures["messages_without_counterpart"] == 0
+    check_nests(told["traceEvents"])
+    found = trace.collect(out)
+    check_meetings(found)
+    check_messages(found)
+    check_steps(found, metrics.read(out / "metrics.h5"))
+    check_path(found)
+    measured = clocks.read(out / "metrics.h5")
+    assert [session.hosts.of_rank for session in measured] == [(0,) * ranks]
+    assert {(one.offset_ns, one.rtt_ns) for one in measured[0].readings} == {(0, 0)}
+
+
+def check_meetings(found: trace.Trace) -> None:
+    meetings = found.timeline.matches.meetings
+    assert meetings
+    for meeting in meetings:
+        last = meeting.released_by()
+        assert last is not None
+        assert all(call.end_ns >= last.begin_ns for call in meeting.calls if meeting.root is None)
+
+
+def check_messages(found: trace.Trace) -> None:
+    for message in found.timeline.matches.messages:
+        send, receive = message.send, message.receive
+        assert (send.comm, send.tag, send.dtype) == (receive.comm, receive.tag, receive.dtype)
+        assert send.begin_ns < receive.end_ns and send.step == receive.step
+        if send.op != "sendrecv":
+            assert send.count == receive.count
+
+
+def check_steps(found: trace.Trace, kept: metrics.Metrics) -> None:
+    """The operations of a step take exactly what its row says of the phases, and lie within the step."""
+    assert kept.steps["step"].tolist() == list(found.timeline.steps)
+    for rank, line in found.timeline.lines.items():
+        for row, step in enumerate(found.timeline.steps):
+            begin, end = line.steps[step]
+            inside = [
+                span for span in line.spans if span.step == step and begin <= span.begin_ns and span.end_ns <= end
+            ]
+            spent = dict.fromkeys(("compute", "communication", "update"), 0)
+            for span in inside:
+                if span.phase in spent:
+                    spent[span.phase] += span.end_ns - span.begin_ns
+            booked = [float(kept.steps[f"{phase}_s"][row, rank]) for phase in spent]
+            # What a collective within a computation takes is booked as communication, and the norm as update.
+            assert sum(spent.values()) / 1e9 == pytest.approx(sum(booked), rel=1e-9, abs=1e-9)
+            assert end - begin >= sum(spent.values())
+        boundaries = [line.steps[step] for step in found.timeline.steps]
+        assert all(before[1] <= after[0] for before, after in zip(boundaries, boundaries[1:], strict=False))
+
+
+def check_path(found: trace.Trace) -> None:
+    assert [path.step for path in found.paths] == list(found.timeline.steps)
+    for path in found.paths:
+        links = path.links
+        assert all(one.end_ns == other.begin_ns for one, other in zip(links, links[1:], strict=False))
+        assert links[-1].end_ns == max(line.steps[path.step][1] for line in found.timeline.lines.values())
+        assert "FORWARD" in {link.name for link in links} or path.step > 1
+
+
+def test_who_held_up_is_named(tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "run"
+    done = train(3, out, text, {"chaos.stall": "['1@6:3']"})
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(hpcdist("trace", out, "--json", "--steps", "6").stdout)
+    longest = figures["longest_waits"][:2]
+    assert {one["rank"] for one in longest} == {0, 2} and {one["for"] for one in longest} == {1}
+    assert min(one["seconds"] for one in longest) > 1.0, "three seconds were slept, in which both waited"
+    assert next(iter(figures["waited_for_s"])) == "1"
+    assert next(iter(figures["critical_path_by_rank"])) == "1"
+
+
+def test_a_job_that_was_killed(tmp_path: Path, text: Path) -> None:
+    out, file = tmp_path / "run", tmp_path / "trace.json"
+    done = train(2, out, text, {"chaos.kill": "['1@7']"})
+    assert done.returncode not in (0, 75), done.stderr
+    shown = hpcdist("trace", out, "-o", file, "--json")
+    assert shown.returncode == 0, shown.stderr
+    figures, told = json.loads(shown.stdout), json.loads(file.read_text())
+    assert figures["steps"] == list(range(1, 7)) and any("did not end" in note for note in figures["notes"])
+    check_nests(told["traceEvents"])
+    check_path(trace.collect(out))
