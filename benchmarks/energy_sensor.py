@@ -174,10 +174,10 @@ def main() -> None:
     for way in (1, 3):
         known = np.abs(every[~np.isnan(every[:, way]), way])
         print(f"{MEASURED[way]}: {len(known)} of {len(every)} known, the worst {known.max():.1%}")
-    worst = np.nanmax(np.abs(every[far, 3])) if far.any() else math.nan
-    print(
-        f"of {far.sum()} rounds whose sum is 30 % off and more, still, the worst is {worst:.1%}, corrected and shifted"
-    )
+    for way, which in ((1, "corrected from the same readings"), (3, "corrected and shifted")):
+        known = np.abs(every[far & ~np.isnan(every[:, way]), way])
+        if len(known):
+            print(f"of {far.sum()} sums 30 % off and more, {len(known)} {which}, the worst {known.max():.1%} off")
     if options.output is not None:
         save(options.output, found, options)
 
