@@ -121,6 +121,7 @@ class Track:
         self._read_ns = 0
         self.pace = Pace()
         self.failed_reads = 0
+        self.failing = 0  # reads that have failed since the last good one
         self.failure = ""  # of the last failed read
         self.lost = ""  # why nothing more can be known
 
@@ -142,13 +143,12 @@ class Track:
             self.lost = self.lost or str(error)
             return None
         except Exception as error:  # noqa: BLE001 - a binding may raise anything, and the sampler has to go on
-            self.failed_reads += 1
-            self.failure = str(error) if isinstance(error, ReadError) else f"{type(error).__name__}: {error}"
+            self._failed(str(error) if isinstance(error, ReadError) else f"{type(error).__name__}: {error}")
             return None
         if not 0 <= raw // self._counter.per_mj < LARGEST_MJ:
-            self.failed_reads += 1
-            self.failure = f"it reads {raw}, which no counter reaches"
+            self._failed(f"it reads {raw}, which no counter reaches")
             return None
+        self.failing = 0
         self._unroll(raw, now_ns)
         if self.lost:
             return None
@@ -161,6 +161,11 @@ class Track:
             return self._counter.power_mw()
         except Exception:  # noqa: BLE001 - as above
             return None
+
+    def _failed(self, why: str) -> None:
+        self.failed_reads += 1
+        self.failing += 1
+        self.failure = why
 
     def _unroll(self, raw: int, now_ns: int) -> None:
         """Add what the counter counted since the last read."""

@@ -65,6 +65,8 @@ def test_an_edge_tries_again_and_counts_every_failure():
     assert dead is None and alive is not None
     assert [track.failed_reads for track in sampler.tracks] == [EDGE_ATTEMPTS, EDGE_ATTEMPTS - 1]
     assert len(sampler.drain().samples) == 1, "a failed read leaves no sample"
+    sampler.read()
+    assert sampler.tracks[0].failed_reads == EDGE_ATTEMPTS + 1, "who is silent for long is asked once"
 
 
 def test_a_failing_sensor_does_not_end_the_thread():
