@@ -3,11 +3,13 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from hpcdist.telemetry.page_data import Beside, Checkpoint, Sample, Setting
 
 SAMPLE_TOKENS: Final = 600
@@ -36,6 +38,7 @@ def beside(run_dir: Path, *, sample: bool, prompt: str) -> "Beside":
         planned_steps=steps,
         checkpoints=checkpoints,
         checkpoints_reason=why_no_checkpoints or NO_CHECKPOINT,
+        costs=_costs(run_dir),
         sample=_sample(run_dir, checkpoints, prompt) if sample else Sample(reason=NOT_ASKED),
     )
 
@@ -55,6 +58,27 @@ def _settings(run_dir: Path) -> "tuple[list[Setting], str, int | None]":
     known = recipes.defaults()
     rows = [Setting(key, recipes.toml(value), recipes.toml(known[key])) for key, value in found.items()]
     return rows, "", int(found["run.steps"])
+
+
+def _costs(run_dir: Path) -> "Callable[[float, float], Mapping[str, Any]]":
+    """Return what makes kWh, emissions and costs of joules, as the recipe says."""
+    from hpcdist.energy import accounts
+    from hpcdist.energy.config import EnergyConfig
+    from hpcdist.training import recipe as recipes
+    from hpcdist.training.energy_summary import intensity
+
+    try:
+        config = recipes.load_stored(run_dir / "recipe.toml").energy
+    except ConfigurationError:
+        config = EnergyConfig()
+    return lambda joules, seconds: accounts.figures(
+        joules,
+        seconds,
+        pue=config.pue,
+        intensity=intensity(config),
+        price_per_kwh=config.price_per_kwh,
+        currency=config.currency,
+    )
 
 
 def _checkpoints(run_dir: Path) -> "tuple[list[Checkpoint], str]":

@@ -13,6 +13,7 @@ from hpcdist.telemetry.page_data import PageData
 from hpcdist.telemetry.page_draw import Chart
 
 ENTROPIES: Final = ("unigram_nats", "bigram_nats", "trigram_nats")
+FEW: Final = 60  # points that get a mark each
 PHASES: Final = ("compute", "communication", "update")
 ROWS: Final = 128  # of a picture of ranks; more are put together, and the slowest of them shows
 
@@ -32,7 +33,7 @@ def _loss(data: PageData) -> Chart:
     if run is None:
         return Chart("loss", title, reason=data.reason, wide=True)
     steps, loss = run.steps["step"], run.steps["loss"]
-    window = max(1, min(500, len(steps) // 50))
+    window = _window(len(steps))
     evaluations = run.sample.evaluations
 
     def picture(axes: Any) -> None:
@@ -43,7 +44,7 @@ def _loss(data: PageData) -> Chart:
             axes.plot(*series.decimate(steps, mean), color=draw.BLUE, label=f"training, mean of {window} steps")
         if len(evaluations["step"]):
             seen = series.decimate(evaluations["step"], evaluations["val_loss"])
-            marker = "o" if len(seen[0]) < 60 else ""
+            marker = "o" if len(seen[0]) < FEW else ""
             axes.plot(*seen, color=draw.RED, marker=marker, markersize=3.5, linestyle="--", label="validation")
         for key, stroke in zip(ENTROPIES, (":", "-.", "--"), strict=True):
             value = data.attributes.get(key)
@@ -72,17 +73,20 @@ def _end(data: PageData) -> list[Chart]:
         return []
     half = len(data.run.steps["step"]) // 2
     steps, loss = data.run.steps["step"][half:], data.run.steps["loss"][half:]
-    window = max(2, min(500, len(steps) // 20))
+    window = _window(2 * len(steps))
     mean = series.smooth(data.run.steps["loss"], window)[half:]
     evaluations = data.run.sample.evaluations
     late = evaluations["step"] >= steps[0]
 
     def picture(axes: Any) -> None:
-        axes.plot(*series.decimate(steps, loss), color=draw.SKY, linewidth=0.6, alpha=0.6)
-        axes.plot(*series.decimate(steps, mean), color=draw.BLUE, label=f"training, mean of {window} steps")
+        pale = {"color": draw.SKY, "linewidth": 0.6, "alpha": 0.6} if window > 1 else {"color": draw.BLUE}
+        axes.plot(*series.decimate(steps, loss), **pale, label="training")
+        if window > 1:
+            axes.plot(*series.decimate(steps, mean), color=draw.BLUE, label=f"training, mean of {window} steps")
         if late.any():
             seen = series.decimate(evaluations["step"][late], evaluations["val_loss"][late])
-            axes.plot(*seen, color=draw.RED, marker="o", markersize=3.5, linestyle="--", label="validation")
+            marker = "o" if len(seen[0]) < FEW else ""
+            axes.plot(*seen, color=draw.RED, marker=marker, markersize=3.5, linestyle="--", label="validation")
         common.sessions(axes, data, from_step=int(steps[0]))
         _limits_of_loss(axes, loss, evaluations["val_loss"][late], ())
         common.over_steps(axes, "loss (nats)")
@@ -90,6 +94,11 @@ def _end(data: PageData) -> list[Chart]:
 
     alt = f"Loss of the second half of the steps, {common.said(_last(mean))} nats at the end"
     return [Chart("end", "Loss, second half", draw.drawn("end", picture), alt=alt)]
+
+
+def _window(steps: int) -> int:
+    """Return over how many of so many steps a mean shows the trend; 1: they are too few."""
+    return min(500, steps // 50) if steps >= 200 else 1
 
 
 def _last(values: np.ndarray) -> float | None:
@@ -201,7 +210,11 @@ def _ranks(data: PageData) -> Chart:
     def picture(axes: Any) -> None:
         from matplotlib.colors import TwoSlopeNorm
 
-        far = np.nanpercentile(np.abs(worst - 1), 99) if np.isfinite(worst).any() else 0.1
+        # A rank that is always slow sets the scale, a moment in which one was does not.
+        off = np.abs(worst - 1)
+        known = off[np.isfinite(off)]
+        always = series.median(off.T)
+        far = max(np.percentile(known, 99), always[np.isfinite(always)].max()) if known.size else 0.1
         span = float(np.clip(far, 0.05, 1.0))
         norm = TwoSlopeNorm(1.0, 1 - span, 1 + span)
         image = axes.imshow(

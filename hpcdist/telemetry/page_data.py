@@ -4,8 +4,9 @@ The run may be under way, or have failed before its first step; files of earlier
 missing is None or empty, with the reason, and never zero.
 """
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -69,7 +70,8 @@ class Beside:
     checkpoints: Sequence[Checkpoint] = ()
     checkpoints_reason: str = NO_CHECKPOINT
     sample: Sample = field(default_factory=Sample)
-    energy: Mapping[str, Any] = field(default_factory=dict)  # further figures of it
+    # From joules (NaN: not known) and seconds to what they cost, under the names of `hpcdist.energy.accounts.figures`.
+    costs: Callable[[float, float], Mapping[str, Any]] = field(default=lambda joules, seconds: {})
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class PageData:
     attributes: Mapping[str, Any]
     figures: Mapping[str, Any]
     energy: Energy
+    costs: Mapping[str, Any]
     use: Use | None
     timeline: Timeline
     events: Sequence[Happening]
@@ -132,7 +135,9 @@ def read(run_dir: Path, beside: Beside | None = None, now_ns: int | None = None)
         figures = summarised(run)
         if not len(run.steps["step"]):
             run, reason = None, NO_ROWS
-    state = page_state.read(run_dir, figures, now_ns)
+    state = page_state.read(run_dir, now_ns)
+    energy = page_energy.read(run_dir, path if path.exists() else None, attributes)
+    beside = Beside() if beside is None else beside
     return PageData(
         run_dir=run_dir,
         made_ns=now_ns,
@@ -141,11 +146,12 @@ def read(run_dir: Path, beside: Beside | None = None, now_ns: int | None = None)
         reason=reason,
         attributes=attributes,
         figures=figures,
-        energy=page_energy.read(run_dir, path if path.exists() else None, attributes),
+        energy=energy,
+        costs=beside.costs(math.nan if energy.joules is None else energy.joules, energy.seconds),
         use=page_use.read(path if path.exists() else None),
         timeline=page_timeline.read(run_dir, path if path.exists() else None, figures.get("slowest_rank")),
         events=page_events.read(run, state),
-        beside=Beside() if beside is None else beside,
+        beside=beside,
     )
 
 

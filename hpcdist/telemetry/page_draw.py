@@ -7,6 +7,7 @@ can tell apart; lines also differ in their strokes.
 
 import io
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -121,7 +122,11 @@ def drawn(key: str, draw: Callable[[Any], None], size: tuple[float, float] = NAR
 def svg(figure: Any, key: str) -> str:
     """Return ``figure`` as an element for a page."""
     text = io.StringIO()
-    figure.savefig(text, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the font of the reader's machine may have it
+        figure.savefig(
+            text, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
     return embedded(text.getvalue(), key)
 
 

@@ -55,14 +55,15 @@ class Energy:
     j_per_step: float | None = None
     by_kind: Mapping[str, float | None] = field(default_factory=dict)
     phases: Sequence[Phase] = ()
+    parts: Sequence[Phase] = ()  # of training
     courses: Mapping[str, Course] = field(default_factory=dict)
     thinned: bool = False
     label: str = ""  # what is to be said with each figure, as that it is a model's
 
     @property
-    def kwh(self) -> float | None:
-        """The total in kilowatt hours."""
-        return None if self.joules is None else self.joules / KWH_J
+    def seconds(self) -> float:
+        """What all starts took."""
+        return math.fsum(phase.seconds for phase in self.phases)
 
 
 def read(run_dir: Path, metrics_path: Path | None, attributes: Mapping[str, Any]) -> Energy:
@@ -71,11 +72,8 @@ def read(run_dir: Path, metrics_path: Path | None, attributes: Mapping[str, Any]
     kept = usage.get("joules") if isinstance(usage, dict) else None
     kept = kept if isinstance(kept, dict) else {}
     by_kind = {str(kind): number(joules) for kind, joules in _dict(kept.get("by_kind")).items()}
-    phases = [
-        Phase(str(name), number(row.get("joules")), number(row.get("seconds")) or 0.0)
-        for name, row in _dict(kept.get("phases")).items()
-        if isinstance(row, dict)
-    ]
+    phases = _phases(kept.get("phases"))
+    parts = _phases(usage.get("activities")) if isinstance(usage, dict) else []
     label = kept["label"] if isinstance(kept.get("label"), str) else ""
     told = number(attributes.get("energy_j"))
     reason = str(kept.get("reason") or attributes.get("energy_reason") or "")
@@ -84,7 +82,15 @@ def read(run_dir: Path, metrics_path: Path | None, attributes: Mapping[str, Any]
     courses, thinned = _courses(metrics_path) if metrics_path is not None else ({}, False)
     if told is None and not reason:
         reason = NOT_KEPT
-    return Energy(told, reason, number(attributes.get("j_per_step")), by_kind, phases, courses, thinned, label)
+    return Energy(told, reason, number(attributes.get("j_per_step")), by_kind, phases, parts, courses, thinned, label)
+
+
+def _phases(rows: Any) -> list[Phase]:
+    return [
+        Phase(str(name), number(row.get("joules")), number(row.get("seconds")) or 0.0)
+        for name, row in _dict(rows).items()
+        if isinstance(row, dict)
+    ]
 
 
 def total(by_kind: Mapping[str, float | None]) -> float:

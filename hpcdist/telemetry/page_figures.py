@@ -84,28 +84,30 @@ def _ranks(data: PageData) -> Iterator[Figure]:
 
 
 def _energy(data: PageData) -> Iterator[Figure]:
-    energy, more = data.energy, {**data.attributes, **data.beside.energy}
+    energy, costs, told = data.energy, data.costs, data.attributes
     if energy.joules is None:
         yield Figure("Energy", None, brief(energy.reason))
         return
+    # What a model says must not be taken for a measurement, wherever it stands.
+    label = f"{energy.label}. " if energy.label else ""
     kinds = ", ".join(f"{kind} {joule(value)}" for kind, value in energy.by_kind.items() if value is not None)
-    declared = bool(energy.label) or any("declared" in kind for kind in energy.by_kind)
-    label = f"{energy.label or 'declared model, not measured'}. " if declared else ""
     yield Figure("Energy", joule(energy.joules), f"{label}{kinds or 'all starts together'}")
-    yield Figure("Electricity", f"{short(energy.joules / KWH_J)} kWh", "without cooling and losses of the site")
-    per = number(more.get("j_per_token"))
-    step = energy.j_per_step
+    site, pue = number(costs.get("facility_kwh")), number(costs.get("pue"))
+    note = f"with {pue:g} as PUE of the site" if pue and pue > 1 else "without cooling and losses of the site (PUE 1)"
+    yield Figure("Electricity", f"{short(energy.joules / KWH_J if site is None else site)} kWh", label + note)
+    step, per = energy.j_per_step, number(told.get("j_per_token"))
     if per is None and step is not None and data.run is not None:
         tokens = float(np.mean(data.run.steps["tokens"]))
         per = step / tokens if tokens else None
-    note = f"training; {joule(step)} a step" if step is not None else EARLIER
+    note = f"{label}training only; {joule(step)} a step" if step is not None else EARLIER
     yield Figure("Energy a token", None if per is None else joule(per), note)
-    grams, source = (
-        number(more.get("emissions_g")),
-        str(more.get("emissions_source") or more.get("carbon_source") or ""),
-    )
-    why = str(more.get("emissions_reason") or "the intensity of the electricity is not known (energy.carbon_g_per_kwh)")
-    yield Figure("Emissions", None if grams is None else f"{short(grams)} g CO2e", source if grams is not None else why)
+    grams = number(costs.get("emissions_g"))
+    if grams is None:
+        why = str(costs.get("emissions_reason") or "the intensity is not known (energy.carbon_g_per_kwh)")
+        yield Figure("Emissions", None, why)
+        return
+    source = ", ".join(str(costs[name]) for name in ("carbon_source", "carbon_date") if costs.get(name))
+    yield Figure("Emissions", f"{short(grams)} g CO2e", f"{label}{costs.get('carbon_g_per_kwh'):g} g/kWh ({source})")
 
 
 def _resources(data: PageData) -> Iterator[Figure]:

@@ -88,8 +88,10 @@ def _power(data: PageData) -> Chart:
         draw.legend(axes)
 
     means = ", ".join(f"{kind} {np.nanmean(course.watts):.1f} W" for kind, course in known.items())
-    caption = "Differences of the counters." + (
-        " From blocks of samples, spread evenly." if data.energy.thinned else ""
+    caption = (
+        _label(data)
+        + "Differences of the counters."
+        + (" From blocks of samples, spread evenly." if data.energy.thinned else "")
     )
     return Chart("power", title, draw.drawn("power", picture), caption, f"Power by source, in the mean {means}")
 
@@ -111,11 +113,14 @@ def _joules(data: PageData) -> Chart:
         draw.legend(axes)
 
     ends = ", ".join(f"{kind} {np.nanmax(course.joules) / unit:.4g} {name}" for kind, course in known.items())
-    return Chart("joules", title, draw.drawn("joules", picture), alt=f"Energy so far by source: {ends}")
+    return Chart("joules", title, draw.drawn("joules", picture), _label(data), f"Energy so far by source: {ends}")
 
 
 def _by_phase(data: PageData) -> list[Chart]:
-    phases = [(phase.name, phase.joules) for phase in data.energy.phases if phase.joules]
+    rows = list(data.energy.phases)
+    if any(part.joules for part in data.energy.parts):  # what training consists of says more than its sum
+        rows = [*data.energy.parts, *(phase for phase in rows if phase.name != "training")]
+    phases = [(phase.name, phase.joules) for phase in rows if phase.joules]
     if not phases:
         return []
     names, joules = [name for name, _ in phases], [value for _, value in phases if value is not None]
@@ -133,7 +138,9 @@ def _by_phase(data: PageData) -> list[Chart]:
             axes.annotate(draw.short(value), (value, row), (3, 0), textcoords="offset points", va="center")
 
     alt = "Energy by phase: " + ", ".join(f"{name} {value:.4g} J" for name, value in phases)
-    return [Chart("by-phase", "Energy by phase", draw.drawn("by-phase", picture), "Over all starts.", alt)]
+    return [
+        Chart("by-phase", "Energy by phase", draw.drawn("by-phase", picture), f"{_label(data)}Over all starts.", alt)
+    ]
 
 
 def _use(data: PageData) -> Chart:
@@ -143,7 +150,8 @@ def _use(data: PageData) -> Chart:
 
     def picture(axes: Any) -> None:
         for index, (name, shares) in enumerate(use.shares.items()):
-            line = series.decimate(use.hours, 100 * shares)
+            known = np.isfinite(shares)
+            line = series.decimate(use.hours[known], 100 * shares[known])
             axes.plot(*line, color=draw.CYCLE[index], linestyle=draw.STROKES[index % 4], label=NAMES[name])
         axes.set_ylim(0, 103)
         _time_axis(axes, float(use.hours[-1]))
@@ -152,6 +160,10 @@ def _use(data: PageData) -> Chart:
 
     means = ", ".join(f"{NAMES[name]} {np.nanmean(shares):.0%}" for name, shares in use.shares.items())
     return Chart("use", title, draw.drawn("use", picture), alt=f"Utilisation over time, in the mean {means}")
+
+
+def _label(data: PageData) -> str:
+    return f"{data.energy.label[:1].upper()}{data.energy.label[1:]}. " if data.energy.label else ""
 
 
 def _over_hours(axes: Any, what: str, known: dict[str, Course]) -> None:

@@ -32,13 +32,15 @@ PROVENANCE: Final = (
 
 def phases(data: PageData) -> Markup:
     """Return the table of time and energy by phase over all starts."""
-    rows = [
-        (phase.name, duration(phase.seconds), joule(phase.joules))
-        for phase in sorted(data.energy.phases, key=lambda phase: -phase.seconds)
-    ]
+    rows = []
+    for phase in sorted(data.energy.phases, key=lambda phase: -phase.seconds):
+        rows.append((phase.name, duration(phase.seconds), joule(phase.joules)))
+        parts = sorted(data.energy.parts, key=lambda part: -part.seconds) if phase.name == "training" else ()
+        rows += [(f"of it {part.name}", duration(part.seconds), joule(part.joules)) for part in parts]
     if not rows:
         return Markup("")
-    return joined([tag("h3", "By phase, all starts together"), table(("Phase", "Time", "Energy"), rows, (1, 2))])
+    label = tag("p", data.energy.label, class_="under") if data.energy.label else ""
+    return joined([tag("h3", "By phase, all starts together"), label, table(("Phase", "Time", "Energy"), rows, (1, 2))])
 
 
 def operations(data: PageData) -> Markup:
@@ -68,7 +70,7 @@ def checkpoints(data: PageData) -> Markup:
             one.name,
             f"{one.step:,}" if one.step >= 0 else "",
             one.state,
-            one.written_utc,
+            _moment(one.written_utc),
             in_units(one.nbytes),
             one.reason,
         )
@@ -83,12 +85,15 @@ def events(data: PageData) -> Markup:
     """Return what happened, and the batch jobs of the run."""
     rows = [("" if one.step is None else f"{one.step:,}", one.time, one.kind, one.text) for one in data.events]
     found = [_long(("Step", "Time", "What", "Words"), rows, (0,)) if rows else tag("p", "Nothing is noted.")]
-    jobs = [
-        (job.time.replace("T", " ")[:19], job.job, job.event, ", ".join(_words(job.values))) for job in data.state.jobs
-    ]
+    jobs = [(_moment(job.time), job.job, job.event, ", ".join(_words(job.values))) for job in data.state.jobs]
     if jobs:
         found += [tag("h3", "Batch jobs"), _long(("Time", "Job", "What", "Words"), jobs, ())]
     return joined(found)
+
+
+def _moment(text: str) -> str:
+    """Return a time as a file has it, without what nobody reads."""
+    return text.replace("T", " ")[:19]
 
 
 def _words(values: Mapping[str, Any]) -> Iterator[str]:

@@ -79,7 +79,7 @@ class State:
         return sum(job.event == "began" and (job.values.get("restart") or 0) > 0 for job in self.jobs)
 
 
-def read(run_dir: Path, figures: Mapping[str, Any], now_ns: int) -> State:
+def read(run_dir: Path, now_ns: int) -> State:
     """Return how the run in ``run_dir`` stands at ``now_ns``; what cannot be read is left out."""
     starts, jobs = _starts(run_dir / STARTS), _jobs(run_dir / JOBS)
     words, world = _words(run_dir / "recorder")

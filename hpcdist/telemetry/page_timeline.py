@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +16,7 @@ from hpcdist.telemetry import clocks
 from hpcdist.telemetry.timebase import HostClock
 
 RANKS: Final = 32  # that a picture can show
-SPANS: Final = 3000  # of all ranks together, the longest
+SPANS: Final = 6000  # of all ranks together, the longest
 LAST: Final = 50  # steps among which one is chosen
 NO_FILES: Final = "the run kept no spans (recorder/rank-*.spans): an earlier version, or telemetry.trace = false"
 NO_STEP: Final = "no step is in the spans of all ranks: it did not end, or its spans were overwritten"
@@ -170,9 +170,9 @@ def _longest(lanes: Sequence[Lane]) -> tuple[list[Lane], int]:
     lengths = sorted((end - begin for lane in lanes for begin, end, _ in lane.spans), reverse=True)
     if len(lengths) <= SPANS:
         return list(lanes), 0
-    least = lengths[SPANS]
-    kept = [
-        Lane(lane.rank, lane.host, lane.begin_s, lane.end_s, [row for row in lane.spans if row[1] - row[0] > least])
-        for lane in lanes
-    ]
-    return kept, len(lengths) - sum(len(lane.spans) for lane in kept)
+    least, kept, count = lengths[SPANS], [], 0
+    for lane in lanes:
+        own = [row for row in lane.spans if row[1] - row[0] > least]
+        kept.append(replace(lane, spans=own))
+        count += len(own)
+    return kept, len(lengths) - count

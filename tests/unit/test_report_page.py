@@ -148,7 +148,8 @@ def test_a_whole_page(run_dir):
     found = seen(made(run_dir, beside))
     loss = np.mean([5.0 / step**0.5 for step in range(41, 61)])
     for expected in (
-        "mine", "finished", "after 60 of 60 steps", f"{loss:.4f} nats", "entropies of the data: unigram 3.100, bigram 2.480",
+        "mine", "finished", "after 60 of 60 steps", f"{loss:.4f} nats",
+        "entropies of the data: unigram 3.100, bigram 2.480",
         "tokens/s", "Straggler score", "4.0 KiB", "4.0 MiB", "step 40: loss 9.1, far above", "start 1: finished",
         "5.0 MiB", "main():", "run.steps", "1000", "1 key as by default", "Open MPI v5, etc", "ring", "2.0 KiB",
         "Step 8, of median length", "Pale: backward",
@@ -180,12 +181,20 @@ def test_what_was_not_measured_is_said_with_its_reason(run_dir):
 
 def test_energy_by_phase_and_source(run_dir):
     phases = {"training": {"joules": 7200.0, "seconds": 60.0}, "checkpoint": {"joules": None, "seconds": 2.0}}
+    parts = {"compute": {"joules": 5000.0, "seconds": 40.0, "error_j": 1.0}}
     kept = {"by_kind": {"gpu": 3600.0, "cpu": 3600.0}, "phases": phases, "reason": None}
-    (run_dir / "usage.json").write_text(json.dumps({"since_step": 0, "joules": kept}))
+    (run_dir / "usage.json").write_text(json.dumps({"since_step": 0, "joules": kept, "activities": parts}))
     with files.edit(run_dir / "metrics.h5", metrics.SCHEMA, metrics.VERSION) as file:
-        file.attrs.update({"j_per_step": 102.4, "emissions_g": 3.25, "emissions_source": "the grid, 2025"})
-    said = seen(made(run_dir)).said
-    for expected in ("7.2 kJ", "gpu 3.6 kJ, cpu 3.6 kJ", "0.002 kWh", "200 mJ", "3.25 g CO2e", "the grid, 2025"):
+        file.attrs["j_per_step"] = 102.4
+    accounts = {"facility_kwh": 0.003, "pue": 1.5, "emissions_g": 3.25, "carbon_g_per_kwh": 300.0}
+    accounts |= {"carbon_source": "the grid", "carbon_date": "2025"}
+    asked = []
+    said = seen(made(run_dir, Beside(costs=lambda *told: asked.append(told) or accounts))).said
+    assert asked == [(7200.0, 62.0)]
+    for expected in (
+        "7.2 kJ", "gpu 3.6 kJ, cpu 3.6 kJ", "0.003 kWh", "with 1.5 as PUE", "200 mJ", "3.25 g CO2e",
+        "300 g/kWh (the grid, 2025)", "of it compute 40.0 s 5 kJ",
+    ):  # fmt: skip
         assert expected in said, expected
     assert re.search(r"checkpoint 2\.0 s not measured", said)
 
