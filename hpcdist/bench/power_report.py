@@ -194,7 +194,7 @@ def _notes(found: Results, rows: Sequence[Row]) -> tuple[list[str], str]:
         missing = sorted({str(_of(repeat, "not_included")) for repeat in good if _of(repeat, "not_included")})
         lines.append(f"energy is that of {kinds.pop()}" + (f"; not included: {'; '.join(missing)}" if missing else ""))
     elif good:
-        trouble = "energy was not measured"
+        trouble = "energy was not measured (see `hpcdist energy sources`)"
     if found.provenance.get(DECLARED):
         lines.append("energy is that of a declared model, not measured")
         if limited:

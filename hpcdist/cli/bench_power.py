@@ -37,8 +37,8 @@ class Shown:
 @click.command("power")
 @click.argument("recipe", metavar="[RECIPE]", type=click.Path(dir_okay=False, path_type=Path), required=False)
 @click.option("-n", "--ranks", type=click.IntRange(min=1), help="Ranks of each trial.  [default: 1]")
-@click.option("--limits", default="", metavar="W,W,...", help="Power limits of each device, in watts.")
-@click.option("--clocks", default="", metavar="MHZ,...", help="Frequencies at which the clocks of GPUs are locked.")
+@click.option("--limits", metavar="W,W,...", help="Power limits of each device, in watts.")
+@click.option("--clocks", metavar="MHZ,...", help="Frequencies at which the clocks of GPUs are locked.")
 @click.option("--on", type=click.Choice([GPU, CPU]), help="Whose --limits.  [default: gpu where the trials hold any]")
 @click.option(
     "--sweep", "sweeps", multiple=True, metavar="KEY=V1,V2", help="Values of a recipe key, or of ranks or threads."
@@ -86,9 +86,8 @@ def command(**options: Any) -> int:
     the --objective chooses, if its gain is beyond the noise.
 
     Limits are changed with --change-limits only, for the time of a trial, and put back however it ends; after a SIGKILL
-    by `hpcdist bench power --restore`. Permission is asked for before the first trial. What needs none is --sweep:
-
-        hpcdist bench power r.toml --sweep threads=1,2,4 --sweep communication.overlap=none,thread
+    by `hpcdist bench power --restore`. Permission is asked for before the first trial. What needs none is --sweep,
+    as in `hpcdist bench power r.toml --sweep threads=1,2,4`.
 
     Exit code 0 when all trials are recorded as ok, 1 when any failed, 69 where limits cannot be changed, 75 when some
     are left for the next call.

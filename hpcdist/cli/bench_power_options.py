@@ -81,7 +81,10 @@ def _value(key: str, text: str) -> Any:
     from hpcdist.training import recipe as recipes
     from hpcdist.training import settings
 
-    return settings.overrides([f"{key}={text}"], recipes.defaults()).values[key]
+    try:
+        return settings.overrides([f"{key}={text}"], recipes.defaults()).values[key]
+    except ConfigurationError as error:
+        raise ConfigurationError(str(error).replace(" in --set", " in --sweep")) from error
 
 
 def _counts(key: str, texts: Sequence[str]) -> tuple[int, ...]:
@@ -90,7 +93,7 @@ def _counts(key: str, texts: Sequence[str]) -> tuple[int, ...]:
     return tuple(map(int, texts))
 
 
-def _numbers(option: str, text: str, unit: str) -> tuple[float, ...]:
+def _numbers(option: str, text: str | None, unit: str) -> tuple[float, ...]:
     """Return the numbers in a list. Raises UsageError for one that is none, or is there twice."""
     try:
         found = tuple(float(one) for one in text.split(",")) if text else ()

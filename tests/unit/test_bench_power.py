@@ -457,7 +457,7 @@ def test_axes_of_the_options():
         ({"sweeps": ("ranks=1,two",)}, "whole numbers of at least 1"),
         ({"sweeps": ("run.seed=1", "run.seed=2")}, "is given twice"),
         ({"sweeps": ("ranks=1,2",), "ranks": 2}, "leave -n out"),
-        ({"sweeps": ("run.sed=1,2",)}, "the nearest known is 'run.seed'"),
+        ({"sweeps": ("run.sed=1,2",)}, "in --sweep; the nearest known is 'run.seed'"),
         ({"sweeps": ("run.seed=1,x",)}, "a whole number"),
     ],
 )
