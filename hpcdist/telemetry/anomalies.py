@@ -16,17 +16,19 @@ from hpcdist.telemetry import catalogue
 from hpcdist.telemetry.derived import PHASES
 
 KINDS: Final = ("loss_spike", "gradient_spike", "throughput_drop", "straggler", "skipped_steps", "slow_data")
-WINDOW: Final = 100  # steps from which is learnt what is usual
+WINDOW: Final = 100  # steps from which is learnt what is usual; after so many without it, an anomaly is over
 LEAST: Final = 20  # before so many steps nothing is usual
 WARM_STEPS: Final = 10  # of a start: kernels are compiled and caches filled
-RECENT: Final = 10  # steps that have to be slow before the run is
+BLOCK_STEPS: Final = 10  # speeds are those of blocks of so many steps,
+BLOCK_S: Final = 10.0  # and so many seconds: what is over sooner needs nobody's attention
+BLOCKS: Final = 60  # from which is learnt what speed is usual
+FEW_BLOCKS: Final = 5  # before so many no speed is usual; after so many without it, an anomaly is over
 LOSS_RISE: Final = 0.1  # of the median: less is no spike, however little the loss varies
 NORM_RISE: Final = 2.0  # the norm of a gradient varies by much
 NORM_DEVIATIONS: Final = 10.0
 STRAGGLER: Final = 1.3  # of the compute time of the median rank
 SKIPPED: Final = 10  # in a row: the scale of the loss was divided by 1024, and still the gradient overflows
-DATA_SHARE: Final = 0.3  # of a step, spent waiting for the batch
-OVER: Final = 0.5  # an anomaly is over when half of what it needs to be one is gone
+DATA_SHARE: Final = 0.3  # of the time, spent waiting for batches
 _PHASES: Final = tuple(catalogue.key("phase_seconds", phase) for phase in (*PHASES, "data", "other"))
 _DATA: Final = catalogue.key("phase_seconds", "data")
 _MAD: Final = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
@@ -55,8 +57,7 @@ class Anomalies:
         self.counts: Counter[str] = Counter()  # anomalies so far, by kind
         self._loss = _Spikes("loss_spike", "loss", window, loss_spike, LOSS_RISE) if loss_spike else None
         self._norm = _Spikes("gradient_spike", "norm of the gradient", window, NORM_DEVIATIONS, NORM_RISE)
-        self._speed = _Drops(window, throughput_drop) if throughput_drop else None
-        self._data = _Data()
+        self._speed = _Speeds(throughput_drop)
         self._straggler = _Stragglers()
         self._skips = _Skips()
         self._rows = 0
@@ -79,12 +80,9 @@ class Anomalies:
         found = [self._skips.look(step, skipped), self._norm.look(step, figures.get("gradient_norm", math.nan))]
         if self._loss is not None:
             found.append(self._loss.look(step, figures.get("training_loss_nats", math.nan)))
-        if self._rows > WARM_STEPS and not held_up:
-            seconds = figures.get("step_seconds", math.nan)
-            if self._speed is not None and seconds > 0:
-                found.append(self._speed.look(step, tokens / seconds))
-            found.append(self._data.look(step, figures))
-        if self._rows > WARM_STEPS + LEAST:
+        if self._rows > WARM_STEPS:
+            if not held_up:
+                found += self._speed.look(step, tokens, figures)
             found.append(self._straggler.look(step, figures))
         told = [anomaly for anomaly in found if anomaly is not None]
         self.counts.update(anomaly.kind for anomaly in told)
@@ -114,12 +112,12 @@ class _Usual:
 
 
 class _Spikes:
-    """Values far above those before."""
+    """Values far above those before. Where one follows the other, it is told of the first."""
 
     def __init__(self, kind: str, what: str, window: int, deviations: float, rise: float) -> None:
         self._kind, self._what, self._deviations, self._rise = kind, what, deviations, rise
         self._usual = _Usual(window)
-        self._lasts = False
+        self._calm, self._over = window, window  # steps since the last one, and how many make an end of it
 
     def _limit(self) -> float:
         usual = self._usual
@@ -129,13 +127,12 @@ class _Spikes:
         if not math.isfinite(value):
             return None
         told, usual = None, self._usual
-        if value > self._limit() and not self._lasts:  # never before there is a median
+        self._calm += 1
+        if value > self._limit():  # never before there is a median
             usual.refresh()
             if value > self._limit():
-                self._lasts = True
-                told = self._told(step, value)
-        elif self._lasts and value < usual.median + OVER * (self._limit() - usual.median):
-            self._lasts = False
+                told = self._told(step, value) if self._calm > self._over else None
+                self._calm = 0
         usual.add(value)
         return told
 
@@ -149,76 +146,85 @@ class _Spikes:
         return Anomaly(self._kind, step, value, usual.median, text)
 
 
-class _Drops:
-    """Speeds of some steps in a row that are far below those before."""
+class _Speeds:
+    """Blocks of steps that are far slower than those before, or spend much time waiting for data."""
 
-    def __init__(self, window: int, drop: float) -> None:
+    def __init__(self, drop: float) -> None:
         self._drop = drop
-        self._before = _Usual(window)
-        self._recent: deque[float] = deque(maxlen=RECENT)
-        self._lasts = False
+        self._before: deque[float] = deque(maxlen=BLOCKS)
+        self._steps: list[float] = []  # tokens a second of each step of the block
+        self._seconds = self._phases = self._waited = 0.0
+        self._calm: Counter[str] = Counter(throughput_drop=FEW_BLOCKS, slow_data=FEW_BLOCKS)
 
-    def look(self, step: int, speed: float) -> Anomaly | None:
-        if len(self._recent) == RECENT:
-            self._before.add(self._recent[0])
-        self._recent.append(speed)
-        usual = self._before.median
-        # Only a slow step can make the median of the recent ones fall below the limit.
-        if not self._lasts and speed < (1 - self._drop) * usual:
-            now = statistics.median(self._recent)
-            if now < (1 - self._drop) * usual:
-                self._lasts = True
-                text = (
-                    f"step {step}: {now:,.0f} tokens/s in the last {RECENT} steps, {1 - now / usual:.0%} below the "
-                    f"{usual:,.0f} of the steps before"
-                )
-                return Anomaly("throughput_drop", step, now, usual, text)
-        elif self._lasts and speed > (1 - OVER * self._drop) * usual:
-            self._lasts = statistics.median(self._recent) <= (1 - OVER * self._drop) * usual
-        return None
+    def look(self, step: int, tokens: float, figures: Mapping[str, float]) -> list[Anomaly]:
+        seconds = figures.get("step_seconds", math.nan)
+        if not seconds > 0:
+            return []
+        self._steps.append(tokens / seconds)
+        self._seconds += seconds
+        if _DATA in figures:
+            self._waited += figures[_DATA]
+            self._phases += sum(figures.get(name, 0.0) for name in _PHASES)
+        if len(self._steps) < BLOCK_STEPS or self._seconds < BLOCK_S:
+            return []
+        found = [self._slow(step), self._waiting(step)]
+        self._steps = []
+        self._seconds = self._phases = self._waited = 0.0
+        return [anomaly for anomaly in found if anomaly is not None]
 
+    def _is_new(self, kind: str, is_odd: bool) -> bool:
+        """Whether it has not been told of, or was over."""
+        calm = self._calm[kind]
+        self._calm[kind] = 0 if is_odd else calm + 1
+        return is_odd and calm >= FEW_BLOCKS
 
-class _Data:
-    """Steps of which much is spent waiting for the batch."""
-
-    def __init__(self) -> None:
-        self._shares: deque[float] = deque(maxlen=RECENT)
-        self._lasts = False
-
-    def look(self, step: int, figures: Mapping[str, float]) -> Anomaly | None:
-        waited = figures.get(_DATA, math.nan)
-        seconds = sum(figures.get(name, 0.0) for name in _PHASES)
-        if math.isnan(waited) or seconds <= 0:
+    def _slow(self, step: int) -> Anomaly | None:
+        now = statistics.median(self._steps)  # a single step that took long is no drop
+        usual = statistics.median(self._before) if len(self._before) >= FEW_BLOCKS else 0.0
+        self._before.append(now)
+        if not self._is_new("throughput_drop", self._drop > 0 and now < (1 - self._drop) * usual):
             return None
-        self._shares.append(waited / seconds)
-        share = sum(self._shares) / len(self._shares)
-        if not self._lasts and len(self._shares) == RECENT and share > DATA_SHARE:
-            self._lasts = True
-            text = (
-                f"step {step}: {share:.0%} of the last {RECENT} steps went into waiting for data; "
-                "let more of it be read ahead, or nearer to the nodes"
-            )
-            return Anomaly("slow_data", step, share, DATA_SHARE, text)
-        self._lasts = self._lasts and share >= OVER * DATA_SHARE
-        return None
+        text = (
+            f"step {step}: {now:,.0f} tokens/s in the last {len(self._steps)} steps, {1 - now / usual:.0%} below the "
+            f"{usual:,.0f} of the steps before"
+        )
+        return Anomaly("throughput_drop", step, now, usual, text)
+
+    def _waiting(self, step: int) -> Anomaly | None:
+        share = self._waited / self._phases if self._phases > 0 else 0.0
+        if not self._is_new("slow_data", share > DATA_SHARE):
+            return None
+        text = (
+            f"step {step}: {share:.0%} of the last {len(self._steps)} steps went into waiting for data; "
+            "let more of it be read ahead, or nearer to the nodes"
+        )
+        return Anomaly("slow_data", step, share, DATA_SHARE, text)
 
 
 class _Stragglers:
-    """A rank that computes for longer than the others, over the window of `Derived`."""
+    """A rank that computes for longer than the others, over the window of `Derived` and for `BLOCK_S` at least."""
 
     def __init__(self) -> None:
-        self._rank = -1  # of whom it was told
+        self._rank, self._since_s = -1, 0.0  # who is slow, and since when
+        self._told, self._seen = -1, 0  # of whom it was told, and the row in which it was slow last
+        self._rows, self._now_s = 0, 0.0
 
     def look(self, step: int, figures: Mapping[str, float]) -> Anomaly | None:
+        self._rows += 1
+        self._now_s += max(0.0, figures.get("step_seconds", 0.0))
         ratio = figures.get("straggler_ratio", math.nan)
         if math.isnan(ratio):
             return None
-        rank = int(figures["straggler_rank"])
-        if ratio <= 1 + OVER * (STRAGGLER - 1):
-            self._rank = -1
-        if ratio <= STRAGGLER or rank == self._rank:
+        rank = int(figures["straggler_rank"]) if ratio > STRAGGLER else -1
+        if rank != self._rank:
+            self._rank, self._since_s = rank, self._now_s
+        if self._told >= 0 and self._rows - self._seen > WINDOW:
+            self._told = -1  # it is over
+        if rank >= 0 and rank == self._told:
+            self._seen = self._rows
+        if rank < 0 or self._told >= 0 or self._now_s - self._since_s < BLOCK_S:
             return None
-        self._rank = rank
+        self._told, self._seen = rank, self._rows
         text = f"step {step}: rank {rank} computes {ratio:.2f} times as long as the median rank, and the others wait"
         return Anomaly("straggler", step, ratio, 1.0, text)
 

@@ -5,10 +5,24 @@ import math
 import numpy as np
 import pytest
 
-from hpcdist.telemetry.anomalies import DATA_SHARE, KINDS, LEAST, RECENT, SKIPPED, STRAGGLER, WARM_STEPS, Anomalies
+from hpcdist.telemetry.anomalies import (
+    BLOCK_S,
+    BLOCK_STEPS,
+    DATA_SHARE,
+    FEW_BLOCKS,
+    KINDS,
+    LEAST,
+    SKIPPED,
+    STRAGGLER,
+    WARM_STEPS,
+    WINDOW,
+    Anomalies,
+)
 from hpcdist.telemetry.derived import Derived, Row
 
 TOKENS = 4096.0
+SECONDS = BLOCK_S / BLOCK_STEPS * 1.2  # of a step: a block is so many steps
+ENOUGH = WARM_STEPS + (FEW_BLOCKS + 1) * BLOCK_STEPS  # steps after which it is known what is usual
 
 
 def curve(rng, steps, noise):
@@ -23,7 +37,7 @@ def figures_of(rng, **changed):
     usual = {
         "training_loss_nats": 2 + 0.02 * rng.uniform(-1, 1),
         "gradient_norm": float(rng.uniform(0.8, 1.2)),
-        "step_seconds": 0.1 * rng.uniform(0.9, 1.1),
+        "step_seconds": SECONDS * rng.uniform(0.9, 1.1),
         "straggler_rank": 0.0,
         "straggler_ratio": 1.1,
         "phase_seconds[compute]": 0.08,
@@ -47,7 +61,7 @@ def watched(looking, rng, steps, first=1, **changed):
 def test_smooth_runs_raise_no_alarm(steps, noise, rng):
     looking = Anomalies()
     found = []
-    speed = rng.uniform(0.5, 2)
+    speed = rng.uniform(0.02, 2)
     for step, loss in enumerate(curve(rng, steps, noise), start=1):
         figures = figures_of(rng, training_loss_nats=loss, step_seconds=speed * rng.lognormal(0, 0.15))
         figures["gradient_norm"] = float(np.exp(np.clip(rng.standard_normal(), -3.5, 3.5) * 0.25)) * loss
@@ -91,10 +105,10 @@ def test_a_planted_spike_is_told_once(noise, rng):
 
 def test_two_spikes_are_two(rng):
     losses = curve(rng, 600, 0.005)
-    losses[[300, 301, 400]] *= 3
+    losses[[300, 301, 340, 500]] *= 3  # the third belongs to the first
     looking = Anomalies()
     found = [a for step, loss in enumerate(losses) for a in looking.of(step, 1.0, {"training_loss_nats": loss})]
-    assert [anomaly.step for anomaly in found] == [300, 400]
+    assert [anomaly.step for anomaly in found] == [300, 500]
 
 
 def test_less_than_a_tenth_is_no_spike(rng):
@@ -106,11 +120,11 @@ def test_less_than_a_tenth_is_no_spike(rng):
 
 
 def test_a_loss_that_stays_high_becomes_usual(rng):
-    losses = np.concatenate([curve(rng, 300, 0.003), np.full(300, 20.0)])
-    losses[500] = 60.0
+    losses = np.concatenate([curve(rng, 300, 0.003), np.full(500, 20.0)])
+    losses[700] = 60.0
     looking = Anomalies()
     found = [a for step, loss in enumerate(losses) for a in looking.of(step, 1.0, {"training_loss_nats": loss})]
-    assert [anomaly.step for anomaly in found] == [300, 500]
+    assert [anomaly.step for anomaly in found] == [300, 700]
 
 
 def test_nothing_is_usual_at_first(rng):
@@ -134,75 +148,115 @@ def test_what_is_not_finite_is_not_looked_at(rng):
     assert looking.of(7, TOKENS, {}) == []
 
 
+def test_a_gradient_that_bursts_again_and_again_is_told_of_once(rng):
+    looking = Anomalies()
+    found = []
+    for step in range(1, 2000):
+        burst = float(rng.pareto(1.5)) * 5 if step % 7 == 0 else 1.0
+        found += looking.of(step, TOKENS, figures_of(rng, gradient_norm=burst))
+    assert [anomaly.kind for anomaly in found] in ([], ["gradient_spike"])
+
+
 @pytest.mark.parametrize("factor", [2.5, 10.0])
 def test_throughput_that_drops(factor, rng):
     looking = Anomalies()
-    assert watched(looking, rng, 120) == []
-    found = watched(looking, rng, 30, first=121, step_seconds=0.1 * factor)
+    assert watched(looking, rng, ENOUGH) == []
+    found = watched(looking, rng, 3 * BLOCK_STEPS, first=ENOUGH + 1, step_seconds=factor * SECONDS)
     assert [anomaly.kind for anomaly in found] == ["throughput_drop"]
     (anomaly,) = found
-    assert 121 + RECENT // 2 - 1 <= anomaly.step <= 121 + RECENT
-    assert anomaly.reference == pytest.approx(TOKENS / 0.1, rel=0.1)
+    assert ENOUGH < anomaly.step <= ENOUGH + 2 * BLOCK_STEPS
+    assert anomaly.reference == pytest.approx(TOKENS / SECONDS, rel=0.1)
     assert f"{anomaly.reference:,.0f}" in anomaly.text and "tokens/s" in anomaly.text
-    assert watched(looking, rng, 50, first=151) == []  # it is over
-    assert [a.kind for a in watched(looking, rng, 30, first=201, step_seconds=1.0)] == ["throughput_drop"]
+    assert watched(looking, rng, ENOUGH, first=500) == []  # it is over
+    assert [a.kind for a in watched(looking, rng, 30, first=800, step_seconds=10 * SECONDS)] == ["throughput_drop"]
 
 
 def test_a_speed_that_stays_low_becomes_usual(rng):
     looking = Anomalies()
-    watched(looking, rng, 200)
-    assert len(watched(looking, rng, 400, first=201, step_seconds=0.5)) == 1
-    assert len(watched(looking, rng, 50, first=601, step_seconds=2.5)) == 1
+    watched(looking, rng, 2 * ENOUGH)
+    assert len(watched(looking, rng, 1000, first=500, step_seconds=5 * SECONDS)) == 1
+    assert len(watched(looking, rng, 50, first=1500, step_seconds=25 * SECONDS)) == 1
+
+
+def test_a_speed_that_comes_and_goes_is_told_of_once(rng):
+    looking = Anomalies()
+    watched(looking, rng, ENOUGH)
+    found = []
+    for first in range(1000, 1400, 2 * BLOCK_STEPS):
+        found += watched(looking, rng, BLOCK_STEPS, first=first, step_seconds=4 * SECONDS)
+        found += watched(looking, rng, BLOCK_STEPS, first=first + BLOCK_STEPS)
+    assert len(found) == 1
 
 
 def test_single_slow_steps_are_no_drop(rng):
     looking = Anomalies()
-    watched(looking, rng, 100)
-    for first in range(101, 400, RECENT):
-        assert watched(looking, rng, RECENT // 2 - 1, first=first, step_seconds=9.0) == []
-        assert watched(looking, rng, RECENT // 2 + 1, first=first + RECENT // 2 - 1) == []
+    watched(looking, rng, ENOUGH)
+    for first in range(1000, 1400, BLOCK_STEPS):
+        assert watched(looking, rng, BLOCK_STEPS // 2 - 1, first=first, step_seconds=1.5 * BLOCK_S) == []
+        assert watched(looking, rng, BLOCK_STEPS // 2 + 1, first=first + BLOCK_STEPS // 2 - 1) == []
+
+
+def test_what_is_over_in_seconds_is_no_drop(rng):
+    looking = Anomalies()
+    watched(looking, rng, 100_000 // 20, step_seconds=0.02)
+    assert watched(looking, rng, 80, first=6000, step_seconds=0.05) == []
+    assert watched(looking, rng, 1000, first=7000, step_seconds=0.02) == []
 
 
 def test_slow_steps_around_a_checkpoint_are_no_drop(rng):
     looking = Anomalies()
-    watched(looking, rng, 100)
-    assert watched(looking, rng, 30, first=101, step_seconds=5.0, held_up=True) == []
+    watched(looking, rng, ENOUGH)
+    assert watched(looking, rng, 30, first=ENOUGH + 1, step_seconds=50 * SECONDS, held_up=True) == []
 
 
 def test_a_drop_of_less_is_none(rng):
-    looking = Anomalies(throughput_drop=0.5)
-    watched(looking, rng, 100)
-    assert watched(looking, rng, 60, first=101, step_seconds=0.15) == []
-    strict = Anomalies(throughput_drop=0.2)
-    watched(strict, rng, 100)
-    assert len(watched(strict, rng, 60, first=101, step_seconds=0.15)) == 1
+    for drop, told in ((0.5, 0), (0.2, 1)):
+        looking = Anomalies(throughput_drop=drop)
+        watched(looking, rng, ENOUGH)
+        assert len(watched(looking, rng, 60, first=ENOUGH + 1, step_seconds=1.5 * SECONDS)) == told
 
 
 def test_slow_first_steps_are_no_reference(rng):
     looking = Anomalies()
     assert watched(looking, rng, WARM_STEPS, step_seconds=0.001) == []
-    assert watched(looking, rng, 100, first=WARM_STEPS + 1) == []
+    assert watched(looking, rng, 2 * ENOUGH, first=WARM_STEPS + 1) == []
 
 
 @pytest.mark.parametrize("off", ["loss_spike", "throughput_drop"])
 def test_off(off, rng):
     looking = Anomalies(**{off: 0.0})
-    watched(looking, rng, 100)
-    found = watched(looking, rng, 30, first=101, training_loss_nats=40.0, step_seconds=5.0)
+    watched(looking, rng, ENOUGH)
+    found = watched(looking, rng, 30, first=ENOUGH + 1, training_loss_nats=40.0, step_seconds=5 * SECONDS)
     assert {anomaly.kind for anomaly in found} == {"loss_spike", "throughput_drop"} - {off}
 
 
 def test_a_straggler(rng):
     looking = Anomalies()
     watched(looking, rng, 50)
-    (anomaly,) = watched(looking, rng, 20, first=51, straggler_rank=3.0, straggler_ratio=1.8)
-    assert (anomaly.kind, anomaly.step, anomaly.value, anomaly.reference) == ("straggler", 51, 1.8, 1.0)
+    (anomaly,) = watched(looking, rng, 30, first=51, straggler_rank=3.0, straggler_ratio=1.8)
+    assert (anomaly.kind, anomaly.value, anomaly.reference) == ("straggler", 1.8, 1.0)
+    assert 51 < anomaly.step <= 51 + BLOCK_S / (0.9 * SECONDS) + 1
     assert "rank 3 computes 1.80 times" in anomaly.text
-    assert watched(looking, rng, 20, first=71, straggler_rank=3.0, straggler_ratio=1.25) == []  # not yet over
-    assert watched(looking, rng, 20, first=91, straggler_rank=3.0, straggler_ratio=1.4) == []
-    assert len(watched(looking, rng, 5, first=111, straggler_rank=2.0, straggler_ratio=1.4)) == 1  # another rank
-    assert watched(looking, rng, 5, first=116) == []
-    assert len(watched(looking, rng, 5, first=121, straggler_rank=2.0, straggler_ratio=1.4)) == 1  # again
+    assert watched(looking, rng, WINDOW - 10, first=81) == []  # not yet over
+    assert watched(looking, rng, 30, first=181, straggler_rank=3.0, straggler_ratio=1.4) == []
+    assert watched(looking, rng, WINDOW + 10, first=211) == []
+    assert len(watched(looking, rng, 30, first=351, straggler_rank=3.0, straggler_ratio=1.4)) == 1  # again
+    # Another one is told of when the first has been well for a while.
+    found = watched(looking, rng, WINDOW + 30, first=381, straggler_rank=2.0, straggler_ratio=1.4)
+    assert ["rank 2" in anomaly.text for anomaly in found] == [True]
+
+
+def test_stragglers_by_turns_are_none(rng):
+    looking = Anomalies()
+    for step in range(1, 500):
+        rank = float(step // 3 % 4)
+        assert looking.of(step, TOKENS, figures_of(rng, straggler_rank=rank, straggler_ratio=1.6)) == []
+
+
+def test_a_straggler_of_a_moment_is_none(rng):
+    looking = Anomalies()
+    watched(looking, rng, 50, step_seconds=0.01)
+    assert watched(looking, rng, 500, first=51, step_seconds=0.01, straggler_ratio=1.6) == []
 
 
 def test_a_straggler_among_rows(rng):
@@ -210,13 +264,13 @@ def test_a_straggler_among_rows(rng):
     derived, looking, slow = Derived(50), Anomalies(), int(rng.integers(4))
     found = []
     for step in range(1, 200):
-        compute_s = rng.uniform(0.1, 0.11, 4)
+        compute_s = rng.uniform(1.0, 1.1, 4)
         compute_s[slow] *= 1 if step < 100 else 1.6
         ranks = {"compute_s": compute_s, "step_s": np.full(4, compute_s.max())}
         (figures,) = derived.of([Row(step, 0, 2.0, 0.1, TOKENS, ranks=ranks)])
         found += looking.of(step, TOKENS, figures)
     assert [anomaly.kind for anomaly in found] == ["straggler"]
-    assert f"rank {slow} " in found[0].text and 100 < found[0].step <= 151 and found[0].value > STRAGGLER
+    assert f"rank {slow} " in found[0].text and 100 < found[0].step <= 165 and found[0].value > STRAGGLER
 
 
 def test_steps_that_update_nothing(rng):
@@ -235,17 +289,17 @@ def test_waiting_for_data(rng):
     found = watched(looking, rng, 50, first=51, **slow)
     assert [anomaly.kind for anomaly in found] == ["slow_data"]
     assert found[0].value > DATA_SHARE and "waiting for data" in found[0].text
-    watched(looking, rng, 50, first=101)
-    assert len(watched(looking, rng, 50, first=151, **slow)) == 1
+    watched(looking, rng, ENOUGH, first=101)
+    assert len(watched(looking, rng, 50, first=300, **slow)) == 1
     unknown = Anomalies()
     assert watched(unknown, rng, 60, **{"phase_seconds[data]": None}) == []
 
 
 def test_every_kind_is_known_and_counted(rng):
     looking = Anomalies()
-    watched(looking, rng, 100)
+    watched(looking, rng, ENOUGH)
     odd = {"training_loss_nats": 30.0, "gradient_norm": 90.0, "step_seconds": 9.0, "phase_seconds[data]": 1.0}
-    found = watched(looking, rng, 30, first=101, skipped=True, straggler_ratio=3.0, **odd)
+    found = watched(looking, rng, 30, first=ENOUGH + 1, skipped=True, straggler_ratio=3.0, **odd)
     assert sorted(anomaly.kind for anomaly in found) == sorted(KINDS)
     assert looking.counts == dict.fromkeys(KINDS, 1)
     assert all(anomaly.text.startswith(f"step {anomaly.step}: ") for anomaly in found)
