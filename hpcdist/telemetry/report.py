@@ -2,16 +2,19 @@
 
 import itertools
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays.sizes import counted
+from hpcdist.arrays.sizes import counted, in_units
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
-from hpcdist.telemetry import metrics, noise_scales
+from hpcdist.telemetry import noise_scales, page_data, page_energy, sampled
 from hpcdist.telemetry.metrics import Metrics
+from hpcdist.telemetry.page_energy import Energy
+from hpcdist.telemetry.sampled import Run
 
 FILE_NAME: Final = "metrics.h5"
 ENTROPIES: Final = ("unigram_nats", "bigram_nats", "trigram_nats")
@@ -21,11 +24,16 @@ SMOOTHED: Final = 0.02  # of the steps that are shown
 
 @dataclass(frozen=True)
 class Report:
-    """A run in memory: ``figures`` as of `metrics.summarise` with the entropies and provenance of the run."""
+    """A run in memory: ``figures`` as of `metrics.summarise` with the entropies and provenance of the run.
+
+    ``metrics`` are all rows, or of a large run some that are spread evenly; see `sampled.read`.
+    """
 
     run_dir: Path
     metrics: Metrics
     figures: dict[str, Any]
+    steps: dict[str, np.ndarray]  # the columns of one number a step, in full
+    energy: Energy
 
 
 def report(run_dir: str | Path) -> Report:
@@ -34,13 +42,23 @@ def report(run_dir: str | Path) -> Report:
     path = run_dir / FILE_NAME
     if not path.is_file():
         raise StorageError(f"{run_dir} holds no {FILE_NAME}; give the directory that a training wrote (its --out)")
-    found = metrics.read(path)
+    run = sampled.read(path)
     hidden = {"schema", "schema_version", "NX_class", "default"}
-    attributes = {name: value for name, value in found.attributes.items() if name not in hidden}
-    figures = {"run_dir": str(run_dir)} | attributes | metrics.summarise(found)
+    attributes = {name: value for name, value in run.sample.attributes.items() if name not in hidden}
+    energy = page_energy.read(run_dir, None, attributes)
+    figures = {"run_dir": str(run_dir)} | attributes | page_data.summarised(run) | _mishaps(run)
+    if energy.joules is not None:
+        figures["energy_j"] = energy.joules
+    figures["energy_j_by_phase"] = {phase.name: phase.joules for phase in energy.phases}
     if (scale := noise_scales.last(path)) is not None:
         figures["noise_scale"] = scale
-    return Report(run_dir, found, figures)
+    return Report(run_dir, run.sample, figures, run.steps, energy)
+
+
+def _mishaps(run: Run) -> dict[str, int]:
+    skipped = run.tables.get("loss_scale", {}).get("skipped")
+    told = sum(note.kind == "anomaly" for note in run.observed.notes)
+    return {"skipped_steps": 0 if skipped is None else int(skipped.sum()), "anomalies": told}
 
 
 def text(found: Report) -> str:
@@ -64,6 +82,9 @@ def text(found: Report) -> str:
     lines.append(f"speed      {_or_unknown(figures['tokens_per_s'], '{:,.0f} tokens/s')}")
     shares = [f"{name} {_or_unknown(figures[f'{key}_fraction'], '{:.1%}')}" for name, key in _SHARES]
     lines.append(f"time       {', '.join(shares)}")
+    if figures.get("communication_hidden_share") is not None:  # of a run that has ended, with overlap
+        hidden = figures["communication_hidden_share"]
+        lines.append(f"overlap    {hidden:.0%} of the time of reductions was not waited for")
     lines.append(f"sent       {_or_unknown(figures['bytes_sent_per_step'], '{:,.0f} bytes a step')}")
     if figures.get("bytes_loaded_per_step"):  # of a run that has ended, where any were
         lines.append(
@@ -71,31 +92,55 @@ def text(found: Report) -> str:
         )
     if figures.get("noise_scale") is not None:
         lines.append(f"noise      scale {figures['noise_scale']:,.1f} samples, the critical batch")
-    if "energy_j" in figures:  # a run that has ended
-        lines.append(f"energy     {_energy(figures)}")
+    if found.energy.joules is not None or "energy_j" in figures:  # else the run has not come so far
+        lines += [f"energy     {_energy(found.energy)}", *_phases(found.energy)]
+    if figures.get("peak_bytes_total"):
+        lines.append(f"memory     {in_units(round(figures['peak_bytes_total']))} at most, on the rank that holds most")
     if figures["world"] > 1 and figures["imbalance"] is not None:
-        lines.append(f"slowest    rank {figures['slowest_rank']}, {figures['imbalance']:.2f} times the median rank")
-    return "\n".join([*lines, "", *_curve(found.metrics)])
+        score = f"straggler score {figures['imbalance']:.2f}: its compute time over that of the median rank"
+        lines.append(f"slowest    rank {figures['slowest_rank']}, {score}")
+    lines += [f"{name:10} {text}" for name, text in _odd(figures)]
+    if len(steps["step"]) < len(found.steps["step"]):
+        part = f"{len(steps['step']):,} of {len(found.steps['step']):,} steps"
+        lines.append(f"rows       times and bytes are from {part}, spread evenly")
+    return "\n".join([*lines, "", *_curve(found.steps)])
 
 
-def _energy(figures: dict[str, Any]) -> str:
-    if math.isnan(figures["energy_j"]):
-        return f"unknown ({figures['energy_reason']})"
-    step = "unknown" if math.isnan(figures["j_per_step"]) else f"{figures['j_per_step']:.3g} J a step"
-    return f"{figures['energy_j']:,.1f} J, training {step}"
+def _odd(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if figures["skipped_steps"]:
+        yield "skipped", f"{counted(figures['skipped_steps'], 'step')}: the gradient overflowed, nothing was updated"
+    if figures["anomalies"]:
+        number = figures["anomalies"]
+        yield "odd", f"{number} {'anomalies' if number > 1 else 'anomaly'}; the page (--html) lists what was flagged"
+
+
+def _energy(energy: Energy) -> str:
+    if energy.joules is None:
+        return f"unknown ({energy.reason})"
+    label = f" ({energy.label})" if energy.label else ""
+    step = "unknown" if energy.j_per_step is None else f"{energy.j_per_step:.3g} J a step"
+    return f"{energy.joules:,.1f} J{label}, training {step}"
+
+
+def _phases(energy: Energy) -> list[str]:
+    """Return a line on the phases, of training its parts where they are known."""
+    parts = [phase for phase in energy.parts if phase.joules is not None]
+    phases = [phase for phase in energy.phases if not parts or phase.name != "training"]
+    told = [f"{phase.name} {phase.joules:,.1f} J" for phase in [*parts, *phases] if phase.joules is not None]
+    return [f"by phase   {', '.join(told)}"] if told else []
 
 
 _HEAD: Final = (("started", "created_utc"), ("strategy", "strategy"), ("commit", "git_commit"), ("MPI", "mpi_library"))
 _SHARES: Final = (("compute", "compute"), ("communication", "comm"), ("update", "update"))
 
 
-def _curve(found: Metrics) -> list[str]:
+def _curve(found: Mapping[str, np.ndarray]) -> list[str]:
     """Return a table of the loss at steps spread evenly over the run, each a mean since the line before."""
-    steps, loss = found.steps["step"], found.steps["loss"]
+    steps, loss = found["step"], found["loss"]
     ends = np.unique(np.linspace(0, len(steps), min(CURVE_ROWS, len(steps)) + 1).astype(int))
     lines = ["    step     loss  learning rate"]
     for start, stop in itertools.pairwise(ends):
-        rate = found.steps["learning_rate"][stop - 1]
+        rate = found["learning_rate"][stop - 1]
         lines.append(f"{steps[stop - 1]:8d} {loss[start:stop].mean():8.4f} {rate:14.3g}")
     return lines
 

@@ -1,8 +1,10 @@
 """Reports: text, JSON and a picture of a run directory."""
 
 import json
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from click.testing import CliRunner
 
 from hpcdist.cli.report import report as command
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
-from hpcdist.telemetry import report
+from hpcdist.telemetry import loss_scales, observations, report
 from hpcdist.telemetry.metrics import MetricsWriter
 from hpcdist.telemetry.provenance import git_commit, provenance
 
@@ -53,6 +55,40 @@ def test_what_was_loaded_from_memory_of_the_node_is_told_apart(run_dir):
         writer.describe(bytes_loaded_per_step=8192)
     said = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
     assert "loaded     8,192 bytes a step, from what others of the node wrote" in said
+
+
+def test_energy_of_a_run_under_way_by_phase(run_dir):
+    kept = {
+        "by_kind": {"gpu": 100.0, "cpu": 25.5},
+        "phases": {"training": {"joules": 120.0, "seconds": 9.0}, "checkpoint": {"joules": 5.5, "seconds": 1.0}},
+        "reason": None,
+    }
+    parts = {"compute": {"joules": 90.0, "seconds": 7.0}, "idle": {"joules": 30.0, "seconds": 2.0}}
+    (run_dir / "usage.json").write_text(json.dumps({"since_step": 0, "joules": kept, "activities": parts}))
+    said = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
+    assert "energy     125.5 J, training unknown" in said
+    assert "by phase   compute 90.0 J, idle 30.0 J, checkpoint 5.5 J" in said
+    figures = json.loads(CliRunner().invoke(command, [str(run_dir), "--json"], catch_exceptions=False).output)
+    assert figures["energy_j"] == 125.5 and figures["energy_j_by_phase"] == {"training": 120.0, "checkpoint": 5.5}
+
+
+def test_what_was_odd_is_told(run_dir):
+    attributes = {"communication_hidden_share": 0.83, "peak_bytes_total": 3 << 20}
+    with MetricsWriter(run_dir / "metrics.h5", 2, resume_step=60, attributes=attributes) as writer:
+        writer.include(lambda file, session: loss_scales.append(file, session, 7, 65536.0, True))
+        event = SimpleNamespace(kind="anomaly", step=9, time_ns=5, values={"text": "step 9: loss 12"})
+        writer.include(lambda file, session: observations.append(file, session, [event]))
+    said = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
+    for expected in ("overlap    83% of", "memory     3.0 MiB at most", "skipped    1 step:", "odd        1 anomaly"):
+        assert expected in said
+    assert re.search(r"slowest    rank \d, straggler score 1\.\d\d", said)
+
+
+def test_of_a_large_run_the_part_is_told(run_dir, monkeypatch):
+    monkeypatch.setattr(report.sampled.read, "__defaults__", (10 * 2 * 8,))
+    monkeypatch.setattr(report.sampled, "spread", lambda rows, chunk, most: [(0, 5), (55, 60)])
+    said = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
+    assert "times and bytes are from 10 of 60 steps, spread evenly" in said and "steps      60 on" in said
 
 
 def test_json(run_dir):
