@@ -24,6 +24,7 @@ from hpcdist.energy.attribution import Attribution, Counted
 from hpcdist.energy.monitor import Monitor, this_host
 from hpcdist.energy.parttime import Sensor, sensor_of
 from hpcdist.energy.sampler import Intervals
+from hpcdist.energy.sources import claim
 from hpcdist.energy.store import NodeRows
 from hpcdist.errors import StorageError
 from hpcdist.training.energy_summary import described, energy_attributes, summary
@@ -60,6 +61,7 @@ class Energy:
         self._spans = spans
         self._node: Communicator | None = None
         self._attribution: Attribution | None = None
+        self._users: dict[str, tuple[int, ...]] = {}  # of GPUs, among the ranks of the host
         self._since_step = 0
         self._before: dict[str, Any] | None = None  # the activities of earlier starts, as of `activities.state`
         self._before_j: float | None = 0.0  # the joules of training in these
@@ -72,7 +74,7 @@ class Energy:
         if noted is not None:  # later than the checkpoint
             self._restore(noted)
         if spans is not None and self.monitor.measures:
-            self._attend(this_host() if host is None else host)
+            self._attend(this_host() if host is None else host, device.bus_id() if on_gpu else None)
 
     def _restore(self, kept: Mapping[str, Any]) -> None:
         self._since_step = kept["since_step"]
@@ -82,11 +84,16 @@ class Energy:
             self._before = kept.get("activities") or {}
             self._before_j = _training_j(kept["joules"])
 
-    def _attend(self, host: str) -> None:
+    def _attend(self, host: str, bus_id: str | None) -> None:
         """Let the first rank of each host, which has the counters, be told what the others do. Collective."""
         hosts = self._comm.allgather_object(host)
         self._node = self._comm.split(list(dict.fromkeys(hosts)).index(host), self._comm.rank, "energy of a node")
-        if self._node is not None and self._node.rank == 0:
+        assert self._node is not None
+        own = () if bus_id is None else claim(self._recipe.energy, bus_id, os.environ).gpus
+        for rank, gpus in enumerate(self._node.allgather_object(own)):
+            for gpu in gpus:
+                self._users[gpu] = (*self._users.get(gpu, ()), rank)
+        if self._node.rank == 0:
             self._attribution = Attribution(self._sensor)
 
     def _sensor(self, name: str, kind: str) -> Sensor:
@@ -125,7 +132,7 @@ class Energy:
                 self._node.recv(told, peer)
             ranks.append(told.reshape(-1, 3))
         if self._attribution is not None:
-            self._attribution.add(ranks, [_counted(one) for one in self.monitor.intervals()])
+            self._attribution.add(ranks, [_counted(one, self._users.get(one.name)) for one in self.monitor.intervals()])
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps. Collective."""
@@ -185,11 +192,11 @@ def _plain(report: Mapping[str, Any]) -> dict[str, Any]:
     return {"phases": {name: {"joules": number(phase["joules"])} for name, phase in report["phases"].items()}}
 
 
-def _counted(source: Intervals) -> Counted:
-    """Return the samples of a source, without what was used in gaps, of which nobody knows how much it was."""
+def _counted(source: Intervals, ranks: tuple[int, ...] | None) -> Counted:
+    """Return the samples of a source that ``ranks`` use (None: all), less what went unknown in gaps."""
     used = np.diff(source.energy_mj, prepend=source.energy_mj[:1])
     used[1:][~source.known] = 0
-    return Counted(source.name, source.kind, source.times_ns, source.energy_mj[:1] + np.cumsum(used))
+    return Counted(source.name, source.kind, source.times_ns, source.energy_mj[:1] + np.cumsum(used), ranks)
 
 
 def _usable(found: Any) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -109,6 +110,18 @@ def test_pieces_make_the_same_whole_and_memory_stays_bounded(rng):
         assert piece["seconds"] == pytest.approx(phase["seconds"]) and piece["reason"] is phase["reason"] is None
         assert piece["joules"] == pytest.approx(phase["joules"], abs=0.01 * sum(joules.values()))
     assert pieces == json.loads(json.dumps(pieces))
+
+
+def test_a_source_is_told_by_the_ranks_that_use_it(rng):
+    """Two GPUs, one for each of two ranks that are not in step, and a processor for both."""
+    ranks = [mixed(rng, 1500), mixed(rng, 1500)]
+    gpus = [counter(*power([spans]), name=f"GPU-{rank}") for rank, spans in enumerate(ranks)]
+    gpus = [replace(gpu, ranks=(rank,)) for rank, gpu in enumerate(gpus)]
+    found = told(ranks, [*gpus, counter(*power(ranks), name="package-0", kind="cpu")])
+    for row, users in zip(found, ([ranks[0]], [ranks[1]], ranks), strict=True):
+        _, joules = truth(users)
+        for name in WATTS:
+            assert abs(row["activities"][name]["joules"] - joules[name]) < 0.03 * sum(joules.values())
 
 
 @pytest.mark.parametrize("poll_s", [0.005, 0.02, 0.1])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 import time
 
 import numpy as np
@@ -14,6 +15,7 @@ from hpcdist.comm.spanfile import PHASES
 from hpcdist.comm.threads import run_threads
 from hpcdist.energy import activities
 from hpcdist.energy.config import EnergyConfig
+from hpcdist.energy.sources import Claim
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
 from hpcdist.telemetry.report import report as run_report
 from hpcdist.telemetry.report import text
@@ -210,6 +212,24 @@ def measured(packages, directory, seed, resume=None, seconds=2.0):
 
     told = {}
     return run_threads(4, body)
+
+
+def test_each_gpu_is_told_by_the_ranks_that_compute_on_it(packages, monkeypatch):
+    claims = {0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}
+    root = packages[0].zone.parent
+    overrides = ["energy.sources=rapl", f"energy.powercap={root}", "run.device=gpu", "energy.utilisation_s=0"]
+    recipe = load(overrides=overrides, environment={}).recipe
+    monkeypatch.setattr(device, "bus_id", lambda: threading.current_thread().name)
+    monkeypatch.setattr(device, "synchronise", lambda: None)
+    names = {}
+    monkeypatch.setattr(energy, "claim", lambda config, bus_id, environment: Claim((claims[names[bus_id]],)))
+
+    def body(comm):
+        names[threading.current_thread().name] = comm.rank
+        comm.barrier()
+        return Energy(comm, recipe, None, None, lambda: np.empty((0, 3), np.int64), host="h")._users
+
+    assert run_threads(3, body) == [{"GPU-a": (0, 2), "GPU-b": (1,)}] * 3
 
 
 def test_ranks_of_two_nodes_tell_what_training_consists_of(packages, tmp_path, rng):
