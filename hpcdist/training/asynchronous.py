@@ -123,7 +123,8 @@ class AsynchronousLoop(Loop):
         busy_s = exchange.shard.busy_s if exchange.shard is not None else 0.0
         try:
             first = trainer.first_sample(step)
-            found = trainer.executor.run(self._operations, batches, divisor, step, np.zeros(0), first)
+            with self.onlookers.ranges("step", "step"):
+                found = trainer.executor.run(self._operations, batches, divisor, step, np.zeros(0), first)
         except NonFiniteError as error:
             with exchange.unpushed():
                 where = trainer.executor.inspect(self._operations, batches)

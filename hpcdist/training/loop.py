@@ -187,7 +187,8 @@ class Loop:
         due = [flushes, float(trainer.comm.rank == 0 and self.pace.due()), self.wishes.ranks()]
         wishes = np.concatenate([self.wishes.current(), due, self.saver.numbers()])
         try:
-            return trainer.step(step, batches, wishes)
+            with self.onlookers.ranges("step", "step"):
+                return trainer.step(step, batches, wishes)
         except NonFiniteError as error:
             explained = explain(trainer.comm, trainer.executor, trainer.operations, batches, error)
             self.metrics.flush()

@@ -16,7 +16,7 @@ from hpcdist.comm.timing import Timing
 from hpcdist.energy.monitor import Monitor
 from hpcdist.strategies.schedule.executor import Step
 from hpcdist.telemetry import catalogue
-from hpcdist.telemetry.anomalies import Anomalies
+from hpcdist.telemetry.anomalies import Anomalies, Anomaly
 from hpcdist.telemetry.derived import Derived, Row
 from hpcdist.telemetry.sinks import build
 from hpcdist.telemetry.stream import Event, Run, Stream
@@ -28,6 +28,7 @@ FEW: Final = 512  # of so many ranks at most, the figures of each go with a step
 _DATA: Final = catalogue.key("phase_seconds", "data")
 _OTHER: Final = catalogue.key("phase_seconds", "other")
 Say = Callable[[str], None]
+QUIET_NS: Final = 60 * 10**9
 # Columns of a row of metrics, and what sinks call them.
 _OF_RANKS: Final = {
     "step_s": "step_seconds",
@@ -52,6 +53,7 @@ class Streaming:
         self._fetched: Counter[str] = Counter()
         self._waited_s, self._made = 0.0, 0  # for data, in so many steps; since the last gather, on this rank
         self._data_s = math.nan  # the same a step, in the mean over the ranks
+        self._lines: dict[str, tuple[int, int]] = {}  # by kind of anomaly: when a line was said, and how many were not
         self._skipped: set[int] = set()  # steps, of rows to come,
         self._held_up: set[int] = set()  # and those in whose time a checkpoint or a validation is
         self._events: list[Event] = []
@@ -224,10 +226,19 @@ class Streaming:
         self._skipped.discard(row.step)
         self._held_up.discard(row.step)
         for anomaly in self._anomalies.of(row.step, row.tokens, figures, **special):
-            self._say(anomaly.text)
+            self._told(anomaly, row.time_ns)
             count = self._anomalies.counts[anomaly.kind]
             values: dict[str, float | str] = {catalogue.key("anomalies_total", anomaly.kind): count}
             self._add("anomaly", row.step, values | {"text": anomaly.text}, time_ns=row.time_ns)
+
+    def _told(self, anomaly: Anomaly, time_ns: int) -> None:
+        """Tell a person, of each kind once in `QUIET_NS`: a log must stay readable where much is odd."""
+        last_ns, silent = self._lines.get(anomaly.kind, (0, 0))
+        if last_ns and time_ns - last_ns < QUIET_NS:
+            self._lines[anomaly.kind] = last_ns, silent + 1
+            return
+        self._say(anomaly.text + (f" ({silent} more like it before, see `hpcdist report`)" if silent else ""))
+        self._lines[anomaly.kind] = time_ns, 0
 
     def end(self) -> None:
         """Take that the run ended as all ranks agreed."""

@@ -49,7 +49,19 @@ DOORS = {
     "jinja2": "hpcdist.batch",
 }
 # None of these may be loaded by importing a module of hpcdist: they start MPI or CUDA, or cost a second.
-LAZY = ("mpi4py", "cupy", "numba", "llvmlite", "pynvml", "matplotlib", "torch", "jax", "nvtx", "tensorboardX")
+LAZY = (
+    "mpi4py",
+    "cupy",
+    "numba",
+    "llvmlite",
+    "pynvml",
+    "matplotlib",
+    "torch",
+    "jax",
+    "nvtx",
+    "prometheus_client",
+    "tensorboardX",
+)
 
 MODULE_LINES = 300
 FUNCTION_LINES = 60
