@@ -7,6 +7,7 @@ from typing import Any
 
 from hpcdist.arrays.sizes import counted
 from hpcdist.checkpoint.lock import Lock
+from hpcdist.comm.spans import Spans
 from hpcdist.comm.start import Session
 from hpcdist.errors import OK
 from hpcdist.optim import scaling
@@ -78,7 +79,8 @@ class Job:
 
     def loop(self, session: Session, trainer: Trainer, progress: Progress) -> Loop:
         """Return the loop of ``trainer``, with files and sensors open. Collective."""
-        energy = Energy(session.comm, trainer.recipe, self.run.resume_from, self.run.path)
+        drain = session.spans.drain if isinstance(session.spans, Spans) else None
+        energy = Energy(session.comm, trainer.recipe, self.run.resume_from, self.run.path, spans=drain)
         attributes = _attributes(session, trainer, self.entropies or {}) if session.comm.rank == 0 else {}
         return loop_of(trainer)(session, trainer, self.run.path, progress, attributes, self.wishes, energy)
 
