@@ -108,7 +108,8 @@ def _row(name: str, row: Mapping[str, Any], whole: float | None) -> str:
     share = "" if joules is None or not whole else f"{joules / whole:.1%}"
     watts = "" if joules is None or not seconds else f"{joules / seconds:,.1f}"
     error = f"  +- {_joules(row['error_j'])}" if row.get("error_j") else ""
-    return f"{name:18} {_of(joules, ',.1f'):>14} {share:>7} {seconds:11,.1f} {watts:>9}{error}"
+    why = f"  {row['reason']}" if joules is None and row.get("reason") else ""
+    return f"{name:18} {_of(joules, ',.1f'):>14} {share:>7} {seconds:11,.1f} {watts:>9}{error}{why}"
 
 
 def _meaning(found: Mapping[str, Any]) -> Iterator[str]:

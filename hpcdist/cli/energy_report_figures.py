@@ -117,6 +117,7 @@ def _usage(run_dir: Path) -> dict[str, Any] | None:
                 "joules": _real(row["joules"]),
                 "error_j": _real(row["error_j"]),
                 "seconds": float(row["seconds"]),
+                "reason": row.get("reason"),
             }
             for name, row in found.get("activities", {}).items()
         }

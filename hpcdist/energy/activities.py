@@ -15,6 +15,7 @@ from hpcdist.energy.report import EARLIER
 ELSEWHERE: Final = ("checkpoint", "validation")  # measured directly, by windows of their own
 ACTIVITIES: Final = tuple(name for name in NAMES if name not in ELSEWHERE)
 UNTOLD: Final = "nobody told what the ranks did when: set telemetry.trace to true"
+LITTLE: Final = 0.02  # of all training: of a start with less, doubts are no reason to forget what the others have told
 TOO_SHORT: Final = "the counters had not two new values while it was known what the ranks did"
 
 
@@ -33,22 +34,36 @@ def of_job(
     found = {name: phase for name, phase in _summed(rows, kinds).items() if name in ACTIVITIES}
     whole = math.fsum(phase["joules"] for phase in found.values())
     scale = training_j / whole if whole > 0 else math.nan
-    if not found:
+    before_j = math.fsum(phase["joules"] or 0.0 for phase in (earlier or {}).values())
+    little = before_j > 0 and training_j <= LITTLE * (training_j + before_j)
+    wider = 1 + training_j / before_j if little and not found else 1.0  # what nobody told is as the rest was
+    if not found and not little:
         reason = reason or (TOO_SHORT if rows else UNTOLD)
     if earlier is not None and not earlier:
         reason = reason or EARLIER + UNTOLD
     told: dict[str, dict[str, Any]] = {"joules": {}, "error_j": {}, "seconds": {}, "reason": {}}
     for name in ACTIVITIES:
         if name in found or name in (earlier or {}):
-            own = found.get(name, {"joules": 0.0, "error_j": 0.0, "seconds": 0.0, "reason": None})
-            before = (earlier or {}).get(name, {"joules": 0.0, "error_j": 0.0, "seconds": 0.0})
-            why = reason or own["reason"] or (EARLIER + "not known" if before["joules"] is None else None)
+            own = found.get(name, _NOTHING)
+            before = (earlier or {}).get(name, _NOTHING)
+            joules = own["joules"] * scale if own["joules"] else 0.0
+            doubt = None if little else own["reason"]
+            why = reason or doubt or (_before(before.get("reason")) if before["joules"] is None else None)
+            error_j = joules if little else own["error_j"] * scale if own["error_j"] else 0.0
             told["seconds"][name] = own["seconds"] + before["seconds"]
-            told["joules"][name] = math.nan if why else own["joules"] * scale + before["joules"]
-            told["error_j"][name] = math.nan if why else math.hypot(own["error_j"] * scale, before["error_j"])
+            told["joules"][name] = math.nan if why else joules + before["joules"] * wider
+            told["error_j"][name] = math.nan if why else math.hypot(error_j, before["error_j"])
             if why:
                 told["reason"][name] = why
     return told | {"unknown": reason}
+
+
+_NOTHING: Final[Mapping[str, Any]] = {"joules": 0.0, "error_j": 0.0, "seconds": 0.0, "reason": None}
+
+
+def _before(reason: str | None) -> str:
+    """Return why an earlier start did not know; what it had from one before is not said twice."""
+    return EARLIER + (reason or "not known").removeprefix(EARLIER)
 
 
 def state(told: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,6 +73,7 @@ def state(told: Mapping[str, Any]) -> dict[str, Any]:
             "joules": None if math.isnan(joules) else joules,
             "error_j": None if math.isnan(joules) else told["error_j"][name],
             "seconds": told["seconds"][name],
+            "reason": told["reason"].get(name),
         }
         for name, joules in told["joules"].items()
     }

@@ -261,3 +261,18 @@ def test_what_is_not_known_of_a_part_is_not_known_of_the_whole(found, training_j
     kept = json.loads(json.dumps(activities.state(known)))
     later = activities.of_job(rows(compute=1.0), ["gpu"], 10.0, None, kept)
     assert math.isnan(later["joules"]["compute"]) and "an earlier start" in later["reason"]["compute"]
+
+
+def test_a_start_of_next_to_no_training_is_no_reason_to_forget_the_others():
+    """Doubts of a part of 2 % at most are errors of the sum; those of a larger one leave it unknown."""
+    kept = activities.state(activities.of_job(rows(compute=60.0, idle=20.0), ["gpu"], 800.0, None))
+    doubtful = rows(compute=1.0)
+    doubtful[0]["activities"]["compute"]["reason"] = "2 new values"
+    little = activities.of_job(doubtful, ["gpu"], 10.0, None, kept)
+    assert little["joules"] == {"compute": 610, "idle": 200} and little["error_j"]["compute"] > 60
+    nothing = activities.of_job([], ["gpu"], 8.0, None, kept)
+    assert nothing["joules"] == {"compute": pytest.approx(606), "idle": pytest.approx(202)}
+    more = activities.of_job(doubtful, ["gpu"], 100.0, None, kept)
+    assert math.isnan(more["joules"]["compute"]) and more["reason"] == {"compute": "a: 2 new values"}
+    later = activities.of_job(rows(compute=1.0), ["gpu"], 500.0, None, activities.state(more))
+    assert later["reason"]["compute"] == "an earlier start of this run: a: 2 new values"
