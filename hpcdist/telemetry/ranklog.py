@@ -4,6 +4,7 @@ Nothing is compared between ranks here, so nothing depends on clocks of differen
 """
 
 import re
+import struct
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from hpcdist.comm.spanfile import RankSpans, Span
 from hpcdist.errors import StorageError, UsageError
 
 NO_STEP: Final = -1
+_UPTIME_NS: Final = 10 * 365 * 86_400_000_000_000
+_MOST_RANKS: Final = 1 << 22
+_TOGETHER_NS: Final = 60_000_000_000
 _BOUNDARY_NS: Final = 1_000_000_000  # a new life of a job begins later than that after a step
 _BEHIND: Final = re.compile("(^|_)i(send|recv|allreduce|reduce_scatter|all_gather)$")
 
@@ -104,12 +108,14 @@ def load(run_dir: Path) -> Logs:
         try:
             if path.suffix == ".spans":
                 read = spanfile.read(path)
-                spans[read.rank] = read
+                spans[_own_rank(read)] = read
             else:
                 record = recordfile.read(path)
-                records[record.rank] = record
+                records[_own_rank(record)] = record
         except StorageError as error:
             notes.append(f"left out: {error}")
+        except (ValueError, LookupError, struct.error) as error:  # texts or numbers that nobody wrote
+            notes.append(f"left out: {path} is damaged: {error!r}")
     if not spans and not records:
         raise StorageError(f"{run_dir}: none of its {len(found)} records can be read: {notes[0]}")
     _, world = max([(s.wall_ns, s.world) for s in spans.values()] + [(r.started_ns, r.world) for r in records.values()])
@@ -117,6 +123,13 @@ def load(run_dir: Path) -> Logs:
     logs = {rank: log(spans.get(rank), records.get(rank)) for rank in sorted({*spans, *records}) if rank < world}
     notes += _missing(world, logs, spans, records)
     return Logs(world, logs, tuple(notes))
+
+
+def _own_rank(found: RankSpans | RankRecord) -> int:
+    """Return the rank of a file. Raises StorageError where it cannot be one of its world."""
+    if not found.rank < found.world <= _MOST_RANKS:
+        raise StorageError(f"{found.path} is damaged: it is of rank {found.rank} of {found.world}")
+    return found.rank
 
 
 def _missing(world: int, logs: Collection[int], spans: Collection[int], records: Collection[int]) -> list[str]:
@@ -134,8 +147,9 @@ def _missing(world: int, logs: Collection[int], spans: Collection[int], records:
 
 def log(spans: RankSpans | None, record: RankRecord | None) -> RankLog:
     """Return the log of a rank from one or both of its files (local)."""
-    if spans is not None and record is not None and record.started_ns < spans.wall_ns - 3_600_000_000_000:
-        record = None  # of an earlier start: both files are made together
+    if spans is not None and record is not None and abs(record.started_ns - spans.wall_ns) > _TOGETHER_NS:
+        # One is of an earlier start, after which the run went on without spans: both are made together.
+        spans, record = (None, record) if record.started_ns > spans.wall_ns else (spans, None)
     steps = {} if spans is None else _steps(spans.spans)
     calls: tuple[Call, ...] = ()
     covered, ended = 0, False
@@ -149,9 +163,14 @@ def log(spans: RankSpans | None, record: RankRecord | None) -> RankLog:
         return RankLog(
             record.rank, record.world, record.host, record.host, record.clock_ns, (), calls, {}, covered, ended
         )
-    own = tuple(one for one in spans.spans if one.phase != "step")
+    own = tuple(one for one in spans.spans if one.phase != "step" and _is_sound(one.begin_ns, one.end_ns))
     wall = spans.wall_ns - spans.monotonic_ns
     return RankLog(spans.rank, spans.world, spans.boot_id, spans.host, wall, own, calls, steps, covered, ended)
+
+
+def _is_sound(begin_ns: int, end_ns: int) -> bool:
+    """Whether a clock can have shown these times: a damaged file has others."""
+    return 0 <= begin_ns <= end_ns < _UPTIME_NS
 
 
 def _steps(spans: Sequence[Span]) -> dict[int, tuple[int, int]]:
@@ -162,13 +181,13 @@ def _steps(spans: Sequence[Span]) -> dict[int, tuple[int, int]]:
     found: dict[int, tuple[int, int]] = {}
     before = NO_STEP
     for span in spans:
-        if span.phase != "step":
+        begin, end = span.begin_ns, span.end_ns
+        if span.phase != "step" or not _is_sound(begin, end):
             continue
-        begin, end = span.begin_ns, max(span.begin_ns, span.end_ns)
         if before in found and before == span.step - 1 and begin - found[before][1] < _BOUNDARY_NS:
             begin = max(found[before][0], min(begin, found[before][1]))
             found[before] = found[before][0], begin
-        found[span.step] = begin, end
+        found[span.step] = begin, max(begin, end)
         before = span.step
     return found
 
@@ -184,6 +203,8 @@ def _calls(record: RankRecord, steps: Mapping[int, tuple[int, int]]) -> tuple[Ca
         step = ordered[place][2] if place >= 0 and begin < ordered[place][1] else NO_STEP
         is_open = event.ended_ns is None
         end = (last if event.ended_ns is None else event.ended_ns) - clock
+        if not _is_sound(begin, begin if is_open else end):
+            continue
         found.append(
             Call(
                 record.rank, event.comm, event.op, event.dtype, event.count, event.sent_bytes, event.peer, event.tag,

@@ -8,6 +8,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 from hpcdist.comm.spanfile import Span
@@ -64,13 +65,15 @@ class Timeline:
     order: Order
     bounds_ns: Mapping[int, int | None]
 
-    @property
+    @cached_property
     def begin_ns(self) -> int:
         """When the first thing began."""
-        begins = [begin for line in self.lines.values() for begin, _ in line.steps.values()]
-        begins += [span.begin_ns for line in self.lines.values() for span in line.spans[:1]]
-        begins += [call.begin_ns for line in self.lines.values() for call in line.calls[:1]]
-        return min(begins, default=0)
+        found = []
+        for line in self.lines.values():
+            found += [begin for begin, _ in line.steps.values()]
+            found += [span.begin_ns for span in line.spans]
+            found += [call.begin_ns for call in line.calls]
+        return min(found, default=0)
 
 
 def build(

@@ -13,7 +13,7 @@ from hpcdist.telemetry.ranklog import Logs, RankLog, ranks_text, steps_text
 from hpcdist.telemetry.timeline import Piece, Timeline
 
 LAST: Final = 20  # steps, where none are asked for
-MOST: Final = 400_000  # spans and calls: viewers take so many, and the file has about 100 MB
+MOST: Final = 250_000  # spans and calls: with arrows a file has 100 MB then, and viewers still take it
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hpcdist.telemetry.critical import Link
 from hpcdist.telemetry.timeline import Piece
 from hpcdist.telemetry.trace import Trace
 
-ROWS: Final = 64  # ranks in a picture: of more, those on the critical path and those that waited most are drawn
+ROWS: Final = 32  # ranks in a picture: of more, those on the critical path and those that waited most are drawn
 COLOURS: Final = {
     "forward": "#b9d6ea",
     "backward": "#6ba3cf",

@@ -8,6 +8,7 @@ import pytest
 
 from hpcdist.comm import clocks
 from hpcdist.comm.clocks import Clocks, Hosts, Reading
+from hpcdist.comm.recording import recording
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
@@ -53,6 +54,20 @@ def test_one_rank_of_each_host_takes_part(rng):
     readings = found[0][1]
     true = [ahead[1] - ahead[1], ahead[0] - ahead[1], ahead[2] - ahead[1]]
     assert all(abs(one.offset_ns - true[one.host]) <= one.bound_ns for one in readings)
+
+
+def test_of_many_hosts_nobody_asks_more_than_a_root():
+    """36 hosts in groups of 6: rank 0 asks 5 heads and 5 of its own, a head 5, in 4 rounds; and each head reports."""
+
+    def body(comm):
+        with recording(comm) as traffic:
+            clocks.compare(comm, time.monotonic_ns, rounds=4, flat=16)
+        return traffic.calls["send"], traffic.calls["recv"]
+
+    made = run_threads(36, body)
+    assert made[0] == (40, 45)
+    assert {made[rank] for rank in range(6, 36, 6)} == {(4 + 20 + 1, 4 + 20)}
+    assert {calls for rank, calls in enumerate(made) if rank % 6} == {(4, 4)}
 
 
 def test_on_one_host_there_is_nothing_to_measure():

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from recorded import Host, Rank, invent, write_clocks
 
 from hpcdist.cli import trace as command
+from hpcdist.comm import recordfile, spanfile
 from hpcdist.comm.clocks import Reading
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.telemetry import critical, timeline, trace, trace_events, trace_text
@@ -309,6 +310,19 @@ def test_a_ring_that_went_round(tmp_path, rng):
         assert one.send.step == one.receive.step
 
 
+def test_spans_of_an_earlier_start_are_left_out(tmp_path, rng):
+    """The run went on with telemetry.trace = false: its recorder is new, its spans are not."""
+    made = invent(rng, (FIRST,), 2, 4)
+    for rank in made.ranks:
+        rank.write(tmp_path / "recorder")
+        later = Host("alpha", offset_ns=16 * HOUR_NS, wall_ns=FIRST.wall_ns + HOUR_NS)
+        Rank(rank.rank, later, 2, rank.spans, rank.calls).write(tmp_path / "later")
+        (tmp_path / "later" / f"rank-{rank.rank:05d}.rec").rename(tmp_path / "recorder" / f"rank-{rank.rank:05d}.rec")
+    found = trace.collect(tmp_path)
+    assert all(not line.spans and line.calls for line in found.timeline.lines.values())
+    assert found.timeline.steps == () and len(found.timeline.matches.messages) == 8
+
+
 def test_a_run_that_was_killed(tmp_path, rng):
     """Its last step has no end, a rank is in a receive that never came, one has no file, one's is cut off."""
     made = invent(rng, (FIRST,), 4, 6)
@@ -375,8 +389,10 @@ def test_cut_and_random_files_never_break_it(tmp_path, rng):
         for path in sorted((folder / "recorder").iterdir()):
             data = bytearray(path.read_bytes())
             if rng.integers(0, 2):
-                for place in rng.integers(0, len(data), 60).tolist():
-                    data[place] = int(rng.integers(0, 256))
+                layout = spanfile if path.suffix == ".spans" else recordfile
+                for start in (12, layout.TEXTS, layout.RING):  # not the signature: that is refused as a whole
+                    for place in rng.integers(start, min(start + 1000, len(data)), int(rng.integers(0, 12))).tolist():
+                        data[place] = int(rng.integers(0, 256))
                 path.write_bytes(data)
             elif rng.integers(0, 3) == 0:
                 path.write_bytes(data[: int(rng.integers(0, len(data)))])
@@ -386,6 +402,12 @@ def test_cut_and_random_files_never_break_it(tmp_path, rng):
             continue
         trace_text.text(trace.figures(found))
         trace_events.write(found, folder / "t.json", {})
+        told = json.loads((folder / "t.json").read_text())
+        if (
+            max((event["ts"] + event.get("dur", 0) for event in told["traceEvents"] if "ts" in event), default=0)
+            < 2**43
+        ):
+            check_file(told)  # beyond, a time that nobody wrote has more digits than a number in JSON
 
 
 # -- clocks
