@@ -16,7 +16,7 @@ from hpcdist.comm.timing import Timing
 from hpcdist.energy.monitor import Monitor
 from hpcdist.strategies.schedule.executor import Step
 from hpcdist.telemetry import catalogue
-from hpcdist.telemetry.anomalies import Anomalies, Anomaly
+from hpcdist.telemetry.anomalies import KINDS, Anomalies, Anomaly
 from hpcdist.telemetry.derived import Derived, Row
 from hpcdist.telemetry.sinks import build
 from hpcdist.telemetry.stream import Event, Run, Stream
@@ -82,6 +82,9 @@ class Streaming:
             self._anomalies = Anomalies(loss_spike=config.loss_spike, throughput_drop=config.throughput_drop)
             self._tokens = recipe.run.batches.samples_before(self._done) * trainer.model.tokens_per_sample
             known: dict[str, float | str] = {"world_ranks": run.world, "nodes": run.nodes, "strategy": run.strategy}
+            # Who watches a count sees that it can be told, before there is anything to count.
+            known |= {catalogue.key("anomalies_total", kind): 0 for kind in KINDS}
+            known |= {"skipped_steps_total": trainer.executor.loss_scale.skipped, "checkpoints_total": 0}
             self._add("begin", self._done, known | {"start_timestamp_seconds": run.started_ns / 1e9})
 
     def _add(self, kind: str, step: int, values: Mapping[str, float | int | str], **more: Any) -> None:
@@ -188,7 +191,7 @@ class Streaming:
         exposed = sum(rank.get("exposed_s", 0.0) for rank in overlapped)
         total = sum(rank.get("overlapped_s", 0.0) for rank in overlapped)
         if total > 0:  # not where it is NaN: while nobody looks, nobody knows what moves
-            figures["hidden_communication_ratio"] = 1 - exposed / total
+            figures["hidden_communication_ratio"] = max(0.0, 1 - exposed / total)
         self._add("collectives", self._done, figures)
 
     def publish(self) -> list[Event]:
