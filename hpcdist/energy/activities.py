@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from hpcdist.energy.attribution import NAMES
+from hpcdist.energy.mixtures import NAMES
 from hpcdist.energy.report import EARLIER
 
 ELSEWHERE: Final = ("checkpoint", "validation")  # measured directly, by windows of their own

@@ -20,23 +20,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.comm.spanfile import PHASES, STEP
-from hpcdist.comm.spans import CAPACITY
 from hpcdist.energy import nonnegative
+from hpcdist.energy.mixtures import NAMES, Grid, Mixtures, Rank
 from hpcdist.energy.parttime import Sensor
 from hpcdist.energy.report import UPDATES
 from hpcdist.energy.updates import brackets
 
-IDLE: Final = "idle"
-NAMES: Final = (*PHASES[:STEP], IDLE)
 MOST_WAITING: Final = 20_000  # samples of a source, for spans that tell what was done meanwhile
 SAME: Final = 1e-9  # an eigenvalue of a correlation, below which phases are always in the same proportion
 PART_OF: Final = 0.05  # of the length of such a combination: a phase with less has no part in it
-TOGETHER: Final = (20, 50)  # new values whose moments are looked for at once: at least and at most
+TOGETHER: Final = (20, 75)  # new values whose moments are looked for at once: at least and at most
 PLACES: Final = np.linspace(0, 1, 17)  # in the brackets
 DOUBTFUL: Final = 0.25  # of all joules of the source: a standard error above says that nothing is known
-
-assert len(PHASES) - 1 == STEP
 
 
 @dataclass(frozen=True)
@@ -51,57 +46,6 @@ class Counted:
     times_ns: np.ndarray
     energy_mj: np.ndarray
     ranks: tuple[int, ...] | None = None
-
-
-def flattened(spans: np.ndarray) -> np.ndarray:
-    """Return ``spans`` (n, 3) of phase, begin and end in order and without overlaps: what began later is inside."""
-    spans = spans[np.argsort(spans[:, 1], kind="stable")]
-    spans = spans[spans[:, 2] > spans[:, 1]]
-    if np.all(spans[1:, 1] >= spans[:-1, 2]):
-        return spans
-    edges = np.unique(spans[:, 1:])
-    owner = np.full(len(edges) - 1, -1)
-    first, last = np.searchsorted(edges, spans[:, 1]), np.searchsorted(edges, spans[:, 2])
-    for index, (start, stop) in enumerate(zip(first, last, strict=True)):
-        owner[start:stop] = index
-    held = owner >= 0
-    return np.stack([spans[owner[held], 0], edges[:-1][held], edges[1:][held]], axis=1)
-
-
-class _Rank:
-    """What is known of one rank: disjoint spans, and until when."""
-
-    def __init__(self) -> None:
-        self.spans = np.empty((0, 3), np.int64)
-        self._by_code: list[tuple[int, np.ndarray, np.ndarray, np.ndarray]] = []
-        self.since_ns: int | None = None  # before, some spans are missing
-        self.until_ns: int | None = None
-
-    def add(self, spans: np.ndarray) -> None:
-        if not len(spans):
-            return
-        if len(spans) >= CAPACITY or self.since_ns is None:
-            self.since_ns = int(spans[:, 1].min())
-        self.until_ns = max(int(spans[:, 2].max()), self.until_ns or 0)
-        self._replace(flattened(np.concatenate([self.spans, spans])))
-
-    def forget(self, before_ns: int) -> None:
-        self._replace(self.spans[self.spans[:, 2] > before_ns])
-
-    def _replace(self, spans: np.ndarray) -> None:
-        self.spans, self._by_code = spans, []
-        for code in np.unique(spans[:, 0]):
-            begins, ends = spans[spans[:, 0] == code, 1:].T
-            self._by_code.append((int(code), begins.copy(), ends.copy(), np.append(0, np.cumsum(ends - begins))))
-
-    def seconds(self, moments_ns: np.ndarray) -> np.ndarray:
-        """Return the seconds of each phase before each moment: (moments, phases); only differences mean anything."""
-        found = np.zeros((len(moments_ns), STEP))
-        for code, begins, ends, sums in self._by_code:
-            at = np.searchsorted(begins, moments_ns, side="right")
-            inside = np.maximum(0, ends[np.maximum(at - 1, 0)] - moments_ns) * (at > 0)
-            found[:, code] = (sums[at] - inside) / 1e9
-        return found
 
 
 @dataclass
@@ -134,12 +78,12 @@ class Attribution:
 
     def __init__(self, sensor_of: Callable[[str, str], Sensor]) -> None:
         self._sensor_of = sensor_of
-        self._ranks: list[_Rank] = []
+        self._ranks: list[Rank] = []
         self._sources: dict[tuple[str, str], _Sums] = {}
 
     def add(self, ranks: Sequence[np.ndarray], counters: Sequence[Counted]) -> None:
         """Take the spans of each rank (n, 3), and the samples of each counter, since the last call."""
-        self._ranks += [_Rank() for _ in range(len(ranks) - len(self._ranks))]
+        self._ranks += [Rank() for _ in range(len(ranks) - len(self._ranks))]
         for rank, spans in zip(self._ranks, ranks, strict=True):
             rank.add(spans)
         for counter in counters:
@@ -156,13 +100,18 @@ class Attribution:
         """Use the intervals of which all ranks have told what they did: spans are told when they end."""
         known = [rank.until_ns for rank in self._ranks]
         frontier = min((until for until in known if until is not None), default=0) if None not in known else 0
-        for sums in self._sources.values():
+        waiting = [sums for sums in self._sources.values() if len(sums.times_ns)]
+        if not waiting:
+            for rank in self._ranks:
+                rank.forget(frontier)
+            return
+        begin = min(int(sums.times_ns[0]) - _reach_ns(sums) for sums in waiting)
+        grid = Grid(self._ranks, begin, max(int(sums.times_ns[-1]) for sums in waiting))
+        for sums in waiting:
             late = everything or len(sums.times_ns) > MOST_WAITING
-            users = [self._ranks[rank] for rank in sums.ranks] if sums.ranks else self._ranks
-            _take(sums, users, np.iinfo(np.int64).max if late else frontier, late)
-        bases = [int(sums.times_ns[0]) - _reach_ns(sums) for sums in self._sources.values() if len(sums.times_ns)]
+            _take(sums, self._ranks, grid, np.iinfo(np.int64).max if late else frontier, late)
         for rank in self._ranks:
-            rank.forget(min(bases, default=frontier))
+            rank.forget(min(int(sums.times_ns[0]) - _reach_ns(sums) for sums in waiting))
 
     def rows(self, *, final: bool = True) -> list[dict[str, Any]]:
         """Return name, kind and activities of each source, as plain values; see `told`.
@@ -174,7 +123,7 @@ class Attribution:
         return [{"name": name, "kind": kind, "activities": told(sums)} for (name, kind), sums in self._sources.items()]
 
 
-def _take(sums: _Sums, ranks: Sequence[_Rank], frontier_ns: int, everything: bool) -> None:
+def _take(sums: _Sums, everybody: Sequence[Rank], grid: Grid, frontier_ns: int, everything: bool) -> None:
     """Move the intervals that end before ``frontier_ns`` from what waits to the sums."""
     ready = int(np.searchsorted(sums.times_ns, frontier_ns, side="right"))
     times, energy = sums.times_ns[:ready], sums.energy_mj[:ready]
@@ -186,16 +135,20 @@ def _take(sums: _Sums, ranks: Sequence[_Rank], frontier_ns: int, everything: boo
     sums.joules += float(energy[edges[-1]] - energy[edges[0]]) / 1e3
     sums.intervals += len(edges) - 1
     sums.intervals_s += float(times[edges[-1]] - times[edges[0]]) / 1e9
+    ranks = everybody if sums.ranks is None else [everybody[rank] for rank in sums.ranks]
     since = max((rank.since_ns for rank in ranks if rank.since_ns is not None), default=None)
     if since is None:
         return
     edges = edges[max(0, int(np.searchsorted(times[edges], since)) - 1) :]
+    if len(edges) < 2:
+        return
+    mixtures = grid.of(sums.ranks)
     for first in range(0, len(edges) - 1, TOGETHER[1]):
         some = edges[first : first + TOGETHER[1] + 1]
-        sums.seconds += _mixture(ranks, times[some[:-1]], times[some[1:]]).sum(axis=0)
+        sums.seconds += mixtures.between(times[some[:-1]], times[some[1:]]).sum(axis=0)
         bounds = brackets(times[some - 1], times[some], sums.sensor.update_s)
         places = [high - np.rint(PLACES[:, None] * (high - low)).astype(np.int64) for low, high in bounds]
-        _add(sums, ranks, np.concatenate(places), np.diff(energy[some]) / 1e3)
+        _add(sums, mixtures, np.concatenate(places), np.diff(energy[some]) / 1e3)
 
 
 def _reach_ns(sums: _Sums) -> int:
@@ -203,15 +156,15 @@ def _reach_ns(sums: _Sums) -> int:
     return round(2e9 * (sums.sensor.window_s + sums.sensor.update_s))
 
 
-def _add(sums: _Sums, ranks: Sequence[_Rank], moments: np.ndarray, joules: np.ndarray) -> None:
+def _add(sums: _Sums, mixtures: Mixtures, moments: np.ndarray, joules: np.ndarray) -> None:
     """Add a row for each interval between new values; of the guesses at these, (guesses, intervals + 1), the best."""
-    sensor, count = sums.sensor, len(joules)
+    sensor = sums.sensor
     lengths = np.diff(moments, axis=1) / 1e9
     looks, use = moments[:, :-1], lengths > 0
     if sensor.window_s != sensor.update_s:
         looks = moments[:, 1:] - round(sensor.window_s * 1e9)
         use = use & (lengths < 1.5 * sensor.update_s)  # of two new values, one look is not the half
-    share = _mixture(ranks, looks.ravel(), moments[:, 1:].ravel()).reshape(len(moments), count, -1)
+    share = mixtures.between(looks, moments[:, 1:])
     share /= share.sum(axis=2, keepdims=True).clip(1e-9)
     table = share * (lengths * use)[:, :, None]
     told_j = joules * use
@@ -223,15 +176,6 @@ def _add(sums: _Sums, ranks: Sequence[_Rank], moments: np.ndarray, joules: np.nd
     explained = (rights * np.linalg.solve(firm, rights[..., None])[..., 0]).sum(axis=1)
     best = int(np.argmin((squares - explained) / np.maximum(rows, 1)))
     sums.gram, sums.right, sums.square, sums.rows = grams[best], rights[best], float(squares[best]), int(rows[best])
-
-
-def _mixture(ranks: Sequence[_Rank], begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the seconds of each of `NAMES` in each interval, in the mean over the ranks: (intervals, names)."""
-    found = np.zeros((len(begins), len(NAMES)))
-    for rank in ranks:
-        found[:, :STEP] += (rank.seconds(ends) - rank.seconds(begins)) / len(ranks)
-    found[:, STEP] = np.maximum((ends - begins) / 1e9 - found[:, :STEP].sum(axis=1), 0.0)
-    return found
 
 
 def told(sums: _Sums) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,7 @@ OFF: Final = 0.02  # how far the pace may be off that is expected
 TRIED: Final = 9  # paces in this range
 BEGINS: Final = 5  # and moments of the first, in a period
 FINE: Final = 0.1  # of the time between readings: a shorter period need not be looked for
-MOST: Final = 10  # answers
+MOST: Final = 5  # answers
 SHAKE: Final = 0.01  # of a period: new values are not as steady as a clock
 
 

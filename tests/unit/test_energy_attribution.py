@@ -9,7 +9,8 @@ import pytest
 
 from hpcdist.comm.spanfile import PHASES
 from hpcdist.energy import activities
-from hpcdist.energy.attribution import Attribution, Counted, flattened
+from hpcdist.energy.attribution import Attribution, Counted
+from hpcdist.energy.mixtures import flattened
 from hpcdist.energy.parttime import Sensor
 from hpcdist.energy.updates import brackets
 
