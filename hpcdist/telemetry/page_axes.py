@@ -58,6 +58,13 @@ def over_steps(axes: Any, what: str) -> None:
     axes.set_ylabel(what)
     axes.set_xlabel("step")
     axes.margins(x=0.01)
+    low, high = axes.get_xlim()
+    if high - low < 1:  # one step: no fractions of it
+        middle = round((low + high) / 2)
+        axes.set_xlim(middle - 0.6, middle + 0.6)
+        for line in axes.get_lines():
+            if len(line.get_xdata()) == 1:
+                line.set_marker("o")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     draw.thousands(axes.xaxis)
 

@@ -205,7 +205,7 @@ def _ranks(data: PageData) -> Chart:
     groups = np.array_split(np.arange(len(ranks)), min(ROWS, len(ranks)))
     worst = np.array([np.where(np.isnan(ratio[:, own]), -np.inf, ratio[:, own]).max(axis=1) for own in groups])
     worst[~np.isfinite(worst)] = np.nan
-    limits = (rows["step"][0], rows["step"][-1], float(ranks[-1]) + 0.5, float(ranks[0]) - 0.5)
+    limits = (rows["step"][0] - 0.5, rows["step"][-1] + 0.5, float(ranks[-1]) + 0.5, float(ranks[0]) - 0.5)
 
     def picture(axes: Any) -> None:
         from matplotlib.colors import TwoSlopeNorm

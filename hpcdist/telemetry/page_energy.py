@@ -16,7 +16,7 @@ from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
 from hpcdist.telemetry.metrics import SCHEMA, VERSION
 from hpcdist.telemetry.page_state import text_of, values_of
-from hpcdist.telemetry.sampled import spread
+from hpcdist.telemetry.sampled import BROKEN, spread
 
 USAGE: Final = "usage.json"
 SAMPLES: Final = "energy/samples"
@@ -123,7 +123,7 @@ def _courses(path: Path) -> tuple[dict[str, Course], bool]:
                 name: np.concatenate([column[start:stop] for start, stop in blocks]) for name, column in columns.items()
             }
             sources = {name: file[f"{SOURCES}/{name}"][...] for name in ("session", "node", "source", "kind")}
-        except files.FAILURES as error:
+        except BROKEN as error:
             raise StorageError(f"{path}: its energy samples are damaged: {error}") from error
     return courses(read, sources), len(read["session"]) < rows
 

@@ -36,7 +36,7 @@ def _starts(run: Run | None, state: State) -> Iterator[Happening]:
     firsts = _firsts(run)
     for number, start in enumerate(state.starts):
         step = firsts[number] - 1 if len(firsts) == len(state.starts) else (0 if number == 0 else None)
-        lasted = duration(max(0.0, start.seen - start.began))
+        lasted = duration(start.seen - start.began) if start.seen > start.began else "less than ten seconds"
         if start.end:
             ended = f"{start.end} after {lasted}"
         elif number == len(state.starts) - 1:

@@ -15,6 +15,7 @@ from hpcdist.telemetry.page_energy import KWH_J, number
 
 ENTROPIES: Final = ("unigram", "bigram", "trigram")
 NOT_MEASURED: Final = "not measured"
+NO_WARM: Final = "only first steps of a start were made, which compile and allocate: they tell nothing of speed"
 EARLIER: Final = "the run did not note it: it is under way, was stopped, or an earlier version made it"
 
 
@@ -36,11 +37,13 @@ def figures(data: PageData) -> list[Figure]:
 
 def _losses(data: PageData) -> Iterator[Figure]:
     found = data.figures
-    steps = f"after {found['steps']:,} steps"
+    steps = f"after {counted(found['steps'], 'step')}"
     if data.beside.planned_steps:
         steps = f"after {found['steps']:,} of {data.beside.planned_steps:,} steps"
     train = found["train_loss_mean"]
-    yield Figure("Training loss", _form(train, "{:.4f} nats"), f"mean of the last 20 steps, {steps}")
+    count = min(20, len(data.run.steps["step"])) if data.run is not None else 0
+    mean = f"mean of the last {count} steps, " if count > 1 else ""
+    yield Figure("Training loss", _form(train, "{:.4f} nats"), mean + steps)
     val = found["val_loss"]
     known = [(name, number(data.attributes.get(f"{name}_nats"))) for name in ENTROPIES]
     beside = ", ".join(f"{name} {value:.3f}" for name, value in known if value is not None)
@@ -52,13 +55,16 @@ def _losses(data: PageData) -> Iterator[Figure]:
 
 def _speed(data: PageData) -> Iterator[Figure]:
     found = data.figures
-    yield Figure("Throughput", _form(found["tokens_per_s"], "{:,.0f} tokens/s"), "first steps of each start left out")
+    speed = _form(found["tokens_per_s"], "{:,.0f} tokens/s")
+    yield Figure("Throughput", speed, "first steps of each start left out" if speed else NO_WARM)
     middle, late = found["step_s_median"], found["step_s_p95"]
-    note = f"95 % of them within {seconds(late)}" if late is not None else "one step has no median worth the name"
-    yield Figure("Step, median", None if middle is None else seconds(middle), note)
+    known = middle is not None and late is not None
+    yield Figure(
+        "Step, median", seconds(middle) if known else None, f"95 % within {seconds(late)}" if known else NO_WARM
+    )
     share, compute = found["comm_fraction"], found["compute_fraction"]
     note = f"of a step, waiting included; compute {_form(compute, '{:.1%}') or NOT_MEASURED}"
-    yield Figure("Communication", _form(share, "{:.1%}"), note)
+    yield Figure("Communication", _form(share, "{:.1%}"), NO_WARM if share is None else note)
     hidden = number(data.attributes.get("communication_hidden_share"))
     why = str(data.attributes.get("communication_hidden_reason") or "")
     if hidden is not None:
@@ -75,10 +81,10 @@ def _ranks(data: PageData) -> Iterator[Figure]:
         yield Figure("Straggler score", None, "one rank: there is nothing to compare")
     else:
         note = f"rank {rank} over the median rank, compute time without waiting"
-        yield Figure("Straggler score", _form(ratio, "{:.2f}"), note if ratio is not None else "no compute time")
+        yield Figure("Straggler score", _form(ratio, "{:.2f}"), note if ratio is not None else NO_WARM)
     sent = data.figures["bytes_sent_per_step"]
     note = "of the rank that sends most, messages only"
-    if sent is None:
+    if sent is None and data.figures["steps"] > 0:
         note = "the MPI library's own collectives do not tell (communication.algorithm = native)"
     yield Figure("Sent a step", None if sent is None else in_units(round(sent)), note)
 

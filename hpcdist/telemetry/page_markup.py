@@ -65,5 +65,5 @@ def pairs(rows: Iterable[tuple[object, object]]) -> Markup:
 
 
 def folded(summary: str, *children: object) -> Markup:
-    """Return something long that is open only on demand, and on paper."""
+    """Return something long that is open only on demand."""
     return tag("details", tag("summary", summary), *children)

@@ -1,6 +1,7 @@
 """How a run stands: its starts and how each ended, and what its ranks said last. Reads small files only (local)."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -82,12 +83,12 @@ class State:
 def read(run_dir: Path, now_ns: int) -> State:
     """Return how the run in ``run_dir`` stands at ``now_ns``; what cannot be read is left out."""
     starts, jobs = _starts(run_dir / STARTS), _jobs(run_dir / JOBS)
-    words, world = _words(run_dir / "recorder")
-    kind, detail = _judged(starts, words, now_ns)
+    words, world, gone = _words(run_dir / "recorder")
+    kind, detail = _judged(starts, words, now_ns, gone)
     return State(kind, detail, starts, words, jobs, world)
 
 
-def _judged(starts: Sequence[Start], words: Sequence[Word], now_ns: int) -> tuple[str, str]:
+def _judged(starts: Sequence[Start], words: Sequence[Word], now_ns: int, gone: bool) -> tuple[str, str]:
     bad = sorted((word for word in words if word.kind in ("raised", "deadline")), key=lambda word: word.time_ns)
     cause = f"rank {bad[0].rank} {bad[0].kind} {bad[0].text}" if bad else ""
     if not starts:
@@ -99,7 +100,7 @@ def _judged(starts: Sequence[Start], words: Sequence[Word], now_ns: int) -> tupl
         return STOPPED, "saved, and left by somebody's wish or the end of the job's time; a resume goes on with it"
     if bad:
         return FAILED, cause
-    if now_ns - last.seen * NS < ALIVE_NS:
+    if now_ns - last.seen * NS < ALIVE_NS and not gone:
         return RUNNING, ""
     return KILLED, f"the last sign of life was at {when(last.seen)}: killed from outside, out of memory or a lost node"
 
@@ -152,20 +153,32 @@ def _jobs(path: Path) -> list[Job]:
     return found
 
 
-def _words(folder: Path) -> tuple[list[Word], int]:
-    """Return what the ranks said last, and the number of ranks in the newest record.
+@dataclass(frozen=True)
+class _Head:
+    """The begin of a rank's record, without its events."""
+
+    rank: int
+    began_ns: int
+    world: int
+    gone: bool  # its process is known to have ended
+    words: Sequence[Word]
+
+
+def _words(folder: Path) -> tuple[list[Word], int, bool]:
+    """Return what the ranks said last, the number of ranks in the newest record, and whether all have ended.
 
     Of each record only the notes are read: the events of a thousand ranks would take seconds.
     """
     heads = [head for path in sorted(folder.glob("rank-*.rec")) if (head := _head(path)) is not None]
     if not heads:
-        return [], 0
-    world = max(heads, key=lambda head: head[1])[2]
-    return [word for rank, _, _, words in heads if rank < world for word in words], world
+        return [], 0, False
+    world = max(heads, key=lambda head: head.began_ns).world
+    own = [head for head in heads if head.rank < world]
+    return [word for head in own for word in head.words], world, all(head.gone for head in own)
 
 
-def _head(path: Path) -> tuple[int, int, int, list[Word]] | None:
-    """Return rank, wall clock of the begin, world and words of a record; None where it is none."""
+def _head(path: Path) -> _Head | None:
+    """Return the begin of a record; None where it is none."""
     try:
         with path.open("rb") as file:
             data = file.read(recordfile.TEXTS)
@@ -173,7 +186,7 @@ def _head(path: Path) -> tuple[int, int, int, list[Word]] | None:
         return None
     if len(data) < recordfile.TEXTS or not data.startswith(recordfile.MAGIC):
         return None
-    _, version, rank, world, _, _, _, wall, monotonic, _ = recordfile.HEADER.unpack_from(data)
+    _, version, rank, world, pid, _, ticks, wall, monotonic, host = recordfile.HEADER.unpack_from(data)
     if version != recordfile.VERSION:
         return None
     words = []
@@ -184,4 +197,6 @@ def _head(path: Path) -> tuple[int, int, int, list[Word]] | None:
             first = start + recordfile.NOTE.size
             text = data[first : first + min(length, recordfile.NOTE_BYTES)].decode(errors="replace")
             words.append(Word(rank, kind, time_ns + wall - monotonic, text))
-    return rank, wall, world, words
+    here = host.rstrip(b"\0").decode(errors="replace") == os.uname().nodename[:64]
+    gone = here and ticks > 0 and recordfile.has_ended(pid, ticks)
+    return _Head(rank, wall, world, gone, words)

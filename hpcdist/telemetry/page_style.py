@@ -75,10 +75,10 @@ details { margin: 8px 0 } summary { cursor: pointer; color: var(--accent) }
 li { margin: 3px 0; overflow-wrap: anywhere }
 footer { color: var(--muted); font-size: 13px; margin: 44px auto 40px; padding-top: 10px;
   border-top: 1px solid var(--grid) }
-@media (max-width: 860px) {
+@media screen and (max-width: 860px) {
   main, header, footer { padding-left: 14px; padding-right: 14px }
   .charts { grid-template-columns: minmax(0, 1fr) }
-  .chart svg text { font-size: 9.5px !important } figure.wide .chart svg { min-width: 700px }
+  .chart svg text { font-size: 9px !important } figure.wide .chart svg { min-width: 700px }
   figure.wide .chart svg text { font-size: 9px !important }
   .figures { grid-template-columns: repeat(auto-fill, minmax(158px, 1fr)) }
   .state { margin-left: 0 } dl { grid-template-columns: minmax(0, 1fr) } }
@@ -89,6 +89,6 @@ footer { color: var(--muted); font-size: 13px; margin: 44px auto 40px; padding-t
     --c4: #e69f00; --c5: #56b4e9; --c6: #8c6d46; --c7: #7f8790 }
   body { font-size: 10.5pt } nav { display: none } main, header, footer { max-width: none; padding: 0 }
   h2 { break-after: avoid } .figures > div { break-inside: avoid; border: 1px solid var(--grid) }
-  .chart svg { min-width: 0 !important } pre { max-height: none } details:not([open]) > * { display: block }
+  .figures { grid-template-columns: repeat(4, minmax(0, 1fr)) } pre { max-height: none }
   * { -webkit-print-color-adjust: exact; print-color-adjust: exact } }
 """.strip()

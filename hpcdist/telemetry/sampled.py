@@ -21,6 +21,7 @@ WIDE_BYTES: Final = 24 << 20  # of one column of all ranks
 BLOCKS: Final = 1024  # fewer than chunks of a row would be: each is a look into the file's index
 SMALL: Final = ("lives", "loss_scale", "recomputed", "noise_scale", "consensus", "shares")
 SMALL_ROWS: Final = 200_000  # the first so many of a table that has no bound
+BROKEN: Final = (*files.FAILURES, IndexError, AttributeError)  # what a file raises whose tables have another shape
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def read(path: str | Path, wide_bytes: int = WIDE_BYTES) -> Run:
         with files.open_read(path, SCHEMA, VERSION) as file:
             try:
                 return _read(file, wide_bytes)
-            except files.FAILURES as error:
+            except BROKEN as error:
                 # Read in the moment in which it was changed? Then it is whole a moment later.
                 if attempt == READ_ATTEMPTS - 1:
                     raise StorageError(f"{path}: is damaged: {error}") from error
