@@ -458,7 +458,14 @@ def test_the_command(tmp_path, rng):
     out, plot = tmp_path / "t.json", tmp_path / "t.png"
     done = CliRunner().invoke(command.command, [str(tmp_path / "run"), "-o", str(out), "--plot", str(plot)])
     assert done.exit_code == 0, done.output
-    for words in ("critical path", "waited for", "longest waits", "beta (ranks 2-3): 4.32e+04 s behind", str(out)):
+    for words in (
+        "critical path",
+        "waited for",
+        "longest waits",
+        "beta (ranks 2-3): 4.32e+04 s behind",
+        "by round trips",
+        str(out),
+    ):
         assert words in done.output
     assert plot.read_bytes()[:4] == b"\x89PNG"
     line = [str(tmp_path / "run"), "--json", "--steps", "7", "--ranks", "0,2-3", "-o", str(out)]
