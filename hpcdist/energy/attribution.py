@@ -13,6 +13,7 @@ phase, made to add up to what the counter says; what the mixtures cannot tell ap
 Where several ranks use a source, their mixtures are averaged. What no span covers is "idle".
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from hpcdist.energy.updates import brackets
 MOST_WAITING: Final = 20_000  # samples of a source, for spans that tell what was done meanwhile
 SAME: Final = 1e-9  # an eigenvalue of a correlation, below which phases are always in the same proportion
 PART_OF: Final = 0.05  # of the length of such a combination: a phase with less has no part in it
-TOGETHER: Final = (20, 75)  # new values whose moments are looked for at once: at least and at most
+TOGETHER: Final = (20, 50)  # new values whose moments are looked for at once: at least, and about
 PLACES: Final = np.linspace(0, 1, 17)  # in the brackets
 DOUBTFUL: Final = 0.25  # of all joules of the source: a standard error above says that nothing is known
 
@@ -143,8 +144,10 @@ def _take(sums: _Sums, everybody: Sequence[Rank], grid: Grid, frontier_ns: int, 
     if len(edges) < 2:
         return
     mixtures = grid.of(sums.ranks)
-    for first in range(0, len(edges) - 1, TOGETHER[1]):
-        some = edges[first : first + TOGETHER[1] + 1]
+    pieces = max(1, round((len(edges) - 1) / TOGETHER[1]))
+    cuts = np.linspace(0, len(edges) - 1, pieces + 1).astype(int)
+    for first, last in itertools.pairwise(cuts):
+        some = edges[first : last + 1]
         sums.seconds += mixtures.between(times[some[:-1]], times[some[1:]]).sum(axis=0)
         bounds = brackets(times[some - 1], times[some], sums.sensor.update_s)
         places = [high - np.rint(PLACES[:, None] * (high - low)).astype(np.int64) for low, high in bounds]
