@@ -8,7 +8,7 @@ the transfer. So there is no gap in it, and shortening anything beside it shorte
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -124,9 +124,10 @@ def waits(pieces: Mapping[int, Sequence[Piece]]) -> dict[tuple[int, int], int]:
     return dict(found)
 
 
-def gaps(pieces: Mapping[int, Sequence[Piece]], most: int = 5) -> list[Gap]:
-    """Return the ``most`` longest waits (local)."""
-    waiting = [piece for row in pieces.values() for piece in row if piece.waited_ns]
+def gaps(pieces: Mapping[int, Sequence[Piece]], ranks: Collection[int] | None = None, most: int = 5) -> list[Gap]:
+    """Return the ``most`` longest waits of ``ranks`` (None: of all), whoever was waited for (local)."""
+    rows = [row for rank, row in pieces.items() if ranks is None or rank in ranks]
+    waiting = [piece for row in rows for piece in row if piece.waited_ns]
     waiting.sort(key=lambda piece: (-piece.waited_ns, piece.begin_ns, piece.rank))
     return [
         Gap(one.rank, one.by, one.name, _doing(pieces.get(one.by, ()), one), one.begin_ns, one.waited_ns)

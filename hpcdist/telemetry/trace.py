@@ -40,17 +40,13 @@ class Trace:
     pieces: Mapping[int, Sequence[Piece]]
     paths: tuple[StepPath, ...]
     overlaps: Mapping[int, Overlap]
+    gaps: tuple[Gap, ...]  # the longest waits
     notes: tuple[str, ...]
 
     @property
     def waits(self) -> dict[tuple[int, int], int]:
         """Who waited for whom, in ns."""
         return critical.waits(self.pieces)
-
-    @property
-    def gaps(self) -> list[Gap]:
-        """The longest waits."""
-        return critical.gaps(self.pieces)
 
 
 def collect(run_dir: Path, steps: range | None = None, ranks: Sequence[int] | None = None, most: int = MOST) -> Trace:
@@ -78,8 +74,9 @@ def collect(run_dir: Path, steps: range | None = None, ranks: Sequence[int] | No
     paths = tuple(StepPath(step, tuple(_path(whole, cut, step))) for step in numbers)
     transfers = _transfers(whole)
     overlaps = {rank: critical.overlap(row, transfers.get(rank, ())) for rank, row in cut.items() if rank in chosen}
+    gaps = tuple(critical.gaps(cut, chosen))
     own = {rank: row for rank, row in cut.items() if rank in chosen}
-    return Trace(run_dir, logs.world, shown, found, own, paths, overlaps, tuple(notes))
+    return Trace(run_dir, logs.world, shown, found, own, paths, overlaps, gaps, tuple(notes))
 
 
 def _sessions(run_dir: Path, notes: list[str]) -> tuple[clocks.Session, ...]:

@@ -98,7 +98,8 @@ def _clocks(found: Mapping[str, Any]) -> list[str]:
             bound = "not known" if clock["bound_s"] is None else f"+-{seconds(clock['bound_s'])}"
             drift = "" if clock["drift_ppm"] is None else f", drift {clock['drift_ppm']:+.2f} ppm"
             ahead = "ahead" if clock["offset_s"] >= 0 else "behind"
-            what = f"{seconds(abs(clock['offset_s']))} {ahead}, {bound}{drift}, by {SOURCES.get(clock['source'], clock['source'])}"
+            source = SOURCES.get(clock["source"], clock["source"])
+            what = f"{seconds(abs(clock['offset_s']))} {ahead}, {bound}{drift}, by {source}"
         lines.append(f"  {clock['host']} ({ranks_text(clock['ranks'])}): {what}")
     if len(clocks) > SHOWN:
         lines.append(f"  and {len(clocks) - SHOWN} more nodes; --json lists them")

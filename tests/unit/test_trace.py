@@ -278,6 +278,7 @@ def test_ranks_and_steps_are_chosen(tmp_path, rng):
     assert sorted(found.timeline.lines) == [1, 3] and found.timeline.steps == (4, 5)
     assert {call.rank for line in found.timeline.lines.values() for call in line.calls} == {1, 3}
     assert any(by in (0, 2) for _, by in found.waits), "also who is not shown was waited for"
+    assert {gap.rank for gap in found.gaps} <= {1, 3} and "unknown" not in {gap.doing for gap in found.gaps}
     check_events = list(trace_events.events(found.timeline))
     assert {event["tid"] // 1000 - 1 for event in check_events if event["ph"] == "X"} == {1, 3}
     assert len(trace.collect(tmp_path, range(20, 90)).timeline.steps) == 5
