@@ -149,10 +149,14 @@ def parse(data: bytes, path: Path) -> RankRecord:
         raise StorageError(f"{path}: version {version} or size {len(data)} is not what this hpcdist writes ({VERSION})")
     offset = wall - monotonic
     beat, next_beat, used = struct.unpack_from("<qqq", data, BEAT * 8)
+    try:
+        notes, events = _notes(data, offset), _events(data, capacity, offset, _texts(data, used))
+        name = host.rstrip(b"\0").decode()
+    except (ValueError, KeyError, struct.error) as error:
+        raise StorageError(f"{path} is damaged: {error}") from error
     return RankRecord(
-        path, rank, world, pid, host.rstrip(b"\0").decode(), ticks, capacity, wall, beat + offset, next_beat,
-        _notes(data, offset), _events(data, capacity, offset, _texts(data, used)), offset,
-    )  # fmt: skip
+        path, rank, world, pid, name, ticks, capacity, wall, beat + offset, next_beat, notes, events, offset
+    )
 
 
 def _notes(data: bytes, offset: int) -> dict[str, Note]:

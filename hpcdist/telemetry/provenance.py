@@ -10,7 +10,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-PACKAGES: Final = ("hpcdist", "numpy", "mpi4py", "h5py", "numba")
+from hpcdist import __version__
+
+PACKAGES: Final = ("numpy", "mpi4py", "h5py", "numba")
 JOB: Final = ("SLURM_JOB_ID", "SLURM_JOB_PARTITION", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT")
 
 
@@ -28,6 +30,7 @@ def provenance(
     """
     found = {"created_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
     found |= {f"{name}_version": version for name in PACKAGES if (version := _version(name))}
+    found["hpcdist_version"] = __version__  # of a checkout, too, which is installed nowhere
     found["python_version"] = platform.python_version()
     found["git_commit"] = git_commit(Path(__file__).resolve().parents[1])
     found["platform"] = platform.platform()

@@ -149,10 +149,10 @@ class AsynchronousLoop(Loop):
         outcome.sent_bytes.append(float(self.traffic.sent_bytes - self._counted))
         self._counted = self.traffic.sent_bytes
         now = time.perf_counter()
-        outcome.step_s.append(now - self._boundary)
-        self._boundary = now
+        begun, self._boundary = self._boundary, now
+        outcome.step_s.append(now - begun)
         self.pace.stepped(outcome.step_s[-1])
-        self.onlookers.stepped(step, outcome.step_s[-1])
+        self.onlookers.stepped(step, begun, now)
         self.streaming.stepped(step, found, self.onlookers.waited_s)
         seconds = {**found.seconds, "step_s": outcome.step_s[-1]}
         self.metrics.add(step, loss, exchange.learning_rate, targets, seconds, outcome.sent_bytes[-1])

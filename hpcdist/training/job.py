@@ -113,6 +113,8 @@ class Job:
         if comm.rank == 0:
             known = {name: summary[name] for name in (*OVERLAP_FIGURES, LOADED_FIGURE) if summary[name] is not None}
             more = consensus.figures(trainer) | noise.figures(trainer)
+            more |= {name: summary[name] for name in ("architecture", "parameters", "peak_bytes_total")}
+            more |= {"nodes": loop.session.place.nodes, "pss_bytes_most": summary["pss_bytes"]["most"]}
             known |= {name: found for name, found in more.items() if found is not None}
             loop.metrics.finish(outcome.done, result.val_loss, **energy_attributes(summary), **known)
             print(describe(summary), file=sys.stderr if self.as_json else sys.stdout)

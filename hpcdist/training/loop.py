@@ -147,11 +147,12 @@ class Loop:
         # From row to row: waiting for data is part of a step, and what came after the one before it (metrics, sentinel,
         # checkpoint) too, so that the steps of a run add up to its time.
         now = time.perf_counter()
-        step_s, self._boundary = now - self._boundary, now
+        begun, self._boundary = self._boundary, now
+        step_s = now - begun
         seconds = {**found.seconds, "step_s": step_s}
         self.metrics.add(step, found.loss, rate, targets, seconds, bytes_sent)
         self.notes.stepped(step, found)
-        self.onlookers.stepped(step, step_s)
+        self.onlookers.stepped(step, begun, now)
         self.streaming.stepped(step, found, self.onlookers.waited_s)
         if trainer.noise is not None:
             trainer.noise.after(step, found)

@@ -55,11 +55,11 @@ class Onlookers:
         yield
         self.spans.add("other", name, self.step, begun, now_ns())
 
-    def stepped(self, step: int, step_s: float) -> None:
-        """Note that ``step`` is done, ``step_s`` seconds after the one before."""
-        end = now_ns()
+    def stepped(self, step: int, begin_s: float, end_s: float) -> None:
+        """Note that ``step`` is done, which lasted from ``begin_s`` to ``end_s`` of `time.perf_counter`."""
         self.step = step
-        self.spans.add("step", "step", step, end - round(step_s * 1e9), end)
+        # That clock is the one of spans: both are the system's monotonic one.
+        self.spans.add("step", "step", step, round(begin_s * 1e9), round(end_s * 1e9))
 
 
 def _ranges(config: TelemetryConfig) -> Ranges:

@@ -1,5 +1,6 @@
 """The flight recorder: what is written is read back, whatever happens to the process."""
 
+import contextlib
 import os
 import resource
 import signal
@@ -259,3 +260,17 @@ def test_half_written_records_are_left_out(recorder: Recorder) -> None:
     recordfile.RECORD.pack_into(data, recordfile.RING + 2 * 64, 77, 1, 0, 1, 1, 1, 9999, 1, 0, 0)
     events = recordfile.parse(bytes(data), recorder.path).events
     assert [event.index for event in events] == [1]
+
+
+def test_a_damaged_record_is_refused_by_name(tmp_path: Path, rng: np.random.Generator) -> None:
+    recorder = Recorder(tmp_path / "rank-00000.rec", 0, 1, capacity=64)
+    for number in range(100):
+        recorder.end(recorder.begin("world", f"send{number % 7}", "float32", 1, 4, 0, 0))
+    recorder.close()
+    whole = recorder.path.read_bytes()
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for place in rng.integers(recordfile.TEXTS + 2000, size=40):
+            damaged[place] = rng.integers(256)
+        with contextlib.suppress(StorageError):
+            recordfile.parse(bytes(damaged), recorder.path)
