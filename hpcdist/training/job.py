@@ -108,7 +108,7 @@ class Job:
         comm = loop.session.comm
         entropies = self._entropies(trainer) if comm.rank == 0 else {}
         summary = summarise(comm, trainer, outcome, self.run.path, result.val_loss, entropies)
-        summary |= loop.energy.figures(outcome.done)
+        summary |= loop.energy.figures(outcome.done, trainer.model.tokens_per_sample)
         summary |= {"chaos": self.recipe.chaos.described() or None, "lives": self.lives}
         if comm.rank == 0:
             known = {name: summary[name] for name in (*OVERLAP_FIGURES, LOADED_FIGURE) if summary[name] is not None}

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
+from hpcdist.energy import accounts
+from hpcdist.energy.accounts import Intensity
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.monitor import Monitor
 from hpcdist.telemetry import catalogue
 from hpcdist.telemetry.derived import energy_per_token
-
-J_PER_KWH: Final = 3.6e6
 
 
 def told(
@@ -27,8 +27,8 @@ def told(
     if training is not None:
         energy["energy_per_token_joules"] = energy_per_token(training, tokens)
     if by_kind and joules["reason"] is None and config.carbon_g_per_kwh:
-        kwh = math.fsum(by_kind.values()) / J_PER_KWH
-        energy["emissions_grams_total"] = kwh * config.pue * config.carbon_g_per_kwh
+        emitted = accounts.emissions(sum(by_kind.values()), config.pue, Intensity(config.carbon_g_per_kwh))
+        energy["emissions_grams_total"] = emitted.grams
     busy = {catalogue.key("utilisation_ratio", name): share for name, share in monitor.utilisation().items()}
     busy |= {catalogue.key("network_bytes_total", way): count for way, count in monitor.network().items()}
     return {
