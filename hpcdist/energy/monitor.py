@@ -84,7 +84,6 @@ class Monitor:
         self._windows = Windows(len(self._sources.counters))
         self._power = present.Power()
         self._present = Present()
-        self._stored = 0
         self._earlier: dict[str, Any] | None = None
 
     def _look_of(self, claims: Sequence[Claim]) -> Callable[[], np.ndarray]:
@@ -186,8 +185,7 @@ class Monitor:
         """
         if not self._watches or self._leaders is None:
             return []
-        windows = self._windows.closed[self._stored :]
-        self._stored += len(windows)
+        windows = self._windows.take()
         tracks, drained = self.sampler.tracks, self.sampler.drain()
         own = NodeRows(
             self._node,

@@ -86,7 +86,7 @@ class Watch:
         }
         busy_s, lasted_s = self.sampler.overhead()
         named = [(track.kind, track.name, track.about) for track in tracks]
-        row = store.NodeRows(0, named, drained, self._windows.closed, now_ns, busy_s, lasted_s)
+        row = store.NodeRows(0, named, drained, self._windows.take(), now_ns, busy_s, lasted_s)
         self._present.see([row])
         self._keep(row)
         return Moment(

@@ -23,12 +23,14 @@ class Window:
 class Windows:
     """The windows of one rank. ``total_mj`` by source is what all windows took together.
 
-    An edge at which a source fails leaves the windows on both of its sides unknown, but not their sum.
+    What was closed is kept as sums, and whole until somebody takes it: see `take`. An edge at which a source fails
+    leaves the windows on both of its sides unknown, but not their sum.
     """
 
     def __init__(self, sources: int) -> None:
         self.total_mj = [0.0] * sources
-        self.closed: list[Window] = []
+        self.closed: list[Window] = []  # since the last `take`
+        self._sums: dict[str, dict[str, Any]] = {}  # of all that were closed, as of `phases`
         self._open: list[Window] = []
         self._edge_ns = 0
         self._last: list[int | None] = [None] * sources
@@ -46,6 +48,12 @@ class Windows:
         window = self._open.pop()
         window.end_ns = now_ns
         self.closed.append(window)
+        self._sum(self._sums, window)
+
+    def take(self) -> list[Window]:
+        """Return the windows that were closed since the last call, and let them go."""
+        taken, self.closed = self.closed, []
+        return taken
 
     def edge(self, now_ns: int, values: Sequence[int | None]) -> None:
         """Give what was used since the last edge to the innermost window."""
@@ -84,14 +92,17 @@ class Windows:
 
         Windows that are still open count, but not as the shortest: they are not yet what they will be.
         """
-        found: dict[str, dict[str, Any]] = {}
-        for window in [*self.closed, *self._open]:
-            nothing = {"seconds": 0.0, "windows": 0, "shortest_s": math.inf, "mj": [0.0] * len(self._last)}
-            phase = found.setdefault(window.phase, nothing)
-            own_s = window.own_ns / 1e9
-            phase["seconds"] += own_s
-            phase["windows"] += 1
-            if window.end_ns:
-                phase["shortest_s"] = min(phase["shortest_s"], own_s)
-            phase["mj"] = [sum_mj + mj for sum_mj, mj in zip(phase["mj"], window.mj, strict=True)]
+        found = {name: {**phase, "mj": [*phase["mj"]]} for name, phase in self._sums.items()}
+        for window in self._open:
+            self._sum(found, window)
         return found
+
+    def _sum(self, phases: dict[str, dict[str, Any]], window: Window) -> None:
+        nothing = {"seconds": 0.0, "windows": 0, "shortest_s": math.inf, "mj": [0.0] * len(self._last)}
+        phase = phases.setdefault(window.phase, nothing)
+        own_s = window.own_ns / 1e9
+        phase["seconds"] += own_s
+        phase["windows"] += 1
+        if window.end_ns:
+            phase["shortest_s"] = min(phase["shortest_s"], own_s)
+        phase["mj"] = [sum_mj + mj for sum_mj, mj in zip(phase["mj"], window.mj, strict=True)]

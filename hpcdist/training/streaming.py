@@ -121,13 +121,17 @@ class Streaming:
     def saved(self, step: int, held_s: float) -> None:
         """Take that a checkpoint is complete, which held up the steps for so long."""
         self._checkpoints += 1
-        self._held_up.add(step + 1)
+        self._hold_up(step + 1)
         figures = {"checkpoint_seconds": held_s, "checkpoint_bytes": self._saved_bytes}
         self._add("checkpoint", step, figures | {"checkpoints_total": self._checkpoints})
 
+    def _hold_up(self, step: int) -> None:
+        if self._stream is not None:  # rows, which end this, come to rank 0 alone
+            self._held_up.add(step)
+
     def evaluated(self, step: int, loss: float) -> None:
         """Take the validation loss after ``step``; NaN where there is none."""
-        self._held_up.add(step + 1)
+        self._hold_up(step + 1)
         if not math.isnan(loss):
             self._add("evaluation", step, {"validation_loss_nats": loss})
 

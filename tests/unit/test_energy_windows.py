@@ -31,7 +31,7 @@ def test_nested_windows_are_exclusive():
         (4, 2),
     ]
     assert phases["checkpoint"]["shortest_s"] == 1
-    first = windows.closed[0]
+    first = windows.take()[0]
     assert (first.begin_ns, first.end_ns) == (4 * S, 5 * S)
 
 
@@ -111,3 +111,18 @@ def test_what_a_source_does_not_know_is_nobodys_and_no_total():
     found = joules(windows)
     assert found["checkpoint"] == [1, 1] and found["training"][0] == 19
     assert math.isnan(found["training"][1]) and math.isnan(windows.totals()[1]) and windows.totals()[0] == 20
+
+
+def test_windows_that_were_taken_cost_nothing_and_still_count():
+    windows, taken = Windows(1), []
+    windows.enter("training", 0, [0])
+    for number in range(10_000):
+        windows.enter("checkpoint", 10 * number * S, [10 * number])
+        windows.leave((10 * number + 1) * S, [10 * number + 3])
+        if number % 100 == 99:
+            taken += windows.take()
+            assert not windows.closed and windows.phases()["checkpoint"]["windows"] == number + 1
+    assert len(taken) == 10_000 and not windows.take()
+    phase = windows.phases()["checkpoint"]
+    assert (phase["mj"], phase["seconds"], phase["shortest_s"]) == ([30_000], 10_000, 1)
+    assert windows.phases()["training"]["windows"] == 1 and windows.phases() == windows.phases()  # asking adds nothing
