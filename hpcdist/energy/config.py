@@ -28,7 +28,8 @@ class EnergyConfig:
     processors, GPUs, memory and network are (0: none).
 
     ``sensor_window_s``: a GPU's sensor looks only so long before each update of its counter. 0: as is known of the
-    model, see `hpcdist.energy.parttime`.
+    model, see `hpcdist.energy.parttime`. With ``shift``, steps begin a little later now and then, less than an update
+    of the counter in 64 steps, so that such a sensor sees all parts of them: ranks have to step together.
 
     What the site uses for cooling and losses is ``pue`` - 1 of what its nodes use. Emissions are known where
     ``carbon_g_per_kwh`` is given, the grams of CO2 equivalents of a kWh; ``carbon_source`` and ``carbon_date`` say
@@ -43,6 +44,7 @@ class EnergyConfig:
     gpu_tdp_w: float = 0.0
     idle_fraction: float = 0.3
     sensor_window_s: float = 0.0
+    shift: bool = False
     utilisation_s: float = 1.0
     pue: float = 1.0
     carbon_g_per_kwh: float = 0.0
@@ -57,6 +59,11 @@ class EnergyConfig:
         self._between("interval_s", 0.001, LONGEST_INTERVAL_S, "s")
         self._check_model()
         self._between("sensor_window_s", 0.0, LONGEST_INTERVAL_S, "s")
+        if self.shift and not (self.wants("nvml") or self.sensor_window_s):
+            raise ConfigurationError(
+                f"energy.shift = true has no effect with energy.sources = {self.sources!r}: it is sensors of GPUs that "
+                "look part of the time; remove it, or choose 'nvml'"
+            )
         if self.utilisation_s:
             self._between("utilisation_s", 0.01, 3600.0, "s, or 0")
         self._between("pue", 1.0, MOST_PUE, "")

@@ -106,6 +106,15 @@ class Energy:
         paced = known.paced(track.pace.update_s)
         return Sensor(paced.update_s, window_s, "energy.sensor_window_s") if window_s else paced
 
+    def part_time_sensor(self) -> Sensor | None:
+        """Return the sensor of this node's sources that looks for the smallest part of the time (local).
+
+        None where all look all of the time, and on ranks that read none.
+        """
+        sensors = [self._sensor(track.name, track.kind) for track in self.monitor.sampler.tracks]
+        least = min(sensors, key=lambda sensor: sensor.seen_share, default=None)
+        return None if least is None or least.seen_share >= 1 else least
+
     def window(self, phase: str) -> AbstractContextManager[None]:
         """Count what is used inside as that of ``phase`` (local; every rank should call)."""
         return self.monitor.window(phase)

@@ -8,6 +8,7 @@ from hpcdist.comm.spans import SpanSink, now_ns
 from hpcdist.strategies.schedule.ranges import NO_RANGES, Ranges
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.training.energy import Energy
+from hpcdist.training.shifting import Shifting
 from hpcdist.training.trainer import Trainer
 
 WAIT: Final = "wait for data"
@@ -22,6 +23,9 @@ class Onlookers:
         self.step = trainer.first_step
         self.waited_s = 0.0  # for the data of the step that is being made, or was last
         self.ranges = _ranges(trainer.recipe.telemetry)
+        # One rank is enough: the others wait for it in the step.
+        shifts = trainer.recipe.energy.shift and trainer.comm.rank == 0
+        self._shifting = Shifting(energy.part_time_sensor, spans) if shifts else None
         trainer.executor.spans = spans
         if self.ranges is not NO_RANGES:
             trainer.executor.annotate(self.ranges)
@@ -46,6 +50,8 @@ class Onlookers:
             self.spans.add("data", WAIT, self.step + 1, begun, end)
             if batch is None:
                 return
+            if self._shifting is not None:
+                self._shifting.wait(self.step + 1)
             yield batch
 
     @contextmanager

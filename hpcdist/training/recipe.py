@@ -83,6 +83,11 @@ class Recipe:
         self.checkpoint.check_beside("file" in (self.zero.offload_optimizer, self.zero.offload_parameters))
         self.chaos.check_steps(self.run.steps)
         lock_step = self.parallel.strategy != "parameter_server" or self.parameter_server.lock_step
+        if self.energy.shift and not lock_step:
+            raise ConfigurationError(
+                "energy.shift = true with a parameter server that is not in lock-step: each worker would have to wait "
+                "by itself, which is not built; set it to false, or parameter_server.consistency = 'bsp'"
+            )
         self.checkpoint.check_steps(lock_step, self.data.validation_fraction > 0)
         microbatches, pipeline = self.parallel.microbatches, self.parallel.pipeline
         for samples in self.run.batches.sizes:

@@ -39,6 +39,7 @@ def test_what_is_wanted(sources, wanted):
         ({"carbon_source": "somebody"}, "no effect without energy.carbon_g_per_kwh"),
         ({"currency": "EUR"}, "no effect without energy.price_per_kwh"),
         ({"sensor_window_s": 11.0}, "sensor_window_s = 11.0"),
+        ({"shift": True, "sources": "rapl"}, "no effect with energy.sources = 'rapl'"),
     ],
 )
 def test_what_contradicts_itself(values, message):

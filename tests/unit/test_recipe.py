@@ -340,3 +340,9 @@ def test_the_schedule_follows_the_pipeline(home: dict[str, str]) -> None:
     assert recipes.load(None, [], home).recipe.parallel.order == "sequential"
     assert recipes.load(None, ["parallel.pipeline=2"], home).recipe.parallel.order == "1f1b"
     assert recipes.load(None, ["parallel.pipeline=2", "parallel.schedule=gpipe"], home).recipe.parallel.order == "gpipe"
+
+
+def test_shifted_steps_need_ranks_in_lock_step():
+    servers = ["parallel.strategy=parameter_server", "parameter_server.consistency=asp"]
+    with pytest.raises(ConfigurationError, match=r"energy\.shift = true with a parameter server"):
+        recipes.load(None, ["energy.shift=true", *servers], {})

@@ -16,6 +16,7 @@ from hpcdist.comm.placement import locate
 from hpcdist.comm.session import Session
 from hpcdist.comm.spans import Spans
 from hpcdist.comm.threads import run_threads
+from hpcdist.energy.parttime import Sensor
 from hpcdist.hdf5 import files
 from hpcdist.telemetry import catalogue, clocks, metrics, observations
 from hpcdist.telemetry.catalogue import COUNTER, QUANTITIES
@@ -139,6 +140,20 @@ def test_spans_cover_what_a_rank_did(settings: dict[str, object], tmp_path: Path
         assert sum(span.name == "wait for data" for span in spans) == STEPS + 1
         assert sum(span.name == "save" for span in spans) == 3
         assert {span.name for span in spans if span.phase == "validation"} == {"validation"}
+
+
+def test_rank_0_waits_for_sensors_that_look_part_of_the_time(
+    settings: dict[str, object], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(Energy, "part_time_sensor", lambda energy: Sensor(0.02, 0.005))
+    settings = settings | {"energy.sources": "auto", "energy.shift": "true", "energy.powercap": tmp_path / "nowhere"}
+    monkeypatch.setattr("hpcdist.training.shifting.STEPS", 8)  # one for each slot: the second in the same one waits
+    run_threads(2, lambda comm: trained(comm, settings, tmp_path))
+    shifts = [
+        [span for span in spanfile.read(tmp_path / f"rank-{rank:05d}.spans").spans if span.name == "shift"]
+        for rank in range(2)
+    ]
+    assert shifts[0] and not shifts[1] and {span.phase for span in shifts[0]} == {"other"}
 
 
 def test_a_sink_that_cannot_begin_is_refused_before_the_first_step(settings: dict[str, object], tmp_path: Path) -> None:
