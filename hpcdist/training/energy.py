@@ -19,6 +19,7 @@ from hpcdist.arrays import device
 from hpcdist.checkpoint import manifest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.energy import activities
+from hpcdist.energy import report as reports
 from hpcdist.energy.accounts import number
 from hpcdist.energy.attribution import Attribution, Counted
 from hpcdist.energy.monitor import Monitor, this_host
@@ -165,25 +166,31 @@ class Energy:
     def note(self) -> dict[str, Any]:
         """Renew the record of what has been used so far, and return it. Collective; raises StorageError on rank 0."""
         state = self.state()
+        self._write(state)
+        return state
+
+    def _write(self, state: Mapping[str, Any]) -> None:
         if self._path is None or self._comm.rank:
-            return state
+            return
         new = self._path.with_suffix(".tmp")
         try:
             new.write_text(json.dumps(state), encoding="utf-8")
             os.replace(new, self._path)
         except OSError as error:
             raise StorageError(f"{self._path} cannot be written: {error.strerror}") from error
-        return state
 
     def figures(self, steps: int, tokens_per_sample: float | None = None) -> dict[str, Any]:
         """Return what the summary of a run of ``steps`` steps says, as JSON values. Collective.
 
-        ``j_per_step`` is training without checkpoints and validation, over the steps of the run: those that a killed
+        The record then says the same, also of what waited for ranks that tell nothing more. Raises StorageError on
+        rank 0. ``j_per_step`` is training without checkpoints and validation, over the steps of the run: those that a killed
         start made after its last checkpoint, and another one made again, are paid twice and count once. The same holds
         for samples, and for tokens, of which each sample has ``tokens_per_sample`` (None: it has none).
         """
         report = self.monitor.report()
         told = self._activities({**report, **_plain(report)}, final=True)
+        kept = {"since_step": self._since_step, "joules": reports.state(report), "activities": activities.state(told)}
+        self._write(kept)
         batches = self._recipe.run.batches
         samples = batches.samples_before(steps) - batches.samples_before(self._since_step)
         tokens = math.nan if tokens_per_sample is None else samples * tokens_per_sample

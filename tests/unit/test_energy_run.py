@@ -237,6 +237,8 @@ def test_ranks_of_two_nodes_tell_what_training_consists_of(packages, tmp_path, r
     ranks = measured(packages, tmp_path, seed)
     figures = ranks[0][0]
     assert all(found == figures for found, _ in ranks) and figures["energy_reason"] is None
+    said = json.loads((tmp_path / "usage.json").read_text())["activities"]  # also of what waited until the end
+    assert {name: row["joules"] for name, row in said.items()} == figures["energy_j_by_activity"]
     used = {name: sum(joules.get(name, 0) for _, joules in ranks) for name in ("compute", "communication")}
     told = figures["energy_j_by_activity"]
     assert figures["energy_activity_reason"] is None
