@@ -33,6 +33,11 @@ PART_OF: Final = 0.05  # of the length of such a combination: a phase with less 
 TOGETHER: Final = (20, 50)  # new values whose moments are looked for at once: at least, and about
 PLACES: Final = np.linspace(0, 1, 17)  # in the brackets
 DOUBTFUL: Final = 0.25  # of all joules of the source: a standard error above says that nothing is known
+FOLDS: Final = 16  # of the intervals, each left out once: how far the answer depends on those that happened to be there
+FEWEST_FOLDED: Final = 160  # intervals: then there is something in each
+MOST_IN_ONE: Final = 0.5  # of what is known of a phase
+IN_A_ROW: Final = 10  # neighbours share a moment, and go into the same one
+PATIENCE_NS: Final = 60_000_000_000  # a source that tells nothing new for longer is not waited for
 
 
 @dataclass(frozen=True)
@@ -57,14 +62,23 @@ class _Sums:
     times_ns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     energy_mj: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     ranks: tuple[int, ...] | None = None
-    gram: np.ndarray = field(default_factory=lambda: np.zeros((len(NAMES), len(NAMES))))
-    right: np.ndarray = field(default_factory=lambda: np.zeros(len(NAMES)))
+    grams: np.ndarray = field(default_factory=lambda: np.zeros((FOLDS, len(NAMES), len(NAMES))))  # of each fold
+    rights: np.ndarray = field(default_factory=lambda: np.zeros((FOLDS, len(NAMES))))
     square: float = 0.0
     rows: int = 0
+    intervals_used: int = 0
     joules: float = 0.0  # in all intervals,
     seconds: np.ndarray = field(default_factory=lambda: np.zeros(len(NAMES)))  # in those whose spans are known
     intervals_s: float = 0.0
     intervals: int = 0
+
+    @property
+    def gram(self) -> np.ndarray:
+        return np.asarray(self.grams.sum(axis=0))
+
+    @property
+    def right(self) -> np.ndarray:
+        return np.asarray(self.rights.sum(axis=0))
 
     @property
     def update_s(self) -> float:
@@ -99,8 +113,8 @@ class Attribution:
 
     def _settle(self, everything: bool) -> None:
         """Use the intervals of which all ranks have told what they did: spans are told when they end."""
-        known = [rank.until_ns for rank in self._ranks]
-        frontier = min((until for until in known if until is not None), default=0) if None not in known else 0
+        known = [rank.until_ns for rank in self._ranks if rank.until_ns is not None]  # a dedicated server tells nothing
+        frontier = max(min(known), max(known) - PATIENCE_NS) if known else 0
         waiting = [sums for sums in self._sources.values() if len(sums.times_ns)]
         if not waiting:
             for rank in self._ranks:
@@ -110,9 +124,12 @@ class Attribution:
         grid = Grid(self._ranks, begin, max(int(sums.times_ns[-1]) for sums in waiting))
         for sums in waiting:
             late = everything or len(sums.times_ns) > MOST_WAITING
-            _take(sums, self._ranks, grid, np.iinfo(np.int64).max if late else frontier, late)
+            few = late or sums.times_ns[0] < frontier - PATIENCE_NS
+            _take(sums, self._ranks, grid, np.iinfo(np.int64).max if late else frontier, few)
+            _let_go(sums, frontier)
+        needed = [int(sums.times_ns[0]) - _reach_ns(sums) for sums in waiting if len(sums.times_ns)]
         for rank in self._ranks:
-            rank.forget(min(int(sums.times_ns[0]) - _reach_ns(sums) for sums in waiting))
+            rank.forget(min(needed, default=frontier))
 
     def rows(self, *, final: bool = True) -> list[dict[str, Any]]:
         """Return name, kind and activities of each source, as plain values; see `told`.
@@ -140,7 +157,7 @@ def _take(sums: _Sums, everybody: Sequence[Rank], grid: Grid, frontier_ns: int, 
     since = max((rank.since_ns for rank in ranks if rank.since_ns is not None), default=None)
     if since is None:
         return
-    edges = edges[max(0, int(np.searchsorted(times[edges], since)) - 1) :]
+    edges = edges[int(np.searchsorted(times[edges], since)) :]  # of the interval before, only a part is known
     if len(edges) < 2:
         return
     mixtures = grid.of(sums.ranks)
@@ -152,6 +169,16 @@ def _take(sums: _Sums, everybody: Sequence[Rank], grid: Grid, frontier_ns: int, 
         bounds = brackets(times[some - 1], times[some], sums.sensor.update_s)
         places = [high - np.rint(PLACES[:, None] * (high - low)).astype(np.int64) for low, high in bounds]
         _add(sums, mixtures, np.concatenate(places), np.diff(energy[some]) / 1e3)
+
+
+def _let_go(sums: _Sums, frontier_ns: int) -> None:
+    """Forget samples that nothing can be learnt of: of a counter that stands still, or of one that is lost."""
+    new = np.flatnonzero(np.diff(sums.energy_mj))
+    # The reading before the first new value says since when it may have been there.
+    first = int(new[0]) if len(new) else len(sums.times_ns) - 1
+    if sums.times_ns[first] < frontier_ns - PATIENCE_NS:
+        first = int(np.searchsorted(sums.times_ns, frontier_ns - PATIENCE_NS))
+    sums.times_ns, sums.energy_mj = sums.times_ns[first:], sums.energy_mj[first:]
 
 
 def _reach_ns(sums: _Sums) -> int:
@@ -178,7 +205,11 @@ def _add(sums: _Sums, mixtures: Mixtures, moments: np.ndarray, joules: np.ndarra
     firm = grams + 1e-9 * np.trace(grams, axis1=1, axis2=2)[:, None, None] * np.eye(len(NAMES))
     explained = (rights * np.linalg.solve(firm, rights[..., None])[..., 0]).sum(axis=1)
     best = int(np.argmin((squares - explained) / np.maximum(rows, 1)))
-    sums.gram, sums.right, sums.square, sums.rows = grams[best], rights[best], float(squares[best]), int(rows[best])
+    folds = (sums.intervals_used + np.arange(len(joules))) // IN_A_ROW % FOLDS
+    np.add.at(sums.grams, folds, table[best, :, :, None] * table[best, :, None, :])
+    np.add.at(sums.rights, folds, table[best] * told_j[best, :, None])
+    sums.square, sums.rows = float(squares[best]), int(rows[best])
+    sums.intervals_used += len(joules)
 
 
 def told(sums: _Sums) -> dict[str, dict[str, Any]]:
@@ -194,6 +225,8 @@ def told(sums: _Sums) -> dict[str, dict[str, Any]]:
     fitted = solution.values * seconds
     scale = sums.joules / fitted.sum() if fitted.sum() > 0 else 0.0
     errors = np.sqrt(np.maximum(np.diag(solution.covariance), 0)) * seconds * scale
+    if sums.intervals_used >= FEWEST_FOLDED:
+        errors = np.maximum(errors, _scatter(sums, used) * seconds)
     alike = _alike(gram)
     found = {}
     for index, column in enumerate(used):
@@ -206,6 +239,25 @@ def told(sums: _Sums) -> dict[str, dict[str, Any]]:
             "reason": reason,
         }
     return found
+
+
+def _scatter(sums: _Sums, used: np.ndarray) -> np.ndarray:
+    """Return by how much the watts of the phases ``used`` would differ with other intervals: a standard error (used,).
+
+    0 for a phase that is nearly all in one fold: nobody knows what it would be without.
+
+    The jackknife over groups, which takes no error to be as large as all others nor independent of its neighbour's: a
+    phase that is seen in few intervals, all of which are read late, is not better known for all those without it.
+    (M. Quenouille 1956; J. Tukey 1958.)
+    """
+    inner = np.ix_(np.arange(FOLDS), used, used)
+    grams = sums.gram[np.ix_(used, used)] - sums.grams[inner]
+    rights = sums.right[used] - sums.rights[:, used]
+    firm = grams + 1e-9 * np.trace(grams, axis1=1, axis2=2)[:, None, None] * np.eye(len(used))
+    watts = np.linalg.solve(firm, rights[..., None])[..., 0]
+    parts = np.diagonal(sums.grams, axis1=1, axis2=2)[:, used]
+    spread = parts.max(axis=0) <= MOST_IN_ONE * parts.sum(axis=0)
+    return np.where(spread, np.sqrt((FOLDS - 1) * watts.var(axis=0)), 0.0)
 
 
 def _alike(gram: np.ndarray) -> list[list[int]]:

@@ -277,3 +277,43 @@ def test_a_start_of_next_to_no_training_is_no_reason_to_forget_the_others():
     assert math.isnan(more["joules"]["compute"]) and more["reason"] == {"compute": "a: 2 new values"}
     later = activities.of_job(rows(compute=1.0), ["gpu"], 500.0, None, activities.state(more))
     assert later["reason"]["compute"] == "an earlier start of this run: a: 2 new values"
+
+
+def late_reads(rng):
+    """A constant 45 W, and readings that come up to 20 ms late where a checkpoint is written, and only there."""
+    spans = mixed(rng, 2000, scatter=0.1)
+    same = dict.fromkeys(WATTS, 45.0)
+    source = counter(*power([spans], same), update_s=0.001, window_s=0.001, name="package-0", kind="cpu")
+    saves = spans[spans[:, 0] == PHASES.index("checkpoint")]
+    at = np.searchsorted(saves[:, 1], source.times_ns, side="right") - 1
+    late = (at >= 0) & (source.times_ns < saves[np.maximum(at, 0), 2])
+    lag_mj = np.where(late, rng.uniform(0, 0.02, len(late)) * 45e3, 0.0)
+    found = told([spans], [replace(source, energy_mj=source.energy_mj + lag_mj.astype(np.int64))], Sensor(0.005, 0.005))
+    return found[0]["activities"]["checkpoint"]
+
+
+def test_standard_errors_are_those_of_the_intervals_a_phase_was_seen_in(rng):
+    """All other intervals are read as they should be: they say nothing of how well these are known."""
+    off = [(save["joules"] - 45 * save["seconds"]) / save["error_j"] for save in (late_reads(rng) for _ in range(40))]
+    assert np.sqrt(np.mean(np.square(off))) < 1.75
+
+
+@pytest.mark.parametrize("trouble", ["zeros", "lost", "server"])
+def test_what_tells_nothing_keeps_nothing_waiting(rng, trouble):
+    """A memory's counter that stands at 0, a sensor that is lost, a rank without steps: the others go on as before."""
+    spans = mixed(rng, 4000)
+    source = counter(*power([spans]), name="package-0", kind="cpu")
+    attribution, last_ns = Attribution(lambda name, kind: WHOLE), BEGIN_NS
+    for number, moment_ns in enumerate(range(BEGIN_NS, int(spans[-1, 2]), 5 * 10**9)):
+        now, source = cut(source, moment_ns)
+        other = replace(now, name="dram", kind="dram")
+        if trouble == "zeros":
+            other = replace(other, energy_mj=np.zeros(len(now.times_ns), np.int64))
+        ranks = [spans[(spans[:, 2] > last_ns) & (spans[:, 2] <= moment_ns)]]
+        ranks += [np.empty((0, 3), np.int64)] if trouble == "server" else []
+        attribution.add(ranks, [now, *([other] if trouble == "zeros" or (trouble == "lost" and number < 3) else [])])
+        last_ns = moment_ns
+    assert all(len(sums.times_ns) < 80 for sums in attribution._sources.values())
+    assert all(len(rank.spans) < 600 for rank in attribution._ranks)
+    found = {row["name"]: row["activities"] for row in attribution.rows()}
+    assert found["package-0"]["compute"]["reason"] is None and (trouble != "zeros" or found["dram"] == {})
