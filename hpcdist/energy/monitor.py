@@ -82,6 +82,7 @@ class Monitor:
         self._synchronise = synchronise if (self._node, True) in measured else _nothing
         self.sampler = Sampler(self._sources.counters, config.interval_s, look, config.utilisation_s)
         self._windows = Windows(len(self._sources.counters))
+        self._stopped = False
         self._power = present.Power()
         self._present = Present()
         self._earlier: dict[str, Any] | None = None
@@ -103,6 +104,7 @@ class Monitor:
 
     def stop(self) -> None:
         """End the sampler and give the sensors back; what was measured stays (local)."""
+        self._stopped = True
         if self.sampler.stop():
             self._sources.close()
 
@@ -135,9 +137,9 @@ class Monitor:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, so that the next start of the run goes on counting. Collective.
 
-        Open windows count until now.
+        Open windows count until now, or the end.
         """
-        if self._leads:
+        if self._leads and not self._stopped:
             self._windows.edge(*self._look())
         return reports.state(self.report())
 

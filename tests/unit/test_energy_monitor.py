@@ -308,3 +308,31 @@ def test_a_stretch_that_nobody_knows_takes_its_window_only(tmp_path, monkeypatch
     assert math.isnan(report["phases"]["training"]["joules"]) and math.isnan(report["energy_j"])
     assert "its power was not known all of the time (1 gaps)" in report["reason"]
     assert len(drained.gaps) == 1 and report["sources"][0]["note"] == "integrated power"
+
+
+def test_after_its_end_no_sensor_is_asked_any_more(monkeypatch):
+    """The state is written once more then; a driver that was given back would only fail."""
+    closed = []
+
+    def power_mw():
+        if closed:
+            raise counters.ReadError("the driver says: Uninitialized")
+        return 50_000
+
+    counter = Integrated("GPU-0", "gpu", power_mw, About(), 0.1)
+    sources = Sources([counter])
+    monkeypatch.setattr(Sources, "close", lambda self: closed.append(True))
+    monkeypatch.setattr(monitors, "of_node", lambda *_: sources)
+
+    def body(comm):
+        chosen = EnergyConfig(sources="nvml", interval_s=0.005, utilisation_s=0.0)
+        with Monitor(comm, chosen, environment={}) as monitor:
+            with monitor.window("training"):
+                time.sleep(0.05)
+            before = monitor.state()
+        after = monitor.state(), monitor.collect()[0].drained.samples
+        return before, after, monitor.report()["sources"][0]
+
+    before, (after, samples), source = run_threads(1, body)[0]
+    assert closed and before == after and len(samples)
+    assert source["failed_reads"] == 0
