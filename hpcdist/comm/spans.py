@@ -88,6 +88,9 @@ class Spans:
         self._put(self._map, at, index, begin_ns, end_ns, step, label, microbatch, unit)
         if code != layout.STEP:
             fresh = self._fresh
+            if fresh and fresh[-1][2] == begin_ns and fresh[-1][0] == code:
+                fresh[-1] = code, fresh[-1][1], end_ns  # a stage has many operations of a phase in a row
+                return
             fresh.append((code, begin_ns, end_ns))
             if len(fresh) > 2 * self.capacity:  # nobody drains: keep what a ring would
                 del fresh[: -self.capacity]
@@ -95,7 +98,8 @@ class Spans:
     def drain(self) -> np.ndarray:
         """Return the spans since the last call: (spans, 3) int64 of phase, begin and end in ns (local).
 
-        Phases count as in `spanfile.PHASES`; whole steps are left out, and so is what exceeds the capacity.
+        Those of one phase that follow without a gap are one. Phases count as in `spanfile.PHASES`; whole steps are left
+        out, and so is what exceeds the capacity.
         """
         fresh, self._fresh = self._fresh[-self.capacity :], []
         return np.array(fresh, np.int64).reshape(-1, 3)

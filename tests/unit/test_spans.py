@@ -69,9 +69,22 @@ def test_drain_gives_each_span_once_without_whole_steps(path: Path, rng: np.rand
 def test_what_nobody_drains_is_bounded(path: Path, rng: np.random.Generator) -> None:
     spans = Spans(path, 0, 1, capacity=10)
     for number in range(1000):
-        spans.add("compute", "FORWARD", number, number, number + 1)
+        spans.add("compute", "FORWARD", number, 2 * number, 2 * number + 1)
     assert len(spans._fresh) <= 20
-    assert spans.drain()[:, 1].tolist() == list(range(990, 1000))
+    assert spans.drain()[:, 1].tolist() == list(range(1980, 2000, 2))
+
+
+def test_operations_of_a_phase_in_a_row_are_drained_as_one(path: Path) -> None:
+    """So that many operations a step leave none out: compute, compute, communication, and compute after a gap."""
+    spans = Spans(path, 0, 1, capacity=10)
+    for _ in range(2):
+        for begin, phase in enumerate(("compute",) * 40 + ("communication",) + ("compute",) * 40):
+            spans.add(phase, "x", 1, begin, begin + 1)
+        spans.add("compute", "x", 1, 90, 91)
+        drained = spans.drain()
+        code, other = PHASES.index("compute"), PHASES.index("communication")
+        assert drained.tolist() == [[code, 0, 40], [other, 40, 41], [code, 41, 81], [code, 90, 91]]
+    assert len(spanfile.read(path).spans) == 10  # the ring has them one by one
 
 
 def test_more_names_than_the_table_holds_lose_only_themselves(path: Path) -> None:
