@@ -97,8 +97,9 @@ def _phases(found: Mapping[str, Any]) -> Iterator[str]:
         yield _row(name, row, whole)
         if name == "training":
             for part, own in found["activities"].items():
-                yield _row(f"  {part}", own, whole)
-            if not found["activities"]:
+                known = own["reason"] == found["energy_reason"]  # said once, above
+                yield _row(f"  {part}", own | {"reason": None} if known else own, whole)
+            if not found["activities"] and found["activities_reason"] != found["energy_reason"]:
                 yield f"  its parts are not known: {found['activities_reason']}"
     yield ""
 

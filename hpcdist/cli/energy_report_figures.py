@@ -68,7 +68,7 @@ def figures(run_dir: Path, options: Options) -> dict[str, Any]:
         "by_kind": kept["joules"]["by_kind"] if kept else {},
         "phases": phases,
         "activities": (kept or {}).get("activities") or {},
-        "activities_reason": None if (kept or {}).get("activities") else _untold(recipe),
+        "activities_reason": None if (kept or {}).get("activities") else reason or _untold(recipe),
         "sources": _sources(begun),
         "starts": _starts(begun, found),
         **_rates(phases, found, recipe, since),

@@ -136,7 +136,8 @@ def read(run_dir: Path, beside: Beside | None = None, now_ns: int | None = None)
         if not len(run.steps["step"]):
             run, reason = None, NO_ROWS
     state = page_state.read(run_dir, now_ns)
-    energy = page_energy.read(run_dir, path if path.exists() else None, attributes)
+    last = 0 if run is None else last_step(run)
+    energy = page_energy.read(run_dir, path if path.exists() else None, attributes, last)
     beside = Beside() if beside is None else beside
     return PageData(
         run_dir=run_dir,
@@ -153,6 +154,11 @@ def read(run_dir: Path, beside: Beside | None = None, now_ns: int | None = None)
         events=page_events.read(run, state),
         beside=beside,
     )
+
+
+def last_step(run: sampled.Run) -> int:
+    """Return the number of the last step that has a row, 0 where there is none."""
+    return int(run.steps["step"][-1]) if len(run.steps["step"]) else 0
 
 
 def summarised(run: sampled.Run, last: int = 20) -> dict[str, Any]:

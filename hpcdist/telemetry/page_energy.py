@@ -59,6 +59,7 @@ class Energy:
     courses: Mapping[str, Course] = field(default_factory=dict)
     thinned: bool = False
     label: str = ""  # what is to be said with each figure, as that it is a model's
+    renewed: bool = False  # since the run last ended: what was said then is not so any more
 
     @property
     def seconds(self) -> float:
@@ -66,8 +67,11 @@ class Energy:
         return math.fsum(phase.seconds for phase in self.phases)
 
 
-def read(run_dir: Path, metrics_path: Path | None, attributes: Mapping[str, Any]) -> Energy:
-    """Return what is known of the energy of the run in ``run_dir``."""
+def read(run_dir: Path, metrics_path: Path | None, attributes: Mapping[str, Any], last_step: int = 0) -> Energy:
+    """Return what is known of the energy of the run in ``run_dir``, of which ``last_step`` is the last one made.
+
+    The record of a run that goes on is later than the ``attributes``, which its last start that ended has left.
+    """
     usage = values_of(text_of(run_dir / USAGE))
     kept = usage.get("joules") if isinstance(usage, dict) else None
     kept = kept if isinstance(kept, dict) else {}
@@ -75,14 +79,21 @@ def read(run_dir: Path, metrics_path: Path | None, attributes: Mapping[str, Any]
     phases = _phases(kept.get("phases"))
     parts = _phases(usage.get("activities")) if isinstance(usage, dict) else []
     label = kept["label"] if isinstance(kept.get("label"), str) else ""
-    told = number(attributes.get("energy_j"))
+    told, step = number(attributes.get("energy_j")), number(attributes.get("j_per_step"))
     reason = str(kept.get("reason") or attributes.get("energy_reason") or "")
-    if told is None and by_kind and not reason and None not in by_kind.values():
-        told = total(by_kind)
+    renewed = False
+    if by_kind and not reason and None not in by_kind.values():
+        noted = total(by_kind)
+        renewed = step is None or (told is not None and not math.isclose(told, noted, rel_tol=1e-6))
+        told = noted
+    if renewed:
+        training = next((phase.joules for phase in phases if phase.name == "training"), None)
+        steps = last_step - int(number(usage.get("since_step")) or 0)
+        step = None if training is None or steps <= 0 else training / steps
     courses, thinned = _courses(metrics_path) if metrics_path is not None else ({}, False)
     if told is None and not reason:
         reason = NOT_KEPT
-    return Energy(told, reason, number(attributes.get("j_per_step")), by_kind, phases, parts, courses, thinned, label)
+    return Energy(told, reason, step, by_kind, phases, parts, courses, thinned, label, renewed)
 
 
 def _phases(rows: Any) -> list[Phase]:

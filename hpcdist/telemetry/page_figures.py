@@ -101,7 +101,7 @@ def _energy(data: PageData) -> Iterator[Figure]:
     site, pue = number(costs.get("facility_kwh")), number(costs.get("pue"))
     note = f"with {pue:g} as PUE of the site" if pue and pue > 1 else "without cooling and losses of the site (PUE 1)"
     yield Figure("Electricity", f"{short(energy.joules / KWH_J if site is None else site)} kWh", label + note)
-    step, per = energy.j_per_step, number(told.get("j_per_token"))
+    step, per = energy.j_per_step, None if energy.renewed else number(told.get("j_per_token"))
     if per is None and step is not None and data.run is not None:
         tokens = float(np.mean(data.run.steps["tokens"]))
         per = step / tokens if tokens else None

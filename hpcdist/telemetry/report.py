@@ -45,10 +45,10 @@ def report(run_dir: str | Path) -> Report:
     run = sampled.read(path)
     hidden = {"schema", "schema_version", "NX_class", "default"}
     attributes = {name: value for name, value in run.sample.attributes.items() if name not in hidden}
-    energy = page_energy.read(run_dir, None, attributes)
+    energy = page_energy.read(run_dir, None, attributes, page_data.last_step(run))
     figures = {"run_dir": str(run_dir)} | attributes | page_data.summarised(run) | _mishaps(run)
     if energy.joules is not None:
-        figures["energy_j"] = energy.joules
+        figures |= {"energy_j": energy.joules, "j_per_step": energy.j_per_step}
     figures["energy_j_by_phase"] = {phase.name: phase.joules for phase in energy.phases}
     if (scale := noise_scales.last(path)) is not None:
         figures["noise_scale"] = scale

@@ -172,6 +172,14 @@ def test_a_run_without_energy_says_why(tmp_path):
         pass
     assert history.read(path / "metrics.h5") == []
     assert "not measured: no driver" in report(path)
+    usage(path, reason="no driver", by_kind={})
+    kept = json.loads((path / "usage.json").read_text())
+    for row in kept["activities"].values():
+        row |= {"joules": None, "error_j": None, "reason": "no driver"}
+    (path / "usage.json").write_text(json.dumps(kept))
+    assert report(path).count("no driver") == 1, "once, not for each part"
+    (path / "usage.json").write_text(json.dumps(kept | {"activities": {}}))
+    assert "new values" not in report(path) and figures(path)["activities_reason"] == "no driver"
     path = run(tmp_path / "under way")
     assert "keeps no usage.json" in figures(path)["energy_reason"] and figures(path)["starts"]
 

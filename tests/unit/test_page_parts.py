@@ -78,6 +78,18 @@ def test_a_run_under_way_has_the_joules_of_its_record(tmp_path):
     assert page_energy.read(tmp_path, None, {}).joules == 7.0
 
 
+def test_a_run_that_goes_on_has_not_the_joules_of_the_start_before(tmp_path):
+    ended = {"energy_j": 100.0, "j_per_step": 9.0}
+    kept = {"by_kind": {"cpu": 400.0}, "phases": {"training": {"joules": 360.0, "seconds": 9.0}}, "reason": None}
+    (tmp_path / "usage.json").write_text(json.dumps({"since_step": 2, "joules": kept}))
+    found = page_energy.read(tmp_path, None, ended, 32)
+    assert (found.joules, found.j_per_step, found.renewed) == (400.0, 12.0, True)
+    assert page_energy.read(tmp_path, None, {}, 32).j_per_step == 12.0, "the first start is under way"
+    assert page_energy.read(tmp_path, None, {}, 2).j_per_step is None
+    told = page_energy.read(tmp_path, None, {"energy_j": 400.0, "j_per_step": 9.0}, 32)
+    assert (told.joules, told.j_per_step, told.renewed) == (400.0, 9.0, False), "as the run said when it ended"
+
+
 def test_utilisation_is_the_mean_over_the_nodes():
     seconds = np.arange(100)
     rows = {

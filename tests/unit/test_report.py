@@ -66,7 +66,7 @@ def test_energy_of_a_run_under_way_by_phase(run_dir):
     parts = {"compute": {"joules": 90.0, "seconds": 7.0}, "idle": {"joules": 30.0, "seconds": 2.0}}
     (run_dir / "usage.json").write_text(json.dumps({"since_step": 0, "joules": kept, "activities": parts}))
     said = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
-    assert "energy     125.5 J, training unknown" in said
+    assert "energy     125.5 J, training 2 J a step" in said
     assert "by phase   compute 90.0 J, idle 30.0 J, checkpoint 5.5 J" in said
     figures = json.loads(CliRunner().invoke(command, [str(run_dir), "--json"], catch_exceptions=False).output)
     assert figures["energy_j"] == 125.5 and figures["energy_j_by_phase"] == {"training": 120.0, "checkpoint": 5.5}
