@@ -1,7 +1,9 @@
 """Rows of metrics from every rank, gathered now and then and written by rank 0."""
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -16,7 +18,9 @@ from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
 from hpcdist.training.energy import Energy
 from hpcdist.training.streaming import Streaming
 
-EVERY_S: Final = 5.0  # a killed run loses the rows of so many seconds
+EVERY_S: Final = 5.0  # a killed run loses the rows of so many seconds,
+LONGEST_S: Final = 60.0  # or of up to so many, where more than a
+SHARE: Final = 0.004  # of the time would go into flushes
 Append: TypeAlias = Callable[[Any, int], None]
 Common: TypeAlias = tuple[int, float, float, int]  # step, loss, learning rate, tokens
 
@@ -40,6 +44,7 @@ class Metrics:
         self._own: list[list[float]] = []
         self._gathered: list[tuple[Common, list[float]]] = []  # of this rank, by the last flush
         self._flushed = time.monotonic()
+        self._costs_s: deque[float] = deque(maxlen=5)  # of the last flushes, to this rank
 
     def add(
         self, step: int, loss: float, learning_rate: float, tokens: int, seconds: Mapping[str, float], sent_bytes: float
@@ -54,16 +59,19 @@ class Metrics:
         return self._writer is not None and self._overdue()
 
     def _overdue(self) -> bool:
-        return time.monotonic() - self._flushed >= EVERY_S
+        seldom_s = min(LONGEST_S, statistics.median(self._costs_s) / SHARE) if self._costs_s else 0.0
+        return time.monotonic() - self._flushed >= max(EVERY_S, seldom_s)
 
     def flush(self) -> None:
         """Gather what all ranks have, write it and tell sinks. Raises StorageError on rank 0 when the disk is full."""
+        begun = time.monotonic()
         self._gather()
         nodes = self._energy.collect()
         self._streaming.gather(self._energy.monitor, self._energy.note())
         if self._writer is not None:
             self._publish(self._writer, *([lambda file, session: store.append(file, session, nodes)] if nodes else []))
         self._flushed = time.monotonic()
+        self._costs_s.append(self._flushed - begun)
 
     def _publish(self, writer: MetricsWriter, *appends: Append) -> None:
         """Tell the sinks what has come, and write it (rank 0)."""

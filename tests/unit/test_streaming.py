@@ -176,3 +176,17 @@ def test_what_is_odd_is_said_and_told(settings: dict[str, object], tmp_path: Pat
     (loop,) = run_threads(1, lambda comm: trained(comm, settings, tmp_path))
     (flag,) = [event for event in events_of(tmp_path)["anomaly"] if "anomalies_total[loss_spike]" in event["values"]]
     assert flag["step"] == 9 and flag["values"]["text"] in loop.progress.lines
+
+
+def test_flushes_that_cost_much_become_seldom(settings: dict[str, object], tmp_path: Path, monkeypatch: Any) -> None:
+    (loop,) = run_threads(1, lambda comm: trained(comm, settings, tmp_path))
+    rows = loop.metrics
+
+    def due_after(seconds: float, cost_s: float) -> bool:
+        rows._costs_s.extend([cost_s] * 5)
+        monkeypatch.setattr("hpcdist.training.metrics.time.monotonic", lambda: rows._flushed + seconds)
+        return rows.due()
+
+    assert [due_after(seconds, 0.001) for seconds in (4.9, 5.1)] == [False, True]
+    assert [due_after(seconds, 0.1) for seconds in (24.9, 25.1)] == [False, True]
+    assert [due_after(seconds, 100.0) for seconds in (59.9, 60.1)] == [False, True]
