@@ -26,7 +26,8 @@ def command(context: click.Context, run_dir: Path, patience: float, as_json: boo
     Reads the flight recorder of every rank, while the run hangs or after it died. Exit code 0 when nothing is wrong,
     1 when something is.
     """
-    report = analyse(load(run_dir), patience)
+    damaged: dict[int, str] = {}
+    report = analyse(load(run_dir, damaged), patience, damaged=damaged)
     click.echo(json.dumps(as_dict(report)) if as_json else render(report))
     context.exit(FAILURE if report.findings else OK)
 

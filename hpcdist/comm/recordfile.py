@@ -135,9 +135,10 @@ class RankRecord:
 def read(path: Path) -> RankRecord:
     """Read the file of one rank. Raises StorageError when it is not one."""
     try:
-        return parse(path.read_bytes(), path)
+        data = path.read_bytes()
     except OSError as error:
         raise StorageError(f"cannot read the flight recorder's file {path}: {error}") from error
+    return parse(data, path)
 
 
 def parse(data: bytes, path: Path) -> RankRecord:

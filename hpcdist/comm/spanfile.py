@@ -69,9 +69,10 @@ class RankSpans:
 def read(path: Path) -> RankSpans:
     """Read the file of one rank. Raises StorageError when it is not one."""
     try:
-        return parse(path.read_bytes(), path)
+        data = path.read_bytes()
     except OSError as error:
         raise StorageError(f"cannot read the spans of a rank in {path}: {error}") from error
+    return parse(data, path)
 
 
 def parse(data: bytes, path: Path) -> RankSpans:

@@ -7,13 +7,13 @@ member of a communicator in the same order: members that differ under the same n
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from hpcdist.comm.recordfile import FINAL, Event, RankRecord, read
-from hpcdist.errors import UsageError
+from hpcdist.errors import StorageError, UsageError
 from hpcdist.telemetry.alignment import Finding, mismatches
 
 NS: Final = 1_000_000_000
@@ -41,23 +41,45 @@ class Report:
     ranks: tuple[RankState, ...]
 
 
-def load(directory: Path) -> list[RankRecord]:
-    """Read all records of a run directory. Raises UsageError when there are none, StorageError for a foreign file."""
+def load(directory: Path, damaged: dict[int, str] | None = None) -> list[RankRecord]:
+    """Read all records of a run directory. Raises UsageError when there are none, StorageError for a foreign file.
+
+    With ``damaged`` only where no other can be read: it takes what is wrong with the file of a rank.
+    """
     folder = directory / "recorder" if (directory / "recorder").is_dir() else directory
-    records = [read(path) for path in sorted(folder.glob("rank-*.rec"))]
+    records, last = [], None
+    for path in sorted(folder.glob("rank-*.rec")):
+        try:
+            records.append(read(path))
+        except StorageError as error:
+            rank = path.stem.removeprefix("rank-")
+            if damaged is None or not rank.isdecimal():
+                raise
+            damaged[int(rank)], last = str(error), error
+    if not records and last is not None:
+        raise last
     if not records:
         raise UsageError(f"{directory} holds no records (recorder/rank-*.rec); give the directory of a run")
     world = max(records, key=lambda record: record.started_ns).world
     return [record for record in records if record.rank < world]  # a larger, earlier run may have left the others
 
 
-def analyse(records: Sequence[RankRecord], patience_s: float = 10.0, now_ns: int | None = None) -> Report:
-    """Find what is wrong. In a run that goes on, an operation is waited in when it takes ``patience_s`` or longer."""
+def analyse(
+    records: Sequence[RankRecord],
+    patience_s: float = 10.0,
+    now_ns: int | None = None,
+    damaged: Mapping[int, str] | None = None,
+) -> Report:
+    """Find what is wrong. In a run that goes on, an operation is waited in when it takes ``patience_s`` or longer.
+
+    ``damaged`` are the ranks whose files `load` could not read, and why.
+    """
     now = time.time_ns() if now_ns is None else now_ns
     world = records[0].world
     records = _until_first_deadline(records)
     states = _states(records, now)
-    missing = tuple(sorted(set(range(world)) - states.keys()))
+    unread = {rank: why for rank, why in (damaged or {}).items() if rank < world}
+    missing = tuple(sorted(set(range(world)) - states.keys() - unread.keys()))
     ranks = tuple(
         _rank_state(record, states[record.rank], now) for record in sorted(records, key=lambda record: record.rank)
     )
@@ -66,6 +88,7 @@ def analyse(records: Sequence[RankRecord], patience_s: float = 10.0, now_ns: int
     if missing:
         text = "no record: this rank never came as far as its first operation, or wrote to another directory"
         findings.append(Finding("missing", missing, text))
+    findings += [Finding("damaged", (rank,), f"is not known: {why}") for rank, why in unread.items()]
     findings += suspects.absent()
     findings += suspects.deadlock()
     symptoms = [finding for finding in findings if _is_symptom(finding)]

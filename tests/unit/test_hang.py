@@ -299,6 +299,19 @@ def test_bad_directories(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="not a file of the flight recorder"):
         load(tmp_path)
     assert CliRunner().invoke(command, [str(tmp_path / "absent")]).exit_code == 2
+    with pytest.raises(StorageError, match="not a file of the flight recorder"):
+        CliRunner().invoke(command, [str(tmp_path)], catch_exceptions=False)
+
+
+def test_a_truncated_file_hides_no_other_rank(tmp_path: Path) -> None:
+    for rank in range(3):
+        write(tmp_path, rank, 3).close()
+    path = tmp_path / "rank-00001.rec"
+    path.write_bytes(path.read_bytes()[:5000])
+    result = CliRunner().invoke(command, [str(tmp_path)], catch_exceptions=False)
+    assert result.exit_code == 1 and f"DAMAGED: rank 1 is not known: {path} is not a" in result.output
+    assert "missing" not in result.output.lower() and "nothing is wrong" not in result.output
+    assert [line.split()[0] for line in result.output.splitlines()[-2:]] == ["0", "2"]
 
 
 def test_finding_without_an_operation_is_a_finding() -> None:
