@@ -9,6 +9,7 @@ import numpy as np
 
 from hpcdist.arrays.sizes import counted, in_units
 from hpcdist.telemetry import page_axes as common
+from hpcdist.telemetry import page_state
 from hpcdist.telemetry.page_data import PageData
 from hpcdist.telemetry.page_draw import short
 from hpcdist.telemetry.page_energy import KWH_J, number
@@ -146,7 +147,7 @@ def _mishaps(data: PageData) -> Iterator[Figure]:
     starts = len(data.state.starts)
     if starts:
         died = sum(start.deaths for start in data.state.starts)
-        ended = sum(not start.end for start in data.state.starts[:-1])
+        ended = sum(not start.end for start in data.state.starts[:-1]) + (data.state.kind == page_state.KILLED)
         note = f"{ended} ended by nobody's wish; {data.state.requeues} requeued; {counted(died, 'death')} outlived"
         yield Figure("Starts", str(starts), note)
 

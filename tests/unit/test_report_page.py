@@ -14,7 +14,7 @@ from hpcdist.cli.report import report as command
 from hpcdist.comm.spans import Spans
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 from hpcdist.hdf5 import files
-from hpcdist.telemetry import metrics, observations, page, page_data, page_draw, page_state
+from hpcdist.telemetry import metrics, observations, page, page_data, page_draw, page_figures, page_state
 from hpcdist.telemetry.metrics import MetricsWriter
 from hpcdist.telemetry.page_data import Beside, Checkpoint, Sample, Setting
 
@@ -292,6 +292,8 @@ def test_how_it_stands(run_dir, ends, kind):
     assert ("nobody's wish" in texts[0]) == (len(ends) > 1)
     later = page_data.read(run_dir, now_ns=time.time_ns() + 3600 * S)
     assert later.state.kind == (page_state.KILLED if kind == "under way" else kind)
+    told = next(one for one in page_figures.figures(later) if one.name == "Starts")
+    assert told.note.startswith(f"{ends.count('')} ended by nobody's wish")
 
 
 def test_resumes_are_marked(tmp_path):
