@@ -228,6 +228,7 @@ class Loop:
         self.protection.keep(step, now=grows)
         if grows:
             self._finish_save()
+            self.metrics.flush()  # all are there: what was used since the last one is not lost as by a death
             raise Growth(int(ranks))
 
     def _save(self, step: int) -> None:

@@ -125,6 +125,8 @@ def test_ranks_come_in_at_a_step_boundary(text: Path, tmp_path: Path) -> None:
     assert found["world"] == 3 and [(life["died"], life["added"]) for life in found["lives"]] == [(0, 1)]
     rows = metrics.read(out / "metrics.h5").steps
     assert rows["world"][-1] == 3 and len(rows["step"]) == steps
+    # Nobody died: what was used before they came in counts to the last step.
+    assert sum(found["seconds_by_phase"].values()) > 0.95 * np.nanmax(rows["step_s"], axis=1).sum()
     _, calm = train(2, text, tmp_path / "calm", keys=[f"run.steps={steps}", "precision.mode=float64"])
     np.testing.assert_allclose(rows["loss"], calm, rtol=1e-9)
     assert not (out / "grow").exists()
