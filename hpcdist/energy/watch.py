@@ -52,7 +52,9 @@ class Watch:
         self.sources = of_node(config, [claim], computing=False)
         if not self.sources.counters:
             why = "; ".join(f"{kind}: {reason}" for kind, reason in self.missing().items())
-            raise MissingCapabilityError(f"no source of energy can be read here. {why}")
+            raise MissingCapabilityError(
+                f"no source of energy can be read here, and nothing was started (see `hpcdist energy sources`). {why}"
+            )
         look = Utilisation([this_process()], self.sources.sensors).look if config.utilisation_s else None
         self.sampler = Sampler(self.sources.counters, config.interval_s, look, config.utilisation_s)
         self._windows = Windows(len(self.sources.counters))

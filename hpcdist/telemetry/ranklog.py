@@ -16,6 +16,7 @@ from hpcdist.comm.recordfile import POINT_TO_POINT, RankRecord
 from hpcdist.comm.spanfile import RankSpans, Span
 from hpcdist.errors import StorageError, UsageError
 
+_NO_SPANS: Final = "the run had telemetry.trace = false, or an earlier version made it"
 NO_STEP: Final = -1
 _UPTIME_NS: Final = 10 * 365 * 86_400_000_000_000
 _MOST_RANKS: Final = 1 << 22
@@ -139,7 +140,7 @@ def _missing(world: int, logs: Collection[int], spans: Collection[int], records:
         if lacking and len(lacking) < world:
             notes.append(f"no {what} of {ranks_text(lacking)}")
     if not spans:
-        notes.append("no spans: the run had telemetry.trace = false, so only its messages are known")
+        notes.append(f"no spans: {_NO_SPANS}; only its messages are known")
     if not records:
         notes.append("no flight recorder: only what ranks did is known, not their messages")
     return notes
@@ -222,7 +223,7 @@ def chosen_steps(logs: Sequence[RankLog], wanted: range | None, last: int) -> tu
     stepping = [one for one in logs if one.steps]
     if not stepping:
         if wanted is not None:
-            raise UsageError("no steps are known: the run had telemetry.trace = false; leave --steps out")
+            raise UsageError(f"no steps are known: {_NO_SPANS}; leave --steps out")
         return (), []
     common = sorted(set.intersection(*(set(one.steps) for one in stepping)))
     if not common:

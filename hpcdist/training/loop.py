@@ -93,6 +93,7 @@ class Loop:
         session.comm.events = self.traffic
         self.saver = saver_of(trainer, directory / "checkpoints")
         chaos.arm(trainer, self.saver, directory)
+        self.onlookers = Onlookers(trainer, session.spans, energy)  # what it lacks is told before there are any files
         resumed = _continued(directory, trainer.first_step)
         self.streaming = Streaming(session, trainer, self.traffic, directory, progress.say, resumed)
         self.metrics = self.kind_of_metrics(
@@ -109,7 +110,6 @@ class Loop:
         self.outcome = Outcome(trainer.first_step, trainer.first_step)
         self._boundary = time.perf_counter()
         self.notes = Notes(trainer, self.metrics, progress)
-        self.onlookers = Onlookers(trainer, session.spans, energy)
         self.protection: Keeper | None = None  # where the job outlives its ranks
 
     def run(self) -> Outcome:
