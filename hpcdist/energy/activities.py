@@ -17,6 +17,7 @@ ACTIVITIES: Final = tuple(name for name in NAMES if name not in ELSEWHERE)
 UNTOLD: Final = "nobody told what the ranks did when: set telemetry.trace to true"
 LITTLE: Final = 0.02  # of all training: of a start with less, doubts are no reason to forget what the others have told
 TOO_SHORT: Final = "the counters had not two new values while it was known what the ranks did"
+MODEL: Final = "a model follows how busy a device was now and then: it says nothing of what took milliseconds"
 
 
 def of_job(
@@ -80,14 +81,18 @@ def state(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _summed(rows: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the activities over the sources of ``kinds``: sums of joules, seconds of the node with most."""
+    """Return the activities over the sources of ``kinds``: sums of joules, seconds of the source that has most."""
     found: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        for name, phase in row["activities"].items() if row["kind"] in kinds else ():
+    counted = [row for row in rows if row["kind"] in kinds]
+    for row in counted:
+        for name, phase in row["activities"].items():
             whole = found.setdefault(name, {"joules": 0.0, "error_j": 0.0, "seconds": 0.0, "reason": None})
             whole["joules"] += phase["joules"]
             whole["error_j"] = math.hypot(whole["error_j"], phase["error_j"])
-            whole["seconds"] = max(whole["seconds"], phase["seconds"])
             if whole["reason"] is None and phase["reason"] is not None:
                 whole["reason"] = f"{row['name']}: {phase['reason']}"
+    # All of one source: the longest of each phase, of different ranks, would add up to more than the time there was.
+    longest = max(counted, key=lambda row: sum(one["seconds"] for one in row["activities"].values()), default=None)
+    for name, phase in longest["activities"].items() if longest is not None else ():
+        found[name]["seconds"] = phase["seconds"]
     return found

@@ -84,6 +84,11 @@ class EnergyConfig:
                 "is, such as 'grid operator, mean of 2025': nobody can judge emissions otherwise"
             )
 
+        if self.price_per_kwh and not self.currency:
+            raise ConfigurationError(
+                f"energy.price_per_kwh = {self.price_per_kwh} without energy.currency; say of what, such as 'EUR'"
+            )
+
     def _check_model(self) -> None:
         declared = self.sources == "declared"
         for name in _DECLARED:

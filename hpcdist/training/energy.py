@@ -156,6 +156,9 @@ class Energy:
     def _activities(self, joules: Mapping[str, Any], *, final: bool) -> dict[str, Any]:
         """Return what training consists of, over all starts; see `activities.of_job`. Collective."""
         own = [] if self._attribution is None else self._attribution.rows(final=final)
+        models = {track.name for track in self.monitor.sampler.tracks if track.about.declared}
+        for phase in [phase for row in own if row["name"] in models for phase in row["activities"].values()]:
+            phase["reason"] = activities.MODEL
         everywhere = [row for rows in self._comm.allgather_object(own) for row in rows]
         now_j = _training_j(joules)
         if now_j is None or self._before_j is None:

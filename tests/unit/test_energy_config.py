@@ -38,6 +38,7 @@ def test_what_is_wanted(sources, wanted):
         ({"carbon_g_per_kwh": 300.0}, "carbon_source"),
         ({"carbon_source": "somebody"}, "no effect without energy.carbon_g_per_kwh"),
         ({"currency": "EUR"}, "no effect without energy.price_per_kwh"),
+        ({"price_per_kwh": 0.3}, "without energy.currency"),
         ({"sensor_window_s": 11.0}, "sensor_window_s = 11.0"),
         ({"shift": True, "sources": "rapl"}, "no effect with energy.sources = 'rapl'"),
     ],

@@ -4,6 +4,7 @@ import json
 import math
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -255,3 +256,18 @@ def test_ranks_of_two_nodes_tell_what_training_consists_of(packages, tmp_path, r
     (tmp_path / "usage.json").write_text(json.dumps(kept))
     older, _ = measured(packages, tmp_path, seed, seconds=0.5)[0]
     assert older["energy_j"] > again["energy_j"] and "an earlier start" in older["energy_activity_reason"]
+
+
+def test_seconds_of_activities_are_those_of_one_source() -> None:
+    def row(name: str, **seconds: float) -> dict[str, Any]:
+        told = {"joules": 10.0, "error_j": 1.0, "reason": None}
+        return {
+            "name": name,
+            "kind": "gpu",
+            "activities": {phase: told | {"seconds": s} for phase, s in seconds.items()},
+        }
+
+    rows = [row("a", compute=6.0, communication=4.0), row("b", compute=5.0, communication=4.5, idle=0.25)]
+    found = activities.of_job(rows, ["gpu"], 50.0, None)
+    assert found["seconds"] == {"compute": 6.0, "communication": 4.0, "idle": 0.0}
+    assert found["joules"] == pytest.approx({"compute": 20.0, "communication": 20.0, "idle": 10.0})
