@@ -232,8 +232,6 @@ def told(sums: _Sums) -> dict[str, dict[str, Any]]:
     for index, column in enumerate(used):
         twins = [NAMES[used[other]] for other in alike[index] if other != index]
         reason = _doubt(sums, float(seconds[index]), len(used), twins, float(errors[index]))
-        if reason is None and errors[index] > fitted[index] * scale > 0:
-            reason = f"{fitted[index] * scale:.3g} +- {errors[index]:.3g} J: it may be anything up to their sum"
         found[NAMES[column]] = {
             "joules": float(fitted[index] * scale),
             "error_j": float(errors[index]),

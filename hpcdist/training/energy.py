@@ -164,7 +164,9 @@ class Energy:
         if now_j is None or self._before_j is None:
             reason = joules["reason"] or "the energy of training is not known"
             return activities.of_job(everywhere, list(joules["by_kind"]), math.nan, reason, self._before)
-        return activities.of_job(everywhere, list(joules["by_kind"]), now_j - self._before_j, None, self._before)
+        told = [phase["reason"] for row in everywhere for phase in row["activities"].values()]
+        reason = activities.MODEL if told and all(why == activities.MODEL for why in told) else None
+        return activities.of_job(everywhere, list(joules["by_kind"]), now_j - self._before_j, reason, self._before)
 
     def note(self) -> dict[str, Any]:
         """Renew the record of what has been used so far, and return it. Collective; raises StorageError on rank 0."""
