@@ -45,8 +45,8 @@ from hpcdist.training.streaming import Streaming
 FOUND: Final = "FOUND "
 LIMIT_S: Final = 900.0
 SIZES: Final[Mapping[str, tuple[int, Mapping[str, Any]]]] = {  # steps, and keys
-    "small": (400, {"model.layers": 2, "model.hidden": 64, "model.heads": 2, "data.context": 64}),
-    "GPT 3.4 M": (60, {"model.layers": 4, "model.hidden": 256, "model.heads": 4, "data.context": 256}),
+    "small": (3000, {"model.layers": 2, "model.hidden": 64, "model.heads": 2, "data.context": 64}),
+    "GPT 3.4 M": (200, {"model.layers": 4, "model.hidden": 256, "model.heads": 4, "data.context": 256}),
 }
 WATCHED: Final[Mapping[str, tuple[tuple[type, str], ...]]] = {
     "recorder": ((Timing, "begin"), (Timing, "end")),

@@ -24,6 +24,7 @@ UNITS: Final = ((1e12, "TJ"), (1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ"))
 @click.option("--carbon-date", help="Of when --carbon-intensity is.")
 @click.option("--carbon", type=click.Path(dir_okay=False, path_type=Path), help="Intensity over time: a CSV forecast.")
 @click.option("--price", type=click.FloatRange(min=0.0), help="Price of a kWh; else the recipe's.")
+@click.option("--currency", default="", help="That of --price.")
 @click.option("--slurm", is_flag=True, help="Compare with Slurm's own figure of the jobs (sacct).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -35,6 +36,7 @@ def command(
     carbon_date: str | None,
     carbon: Path | None,
     price: float | None,
+    currency: str,
     slurm: bool,
     as_json: bool,
 ) -> None:
@@ -51,7 +53,7 @@ def command(
     given = None
     if carbon_intensity is not None:
         given = Intensity(carbon_intensity, carbon_source or "given on the command line", carbon_date or "")
-    found = figures(run_dir, Options(target_loss, pue, given, carbon, price, slurm))
+    found = figures(run_dir, Options(target_loss, pue, given, carbon, price, currency, slurm))
     click.echo(json.dumps(found) if as_json else "\n".join(text(found)))
 
 

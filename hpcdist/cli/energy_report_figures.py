@@ -15,7 +15,7 @@ from hpcdist.energy import accounts, activities, history
 from hpcdist.energy.accounts import Intensity, number
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.history import Start
-from hpcdist.errors import HpcdistError, StorageError
+from hpcdist.errors import HpcdistError, StorageError, UsageError
 from hpcdist.telemetry import metrics
 from hpcdist.training import recipe as recipes
 from hpcdist.training import starts as records
@@ -37,6 +37,7 @@ class Options:
     intensity: Intensity | None = None
     forecast: Path | None = None
     price: float | None = None
+    currency: str = ""
     slurm: bool = False
 
 
@@ -56,8 +57,13 @@ def figures(run_dir: Path, options: Options) -> dict[str, Any]:
     config = EnergyConfig() if recipe is None else recipe.energy
     if options.pue is not None:
         config = replace(config, pue=options.pue)
+    if options.currency and options.price is None:
+        raise UsageError("--currency is that of --price; give both")
     if options.price is not None:
-        config = replace(config, price_per_kwh=options.price, currency=config.currency)
+        currency = options.currency or config.currency
+        if options.price and not currency:
+            raise UsageError(f"--price {options.price:g}: of what? Add --currency, such as EUR")
+        config = replace(config, price_per_kwh=options.price, currency=currency if options.price else "")
     known, why = _intensity(run_dir, options, config, begun)
     seconds = math.fsum(phase["seconds"] for phase in phases.values())
     result = {

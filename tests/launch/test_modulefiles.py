@@ -175,11 +175,11 @@ def test_a_package_installed_with_target_needs_both(shell, tmp_path):
 COMPLETE = """
 words() { complete -p hpcdist && COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) && _hpcdist_completion hpcdist; }
 state before; module load "$1" || exit; state loaded
-words hpcdist tr && printf '%s\\n' "${COMPREPLY[*]}"
+words hpcdist trai && printf '%s\\n' "${COMPREPLY[*]}"
 words hpcdist train --resu && printf '%s\\n' "${COMPREPLY[*]}"
 hpcdist --version
 module unload "$1" || exit; state after
-words hpcdist tr 2>/dev/null || echo none
+words hpcdist trai 2>/dev/null || echo none
 """
 
 

@@ -15,7 +15,7 @@ from hpcdist.energy.counters import About
 from hpcdist.energy.sampler import Drained
 from hpcdist.energy.store import NodeRows
 from hpcdist.energy.utilisation import COLUMNS
-from hpcdist.errors import HpcdistError, StorageError, UsageError
+from hpcdist.errors import HpcdistError, StorageError, UsageError, UsageError
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
 
 WATTS = {"cpu": 100.0, "gpu": 300.0}
@@ -95,7 +95,9 @@ def test_starts_and_sources_of_several_nodes(tmp_path):
 def test_figures_of_a_run(tmp_path):
     path = run(tmp_path / "run")
     usage(path)
-    found = figures(path, "--pue", 1.5, "--carbon-intensity", 360, "--carbon-source", "operator", "--price", 0.5)
+    found = figures(
+        path, "--pue", 1.5, "--carbon-intensity", 360, "--carbon-source", "operator", "--price", 0.5, "--currency", "E"
+    )
     assert found["energy_j"] == 4000 and found["energy_delay_product_js"] == 40_000 and found["average_w"] == 400
     assert (found["j_per_step"], found["j_per_token"]) == (180.0, pytest.approx(180 / 64))
     assert found["j_per_sample"] is None, "without the recipe nobody knows how many there were"
@@ -232,3 +234,11 @@ def test_slurms_own_figure_is_a_cross_check(tmp_path, monkeypatch):
     assert figures(path, "--slurm")["slurm"]["reason"] == "Slurm measured none"
     monkeypatch.setattr(queue, "accounts", lambda jobs: ([], "sacct has no accounts"))
     assert "Slurm       no figure: sacct has no accounts" in report(path, "--slurm")
+
+
+@pytest.mark.parametrize("options", [("--price", 0.5), ("--currency", "E")])
+def test_a_price_is_in_a_currency(tmp_path, options):
+    path = run(tmp_path / "run")
+    usage(path)
+    with pytest.raises(UsageError, match="--currency"):
+        figures(path, *options)

@@ -62,7 +62,7 @@ def test_steps_in_step_with_the_sensor_begin_everywhere_in_its_period(clock: Clo
 
 def test_steps_that_drift_by_themselves_hardly_wait(clock: Clock) -> None:
     positions(clock, Shifting(lambda: PART, Kept()), 0.1 * math.e, 10 * STEPS)
-    assert sum(clock.slept_s) < 10 * 0.1
+    assert sum(clock.slept_s) <= 10 * (0.1 + 0.0125)
 
 
 @pytest.mark.parametrize("sensor", [None, Sensor(0.1, 0.1)])
