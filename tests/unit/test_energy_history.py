@@ -15,7 +15,7 @@ from hpcdist.energy.counters import About
 from hpcdist.energy.sampler import Drained
 from hpcdist.energy.store import NodeRows
 from hpcdist.energy.utilisation import COLUMNS
-from hpcdist.errors import HpcdistError, StorageError, UsageError, UsageError
+from hpcdist.errors import HpcdistError, StorageError, UsageError
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
 
 WATTS = {"cpu": 100.0, "gpu": 300.0}
