@@ -33,6 +33,7 @@ class Members:
         visible = all(start_ticks(pid) == began != 0 for pid, began in announced)
         self.see_each_other = all(gathering.objects(mpi, comm, visible))
         self._processes = announced if self.see_each_other else []
+        self._dead: list[int] = []  # as the last check saw them
 
     def progress(self) -> None:
         """Let MPI progress; no message is taken (local).
@@ -48,11 +49,14 @@ class Members:
     def check_alive(self, since: float) -> None:
         """Let MPI progress, and raise RankDiedError when a member has died (local).
 
-        However long it is ``since`` the wait began: deadlines are the watchdog's, the operation is open in the record.
+        The first check that sees a death returns: what the member wrote before it may be all that the caller waits
+        for, and can be read by now. However long it is ``since`` the wait began: deadlines are the watchdog's, the
+        operation is open in the record.
         """
         self.progress()
         dead = [rank for rank, (pid, began) in enumerate(self._processes) if has_ended(pid, began)]
-        if dead:
+        known, self._dead = self._dead, dead
+        if known:
             raise RankDiedError(
                 f"rank {', '.join(map(str, dead))} of {self._comm.Get_name()} (process "
                 f"{', '.join(str(self._processes[rank][0]) for rank in dead)}) has died, and this rank waited for it "

@@ -4,6 +4,7 @@ Most launchers end a job at the first death, before a survivor can say anything.
 with its user-level fault tolerance.
 """
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -39,5 +40,6 @@ def test_survivors_in_shared_memory_name_the_dead(mpi: mpirun.Launcher, launch: 
         pytest.skip(f"{mpi.vendor} ends a job before its survivors can say anything")
     ended = launch(3, PROGRAM, options=["--with-ft", "ulfm"])
     for rank in (0, 2):
-        assert f"rank {rank}, call 20: rank 1 of world (process " in ended.stdout, ended.output
+        # Rank 1 may die while another one still waits, in call 19, for the third.
+        assert re.search(rf"rank {rank}, call (19|20): rank 1 of world \(process \d+\) has died", ended.stdout), ended
     assert ended.stdout.count("has died, and this rank waited for it in shared memory") == 2
