@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 
 SEED_VARIABLE = "HPCDIST_TEST_SEED"
+# Jobs that go to the half of the unit tests, which is the shorter one: what they start is small.
+BESIDE = ("test_trace_job.py", "test_report_page_job.py", "test_dashboard.py", "test_monitoring_exporters.py",
+          "test_monitoring_job.py", "test_bench_power_job.py", "test_modulefiles.py")  # fmt: skip
 
 # One seed for all ranks and for the suites that a test starts; CI sets it, so that a run can be repeated.
 _fixed = SEED_VARIABLE in os.environ
@@ -39,7 +42,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let one process of `pytest -n 2` start all jobs, one after the other, and the other one run the rest.
+    """Let one process of `pytest -n 2` start jobs, one after the other, and the other one run the rest.
 
     Both go in the order of the files: which test follows which does not depend on how fast they are.
     """
@@ -47,7 +50,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Halves(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "launch" if "launch/" in nodeid.partition("::")[0] else "others"
+            path = nodeid.partition("::")[0]
+            return "launch" if "launch/" in path and not path.endswith(BESIDE) else "others"
 
     return Halves(config, log)
 
