@@ -65,11 +65,13 @@ class Reference(nn.Module):
     def load(self, model: Model, store: FlatStore) -> None:
         """Copy the parameters of ``store``."""
         names = {"scale": "weight"}
-        state = {}
+        shapes, state = {key: value.shape for key, value in self.state_dict().items()}, {}
         for segment in model.layout.segments:
             module, name = segment.spec.name.rsplit(".", 1)
             place = f"blocks.{segment.spec.layer - 1}." if 0 < segment.spec.layer < len(model.stages) - 1 else ""
-            state[f"{place}{module}.{names.get(name, name)}"] = torch.tensor(store.view(segment.key))
+            key = f"{place}{module}.{names.get(name, name)}"
+            # Query, key and value are one matrix there.
+            state[key] = torch.tensor(store.view(segment.key)).reshape(shapes[key])
         self.load_state_dict(state)
 
 

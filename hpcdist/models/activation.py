@@ -6,11 +6,11 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.jit import jit
+from hpcdist.models import device
+from hpcdist.models.device import CUBIC, ROOT
 from hpcdist.models.kernels import REORDER, SAMPLE_DTYPES
 from hpcdist.models.stage import Saved
 
-ROOT: Final = 0.7978845608028654  # sqrt(2 / pi)
-CUBIC: Final = 0.044715
 BLOCK: Final = 16384  # elements: three blocks of float64 stay in a second-level cache
 
 
@@ -25,7 +25,7 @@ class LocalActivation:
         if kind == "relu":
             namespace(x).maximum(x, 0, out=y)
         elif is_device(x):
-            _gelu_device(x, y)
+            device.gelu(x, y)
         else:
             gelu(x.reshape(-1), y.reshape(-1))
         return y
@@ -36,7 +36,7 @@ class LocalActivation:
         if saved[f"{name}.kind"] == "relu":
             namespace(x).multiply(dy, x > 0, out=x)
         elif is_device(x):
-            _gelu_backward_device(x, dy)
+            device.gelu_backward(x, dy)
         else:
             block = saved.scratch("gelu.tanh", (min(BLOCK, x.size),), x.dtype)
             gelu_backward(x.reshape(-1), dy.reshape(-1), block)
@@ -85,15 +85,6 @@ def _finish_backward(x: Any, t: Any, dy: Any, root: Any, slope: Any, half: Any, 
     for i in range(x.size):
         inner = root * (one + slope * x[i] * x[i])
         x[i] = dy[i] * half * ((one + t[i]) + x[i] * (one - t[i] * t[i]) * inner)
-
-
-def _gelu_device(x: Array, y: Array) -> None:
-    y[...] = 0.5 * x * (1 + namespace(x).tanh(ROOT * (x + CUBIC * x * x * x)))
-
-
-def _gelu_backward_device(x: Array, dy: Array) -> None:
-    t = namespace(x).tanh(ROOT * (x + CUBIC * x * x * x))
-    x[...] = dy * 0.5 * ((1 + t) + x * (1 - t * t) * ROOT * (1 + 3 * CUBIC * x * x))
 
 
 for _dtype in SAMPLE_DTYPES:

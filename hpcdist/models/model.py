@@ -26,7 +26,13 @@ class Model:
     """Stages in order of their layers. It holds no parameters: those lie in stores that the caller binds."""
 
     def __init__(
-        self, stages: Sequence[Stage], dtype: str, *, tokens_per_sample: int, operations: Operations = LOCAL
+        self,
+        stages: Sequence[Stage],
+        dtype: str,
+        *,
+        tokens_per_sample: int,
+        operations: Operations = LOCAL,
+        loss: "Loss | None" = None,
     ) -> None:
         if dtype not in DTYPES:
             raise ConfigurationError(f"models compute in one of {', '.join(DTYPES)}, not in {dtype!r}")
@@ -34,7 +40,7 @@ class Model:
         self.dtype: np.dtype[Any] = dtype_of(dtype)
         self.tokens_per_sample = tokens_per_sample  # predictions a sample: what the mean of the loss divides by
         self.operations = operations
-        self.loss = Loss()
+        self.loss = Loss() if loss is None else loss
 
     @cached_property
     def layout(self) -> Layout:

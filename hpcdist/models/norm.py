@@ -4,8 +4,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.jit import jit
+from hpcdist.models import device
 from hpcdist.models.kernels import REORDER, SAMPLE_DTYPES
 from hpcdist.models.stage import Gradients, Parameters, Saved
 
@@ -22,7 +23,7 @@ class LocalNorm:
         saved.keep(f"{prefix}.x", x)
         tokens = x.size // x.shape[-1]
         statistics = saved.empty(f"{prefix}.statistics", (tokens, 2), x.dtype)
-        run = _forward_device if is_device(x) else _forward
+        run = device.norm if is_device(x) else _forward
         run(_rows(x), scale, bias, x.dtype.type(EPSILON), _rows(y), statistics)
         return y
 
@@ -46,7 +47,7 @@ class LocalNorm:
         dx = saved.scratch("norm.dx", x.shape, x.dtype) if residual is None else residual
         if residual is None:
             dx[...] = 0
-        run = _backward_device if is_device(x) else _backward
+        run = device.norm_backward if is_device(x) else _backward
         run(_rows(dy), _rows(x), scale, saved[f"{prefix}.statistics"], _rows(dx), dscale, dbias)
         return dx
 
@@ -97,24 +98,6 @@ def _backward(dy: Any, x: Any, scale: Any, statistics: Any, dx: Any, dscale: Any
             dx[token, j] += (dy[token, j] * scale[j] - offset - centred * slope) * inverse
             dscale[j] += dy[token, j] * centred * inverse
             dbias[j] += dy[token, j]
-
-
-def _forward_device(x: Array, scale: Array, bias: Array, epsilon: Any, y: Array, statistics: Array) -> None:
-    xp = namespace(x)
-    statistics[:, 0] = x.mean(axis=1)
-    centred = x - statistics[:, :1]
-    statistics[:, 1] = 1 / xp.sqrt((centred * centred).mean(axis=1) + epsilon)
-    y[...] = centred * statistics[:, 1:] * scale + bias
-
-
-def _backward_device(
-    dy: Array, x: Array, scale: Array, statistics: Array, dx: Array, dscale: Array, dbias: Array
-) -> None:
-    normal = (x - statistics[:, :1]) * statistics[:, 1:]
-    g = dy * scale
-    dx += (g - g.mean(axis=1, keepdims=True) - normal * (g * normal).mean(axis=1, keepdims=True)) * statistics[:, 1:]
-    dscale += (dy * normal).sum(axis=0)
-    dbias += dy.sum(axis=0)
 
 
 def _sample(dtype: str) -> tuple[Any, ...]:

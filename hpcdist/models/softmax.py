@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.jit import jit
+from hpcdist.models import device
 from hpcdist.models.kernels import REORDER, REORDER_MAXIMUM, SAMPLE_DTYPES
 
 
@@ -16,7 +17,7 @@ def shift(x: Array, first: int, last: int, width: int, ahead: int, scale: float)
     causal softmax and ``width`` in one over all columns. Columns from ``width`` on are not touched.
     """
     if is_device(x):
-        _shift_device(x, first, last, width, ahead, scale)
+        device.shift(x, first, last, width, ahead, scale)
     else:
         _shift(x, first, last, width, ahead, x.dtype.type(scale), x.dtype.type(-np.inf))
 
@@ -27,7 +28,7 @@ def normalise(x: Array, first: int, last: int, width: int, sums: Array) -> None:
     ``sums`` is (batch, rows) of the dtype of x.
     """
     if is_device(x):
-        _normalise_device(x, first, last, width, sums)
+        device.normalise(x, first, last, width, sums)
     else:
         _normalise(x, first, last, width, sums)
 
@@ -35,7 +36,7 @@ def normalise(x: Array, first: int, last: int, width: int, sums: Array) -> None:
 def softmax_backward(p: Array, d: Array, first: int, last: int, width: int, scale: float) -> None:
     """Overwrite the gradient d of rows [first, last) of the probabilities p with that of the scores before `shift`."""
     if is_device(p):
-        _backward_device(p, d, first, last, width, scale)
+        device.softmax_backward(p, d, first, last, width, scale)
     else:
         _backward(p, d, first, last, width, p.dtype.type(scale))
 
@@ -76,29 +77,6 @@ def _backward(p: Any, d: Any, first: int, last: int, width: int, scale: Any) -> 
                 total += p[b, i, j] * d[b, i, j]
             for j in range(width):
                 d[b, i, j] = p[b, i, j] * (d[b, i, j] - total) * scale
-
-
-def _shift_device(x: Array, first: int, last: int, width: int, ahead: int, scale: float) -> None:
-    xp = namespace(x)
-    rows = x[:, first:last, :width]
-    if first + 1 + ahead < width:  # a row has hidden columns
-        hidden = xp.arange(width)[None, :] > xp.arange(first, last)[:, None] + ahead
-        rows[...] = xp.where(hidden, -xp.inf, rows)
-    rows -= rows.max(axis=2, keepdims=True)
-    rows *= scale
-
-
-def _normalise_device(x: Array, first: int, last: int, width: int, sums: Array) -> None:
-    rows = x[:, first:last, :width]
-    sums[:, first:last] = rows.sum(axis=2)
-    rows /= sums[:, first:last, None]
-
-
-def _backward_device(p: Array, d: Array, first: int, last: int, width: int, scale: float) -> None:
-    rows, gradient = p[:, first:last, :width], d[:, first:last, :width]
-    gradient -= (rows * gradient).sum(axis=2, keepdims=True)
-    gradient *= rows
-    gradient *= scale
 
 
 for _dtype in SAMPLE_DTYPES:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcdist.models import norm
+from hpcdist.models import device, norm
 from hpcdist.models.arena import Arena
 from hpcdist.models.norm import EPSILON, LocalNorm
 
@@ -38,8 +38,8 @@ def _close(got, want, limit):
 def path(request, monkeypatch):
     """The compiled kernels, and the array expressions that a GPU uses, here on numpy."""
     if request.param == "array":
-        monkeypatch.setattr(norm, "_forward", norm._forward_device)
-        monkeypatch.setattr(norm, "_backward", norm._backward_device)
+        monkeypatch.setattr(norm, "_forward", device.norm)
+        monkeypatch.setattr(norm, "_backward", device.norm_backward)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

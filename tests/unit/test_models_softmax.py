@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcdist.models import softmax
+from hpcdist.models import device, softmax
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-14}
 
@@ -19,7 +19,7 @@ def functions(request):
     """The compiled kernels, and the array expressions that a GPU uses, here on numpy."""
     if request.param == "kernel":
         return softmax.shift, softmax.normalise, softmax.softmax_backward
-    return softmax._shift_device, softmax._normalise_device, softmax._backward_device
+    return device.shift, device.normalise, device.softmax_backward
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
