@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hpcdist.arrays import device
+from hpcdist.errors import UsageError
 
 Array: TypeAlias = np.ndarray  # or cupy.ndarray: the part of the interface that both have
 Scalar: TypeAlias = float | Array  # a number of the host, or an array () that is still to be computed on a GPU
@@ -37,6 +38,19 @@ def place(array: Any, on: str) -> Array:
     if on == "gpu":
         return array if is_device(array) else device.cupy().asarray(array)
     return to_host(array)
+
+
+def adopt(values: Any) -> Array:
+    """Return ``values``, an array or tensor of any library, as an array over the same memory, on either side.
+
+    Raises UsageError for what is neither, such as a tensor that another library still differentiates.
+    """
+    try:
+        if hasattr(values, "__cuda_array_interface__"):
+            return device.cupy().asarray(values)
+        return np.asarray(values)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise UsageError(f"a {type(values).__name__} cannot be read as an array: {error}") from error
 
 
 def empty(shape: int | tuple[int, ...], dtype: np.dtype, on: str = "cpu") -> Array:

@@ -23,7 +23,11 @@ StoreOf: TypeAlias = Callable[[int], FlatStore]  # layer -> the store that holds
 
 
 class Model:
-    """Stages in order of their layers. It holds no parameters: those lie in stores that the caller binds."""
+    """Stages in order of their layers. It holds no parameters: those lie in stores that the caller binds.
+
+    ``seeded``: initial values follow from the seed, on every rank the same; else those of rank 0 count. ``on`` is where
+    its stages compute, "cpu" or "gpu"; None: wherever their parameters lie.
+    """
 
     def __init__(
         self,
@@ -33,6 +37,8 @@ class Model:
         tokens_per_sample: int,
         operations: Operations = LOCAL,
         loss: "Loss | None" = None,
+        seeded: bool = True,
+        on: str | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise ConfigurationError(f"models compute in one of {', '.join(DTYPES)}, not in {dtype!r}")
@@ -41,6 +47,7 @@ class Model:
         self.tokens_per_sample = tokens_per_sample  # predictions a sample: what the mean of the loss divides by
         self.operations = operations
         self.loss = Loss() if loss is None else loss
+        self.seeded, self.on = seeded, on
 
     @cached_property
     def layout(self) -> Layout:

@@ -14,7 +14,8 @@ from hpcdist.strategies.parameter_server.backup import BackupExchange
 from hpcdist.strategies.schedule.executor import MicroBatch, Step
 from hpcdist.telemetry.metrics import PER_RANK
 from hpcdist.training.data import Prefetcher, microbatches
-from hpcdist.training.loop import Loop, Outcome
+from hpcdist.training.loop import Loop
+from hpcdist.training.outcome import Outcome
 from hpcdist.training.rows import UnevenMetrics
 from hpcdist.training.survival import Wish, agreed
 from hpcdist.training.trainer import Trainer

@@ -10,6 +10,7 @@ from hpcdist.checkpoint.lock import Lock
 from hpcdist.comm.spans import Spans
 from hpcdist.comm.start import Session
 from hpcdist.errors import OK
+from hpcdist.models.model import Model
 from hpcdist.optim import scaling
 from hpcdist.strategies.grid import rank_map, spread_groups
 from hpcdist.telemetry.provenance import provenance
@@ -17,8 +18,9 @@ from hpcdist.training import architecture, consensus, directory, entropy, noise
 from hpcdist.training.asynchronous import loop_of
 from hpcdist.training.energy import Energy, energy_attributes
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.loop import Loop, Outcome
+from hpcdist.training.loop import Loop
 from hpcdist.training.origin import Origin, Stored, from_whole
+from hpcdist.training.outcome import Outcome
 from hpcdist.training.progress import Progress
 from hpcdist.training.recipe import Recipe
 from hpcdist.training.summary import LOADED_FIGURE, OVERLAP_FIGURES, describe, summarise
@@ -38,6 +40,7 @@ class Job:
     holder: dict[str, Any] | None = None  # of the lock, where others may have to take it over
     lives: list[dict[str, Any]] = field(default_factory=list)  # that followed the death of ranks: see telemetry.lives
     entropies: dict[str, float | None] | None = field(default=None, init=False)  # on rank 0, once they are known
+    given: Model | None = None  # by a script, which brings the batches, too
 
     def train(self, session: Session, recipe: Recipe, origin: Origin | None) -> int:
         """Train to the end, or until somebody wishes to stop; return the exit code of all ranks. Collective."""
@@ -51,7 +54,7 @@ class Job:
     def assemble(self, session: Session, recipe: Recipe, origin: Origin | None) -> tuple[Trainer, Origin | None]:
         """Build the run from ``origin``, or from a checkpoint before that where its bytes are damaged. Collective."""
         trainer, used = from_whole(
-            session.comm, self.run.path, origin, lambda candidate: assemble(session, recipe, candidate)
+            session.comm, self.run.path, origin, lambda candidate: assemble(session, recipe, candidate, self.given)
         )
         # Where it came from memory, the checkpoint of an earlier start may be gone by now.
         self.run = replace(self.run, resume_from=used.path if isinstance(used, Stored) else None)

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -14,7 +13,6 @@ from hpcdist.comm.start import Session
 from hpcdist.comm.timing import Timing
 from hpcdist.errors import NonFiniteError, StorageError
 from hpcdist.strategies.nonfinite import explain
-from hpcdist.strategies.overlap import Fetched
 from hpcdist.strategies.schedule.executor import MicroBatch, Step
 from hpcdist.strategies.sentinel import check_replicas, check_tensor_axis
 from hpcdist.telemetry.metrics import METRICS_FILE
@@ -24,6 +22,7 @@ from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.metrics import Metrics
 from hpcdist.training.notes import Notes
 from hpcdist.training.onlookers import Onlookers
+from hpcdist.training.outcome import Outcome
 from hpcdist.training.pace import Pace
 from hpcdist.training.progress import Progress
 from hpcdist.training.saving import saver_of
@@ -31,26 +30,6 @@ from hpcdist.training.starts import Starts
 from hpcdist.training.streaming import Streaming
 from hpcdist.training.survival import STOP_FILE, StopWishes, Wish, agreed
 from hpcdist.training.trainer import Trainer
-
-
-@dataclass
-class Outcome:
-    """What a run did in this process: steps from ``first`` to ``done``, and why it ended early, if it did."""
-
-    first: int
-    done: int
-    wish: Wish | None = None
-    loss: float = float("nan")
-    step_s: list[float] = field(default_factory=list)
-    communication_s: list[float] = field(default_factory=list)
-    sent_bytes: list[float] = field(default_factory=list)  # NaN where the MPI library chose the algorithm
-    targets: list[int] = field(default_factory=list)  # of this rank alone, where ranks do not share steps
-    staleness: list[int] = field(default_factory=list)  # of this rank's gradients, where some are older than others
-    dropped: int = 0  # gradients of this rank, that came too late
-    checkpoint: Path | None = None
-    # Of reductions beside the computation: seconds that the rank gave to them, and that they took; see `Overlap.taken`.
-    overlapped: list[tuple[float, float]] = field(default_factory=list)
-    fetched: list[Fetched] = field(default_factory=list)  # of parameters that were gathered ahead
 
 
 class Keeper(Protocol):
@@ -114,24 +93,37 @@ class Loop:
 
     def run(self) -> Outcome:
         """Train to the last step of the recipe, or until somebody wishes to stop."""
-        trainer, outcome = self.trainer, self.outcome
-        steps = trainer.recipe.run.steps
+        trainer = self.trainer
+        self.begin()
+        with trainer.batches(trainer.recipe.run.steps) as batches:
+            for step, batch in enumerate(self.onlookers.awaited(batches), start=trainer.first_step + 1):
+                self.step(step, batch)
+                if self.outcome.wish is not None:
+                    break
+        return self.end()
+
+    def begin(self) -> None:
+        """Begin with the steps."""
         self.metrics.note_clocks()
         self._boundary = time.perf_counter()
         self.notes.shares(self.outcome.done, 0)
-        with trainer.batches(steps) as batches:
-            for step, batch in enumerate(self.onlookers.awaited(batches), start=trainer.first_step + 1):
-                self._step(step, trainer.cut(trainer.place(batch)))
-                if step == trainer.first_step + 1 and self.session.watchdog is not None:
-                    self.session.watchdog.tighten()  # kernels are compiled and connections open: no grace any more
-                if outcome.wish is not None:
-                    break
+
+    def step(self, step: int, batch: MicroBatch) -> None:
+        """Make ``step``, counted from 1, on this rank's share of its batch."""
+        trainer = self.trainer
+        self._step(step, trainer.cut(trainer.place(batch)))
+        if step == trainer.first_step + 1 and self.session.watchdog is not None:
+            self.session.watchdog.tighten()  # kernels are compiled and connections open: no grace any more
+
+    def end(self) -> Outcome:
+        """Save what is not saved yet, and bring the rows of all ranks to the file."""
+        outcome = self.outcome
         self.metrics.flush()
         self.metrics.note_clocks()
         if outcome.checkpoint is None:
             self._look(outcome.done, save=True)
         self._finish_save()
-        if outcome.done == steps:
+        if outcome.done == self.trainer.recipe.run.steps:
             outcome.wish = None  # the run is complete: nobody needs to start it again
         self.wishes.answered()
         self.pace.ended(outcome.wish is not None)

@@ -13,7 +13,7 @@ from hpcdist.strategies.grid import ORDER
 from hpcdist.telemetry.pss import pss_bytes
 from hpcdist.training import architecture, consensus, noise, stragglers
 from hpcdist.training.energy import described
-from hpcdist.training.loop import Outcome
+from hpcdist.training.outcome import Outcome
 from hpcdist.training.trainer import Trainer
 
 NOTHING: Final = "no step was made in this start"

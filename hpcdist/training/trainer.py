@@ -31,6 +31,7 @@ from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.tensor.axis import algorithm_on
 from hpcdist.strategies.tensor.model import cut_model
 from hpcdist.training import chaos, compression_choice, data, exchanges, partitioning, pipelining, recheck, state
+from hpcdist.training import given as given_models
 from hpcdist.training import initial as initial_values
 from hpcdist.training.data import Prefetcher
 from hpcdist.training.noise import NoiseMeter
@@ -153,21 +154,32 @@ class Trainer:
     def initialise(self) -> None:
         """Take the initial values, drawn or those of ``run.init_from``. Collective.
 
-        Those of a stage are the same whatever rank draws them.
+        Those of a stage are the same whatever rank draws them, or those of rank 0.
         """
-        for unit, part in self.seat.ranges.items():
+        own, units = self.seat.ranges, self.model.layout.units
+        for unit, stage in enumerate(self.model.stages):
+            if unit not in own and self.model.seeded:
+                continue
             # Drawn on the host, so that a GPU starts from the same bits; one stage at a time.
-            initial = FlatStore(self.model.layout, self.model.dtype, part)
+            initial = FlatStore(self.model.layout, self.model.dtype, units[stage.layer])
             self.model.initialise_stage(unit, initial, self.recipe.run.seed)
-            self.exchange.take(initial)
+            if not self.model.seeded:
+                self.comm.broadcast(initial.array)
+            if unit in own:
+                self.exchange.take(initial)
         self.executor.copies.refresh()
         run = self.recipe.run
         if run.init_from:
             initial_values.take(self, Path(run.init_from), partial=run.allow_partial)
 
 
-def assemble(session: Session, recipe: Recipe, resume_from: Path | Origin | None = None) -> Trainer:
-    """Build the run of ``recipe`` on this rank, initialised or restored. Collective."""
+def assemble(
+    session: Session, recipe: Recipe, resume_from: Path | Origin | None = None, given: Model | None = None
+) -> Trainer:
+    """Build the run of ``recipe`` on this rank, initialised or restored. Collective.
+
+    A model that a script has ``given`` takes the place of that of the recipe, and its script brings the batches.
+    """
     origin = Stored(resume_from) if isinstance(resume_from, Path) else resume_from
     comm, parallel = session.comm, recipe.parallel
     # In a product every rank computes, and serves what its replicas share: `Seat.members`.
@@ -183,22 +195,17 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | Origin | None
     recipe.check_world(grid.data)
     computing = len(roles.workers) if roles else comm.size
     recipe.chaos.check_world(comm.size, computing, lock_step=recipe.parameter_server.lock_step)
-    source = data.open_source(recipe.data, recipe.model, comm)
+    source, whole = _brought(comm, recipe, given)
     ledger = Ledger()
     schedule = pipelining.written(parallel, comm)
-    seat, selection, plan = _seat(session, recipe, grid, roles, source, ledger, origin, schedule)
+    seat, selection, plan = _seat(session, recipe, grid, roles, whole, ledger, origin, schedule)
     collectives.account(ledger)  # what a measurement took is given back
     compression = compression_choice.resolve(seat, recipe, origin)
     exchange = exchanges.build(seat, recipe, compression.name)
     executor = build.build_executor(seat, exchange, chaos.executor(recipe.chaos, seat, recipe.run.global_batch))
     executor.seed, precision = recipe.run.seed, recipe.precision
-    executor.loss_scale = loss_scale.build(
-        precision.mode,
-        precision.loss_scale,
-        precision.growth_interval,
-        precision.hysteresis,
-        precision.minimum_scale,
-    )
+    growth = precision.growth_interval, precision.hysteresis, precision.minimum_scale
+    executor.loss_scale = loss_scale.build(precision.mode, precision.loss_scale, *growth)
     recheck.watch(executor, comm, recipe.run)
     microbatches = _microbatches(recipe, grid)
     pipelining.check_exchange(parallel, schedule, seat, accumulates=exchange.accumulates)
@@ -225,6 +232,14 @@ def assemble(session: Session, recipe: Recipe, resume_from: Path | Origin | None
     return trainer
 
 
+def _brought(comm: Communicator, recipe: Recipe, given: Model | None) -> tuple[data.Source, Model]:
+    """Return what is trained on, and the whole model. Collective."""
+    if given is not None:
+        return data.of_script(), given
+    source = data.open_source(recipe.data, recipe.model, comm)
+    return source, models.build(recipe.model, recipe.precision.computes, **source.model_inputs())
+
+
 def _microbatches(recipe: Recipe, grid: Grid) -> int:
     """Return how many micro-batches every rank has in a step, some perhaps without samples (local)."""
     return -(-recipe.run.logical_shards // grid.data) or recipe.parallel.microbatches
@@ -235,14 +250,14 @@ def _seat(
     recipe: Recipe,
     grid: Grid,
     roles: Roles | None,
-    source: data.Source,
+    whole: Model,
     ledger: Ledger,
     origin: Origin | None,
     schedule: Written | None,
 ) -> tuple[Seat, Selection, Plan | None]:
     """Return the place of this rank, where its algorithm comes from, and the cut of the model. Collective."""
     comm = session.comm
-    whole = models.build(recipe.model, recipe.precision.computes, **source.model_inputs())
+    given_models.check(recipe, whole)
     computes = roles is None or comm.rank in roles.workers
     members = roles.part_of(comm) if roles else comm
     axes = Axes(grid if computes else Grid(data=members.size), members)

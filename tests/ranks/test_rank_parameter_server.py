@@ -19,7 +19,7 @@ from hpcdist.training.asynchronous import AsynchronousLoop
 from hpcdist.training.data import microbatches
 from hpcdist.training.energy import Energy
 from hpcdist.training.evaluation import mean_validation_loss
-from hpcdist.training.loop import Outcome
+from hpcdist.training.outcome import Outcome
 from hpcdist.training.progress import Progress
 from hpcdist.training.survival import StopWishes
 from hpcdist.training.trainer import Trainer, assemble

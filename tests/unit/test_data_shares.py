@@ -25,7 +25,8 @@ from hpcdist.training.data.prefetch import DEPTH
 from hpcdist.training.data.sampler import share
 from hpcdist.training.data.shares import AHEAD, EVERY_STEPS, Balance, Shares, Sizes, even, fastest
 from hpcdist.training.energy import Energy
-from hpcdist.training.loop import Loop, Outcome
+from hpcdist.training.loop import Loop
+from hpcdist.training.outcome import Outcome
 from hpcdist.training.progress import Progress
 from hpcdist.training.survival import StopWishes
 

@@ -11,7 +11,7 @@ from gpu_runs import assembled, write_text
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
-from hpcdist.training.loop import Outcome
+from hpcdist.training.outcome import Outcome
 from hpcdist.training.summary import NOT_VISIBLE, NOTHING, describe, each_at_its_own, in_lock_step, summarise
 
 SERVED: dict[str, object] = {"parallel.strategy": "parameter_server"}

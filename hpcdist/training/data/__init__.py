@@ -2,7 +2,18 @@
 
 from hpcdist.training.data.prefetch import Prefetcher, own_samples
 from hpcdist.training.data.sampler import microbatches, shards
+from hpcdist.training.data.script import of_script
 from hpcdist.training.data.shares import Balance, Shares
 from hpcdist.training.data.source import Source, open_source
 
-__all__ = ["Balance", "Prefetcher", "Shares", "Source", "microbatches", "open_source", "own_samples", "shards"]
+__all__ = [
+    "Balance",
+    "Prefetcher",
+    "Shares",
+    "Source",
+    "microbatches",
+    "of_script",
+    "open_source",
+    "own_samples",
+    "shards",
+]

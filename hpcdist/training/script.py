@@ -1,0 +1,205 @@
+"""Train a model of one's own from one's own script: the script has the loop, and hpcdist every step of it.
+
+    from hpcdist.adapters import torch as adapter
+    from hpcdist.training.script import Training
+
+    with Training(adapter.wrap(model, loss), {"parallel.strategy": "zero2", "run.steps": 100}) as training:
+        for step in training.steps:
+            inputs, targets = batch(step)  # all samples of the step
+            loss = training.step(inputs[training.share], targets[training.share])
+
+Everything that a recipe can say goes: strategy, pipeline, optimizer, compression, checkpoints, energy, telemetry. The
+run has a directory like any other, which `hpcdist report`, `trace` and `checkpoint` read.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+
+from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ranges import Range
+from hpcdist.arrays.store import FlatStore
+from hpcdist.checkpoint.lock import Lock
+from hpcdist.checkpoint.restore import restore
+from hpcdist.comm.start import start
+from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.models.model import Model
+from hpcdist.strategies.exchange import pieces_of
+from hpcdist.training import directory, settings
+from hpcdist.training import recipe as recipes
+from hpcdist.training.data import own_samples
+from hpcdist.training.job import Job, Result
+from hpcdist.training.origin import Stored
+from hpcdist.training.pace import end_of_job
+from hpcdist.training.survival import EXIT_CODES, StopWishes
+
+KIND: Final = "given"  # what the recipe of such a run has as model.kind
+
+
+class Training:
+    """A run that its script makes step by step, on every rank alike. A context manager; all of it is collective.
+
+    ``recipe`` is a TOML file, or keys and values (``{"run.steps": 100}``, or tables of them); HPCDIST_SET__RUN__STEPS
+    and the like in the environment win over both. ``model`` and ``data`` are the script's. ``out`` is the run
+    directory; ``resume`` is "auto" (go on from its newest checkpoint) or "never". ``time_limit_s`` is when to save and
+    stop; in a Slurm job it is known. Raises ConfigurationError for a recipe that cannot be run, or does not go with the
+    model.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        recipe: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        *,
+        out: str | os.PathLike[str] | None = None,
+        resume: str = "never",
+        time_limit_s: float | None = None,
+    ) -> None:
+        if resume not in ("auto", "never"):
+            raise UsageError(f"resume = {resume!r}; choose 'auto' or 'never'")
+        self.recipe = _recipe_of(recipe)
+        wishes = StopWishes(ends=end_of_job(time_limit_s, time.time(), os.environ))
+        wishes.listen()
+        communication = self.recipe.communication
+        self._session = start(self.recipe.run.device, communication.ranks_per_node or None, communication.checked)
+        lock = Lock()
+        run = directory.prepare(self._session.comm, self.recipe, None if out is None else Path(out), resume, lock)
+        self._job = Job(self.recipe, run, wishes, lock, as_json=False, given=model)
+        self._session.record(run.path, communication.deadline_s, spans=self.recipe.telemetry.trace)
+        origin = None if run.resume_from is None else Stored(run.resume_from)
+        self._trainer, _ = self._job.assemble(self._session, self.recipe, origin)
+        if not self._trainer.exchange.lock_step:
+            raise ConfigurationError(
+                "a script makes its steps together with all ranks, and this parameter server lets each go at its own "
+                "pace; set parameter_server.consistency = 'bsp' without backup workers, or give `hpcdist train` the "
+                "model, with model.kind = 'import'"
+            )
+        progress = self._job.progress(self._trainer)
+        self._job.introduce(self._session, self._trainer, progress)
+        self._loop = self._job.loop(self._session, self._trainer, progress)
+        self._open = ExitStack()
+        self._open.enter_context(self._loop.energy.monitor)
+        self._open.enter_context(self._loop.energy.window("training"))
+        self._loop.begin()
+        self._done, self._ended = self._trainer.first_step, False
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in the world (local)."""
+        return self._session.comm.rank
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are (local)."""
+        return self._session.comm.size
+
+    @property
+    def path(self) -> Path:
+        """The run directory (local)."""
+        return self._job.run.path
+
+    @property
+    def done(self) -> int:
+        """How many steps are done, those before a resume included (local)."""
+        return self._done
+
+    @property
+    def steps(self) -> Iterator[int]:
+        """The steps that are left, counted from 0: the script makes one each (local)."""
+        while self._done < self.recipe.run.steps:
+            before = self._done
+            yield before
+            if self._done == before:
+                raise UsageError(f"step {before} was not made: call Training.step once in each turn of the loop")
+
+    @property
+    def share(self) -> slice:
+        """Which of the ``run.global_batch`` samples of the coming step this rank brings (local)."""
+        return self._share().slice
+
+    def step(self, inputs: Any, targets: Any) -> float:
+        """Make a step on this rank's share of its samples; return the mean loss over all of them.
+
+        ``inputs`` and ``targets`` have a sample a row: arrays or tensors, on the host or on the GPU. All ranks of a
+        pipeline bring the share of their replica, and only its ends look at it. Where somebody wished to stop (a
+        signal, the job's time), everything is saved and this process leaves with exit code 75 or 130. Raises UsageError
+        after the last step of the recipe, or where a share has another size than `share` says.
+        """
+        if self._ended or self._done >= self.recipe.run.steps:
+            raise UsageError(f"all of run.steps = {self.recipe.run.steps} are made; set more, or end the loop")
+        x, y, expected = _array(inputs), _array(targets), self._share().size
+        if not len(x) == len(y) == expected:
+            raise UsageError(
+                f"step {self._done + 1}: rank {self.rank} got {len(x)} inputs and {len(y)} targets, and its share of "
+                f"{self._trainer.samples(self._done + 1)} samples is {expected}; give rows `training.share` of the "
+                "step's samples"
+            )
+        self._loop.step(self._done + 1, (x, y))
+        self._done += 1
+        if self._loop.outcome.wish is not None:
+            self.close()
+            self._session.leave(EXIT_CODES[self._loop.outcome.wish])
+        return self._loop.outcome.loss
+
+    def close(self) -> None:
+        """End the run: save, report, let go of its files. More steps cannot be made; `parameters` can be asked for."""
+        if self._ended:
+            return
+        self._ended = True
+        outcome = self._loop.end()
+        self._loop.progress.close()
+        self._open.close()
+        self._loop.metrics.flush()
+        self._job.finish(self._loop, Result(outcome, float("nan")))
+        self._session.stop_recording()
+        self._session.comm.barrier()  # files are whole before any rank looks at them
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Return a copy of every tensor by name, ``LAYER.NAME``, as the last checkpoint has it (local).
+
+        Raises UsageError before `close`.
+        """
+        path = self._loop.outcome.checkpoint
+        if not self._ended or path is None:
+            raise UsageError("the parameters of all ranks are together at the end: call Training.close before")
+        model = self._trainer.model
+        store = FlatStore(model.layout, model.dtype)
+        restore(path, pieces_of({"parameters": store}, store.parts))
+        return {segment.key: store.view(segment.key).copy() for segment in model.layout.segments}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif not self._ended:
+            self._loop.streaming.close(normal=False)
+
+    def _share(self) -> Range:
+        return own_samples(self.recipe, self._trainer.data_axis, self._done, self._trainer.shares)
+
+
+def _recipe_of(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> recipes.Recipe:
+    """Return the recipe of a file or of keys, for a model that is given (local)."""
+    kept = {f"model.kind={KIND}"}
+    if not isinstance(given, Mapping):
+        return recipes.load(given, kept).recipe
+    keys = settings.table(given, "the keys given to Training", recipes.defaults(), Path())
+    return recipes.load(keys, kept).recipe
+
+
+def _array(values: Any) -> Array:
+    """Return ``values`` as an array of the library that has their memory; nothing is copied (local)."""
+    if isinstance(values, np.ndarray) or backend.is_device(values):
+        return values
+    return backend.adopt(values)
