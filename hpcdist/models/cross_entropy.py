@@ -1,40 +1,121 @@
 """Softmax cross entropy: loss in float64, gradient in place of the logits."""
 
+from typing import Any, Final
+
 import numpy as np
 
-from hpcdist.arrays.backend import Array, Scalar, namespace
-from hpcdist.models.softmax import normalise, shift
+from hpcdist.arrays.backend import Array, Scalar, is_device, namespace
+from hpcdist.arrays.jit import jit
+from hpcdist.models.kernels import REORDER, REORDER_MAXIMUM, SAMPLE_DTYPES
 from hpcdist.models.stage import Saved
 from hpcdist.models.tokens import check_tokens
 
+BLOCK: Final = 16384  # elements: a block of float64 stays in a second-level cache from its maxima to its sums
+
 
 class LocalCrossEntropy:
-    """Negative log likelihood of the target classes in nats."""
+    """Negative log likelihood of the target classes in nats. Targets of -1 do not count."""
 
     def forward(self, logits: Array, targets: Array, saved: Saved, name: str = "cross_entropy") -> Scalar:
-        """Return the sum over tokens, as float64. Contiguous logits (tokens, classes) become probabilities.
+        """Return the sum over tokens, as float64. Contiguous logits (tokens, classes) become their exponentials.
 
-        ``targets`` are integers (tokens,). Raises DataError on one that is no class. A GPU is not waited for: its sum
-        stays there, as an array ().
+        ``targets`` are integers (tokens,), -1 where a token has no loss. Raises DataError on any other that is no
+        class. A GPU is not waited for: its sum stays there, as an array ().
         """
-        xp = namespace(logits)
         tokens, classes = logits.shape
-        targets = check_tokens(targets.reshape(-1), classes, "target")
-        cube = logits.reshape(1, tokens, classes)
-        sums = saved.empty(f"{name}.sums", (1, tokens), logits.dtype)
-        shift(cube, 0, tokens, classes, classes, 1.0)
-        chosen = logits[xp.arange(tokens), targets]
-        xp.exp(logits, out=logits)
-        normalise(cube, 0, tokens, classes, sums)
-        saved.keep(f"{name}.p", logits)
+        targets = check_tokens(targets.reshape(-1), classes, "target", ignored=True)
+        sums = saved.empty(f"{name}.sums", (tokens,), logits.dtype)
+        saved.keep(f"{name}.exponentials", logits)
         saved.keep(f"{name}.targets", targets)
-        total: Scalar = xp.log(sums.astype(np.float64)).sum() - chosen.sum(dtype=np.float64)
-        return total
+        return (_forward_device if is_device(logits) else _forward)(logits, targets, sums)
 
     def backward(self, scale: float, saved: Saved, name: str = "cross_entropy") -> Array:
         """Return dlogits (tokens, classes) = (softmax - onehot) scale, in the memory of the logits."""
-        targets = saved[f"{name}.targets"]
-        p: Array = saved[f"{name}.p"]
-        p *= scale
-        p[namespace(p).arange(p.shape[0]), targets] -= scale
-        return p
+        logits: Array = saved[f"{name}.exponentials"]
+        targets, sums = saved[f"{name}.targets"], saved[f"{name}.sums"]
+        if is_device(logits):
+            _backward_device(logits, targets, sums, scale)
+        else:
+            _gradient(logits, targets, sums, logits.dtype.type(scale))
+        return logits
+
+
+def _forward(logits: Array, targets: Array, sums: Array) -> float:
+    # numpy's own exp is vector code, so the loop over a row is cut around it, in blocks of rows that stay in cache.
+    tokens, classes = logits.shape
+    step = max(1, BLOCK // classes)
+    total = 0.0
+    for start in range(0, tokens, step):
+        part, chosen = logits[start : start + step], targets[start : start + step]
+        total -= _shift(part, chosen)
+        np.exp(part, out=part)
+        total += _sums(part, chosen, sums[start : start + step])
+    return total
+
+
+@jit(fastmath=REORDER_MAXIMUM)
+def _shift(logits: Any, targets: Any) -> Any:
+    # Subtracts the maximum of each row; returns the sum of the targets' logits after that.
+    total = 0.0
+    for token in range(logits.shape[0]):
+        row = logits[token]
+        top = row[0]
+        for j in range(1, row.shape[0]):
+            top = max(top, row[j])
+        for j in range(row.shape[0]):
+            row[j] -= top
+        if targets[token] >= 0:
+            total += row[targets[token]]
+    return total
+
+
+@jit(fastmath=REORDER)
+def _sums(exponentials: Any, targets: Any, sums: Any) -> Any:
+    # Returns the sum of the logarithms of the sums, in float64.
+    logarithms = 0.0
+    for token in range(exponentials.shape[0]):
+        row = exponentials[token]
+        total = row[0]
+        for j in range(1, row.shape[0]):
+            total += row[j]
+        sums[token] = total
+        if targets[token] >= 0:
+            logarithms += np.log(np.float64(total))
+    return logarithms
+
+
+@jit(fastmath=REORDER)
+def _gradient(exponentials: Any, targets: Any, sums: Any, scale: Any) -> None:
+    # A product with 0 where a token does not count, instead of a plain 0: NaN stays visible.
+    zero = scale - scale
+    for token in range(exponentials.shape[0]):
+        row, target = exponentials[token], targets[token]
+        share = exponentials.dtype.type(scale / sums[token]) if target >= 0 else zero
+        for j in range(row.shape[0]):
+            row[j] *= share
+        if target >= 0:
+            row[target] -= scale
+
+
+def _forward_device(logits: Array, targets: Array, sums: Array) -> Array:
+    xp = namespace(logits)
+    logits -= logits.max(axis=1, keepdims=True)
+    chosen = logits[xp.arange(targets.size), xp.maximum(targets, 0)].astype(np.float64)
+    xp.exp(logits, out=logits)
+    logits.sum(axis=1, out=sums)
+    total: Array = xp.where(targets >= 0, xp.log(sums.astype(np.float64)) - chosen, 0.0).sum()
+    return total
+
+
+def _backward_device(logits: Array, targets: Array, sums: Array, scale: float) -> None:
+    xp = namespace(logits)
+    scales = xp.where(targets >= 0, logits.dtype.type(scale), logits.dtype.type(0))
+    logits *= (scales / sums)[:, None]
+    logits[xp.arange(targets.size), xp.maximum(targets, 0)] -= scales
+
+
+for _dtype in SAMPLE_DTYPES:
+    _block = np.ones((1, 2), _dtype)
+    _shift.sample(lambda x=_block: (x.copy(), np.zeros(1, np.int64)))
+    _sums.sample(lambda x=_block: (x, np.zeros(1, np.int64), x[0].copy()))
+    _gradient.sample(lambda x=_block: (x.copy(), np.zeros(1, np.int64), x[0], x.dtype.type(1)))

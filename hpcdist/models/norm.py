@@ -1,30 +1,43 @@
-"""Layer normalisation (Ba, Kiros, Hinton 2016), one pass over memory in each direction."""
+"""Layer normalisation (Ba, Kiros, Hinton 2016) and its form without a mean, RMS normalisation (Zhang, Sennrich 2019).
+
+One pass over memory in each direction.
+"""
 
 from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device
+from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.models import device
 from hpcdist.models.kernels import REORDER, SAMPLE_DTYPES
 from hpcdist.models.stage import Gradients, Parameters, Saved
 
 EPSILON: Final = 1e-5
+KINDS: Final = ("layer", "rms")
 
 
 class LocalNorm:
-    """``y = (x - mean) / sqrt(variance + EPSILON) * scale + bias`` over the last dim."""
+    """Normalisation over the last dim, by the kind.
 
-    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+    "layer": ``y = (x - mean) / sqrt(variance + EPSILON) * scale + bias``;
+    "rms": ``y = x / sqrt(mean of squares + EPSILON) * scale``, which has no tensor ``PREFIX.bias``.
+    """
+
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, kind: str = "layer") -> Array:
         """Return y of the shape of contiguous x, which must stay unchanged until backward."""
-        scale, bias = parameters[f"{prefix}.scale"], parameters[f"{prefix}.bias"]
+        assert kind in KINDS, f"{prefix} is a norm of the kind {kind!r}; there are {', '.join(KINDS)}"
+        scale = parameters[f"{prefix}.scale"]
         y = saved.empty(f"{prefix}.y", x.shape, x.dtype)
         saved.keep(f"{prefix}.x", x)
-        tokens = x.size // x.shape[-1]
-        statistics = saved.empty(f"{prefix}.statistics", (tokens, 2), x.dtype)
-        run = device.norm if is_device(x) else _forward
-        run(_rows(x), scale, bias, x.dtype.type(EPSILON), _rows(y), statistics)
+        saved.keep(f"{prefix}.kind", kind)
+        rows, out, epsilon = _rows(x), _rows(y), x.dtype.type(EPSILON)
+        statistics = saved.empty(f"{prefix}.statistics", (rows.shape[0], 1 if kind == "rms" else 2), x.dtype)
+        if kind == "rms":
+            (_rms_device if is_device(x) else _rms)(rows, scale, epsilon, out, statistics)
+        else:
+            run = device.norm if is_device(x) else _forward
+            run(rows, scale, parameters[f"{prefix}.bias"], epsilon, out, statistics)
         return y
 
     def backward(
@@ -38,18 +51,24 @@ class LocalNorm:
     ) -> Array:
         """Write or add the gradients of scale and bias; return dx, or ``residual`` after adding dx to it."""
         x, scale = saved[f"{prefix}.x"], parameters[f"{prefix}.scale"]
-        dscale, add_scale = gradients.into(f"{prefix}.scale")
-        dbias, add_bias = gradients.into(f"{prefix}.bias")
-        if not add_scale:
-            dscale[...] = 0
-        if not add_bias:
-            dbias[...] = 0
         dx = saved.scratch("norm.dx", x.shape, x.dtype) if residual is None else residual
         if residual is None:
             dx[...] = 0
-        run = device.norm_backward if is_device(x) else _backward
-        run(_rows(dy), _rows(x), scale, saved[f"{prefix}.statistics"], _rows(dx), dscale, dbias)
+        given = _rows(dy), _rows(x), scale, saved[f"{prefix}.statistics"], _rows(dx), _begun(gradients, prefix, "scale")
+        if saved[f"{prefix}.kind"] == "rms":
+            (_rms_backward_device if is_device(x) else _rms_backward)(*given)
+        else:
+            run = device.norm_backward if is_device(x) else _backward
+            run(*given, _begun(gradients, prefix, "bias"))
         return dx
+
+
+def _begun(gradients: Gradients, prefix: str, name: str) -> Array:
+    """Return where the gradient of a tensor goes, to be added to."""
+    into, add = gradients.into(f"{prefix}.{name}")
+    if not add:
+        into[...] = 0
+    return into
 
 
 def _rows(x: Array) -> Array:
@@ -100,6 +119,49 @@ def _backward(dy: Any, x: Any, scale: Any, statistics: Any, dx: Any, dscale: Any
             dbias[j] += dy[token, j]
 
 
+@jit(fastmath=REORDER)
+def _rms(x: Any, scale: Any, epsilon: Any, y: Any, statistics: Any) -> None:
+    # x, y (tokens, hidden); statistics (tokens, 1): 1 / root of the mean of squares.
+    hidden = x.shape[1]
+    zero = epsilon - epsilon
+    share = x.dtype.type(1.0 / hidden)
+    for token in range(x.shape[0]):
+        total = zero
+        for j in range(hidden):
+            total += x[token, j] * x[token, j]
+        inverse = x.dtype.type(1.0 / np.sqrt(total * share + epsilon))
+        for j in range(hidden):
+            y[token, j] = x[token, j] * inverse * scale[j]
+        statistics[token, 0] = inverse
+
+
+@jit(fastmath=REORDER)
+def _rms_backward(dy: Any, x: Any, scale: Any, statistics: Any, dx: Any, dscale: Any) -> None:
+    # Adds to dx (tokens, hidden) and dscale (hidden,).
+    hidden = x.shape[1]
+    share = x.dtype.type(1.0 / hidden)
+    for token in range(x.shape[0]):
+        inverse = statistics[token, 0]
+        total = x.dtype.type(0.0)
+        for j in range(hidden):
+            total += dy[token, j] * scale[j] * x[token, j]
+        slope = total * share * inverse * inverse
+        for j in range(hidden):
+            dx[token, j] += (dy[token, j] * scale[j] - x[token, j] * slope) * inverse
+            dscale[j] += dy[token, j] * x[token, j] * inverse
+
+
+def _rms_device(x: Array, scale: Array, epsilon: Any, y: Array, statistics: Array) -> None:
+    statistics[:, 0] = 1 / namespace(x).sqrt((x * x).mean(axis=1) + epsilon)
+    y[...] = x * statistics * scale
+
+
+def _rms_backward_device(dy: Array, x: Array, scale: Array, statistics: Array, dx: Array, dscale: Array) -> None:
+    normal, g = x * statistics, dy * scale
+    dx += (g - normal * (g * normal).mean(axis=1, keepdims=True)) * statistics
+    dscale += (dy * normal).sum(axis=0)
+
+
 def _sample(dtype: str) -> tuple[Any, ...]:
     row, block = np.ones(2, dtype), np.ones((1, 2), dtype)
     return row, block
@@ -109,3 +171,5 @@ for _dtype in SAMPLE_DTYPES:
     _row, _block = _sample(_dtype)
     _forward.sample(lambda r=_row, b=_block: (b, r, r, r.dtype.type(1), b.copy(), b.copy()))
     _backward.sample(lambda r=_row, b=_block: (b, b, r, b, b.copy(), r.copy(), r.copy()))
+    _rms.sample(lambda r=_row, b=_block: (b, r, r.dtype.type(1), b.copy(), b.copy()))
+    _rms_backward.sample(lambda r=_row, b=_block: (b, b, r, b, b.copy(), r.copy()))

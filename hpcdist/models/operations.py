@@ -16,6 +16,7 @@ from hpcdist.models.dropout import LocalDropout
 from hpcdist.models.embedding import LocalEmbedding, LocalPositions
 from hpcdist.models.linear import LocalLinear
 from hpcdist.models.norm import LocalNorm
+from hpcdist.models.rotary import LocalRotary
 from hpcdist.models.stage import Gradients, Parameters, Saved
 
 
@@ -79,10 +80,20 @@ class Positions(Protocol):
         """Add dy, summed over samples, to the gradient of the table."""
 
 
-class Norm(Protocol):
-    """Layer normalisation over the last dim, with scale and bias."""
+class Rotary(Protocol):
+    """Positions as rotations of the heads of queries and keys; see `hpcdist.models.rotary`."""
 
-    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array:
+    def forward(self, x: Array, head_size: int, rotated: int, saved: Saved) -> Array:
+        """Turn the heads in columns [0, rotated) of x (batch, context, columns), in place; return x."""
+
+    def backward(self, dx: Array, head_size: int, rotated: int, saved: Saved) -> Array:
+        """Turn columns [0, rotated) of the gradient back, in place; return it. Nothing of the forward is needed."""
+
+
+class Norm(Protocol):
+    """Normalisation over the last dim: "layer" with scale and bias, "rms" with a scale alone."""
+
+    def forward(self, parameters: Parameters, prefix: str, x: Array, saved: Saved, kind: str = "layer") -> Array:
         """Return y of the shape of x; x itself is kept and must stay unchanged until backward."""
 
     def backward(
@@ -114,7 +125,10 @@ class Activation(Protocol):
     """An elementwise function."""
 
     def forward(self, x: Array, kind: str, saved: Saved, name: str = "activation") -> Array:
-        """Return "gelu" (tanh form) or "relu" of x; x is kept and must stay unchanged until backward."""
+        """Return "gelu" (tanh form), "relu" or "swiglu" of x; x is kept and must stay unchanged until backward.
+
+        "swiglu" of x (..., 2 w), gates before values, is (..., w); the others have the shape of x.
+        """
 
     def backward(self, dy: Array, saved: Saved, name: str = "activation") -> Array:
         """Return dx, written over the x that was kept."""
@@ -134,7 +148,10 @@ class CrossEntropy(Protocol):
     """Softmax and negative log likelihood."""
 
     def forward(self, logits: Array, targets: Array, saved: Saved, name: str = "cross_entropy") -> Scalar:
-        """Return the sum of the losses over all tokens in nats; logits (tokens, classes) are overwritten."""
+        """Return the sum of the losses over all tokens in nats; logits (tokens, classes) are overwritten.
+
+        Targets of -1 do not count: no loss, no gradient.
+        """
 
     def backward(self, scale: float, saved: Saved, name: str = "cross_entropy") -> Array:
         """Return dlogits = (softmax - onehot) scale, written over the logits of the forward."""
@@ -148,6 +165,7 @@ class Operations:
     linear_row: Linear
     embed: Embedding
     positions: Positions
+    rotary: Rotary
     norm: Norm
     attention: Attention
     activation: Activation
@@ -160,6 +178,7 @@ LOCAL: Final = Operations(
     linear_row=LocalLinear(),
     embed=LocalEmbedding(),
     positions=LocalPositions(),
+    rotary=LocalRotary(),
     norm=LocalNorm(),
     attention=LocalAttention(),
     activation=LocalActivation(),

@@ -1,19 +1,27 @@
 """Tokens and classes: integers that index a table."""
 
+from typing import Final
+
 import numpy as np
 
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.errors import DataError
 
+IGNORED: Final = -1  # as a target: no loss, no gradient
 
-def check_tokens(tokens: Array, count: int, what: str) -> Array:
-    """Return ``tokens`` as int64. Raises DataError unless all lie in [0, count); a GPU is not asked, it would wait."""
+
+def check_tokens(tokens: Array, count: int, what: str, *, ignored: bool = False) -> Array:
+    """Return ``tokens`` as int64. Raises DataError unless all lie in [0, count), or are IGNORED where that is allowed.
+
+    A GPU is not asked: it would wait.
+    """
     if not is_device(tokens) and tokens.size:
         least, most = int(tokens.min()), int(tokens.max())
-        if least < 0 or most >= count:
+        if least < (IGNORED if ignored else 0) or most >= count:
             raise DataError(
-                f"{what} {least if least < 0 else most} is outside [0, {count}); the data does not fit the model: "
+                f"{what} {most if most >= count else least} is outside [0, {count}); the data does not fit the model: "
                 "set model.vocabulary above its largest token, or give other data"
+                + (f" ({IGNORED} marks a {what} that does not count)" if ignored else "")
             )
     indices: Array = tokens.astype(np.int64)
     return indices

@@ -1,9 +1,9 @@
-"""GELU and ReLU against their plain float64 formulas."""
+"""GELU, ReLU and SwiGLU against their plain float64 formulas."""
 
 import numpy as np
 import pytest
 
-from hpcdist.models import device
+from hpcdist.models import activation, device
 from hpcdist.models.activation import BLOCK, LocalActivation
 from hpcdist.models.arena import Arena
 
@@ -45,6 +45,49 @@ def test_array_expressions_of_the_gpu_path(rng):
     np.testing.assert_allclose(got, y, atol=1e-14)
     device.gelu_backward(x, dy)
     np.testing.assert_allclose(x, dy * slope, atol=1e-14)
+
+
+def _swiglu(x, dy):
+    width = x.shape[-1] // 2
+    gate, value = x[..., :width], x[..., width:]
+    share = 1 / (1 + np.exp(-gate))
+    slope = share * (1 + gate * (1 - share))
+    return gate * share * value, np.concatenate([dy * value * slope, dy * gate * share], axis=-1)
+
+
+@pytest.fixture(params=["kernel", "array"])
+def path(request, monkeypatch):
+    """The loops, and the array expressions that a GPU uses, here on numpy."""
+    if request.param == "array":
+        monkeypatch.setattr(activation, "swiglu", activation._swiglu_device)
+        monkeypatch.setattr(
+            activation, "swiglu_backward", lambda x, dy, block: activation._swiglu_backward_device(x, dy)
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", [(1, 2), (3, 10), (2, 3, 14), (1, 2 * BLOCK + 2), (70, 1026), (0, 6)])
+@pytest.mark.parametrize("spread", [1.0, 30.0])
+def test_swiglu_against_the_formula(shape, dtype, spread, path, rng):
+    x = (spread * rng.standard_normal(shape)).astype(dtype)
+    dy = rng.standard_normal((*shape[:-1], shape[-1] // 2)).astype(dtype)
+    y, dx = _swiglu(x.astype(np.float64), dy.astype(np.float64))
+    saved, before = Arena().saved(0), dy.copy()
+    got = LocalActivation().forward(x, "swiglu", saved)
+    assert got.shape == dy.shape
+    np.testing.assert_allclose(got, y, rtol=0, atol=TOLERANCE[dtype] * spread**2)
+    got = LocalActivation().backward(dy, saved)
+    assert got is x
+    np.testing.assert_allclose(got, dx, rtol=0, atol=20 * TOLERANCE[dtype] * spread**2)
+    assert (dy == before).all()
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_swiglu_leaves_nan_visible(half, rng):
+    x = rng.standard_normal((6, 20)).astype(np.float32)
+    x[4, 10 * half + 3] = np.nan
+    y = LocalActivation().forward(x, "swiglu", Arena().saved(0))
+    assert np.isnan(y[4, 3]) and np.isnan(y).sum() == 1
 
 
 @pytest.mark.parametrize("kind", ["gelu", "relu"])

@@ -1,4 +1,4 @@
-"""Layer normalisation against its plain float64 formula."""
+"""Layer and RMS normalisation against their plain float64 formulas."""
 
 import numpy as np
 import pytest
@@ -40,6 +40,8 @@ def path(request, monkeypatch):
     if request.param == "array":
         monkeypatch.setattr(norm, "_forward", device.norm)
         monkeypatch.setattr(norm, "_backward", device.norm_backward)
+        monkeypatch.setattr(norm, "_rms", norm._rms_device)
+        monkeypatch.setattr(norm, "_rms_backward", norm._rms_backward_device)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -70,4 +72,37 @@ def test_nan_stays_visible(rng):
     x[2, 5] = np.nan
     one = np.ones(64, np.float32)
     y = LocalNorm().forward({"n.scale": one, "n.bias": one}, "n", x, Arena().saved(0))
+    assert np.isnan(y[2]).all() and np.isfinite(y[[0, 1, 3]]).all()
+
+
+def _plain_rms(x, scale, dy):
+    x, scale, dy = (a.astype(np.float64) for a in (x, scale, dy))
+    root = np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON)
+    normal, g = x / root, dy * scale
+    dx = (g - normal * (g * normal).mean(-1, keepdims=True)) / root
+    return normal * scale, dx, (dy * normal).sum(tuple(range(x.ndim - 1)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_against_the_formula(shape, dtype, path, rng):
+    x, dy, residual = (rng.standard_normal(shape).astype(dtype) for _ in range(3))
+    scale = rng.standard_normal(shape[-1]).astype(dtype)
+    parameters, limit = {"n.scale": scale}, 5 * TOLERANCE[dtype]
+    y, dx, dscale = _plain_rms(x, scale, dy)
+    saved, before, operation = Arena().saved(0), (x.copy(), dy.copy()), LocalNorm()
+    assert _close(operation.forward(parameters, "n", x, saved, kind="rms"), y, limit)
+    views = {"n.scale": rng.standard_normal(shape[-1]).astype(dtype)}
+    assert _close(operation.backward(parameters, Into(views, False), "n", dy, saved), dx, limit)
+    assert _close(views["n.scale"], dscale, limit)
+    want = residual + dx
+    assert _close(operation.backward(parameters, Into(views, True), "n", dy, saved, residual), want, limit)
+    assert _close(views["n.scale"], 2 * dscale, limit)
+    assert (x == before[0]).all() and (dy == before[1]).all()
+
+
+def test_rms_leaves_nan_visible(rng):
+    x = rng.standard_normal((4, 64)).astype(np.float32)
+    x[2, 5] = np.nan
+    y = LocalNorm().forward({"n.scale": np.ones(64, np.float32)}, "n", x, Arena().saved(0), kind="rms")
     assert np.isnan(y[2]).all() and np.isfinite(y[[0, 1, 3]]).all()

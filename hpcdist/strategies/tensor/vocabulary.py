@@ -90,7 +90,8 @@ class RowPositions:
 class VocabularyCrossEntropy:
     """Softmax and negative log likelihood over the logits of all ranks. Collective over the tensor axis.
 
-    Three numbers a token travel: the largest logit, the sum of the exponentials, and the logit of the target.
+    Three numbers a token travel: the largest logit, the sum of the exponentials, and the logit of the target. Targets
+    of -1 do not count.
     """
 
     def __init__(self, borders: Borders, own: Range, vocabulary: int) -> None:
@@ -103,12 +104,14 @@ class VocabularyCrossEntropy:
         """
         xp = namespace(logits)
         tokens = logits.shape[0]
-        indices = check_tokens(targets.reshape(-1), self.vocabulary, "target")
+        indices = check_tokens(targets.reshape(-1), self.vocabulary, "target", ignored=True)
+        counted = indices >= 0
         indices -= self.own.start
         near = _nearest(indices, self.own.size)
-        inside = near == indices
+        inside = near == indices  # never where it is not counted
         saved.keep(f"{name}.near", near)
         saved.keep(f"{name}.inside", inside)
+        saved.keep(f"{name}.counted", counted)
         sums = saved.empty(f"{name}.sums", (2, tokens), logits.dtype)  # exponentials; the target's logit
         top = saved.scratch("cross_entropy.top", (tokens,), logits.dtype)
         logits.max(axis=1, out=top)
@@ -122,13 +125,14 @@ class VocabularyCrossEntropy:
         saved.keep(f"{name}.p", logits)
         if self.axis.rank:
             return 0.0
-        total: Scalar = xp.log(sums[0].astype(np.float64)).sum() - sums[1].sum(dtype=np.float64)
+        logarithms = xp.where(counted, xp.log(sums[0].astype(np.float64)), 0.0)
+        total: Scalar = logarithms.sum() - sums[1].sum(dtype=np.float64)
         return total
 
     def backward(self, scale: float, saved: Saved, name: str = "cross_entropy") -> Array:
         """Return dlogits (tokens, own classes) = (softmax - onehot) scale, in the memory of the logits (local)."""
         p: Array = saved[f"{name}.p"]
-        p *= scale
+        p *= (saved[f"{name}.counted"] * p.dtype.type(scale))[:, None]
         p[namespace(p).arange(p.shape[0]), saved[f"{name}.near"]] -= saved[f"{name}.inside"] * p.dtype.type(scale)
         return p
 

@@ -1,0 +1,75 @@
+"""Rotary positions against a product of complex numbers in float64."""
+
+import numpy as np
+import pytest
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.models import rotary
+from hpcdist.models.arena import Arena
+from hpcdist.models.rotary import THETA, LocalRotary
+
+TOLERANCE = {"float32": 3e-7, "float64": 1e-15}
+
+
+@pytest.fixture(params=["kernel", "array"])
+def path(request, monkeypatch):
+    """The compiled kernel, and the array expressions that a GPU uses, here on numpy."""
+    if request.param == "array":
+        monkeypatch.setattr(rotary, "_turn_rows", rotary._turn_device)
+
+
+def _turned(x, head_size, rotated, sign=1):
+    want, half = x.astype(np.float64), head_size // 2
+    frequency = THETA ** (-2 * np.arange(half) / head_size)
+    turn = np.exp(sign * 1j * np.arange(x.shape[1])[:, None] * frequency)
+    for first in range(0, rotated, head_size):
+        head = want[..., first : first + head_size]
+        turned = (head[..., :half] + 1j * head[..., half:]) * turn
+        want[..., first : first + head_size] = np.concatenate([turned.real, turned.imag], axis=-1)
+    return want
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("batch", "context", "head_size", "heads", "rest"), [(1, 1, 2, 1, 0), (2, 5, 6, 3, 7), (3, 70, 64, 4, 128)]
+)
+def test_against_complex_numbers(batch, context, head_size, heads, rest, dtype, path, rng):
+    rotated = heads * head_size
+    x = rng.standard_normal((batch, context, rotated + rest)).astype(dtype)
+    before, saved = x.copy(), Arena().saved(0)
+    limit = TOLERANCE[dtype] * 2 * np.abs(x).max()
+    got = LocalRotary().forward(x, head_size, rotated, saved)
+    assert got is x and (x[..., rotated:] == before[..., rotated:]).all()
+    assert np.abs(got - _turned(before, head_size, rotated)).max() <= limit
+    dx = rng.standard_normal(x.shape).astype(dtype)
+    want = _turned(dx, head_size, rotated, -1)
+    assert np.abs(LocalRotary().backward(dx, head_size, rotated, saved) - want).max() <= limit
+    assert np.abs(LocalRotary().backward(got, head_size, rotated, saved) - before).max() <= 2 * limit  # there and back
+
+
+def test_scores_depend_on_the_distance_alone(rng):
+    q, k = rng.standard_normal((2, 8))
+    x = np.broadcast_to(np.concatenate([q, k]), (1, 300, 16)).copy()
+    LocalRotary().forward(x, 8, 16, Arena().saved(0))
+    scores = x[0, :, :8] @ x[0, :, 8:].T
+    for distance in (0, 1, 17):
+        np.testing.assert_allclose(np.diagonal(scores, distance), scores[0, distance], atol=1e-12)
+
+
+def test_a_longer_context_has_the_same_first_angles(rng):
+    short = rotary.table(3, 10, rng.standard_normal(1)).copy()
+    for context in (4, 9, 100):
+        assert (rotary.table(context, 10, rng.standard_normal(1))[:3] == short).all()
+    assert (rotary.table(3, 10, rng.standard_normal(1)) == short).all()
+
+
+def test_an_odd_head_is_refused():
+    with pytest.raises(ConfigurationError, match=r"a head of 3 has none for its last; choose model\.heads"):
+        LocalRotary().forward(np.zeros((1, 2, 6)), 3, 6, Arena().saved(0))
+
+
+def test_nan_stays_visible():
+    x = np.ones((1, 4, 4), np.float32)
+    x[0, 2, 1] = np.nan
+    LocalRotary().forward(x, 4, 4, Arena().saved(0))
+    assert (np.isnan(x) == [[[0] * 4, [0] * 4, [0, 1, 0, 1], [0] * 4]]).all()
