@@ -1,0 +1,96 @@
+"""PyTorch modules under every strategy.
+
+    model = wrap(nn.Sequential(embed, *blocks, head), loss=cross_entropy, example=x)
+
+What is wrapped is a `hpcdist.models.model.Model`. Its parameters are the modules' own `torch.nn.Parameter` objects, in
+the memory of the run: no value is copied on the way into a forward or out of it, and optimizer, exchange and
+checkpoints work on the same bytes. A gradient is written to its place in one pass, once PyTorch has computed it, and
+``parameter.grad`` is that place afterwards, whatever ``zero_grad(set_to_none=True)`` did before.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcdist.adapters.torch_arrays import computable, library
+from hpcdist.adapters.torch_binding import Binding
+from hpcdist.adapters.torch_loss import TorchLoss
+from hpcdist.adapters.torch_modules import cuts
+from hpcdist.adapters.torch_stage import TorchStage
+from hpcdist.errors import UsageError
+from hpcdist.models.model import Model
+
+if TYPE_CHECKING:
+    import torch
+
+Adapted = Callable[[str, "torch.nn.Parameter"], bool]
+
+
+def wrap(
+    module_or_stages: Any,
+    loss: Callable[..., Any],
+    *,
+    example: Any = None,
+    reduction: str = "mean",
+    tokens_per_sample: int = 1,
+    adapted: Adapted | None = None,
+) -> Model:
+    """Return ``module_or_stages`` as a model that any strategy trains. Local.
+
+    - The children of an ``nn.Sequential``, or the modules of a list, are the stages: each takes one tensor (samples,
+      ...) and returns one of the parameters' type, and the pipeline cuts, and ZeRO-3 gathers, between them. Another
+      module is one stage. A module without a parameter of its own belongs to the stage before. The same
+      `torch.nn.Parameter` may be in several stages.
+    - ``loss(outputs, targets)`` gives one number: their ``reduction`` over the samples that it is given, "mean" or
+      "sum", with ``tokens_per_sample`` predictions a sample. A step reports, and follows the gradient of, the mean over
+      the predictions of its whole batch.
+    - ``example``, an input (samples, ...) as tensor or array, tells the shapes between stages, which a pipeline has to
+      know.
+    - ``adapted(name, parameter)`` says whether weight decay and layer-wise rates apply; by default to all of two dims
+      and more.
+
+    Initial values are those of the modules. Tensors are named LAYER.NAME, with the name that the module gives it.
+    Integer inputs and targets become int64, real ones the type of the parameters. Buffers are constants: a forward that
+    changes one is refused, and so are norms with running statistics. Modules are in training mode in a step and not in
+    an evaluation; what they draw from PyTorch's generators in a step follows from the run's seed, the step, the layer
+    and the first sample of the micro-batch.
+
+    Raises UsageError and ConfigurationError with the name of the module or parameter that cannot be trained, and
+    MissingCapabilityError without PyTorch.
+    """
+    if tokens_per_sample < 1:
+        raise UsageError(f"tokens_per_sample is {tokens_per_sample}; a sample has at least 1 prediction")
+    found = cuts(module_or_stages)
+    binding = Binding(found)
+    decide = _adapted if adapted is None else adapted
+    stages = [TorchStage(layer, cut, binding, decide) for layer, cut in enumerate(found)]
+    if example is not None:
+        _trace(stages, example, binding)
+    return Model(
+        stages,
+        str(binding.dtype).removeprefix("torch."),
+        tokens_per_sample=tokens_per_sample,
+        loss=TorchLoss(loss, reduction, tokens_per_sample),
+    )
+
+
+def _adapted(name: str, parameter: "torch.nn.Parameter") -> bool:
+    return parameter.dim() > 1
+
+
+def _trace(stages: list[TorchStage], example: Any, binding: Binding) -> None:
+    """Run all stages on ``example``, without a graph, and leave the modules in the mode that they were in."""
+    torch = library()
+    if isinstance(example, torch.Tensor):
+        example = example.detach().cpu().numpy()
+    if not isinstance(example, np.ndarray) or example.ndim < 1 or not len(example):
+        raise UsageError("the example is not a tensor or array of at least one sample (samples, ...)")
+    modes = [(module, module.training) for stage in stages for _, module in stage.cut.modules]
+    x = computable(example, binding.dtype).to(binding.device)
+    try:
+        for stage in stages:
+            x = stage.trace(x)
+    finally:
+        for module, training in modes:
+            module.train(training)

@@ -1,0 +1,98 @@
+"""Between arrays and tensors: the same memory, seen by two libraries."""
+
+import contextlib
+import functools
+import importlib
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from hpcdist.arrays import device
+from hpcdist.arrays.backend import Array, is_device
+from hpcdist.errors import MissingCapabilityError
+from hpcdist.models.dropout import Draw
+
+if TYPE_CHECKING:
+    import torch
+
+# PyTorch has one generator a device for the whole process: ranks that are threads of one take turns.
+_GENERATORS: Final = threading.RLock()
+
+
+@functools.cache
+def library() -> ModuleType:
+    """Return the torch module. Raises MissingCapabilityError, with the reason, where it cannot be imported."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise MissingCapabilityError(
+            f"torch cannot be imported ({error}); install hpcdist[torch], or train a built-in model"
+        ) from error
+
+
+def tensor_of(array: Array) -> "torch.Tensor":
+    """Return a tensor in the memory of ``array``; a copy of one that is read only, which a tensor cannot be."""
+    if is_device(array):
+        found: torch.Tensor = library().from_dlpack(array)
+        return found
+    tensor: torch.Tensor = library().from_numpy(array if array.flags.writeable else array.copy())
+    return tensor
+
+
+def array_of(tensor: "torch.Tensor") -> Array:
+    """Return an array in the memory of ``tensor``, which it keeps alive; a copy of one that is not contiguous."""
+    own = tensor.detach().contiguous()
+    found: Array = device.cupy().from_dlpack(own) if own.is_cuda else own.numpy()
+    return found
+
+
+def computable(array: Array, dtype: "torch.dtype") -> "torch.Tensor":
+    """Return data in a type that PyTorch computes with: integers as int64, real numbers as ``dtype``, truths as such.
+
+    Data of that type already is not copied.
+    """
+    if np.issubdtype(array.dtype, np.integer):
+        return tensor_of(array.astype(np.int64, copy=False))
+    tensor = tensor_of(array)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+@contextlib.contextmanager
+def same_stream(array: Array) -> Iterator[None]:
+    """Let PyTorch launch its kernels on the stream on which ``array`` is written: then neither waits for the other."""
+    if not is_device(array):
+        yield
+        return
+    torch, pointer = library(), device.current_stream().ptr
+    if pointer == torch.cuda.current_stream().cuda_stream:
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.ExternalStream(pointer)):
+        yield
+
+
+@contextlib.contextmanager
+def drawn(draw: Draw, layer: int, where: "torch.device") -> Iterator[None]:
+    """Draw from a stream of (seed, step, first sample of the micro-batch, layer), whatever was drawn before.
+
+    So a forward that is computed again drops the same, and the generators of the user are left as they were.
+    """
+    torch = library()
+    words = np.random.SeedSequence([draw.seed & (1 << 64) - 1, draw.step, draw.first_sample, layer])
+    seed = int(words.generate_state(1, np.uint64)[0])
+    generators = [torch.default_generator]
+    if where.type == "cuda":
+        index = torch.cuda.current_device() if where.index is None else where.index
+        generators.append(torch.cuda.default_generators[index])
+    with _GENERATORS:
+        before = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
+                generator.manual_seed(seed)
+            yield
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)

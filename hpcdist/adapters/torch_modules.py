@@ -1,0 +1,172 @@
+"""What a user's modules are made of, looked at before anything is computed: stages, tensors, and what is refused."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hpcdist.adapters.torch_arrays import library
+from hpcdist.errors import ConfigurationError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Cut:
+    """A stage to be: modules that run one after the other, each with its qualified name ("" where it has none).
+
+    ``own`` are its tensors by qualified name, ``tied`` those that an earlier stage owns: name -> (layer, name there).
+    """
+
+    modules: list[tuple[str, "torch.nn.Module"]]
+    own: dict[str, "torch.nn.Parameter"] = field(default_factory=dict)
+    tied: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def parameters(self) -> Iterator[tuple[str, "torch.nn.Parameter"]]:
+        """Yield all parameters with their qualified names, each once."""
+        seen: set[int] = set()
+        for prefix, module in self.modules:
+            for name, parameter in module.named_parameters(prefix):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def buffers(self) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """Yield all buffers with their qualified names."""
+        for prefix, module in self.modules:
+            yield from module.named_buffers(prefix)
+
+    def __str__(self) -> str:
+        return " + ".join(f"{prefix or 'module'} ({type(module).__name__})" for prefix, module in self.modules)
+
+
+def cuts(given: Any) -> list[Cut]:
+    """Return the stages of ``given``, a module or a sequence of modules, with their tensors.
+
+    The children of an ``nn.Sequential`` are stages, and so are the modules of a list or tuple; any other module is one
+    stage. A stage needs a tensor of its own, so a module without one goes with the modules before it (or, if it is the
+    first, with those behind it). Raises UsageError and ConfigurationError, see `check`.
+    """
+    modules = _modules(given)
+    found: list[Cut] = []
+    owner: dict[int, tuple[int, str]] = {}  # of a parameter: (layer, its name there)
+    leading: list[tuple[str, torch.nn.Module]] = []
+    for prefix, module in modules:
+        news = [parameter for parameter in module.parameters() if id(parameter) not in owner]
+        if news:
+            found.append(Cut([*leading, (prefix, module)]))
+            leading = []
+        elif found:
+            found[-1].modules.append((prefix, module))
+        else:
+            leading.append((prefix, module))
+        if found:
+            for name, parameter in found[-1].parameters():
+                owner.setdefault(id(parameter), (len(found) - 1, name))
+    if not found:
+        raise UsageError("the modules have no parameter: there is nothing to train")
+    for layer, cut in enumerate(found):
+        for name, parameter in cut.parameters():
+            if owner[id(parameter)][0] == layer:
+                cut.own[name] = parameter
+            else:
+                cut.tied[name] = owner[id(parameter)]
+    check(found)
+    return found
+
+
+def _modules(given: Any) -> list[tuple[str, "torch.nn.Module"]]:
+    nn = library().nn
+    if isinstance(given, nn.Sequential):
+        return list(given.named_children())
+    if isinstance(given, nn.Module) and not isinstance(given, nn.ModuleList):
+        return [("", given)]
+    if isinstance(given, nn.ModuleList | Sequence) and not isinstance(given, str) and len(given):
+        wrong = [type(module).__name__ for module in given if not isinstance(module, nn.Module)]
+        if not wrong:
+            return [("", module) for module in given]
+        raise UsageError(f"got a {wrong[0]} among the stages; each has to be a torch.nn.Module")
+    raise UsageError(
+        f"got a {type(given).__name__} to wrap; pass a torch.nn.Module, an nn.Sequential whose children are the "
+        "stages, or a list of modules, each of which takes one tensor and returns one"
+    )
+
+
+def check(found: Sequence[Cut]) -> None:
+    """Raise UsageError or ConfigurationError, with the name of the parameter, for modules that cannot be trained."""
+    torch = library()
+    parameters = [(cut, name, parameter) for cut in found for name, parameter in cut.own.items()]
+    for cut, name, parameter in parameters:
+        where = f"parameter {name} of {cut}"
+        if torch.nn.parameter.is_lazy(parameter):
+            raise UsageError(f"{where} has no shape yet; run the module once on an example before it is wrapped")
+        if parameter.device.type == "meta":
+            raise UsageError(f"{where} is on the meta device and has no values; materialise it with to_empty")
+        if not parameter.requires_grad:
+            raise UsageError(
+                f"{where} has requires_grad = False, so no gradient; what is not trained has to be a buffer "
+                "(register_buffer), or set requires_grad"
+            )
+        if parameter.layout is not torch.strided:
+            raise UsageError(f"{where} is {parameter.layout}; only dense tensors can be trained")
+    _check_alike(parameters)
+    _check_memory(parameters)
+    for cut in found:
+        _check_statistics(cut)
+
+
+def _check_alike(parameters: Sequence[tuple[Cut, str, "torch.nn.Parameter"]]) -> None:
+    """Refuse modules of several devices or types, and of types that no run computes in."""
+    torch = library()
+    _, first, alike = parameters[0]
+    if alike.dtype not in (torch.float32, torch.float64):
+        raise ConfigurationError(
+            f"parameter {first} is {alike.dtype}; parameters are float32 or float64: use module.float(), and "
+            "torch.autocast inside of the modules for products in 16 bits"
+        )
+    for cut, name, parameter in parameters:
+        if (parameter.dtype, parameter.device) != (alike.dtype, alike.device):
+            raise ConfigurationError(
+                f"parameter {name} of {cut} is {parameter.dtype} on {parameter.device}, {first} is {alike.dtype} on "
+                f"{alike.device}; move the modules to one device and type with module.to"
+            )
+        for buffer_name, buffer in cut.buffers():
+            if buffer.device != alike.device:
+                raise ConfigurationError(
+                    f"buffer {buffer_name} of {cut} is on {buffer.device}, parameter {first} on {alike.device}; move "
+                    "the modules to one device with module.to"
+                )
+
+
+def _check_memory(parameters: Sequence[tuple[Cut, str, "torch.nn.Parameter"]]) -> None:
+    """Refuse parameters that lie in each other's memory without being the same one."""
+    spans = []
+    for cut, name, parameter in parameters:
+        if parameter.numel():
+            reach = sum(
+                (size - 1) * abs(stride) for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+            )
+            start = parameter.data_ptr()
+            spans.append((start, start + (reach + 1) * parameter.element_size(), name, cut))
+            if reach + 1 < parameter.numel():
+                raise UsageError(f"parameter {name} of {cut} is an expanded tensor: several elements share one number")
+    spans.sort(key=lambda span: span[:2])
+    for (_, stop, name, cut), (start, _, other, other_cut) in zip(spans, spans[1:], strict=False):
+        if start < stop:
+            raise UsageError(
+                f"parameters {name} of {cut} and {other} of {other_cut} share memory but are two parameters; "
+                "modules may share a parameter where it is the same torch.nn.Parameter in both, not a view of it"
+            )
+
+
+def _check_statistics(cut: Cut) -> None:
+    """Refuse norms that gather statistics of what they have seen: each replica would have others."""
+    batchnorm = library().nn.modules.batchnorm._NormBase
+    for prefix, module in cut.modules:
+        for name, inner in module.named_modules(prefix=prefix):
+            if isinstance(inner, batchnorm) and inner.track_running_stats:
+                raise UsageError(
+                    f"{name or 'the module'} is a {type(inner).__name__} that gathers running statistics: each replica "
+                    "would gather others, and a forward that is computed again would count twice; use GroupNorm or "
+                    "LayerNorm, or track_running_stats=False"
+                )

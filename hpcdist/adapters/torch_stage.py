@@ -1,0 +1,183 @@
+"""A user's modules as a `hpcdist.models.stage.Stage`: parameters and gradients lie in the memory of the run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpcdist.adapters.torch_arrays import array_of, computable, drawn, library, same_stream, tensor_of
+from hpcdist.adapters.torch_binding import Binding
+from hpcdist.adapters.torch_modules import Cut
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.layout import TensorSpec
+from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.models.dropout import Draw
+from hpcdist.models.operations import Operations
+from hpcdist.models.stage import Gradients, Parameters, Saved, StreamOf
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class Run:
+    """A forward that a backward can follow: input and output, the latter with its graph."""
+
+    x: "torch.Tensor"
+    y: "torch.Tensor | None"  # None: nothing was recorded, as in an evaluation
+
+
+class TorchStage:
+    """One or more modules that run one after the other.
+
+    Training mode is that of the modules as a whole: on in a step, off in an evaluation. What they draw at random
+    follows from (seed, step, first sample of the micro-batch, layer).
+    """
+
+    def __init__(self, layer: int, cut: Cut, binding: Binding, adapted: Callable[[str, "torch.nn.Parameter"], bool]):
+        self.layer, self.cut, self.binding = layer, cut, binding
+        self.name = str(cut)
+        self.tied = {name: f"{owner}.{there}" for name, (owner, there) in cut.tied.items()}
+        self._specs = tuple(
+            TensorSpec(layer, name, tuple(parameter.shape), adapted(name, parameter))
+            for name, parameter in cut.own.items()
+        )
+        self._output: tuple[int, ...] | None = None
+        self._buffers = dict(cut.buffers())
+
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """Return the specs of the own parameters, in the order of the modules."""
+        return self._specs
+
+    def output_shape(self, samples: int) -> tuple[int, ...]:
+        """Return the shape for so many samples. Raises ConfigurationError while it is not known."""
+        if self._output is None:
+            raise ConfigurationError(
+                f"the output shape of stage {self.layer}, {self.name}, is not known before it has run; pass wrap an "
+                "example of the input: example=x, with any number of samples"
+            )
+        return samples, *self._output
+
+    def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
+        """Take the values that the modules had when they were wrapped."""
+        for name, values in self.binding.initial(self.cut).items():
+            parameters[name][...] = values
+
+    def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
+        """Return the output of the last module for x (samples, ...)."""
+        with same_stream(x):
+            self.binding.bind(self.cut, parameters, x)
+            leaf = computable(x, self.binding.dtype) if self.layer == 0 else tensor_of(x)
+            if saved.draw is None:
+                y = None
+                output = self._evaluated(leaf)
+            else:
+                self.binding.settle(saved.draw.step)
+                y = output = self._recorded(leaf, saved.draw)
+            saved.keep("torch.run", Run(leaf, y))
+            return array_of(self._checked(output, leaf))
+
+    def backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
+    ) -> Array | None:
+        """Write or add the gradients; return that of the input, None in the first stage.
+
+        All of it is done here, also where a schedule would have those of the weights later.
+        """
+        with same_stream(dy):
+            self.binding.bind(self.cut, parameters, dy)
+            run: Run = saved["torch.run"]
+            y = self._recorded(run.x, None) if run.y is None else run.y
+            if not y.requires_grad:
+                raise UsageError(f"the output of stage {self.layer}, {self.name}, depends on no parameter of it")
+            run.x.grad = None
+            with self.binding.collect(self.cut, gradients) as written:
+                y.backward(tensor_of(dy))
+            self._check_written(written)
+            if self.layer == 0:
+                return None
+            if run.x.grad is None:
+                raise UsageError(f"the output of stage {self.layer}, {self.name}, does not depend on its input")
+            return array_of(run.x.grad)
+
+    def trace(self, x: "torch.Tensor") -> "torch.Tensor":
+        """Return the output for ``x``, and know its shape from now on."""
+        return self._checked(self._evaluated(x), x)
+
+    def _evaluated(self, x: "torch.Tensor") -> "torch.Tensor":
+        self._set_mode(training=False)
+        with library().no_grad():
+            return self._run(x)
+
+    def _recorded(self, x: "torch.Tensor", draw: Draw | None) -> "torch.Tensor":
+        """Run with a graph; without a ``draw`` as in an evaluation."""
+        torch = library()
+        self._set_mode(training=draw is not None)
+        if self.layer > 0:
+            x.requires_grad_()
+        with torch.enable_grad(), self.binding.saving(self.cut):
+            if draw is None:
+                return self._run(x)
+            with drawn(draw, self.layer, x.device):
+                return self._run(x)
+
+    def _run(self, x: "torch.Tensor") -> "torch.Tensor":
+        before = [buffer._version for buffer in self._buffers.values()]
+        y = x
+        for prefix, module in self.cut.modules:
+            try:
+                y = module(y)
+            except RuntimeError as error:
+                if "leaf Variable" not in str(error):
+                    raise
+                raise UsageError(
+                    f"stage {self.layer}, {self.name}, writes over its input in {prefix or 'module'} "
+                    f"({type(module).__name__}); the stage before still needs it: use inplace=False"
+                ) from error
+            if not isinstance(y, library().Tensor):
+                raise UsageError(
+                    f"{prefix or 'module'} ({type(module).__name__}) in stage {self.layer} returns a "
+                    f"{type(y).__name__}; a stage returns one tensor, so that it can be cut off from the next"
+                )
+        self._check_buffers(before)
+        return y
+
+    def _checked(self, y: "torch.Tensor", x: "torch.Tensor") -> "torch.Tensor":
+        """Return the output ``y``, where it is what the next stage expects, in memory of its own."""
+        expected = y.shape[1:] if self._output is None else self._output
+        if y.dim() == 0 or tuple(y.shape) != (len(x), *expected):
+            raise UsageError(
+                f"stage {self.layer}, {self.name}, gives {tuple(y.shape)} for {len(x)} samples, expected "
+                f"{(len(x), *expected)}: the first dim is that of the samples, and the others stay the same in a run"
+            )
+        if y.dtype != self.binding.dtype:
+            raise UsageError(
+                f"stage {self.layer}, {self.name}, gives {y.dtype}, its parameters are {self.binding.dtype}; convert "
+                "what it returns"
+            )
+        self._output = tuple(y.shape[1:])
+        shared = y.untyped_storage().data_ptr()
+        if y.numel() and (shared == x.untyped_storage().data_ptr() or self.binding.holds(self.cut, shared)):
+            return y.detach().clone()  # that memory is given back earlier than this
+        return y
+
+    def _set_mode(self, *, training: bool) -> None:
+        for _, module in self.cut.modules:
+            if module.training != training:
+                module.train(training)
+
+    def _check_buffers(self, before: list[int]) -> None:
+        now = dict(self.cut.buffers())
+        for (name, buffer), version in zip(self._buffers.items(), before, strict=True):
+            if now.get(name) is not buffer or buffer._version != version:
+                raise UsageError(
+                    f"buffer {name} of stage {self.layer}, {self.name}, changes in the forward: each replica would "
+                    "have another one, and no checkpoint has it; keep buffers constant, or make it a parameter"
+                )
+
+    def _check_written(self, written: set[str]) -> None:
+        missing = [name for name in (*self.cut.own, *self.cut.tied) if name not in written]
+        if missing:
+            raise UsageError(
+                f"no gradient reached parameter {', '.join(missing)} of stage {self.layer}, {self.name}: its forward "
+                "does not use it, or detaches it; remove it from the module, or register it as a buffer"
+            )
