@@ -79,9 +79,10 @@ class Arena:
             block = self._scratch[name] = self._allocate(nbytes)
         return _shaped(block, shape, dtype)
 
-    def forget(self, key: tuple[int, int]) -> None:
-        """Drop the record of a released `Saved`."""
-        self._live.pop(key, None)
+    def forget(self, key: tuple[int, int], released: "ArenaSaved") -> None:
+        """Drop the record of a `Saved` that was ``released``, unless it was made by another one of that key."""
+        if self._live.get(key) is released:
+            del self._live[key]
 
     def _allocate(self, nbytes: int) -> Array:
         # numpy aligns to 16 bytes only; blocks that start on a cache line keep vector loads from crossing two.
@@ -127,6 +128,12 @@ class ArenaSaved:
         """Return uninitialised memory that any stage overwrites when it asks for the same ``name``."""
         return self._arena.scratch(name, shape, dtype)
 
+    def within(self) -> "ArenaSaved":
+        """Return another one of the same stage and draw, with memory of its own, that the caller releases."""
+        found = ArenaSaved(self._arena, self._key)
+        found.draw = self.draw
+        return found
+
     def owns(self, array: Array) -> bool:
         """Whether ``array`` lies in memory that `empty` of this one gave."""
         return self._arena.find(array) in self._taken
@@ -157,7 +164,7 @@ class ArenaSaved:
         self._values.clear()
         self.deferred.clear()
         self.draw = None
-        self._arena.forget(self._key)
+        self._arena.forget(self._key, self)
 
 
 def _address(array: Any) -> int:

@@ -54,6 +54,9 @@ class Saved(Protocol):
     def scratch(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return uninitialised memory that any stage overwrites when it asks for the same ``name``."""
 
+    def within(self) -> "Saved":
+        """Return another one of the same stage and draw, with memory of its own, that the caller releases."""
+
     def owns(self, array: Array) -> bool:
         """Whether ``array`` lies in memory that `empty` of this one gave."""
 
