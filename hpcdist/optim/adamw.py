@@ -4,11 +4,11 @@ from typing import ClassVar
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.optim import kernels
-from hpcdist.optim.segmentwise import SegmentWise
+from hpcdist.optim import updates
+from hpcdist.optim.elementwise import ElementWise
 
 
-class AdamW(SegmentWise):
+class AdamW(ElementWise):
     """AdamW: Loshchilov & Hutter 2019 (arXiv:1711.05101), Algorithm 2, over Kingma & Ba 2015, Algorithm 1.
 
     u = m^ / (sqrt(v^) + epsilon) + weight_decay w;  w -= rate u. Both moments are corrected for their start at 0, by
@@ -20,13 +20,14 @@ class AdamW(SegmentWise):
 
     slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
 
-    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
-        kernels.adam_direction(
+    def _step(self, where: Range, weights: Array, gradient: Array, scale: float, rate: float, decay: float) -> None:
+        updates.adam(
             weights,
             gradient,
             self.slots["m"].range(where),
             self.slots["v"].range(where),
             scale=scale,
+            rate=rate,
             beta1=self.config.beta1,
             beta2=self.config.beta2,
             epsilon=self.config.epsilon,

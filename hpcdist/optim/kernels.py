@@ -6,7 +6,7 @@ versions ask the buffer for its library, so they run on numpy too.
 """
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from hpcdist.arrays.jit import jit
 from hpcdist.collectives import half
 from hpcdist.collectives.half import bfloat16_to_float32, float16_to_float32, float32_to_bfloat16, float32_to_float16
 
+LANES: Final = 512  # sums of squares side by side: enough rows of vector registers to hide the time of an addition
 _BLOCK = 1 << 20  # elements that the ufunc version of a sum widens to float64 at a time
 
 
@@ -39,11 +40,16 @@ def adam_direction(
     where m^ and v^ are corrected for their start at 0 by ``count`` applied updates, where it ``corrects``: else they
     are m and v. ``gradient`` holds u afterwards.
     """
-    real = weights.dtype.type
-    correction = [1.0 / (1.0 - beta**count) if corrects else 1.0 for beta in (beta1, beta2)]
-    scalars = [scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, *correction]
+    correct1, correct2 = bias_corrections((beta1, beta2), count if corrects else 0)
+    scalars = (scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, correct1, correct2, epsilon, decay)
     run = _adam_ufuncs if is_device(weights) else _adam_loop
-    run(weights, gradient, m, v, *map(real, (*scalars, epsilon, decay)))
+    run(weights, gradient, m, v, *map(weights.dtype.type, scalars))
+
+
+def bias_corrections(betas: tuple[float, float], count: int) -> tuple[float, float]:
+    """Return what corrects moments for their start at 0 after ``count`` updates; 1 for none."""
+    first, second = (1.0 / (1.0 - beta**count) if count else 1.0 for beta in betas)
+    return first, second
 
 
 @jit
@@ -81,11 +87,14 @@ def momentum_direction(
 
     ``gradient`` holds the step afterwards: the velocity, or g + momentum velocity with ``nesterov``.
     """
-    real = weights.dtype.type
-    # step = own g + ahead velocity: (0, 1) is the heavy ball, (1, momentum) Nesterov's
-    own, ahead = (1.0, momentum) if nesterov else (0.0, 1.0)
+    own, ahead = shares_of_step(momentum, nesterov)
     run = _momentum_ufuncs if is_device(weights) else _momentum_loop
-    run(weights, gradient, velocity, *map(real, (scale, momentum, own, ahead, decay)))
+    run(weights, gradient, velocity, *map(weights.dtype.type, (scale, momentum, own, ahead, decay)))
+
+
+def shares_of_step(momentum: float, nesterov: bool) -> tuple[float, float]:
+    """Return (own, ahead) of step = own g + ahead velocity: the heavy ball's, or Nesterov's."""
+    return (1.0, momentum) if nesterov else (0.0, 1.0)
 
 
 @jit
@@ -110,12 +119,6 @@ def scale_in_place(gradient: Array, scale: float) -> None:
     """Multiply ``gradient`` by ``scale``."""
     if scale != 1.0:
         gradient *= gradient.dtype.type(scale)
-
-
-def add_decay(weights: Array, gradient: Array, decay: float) -> None:
-    """Add ``decay * weights`` to ``gradient``."""
-    if decay:
-        gradient += weights.dtype.type(decay) * weights
 
 
 def descend(weights: Array, step: Array, rate: float) -> None:
@@ -158,27 +161,52 @@ def _velocity_ufuncs(weights, gradient, velocity, rate, momentum, decay):  # typ
 
 def sum_of_squares(values: Array) -> Any:
     """Return the sum of squares in float64: a float, or an array () on the GPU, which the caller need not wait for."""
-    run = _squares_ufuncs if is_device(values) else _squares_loop
-    return run(values)
+    if is_device(values):
+        return _squares_ufuncs(values)
+    sums = np.zeros(LANES)
+    add_squares(values, sums, 0)
+    return total(sums)
+
+
+def add_squares(values: Array, sums: np.ndarray, phase: int) -> None:
+    """Add the square of element i of ``values``, on the host, to ``sums[(phase + i) % LANES]``, in float64.
+
+    ``values`` are float32 or float64. So a tensor that comes in blocks gives the bits of one that comes whole.
+    """
+    _squares_loop(values, sums, phase)
+
+
+def total(sums: np.ndarray) -> float:  # (LANES,)
+    """Return the sum of what `add_squares` has left; ``sums`` are undefined afterwards."""
+    return float(_total_loop(sums))
+
+
+# Sums that are far apart are added in vector registers, whichever the CPU has, and in one order. fastmath would be as
+# fast, in an order that differs between CPUs: replicas on different ones would then take different steps.
+@jit
+def _squares_loop(values, sums, phase):  # type: ignore[no-untyped-def]
+    head = min((LANES - phase) % LANES, values.size)
+    row = values[:head]
+    place = sums[phase : phase + head]
+    for k in range(head):
+        x = np.float64(row[k])
+        place[k] += x * x
+    for start in range(head, values.size, LANES):
+        row = values[start : min(start + LANES, values.size)]
+        for k in range(row.size):
+            x = np.float64(row[k])
+            sums[k] += x * x
 
 
 @jit
-def _squares_loop(values):  # type: ignore[no-untyped-def]
-    # Four sums by hand fill a vector register; fastmath would too, but in an order that differs between CPUs, and
-    # replicas on different CPUs would then clip by different factors.
-    a = b = c = d = 0.0
-    whole = values.size - values.size % 4
-    for i in range(0, whole, 4):
-        p, q = np.float64(values[i]), np.float64(values[i + 1])
-        r, s = np.float64(values[i + 2]), np.float64(values[i + 3])
-        a += p * p
-        b += q * q
-        c += r * r
-        d += s * s
-    for i in range(whole, values.size):
-        p = np.float64(values[i])
-        a += p * p
-    return (a + b) + (c + d)
+def _total_loop(sums):  # type: ignore[no-untyped-def]
+    half = LANES // 2
+    while half:
+        left, right = sums[:half], sums[half : 2 * half]
+        for k in range(half):
+            left[k] += right[k]
+        half //= 2
+    return sums[0]
 
 
 def _squares_ufuncs(values):  # type: ignore[no-untyped-def]
@@ -248,7 +276,7 @@ def _bfloat16_ufuncs(bits, rounded):  # type: ignore[no-untyped-def]
     rounded[...] = xp.where((bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), quiet, even).astype(np.uint16)
 
 
-def _samples(buffers: int, scalars: int) -> list[tuple[object, ...]]:
+def samples(buffers: int, scalars: int) -> list[tuple[object, ...]]:
     """Return arguments of the two sets of types that training uses: float32 and float64."""
     return [
         (*(np.ones(8, dtype) for _ in range(buffers)), *(dtype(0.5) for _ in range(scalars)))
@@ -261,9 +289,11 @@ for _kernel, _buffers, _scalars in (
     (_momentum_loop, 3, 5),
     (_descend_loop, 2, 1),
     (_velocity_loop, 3, 3),
-    (_squares_loop, 1, 0),
 ):
-    for _arguments in _samples(_buffers, _scalars):
+    for _arguments in samples(_buffers, _scalars):
         _kernel.sample(lambda _arguments=_arguments: _arguments)
 for _loop in (_add_to_bfloat16_loop, _add_to_float16_loop):
     _loop.sample(lambda: (np.ones(8, np.uint16), np.ones(8, np.float32)))
+for _dtype in (np.float32, np.float64):
+    _squares_loop.sample(lambda _dtype=_dtype: (np.ones(8, _dtype), np.zeros(LANES), 0))
+_total_loop.sample(lambda: (np.zeros(LANES),))

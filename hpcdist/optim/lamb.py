@@ -2,16 +2,19 @@
 
 from typing import ClassVar, Final
 
-from hpcdist.optim.adamw import AdamW
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ranges import Range
+from hpcdist.optim import kernels
+from hpcdist.optim.layerwise import LayerWise
 
 _LARGEST: Final = 1e30
 
 
-class Lamb(AdamW):
+class Lamb(LayerWise):
     """LAMB: You et al. 2020 (arXiv:1904.00962), Algorithm 2: the direction of AdamW, scaled by tensor.
 
-    w -= rate r u with r = ||w|| / ||u||, u that of `AdamW`, decay included, and both norms over the whole tensor,
-    whatever part of it a rank owns. Choices, as implementations differ in them:
+    w -= rate r u with r = ||w|| / ||u||, u that of `hpcdist.optim.adamw.AdamW`, decay included, and both norms over the
+    whole tensor, whatever part of it a rank owns. Choices, as implementations differ in them:
 
     - m and v are corrected for their start at 0, as in the paper; not so with ``bias_correction`` = false.
     - phi is the identity. r itself, not ||w||, is kept within ``trust_ratio_min`` and ``trust_ratio_max`` where they
@@ -23,7 +26,22 @@ class Lamb(AdamW):
       between steps, does that make a difference: u does not change with the scale of all gradients.
     """
 
-    needs_norms: ClassVar[bool] = True
+    slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
+
+    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+        kernels.adam_direction(
+            weights,
+            gradient,
+            self.slots["m"].range(where),
+            self.slots["v"].range(where),
+            scale=scale,
+            beta1=self.config.beta1,
+            beta2=self.config.beta2,
+            epsilon=self.config.epsilon,
+            decay=decay,
+            count=self.count,
+            corrects=self.config.bias_correction,
+        )
 
     def _ratio(self, weight_norm: float, step_norm: float) -> float:
         if not (weight_norm > 0.0 and step_norm > 0.0):

@@ -6,10 +6,10 @@ from typing import ClassVar
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.optim import kernels
-from hpcdist.optim.segmentwise import SegmentWise
+from hpcdist.optim.layerwise import LayerWise
 
 
-class Lars(SegmentWise):
+class Lars(LayerWise):
     """LARS: You, Gitman & Ginsburg 2017 (arXiv:1708.03888), Algorithm 1.
 
     local = trust_coefficient ||w|| / (||g|| + weight_decay ||w|| + epsilon);
@@ -28,7 +28,6 @@ class Lars(SegmentWise):
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ("momentum",)
-    needs_norms: ClassVar[bool] = True
     slots_in_apply: ClassVar[bool] = True
     _rate = 0.0  # of the last update; 0: there was none, or it moved nothing
     _correction = 1.0
@@ -59,12 +58,12 @@ class Lars(SegmentWise):
         config = self.config
         return config.trust_coefficient * weight_norm / (step_norm + config.weight_decay * weight_norm + config.epsilon)
 
-    def _update(self, where: Range, weights: Array, step: Array, ratio: float, decay: float) -> None:
+    def _update(self, where: Range, weights: Array, step: Array, rate: float, decay: float) -> None:
         kernels.descend_with_velocity(
             weights,
             step,
             self.slots["momentum"].range(where),
-            rate=self.learning_rate * ratio,
+            rate=rate,
             momentum=self.config.momentum * self._correction,
             decay=decay,
         )

@@ -16,36 +16,37 @@ from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.ranges import Range, cut
 from hpcdist.arrays.store import FlatStore
-from hpcdist.optim import kernels
-from hpcdist.optim.optimizer import Optimizer
+from hpcdist.optim import elementwise, kernels
+from hpcdist.optim.elementwise import ElementWise
+from hpcdist.optim.segmentwise import SegmentWise
 
-BLOCK: Final = 1 << 18  # elements that are widened at a time: a megabyte of float32, which a cache can hold
+# elements that are widened at a time: what a cache holds, or what is worth the launches on a GPU
+BLOCK: Final = {"cpu": elementwise.BLOCK, "gpu": 1 << 22}
 
 
 class WithMaster:
     """`hpcdist.optim.optimizer.Optimizer` over ``inner``, that steps float32 ``weights`` of its own.
 
     What it is given as master is the 16-bit working copy, and the gradient is 16-bit too. The gradient is widened
-    block by block and the direction never rounded; without layer-wise rates, a block is stepped at once, in `apply`,
-    and `direction` only takes note. With them the directions of all parts wait in float32 for the norms: 4 bytes more
-    for each owned parameter.
+    block by block and the direction never rounded; without layer-wise rates, a block is stepped and rounded at once, in
+    `apply`. With them the directions of all parts wait in float32 for the norms: 4 bytes more for each owned parameter.
     """
 
     def __init__(
-        self, inner: Optimizer, layout: Layout, parts: Range | Sequence[Range], *, ledger: Ledger | None, on: str
+        self, inner: SegmentWise, layout: Layout, parts: Range | Sequence[Range], *, ledger: Ledger | None, on: str
     ) -> None:
         self._inner, self.parts = inner, inner.parts
         dtype = FLOATS["float32"]
         self.weights = FlatStore(layout, dtype, parts, on=on, category="optimizer", ledger=ledger)
+        self._block = BLOCK[on]
         self._wide: FlatStore | None = None  # of all parts
-        if inner.needs_norms:
-            self._wide = FlatStore(layout, dtype, parts, on=on, category="gradients", ledger=ledger)
-        else:
+        if isinstance(inner, ElementWise):
             longest = max((part.size for part in self.parts), default=0)
-            self._block = backend.empty(min(BLOCK, longest), dtype, on)
+            inner.wide = backend.empty(min(self._block, longest), dtype, on)
             if ledger is not None:
-                ledger.track(self._block, "gradients")
-        self._scale = 1.0
+                ledger.track(inner.wide, "gradients")
+        else:
+            self._wide = FlatStore(layout, dtype, parts, on=on, category="gradients", ledger=ledger)
 
     @property
     def slots(self) -> dict[str, FlatStore]:
@@ -73,10 +74,12 @@ class WithMaster:
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
         """Take note of ``scale`` or, where norms are needed, make the direction on ``piece``, in float32."""
-        self._scale = scale
-        if self._wide is not None:
-            kernels.widen(gradient.range(piece), self._wide.range(piece))
-            self._inner.direction(piece, self.weights, self._wide, scale)
+        if self._wide is None:
+            self._inner.direction(piece, self.weights, gradient, scale)
+            return
+        for part in cut(piece, self._block):
+            kernels.widen(gradient.range(part), self._wide.range(part))
+            self._inner.direction(part, self.weights, self._wide, scale)
 
     def sum_exactly(self) -> None:
         """Make `partial_norms` exact."""
@@ -95,16 +98,8 @@ class WithMaster:
         norms: np.ndarray | None = None,
     ) -> None:
         """Step the float32 master on ``piece``, and round it into ``master``, the working copy."""
-        if self._wide is not None:
-            self._inner.apply(piece, self.weights, self._wide, master, norms)
-            return
-        for part in cut(piece, BLOCK):
-            wide = FlatStore(
-                self.weights.layout, self.weights.dtype, part, allocate=lambda count, dtype: self._block[:count]
-            )
-            kernels.widen(direction.range(part), wide.array)
-            self._inner.direction(part, self.weights, wide, self._scale)
-            self._inner.apply(part, self.weights, wide, master, norms)
+        steps = direction if self._wide is None else self._wide
+        self._inner.apply(piece, self.weights, steps, master, norms)
 
     def round_into(self, working: FlatStore) -> None:
         """Make the ``working`` copy anew from the master, on the owned parts."""

@@ -5,7 +5,8 @@ A layer-wise optimizer needs norms of whole tensors, but a rank may own any part
     begin_step  ->  direction(piece)...  ->  partial_norms  -> (the caller sums them) ->  apply(piece)...
 
 and equals the undivided update for every partition, up to the order of summation of the norms, or to the bit where they
-are summed exactly.
+are summed exactly. Without norms to wait for, `direction` takes note of the scale, and `apply` does everything in one
+pass over memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,10 +53,11 @@ class Optimizer(Protocol):
         """Begin an update, at ``factor`` times the rate. Call it once it is certain that this one is not skipped."""
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Turn the mean gradient on ``piece`` into the direction u; the buffer of ``gradient`` holds u afterwards.
+        """Take the mean gradient on ``piece``, times ``scale`` (see `hpcdist.optim.clip`): one in each update.
 
-        ``gradient`` is in the master dtype and is multiplied by ``scale`` first (see `hpcdist.optim.clip`). Each
-        element of the owned part is given once in an update; pieces may cut tensors anywhere. Padding is not touched.
+        Where norms are needed the buffer of ``gradient``, in the master dtype, holds the direction u afterwards; else
+        it must stay as it is until `apply`. Each element of the owned part is given once in an update; pieces may cut
+        tensors anywhere. Padding is not touched.
         """
 
     def sum_exactly(self) -> None:
@@ -79,7 +81,8 @@ class Optimizer(Protocol):
     ) -> None:
         """Write the new ``master`` weights on ``piece`` and, when given, their rounded ``working`` copy.
 
-        ``norms`` are the summed `partial_norms`; they may be None when `needs_norms` is false.
+        ``direction`` is what `direction` was given, undefined afterwards. ``norms`` are the summed `partial_norms`;
+        they may be None when `needs_norms` is false.
         """
 
     def state(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What the optimizers share: their state on the owned part, the walk over tensors, and the two phases around it."""
+"""What the optimizers share: their state on the owned part, the clock, and the walk over tensors."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,19 +6,19 @@ from typing import ClassVar
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, to_host
+from hpcdist.arrays.backend import to_host
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
-from hpcdist.optim import kernels, rates
+from hpcdist.optim import rates
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.optim.norms import ExactNorms, Norms
 
 
 class SegmentWise(ABC):
-    """State and walk of an optimizer; a subclass gives the maths of one stretch of one tensor.
+    """State and walk of an optimizer: `hpcdist.optim.elementwise` and `hpcdist.optim.layerwise` give the phases.
 
     See `hpcdist.optim.optimizer.Optimizer` for the members and for who calls them when.
     """
@@ -46,7 +46,7 @@ class SegmentWise(ABC):
         self.parts = (parts,) if isinstance(parts, Range) else tuple(parts)
         self.dtype = np.dtype(dtype)
         self.count = 0
-        self._factor = 1.0
+        self._factor = self._scale = 1.0
         make = make_slot or (
             lambda name: FlatStore(layout, self.dtype, parts, on=on, category="optimizer", ledger=ledger)
         )
@@ -69,14 +69,9 @@ class SegmentWise(ABC):
         self._factor = factor
         self._norms.clear()
 
+    @abstractmethod
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
-        """Turn ``scale * gradient`` on ``piece`` into the direction u, in place, and advance the slots."""
-        assert master.dtype == self.dtype == gradient.dtype, "widen 16-bit gradients to the master dtype first"
-        for index, spec, where in self._tensors(piece):
-            weights, step = master.range(where), gradient.range(where)
-            self._direction(where, weights, step, scale, self._decay(spec))
-            if self.needs_norms and spec.adapted:
-                self._norms.add(index, where, weights, step)
+        """Do what `apply` on ``piece`` may need of all pieces; see `hpcdist.optim.optimizer.Optimizer`."""
 
     def sum_exactly(self) -> None:
         """From now on sum the partial norms in exact accumulators."""
@@ -86,6 +81,7 @@ class SegmentWise(ABC):
         """Return sums of squares of w and of the direction over the pieces seen; 0 for tensors that need none."""
         return to_host(self._norms.sums()).copy()
 
+    @abstractmethod
     def apply(
         self,
         piece: Range,
@@ -94,14 +90,7 @@ class SegmentWise(ABC):
         working: FlatStore | None = None,
         norms: np.ndarray | None = None,
     ) -> None:
-        """Move ``master`` along ``direction`` on ``piece``, and round it into ``working`` when given."""
-        assert norms is not None or not self.needs_norms, "the reduced partial norms are missing"
-        for index, spec, where in self._tensors(piece):
-            weights, step = master.range(where), direction.range(where)
-            ratio = self._ratio(*(norms[index] ** 0.5).tolist()) if norms is not None and spec.adapted else 1.0
-            self._update(where, weights, step, ratio, self._decay(spec))
-            if working is not None:
-                kernels.round_into(weights, working.range(where))
+        """Write the new ``master`` weights on ``piece`` and, when given, their rounded ``working`` copy."""
 
     def state(self) -> dict[str, float]:
         """Return what a checkpoint needs beside the slots: the number of applied updates."""
@@ -117,15 +106,3 @@ class SegmentWise(ABC):
 
     def _decay(self, spec: TensorSpec) -> float:
         return self.config.weight_decay if spec.adapted else 0.0
-
-    def _ratio(self, weight_norm: float, step_norm: float) -> float:
-        """Return the layer-wise factor of an adapted tensor with these norms."""
-        return 1.0
-
-    @abstractmethod
-    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
-        """Turn the gradient of one stretch of a tensor into the direction, in place."""
-
-    def _update(self, where: Range, weights: Array, step: Array, ratio: float, decay: float) -> None:
-        """Move the weights of one stretch."""
-        kernels.descend(weights, step, self.learning_rate * ratio)

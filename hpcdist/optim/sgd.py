@@ -4,12 +4,12 @@ from typing import ClassVar
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.optim import kernels
+from hpcdist.optim import updates
 from hpcdist.optim.config import OptimizerConfig
-from hpcdist.optim.segmentwise import SegmentWise
+from hpcdist.optim.elementwise import ElementWise
 
 
-class Sgd(SegmentWise):
+class Sgd(ElementWise):
     """SGD with the heavy ball (Polyak 1964) or Nesterov's momentum, as in Sutskever et al. 2013, section 2.
 
     As `torch.optim.SGD` does it, with dampening 0: g += weight_decay w;  v = momentum v + g;  the step is v, or with
@@ -23,16 +23,16 @@ class Sgd(SegmentWise):
     def _slots_of(self, config: OptimizerConfig) -> tuple[str, ...]:
         return self.slot_names if config.momentum else ()
 
-    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+    def _step(self, where: Range, weights: Array, gradient: Array, scale: float, rate: float, decay: float) -> None:
         if not self.slots:
-            kernels.scale_in_place(gradient, scale)
-            kernels.add_decay(weights, gradient, decay)
+            updates.plain(weights, gradient, scale=scale, rate=rate, decay=decay)
             return
-        kernels.momentum_direction(
+        updates.momentum(
             weights,
             gradient,
             self.slots["momentum"].range(where),
             scale=scale,
+            rate=rate,
             momentum=self.config.momentum,
             nesterov=self.config.nesterov,
             decay=decay,

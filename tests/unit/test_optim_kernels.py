@@ -5,13 +5,15 @@ import pytest
 
 from hpcdist.arrays import jit
 from hpcdist.arrays.dtypes import BFLOAT16
-from hpcdist.optim import kernels
+from hpcdist.optim import kernels, updates
 
 
 @pytest.fixture(params=["numba", "ufuncs"], autouse=True)
 def path(request, monkeypatch):
     if request.param == "ufuncs":
         monkeypatch.setattr(kernels, "is_device", lambda array: True)
+        monkeypatch.setattr(updates, "is_device", lambda array: True)
+    return request.param
 
 
 def awkward_bits(rng):
@@ -97,6 +99,101 @@ def test_direction_of_adam_in_its_dtype(rng, dtype):
         np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
 
 
+CONSTANTS = dict(scale=0.3, rate=0.07, decay=0.1)
+ADAM = CONSTANTS | dict(beta1=0.9, beta2=0.99, epsilon=1e-8, count=3)
+UPDATES = {
+    "adam": ("adam", ADAM),
+    "adam, not corrected": ("adam", ADAM | dict(corrects=False)),
+    "heavy ball": ("momentum", CONSTANTS | dict(momentum=0.8, nesterov=False)),
+    "nesterov": ("momentum", CONSTANTS | dict(momentum=0.8, nesterov=True)),
+    "plain": ("plain", CONSTANTS),
+    "plain, no decay": ("plain", CONSTANTS | dict(decay=0.0, scale=1.0)),
+}
+SLOTS = {"adam": 2, "momentum": 1, "plain": 0}
+
+
+def updated(name, options, w, g, m, v):
+    """The update in float64, written down once more; returns new w, m and v."""
+    g = options["scale"] * g
+    if name == "adam":
+        m, v = options["beta1"] * m + (1 - options["beta1"]) * g, options["beta2"] * v + (1 - options["beta2"]) * g**2
+        start = options["count"] if options.get("corrects", True) else np.inf
+        mean, square = m / (1 - options["beta1"] ** start), v / (1 - options["beta2"] ** start)
+        return w - options["rate"] * (mean / (np.sqrt(square) + options["epsilon"]) + options["decay"] * w), m, v
+    g = g + options["decay"] * w
+    if name == "plain":
+        return w - options["rate"] * g, m, v
+    m = options["momentum"] * m + g
+    return w - options["rate"] * (g + options["momentum"] * m if options["nesterov"] else m), m, v
+
+
+def drawn(rng, size, dtype):
+    """Weights, a gradient and slots: those of squares are at least 0."""
+    w, g, m, v = (rng.standard_normal(size).astype(dtype) for _ in range(4))
+    return w, g, m, np.square(v)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("case", UPDATES)
+@pytest.mark.parametrize("size", [0, 1, 7, 16, 1001])
+def test_a_fused_update_is_the_formula(rng, case, size, dtype):
+    """Per element within 16 roundings of the largest term of a sum."""
+    name, options = UPDATES[case]
+    arrays = drawn(rng, size, dtype)
+    expected = updated(name, options, *(x.astype(np.float64) for x in arrays))
+    getattr(updates, name)(*arrays[: SLOTS[name] + 2], **options)
+    w, _, m, v = arrays
+    for got, want in zip((w, m, v), expected, strict=True):
+        assert got.dtype == dtype
+        bound = 16 * np.finfo(dtype).eps
+        np.testing.assert_allclose(got, want, rtol=bound, atol=bound * 4)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("case", UPDATES)
+def test_what_is_not_finite_stays_where_it_was(rng, case, bad):
+    name, options = UPDATES[case]
+    arrays, clean = drawn(rng, 37, np.float32), drawn(rng, 37, np.float32)
+    for array, other in zip(clean, arrays, strict=True):
+        array[...] = other
+    arrays[1][5] = bad
+    for each in (arrays, clean):
+        with np.errstate(invalid="ignore"):
+            getattr(updates, name)(*each[: SLOTS[name] + 2], **options)
+    assert not np.isfinite(arrays[0][5])
+    for got, want in zip(arrays[:1] + arrays[2 : SLOTS[name] + 2], clean[:1] + clean[2:], strict=False):
+        assert np.array_equal(np.delete(got, 5), np.delete(want, 5))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("case", ["adam", "heavy ball", "nesterov"])
+def test_one_pass_has_the_bits_of_a_direction_and_a_descent(rng, case, dtype, path):
+    name, options = UPDATES[case]
+    once, twice = drawn(rng, 1003, dtype), drawn(rng, 1003, dtype)
+    for array, other in zip(twice, once, strict=True):
+        array[...] = other
+    getattr(updates, name)(*once[: SLOTS[name] + 2], **options)
+    rest = {key: value for key, value in options.items() if key != "rate"}
+    getattr(kernels, f"{name}_direction")(*twice[: SLOTS[name] + 2], **rest)
+    kernels.descend(twice[0], twice[1], options["rate"])
+    assert all(once[k].tobytes() == twice[k].tobytes() for k in (0, 2, 3))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_squares_of_blocks_have_the_bits_of_the_whole_wherever_they_are_cut(rng, dtype):
+    values = (rng.standard_normal(5003) * 10.0 ** rng.integers(-3, 4, 5003)).astype(dtype)
+    whole = float(kernels.sum_of_squares(values))
+    found = set()
+    for _ in range(5):
+        bounds = [0, *sorted(rng.integers(0, values.size + 1, 9).tolist()), values.size]
+        sums = np.zeros(kernels.LANES)
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            kernels.add_squares(values[start:stop], sums, start % kernels.LANES)
+        found.add(kernels.total(sums))
+    assert len(found) == 1 and found.pop() == pytest.approx(whole, rel=1e-14)
+    assert whole == pytest.approx(np.sum(values.astype(np.float64) ** 2), rel=1e-14)
+
+
 def test_kernels_write_through_views_and_nothing_beside_them(rng):
     whole = rng.standard_normal((4, 30)).astype(np.float32)
     before = whole.copy()
@@ -117,8 +214,8 @@ def test_kernels_write_through_views_and_nothing_beside_them(rng):
 
 def test_samples_are_of_the_types_that_training_uses(rng):
     """`hpcdist warmup` must leave nothing to compile for a float32 or float64 master."""
-    mine = [k for k in jit._kernels if k.function.__module__ == kernels.__name__]
-    assert len(mine) == 7
+    mine = [k for k in jit._kernels if k.function.__module__ in (kernels.__name__, updates.__name__)]
+    assert len(mine) == 11
     for kernel in mine:
         for arguments in kernel._samples:
             kernel(*arguments())
@@ -130,5 +227,7 @@ def test_samples_are_of_the_types_that_training_uses(rng):
         kernels.descend(w, g, 1e-3)
         kernels.descend_with_velocity(w, g, m, rate=0.1, momentum=0.9, decay=0.0)
         kernels.sum_of_squares(w)
+        for name, options in UPDATES.values():
+            getattr(updates, name)(*(w, g, m, v)[: SLOTS[name] + 2], **options)
         kernels.round_into(w, np.zeros(16, BFLOAT16))
     assert {k.__name__: len(k.compiled.signatures) for k in mine} == compiled

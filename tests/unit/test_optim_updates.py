@@ -11,7 +11,7 @@ from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.ranges import Range, cut, split
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
-from hpcdist.optim import clip, kernels, optimizer, rates
+from hpcdist.optim import clip, elementwise, kernels, layerwise, optimizer, rates, updates
 from hpcdist.optim.config import OptimizerConfig
 
 STEPS = 100
@@ -176,7 +176,8 @@ def whole():
 def path(request, monkeypatch):
     """Both sides of the dispatch: the ufunc formulas ask the buffer for its library, so numpy shows what cupy does."""
     if request.param == "ufuncs":
-        monkeypatch.setattr(kernels, "is_device", lambda array: True)
+        for module in (kernels, updates, elementwise, layerwise):
+            monkeypatch.setattr(module, "is_device", lambda array: True)
     return request.param
 
 

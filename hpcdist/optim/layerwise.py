@@ -1,0 +1,69 @@
+"""Optimizers whose rate depends on norms of whole tensors: two phases, with a sum over the owners between them."""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar, Final
+
+import numpy as np
+
+from hpcdist.arrays.backend import Array, is_device
+from hpcdist.arrays.ranges import Range, cut
+from hpcdist.arrays.store import FlatStore
+from hpcdist.optim import kernels
+from hpcdist.optim.segmentwise import SegmentWise
+
+BLOCK: Final = 1 << 16  # elements of which a direction is still in the cache when their squares are summed
+
+
+class LayerWise(SegmentWise):
+    """Directions and the sums of their squares in one pass, the steps in another."""
+
+    needs_norms: ClassVar[bool] = True
+
+    def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
+        """Turn ``scale * gradient`` on ``piece`` into the direction u, in place, and advance the slots."""
+        assert master.dtype == self.dtype == gradient.dtype, "widen 16-bit gradients to the master dtype first"
+        for index, spec, where in self._tensors(piece):
+            decay = self._decay(spec)
+            for block in _blocks(where, gradient.array):
+                weights, step = master.range(block), gradient.range(block)
+                self._direction(block, weights, step, scale, decay)
+                if spec.adapted:
+                    self._norms.add(index, block, weights, step)
+
+    def apply(
+        self,
+        piece: Range,
+        master: FlatStore,
+        direction: FlatStore,
+        working: FlatStore | None = None,
+        norms: np.ndarray | None = None,
+    ) -> None:
+        """Move ``master`` along ``direction`` on ``piece``, and round it into ``working`` when given."""
+        assert norms is not None, "the reduced partial norms are missing"
+        rate = self.learning_rate
+        for index, spec, where in self._tensors(piece):
+            ratio = self._ratio(*(norms[index] ** 0.5).tolist()) if spec.adapted else 1.0
+            decay = self._decay(spec)
+            for block in _blocks(where, direction.array) if working is not None else (where,):
+                weights = master.range(block)
+                self._update(block, weights, direction.range(block), rate * ratio, decay)
+                if working is not None:
+                    kernels.round_into(weights, working.range(block))
+
+    @abstractmethod
+    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+        """Turn the gradient of one stretch of a tensor into the direction, in place."""
+
+    @abstractmethod
+    def _ratio(self, weight_norm: float, step_norm: float) -> float:
+        """Return the layer-wise factor of an adapted tensor with these norms."""
+
+    def _update(self, where: Range, weights: Array, step: Array, rate: float, decay: float) -> None:
+        """Move the weights of one stretch at the ``rate`` of its tensor."""
+        kernels.descend(weights, step, rate)
+
+
+def _blocks(where: Range, array: Array) -> Iterable[Range]:
+    """Return what is done at a time: on a GPU all of it."""
+    return (where,) if is_device(array) else cut(where, BLOCK)
