@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cuda_compiler
 import cuda_double
 import nccl_double
 import numpy as np
@@ -404,6 +405,9 @@ def _install() -> None:
 _install()
 
 
+RawKernel = cuda_compiler.RawKernel
+
+
 # Functions of the module
 inf, nan, newaxis, pi = np.inf, np.nan, None, np.pi
 
@@ -570,6 +574,7 @@ __all__ = [
     "ufunc",
     "where",
     "zeros",
+    "RawKernel",
     *_UFUNCS,
 ]
 

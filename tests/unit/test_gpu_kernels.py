@@ -1,0 +1,290 @@
+"""Every kernel for a GPU, compiled for the host, against its formula in float64, for all float types and odd shapes."""
+
+from types import ModuleType
+from typing import Any
+
+import cuda_compiler
+import numpy as np
+import pytest
+
+from hpcdist.arrays import backend
+from hpcdist.arrays.dtypes import accumulation_dtype, dtype_of
+from hpcdist.models import device
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+ROWS = ((1, 1), (3, 7), (5, 64), (2, 1030), (9, 33))
+ROOT, CUBIC = np.sqrt(2 / np.pi), 0.044715
+EPSILON = 1e-5
+
+
+def drawn(rng: np.random.Generator, shape: Any, dtype: str, spread: float = 1.0) -> np.ndarray:
+    """Normal numbers, rounded to ``dtype``."""
+    return (rng.standard_normal(shape) * spread).astype(dtype_of(dtype))
+
+
+def there(array: np.ndarray) -> Any:
+    return backend.place(array, "gpu")
+
+
+def wide(array: Any) -> np.ndarray:
+    return backend.to_host(array).astype(np.float64)
+
+
+def empty(shape: Any, dtype: Any) -> Any:
+    return backend.empty(shape, np.dtype(dtype), "gpu")
+
+
+def check(got: Any, want: np.ndarray, dtype: str, units: float = 4.0, size: Any = None) -> None:
+    """Each element within one rounding to ``dtype``, and ``units`` roundings of what it is computed in.
+
+    ``size`` is the magnitude that those concern, where it is not that of the element.
+    """
+    size = np.abs(want) if size is None else size
+    exact = UNIT[str(accumulation_dtype(dtype_of(dtype)))]
+    least = 2.0**-25 if dtype == "float16" else 1e-37 if dtype != "float64" else 1e-300  # what is smaller is 0
+    bound = UNIT[dtype] * np.abs(want) * 1.001 + units * exact * size + least
+    error = np.abs(wide(got) - want)
+    assert (error <= bound).all(), f"{(error / bound).max()} times the bound"
+
+
+def gate(x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-2 * ROOT * (x + CUBIC * x**3)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ROWS)
+def test_activations(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng: np.random.Generator) -> None:
+    x, dy = drawn(rng, shape, dtype, 3.0), drawn(rng, shape, dtype)
+    x64, d64, s = wide(x), wide(dy), gate(wide(x))
+    y = empty(shape, x.dtype)
+    device.gelu(there(x), y)
+    # the exponent 2 u is rounded before it is raised, so |2 u| roundings count
+    turn = 2 * ROOT * (np.abs(x64) + CUBIC * np.abs(x64) ** 3)
+    check(y, x64 * s, dtype, 8, np.abs(x64 * s) * (1 + turn))
+    slope = s + x64 * s * (1 - s) * 2 * ROOT * (1 + 3 * CUBIC * x64**2)
+    dx = there(x)
+    device.gelu_backward(dx, there(dy))
+    check(dx, d64 * slope, dtype, 8, np.abs(d64) * s * (1 + turn) ** 2)
+    device.relu(there(x), y)
+    check(y, np.maximum(x64, 0), dtype, 0)
+    dx = there(x)
+    device.relu_backward(dx, there(dy))
+    check(dx, d64 * (x64 > 0), dtype, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ROWS)
+def test_swiglu(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng: np.random.Generator) -> None:
+    rows, w = shape
+    x, dy = drawn(rng, (rows, 2 * w), dtype, 2.0), drawn(rng, shape, dtype)
+    g, v, d = wide(x)[:, :w], wide(x)[:, w:], wide(dy)
+    s = 1 / (1 + np.exp(-g))
+    y = empty(shape, x.dtype)
+    device.swiglu(there(x), y)
+    check(y, g * s * v, dtype, 8, np.abs(g * s * v) * (1 + np.abs(g)))
+    dx = there(x)
+    device.swiglu_backward(dx, there(dy))
+    want = np.concatenate([d * v * s * (1 + g * (1 - s)), d * g * s], axis=1)
+    size = np.concatenate([np.abs(d * v) * (1 + np.abs(g)), np.abs(d * g * s)], axis=1)
+    check(dx, want, dtype, 8, size * (1 + np.abs(np.tile(g, 2))))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_in_place(gpu: ModuleType, dtype: str, rng: np.random.Generator) -> None:
+    for shape, tail in (((3, 5, 7), (3, 5, 7)), ((3, 5, 16), (5, 16)), ((4, 6), (6,)), ((0, 4), (4,))):
+        y, x = drawn(rng, shape, dtype), drawn(rng, tail, dtype)
+        got = there(y)
+        device.add(got, there(x))
+        check(got, wide(y) + wide(x), dtype, 1)
+    device.scale(got := there(x), 0.3)
+    check(got, wide(x) * 0.3, dtype, 2)
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*ROWS, (700, 5), (2, 8197)])
+def test_norms(gpu: ModuleType, kind: str, dtype: str, shape: tuple[int, int], rng: np.random.Generator) -> None:
+    rows, hidden = shape
+    x, dy, residual = (drawn(rng, shape, dtype) for _ in range(3))
+    scale, bias = drawn(rng, hidden, dtype), drawn(rng, hidden, dtype)
+    sums = [drawn(rng, hidden, dtype) for _ in range(2)]
+    x64, d64, s64 = wide(x), wide(dy), wide(scale)
+    mean = x64.mean(axis=1, keepdims=True) if kind == "layer" else 0.0
+    inverse = 1 / np.sqrt(((x64 - mean) ** 2).mean(axis=1, keepdims=True) + EPSILON)
+    normal = (x64 - mean) * inverse
+    y, statistics = empty(shape, x.dtype), empty((rows, 2 if kind == "layer" else 1), accumulation_dtype(x.dtype))
+    dx, (dscale, dbias) = there(residual), map(there, sums)
+    terms = (wide(residual) + (d64 * s64) * inverse, d64 * normal)
+    g = d64 * s64
+    lost = (g.mean(axis=1, keepdims=True) if kind == "layer" else 0.0) + normal * (g * normal).mean(
+        axis=1, keepdims=True
+    )
+    many, size = 8 + np.sqrt(hidden), np.abs(x64).max() * inverse
+    if kind == "layer":
+        device.norm(there(x), there(scale), there(bias), EPSILON, y, statistics)
+        check(y, normal * s64 + wide(bias), dtype, many, (1 + size) * (np.abs(s64) + np.abs(wide(bias))))
+        device.norm_backward(there(dy), there(x), there(scale), statistics, dx, dscale, dbias)
+        check(dbias, wide(sums[1]) + d64.sum(axis=0), dtype, 8 + np.sqrt(rows), np.abs(d64).sum(axis=0))
+    else:
+        device.rms(there(x), there(scale), EPSILON, y, statistics)
+        check(y, normal * s64, dtype, many, (1 + size) * np.abs(s64))
+        device.rms_backward(there(dy), there(x), there(scale), statistics, dx, dscale)
+    size = (1 + size) ** 2 * (np.abs(terms[0]) + inverse * (1 + np.abs(g).max(axis=1, keepdims=True)))
+    check(dx, wide(residual) + (g - lost) * inverse, dtype, many, size)
+    check(dscale, wide(sums[0]) + terms[1].sum(axis=0), dtype, many + np.sqrt(rows),
+          (1 + np.abs(x64).max() * inverse.max()) * np.abs(d64).sum(axis=0))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*ROWS, (700, 3)])
+def test_column_sums(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng: np.random.Generator) -> None:
+    rows, before = drawn(rng, shape, dtype), drawn(rng, shape[1], dtype)
+    total, size = wide(rows).sum(axis=0), np.abs(wide(rows)).sum(axis=0)
+    for add in (False, True):
+        into = there(before)
+        device.column_sums(there(rows), into, add)
+        check(into, total + add * wide(before), dtype, 8 + np.sqrt(shape[0]), size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ROWS)
+def test_cross_entropy(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng: np.random.Generator) -> None:
+    tokens, classes = shape
+    logits, targets = drawn(rng, shape, dtype, 4.0), rng.integers(-1, classes, tokens)
+    z, counts = wide(logits), targets >= 0
+    z = z - z.max(axis=1, keepdims=True)
+    p = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
+    losses = np.where(counts, np.log(np.exp(z).sum(axis=1)) - z[np.arange(tokens), targets], 0.0)
+    device_logits, statistics = there(logits), empty((tokens, 2), accumulation_dtype(logits.dtype))
+    total = device.cross_entropy(device_logits, there(targets), statistics)
+    assert (total.dtype, total.shape) == (np.float64, ())
+    exact = UNIT[str(accumulation_dtype(logits.dtype))]
+    assert abs(float(total) - losses.sum()) <= 32 * exact * (1 + np.abs(z).max()) * tokens
+    onehot = np.zeros(shape)
+    onehot[np.arange(tokens)[counts], targets[counts]] = 1
+    device.cross_entropy_backward(device_logits, there(targets), statistics, 0.37)
+    check(device_logits, (p - onehot) * 0.37 * counts[:, None], dtype, 32, 0.37 * (1 + np.abs(z)) * (p + onehot))
+
+
+def test_what_is_wrong_with_logits_and_targets_shows(gpu: ModuleType) -> None:
+    targets = there(np.array([0, 1, 5, -1]))
+    for row, bad in ((0, np.nan), (0, np.inf), (0, -np.inf), (2, 0.0), (3, np.nan)):
+        logits = np.zeros((4, 3), np.float32)
+        logits[row] = bad if bad != np.inf else [np.inf, 0, 0]
+        statistics = empty((4, 2), np.float32)
+        device_logits = there(logits)
+        total = float(device.cross_entropy(device_logits, targets, statistics))
+        device.cross_entropy_backward(device_logits, targets, statistics, 1.0)
+        assert np.isnan(total) or row == 3
+        assert row != 0 or np.isnan(device_logits.get()[0]).any()
+    assert np.isnan(device_logits.get()[3]).all()  # it has no loss, and is not hidden
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [1, 7, 64, 1030])
+def test_rows_of_a_table(gpu: ModuleType, dtype: str, hidden: int, rng: np.random.Generator) -> None:
+    vocabulary, n = 5, 600
+    table, rows = drawn(rng, (vocabulary, hidden), dtype), drawn(rng, (n, hidden), dtype)
+    tokens = rng.integers(0, vocabulary - 1, n)  # the last one never comes
+    y, into = empty((n, hidden), table.dtype), there(table)
+    device.gather(there(table), there(tokens), y)
+    assert wide(y).tolist() == wide(table)[tokens].tolist()
+    device.scatter(there(rows), there(tokens), into)
+    want, size = wide(table), np.abs(wide(table))
+    np.add.at(want, tokens, wide(rows))
+    np.add.at(size, tokens, np.abs(wide(rows)))
+    check(into, want, dtype, 32, size)
+    again = there(table)
+    device.scatter(there(rows), there(tokens), again)
+    assert backend.to_host(again).tobytes() == backend.to_host(into).tobytes()
+    device.gather(there(table), there(np.array([vocabulary, -1])), y[:2])
+    assert np.isnan(wide(y[:2])).all()
+    device.scatter(there(rows[:0]), there(tokens[:0]), again)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "heads", "others"), [(2, 1, 0), (6, 3, 5), (64, 2, 64)])
+def test_rotary_positions(
+    gpu: ModuleType, dtype: str, size: int, heads: int, others: int, rng: np.random.Generator
+) -> None:
+    batch, context, rotated = 2, 5, size * heads
+    x = drawn(rng, (batch, context, rotated + others), dtype)
+    angles = np.arange(context)[:, None] * 10000.0 ** (-2 * np.arange(size // 2) / size)
+    turns = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(accumulation_dtype(x.dtype))
+    pairs = wide(x)[..., :rotated].reshape(batch, context, heads, 2, size // 2)
+    c, s = np.cos(angles)[None, :, None], np.sin(angles)[None, :, None]
+    want, got = wide(x), there(x)
+    left, right = pairs[:, :, :, 0], pairs[:, :, :, 1]
+    turned = np.stack([left * c - right * s, right * c + left * s], axis=3)
+    want[..., :rotated] = turned.reshape(batch, context, rotated)
+    device.turn(got, rotated, there(turns), 1)
+    check(got, want, dtype, 4, np.abs(wide(x)).max())
+    device.turn(got, rotated, there(turns), -1)
+    assert np.abs(wide(got) - wide(x)).max() <= 8 * UNIT[dtype] * np.abs(wide(x)).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("first", "last", "width", "ahead"), [(0, 9, 9, 0), (3, 7, 7, 0), (0, 9, 11, 11), (2, 3, 1, 0)]
+)
+def test_softmax_in_pieces(
+    gpu: ModuleType, dtype: str, first: int, last: int, width: int, ahead: int, rng: np.random.Generator
+) -> None:
+    x, d = drawn(rng, (2, 9, 11), dtype, 3.0), drawn(rng, (2, 9, 11), dtype)
+    rows = wide(x)[:, first:last, :width]
+    valid = np.arange(width)[None, :] < np.arange(first, last)[:, None] + 1 + ahead
+    z = np.where(valid, rows, -np.inf)
+    z = (z - z.max(axis=2, keepdims=True)) * 0.5
+    got = there(x)
+    device.shift(got, first, last, width, ahead, 0.5)
+    shown = wide(got)[:, first:last, :width]
+    assert np.array_equal(np.isneginf(shown), ~np.broadcast_to(valid, shown.shape))
+    check(there(np.where(np.isneginf(shown), 0, shown)), np.where(valid, z, 0), dtype, 4, np.abs(rows) + 8)
+    exponentials, sums = np.exp(z).astype(x.dtype), empty((2, 9), x.dtype)
+    whole = wide(got).astype(x.dtype)
+    whole[:, first:last, :width] = exponentials
+    device.normalise(p := there(whole), first, last, width, sums)
+    total = wide(exponentials).sum(axis=2)
+    check(sums[:, first:last], total, dtype, 16)
+    check(p[:, first:last, :width], wide(exponentials) / total[..., None], dtype, 16)
+    chances, dp = wide(p)[:, first:last, :width], wide(d)[:, first:last, :width]
+    device.softmax_backward(p, got := there(d), first, last, width, 0.25)
+    want = wide(d)
+    want[:, first:last, :width] = chances * (dp - (chances * dp).sum(axis=2, keepdims=True)) * 0.25
+    check(got, want, dtype, 32, np.abs(want) + np.abs(dp).max())
+
+
+def test_a_launch_refuses_what_a_kernel_would_misread(gpu: ModuleType, rng: np.random.Generator) -> None:
+    x = there(drawn(rng, (4, 6), "float32"))
+    with pytest.raises(TypeError, match="strides"):
+        device.gelu(x[:, ::2], empty((4, 3), np.float32))
+    with pytest.raises(TypeError, match="argument 1 of gelu is .* float64; it takes float32 in memory of the device"):
+        device.gelu(x, empty((4, 6), np.float64))
+    with pytest.raises(TypeError, match="gelu got <class 'numpy.ndarray'>; a kernel takes arrays of a GPU"):
+        device.gelu(x, np.empty((4, 6), np.float32))
+    with pytest.raises(Exception, match="has no kernels for int64"):
+        device.gelu(there(np.arange(3)), empty(3, np.int64))
+
+
+BROKEN = {
+    "a barrier of the block that some of its threads do not reach": "if (threadIdx.x == 0) __syncthreads();",
+    "some of its lanes wait at a barrier of the block": "if (threadIdx.x) __syncthreads(); else __syncwarp();",
+    "some of its lanes have ended": "if (threadIdx.x) y[0] = __shfl_xor_sync(0xFFFFFFFFu, y[1], 1);",
+}
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_the_host_ends_a_launch_that_would_hang(gpu: ModuleType, message: str) -> None:
+    code = f'extern "C" __global__ void broken(float* y) {{ {BROKEN[message]} }}'
+    kernel = cuda_compiler.RawKernel(code, "broken")
+    array = there(np.zeros(64, np.float32))
+    for _ in range(2):  # the next launch is not hurt by the last
+        with pytest.raises(Exception, match=message):
+            kernel((2,), (64,), (array,))
+    right = cuda_compiler.RawKernel(
+        'extern "C" __global__ void right(float* y) { y[threadIdx.x] = threadIdx.x; }', "right"
+    )
+    right((1,), (64,), (array,))
+    assert array.get().tolist() == list(range(64))
