@@ -8,17 +8,31 @@ if TYPE_CHECKING:
 
 
 def build(
-    config: "ModelConfig", dtype: str = "float32", *, context: int = 0, features: int = 0, classes: int = 0
+    config: "ModelConfig",
+    dtype: str = "float32",
+    *,
+    context: int = 0,
+    features: int = 0,
+    classes: int = 0,
+    height: int = 0,
+    width: int = 0,
+    channels: int = 0,
 ) -> "Model":
     """Return the model that ``config`` describes, for the inputs that the data has.
 
-    A gpt needs ``context`` (tokens a sample), an mlp ``features`` and ``classes``. ``dtype`` is "float32" or "float64".
-    Raises ConfigurationError when one of them is missing or not supported.
+    A gpt and an encoder need ``context`` (tokens a sample), an mlp ``features`` and ``classes``, a convnet ``height``,
+    ``width``, ``channels`` and ``classes``. ``dtype`` is "float32" or "float64". Raises ConfigurationError when one of
+    them is missing or not supported.
     """
     # Imported here, so that `models.config` stays as light as `hpcdist --help` needs it.
-    from hpcdist.models import gpt, mlp
+    from hpcdist.models import convnet, encoder, gpt, mlp
     from hpcdist.models.model import Model
 
     if config.kind == "gpt":
         return Model(gpt.stages(config, context), dtype, tokens_per_sample=context)
+    if config.kind == "encoder":
+        stages, said = encoder.stages(config, context), encoder.predictions(context)
+        return Model(stages, dtype, tokens_per_sample=said)
+    if config.kind == "convnet":
+        return Model(convnet.stages(config, height, width, channels, classes), dtype, tokens_per_sample=1)
     return Model(mlp.stages(config, features, classes), dtype, tokens_per_sample=1)

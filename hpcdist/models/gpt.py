@@ -1,10 +1,12 @@
 """A decoder-only transformer (Radford et al. 2019): learned positions, pre-norm blocks, tanh GELU, causal attention.
 
 Layers: 0 embeds, 1..L are blocks, L + 1 is the last norm and the head. Activations are (batch, context, hidden).
+As options, those of Llama (Touvron et al., arXiv:2302.13971): rotary positions, RMS norms, SwiGLU, heads of keys and
+values that queries share, linears without bias.
 """
 
 import math
-from typing import Final
+from typing import Any, Final
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import TensorSpec
@@ -13,64 +15,47 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.models.dropout import DOWN, EMBEDDING, PROJECTION, countable
 from hpcdist.models.operations import Operations
 from hpcdist.models.stage import Gradients, Parameters, Saved, Stage, StreamOf
+from hpcdist.models.tensors import column_specs, draw, norm_specs, row_specs
 
 DEVIATION: Final = 0.02  # of initial weights, as in GPT-2
 
 
 def stages(config: ModelConfig, context: int) -> tuple[Stage, ...]:
     """Return the stages of a GPT for at most ``context`` tokens a sample."""
+    return transformer(config, context, causal=True)
+
+
+def transformer(config: ModelConfig, context: int, *, causal: bool) -> tuple[Stage, ...]:
+    """Return the stages of a transformer; unless ``causal`` every token sees all of its sample."""
     if context < 1:
-        raise ConfigurationError(f"data.context is {context}; a gpt needs at least 1 token of context")
+        raise ConfigurationError(f"data.context is {context}; {config.kind} models need at least 1 token of context")
     if config.dropout and not countable(config.heads * context, context):
         raise ConfigurationError(
             f"model.dropout = {config.dropout} with model.heads = {config.heads} and data.context = {context}: a "
             "sample has more probabilities of attention than the random numbers can be counted for; use fewer heads, a "
             "shorter context, or model.dropout = 0"
         )
-    blocks = (Block(layer, config, context) for layer in range(1, config.layers + 1))
+    blocks = (Block(layer, config, context, causal) for layer in range(1, config.layers + 1))
     return (Embed(config, context), *blocks, Head(config, context))
 
 
-def _draw(parameters: Parameters, spec: TensorSpec, rng_of: StreamOf, deviation: float) -> None:
-    parameters[spec.name][...] = rng_of(spec).standard_normal(spec.shape) * deviation
-
-
-def _norm(layer: int, name: str, hidden: int) -> tuple[TensorSpec, TensorSpec]:
-    return TensorSpec(layer, f"{name}.scale", (hidden,), False), TensorSpec(layer, f"{name}.bias", (hidden,), False)
-
-
-def _column(layer: int, name: str, inputs: int, *outputs: int) -> tuple[TensorSpec, TensorSpec]:
-    """Return weight and bias that tensor parallelism cuts by outputs, along the last dim of those."""
-    last = len(outputs) - 1
-    return (
-        TensorSpec(layer, f"{name}.weight", (*outputs, inputs), cut=last),
-        TensorSpec(layer, f"{name}.bias", outputs, False, cut=last),
-    )
-
-
-def _row(layer: int, name: str, inputs: int, outputs: int) -> tuple[TensorSpec, TensorSpec]:
-    """Return a weight that tensor parallelism cuts by inputs, and a bias that all ranks have."""
-    return (
-        TensorSpec(layer, f"{name}.weight", (outputs, inputs), cut=1),
-        TensorSpec(layer, f"{name}.bias", (outputs,), False),
-    )
-
-
 class Embed:
-    """Tokens (batch, context) to activations: token embedding plus learned position."""
+    """Tokens (batch, context) to activations: token embedding plus position, where positions are learned."""
 
     def __init__(self, config: ModelConfig, context: int) -> None:
         self.layer = 0
         self.tied: dict[str, str] = {}
         self.context, self.dropout = context, config.dropout
         self._output = (context, config.hidden)
-        self._specs = (
+        self.learned = config.positions == "learned"
+        tables = (
             TensorSpec(0, "tokens.weight", (config.vocabulary, config.hidden), cut=0),
             TensorSpec(0, "positions.weight", (context, config.hidden)),
         )
+        self._specs = tables if self.learned else tables[:1]
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the specs of the two tables."""
+        """Return the specs of the tables."""
         return self._specs
 
     def output_shape(self, samples: int) -> tuple[int, ...]:
@@ -78,49 +63,61 @@ class Embed:
         return samples, *self._output
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
-        """Draw both tables."""
+        """Draw the tables."""
         for spec in self._specs:
-            _draw(parameters, spec, rng_of, DEVIATION)
+            draw(parameters, spec, rng_of, DEVIATION)
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
-        """Return (batch, context, hidden) for integer tokens x (batch, context), of any context up to the table's."""
+        """Return (batch, context, hidden) for integer tokens x (batch, context).
+
+        Any context up to that of the table of positions; without one there is no bound.
+        """
         context = x.shape[1]
-        if context > self.context:
+        if self.learned and context > self.context:
             raise UsageError(f"got {context} tokens of context, the model has {self.context} positions; pass the last")
         y = operations.embed.forward(parameters, "tokens", x, saved)
-        y = operations.positions.forward(parameters, "positions", y, context, saved)
+        if self.learned:
+            y = operations.positions.forward(parameters, "positions", y, context, saved)
         return operations.dropout.forward(y, self.dropout, EMBEDDING, saved)
 
     def backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
     ) -> None:
-        """Write the gradients of both tables; tokens have none."""
+        """Write the gradients of the tables; tokens have none."""
         dy = operations.dropout.backward(dy, self.dropout, EMBEDDING, saved)
         operations.embed.backward(gradients, "tokens", dy, saved)
-        operations.positions.backward(gradients, "positions", dy, saved)
+        if self.learned:
+            operations.positions.backward(gradients, "positions", dy, saved)
 
 
 class Block:
     """Attention and MLP, each behind a norm and around a residual."""
 
-    def __init__(self, layer: int, config: ModelConfig, context: int) -> None:
+    def __init__(self, layer: int, config: ModelConfig, context: int, causal: bool) -> None:
         self.layer = layer
         self.tied: dict[str, str] = {}
         self._output = (context, config.hidden)
-        self.head_size, self.dropout = config.hidden // config.heads, config.dropout
+        self.head_size, self.dropout, self.causal = config.hidden // config.heads, config.dropout, causal
+        self.grouped = config.kv_width != config.hidden
+        self.rotary, self.norm, self.activation = config.positions == "rotary", config.norm, config.activation
         self._residual_deviation = DEVIATION / math.sqrt(2 * config.layers)
-        hidden = config.hidden
+        hidden, bias = config.hidden, config.bias
+        qkv = column_specs(layer, "qkv", hidden, 3, hidden, bias=bias)  # query, key, value: each is cut by heads
+        if self.grouped:
+            qkv = column_specs(layer, "query", hidden, hidden, bias=bias)
+            qkv += column_specs(layer, "kv", hidden, 2, config.kv_width, bias=bias)
+        gated = (2,) if config.activation == "swiglu" else ()  # gates, then values
         self._specs = (
-            *_norm(layer, "norm1", hidden),
-            *_column(layer, "qkv", hidden, 3, hidden),  # query, key, value: each is cut by heads
-            *_row(layer, "projection", hidden, hidden),
-            *_norm(layer, "norm2", hidden),
-            *_column(layer, "up", hidden, 4 * hidden),
-            *_row(layer, "down", 4 * hidden, hidden),
+            *norm_specs(layer, "norm1", hidden, config.norm),
+            *qkv,
+            *row_specs(layer, "projection", hidden, hidden, bias=bias),
+            *norm_specs(layer, "norm2", hidden, config.norm),
+            *column_specs(layer, "up", hidden, *gated, config.inner, bias=bias),
+            *row_specs(layer, "down", config.inner, hidden, bias=bias),
         )
 
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Return the twelve specs of the block."""
+        """Return the specs of the block."""
         return self._specs
 
     def output_shape(self, samples: int) -> tuple[int, ...]:
@@ -132,21 +129,20 @@ class Block:
         for spec in self._specs:
             if spec.name.endswith(".weight"):
                 residual = spec.name.startswith(("projection", "down"))
-                _draw(parameters, spec, rng_of, self._residual_deviation if residual else DEVIATION)
+                draw(parameters, spec, rng_of, self._residual_deviation if residual else DEVIATION)
             else:
                 parameters[spec.name][...] = 1 if spec.name.endswith(".scale") else 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return (batch, context, hidden); x stays unchanged."""
-        normal = operations.norm.forward(parameters, "norm1", x, saved)
-        qkv = operations.linear_column.forward(parameters, "qkv", normal, saved)
-        mixed = operations.attention.forward(qkv, self.head_size, saved, dropout=self.dropout)
+        normal = operations.norm.forward(parameters, "norm1", x, saved, kind=self.norm)
+        mixed = self._attention(parameters, normal, operations, saved)
         middle = operations.linear_row.forward(parameters, "projection", mixed, saved)
         middle = operations.dropout.forward(middle, self.dropout, PROJECTION, saved)
         middle += x
-        normal = operations.norm.forward(parameters, "norm2", middle, saved)
+        normal = operations.norm.forward(parameters, "norm2", middle, saved, kind=self.norm)
         wide = operations.linear_column.forward(parameters, "up", normal, saved)
-        active = operations.activation.forward(wide, "gelu", saved)
+        active = operations.activation.forward(wide, self.activation, saved)
         y = operations.linear_row.forward(parameters, "down", active, saved)
         y = operations.dropout.forward(y, self.dropout, DOWN, saved)
         y += middle
@@ -166,10 +162,49 @@ class Block:
         branch = operations.dropout.backward(dy, self.dropout, PROJECTION, saved)
         d = operations.linear_row.backward(parameters, gradients, "projection", branch, saved)
         assert d is not None
-        d = operations.attention.backward(d, saved)
-        d = operations.linear_column.backward(parameters, gradients, "qkv", d, saved)
-        assert d is not None
+        d = self._attention_backward(parameters, gradients, d, operations, saved)
         return operations.norm.backward(parameters, gradients, "norm1", d, saved, residual=dy)
+
+    def _attention(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
+        """Return what the heads see (batch, context, width), from their linears on."""
+        linear, rotary, size = operations.linear_column, operations.rotary, self.head_size
+        how: dict[str, Any] = {"dropout": self.dropout} | ({} if self.causal else {"causal": False})
+        if not self.grouped:
+            qkv = linear.forward(parameters, "qkv", x, saved)
+            if self.rotary:
+                rotary.forward(qkv, size, qkv.shape[-1] // 3 * 2, saved)
+            return operations.attention.forward(qkv, size, saved, **how)
+        query, kv = linear.forward(parameters, "query", x, saved), linear.forward(parameters, "kv", x, saved)
+        if self.rotary:
+            rotary.forward(query, size, query.shape[-1], saved)
+            rotary.forward(kv, size, kv.shape[-1] // 2, saved)
+        return operations.attention.forward(query, size, saved, **(how | {"kv": kv}))
+
+    def _attention_backward(
+        self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved
+    ) -> Array:
+        """Write the gradients of the linears before the heads; return dx, a scratch array."""
+        linear, rotary, size = operations.linear_column, operations.rotary, self.head_size
+        found = operations.attention.backward(dy, saved)
+        if not self.grouped:
+            assert not isinstance(found, tuple)
+            if self.rotary:
+                rotary.backward(found, size, found.shape[-1] // 3 * 2, saved)
+            dx = linear.backward(parameters, gradients, "qkv", found, saved)
+            assert dx is not None
+            return dx
+        dquery, dkv = found
+        if self.rotary:
+            rotary.backward(dquery, size, dquery.shape[-1], saved)
+            rotary.backward(dkv, size, dkv.shape[-1] // 2, saved)
+        by_query = linear.backward(parameters, gradients, "query", dquery, saved)
+        assert by_query is not None
+        kept = saved.scratch("block.dquery", by_query.shape, by_query.dtype)
+        kept[...] = by_query  # the next linear writes where this one has
+        dx = linear.backward(parameters, gradients, "kv", dkv, saved)
+        assert dx is not None
+        dx += kept
+        return dx
 
 
 class Head:
@@ -180,7 +215,8 @@ class Head:
         self._output = (context, config.vocabulary)
         self.tied = {"head.weight": "0.tokens.weight"} if config.tied else {}
         head = TensorSpec(self.layer, "head.weight", (config.vocabulary, config.hidden), cut=0)
-        self._specs = (*_norm(self.layer, "norm", config.hidden), *(() if config.tied else (head,)))
+        self.norm = config.norm
+        self._specs = (*norm_specs(self.layer, "norm", config.hidden, config.norm), *(() if config.tied else (head,)))
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Return the specs of the norm, and of the head unless it is tied."""
@@ -192,15 +228,15 @@ class Head:
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Draw the head unless it is tied; the norm starts as the identity."""
-        parameters["norm.scale"][...] = 1
-        parameters["norm.bias"][...] = 0
         for spec in self._specs:
             if spec.name == "head.weight":
-                _draw(parameters, spec, rng_of, DEVIATION)
+                draw(parameters, spec, rng_of, DEVIATION)
+            else:
+                parameters[spec.name][...] = 1 if spec.name == "norm.scale" else 0
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return logits (batch, context, vocabulary); x stays unchanged."""
-        normal = operations.norm.forward(parameters, "norm", x, saved)
+        normal = operations.norm.forward(parameters, "norm", x, saved, kind=self.norm)
         return operations.linear_column.forward(parameters, "head", normal, saved)
 
     def backward(

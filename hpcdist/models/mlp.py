@@ -1,6 +1,7 @@
 """A multi-layer perceptron that classifies: hidden layers of one width, then a linear head."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,17 @@ def stages(config: ModelConfig, features: int, classes: int) -> tuple[Stage, ...
         Dense(layer, widths[layer], widths[layer + 1], "" if layer == last else config.activation, config.dropout)
         for layer in range(last + 1)
     )
+
+
+def as_fractions(x: Array, dtype: np.dtype[Any], saved: Saved) -> Array:
+    """Return data in ``dtype``: integers become [0, 1] by the range of their type, kept as "fractions"."""
+    if x.dtype == dtype:
+        return x
+    fractions = saved.empty("fractions", x.shape, dtype)
+    fractions[...] = x
+    if np.issubdtype(x.dtype, np.integer):
+        fractions /= dtype.type(np.iinfo(x.dtype).max)
+    return fractions
 
 
 class Dense:
@@ -58,10 +70,7 @@ class Dense:
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return (batch, outputs) for x (batch, inputs). Integer features of the first layer become [0, 1] by dtype."""
-        dtype = parameters["linear.weight"].dtype
-        if x.dtype != dtype:
-            scale = np.iinfo(x.dtype).max if np.issubdtype(x.dtype, np.integer) else 1
-            x = x.astype(dtype) / dtype.type(scale)
+        x = as_fractions(x, parameters["linear.weight"].dtype, saved)
         y = operations.linear_column.forward(parameters, "linear", x, saved)
         if self.activation:
             y = operations.activation.forward(y, self.activation, saved)

@@ -13,7 +13,7 @@ from hpcdist.models.config import ModelConfig
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "cnn"}, "model.kind is 'cnn'; choose one of gpt, mlp"),
+        ({"kind": "cnn"}, "model.kind is 'cnn'; choose one of gpt, encoder, mlp, convnet"),
         ({"layers": 0}, "model.layers is 0"),
         ({"hidden": -4}, "model.hidden is -4"),
         ({"heads": 0}, "model.heads is 0"),
@@ -21,9 +21,27 @@ from hpcdist.models.config import ModelConfig
         ({"hidden": 130}, "not a multiple of model.heads = 4"),
         ({"dropout": 1.0}, "less than 1"),
         ({"dropout": -0.1}, "at least 0"),
-        ({"activation": "relu"}, "a gpt uses 'gelu'"),
-        ({"activation": "swish"}, "choose one of gelu, relu"),
-        ({"kind": "mlp", "tied": True}, "no token embedding"),
+        ({"activation": "swish"}, "choose one of gelu, relu, swiglu"),
+        ({"activation": "swiglu", "kind": "mlp"}, "model.activation = 'swiglu' is for gpt and encoder"),
+        ({"activation": "swiglu", "kind": "convnet"}, "a model of kind 'convnet' uses 'gelu' or 'relu'"),
+        ({"positions": "sine"}, "model.positions is 'sine'; choose one of learned, rotary"),
+        ({"norm": "batch"}, "model.norm is 'batch'; choose one of layer, rms"),
+        ({"kv_heads": -1}, "model.kv_heads is -1; it must be at least 0"),
+        ({"kv_heads": 3}, r"model.kv_heads = 3 does not divide model.heads = 4; choose one of \[1, 2, 4\]"),
+        ({"kv_heads": 8}, "does not divide model.heads = 4"),
+        ({"feed_forward": -1}, "model.feed_forward is -1"),
+        ({"hidden": 12, "positions": "rotary"}, "model.hidden / model.heads = 3 numbers; make that even"),
+        ({"kind": "encoder", "vocabulary": 1}, "an encoder needs a token to say and one for the mask"),
+        ({"kind": "encoder", "mask_token": 256}, "model.mask_token is 256, outside of the model.vocabulary = 256"),
+        ({"kind": "encoder", "mask_token": -2}, "model.mask_token is -2"),
+        ({"kind": "encoder", "hidden": 130}, "not a multiple of model.heads = 4"),
+        ({"mask_token": 5}, "model.mask_token = 5 has no effect with model.kind = 'gpt'; remove it, or choose encoder"),
+        ({"kind": "mlp", "tied": True}, "model.tied = true has no effect with model.kind = 'mlp'; .* gpt or encoder"),
+        ({"kind": "mlp", "norm": "rms"}, "model.norm = 'rms' has no effect with model.kind = 'mlp'"),
+        ({"kind": "convnet", "bias": False}, "model.bias = false has no effect with model.kind = 'convnet'"),
+        ({"kind": "convnet", "kv_heads": 2}, "model.kv_heads = 2 has no effect"),
+        ({"kind": "convnet", "positions": "rotary"}, "model.positions = 'rotary' has no effect"),
+        ({"kind": "mlp", "feed_forward": 9}, "model.feed_forward = 9 has no effect"),
     ],
 )
 def test_refusals(changes: dict[str, Any], message: str) -> None:
@@ -42,6 +60,39 @@ def test_hidden_of_an_mlp_needs_no_heads() -> None:
     assert ModelConfig(kind="mlp", hidden=7).hidden == 7
 
 
+@pytest.mark.parametrize(
+    ("changes", "inner", "kv_width"),
+    [
+        ({}, 512, 128),
+        ({"activation": "swiglu"}, 352, 128),  # 341.3 rounded up
+        ({"activation": "swiglu", "hidden": 12}, 32, 12),
+        ({"activation": "swiglu", "hidden": 4096, "heads": 32, "kv_heads": 8}, 10944, 1024),
+        ({"activation": "relu", "feed_forward": 7, "kv_heads": 1}, 7, 32),
+    ],
+)
+def test_widths_of_a_block(changes: dict[str, Any], inner: int, kv_width: int) -> None:
+    config = ModelConfig(**changes)
+    assert (config.inner, config.kv_width) == (inner, kv_width)
+    shapes = {spec.name: spec.shape for spec in models.build(config, context=2).stages[1].tensors()}
+    assert shapes["down.weight"] == (config.hidden, inner)
+    grouped = kv_width != config.hidden
+    assert shapes["kv.weight" if grouped else "qkv.weight"] == (2 if grouped else 3, kv_width, config.hidden)
+
+
+def test_the_mask_is_the_last_token_or_a_chosen_one() -> None:
+    assert ModelConfig(kind="encoder", vocabulary=300).mask == 299
+    assert ModelConfig(kind="encoder", vocabulary=300, mask_token=0).mask == 0
+
+
+def test_defaults_are_the_tensors_of_before() -> None:
+    # A checkpoint of a gpt finds its tensors by these names and shapes, and its random numbers by their order.
+    names = [spec.name for spec in models.build(ModelConfig(), context=2).stages[1].tensors()]
+    assert names == [
+        *("norm1.scale", "norm1.bias", "qkv.weight", "qkv.bias", "projection.weight", "projection.bias"),
+        *("norm2.scale", "norm2.bias", "up.weight", "up.bias", "down.weight", "down.bias"),
+    ]
+
+
 def test_frozen_and_keyword_only() -> None:
     with pytest.raises(FrozenInstanceError):
         ModelConfig().layers = 2  # type: ignore[misc]
@@ -54,5 +105,9 @@ def test_build_refuses_missing_inputs_and_other_precisions() -> None:
         models.build(ModelConfig())
     with pytest.raises(ConfigurationError, match="0 features and 3 classes"):
         models.build(ModelConfig(kind="mlp"), classes=3)
+    with pytest.raises(ConfigurationError, match="pictures of 3 x 0 pixels with 1 channels, and 2 classes"):
+        models.build(ModelConfig(kind="convnet"), height=3, channels=1, classes=2)
+    with pytest.raises(ConfigurationError, match="data.context is 0; encoder models"):
+        models.build(ModelConfig(kind="encoder"))
     with pytest.raises(ConfigurationError, match="not in 'float16'"):
         models.build(ModelConfig(), "float16", context=4)

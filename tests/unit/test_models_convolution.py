@@ -1,0 +1,110 @@
+"""Convolution by unfolding: against sums in float64, on every border, and its gradients as the transposed sums."""
+
+import numpy as np
+import pytest
+
+from hpcdist.models import convolution
+from hpcdist.models.arena import Arena
+from hpcdist.models.convolution import SIZE, convolve, convolve_backward, output_side
+
+SHAPES = [  # samples, height, width, inputs, outputs, stride
+    (2, 5, 4, 3, 4, 1),
+    (3, 6, 7, 2, 5, 2),
+    (1, 1, 1, 1, 1, 1),
+    (1, 1, 1, 3, 2, 2),
+    (2, 1, 9, 3, 1, 2),
+    (2, 2, 1, 5, 3, 1),
+    (5, 8, 8, 16, 9, 2),
+    (0, 4, 4, 3, 2, 1),
+]
+
+
+class Into(dict):
+    """Gradients, each written for the first time or added to."""
+
+    def __init__(self, add: bool, **shapes) -> None:
+        super().__init__({name.replace("_", "."): np.full(shape, 2.0) for name, shape in shapes.items()})
+        self.add = add
+
+    def into(self, name):
+        return self[name], self.add
+
+
+def taps(height, width, stride):
+    """Yield (place in the window, output pixel, input pixel) of every product that is not with a zero."""
+    for p in range(output_side(height, stride)):
+        for q in range(output_side(width, stride)):
+            for i in range(SIZE):
+                for j in range(SIZE):
+                    above, left = p * stride + i - 1, q * stride + j - 1
+                    if 0 <= above < height and 0 <= left < width:
+                        yield (i, j), (p, q), (above, left)
+
+
+@pytest.fixture(params=SHAPES, ids=str)
+def case(request, rng):
+    samples, height, width, inputs, outputs, stride = request.param
+    x = rng.standard_normal((samples, height, width, inputs))
+    weight = rng.standard_normal((outputs, SIZE, SIZE, inputs))
+    bias = rng.standard_normal(outputs)
+    dy = rng.standard_normal((samples, output_side(height, stride), output_side(width, stride), outputs))
+    return x, weight, bias, dy, stride
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("few", [False, True])
+def test_against_the_sums(case, dtype, few, monkeypatch):
+    x, weight, bias, dy, stride = (value if isinstance(value, int) else value.astype(dtype) for value in case)
+    if few:  # samples at a time
+        monkeypatch.setattr(convolution, "CACHE_BYTES", 1)
+    want = np.zeros(dy.shape) + bias.astype(np.float64)
+    dx, dweight = np.zeros(x.shape), np.zeros(weight.shape)
+    for (i, j), (p, q), (above, left) in taps(*x.shape[1:3], stride):
+        pixel, d = x[:, above, left].astype(np.float64), dy[:, p, q].astype(np.float64)
+        want[:, p, q] += pixel @ weight[:, i, j].T
+        dx[:, above, left] += d @ weight[:, i, j]
+        dweight[:, i, j] += d.T @ pixel
+    parameters = {"c.weight": weight, "c.bias": bias}
+    # A sum of n products is off by n roundings of the size of its terms at most.
+    bound = np.finfo(dtype).eps * (weight[0].size + dy[..., 0].size + 2) * 30
+    for add in (False, True):
+        saved, into = Arena().saved(0), Into(add, c_weight=weight.shape, c_bias=bias.shape)
+        y = convolve(parameters, "c", x, stride, saved)
+        assert y.dtype == dtype and y.shape == want.shape
+        np.testing.assert_allclose(y, want, atol=bound)
+        found = convolve_backward(parameters, into, "c", dy, saved)
+        np.testing.assert_allclose(found, dx, atol=bound)
+        np.testing.assert_allclose(into["c.weight"], dweight + 2 * add, atol=bound)
+        np.testing.assert_allclose(into["c.bias"], dy.sum(axis=(0, 1, 2), dtype=np.float64) + 2 * add, atol=bound)
+
+
+def test_no_gradient_of_data(case):
+    x, weight, bias, dy, stride = case
+    saved, into = Arena().saved(0), Into(False, c_weight=weight.shape, c_bias=bias.shape)
+    convolve({"c.weight": weight, "c.bias": bias}, "c", x, stride, saved)
+    assert convolve_backward({"c.weight": weight}, into, "c", dy, saved, input_gradient=False) is None
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_shows(bad, rng):
+    x, weight = rng.standard_normal((1, 4, 4, 2)), rng.standard_normal((3, SIZE, SIZE, 2))
+    x[0, 0, 0, 1] = bad
+    y = convolve({"c.weight": weight, "c.bias": np.zeros(3)}, "c", x, 1, Arena().saved(0))
+    assert not np.isfinite(y[0, :2, :2]).any()
+    assert np.isfinite(y[0, 2:]).all() and np.isfinite(y[0, :, 2:]).all()
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("side", [1, 2, 3, 4, 7])
+def test_shifted_slices_of_a_gpu_are_the_loops_of_a_processor(side, stride, rng):
+    x = rng.standard_normal((2, side, 5, 3))
+    high, wide = output_side(side, stride), output_side(5, stride)
+    ours, theirs = (np.full((2 * high * wide, SIZE * SIZE * 3), np.nan) for _ in range(2))
+    convolution._unfold_rows(x, ours, high, wide, stride)
+    convolution._unfold_device(x, theirs, high, wide, stride)
+    assert (ours == theirs).all()
+    rows = rng.standard_normal(ours.shape)
+    ours, theirs = (np.ones(x.shape) for _ in range(2))
+    convolution._fold_rows(rows, ours, high, wide, stride)
+    convolution._fold_device(rows, theirs, high, wide, stride)
+    np.testing.assert_allclose(theirs, ours, rtol=1e-13)
