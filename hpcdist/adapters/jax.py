@@ -1,0 +1,146 @@
+"""Models that are pure functions of JAX, trained by every strategy.
+
+    from hpcdist.adapters import jax as adapter
+
+    def block(params, x):  # (samples, ...) -> (samples, ...)
+        return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
+
+    model = adapter.wrap([embed, block, block, head], params, loss, example=(tokens, targets))
+
+A stage is what a pipeline cuts off and what ZeRO-3 gathers and frees. Its passes are compiled apart, and parameters are
+read from the run's memory in each of both: `hpcdist.adapters.jax_passes` tells what is kept between them. Gradients,
+outputs and the gradients of inputs are copied out once; see `hpcdist.adapters.jax_arrays` and `WrappedModel.traffic`.
+
+Random numbers: a stage ``(params, x, keys) -> y`` gets a key for each sample, which follows from (seed, step, layer,
+place of the sample in the batch), so that any cut of the work drops the same; None where nothing is to be dropped.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcdist.adapters.jax_arrays import Traffic, enabled, library
+from hpcdist.adapters.jax_loss import JaxLoss
+from hpcdist.adapters.jax_passes import POLICIES
+from hpcdist.adapters.jax_stage import Adapted, Chain, Function, JaxStage, Sample, Shared
+from hpcdist.adapters.jax_trees import Leaves, check_alike, check_ties, grouped, platform_of
+from hpcdist.arrays.backend import Array, to_host
+from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.models.model import Model
+
+
+class WrappedModel(Model):
+    """A model whose stages compute with JAX."""
+
+    traffic: Traffic
+    given: Sequence[tuple[int, Leaves]]  # of each function: its stage, and the leaves of its params
+
+    def trees(self, values: Mapping[str, Array]) -> list[Any]:
+        """Return the params, in the structure they were wrapped in, from arrays by name ``LAYER.NAME`` (local).
+
+        Arrays are those of the host, not copies.
+        """
+        tied = {f"{stage.layer}.{name}": key for stage in self.stages for name, key in stage.tied.items()}
+        keys = [[f"{layer}.{name}" for name in leaves.names] for layer, leaves in self.given]
+        found = [[to_host(values[tied.get(key, key)]) for key in own] for own in keys]
+        unflatten = library().tree_util.tree_unflatten
+        return [unflatten(leaves.tree, own) for (_, leaves), own in zip(self.given, found, strict=True)]
+
+
+def wrap(
+    stages: Sequence[Callable[..., Any]],
+    params: Sequence[Any],
+    loss: Callable[[Any, Any], Any],
+    *,
+    example: tuple[Any, Any],
+    tied: Mapping[str, str] | None = None,
+    keep: str = "products",
+    adapted: Adapted | None = None,
+) -> WrappedModel:
+    """Return a model of ``stages``, each a pure function (params, x) -> y of whole micro-batches.
+
+    ``params`` has a pytree for each stage, or a function without arguments that makes it; its leaves are float32 or
+    float64 arrays, and what the model is trained from. A stage without params goes with the one before (the first ones
+    with the one behind). ``adapted(name, leaf)`` says of the leaf LAYER.NAME whether weight decay and layer-wise rates
+    apply; by default to all of two dims and more. ``example`` is a batch (inputs, targets), arrays or
+    `jax.ShapeDtypeStruct`, of any number of samples: the shapes and types of a sample count. ``loss(y, targets)``
+    returns losses (samples, ...), whose mean over all is trained; or a number, the mean over the samples it got.
+
+    ``tied`` says which tensors are those of an earlier stage: {"3.head": "0.table"}, by ``LAYER.NAME``, the name being
+    the path in the pytree with dots. ``keep`` is what lies in memory between forward and backward:
+    "products" of matrices and convolutions, "everything" or "nothing".
+
+    Raises UsageError and ConfigurationError for what cannot be trained, with the name of the tensor or the stage.
+    """
+    if keep not in POLICIES:
+        raise UsageError(f"keep = {keep!r}; choose one of {', '.join(POLICIES)}")
+    if not stages or len(stages) != len(params):
+        raise UsageError(f"got {len(stages)} stages and {len(params)} params; give a pytree for each stage")
+    leaves = [Leaves.of(own, f"params of stage {number}") for number, own in enumerate(params)]
+    computes, groups = check_alike(leaves), grouped(leaves)
+    samples, x, target = _example(example)
+    shared = Shared(computes, keep, Traffic(), {}, adapted or _adapted)
+    made = _stages(stages, leaves, groups, check_ties(tied or {}, [_own(leaves, group) for group in groups]), x, shared)
+    for stage in made:
+        _refuse_unused(stage, samples)
+    lossy = JaxLoss(loss, shared.traffic, output=(made[-1].output_shape(1)[1:], computes), target=target)
+    count, on = lossy.per_sample, platform_of(leaves)
+    model = WrappedModel(made, computes.name, tokens_per_sample=count, loss=lossy, seeded=False, on=on)
+    layer_of = {number: layer for layer, group in enumerate(groups) for number in group}
+    model.traffic, model.given = shared.traffic, [(layer_of[number], own) for number, own in enumerate(leaves)]
+    return model
+
+
+def _stages(
+    functions: Sequence[Callable[..., Any]],
+    leaves: Sequence[Leaves],
+    groups: Sequence[Sequence[int]],
+    ties: Sequence[dict[str, str]],
+    x: Sample,
+    shared: Shared,
+) -> list[JaxStage]:
+    """Return a stage for each of ``groups``; ``x`` is what the first one gets."""
+    made: list[JaxStage] = []
+    for layer, group in enumerate(groups):
+        own = _own(leaves, group)
+        chain = Chain(tuple(Function.of(functions[number], leaves[number].tree, f"stage {number}") for number in group))
+        made.append(JaxStage(layer, chain, own, ties[layer], x, shared))
+        x = made[-1].output_shape(1)[1:], shared.computes
+    return made
+
+
+def _adapted(name: str, leaf: Any) -> bool:
+    return len(leaf.shape) > 1
+
+
+def _own(leaves: Sequence[Leaves], group: Sequence[int]) -> Leaves:
+    """Return the leaves of a stage: of its functions one has some."""
+    return next(leaves[number] for number in group if leaves[number].names)
+
+
+def _refuse_unused(stage: JaxStage, samples: int) -> None:
+    unused = stage.unused(samples)
+    if unused:
+        raise ConfigurationError(
+            f"tensor {stage.layer}.{unused[0]} has no gradient: what {stage} returns does not depend on it, or not "
+            "differentiably; leave it out of the params, or let the function have it as a constant"
+        )
+
+
+def _example(given: Any) -> tuple[int, Sample, Sample]:
+    """Return the number of samples in an example, and shape and type of a sample of its inputs and targets."""
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise UsageError(f"the example is a {type(given).__name__}; give a pair (inputs, targets)")
+    samples: list[Sample] = []
+    counts: list[int] = []
+    for values, what in zip(given, ("inputs", "targets"), strict=True):
+        array = values if hasattr(values, "shape") and hasattr(values, "dtype") else np.asarray(values)
+        if not array.shape or not array.shape[0]:
+            raise UsageError(f"the {what} of the example have shape {tuple(array.shape)}; give one sample or more")
+        counts.append(array.shape[0])
+        samples.append((tuple(array.shape[1:]), enabled(array.dtype)))
+    if counts[0] != counts[1]:
+        raise UsageError(f"the example has {counts[0]} inputs and {counts[1]} targets; give as many of both")
+    x, target = samples
+    return counts[0], x, target
