@@ -25,8 +25,9 @@ class ParallelConfig:
     replicas of the data axis turn gradients into parameters, ``schedule`` in which order micro-batches are computed
     (``auto``: 1f1b in a pipeline, else sequential); ``chunks`` is how many parts of the model a pipeline rank has,
     where the schedule leaves that open, and ``schedule_file`` has the passes of the schedule ``file``. ``microbatches``
-    without a pipeline is gradient accumulation: less memory for activations, the same result. ``recompute``, in a
-    pipeline, keeps only the input of a micro-batch and computes its activations again before its backward. ``tensor``
+    without a pipeline is gradient accumulation: less memory for activations, the same result. ``recompute`` computes
+    activations again for the backward: of a micro-batch in a pipeline only its input is kept; where it goes back right
+    after it came, input and output of each layer are. ``tensor``
     ranks compute each layer of a gpt together; ``sequence_parallel`` cuts what lies between their products by tokens.
 
     A pipeline is cut by ``partition``: so that the slowest rank has as few parameters, operations or measured seconds
@@ -50,6 +51,12 @@ class ParallelConfig:
     stage_units: tuple[int, ...] = ()
     stage_speeds: tuple[int, ...] = ()
     stage_memory_bytes: tuple[int, ...] = ()
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether layers are computed again one by one, since every micro-batch goes back right after it came."""
+        at_once = self.microbatches == 1 or self.order in ("sequential", "1f1b")
+        return self.recompute and self.pipeline == 1 and at_once
 
     @property
     def order(self) -> str:
@@ -110,13 +117,6 @@ class ParallelConfig:
             raise ConfigurationError(
                 f"parallel.recompute = true with parallel.schedule = {self.schedule!r}: what a weight gradient needs "
                 "stays in memory until it is computed; set it to false, or choose gpipe, 1f1b or interleaved"
-            )
-        at_once = self.order in ("sequential", "1f1b") and self.pipeline == 1
-        kept = self.microbatches > 1 and not at_once
-        if self.recompute and not kept:
-            raise ConfigurationError(
-                "parallel.recompute = true saves nothing here: every micro-batch goes back right after it came; set it "
-                "to false, or use a pipeline (or parallel.schedule = 'gpipe') of several parallel.microbatches"
             )
 
     def _check_tensor(self) -> None:

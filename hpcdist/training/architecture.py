@@ -63,6 +63,8 @@ def described(trainer: Trainer) -> str:
             parts.append(f"bubble {bubble:.0%}")
     elif parallel.microbatches > 1:
         parts.append(f"{parallel.microbatches} micro-batches")
+    if parallel.recomputes_layers:
+        parts.append("layers recomputed")
     return ", ".join(parts)
 
 

@@ -23,7 +23,6 @@ from typing import Any, Final, Self
 import numpy as np
 
 from hpcdist.arrays import backend
-from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.lock import Lock
@@ -40,7 +39,7 @@ from hpcdist.training.origin import Stored
 from hpcdist.training.pace import end_of_job
 from hpcdist.training.survival import EXIT_CODES, StopWishes
 
-KIND: Final = "given"  # what the recipe of such a run has as model.kind
+KIND: Final = "mlp"  # what the recipe of such a run has as model.kind
 
 
 class Training:
@@ -75,12 +74,6 @@ class Training:
         self._session.record(run.path, communication.deadline_s, spans=self.recipe.telemetry.trace)
         origin = None if run.resume_from is None else Stored(run.resume_from)
         self._trainer, _ = self._job.assemble(self._session, self.recipe, origin)
-        if not self._trainer.exchange.lock_step:
-            raise ConfigurationError(
-                "a script makes its steps together with all ranks, and this parameter server lets each go at its own "
-                "pace; set parameter_server.consistency = 'bsp' without backup workers, or give `hpcdist train` the "
-                "model, with model.kind = 'import'"
-            )
         progress = self._job.progress(self._trainer)
         self._job.introduce(self._session, self._trainer, progress)
         self._loop = self._job.loop(self._session, self._trainer, progress)
@@ -134,7 +127,7 @@ class Training:
         """
         if self._ended or self._done >= self.recipe.run.steps:
             raise UsageError(f"all of run.steps = {self.recipe.run.steps} are made; set more, or end the loop")
-        x, y, expected = _array(inputs), _array(targets), self._share().size
+        x, y, expected = backend.adopt(inputs), backend.adopt(targets), self._share().size
         if not len(x) == len(y) == expected:
             raise UsageError(
                 f"step {self._done + 1}: rank {self.rank} got {len(x)} inputs and {len(y)} targets, and its share of "
@@ -149,7 +142,7 @@ class Training:
         return self._loop.outcome.loss
 
     def close(self) -> None:
-        """End the run: save, report, let go of its files. More steps cannot be made; `parameters` can be asked for."""
+        """End the run: save, report, let go of its files. More steps cannot be made."""
         if self._ended:
             return
         self._ended = True
@@ -162,13 +155,13 @@ class Training:
         self._session.comm.barrier()  # files are whole before any rank looks at them
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return a copy of every tensor by name, ``LAYER.NAME``, as the last checkpoint has it (local).
+        """Return a copy of every tensor by name, ``LAYER.NAME``, as the run left it; it is ended where it is not yet.
 
-        Raises UsageError before `close`.
+        Collective before `close`, local after it: each rank reads them from the last checkpoint.
         """
+        self.close()
         path = self._loop.outcome.checkpoint
-        if not self._ended or path is None:
-            raise UsageError("the parameters of all ranks are together at the end: call Training.close before")
+        assert path is not None, "the end of a run saves"
         model = self._trainer.model
         store = FlatStore(model.layout, model.dtype)
         restore(path, pieces_of({"parameters": store}, store.parts))
@@ -193,13 +186,17 @@ def _recipe_of(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> reci
     """Return the recipe of a file or of keys, for a model that is given (local)."""
     kept = {f"model.kind={KIND}"}
     if not isinstance(given, Mapping):
-        return recipes.load(given, kept).recipe
+        return _lock_step(recipes.load(given, kept).recipe)
     keys = settings.table(given, "the keys given to Training", recipes.defaults(), Path())
-    return recipes.load(keys, kept).recipe
+    return _lock_step(recipes.load(keys, kept).recipe)
 
 
-def _array(values: Any) -> Array:
-    """Return ``values`` as an array of the library that has their memory; nothing is copied (local)."""
-    if isinstance(values, np.ndarray) or backend.is_device(values):
-        return values
-    return backend.adopt(values)
+def _lock_step(recipe: recipes.Recipe) -> recipes.Recipe:
+    """Raise ConfigurationError where ``recipe`` lets workers go at their own pace."""
+    if recipe.parallel.strategy == "parameter_server" and not recipe.parameter_server.lock_step:
+        raise ConfigurationError(
+            "a script makes its steps together with all ranks, and this parameter server lets each go at its own pace; "
+            "set parameter_server.consistency = 'bsp' without backup workers, or give `hpcdist train` the model, with "
+            "model.kind = 'import'"
+        )
+    return recipe

@@ -15,6 +15,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.solo import solo
 from hpcdist.comm.start import Session
 from hpcdist.models.model import Model
+from hpcdist.models.recompute import recomputing
 from hpcdist.optim import rates, scaling
 from hpcdist.strategies import build, loss_scale
 from hpcdist.strategies.compressed.decision import Decision
@@ -196,6 +197,8 @@ def assemble(
     computing = len(roles.workers) if roles else comm.size
     recipe.chaos.check_world(comm.size, computing, lock_step=recipe.parameter_server.lock_step)
     source, whole = _brought(comm, recipe, given)
+    if parallel.recomputes_layers:
+        whole = recomputing(whole)
     ledger = Ledger()
     schedule = pipelining.written(parallel, comm)
     seat, selection, plan = _seat(session, recipe, grid, roles, whole, ledger, origin, schedule)

@@ -67,6 +67,11 @@ from hpcdist.training.trainer import assemble
             "zero3, native, optimizer state in files, shards in files",
         ),
         (
+            1,
+            ["parallel.recompute=true", "parallel.microbatches=2"],
+            "allreduce, native, 2 micro-batches, layers recomputed",
+        ),
+        (
             2,
             ["parallel.strategy=zero1", "zero.shared_parameters=true"],
             "zero1, native, parameters shared by a node",

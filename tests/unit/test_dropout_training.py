@@ -18,7 +18,9 @@ SHARDS = {"run.logical_shards": 3, "communication.algorithm": "auto"}
 LAYOUTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
     "micro-batches": (1, {}, {"parallel.microbatches": 3}),
     "uneven replicas": (3, {}, {"parallel.microbatches": 2}),
+    "recomputed layers": (1, {}, {"parallel.recompute": "true"}),
     "zero3": (2, {}, {"parallel.strategy": "zero3"}),
+    "zero3, recomputed layers": (2, {}, {"parallel.strategy": "zero3", "parallel.recompute": "true"}),
     "a server": (3, {}, {"parallel.strategy": "parameter_server", "parameter_server.servers": 1}),
     "gpipe": (2, {"run.global_batch": 12}, {**PIPELINE, "parallel.schedule": "gpipe"}),
     "1f1b": (4, {"run.global_batch": 12}, PIPELINE),
@@ -26,6 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object], dict[str, object]]] = {
     "zb-h1": (2, {"run.global_batch": 12}, {**PIPELINE, "parallel.schedule": "zb-h1"}),
     "interleaved": (2, {"run.global_batch": 12}, {**PIPELINE, **CHUNKS}),
     "tensor": (2, {}, {"parallel.tensor": 2}),
+    "tensor, recomputed layers": (2, {}, {"parallel.tensor": 2, "parallel.recompute": "true"}),
     "tensor, by rows": (2, {}, {"parallel.tensor": 2, "parallel.sequence_parallel": "true"}),
     "logical shards": (2, {"run.global_batch": 12}, {"run.global_batch": 12, **SHARDS}),
 }

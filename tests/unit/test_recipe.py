@@ -325,8 +325,6 @@ def test_reading_a_recipe_imports_nothing_heavy() -> None:
             ["parallel.pipeline=2", "zero.shared_parameters=true", "parallel.strategy=zero1"],
             "shared_parameters = True with parallel.pipeline",
         ),
-        (["parallel.recompute=true"], "saves nothing"),
-        (["parallel.recompute=true", "parallel.schedule=1f1b", "parallel.microbatches=4"], "saves nothing"),
         (["parallel.pipeline=2", "parallel.microbatches=3"], "does not divide into parallel.microbatches = 3"),
         (["parallel.pipeline=0"], "must be at least 1"),
     ],
