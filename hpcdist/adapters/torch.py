@@ -16,13 +16,17 @@ import numpy as np
 from hpcdist.adapters.torch_arrays import computable, library
 from hpcdist.adapters.torch_binding import Binding
 from hpcdist.adapters.torch_loss import TorchLoss
-from hpcdist.adapters.torch_modules import cuts
+from hpcdist.adapters.torch_modules import check, cuts
+from hpcdist.adapters.torch_recipe import recipe_of
 from hpcdist.adapters.torch_stage import TorchStage
+from hpcdist.adapters.torch_state import load
 from hpcdist.errors import UsageError
 from hpcdist.models.model import Model
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = ["load", "recipe_of", "wrap"]
 
 Adapted = Callable[[str, "torch.nn.Parameter"], bool]
 
@@ -62,6 +66,7 @@ def wrap(
     if tokens_per_sample < 1:
         raise UsageError(f"tokens_per_sample is {tokens_per_sample}; a sample has at least 1 prediction")
     found = cuts(module_or_stages)
+    check(found)
     binding = Binding(found)
     decide = _adapted if adapted is None else adapted
     stages = [TorchStage(layer, cut, binding, decide) for layer, cut in enumerate(found)]
@@ -72,6 +77,8 @@ def wrap(
         str(binding.dtype).removeprefix("torch."),
         tokens_per_sample=tokens_per_sample,
         loss=TorchLoss(loss, reduction, tokens_per_sample),
+        seeded=False,
+        on="gpu" if binding.device.type == "cuda" else "cpu",
     )
 
 

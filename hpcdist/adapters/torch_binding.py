@@ -48,7 +48,6 @@ class _Bound:
         self.views: Parameters | None = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.starts: dict[int, str] = {}  # address of the memory -> name
-        self.shared = False  # a parameter of it with another stage, which may have it elsewhere
 
 
 class Binding:
@@ -59,9 +58,6 @@ class Binding:
         first = next(iter(cuts[0].own.values()))
         self.dtype: torch.dtype = first.dtype
         self.device: torch.device = first.device
-        tied = {id(self._bound[id(cut)].parameters[name]) for cut in cuts for name in cut.tied}
-        for bound in self._bound.values():
-            bound.shared = any(id(parameter) in tied for parameter in bound.parameters.values())
         self._initial: dict[int, torch.Tensor] | None = {
             id(parameter): parameter.detach() for cut in cuts for parameter in cut.own.values()
         }
@@ -95,21 +91,24 @@ class Binding:
     def bind(self, cut: Cut, views: Parameters, beside: Array) -> None:
         """Let the parameters of a stage lie in ``views``. Raises ConfigurationError on another device than theirs."""
         bound = self._bound[id(cut)]
-        if views is bound.views and not bound.shared:
-            return
+        if views is not bound.views:
+            self._look_at(bound, views, beside)
+        for name, parameter in bound.parameters.items():
+            tensor = bound.tensors[name]
+            if parameter.data_ptr() != tensor.data_ptr():  # one of another stage too, or the user's own again
+                parameter.data = tensor
+
+    def _look_at(self, bound: _Bound, views: Parameters, beside: Array) -> None:
         if is_device(beside) != (self.device.type == "cuda"):
             raise ConfigurationError(
                 f"the modules are on {self.device}, the run computes on {'gpu' if is_device(beside) else 'cpu'}; move "
                 f"them there with module.to({'cuda' if is_device(beside) else 'cpu'!r}), or change run.device"
             )
-        if views is not bound.views:
-            bound.tensors = {name: tensor_of(views[name]) for name in bound.parameters}
-            bound.starts = {
-                tensor.untyped_storage().data_ptr(): name for name, tensor in bound.tensors.items() if tensor.numel()
-            }
-            bound.views = views
-        for name, parameter in bound.parameters.items():
-            parameter.data = bound.tensors[name]
+        bound.tensors = {name: tensor_of(views[name]) for name in bound.parameters}
+        bound.starts = {
+            tensor.untyped_storage().data_ptr(): name for name, tensor in bound.tensors.items() if tensor.numel()
+        }
+        bound.views = views
 
     def holds(self, cut: Cut, start: int) -> bool:
         """Whether memory that begins at ``start`` is that of a parameter of a stage."""

@@ -45,7 +45,7 @@ def cuts(given: Any) -> list[Cut]:
 
     The children of an ``nn.Sequential`` are stages, and so are the modules of a list or tuple; any other module is one
     stage. A stage needs a tensor of its own, so a module without one goes with the modules before it (or, if it is the
-    first, with those behind it). Raises UsageError and ConfigurationError, see `check`.
+    first, with those behind it). Raises UsageError for what are no modules.
     """
     modules = _modules(given)
     found: list[Cut] = []
@@ -71,7 +71,6 @@ def cuts(given: Any) -> list[Cut]:
                 cut.own[name] = parameter
             else:
                 cut.tied[name] = owner[id(parameter)]
-    check(found)
     return found
 
 
@@ -102,6 +101,8 @@ def check(found: Sequence[Cut]) -> None:
             raise UsageError(f"{where} has no shape yet; run the module once on an example before it is wrapped")
         if parameter.device.type == "meta":
             raise UsageError(f"{where} is on the meta device and has no values; materialise it with to_empty")
+        if not parameter.numel():
+            raise UsageError(f"{where} is empty; did another run take it? Wrap modules that have all their values")
         if not parameter.requires_grad:
             raise UsageError(
                 f"{where} has requires_grad = False, so no gradient; what is not trained has to be a buffer "

@@ -64,8 +64,8 @@ class TorchStage:
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return the output of the last module for x (samples, ...)."""
+        self.binding.bind(self.cut, parameters, x)
         with same_stream(x):
-            self.binding.bind(self.cut, parameters, x)
             leaf = computable(x, self.binding.dtype) if self.layer == 0 else tensor_of(x)
             if saved.draw is None:
                 y = None
@@ -83,8 +83,8 @@ class TorchStage:
 
         All of it is done here, also where a schedule would have those of the weights later.
         """
+        self.binding.bind(self.cut, parameters, dy)
         with same_stream(dy):
-            self.binding.bind(self.cut, parameters, dy)
             run: Run = saved["torch.run"]
             y = self._recorded(run.x, None) if run.y is None else run.y
             if not y.requires_grad:

@@ -1,0 +1,228 @@
+"""Modules of PyTorch that tests wrap, a plain training of the same, and a training of the wrapped under any layout."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hpcdist.adapters.torch import wrap
+from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.models.model import Model
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.strategies.build import EXCHANGES, build_executor, operations, prove
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.grid import Axes, Grid
+from hpcdist.strategies.schedule.executor import Executor, Step
+from hpcdist.strategies.schedule.placement import looped
+from hpcdist.strategies.seat import Seat
+
+VOCABULARY, CONTEXT, HIDDEN = 23, 6, 16
+RATE, BETAS, EPSILON, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1
+OPTIMIZER = OptimizerConfig(
+    learning_rate=RATE, weight_decay=DECAY, clip_norm=0.0, warmup_steps=0, decay="constant", epsilon=EPSILON
+)
+
+
+class Embed(nn.Module):
+    """Tokens (samples, context) to (samples, context, hidden)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.positions = nn.Parameter(torch.randn(CONTEXT, HIDDEN) * 0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.tokens(tokens) + self.positions
+
+
+class Block(nn.Module):
+    """A block of a transformer, with a mask as a buffer."""
+
+    def __init__(self, heads: int = 2, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.qkv, self.projection = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN)
+        self.mlp = nn.Sequential(
+            nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU(), nn.Linear(4 * HIDDEN, HIDDEN), nn.Dropout(dropout)
+        )
+        self.heads = heads
+        self.register_buffer("mask", torch.ones(CONTEXT, CONTEXT).tril().bool())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        samples, context, hidden = x.shape
+        parts = self.qkv(self.norm1(x)).view(samples, context, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(*parts, attn_mask=self.mask)
+        x = x + self.projection(mixed.transpose(1, 2).reshape(samples, context, hidden))
+        return x + self.mlp(self.norm2(x))
+
+
+class Head(nn.Module):
+    """The last norm, and logits by a matrix that may be that of the embedding."""
+
+    def __init__(self, tied: nn.Parameter | None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.logits = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        if tied is not None:
+            self.logits.weight = tied
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.logits(self.norm(x))
+
+
+def gpt(seed: int, *, blocks: int = 2, tied: bool = False, dropout: float = 0.0) -> nn.Sequential:
+    """A small language model whose children are the stages."""
+    torch.manual_seed(seed)
+    embed = Embed()
+    return nn.Sequential(
+        embed, *(Block(dropout=dropout) for _ in range(blocks)), Head(embed.tokens.weight if tied else None)
+    )
+
+
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean cross entropy of all tokens."""
+    return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def tokens(rng: np.random.Generator, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets (samples, context)."""
+    drawn = rng.integers(0, VOCABULARY, (samples, CONTEXT + 1)).astype(np.uint16)
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def wrapped(module: Any, x: np.ndarray, **options: Any) -> Model:
+    """The model of a language model's ``module``."""
+    return wrap(module, token_loss, example=x[:1], tokens_per_sample=CONTEXT, **options)
+
+
+def plain(module: nn.Module, batches: list[tuple[np.ndarray, np.ndarray]]) -> list[float]:
+    """Train ``module`` as a script of PyTorch's own would; return the losses."""
+    matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in module.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPSILON)
+    losses = []
+    for x, y in batches:
+        optimizer.zero_grad(set_to_none=True)
+        loss = token_loss(module(torch.from_numpy(x.astype(np.int64))), torch.from_numpy(y.astype(np.int64)))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a training is laid out over ranks."""
+
+    strategy: str = "allreduce"
+    pipeline: int = 1
+    microbatches: int = 1
+    schedule: str = "auto"
+    chunks: int = 1
+    recompute: bool = False
+    working: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Training:
+    """A wrapped model under a layout. Building one is collective over ``comm``."""
+
+    def __init__(self, comm: Communicator, model: Model, layout: Layout, seed: int = 0) -> None:
+        self.comm, self.model, self.layout = comm, model, layout
+        self.grid = Grid.of(comm.size, data=0, pipeline=layout.pipeline)
+        axes = Axes(self.grid, comm)
+        self.seat = Seat(
+            world=comm,
+            data=axes.data,
+            pipeline=axes.pipeline,
+            model=model,
+            optimizer=OPTIMIZER,
+            total_steps=100,
+            algorithm="native",
+            working=None if layout.working is None else dtype_of(layout.working),
+            placement=self._placement(),
+        )
+        self.exchange = EXCHANGES[layout.strategy](self.seat)
+        self.executor: Executor = build_executor(self.seat, self.exchange)
+        self.executor.seed = seed
+        parallel = ParallelConfig(
+            strategy=layout.strategy,
+            pipeline=layout.pipeline,
+            schedule=layout.schedule,
+            microbatches=layout.microbatches,
+            chunks=layout.chunks,
+            recompute=layout.recompute,
+        )
+        self.operations = operations(self.seat, self.exchange, self.executor.copies, parallel)
+        prove(self.seat, self.grid, self.operations, layout.microbatches, accumulates=self.exchange.accumulates)
+        for unit, part in self.seat.ranges.items():
+            initial = FlatStore(model.layout, model.dtype, part)
+            model.initialise_stage(unit, initial, seed)
+            self.exchange.take(initial)
+        self.executor.copies.refresh()
+        self.done = 0
+
+    def _placement(self) -> Any:
+        count, parts = len(self.model.stages), self.layout.pipeline * self.layout.chunks
+        if parts == 1:
+            return None
+        bounds = [count * part // parts for part in range(parts + 1)]
+        chunks = [range(first, last) for first, last in zip(bounds, bounds[1:], strict=False)]
+        return looped(chunks, self.layout.pipeline)
+
+    def mine(self, values: np.ndarray) -> np.ndarray:
+        """This replica's share of a batch."""
+        share: np.ndarray = np.array_split(values, self.seat.data.size)[self.seat.data.rank]
+        return share
+
+    def step(self, x: np.ndarray, y: np.ndarray) -> Step:
+        """Make a step on a batch that all ranks have. Collective."""
+        parts = [np.array_split(self.mine(values), self.layout.microbatches) for values in (x, y)]
+        first = sum(len(part) for part in np.array_split(x, self.seat.data.size)[: self.seat.data.rank])
+        self.done += 1
+        return self.executor.run(
+            self.operations, list(zip(*parts, strict=True)), len(x), self.done, np.zeros(0), first_sample=first
+        )
+
+    def state(self) -> dict[str, np.ndarray]:
+        """All parameters by name, whole, from what the ranks would save. Collective."""
+        found: dict[str, np.ndarray] = {}
+        own = [
+            (p.tensor, p.global_shape, p.flat, np.array(p.array))
+            for p in self.exchange.pieces()
+            if p.kind == "parameters"
+        ]
+        for pieces in self.comm.allgather_object(own):
+            for tensor, shape, flat, values in pieces:
+                whole = found.setdefault(tensor, np.full(math.prod(shape), np.nan))
+                whole[flat.slice] = values
+        shapes = {segment.key: segment.spec.shape for segment in self.model.layout.segments}
+        return {tensor: values.reshape(shapes[tensor]) for tensor, values in found.items()}
+
+
+def compare(
+    training: Training,
+    build: Callable[[], nn.Sequential],
+    batches: list[tuple[np.ndarray, np.ndarray]],
+    tolerance: float,
+) -> None:
+    """Train, and compare losses and parameters with a plain training of what ``build`` gives. Collective."""
+    twin = build()
+    expected = plain(twin, batches)
+    losses = [training.step(x, y).loss for x, y in batches]
+    np.testing.assert_allclose(losses, expected, rtol=tolerance)
+    state, theirs = training.state(), dict(twin.named_parameters())
+    assert {key.split(".", 1)[1] for key in state} == set(theirs)
+    norm = math.sqrt(sum(float((value.detach().double() ** 2).sum()) for value in theirs.values()))
+    squared = 0.0
+    for key, values in state.items():
+        squared += float(((values - theirs[key.split(".", 1)[1]].detach().numpy()) ** 2).sum())
+    assert math.sqrt(squared) <= tolerance * norm, f"{math.sqrt(squared) / norm:.1e} of the norm of the model"
