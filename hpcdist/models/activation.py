@@ -4,13 +4,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.jit import jit
 from hpcdist.models import device
-from hpcdist.models.device import CUBIC, ROOT
 from hpcdist.models.kernels import REORDER, SAMPLE_DTYPES
 from hpcdist.models.stage import Saved
 
+ROOT: Final = 0.7978845608028654  # sqrt(2 / pi)
+CUBIC: Final = 0.044715
 BLOCK: Final = 16384  # elements: three blocks of float64 stay in a second-level cache
 
 
@@ -31,9 +32,9 @@ class LocalActivation:
         saved.keep(f"{name}.x", x)
         saved.keep(f"{name}.kind", kind)
         if kind == "relu":
-            namespace(x).maximum(x, 0, out=y)
+            device.relu(x, y) if is_device(x) else np.maximum(x, 0, out=y)
         elif kind == "swiglu":
-            (_swiglu_device if is_device(x) else swiglu)(x.reshape(-1, 2 * width), y.reshape(-1, width))
+            (device.swiglu if is_device(x) else swiglu)(x.reshape(-1, 2 * width), y.reshape(-1, width))
         elif is_device(x):
             device.gelu(x, y)
         else:
@@ -45,11 +46,11 @@ class LocalActivation:
         x: Array = saved[f"{name}.x"]
         kind = saved[f"{name}.kind"]
         if kind == "relu":
-            namespace(x).multiply(dy, x > 0, out=x)
+            device.relu_backward(x, dy) if is_device(x) else np.multiply(dy, x > 0, out=x)
         elif kind == "swiglu":
             rows, drows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
             if is_device(x):
-                _swiglu_backward_device(rows, drows)
+                device.swiglu_backward(rows, drows)
             else:
                 block = saved.scratch("swiglu.tanh", (_rows_of_a_block(drows), drows.shape[1]), x.dtype)
                 swiglu_backward(rows, drows, block)
@@ -157,19 +158,6 @@ def _gated_backward(x: Any, t: Any, dy: Any, half: Any, one: Any) -> None:
             gate, share = gates[j], half * (one + t[row, j])
             gates[j] = dy[row, j] * values[j] * share * (one + gate * (one - share))
             values[j] = dy[row, j] * gate * share
-
-
-def _swiglu_device(x: Array, y: Array) -> None:
-    width = y.shape[1]
-    y[...] = 0.5 * x[:, :width] * (1 + namespace(x).tanh(0.5 * x[:, :width])) * x[:, width:]
-
-
-def _swiglu_backward_device(x: Array, dy: Array) -> None:
-    width = dy.shape[1]
-    gates, values = x[:, :width].copy(), x[:, width:].copy()
-    share = 0.5 * (1 + namespace(x).tanh(0.5 * gates))
-    x[:, :width] = dy * values * share * (1 + gates * (1 - share))
-    x[:, width:] = dy * gates * share
 
 
 for _dtype in SAMPLE_DTYPES:

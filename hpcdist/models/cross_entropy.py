@@ -4,8 +4,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, Scalar, is_device, namespace
+from hpcdist.arrays.backend import Array, Scalar, is_device
+from hpcdist.arrays.dtypes import accumulation_dtype
 from hpcdist.arrays.jit import jit
+from hpcdist.models import device
 from hpcdist.models.kernels import REORDER, REORDER_MAXIMUM, SAMPLE_DTYPES
 from hpcdist.models.stage import Saved
 from hpcdist.models.tokens import check_tokens
@@ -24,17 +26,19 @@ class LocalCrossEntropy:
         """
         tokens, classes = logits.shape
         targets = check_tokens(targets.reshape(-1), classes, "target", ignored=True)
-        sums = saved.empty(f"{name}.sums", (tokens,), logits.dtype)
-        saved.keep(f"{name}.exponentials", logits)
+        saved.keep(f"{name}.exponentials", logits)  # on a GPU still the logits
         saved.keep(f"{name}.targets", targets)
-        return (_forward_device if is_device(logits) else _forward)(logits, targets, sums)
+        if is_device(logits):
+            statistics = saved.empty(f"{name}.sums", (tokens, 2), accumulation_dtype(logits.dtype))
+            return device.cross_entropy(logits, targets, statistics)
+        return _forward(logits, targets, saved.empty(f"{name}.sums", (tokens,), logits.dtype))
 
     def backward(self, scale: float, saved: Saved, name: str = "cross_entropy") -> Array:
         """Return dlogits (tokens, classes) = (softmax - onehot) scale, in the memory of the logits."""
         logits: Array = saved[f"{name}.exponentials"]
         targets, sums = saved[f"{name}.targets"], saved[f"{name}.sums"]
         if is_device(logits):
-            _backward_device(logits, targets, sums, scale)
+            device.cross_entropy_backward(logits, targets, sums, scale)
         else:
             _gradient(logits, targets, sums, logits.dtype.type(scale))
         return logits
@@ -95,23 +99,6 @@ def _gradient(exponentials: Any, targets: Any, sums: Any, scale: Any) -> None:
             row[j] *= share
         if target >= 0:
             row[target] -= scale
-
-
-def _forward_device(logits: Array, targets: Array, sums: Array) -> Array:
-    xp = namespace(logits)
-    logits -= logits.max(axis=1, keepdims=True)
-    chosen = logits[xp.arange(targets.size), xp.maximum(targets, 0)].astype(np.float64)
-    xp.exp(logits, out=logits)
-    logits.sum(axis=1, out=sums)
-    total: Array = xp.where(targets >= 0, xp.log(sums.astype(np.float64)) - chosen, 0.0).sum()
-    return total
-
-
-def _backward_device(logits: Array, targets: Array, sums: Array, scale: float) -> None:
-    xp = namespace(logits)
-    scales = xp.where(targets >= 0, logits.dtype.type(scale), logits.dtype.type(0))
-    logits *= (scales / sums)[:, None]
-    logits[xp.arange(targets.size), xp.maximum(targets, 0)] -= scales
 
 
 for _dtype in SAMPLE_DTYPES:

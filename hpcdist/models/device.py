@@ -21,8 +21,6 @@ EMBEDDING: Final = Source(_FOLDER / "embedding.cu")
 NORM: Final = Source(_FOLDER / "norm.cu")
 SOFTMAX: Final = Source(_FOLDER / "softmax.cu")
 
-ROOT: Final = 0.7978845608028654  # sqrt(2 / pi)
-CUBIC: Final = 0.044715
 PACK: Final = 4  # elements that a thread has of a row in norms
 SPAN: Final = 512 * 4 * PACK  # columns of which a block of a norm's backward keeps the sums at a time
 ROWS: Final = 512  # blocks of a norm's backward: a constant, so that sums are the same on every GPU

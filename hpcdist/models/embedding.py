@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.jit import jit
+from hpcdist.models import device
 from hpcdist.models.kernels import SAMPLE_DTYPES
 from hpcdist.models.stage import Gradients, Parameters, Saved
 from hpcdist.models.tokens import check_tokens
@@ -23,7 +24,7 @@ class LocalEmbedding:
         y = saved.empty(f"{prefix}.y", (*tokens.shape, table.shape[1]), table.dtype)
         rows = y.reshape(-1, table.shape[1])
         if is_device(table):
-            namespace(table).take(table, indices, axis=0, out=rows)
+            device.gather(table, indices, rows)
         else:  # the indices are checked: "clip" only keeps numpy from buffering `out`
             np.take(table, indices, axis=0, out=rows, mode="clip")
         saved.keep(f"{prefix}.indices", indices)
@@ -36,7 +37,7 @@ class LocalEmbedding:
             into[...] = 0
         rows = dy.reshape(-1, dy.shape[-1])
         if is_device(dy):
-            namespace(dy).add.at(into, saved[f"{prefix}.indices"], rows)
+            device.scatter(rows, saved[f"{prefix}.indices"], into)
         else:
             _add_rows(rows, saved[f"{prefix}.indices"], into)
 
@@ -46,7 +47,11 @@ class LocalPositions:
 
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
         """Add the rows of the first ``context`` positions to y (batch, context, hidden), in place."""
-        y += parameters[f"{prefix}.weight"][:context]
+        rows = parameters[f"{prefix}.weight"][:context]
+        if is_device(y):
+            device.add(y, rows)
+        else:
+            y += rows
         return y
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
@@ -55,6 +60,9 @@ class LocalPositions:
         context = dy.shape[1]
         if not add:
             into[context:] = 0
+        if is_device(dy):
+            device.column_sums(dy.reshape(dy.shape[0], -1), into[:context].reshape(-1), add)
+        elif not add:
             dy.sum(axis=0, out=into[:context])
         else:
             into[:context] += dy.sum(axis=0)

@@ -1,6 +1,7 @@
 """Dense layers: matrix products of the array library, written straight into their destination."""
 
-from hpcdist.arrays.backend import Array, namespace
+from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.models import device
 from hpcdist.models.stage import Gradients, Parameters, Saved
 
 
@@ -49,7 +50,10 @@ def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array
     namespace(x).matmul(x.reshape(-1, inputs), weight.T, out=rows)
     bias = parameters.get(f"{prefix}.bias")
     if bias is not None:
-        rows += bias.reshape(-1)
+        if is_device(rows):
+            device.add(rows, bias.reshape(-1))
+        else:
+            rows += bias.reshape(-1)
     return y
 
 
@@ -89,6 +93,9 @@ def as_matrix(weight: Array) -> Array:
 
 def column_sums(rows: Array, into: Array, add: bool) -> None:
     """Write or add the sums of ``rows`` (n, columns) to ``into`` (columns,)."""
+    if is_device(rows):
+        device.column_sums(rows, into, add)
+        return
     # A product with ones is twice as fast as a reduction over the slow dim, and sums in blocks, so rounds less.
     xp = namespace(rows)
     ones = xp.ones((1, rows.shape[0]), rows.dtype)  # (1, n): cupy 13 takes no vector together with `out`

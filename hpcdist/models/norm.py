@@ -7,7 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.backend import Array, is_device
+from hpcdist.arrays.dtypes import accumulation_dtype
 from hpcdist.arrays.jit import jit
 from hpcdist.models import device
 from hpcdist.models.kernels import REORDER, SAMPLE_DTYPES
@@ -32,9 +33,10 @@ class LocalNorm:
         saved.keep(f"{prefix}.x", x)
         saved.keep(f"{prefix}.kind", kind)
         rows, out, epsilon = _rows(x), _rows(y), x.dtype.type(EPSILON)
-        statistics = saved.empty(f"{prefix}.statistics", (rows.shape[0], 1 if kind == "rms" else 2), x.dtype)
+        shape = rows.shape[0], 1 if kind == "rms" else 2
+        statistics = saved.empty(f"{prefix}.statistics", shape, accumulation_dtype(x.dtype))
         if kind == "rms":
-            (_rms_device if is_device(x) else _rms)(rows, scale, epsilon, out, statistics)
+            (device.rms if is_device(x) else _rms)(rows, scale, epsilon, out, statistics)
         else:
             run = device.norm if is_device(x) else _forward
             run(rows, scale, parameters[f"{prefix}.bias"], epsilon, out, statistics)
@@ -56,7 +58,7 @@ class LocalNorm:
             dx[...] = 0
         given = _rows(dy), _rows(x), scale, saved[f"{prefix}.statistics"], _rows(dx), _begun(gradients, prefix, "scale")
         if saved[f"{prefix}.kind"] == "rms":
-            (_rms_backward_device if is_device(x) else _rms_backward)(*given)
+            (device.rms_backward if is_device(x) else _rms_backward)(*given)
         else:
             run = device.norm_backward if is_device(x) else _backward
             run(*given, _begun(gradients, prefix, "bias"))
@@ -149,17 +151,6 @@ def _rms_backward(dy: Any, x: Any, scale: Any, statistics: Any, dx: Any, dscale:
         for j in range(hidden):
             dx[token, j] += (dy[token, j] * scale[j] - x[token, j] * slope) * inverse
             dscale[j] += dy[token, j] * x[token, j] * inverse
-
-
-def _rms_device(x: Array, scale: Array, epsilon: Any, y: Array, statistics: Array) -> None:
-    statistics[:, 0] = 1 / namespace(x).sqrt((x * x).mean(axis=1) + epsilon)
-    y[...] = x * statistics * scale
-
-
-def _rms_backward_device(dy: Array, x: Array, scale: Array, statistics: Array, dx: Array, dscale: Array) -> None:
-    normal, g = x * statistics, dy * scale
-    dx += (g - normal * (g * normal).mean(axis=1, keepdims=True)) * statistics
-    dscale += (dy * normal).sum(axis=0)
 
 
 def _sample(dtype: str) -> tuple[Any, ...]:

@@ -9,8 +9,10 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.dtypes import accumulation_dtype
 from hpcdist.arrays.jit import jit
 from hpcdist.errors import ConfigurationError
+from hpcdist.models import device
 from hpcdist.models.kernels import SAMPLE_DTYPES
 from hpcdist.models.stage import Saved
 
@@ -34,11 +36,12 @@ class LocalRotary:
 
 
 def table(context: int, head_size: int, like: Array) -> Array:
-    """Return (context, head_size): cosines, then sines, of all positions; where ``like`` is, and in its dtype.
+    """Return (context, head_size): cosines, then sines, of all positions; where ``like`` is, in its dtype or float32.
 
     Angles are computed in float64. The table is kept, and grows by doubling: texts grow by a token when sampled.
     """
-    key = head_size, like.dtype, is_device(like)
+    dtype = accumulation_dtype(like.dtype)
+    key = head_size, dtype, is_device(like)
     found = _tables.get(key)
     if found is None or found.shape[0] < context:
         if head_size % 2:
@@ -50,7 +53,7 @@ def table(context: int, head_size: int, like: Array) -> Array:
         longest = context if found is None else max(context, 2 * found.shape[0])
         frequency = THETA ** (-2.0 * xp.arange(head_size // 2, dtype=np.float64) / head_size)
         angle = xp.arange(longest, dtype=np.float64)[:, None] * frequency[None, :]
-        found = _tables[key] = xp.concatenate([xp.cos(angle), xp.sin(angle)], axis=1).astype(like.dtype)
+        found = _tables[key] = xp.concatenate([xp.cos(angle), xp.sin(angle)], axis=1).astype(dtype)
     return found[:context]
 
 
@@ -59,7 +62,7 @@ def _turn(x: Array, head_size: int, rotated: int, sign: int) -> Array:
     assert rotated % head_size == 0 and rotated <= columns, f"{rotated} of {columns} columns are no heads"
     turns = table(context, head_size, x)
     if is_device(x):
-        _turn_device(x, rotated, turns, sign)
+        device.turn(x, rotated, turns, sign)
     else:
         _turn_rows(x, rotated, turns, x.dtype.type(sign))
     return x
@@ -77,18 +80,6 @@ def _turn_rows(x: Any, rotated: Any, turns: Any, sign: Any) -> None:
                     left, right = first[i], second[i]
                     first[i] = left * cosine[i] - sign * right * sine[i]
                     second[i] = right * cosine[i] + sign * left * sine[i]
-
-
-def _turn_device(x: Array, rotated: int, turns: Array, sign: int) -> None:
-    batch, context, _ = x.shape
-    size = turns.shape[1]
-    half = size // 2
-    cosine, sine = turns[None, :, None, :half], sign * turns[None, :, None, half:]
-    heads = x[:, :, :rotated].reshape(batch, context, rotated // size, size)  # a copy where there are other columns
-    left, right = heads[..., :half].copy(), heads[..., half:].copy()
-    heads[..., :half] = left * cosine - right * sine
-    heads[..., half:] = right * cosine + left * sine
-    x[:, :, :rotated] = heads.reshape(batch, context, rotated)
 
 
 for _dtype in SAMPLE_DTYPES:

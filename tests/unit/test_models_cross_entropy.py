@@ -4,24 +4,15 @@ import numpy as np
 import pytest
 
 from hpcdist.errors import DataError
-from hpcdist.models import cross_entropy
 from hpcdist.models.arena import Arena
 from hpcdist.models.cross_entropy import BLOCK, LocalCrossEntropy
-
-
-@pytest.fixture(params=["kernel", "array"])
-def path(request, monkeypatch):
-    """The loops, and the array expressions that a GPU uses, here on numpy."""
-    if request.param == "array":
-        monkeypatch.setattr(cross_entropy, "_forward", cross_entropy._forward_device)
-        monkeypatch.setattr(cross_entropy, "_gradient", cross_entropy._backward_device)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("integers", [np.uint8, np.uint16, np.uint32, np.int64])
 @pytest.mark.parametrize(("tokens", "classes"), [(1, 1), (1, 13), (170, 256), (64, 3), (2, BLOCK + 1), (0, 5)])
 @pytest.mark.parametrize("spread", [1.0, 40.0])
-def test_against_the_formula(tokens, classes, integers, spread, dtype, path, rng):
+def test_against_the_formula(tokens, classes, integers, spread, dtype, rng):
     logits = (spread * rng.standard_normal((tokens, classes))).astype(dtype)
     targets = rng.integers(0, min(classes, 256), tokens).astype(integers)
     wide = logits.astype(np.float64)
@@ -40,7 +31,7 @@ def test_against_the_formula(tokens, classes, integers, spread, dtype, path, rng
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_target_of_minus_one_has_no_loss_and_no_gradient(dtype, path, rng):
+def test_a_target_of_minus_one_has_no_loss_and_no_gradient(dtype, rng):
     logits = rng.standard_normal((300, 200)).astype(dtype)
     targets = np.where(rng.random(300) < 0.15, rng.integers(0, 200, 300), -1)
     targets[[0, -1]] = -1
@@ -60,14 +51,14 @@ def test_a_target_that_is_no_class_is_refused(bad):
         LocalCrossEntropy().forward(np.zeros((2, 7)), np.array([0, bad]), Arena().saved(0))
 
 
-def test_a_nan_logit_makes_the_loss_nan(path, rng):
+def test_a_nan_logit_makes_the_loss_nan(rng):
     logits = rng.standard_normal((5, 50)).astype(np.float32)
     logits[3, 20] = np.nan
     assert np.isnan(LocalCrossEntropy().forward(logits, np.zeros(5, np.uint8), Arena().saved(0)))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_bad_logit_stays_visible_in_the_gradient(value, path, rng):
+def test_a_bad_logit_stays_visible_in_the_gradient(value, rng):
     logits = rng.standard_normal((5, 50)).astype(np.float32)
     logits[3, 20] = value
     saved = Arena().saved(0)

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from hpcdist.models import device, norm
 from hpcdist.models.arena import Arena
 from hpcdist.models.norm import EPSILON, LocalNorm
 
@@ -34,19 +33,9 @@ def _close(got, want, limit):
     return np.abs(got - want).max() <= limit * (1 + np.abs(want).max())
 
 
-@pytest.fixture(params=["kernel", "array"])
-def path(request, monkeypatch):
-    """The compiled kernels, and the array expressions that a GPU uses, here on numpy."""
-    if request.param == "array":
-        monkeypatch.setattr(norm, "_forward", device.norm)
-        monkeypatch.setattr(norm, "_backward", device.norm_backward)
-        monkeypatch.setattr(norm, "_rms", norm._rms_device)
-        monkeypatch.setattr(norm, "_rms_backward", norm._rms_backward_device)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_against_the_formula(shape, dtype, path, rng):
+def test_against_the_formula(shape, dtype, rng):
     x, dy, residual = (rng.standard_normal(shape).astype(dtype) for _ in range(3))
     x += 3
     scale, bias = (rng.standard_normal(shape[-1]).astype(dtype) for _ in range(2))
@@ -85,7 +74,7 @@ def _plain_rms(x, scale, dy):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rms_against_the_formula(shape, dtype, path, rng):
+def test_rms_against_the_formula(shape, dtype, rng):
     x, dy, residual = (rng.standard_normal(shape).astype(dtype) for _ in range(3))
     scale = rng.standard_normal(shape[-1]).astype(dtype)
     parameters, limit = {"n.scale": scale}, 5 * TOLERANCE[dtype]

@@ -11,13 +11,6 @@ from hpcdist.models.rotary import THETA, LocalRotary
 TOLERANCE = {"float32": 3e-7, "float64": 1e-15}
 
 
-@pytest.fixture(params=["kernel", "array"])
-def path(request, monkeypatch):
-    """The compiled kernel, and the array expressions that a GPU uses, here on numpy."""
-    if request.param == "array":
-        monkeypatch.setattr(rotary, "_turn_rows", rotary._turn_device)
-
-
 def _turned(x, head_size, rotated, sign=1):
     want, half = x.astype(np.float64), head_size // 2
     frequency = THETA ** (-2 * np.arange(half) / head_size)
@@ -33,7 +26,7 @@ def _turned(x, head_size, rotated, sign=1):
 @pytest.mark.parametrize(
     ("batch", "context", "head_size", "heads", "rest"), [(1, 1, 2, 1, 0), (2, 5, 6, 3, 7), (3, 70, 64, 4, 128)]
 )
-def test_against_complex_numbers(batch, context, head_size, heads, rest, dtype, path, rng):
+def test_against_complex_numbers(batch, context, head_size, heads, rest, dtype, rng):
     rotated = heads * head_size
     x = rng.standard_normal((batch, context, rotated + rest)).astype(dtype)
     before, saved = x.copy(), Arena().saved(0)
