@@ -96,7 +96,8 @@ class Stages:
         saved.draw = self._draws[op.microbatch]
         self._skips.bring(op, saved)
         y = stage.forward(self._bound.parameters(op.unit), x, self._model.operations, saved)
-        self._watch.look(f"output of layer {stage.layer} in micro-batch {op.microbatch}", y)
+        called = getattr(stage, "name", "")  # what its user calls it, where it is not of this library
+        self._watch.look(f"output of layer {stage.layer}{called and f', {called},'} in micro-batch {op.microbatch}", y)
         self._skips.leave(op, y, dropped=dropped)
         if not self._arrives(op.unit):
             del self._inputs[at]

@@ -1,0 +1,157 @@
+"""A wrapped PyTorch model under every layout learns what a plain script of PyTorch's own learns."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn
+from torch.nn import functional
+from torch_models import Layout, Training, compare, gpt, tokens, wrapped
+
+from hpcdist.adapters.torch import wrap
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import NonFiniteError
+
+STEPS, SAMPLES, BOUND = 5, 12, 2e-5
+PIPELINES = [
+    Layout(pipeline=2, microbatches=3, schedule="gpipe"),
+    Layout(pipeline=2, microbatches=3, schedule="1f1b"),
+    Layout(pipeline=2, microbatches=3, schedule="1f1b", recompute=True),
+    Layout(pipeline=2, microbatches=4, schedule="interleaved", chunks=2),
+    Layout(pipeline=2, microbatches=4, schedule="zb-h1"),
+    Layout(pipeline=4, microbatches=2, schedule="1f1b"),
+]
+
+
+def trained(ranks, layout, rng, bound=BOUND, **options):
+    """Train on threads, and compare each with the plain twin."""
+    seed = int(rng.integers(1 << 31))
+    batches = [tokens(rng, SAMPLES) for _ in range(STEPS)]
+    # Built here: threads share the generator that draws the initial values.
+    models = [wrapped(gpt(seed, **options), batches[0][0]) for _ in range(ranks)]
+    twins = [gpt(seed, **options) for _ in range(ranks)]
+    run_threads(
+        ranks,
+        lambda comm: compare(Training(comm, models[comm.rank], layout), lambda: twins[comm.rank], batches, bound),
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 1), (3, 2)])
+@pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3"])
+def test_replicas_and_shards(strategy, ranks, microbatches, tied, rng):
+    trained(ranks, Layout(strategy=strategy, microbatches=microbatches), rng, tied=tied)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", PIPELINES, ids=lambda one: f"{one.schedule} of {one.pipeline} {one.recompute}")
+def test_pipelines(layout, tied, rng):
+    trained(layout.pipeline, layout, rng, tied=tied)
+
+
+@pytest.mark.parametrize(("strategy", "tied"), [("zero1", True), ("zero2", False), ("zero3", False)])
+def test_pipelines_of_shards(strategy, tied, rng):
+    trained(4, Layout(strategy=strategy, pipeline=2, microbatches=2), rng, tied=tied)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "zero3"])
+def test_working_copies_of_16_bits(strategy, rng):
+    """Parameters are widened for a moment; a bfloat16 has 8 bits, and the master all of them."""
+    trained(2, Layout(strategy=strategy, microbatches=2, working="bfloat16"), rng, bound=2e-2, tied=True)
+
+
+def losses_of(ranks, layout, seed, batches, **options):
+    """The losses on every rank, and the parameters at the end."""
+    models = [wrapped(gpt(seed, **options), batches[0][0]) for _ in range(ranks)]
+
+    def body(comm):
+        training = Training(comm, models[comm.rank], layout, seed=9)
+        return [training.step(x, y).loss for x, y in batches], training.state()
+
+    return run_threads(ranks, body)
+
+
+def test_a_recomputed_forward_drops_the_same(rng):
+    """Bit for bit; and other seeds of the data's order aside, a pipeline drops what one process does."""
+    seed, batches = int(rng.integers(1 << 31)), [tokens(rng, SAMPLES) for _ in range(STEPS)]
+    plain, again = (
+        losses_of(2, Layout(pipeline=2, microbatches=3, recompute=recompute), seed, batches, dropout=0.3)
+        for recompute in (False, True)
+    )
+    assert plain[0][0] == again[0][0]
+    for key, values in plain[0][1].items():
+        np.testing.assert_array_equal(again[0][1][key], values)
+    alone = losses_of(1, Layout(microbatches=3), seed, batches, dropout=0.3)
+    np.testing.assert_allclose(plain[0][0], alone[0][0], rtol=1e-6)
+    calm = losses_of(1, Layout(microbatches=3), seed, batches)
+    assert abs(calm[0][0][0] - alone[0][0][0]) > 1e-4, "nothing was dropped"
+
+
+def test_an_evaluation_between_steps(rng):
+    """Collective over a pipeline and over gathered units; it drops nothing and leaves nothing."""
+    seed, batches = int(rng.integers(1 << 31)), [tokens(rng, SAMPLES) for _ in range(2)]
+    x, y = batches[0]
+    expected = gpt(seed).eval()(torch.from_numpy(x.astype(np.int64)))
+    loss = functional.cross_entropy(expected.flatten(0, 1), torch.from_numpy(y.astype(np.int64)).flatten())
+    for ranks, layout in ((2, Layout(pipeline=2, microbatches=2)), (2, Layout(strategy="zero3"))):
+        models = [wrapped(gpt(seed, dropout=0.5), x) for _ in range(ranks)]
+
+        def body(comm, models=models, layout=layout):
+            training = Training(comm, models[comm.rank], layout)
+            found = training.executor.evaluate(x, y)
+            assert not training.executor.arena._live
+            training.step(*batches[1])
+            training.executor.evaluate(x, y)
+            return found
+
+        found = max(run_threads(ranks, body))
+        assert found / y.size == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_memory_of_stages_elsewhere_is_given_back(rng):
+    batches = [tokens(rng, SAMPLES) for _ in range(3)]
+    modules = [gpt(1) for _ in range(2)]
+    models = [wrapped(module, batches[0][0]) for module in modules]
+
+    def body(comm):
+        training = Training(comm, models[comm.rank], Layout(pipeline=2, microbatches=2))
+        for x, y in batches:
+            training.step(x, y)
+        return [sum(parameter.numel() for parameter in stage.parameters()) for stage in modules[comm.rank]]
+
+    sizes = [sum(parameter.numel() for parameter in stage.parameters()) for stage in gpt(1)]
+    first, second = run_threads(2, body)
+    assert first == [*sizes[:2], 0, 0]
+    assert second == [0, 0, *sizes[2:]]
+
+
+class Poisoned(nn.Linear):
+    """A linear that gives NaN when it is told to, in one micro-batch."""
+
+    def __init__(self, armed):
+        super().__init__(4, 4)
+        self.armed = armed
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y * float("nan") if self.armed and bool((x.detach().abs() > 50).any()) else y
+
+
+def test_a_value_that_is_not_finite_is_found_with_its_stage(rng):
+    """The executor computes the step again, and names the stage and its module."""
+    x, y = rng.standard_normal((6, 4)).astype(np.float32), rng.integers(0, 4, 6)
+    x[4] = 1000.0
+    module = nn.Sequential(nn.Linear(4, 4), Poisoned(armed=True), nn.Linear(4, 4))
+    with torch.no_grad():
+        module[0].weight.copy_(torch.eye(4))
+    model = wrap(module, functional.cross_entropy, example=x)
+
+    def body(comm):
+        training = Training(comm, model, Layout(microbatches=3))
+        with pytest.raises(NonFiniteError):
+            training.step(x, y)
+        batches = list(zip(np.array_split(x, 3), np.array_split(y, 3), strict=True))
+        return training.executor.inspect(training.operations, batches)
+
+    assert run_threads(1, body) == ["output of layer 1, 1 (Poisoned), in micro-batch 2"]
