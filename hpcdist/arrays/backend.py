@@ -45,12 +45,18 @@ def adopt(values: Any) -> Array:
 
     Raises UsageError for what is neither, such as a tensor that another library still differentiates.
     """
+    if isinstance(values, np.ndarray):
+        return values
     try:
+        # Asked of the object: PyTorch's type has it, and its tensors on the host do not.
         if hasattr(values, "__cuda_array_interface__"):
             return device.cupy().asarray(values)
-        return np.asarray(values)
+        array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise UsageError(f"a {type(values).__name__} cannot be read as an array: {error}") from error
+    if not array.ndim or array.dtype.hasobject:
+        raise UsageError(f"a {type(values).__name__} is no array of numbers; give one, or a tensor")
+    return array
 
 
 def empty(shape: int | tuple[int, ...], dtype: np.dtype, on: str = "cpu") -> Array:

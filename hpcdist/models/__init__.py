@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from hpcdist.models.config import FOREIGN
+
 if TYPE_CHECKING:
     from hpcdist.models.config import ModelConfig
     from hpcdist.models.model import Model
@@ -21,13 +23,19 @@ def build(
     """Return the model that ``config`` describes, for the inputs that the data has.
 
     A gpt and an encoder need ``context`` (tokens a sample), an mlp ``features`` and ``classes``, a convnet ``height``,
-    ``width``, ``channels`` and ``classes``. ``dtype`` is "float32" or "float64". Raises ConfigurationError when one of
-    them is missing or not supported.
+    ``width``, ``channels`` and ``classes``; a user's factory gets what there is. ``dtype`` is "float32" or "float64".
+    Raises ConfigurationError when one of them is missing or not supported.
     """
     # Imported here, so that `models.config` stays as light as `hpcdist --help` needs it.
     from hpcdist.models import convnet, encoder, gpt, mlp
     from hpcdist.models.model import Model
 
+    if config.kind in FOREIGN:
+        from hpcdist.models import factory
+
+        given = {"context": context, "features": features, "classes": classes}
+        given |= {"height": height, "width": width, "channels": channels}
+        return factory.make(config, dtype, {name: value for name, value in given.items() if value})
     if config.kind == "gpt":
         return Model(gpt.stages(config, context), dtype, tokens_per_sample=context)
     if config.kind == "encoder":

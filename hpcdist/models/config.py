@@ -6,7 +6,9 @@ from typing import Any, Final
 from hpcdist.errors import ConfigurationError
 
 TRANSFORMERS: Final = ("gpt", "encoder")
-KINDS: Final = (*TRANSFORMERS, "mlp", "convnet")
+BUILT: Final = (*TRANSFORMERS, "mlp", "convnet")
+FOREIGN: Final = ("import", "given")
+KINDS: Final = (*BUILT, *FOREIGN)
 ACTIVATIONS: Final = ("gelu", "relu", "swiglu")
 POSITIONS: Final = ("learned", "rotary")
 NORMS: Final = ("layer", "rms")
@@ -21,6 +23,8 @@ _ONLY: Final = {
     "feed_forward": TRANSFORMERS,
     "bias": TRANSFORMERS,
     "mask_token": ("encoder",),
+    "factory": ("import",),
+    "kind": KINDS,
 }
 
 
@@ -42,6 +46,10 @@ class ModelConfig:
     channels, every second one from the third on to twice as many at half the resolution. Both have features, or
     pictures, and classes given by the data.
 
+    ``import``: what the function ``factory`` makes, "file.py:function" or "package.module:function", out of modules of
+    PyTorch or functions of JAX (see `hpcdist.adapters`); it is given what the data decides, as ``context=`` or
+    ``classes=``. ``given``: the model of a script, which brings the batches, too (see `hpcdist.training.script`).
+
     ``dropout`` is the share of elements that training drops: of embeddings, attention and both branches of a block in
     a transformer, behind each activation in an mlp, of what a convnet's head reads.
     """
@@ -60,6 +68,7 @@ class ModelConfig:
     feed_forward: int = 0
     bias: bool = True
     mask_token: int = -1
+    factory: str = ""
 
     @property
     def inner(self) -> int:
@@ -110,12 +119,17 @@ class ModelConfig:
     def _check_kind(self) -> None:
         """Refuse keys that this kind of model would ignore."""
         for item in fields(self):
-            value, kinds = getattr(self, item.name), _ONLY.get(item.name, KINDS)
+            value, kinds = getattr(self, item.name), _ONLY.get(item.name, BUILT)
             if value != item.default and self.kind not in kinds:
                 raise ConfigurationError(
                     f"model.{item.name} = {_written(value)} has no effect with model.kind = {self.kind!r}; remove it, "
                     f"or choose {' or '.join(kinds)}"
                 )
+        if self.kind == "import" and not self.factory:
+            raise ConfigurationError(
+                "model.kind = 'import' needs model.factory, the function that makes the model: 'file.py:function' or "
+                "'package.module:function'"
+            )
         if self.activation == "swiglu" and self.kind not in TRANSFORMERS:
             raise ConfigurationError(
                 f"model.activation = 'swiglu' is for {' and '.join(TRANSFORMERS)}; a model of kind {self.kind!r} uses "

@@ -26,6 +26,7 @@ PATHS: Final = (
     "checkpoint.local_directory",
     "parallel.schedule_file",
     "run.init_from",
+    "model.factory",
 )  # keys that hold the path of a file or directory
 NUMBERED: Final = ("checkpoint.writers",)  # keys of texts that may be numbers
 TEXTS: Final = (
@@ -148,7 +149,8 @@ def _put(settings: Settings, key: str, value: Any, place: str, known: Mapping[st
         raise ConfigurationError(
             f"{key} = {value!r} in {place} has the wrong type: expected {expected}, such as {example}"
         ) from None
-    if key in PATHS and value:
+    # The factory of a model may be one of a module that Python finds by its name.
+    if key in PATHS and value and (key != "model.factory" or ".py:" in value):
         value = os.path.abspath(base / Path(value).expanduser())
     settings.values[key] = value
     settings.origin[key] = place

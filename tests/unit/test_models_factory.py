@@ -1,0 +1,99 @@
+"""Models that a recipe imports: made by the user's function, and clear words where there is none."""
+
+from pathlib import Path
+
+import pytest
+
+from hpcdist import models
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.model import Model
+from hpcdist.training import recipe as recipes
+
+SOURCE = """
+from hpcdist import models
+from hpcdist.models.config import ModelConfig
+
+calls = []
+
+def build(context=0, features=0, classes=0):
+    calls.append((context, features, classes))
+    return models.build(ModelConfig(kind="mlp", layers=1, hidden=4), features=features, classes=classes)
+
+def wide(**inputs):
+    return models.build(ModelConfig(kind="mlp", layers=1, hidden=4), "float64", features=2, classes=2)
+
+def other(**inputs):
+    return "a model"
+
+def broken(**inputs):
+    raise KeyError("of the user")
+
+number = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "my_model.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def build(factory: str, **inputs: int) -> Model:
+    return models.build(ModelConfig(kind="import", factory=factory), "float32", **inputs)
+
+
+def test_the_function_gets_what_the_data_decides(file, monkeypatch):
+    model = build(f"{file}:build", features=3, classes=5)
+    assert [segment.spec.shape for segment in model.layout.segments] == [(4, 3), (4,), (5, 4), (5,)]
+    monkeypatch.syspath_prepend(file.parent)
+    again = build("my_model:build", features=3, classes=5)
+    assert again.layout == model.layout
+    import my_model
+
+    assert my_model.calls == [(0, 3, 5)]
+
+
+@pytest.mark.parametrize(
+    ("factory", "told"),
+    [
+        ("nowhere.py:build", "there is no file nowhere.py"),
+        ("no_such_module:build", "there is no module no_such_module"),
+        ("no_such.module:build", "there is no module no_such.module"),
+        ("hpcdist.models:nothing", "has no function called nothing"),
+        ("{file}:number", "has no function called number"),
+        ("{file}:other", "returned a str"),
+        ("{file}:wide", "returned a model of float64, and precision.mode wants float32"),
+        ("{file}", "write 'file.py:function'"),
+        (":build", "write 'file.py:function'"),
+    ],
+)
+def test_what_is_no_factory_is_refused(factory, told, file):
+    with pytest.raises(ConfigurationError, match=told):
+        build(factory.format(file=file))
+
+
+def test_what_the_function_raises_is_its_own(file):
+    with pytest.raises(KeyError, match="of the user"):
+        build(f"{file}:broken")
+
+
+def test_keys_that_do_not_go_together_are_refused():
+    for keys, told in (
+        ({"kind": "import"}, "needs model.factory"),
+        ({"kind": "gpt", "factory": "a:b"}, "model.factory = 'a:b' has no effect with model.kind = 'gpt'"),
+        ({"kind": "import", "factory": "a:b", "hidden": 64}, "model.hidden = 64 has no effect"),
+    ):
+        with pytest.raises(ConfigurationError, match=told):
+            ModelConfig(**keys)
+    with pytest.raises(ConfigurationError, match="'given' is the model of a script"):
+        models.build(ModelConfig(kind="given"))
+
+
+def test_a_file_counts_from_the_recipe_that_names_it(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text('[model]\nkind = "import"\nfactory = "my_model.py:build"\n')
+    assert recipes.load(path, environment={}).recipe.model.factory == f"{tmp_path}/my_model.py:build"
+    path.write_text('[model]\nkind = "import"\nfactory = "package.my_model:build"\n')
+    assert recipes.load(path, environment={}).recipe.model.factory == "package.my_model:build"

@@ -1,0 +1,125 @@
+"""Trainings that a script makes: the same steps as those of a recipe, and clear words where the script is wrong."""
+
+import numpy as np
+import pytest
+
+from hpcdist import models
+from hpcdist.arrays.store import FlatStore
+from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.models.arena import Arena
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.model import Model
+from hpcdist.training import recipe as recipes
+from hpcdist.training.script import Training
+
+CONFIG = ModelConfig(kind="mlp", layers=2, hidden=16)
+KEYS = {"run.steps": 6, "run.global_batch": 12, "optimizer.warmup_steps": 2, "run.sentinel_every_steps": 1}
+
+
+def _model(dtype: str = "float32", **more) -> Model:
+    built = models.build(CONFIG, dtype, features=5, classes=3)
+    return Model(built.stages, dtype, tokens_per_sample=1, **more)
+
+
+def _batches(rng: np.random.Generator, steps: int = 6) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [(rng.standard_normal((12, 5)).astype(np.float32), rng.integers(0, 3, 12)) for _ in range(steps)]
+
+
+def _expected(batches) -> list[float]:
+    """The losses by plain AdamW in float64, with the norm clipped to 1 and a cosine rate."""
+    model = models.build(CONFIG, "float64", features=5, classes=3)
+    store, gradient, arena = FlatStore(model.layout, model.dtype), FlatStore(model.layout, model.dtype), Arena()
+    model.initialise(store, 1234)
+    parameters, into, losses = model.bind(store), model.bind_gradients(gradient), []
+    decayed = np.zeros(store.size)
+    for segment in model.layout.segments:
+        decayed[segment.range.slice] = 0.1 * segment.spec.adapted
+    m, v = np.zeros(store.size), np.zeros(store.size)
+    for step, (x, y) in enumerate(batches, start=1):
+        for stage in into:
+            stage.begin_step()
+        logits = model.forward(parameters, x.astype(np.float64), arena)
+        loss = model.loss.forward(logits, y, model.operations, arena.saved(model.stages[-1].layer))
+        losses.append(float(loss) / len(x))
+        model.backward(parameters, into, 1 / len(x), arena)
+        g = gradient.array * min(1.0, 1.0 / np.linalg.norm(gradient.array))
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        update = (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8) + decayed * store.array
+        rate = step / 2 if step <= 2 else 0.1 + 0.9 * 0.5 * (1 + np.cos(np.pi * (step - 2) / 4))
+        store.array[...] -= 3e-3 * rate * update
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero3"])
+def test_the_steps_are_those_of_the_formulas(strategy, tmp_path, rng):
+    batches = _batches(rng)
+    with Training(_model(), KEYS | {"parallel.strategy": strategy, "run.seed": 1234}, out=tmp_path / "run") as training:
+        losses = [training.step(*(part[training.share] for part in batches[step])) for step in training.steps]
+    np.testing.assert_allclose(losses, _expected(batches), rtol=1e-5)
+    kept = training.parameters()
+    assert {key: value.shape for key, value in kept.items()} == {
+        segment.key: segment.spec.shape for segment in _model().layout.segments
+    }
+    assert all(np.isfinite(value).all() for value in kept.values())
+    assert recipes.load_stored(training.path / "recipe.toml").model.kind == "given"
+    assert (training.path / "metrics.h5").exists() and training.done == 6
+
+
+def test_a_run_goes_on_where_it_was_ended(tmp_path, rng):
+    batches = _batches(rng)
+
+    with Training(_model(), KEYS, out=tmp_path / "whole") as training:
+        whole = [training.step(*batches[step]) for step in training.steps]
+    with Training(_model(), KEYS, out=tmp_path / "halved") as training:
+        first = [training.step(*batches[step]) for step in range(3)]
+    with Training(_model(), KEYS, out=tmp_path / "halved", resume="auto") as training:
+        second = [training.step(*batches[step]) for step in training.steps]
+    assert first + second == whole
+
+
+def test_what_begins_is_given_by_the_model(tmp_path, rng):
+    given = _model(seeded=False)
+    stage = given.stages[0]
+    stage.initialise = lambda parameters, rng_of: [view.fill(0.5) for view in parameters.values()]
+    with Training(given, KEYS | {"optimizer.learning_rate": 1e-9}, out=tmp_path / "run") as training:
+        for _ in training.steps:
+            training.step(*_batches(rng, 1)[0])
+    kept = training.parameters()
+    assert all((abs(value - 0.5) < 1e-6).all() for key, value in kept.items() if key.startswith("0."))
+
+
+def test_wrong_scripts_are_told(tmp_path, rng):
+    x, y = _batches(rng, 1)[0]
+    training = Training(_model(), KEYS | {"run.steps": 2}, out=tmp_path / "run")
+    with pytest.raises(UsageError, match="got 11 inputs and 12 targets, and its share of 12 samples is 12"):
+        training.step(x[:11], y)
+    with pytest.raises(UsageError, match="a object is no array of numbers"):
+        training.step(object(), y)
+    with pytest.raises(UsageError, match="step 0 was not made"):
+        for _ in training.steps:
+            pass
+    training.step(x, y)
+    training.step(x, y)
+    with pytest.raises(UsageError, match=r"all of run.steps = 2 are made"):
+        training.step(x, y)
+    training.close()
+    training.close()  # once more does nothing
+    with pytest.raises(UsageError, match="are made"):
+        training.step(x, y)
+    with pytest.raises(UsageError, match="holds this run already"):
+        Training(_model(), KEYS | {"run.steps": 2}, out=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("more", "keys", "told"),
+    [
+        ({"dtype": "float64"}, {}, "the model computes in float64, and precision.mode = 'float32'"),
+        ({"on": "gpu"}, {}, "the model is on the gpu, and run.device = 'cpu'"),
+        ({}, {"run.stepz": 3}, "run.stepz"),
+        ({}, {"parallel": {"tensor": 2}}, "tensor"),
+        ({}, {"parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}, "consistency = 'bsp'"),
+    ],
+)
+def test_recipes_that_do_not_fit_are_refused(more, keys, told, tmp_path):
+    with pytest.raises(ConfigurationError, match=told):
+        Training(_model(**more), KEYS | keys, out=tmp_path / "run")
