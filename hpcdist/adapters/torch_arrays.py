@@ -3,10 +3,11 @@
 import contextlib
 import functools
 import importlib
+import math
 import threading
 from collections.abc import Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -72,6 +73,17 @@ def same_stream(array: Array) -> Iterator[None]:
         return
     with torch.cuda.stream(torch.cuda.ExternalStream(pointer)):
         yield
+
+
+def counting() -> Any:
+    """Return a context manager that counts the operations of products: ``get_total_flops()``."""
+
+    def attention(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:
+        return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])  # scores, and sums of values by them
+
+    on_cpu = library().ops.aten._scaled_dot_product_flash_attention_for_cpu  # which the counter does not know
+    counter = importlib.import_module("torch.utils.flop_counter")
+    return counter.FlopCounterMode(display=False, custom_mapping={on_cpu: attention})
 
 
 @contextlib.contextmanager

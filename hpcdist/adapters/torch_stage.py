@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpcdist.adapters.torch_arrays import array_of, computable, drawn, library, same_stream, tensor_of
+from hpcdist.adapters.torch_arrays import array_of, computable, counting, drawn, library, same_stream, tensor_of
 from hpcdist.adapters.torch_binding import Binding
 from hpcdist.adapters.torch_modules import Cut
 from hpcdist.arrays.backend import Array
@@ -43,6 +43,8 @@ class TorchStage:
         )
         self._output: tuple[int, ...] | None = None
         self._buffers = dict(cut.buffers())
+        self._example: torch.Tensor | None = None
+        self.forward_flops: float | None = None  # a sample, of products; None: not known without an example
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Return the specs of the own parameters, in the order of the modules."""
@@ -56,6 +58,12 @@ class TorchStage:
                 "example of the input: example=x, with any number of samples"
             )
         return samples, *self._output
+
+    def example_input(self, samples: int) -> Array:
+        """Return an input of so many samples: that of the example, again and again."""
+        if self._example is None:
+            raise ConfigurationError(f"there is no input for stage {self.layer}, {self.name}; pass wrap example=x")
+        return array_of(self._example[[number % len(self._example) for number in range(samples)]])
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Take the values that the modules had when they were wrapped."""
@@ -100,8 +108,11 @@ class TorchStage:
             return array_of(run.x.grad)
 
     def trace(self, x: "torch.Tensor") -> "torch.Tensor":
-        """Return the output for ``x``, and know its shape from now on."""
-        return self._checked(self._evaluated(x), x)
+        """Return the output for ``x``; know its shape, and what it takes to compute, from now on."""
+        with counting() as counter:
+            y = self._evaluated(x)
+        self._example, self.forward_flops = x, counter.get_total_flops() / len(x)
+        return self._checked(y, x)
 
     def _evaluated(self, x: "torch.Tensor") -> "torch.Tensor":
         self._set_mode(training=False)

@@ -376,3 +376,22 @@ def test_a_module_alone_is_one_stage_and_a_list_several(rng):
     assert keys[2] == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
     losses = [bench.step(x, y, 1, Draw(0, 1, 0)) for bench in benches]
     assert losses[0] == losses[1] == losses[2]
+
+
+def test_products_of_a_forward_are_counted(rng):
+    """Two operations for each weight and token, and those of attention; none without an example."""
+    x, _ = torch_models.tokens(rng, 3)
+    model = torch_models.wrapped(torch_models.gpt(0), x)
+    tokens, hidden = torch_models.CONTEXT, torch_models.HIDDEN
+    block = 2 * tokens * 12 * hidden * hidden + 4 * tokens * tokens * hidden
+    head = 2 * tokens * hidden * torch_models.VOCABULARY
+    assert [stage.forward_flops for stage in model.stages] == [0, block, block, head]
+    bare = wrap(torch_models.gpt(0), torch_models.token_loss)
+    assert [stage.forward_flops for stage in bare.stages] == [None] * 4
+
+
+def test_the_example_is_an_input_of_any_size(rng):
+    x, _ = points(rng, 2)
+    model = wrap(perceptron(0), functional.cross_entropy, example=x)
+    np.testing.assert_array_equal(model.stages[0].example_input(5), x[[0, 1, 0, 1, 0]])
+    assert model.stages[1].example_input(3).shape == (3, 8)
