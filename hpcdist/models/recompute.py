@@ -1,8 +1,8 @@
-"""Activation recomputation (Chen et al., arXiv:1604.06174): a stage keeps its input and output, and computes the rest
-again in its backward.
+"""Activation recomputation (Chen et al., arXiv:1604.06174): stages compute again in backward what they have not kept.
 
-For one more forward of the stages between the first and the last, activations of L alike stages take the memory of one
-and of L outputs. The second forward is the same as the first, dropout included, so gradients are too, bit by bit.
+A stage keeps its input and its output. For one more forward of the stages between the first and the last, activations
+of L alike stages take the memory of one and of L outputs. The second forward is the same as the first, dropout
+included, so gradients are too, bit by bit.
 """
 
 import copy

@@ -1,0 +1,46 @@
+"""The speed of a large matrix product of the array library: what a machine can do, measured, not declared."""
+
+import time
+from typing import Final
+
+import numpy as np
+
+from hpcdist.arrays import backend
+from hpcdist.arrays.backend import namespace
+
+SIDE: Final = {"cpu": 1024, "gpu": 8192}  # of square matrices, of which three are a multiple of a cache
+LEAST: Final = 2
+
+
+class Product:
+    """A product of square matrices in memory of its own: once made, `run` allocates nothing."""
+
+    def __init__(self, dtype: np.dtype, on: str = "cpu", side: int = 0) -> None:
+        side = side or SIDE[on]
+        values = np.random.default_rng(0).standard_normal((2, side, side)).astype(dtype)
+        self._a, self._b = (backend.place(one, on) for one in values)
+        self._into = backend.empty((side, side), dtype, on)
+        self.flops = 2 * side**3
+
+    def run(self) -> float:
+        """Multiply once; return the seconds it took. What a GPU computes is waited for."""
+        backend.synchronise(self._into)
+        begin_s = time.perf_counter()
+        namespace(self._a).matmul(self._a, self._b, out=self._into)
+        backend.synchronise(self._into)
+        return time.perf_counter() - begin_s
+
+
+def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, side: int = 0) -> float:
+    """Return the operations a second of the fastest of the products that fit into ``seconds``, of 2 at least (local).
+
+    A product of n x n matrices is 2 n^3 operations. All cores that the library uses take part: where other ranks share
+    them, let all measure at the same time.
+    """
+    product = Product(dtype, on, side)
+    product.run()  # pages are touched, threads started
+    begin_s, best_s, count = time.perf_counter(), float("inf"), 0
+    while count < LEAST or time.perf_counter() - begin_s < seconds:
+        best_s = min(best_s, product.run())
+        count += 1
+    return product.flops / best_s

@@ -1,0 +1,275 @@
+"""What a model has and does, in closed form from its configuration: parameters, operations, memory of activations.
+
+Operations are those that the mathematics asks for, 2 for each multiplication and addition of a matrix product, of a
+sample of s tokens. Norms, activations, embeddings and the loss are not counted, and neither is what an implementation
+computes twice (recomputation) or needlessly (scores of tokens that a causal attention does not look at):
+
+    linear (i to o)     2 i o a token forward, as much for the gradient of its input and for that of its weight
+    attention           4 h P forward, 8 h P back, with P = s (s + 1) / 2 pairs of tokens where it is causal, else s^2
+    block of width h    linears h -> h + 2 k (query, key and value; k columns of keys), h -> h, and a feed-forward of
+                        width f: h -> f, twice for "swiglu", and f -> h
+    gpt, encoder        L blocks, and the head h -> v
+    convolution         a linear of 9 c -> o for every pixel of its output
+
+The first layer of an mlp or a convnet has no gradient of its input. A step of a gpt is about 6 N operations a token for
+N parameters of matrices (Kaplan et al., arXiv:2001.08361), and 6 L h s more for causal attention. PaLM
+(arXiv:2204.02311, appendix B) counts attention as if it were not causal, 12 L h s: utilisations after it are higher.
+
+Memory is that of the arena (`hpcdist.models.arena`): what forward leaves for backward, and scratch that all stages
+share, each name as large as the largest of them. In numbers a sample, with a heads, f' = 2 f for "swiglu", and n = 2
+statistics of a row for the norm "layer", 1 for "rms":
+
+    block               kept s (5 h + (h + 2 k) + f' + f + 2 a + 2 n), scratch s (max(f, h) + h + 2 k + a)
+    head                kept s (h + v + n + 1), scratch 2 s h
+    embedding           kept s h
+
+With recomputation (`hpcdist.models.recompute`) a block keeps s h, and one of them has the rest beside it. Blocks of a
+fixed size that stay in a cache come on top; small integers that the data has, and what a BLAS takes, are not counted.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from math import prod
+from typing import NamedTuple
+
+from hpcdist.models.arena import WASTE
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.convolution import CACHE_BYTES, SIZE, output_side
+
+
+class Kept(NamedTuple):
+    """An array that a forward leaves for its backward: numbers a sample, and whether tensor parallelism cuts it."""
+
+    size: int
+    cut: bool = False
+
+
+class Scratch(NamedTuple):
+    """Memory that stages share: numbers a sample, but no more than ``most`` for all of them (0: no limit)."""
+
+    each: int
+    most: int = 0
+    cut: bool = False
+
+    def of(self, samples: int) -> int:
+        """Return the numbers for so many samples."""
+        return min(self.each * samples, self.most) if self.most else self.each * samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One stage: its own parameters; operations, and numbers kept from forward to backward, for a sample.
+
+    ``kept`` has the arrays in the order in which they are taken, the output last; ``scratch`` goes by name.
+    """
+
+    parameters: int
+    linear: int = 0  # operations forward
+    attention: int = 0
+    first: bool = False  # its input is data: it has no gradient
+    kept: tuple[Kept, ...] = ()
+    scratch: Mapping[str, Scratch] = field(default_factory=dict)
+
+    @property
+    def forward(self) -> int:
+        """Operations forward."""
+        return self.linear + self.attention
+
+    @property
+    def backward(self) -> int:
+        """Operations of both gradients: attention, which has no weights, does four products instead of two."""
+        return (1 if self.first else 2) * self.linear + 2 * self.attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """A model in numbers: by stage, with properties for all of it. Operations are those for one sample."""
+
+    units: tuple[Unit, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Numbers that are trained; a tied tensor counts once."""
+        return sum(unit.parameters for unit in self.units)
+
+    @property
+    def forward_flops(self) -> int:
+        """Operations forward."""
+        return sum(unit.forward for unit in self.units)
+
+    @property
+    def backward_flops(self) -> int:
+        """Operations back."""
+        return sum(unit.backward for unit in self.units)
+
+    @property
+    def flops(self) -> int:
+        """Operations of a training step: what a utilisation is told of, however often a forward is repeated."""
+        return self.forward_flops + self.backward_flops
+
+    def activation_bytes(self, samples: int, *, recompute: bool = False, itemsize: int = 4) -> int:
+        """Return the most that activations of one micro-batch take, with numbers of ``itemsize`` bytes.
+
+        ``recompute``: all but the first and the last stage are computed again in backward.
+        """
+        names = {name for unit in self.units for name in unit.scratch}
+        scratch = sum(
+            max(unit.scratch[name].of(samples) for unit in self.units if name in unit.scratch) for name in names
+        )
+        kept = chain.from_iterable([array.size for array in unit.kept] for unit in self.units)
+        return ((_again(self.units) if recompute else sum(kept)) * samples + scratch) * itemsize
+
+
+def _again(units: tuple[Unit, ...]) -> int:
+    """Return the most numbers a sample where stages between the first and the last keep a copy of their output only.
+
+    Memory that one stage gives back serves the next, where it is no more than `WASTE` times too large: as the arena
+    does. A backward takes what the forward of its stage has given back.
+    """
+    free: list[int] = []
+    total = 0
+
+    def take(sizes: Iterable[int]) -> list[int]:
+        nonlocal total
+        taken = []
+        for size in sizes:
+            place = bisect_left(free, size)
+            if place < len(free) and free[place] <= WASTE * size:
+                taken.append(free.pop(place))
+            else:
+                total += size
+                taken.append(size)
+        return taken
+
+    first, *between, last = ([array.size for array in unit.kept] for unit in units)
+    take(first)
+    for sizes in between:
+        within = take(sizes)
+        take(sizes[-1:])  # its copy
+        for size in within:
+            insort(free, size)
+    take(last)
+    return total
+
+
+def counts(
+    config: ModelConfig,
+    *,
+    context: int = 0,
+    features: int = 0,
+    height: int = 0,
+    width: int = 0,
+    channels: int = 0,
+    classes: int = 0,
+) -> Counts:
+    """Return the numbers of the model that `hpcdist.models.build` makes of the same arguments (local, no model)."""
+    if config.kind == "mlp":
+        return Counts(units=_mlp(config, features, classes))
+    if config.kind == "convnet":
+        return Counts(units=_convnet(config, (height, width, channels), classes))
+    return Counts(units=_transformer(config, context))
+
+
+def pairs(context: int, *, causal: bool) -> int:
+    """Return how many pairs of tokens an attention over ``context`` tokens looks at."""
+    return context * (context + 1) // 2 if causal else context * context
+
+
+def _transformer(config: ModelConfig, context: int) -> tuple[Unit, ...]:
+    hidden, vocabulary = config.hidden, config.vocabulary
+    statistics = 1 if config.norm == "rms" else 2
+    head, norm = hidden * vocabulary, statistics * hidden
+    positions = context * hidden if config.positions == "learned" else 0
+    output = Kept(context * hidden)
+    dropped = {"dropout.dx": Scratch(context * hidden)} if config.dropout else {}
+    return (
+        Unit(parameters=head + positions, kept=(output,), scratch=dropped),
+        *[_block(config, context)] * config.layers,
+        Unit(
+            parameters=norm + (0 if config.tied else head),
+            linear=2 * context * head,
+            kept=(output, Kept(statistics * context), Kept(context * vocabulary, cut=True), Kept(context)),
+            scratch={"linear.dx": Scratch(context * hidden), "norm.dx": Scratch(context * hidden)},
+        ),
+    )
+
+
+def _block(config: ModelConfig, context: int) -> Unit:
+    hidden, wide, inner = config.hidden, config.hidden + 2 * config.kv_width, config.inner
+    grouped = config.kv_width != hidden
+    rises = 2 * inner if config.activation == "swiglu" else inner
+    statistics = 1 if config.norm == "rms" else 2
+    matrices = hidden * wide + hidden * hidden + hidden * rises + inner * hidden
+    biases = wide + hidden + rises + hidden if config.bias else 0
+    like, columns = Kept(context * hidden), (hidden, wide - hidden) if grouped else (wide,)
+    normal = like, Kept(statistics * context)
+    heads = *(Kept(context * each, cut=True) for each in columns), Kept(context * hidden, cut=True)
+    sums = Kept(2 * config.heads * context, cut=True)
+    return Unit(
+        parameters=matrices + biases + 2 * statistics * hidden,
+        linear=2 * context * matrices,
+        attention=4 * hidden * pairs(context, causal=config.kind == "gpt"),
+        kept=(
+            *(*normal, *heads, sums, like),
+            *(*normal, Kept(context * rises, cut=True), Kept(context * inner, cut=True), like),
+        ),
+        scratch={
+            "linear.dx": Scratch(context * max(inner, hidden), cut=True),
+            "attention.dqkv": Scratch(context * wide, cut=True),
+            "attention.dots": Scratch(context * config.heads, cut=True),
+            **({"block.dquery": Scratch(context * hidden)} if grouped else {}),
+            **({"dropout.dx": Scratch(context * hidden)} if config.dropout else {}),
+        },
+    )
+
+
+def _mlp(config: ModelConfig, features: int, classes: int) -> tuple[Unit, ...]:
+    widths = [features] + [config.hidden] * config.layers + [classes]
+    found = []
+    for layer, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
+        last = layer == config.layers
+        found.append(
+            Unit(
+                parameters=(inputs + 1) * outputs,
+                linear=2 * inputs * outputs,
+                first=not layer,
+                kept=(Kept(outputs), Kept(1 if last else outputs)),
+                scratch={"linear.dx": Scratch(inputs if layer else 0)}
+                | ({"dropout.dx": Scratch(outputs)} if config.dropout and not last else {}),
+            )
+        )
+    return tuple(found)
+
+
+def _convnet(config: ModelConfig, picture: tuple[int, int, int], classes: int) -> tuple[Unit, ...]:
+    shape, found = picture, []
+    statistics = 1 if config.norm == "rms" else 2
+    for layer in range(config.layers):
+        outputs, stride = config.hidden << layer // 2, 2 if layer and layer % 2 == 0 else 1
+        before, shape = shape, (output_side(shape[0], stride), output_side(shape[1], stride), outputs)
+        pixels, weight = shape[0] * shape[1], SIZE * SIZE * before[2] * outputs
+        row = SIZE * SIZE * before[2] * pixels  # of unfolded neighbourhoods
+        y = Kept(prod(shape))
+        found.append(
+            Unit(
+                parameters=weight + outputs + statistics * outputs,
+                linear=2 * weight * pixels,
+                first=not layer,
+                kept=(y, y, Kept(statistics * pixels), y),
+                scratch={
+                    "convolution.rows": Scratch(row, max(row, CACHE_BYTES // 4 // row * row)),
+                    "convolution.dx": Scratch(prod(before) if layer else 0),
+                    "convolution.dweight": Scratch(weight, weight),
+                    "norm.dx": Scratch(prod(shape)),
+                },
+            )
+        )
+    head = Unit(
+        parameters=(shape[2] + 1) * classes,
+        linear=2 * shape[2] * classes,
+        kept=(Kept(shape[2]), Kept(classes), Kept(1)),
+        scratch={"linear.dx": Scratch(shape[2]), "convnet.dx": Scratch(prod(shape))},
+    )
+    return (*found, head)

@@ -1,0 +1,171 @@
+"""Closed forms of what a model has and does, against what it does: layouts, products counted, memory in the ledger."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdist import models
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.store import FlatStore
+from hpcdist.models import linear
+from hpcdist.models.arena import Arena
+from hpcdist.models.attention import LocalAttention
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.counts import counts, pairs
+from hpcdist.models.model import Model
+from hpcdist.models.recompute import recomputing
+
+BOUND = 0.1  # relative, of memory
+GPTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "as it comes": ({}, {"context": 70}),
+    "tied": ({"tied": True}, {"context": 64}),
+    "rotary, rms, swiglu": ({"positions": "rotary", "norm": "rms", "activation": "swiglu"}, {"context": 33}),
+    "grouped, no bias": ({"kv_heads": 2, "bias": False, "feed_forward": 96}, {"context": 40}),
+    "encoder": ({"kind": "encoder"}, {"context": 50}),
+}
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mlp": ({"kind": "mlp", "hidden": 48}, {"features": 20, "classes": 7}),
+    "convnet": (
+        {"kind": "convnet", "hidden": 8, "layers": 4, "activation": "relu"},
+        {"height": 9, "width": 12, "channels": 3, "classes": 5},
+    ),
+}
+
+
+def config_of(keys: dict[str, Any]) -> ModelConfig:
+    return ModelConfig(**({"layers": 3, "hidden": 64, "heads": 4, "vocabulary": 48} | keys))
+
+
+def data(config: ModelConfig, inputs: dict[str, Any], samples: int, rng: np.random.Generator) -> tuple[Any, Any]:
+    if "context" in inputs:
+        x, targets = rng.integers(0, config.vocabulary, (2, samples, inputs["context"]))
+        return x, targets
+    shape = (inputs["features"],) if "features" in inputs else tuple(inputs[k] for k in ("height", "width", "channels"))
+    return rng.random((samples, *shape)).astype(np.float32), rng.integers(0, inputs["classes"], samples)
+
+
+class Trained:
+    """A model whose gradients were computed twice: a later step takes no more than the first."""
+
+    def __init__(self, model: Model, x: Any, targets: Any) -> None:
+        stores = [FlatStore(model.layout, model.dtype) for _ in range(2)]
+        model.initialise(stores[0], 1)
+        self.ledger = Ledger()
+        arena, parameters, gradients = Arena(self.ledger), model.bind(stores[0]), model.bind_gradients(stores[1])
+        for _ in range(2):
+            for stage in gradients:
+                stage.begin_step()
+            logits = model.forward(parameters, x, arena)
+            model.loss.forward(logits, targets, model.operations, arena.saved(model.stages[-1].layer))
+            model.backward(parameters, gradients, 1.0, arena)
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.ledger.peak["activations"]
+
+
+@pytest.mark.parametrize("name", [*GPTS, *OTHERS])
+def test_parameters_are_those_of_the_layout(name: str) -> None:
+    keys, inputs = (GPTS | OTHERS)[name]
+    config = config_of(keys)
+    model, found = models.build(config, **inputs), counts(config, **inputs)
+    assert found.parameters == model.layout.parameters
+    own = [sum(spec.size for spec in stage.tensors()) for stage in model.stages]
+    assert [unit.parameters for unit in found.units] == own
+
+
+@pytest.mark.parametrize("name", [*GPTS, *OTHERS])
+def test_operations_are_those_of_the_products(
+    name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linears: every product that is made. Attention, whose products skip what is masked only by blocks, is apart."""
+    keys, inputs = (GPTS | OTHERS)[name]
+    config = config_of(keys)
+    model, samples = models.build(config, **inputs), 2
+    made: list[int] = []
+    multiply, inside = np.matmul, [False]
+
+    def matmul(a: Any, b: Any, **given: Any) -> Any:
+        product = multiply(a, b, **given)
+        if not inside[0]:
+            made.append(2 * product.size * a.shape[-1])
+        return product
+
+    def apart(call: Any) -> Any:
+        def called(*given: Any, **named: Any) -> Any:
+            inside[0] = True
+            try:
+                return call(*given, **named)
+            finally:
+                inside[0] = False
+
+        return called
+
+    monkeypatch.setattr(np, "matmul", matmul)
+    monkeypatch.setattr(linear, "column_sums", lambda *of: None)  # bias gradients are products too, with ones
+    for way in ("forward", "backward"):
+        monkeypatch.setattr(LocalAttention, way, apart(getattr(LocalAttention, way)))
+    Trained(model, *data(config, inputs, samples, rng))
+    found = counts(config, **inputs)
+    linears = sum((2 if unit.first else 3) * unit.linear for unit in found.units)
+    assert sum(made) == 2 * samples * linears
+    assert found.flops == linears + 3 * sum(unit.attention for unit in found.units)
+
+
+@pytest.mark.parametrize(("context", "causal"), [(1, True), (37, True), (37, False)])
+def test_attention_looks_at_pairs(context: int, causal: bool) -> None:
+    seen = sum(1 for query in range(context) for key in range(context) if key <= query or not causal)
+    assert pairs(context, causal=causal) == seen
+    config = config_of({"kind": "gpt" if causal else "encoder"})
+    block = counts(config, context=context).units[1]
+    head_size = config.hidden // config.heads
+    assert block.attention == config.heads * seen * 2 * (2 * head_size)  # a score and its share of the sum
+    assert block.backward == 2 * block.linear + 2 * block.attention
+
+
+def test_a_step_is_about_six_operations_a_parameter_and_token() -> None:
+    config = ModelConfig(layers=12, hidden=768, heads=12, vocabulary=50_000)
+    found = counts(config, context=64)
+    matrices = found.parameters - 50_000 * 768 - 64 * 768  # without the tables
+    assert found.flops / 64 == pytest.approx(6 * matrices, rel=0.01)
+
+
+LARGE: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "gpt": ({"layers": 4, "hidden": 256, "vocabulary": 256}, {"context": 256}, 4),
+    "many layers": ({"layers": 12, "hidden": 64}, {"context": 128}, 8),
+    "long": ({"layers": 3, "hidden": 128}, {"context": 1024}, 2),
+    "large vocabulary": ({"layers": 4, "hidden": 128, "vocabulary": 4000}, {"context": 100}, 8),
+    "all options": (
+        {"layers": 4, "hidden": 128, "heads": 8, "kv_heads": 2, "positions": "rotary", "norm": "rms"}
+        | {"activation": "swiglu", "bias": False},
+        {"context": 128},
+        8,
+    ),
+    "encoder": ({"kind": "encoder", "layers": 4, "hidden": 128}, {"context": 128}, 8),
+    "mlp": ({"kind": "mlp", "layers": 5, "hidden": 512}, {"features": 300, "classes": 40}, 256),
+    "convnet": (
+        {"kind": "convnet", "layers": 5, "hidden": 16, "activation": "relu"},
+        {"height": 32, "width": 32, "channels": 3, "classes": 10},
+        32,
+    ),
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", LARGE)
+def test_memory_is_that_of_the_ledger(name: str, recompute: bool, rng: np.random.Generator) -> None:
+    keys, inputs, samples = LARGE[name]
+    config = config_of(keys)
+    model = models.build(config, **inputs)
+    trained = Trained(recomputing(model) if recompute else model, *data(config, inputs, samples, rng))
+    expected = counts(config, **inputs).activation_bytes(samples, recompute=recompute)
+    assert trained.activation_bytes == pytest.approx(expected, rel=BOUND)
+
+
+def test_recomputation_takes_the_memory_of_one_block_and_the_outputs() -> None:
+    config = config_of({"layers": 24})
+    whole = counts(config, context=128)
+    less = whole.activation_bytes(8, recompute=True)
+    assert less < 0.2 * whole.activation_bytes(8)
+    assert whole.activation_bytes(8, itemsize=2) * 2 == whole.activation_bytes(8)
