@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import click
 
 from hpcdist.arrays.sizes import counted
-from hpcdist.cli import bench_checkpoint, bench_collectives, bench_data, bench_merge, bench_pipeline, bench_power
+from hpcdist.cli import (
+    bench_checkpoint,
+    bench_collectives,
+    bench_data,
+    bench_merge,
+    bench_pipeline,
+    bench_power,
+    bench_step,
+)
 from hpcdist.cli.bench_trials import Recipes, check_alone, line_of, remove_leftovers, run
 from hpcdist.errors import FAILURE, OK, REQUEUE, UsageError
 
@@ -29,6 +37,7 @@ command.add_command(bench_pipeline.command)
 command.add_command(bench_checkpoint.command)
 command.add_command(bench_merge.command)
 command.add_command(bench_power.command)
+command.add_command(bench_step.command)
 
 
 @command.command()

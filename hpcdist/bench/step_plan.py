@@ -1,0 +1,85 @@
+"""What a benchmark of training steps measures: a gpt, its data, and who trains it. Light."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from hpcdist.errors import UsageError
+
+# name -> what it is
+OURS: Final = "hpcdist"
+RECOMPUTING: Final = "hpcdist, recomputing"
+WRAPPED_TORCH: Final = "wrapped PyTorch"
+EAGER: Final = "PyTorch eager"
+COMPILED: Final = "torch.compile"
+CONTENDERS: Final = {
+    OURS: "the built-in model; several ranks reduce gradients by the algorithm that shares memory, where they can",
+    RECOMPUTING: "the same, which keeps the input of a block and computes the rest of it again in backward",
+    WRAPPED_TORCH: "the PyTorch model through hpcdist.adapters.torch, trained as the built-in one",
+    EAGER: "the PyTorch model as one trains it in PyTorch: AdamW (fused), clipping; several ranks by DDP over gloo",
+    COMPILED: "the same behind torch.compile",
+}
+PHASES: Final = ("forward", "backward", "communication", "clipping", "update")
+COMPARED: Final = 100  # steps over which losses have to agree
+SAME: Final = 1e-4  # relative
+CHOICES: Final = 4  # of successors of each token: a text that can be learnt
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A gpt, and the samples of each rank in a step."""
+
+    layers: int = 4
+    hidden: int = 256
+    heads: int = 4
+    context: int = 256
+    samples: int = 8
+    vocabulary: int = 256
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the caller asks for; ``steps`` are timed, after ``warmup`` that are only compared."""
+
+    shape: Shape
+    names: tuple[str, ...]
+    ranks: int
+    steps: int
+    warmup: int
+    profiled: int
+    seed: int = 0
+    threads: int = 1
+
+    @property
+    def every(self) -> int:
+        """Steps of a contender that are not profiled."""
+        return self.steps + self.warmup
+
+
+def chosen(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the contenders of these names, all for none. Raises UsageError."""
+    for name in names:
+        if name not in CONTENDERS:
+            raise UsageError(f"--only {name!r} is unknown; choose from {', '.join(map(repr, CONTENDERS))}")
+    return tuple(name for name in CONTENDERS if not names or name in names)
+
+
+def batches(wanted: Wanted, steps: int) -> Iterator[np.ndarray]:
+    """Yield the tokens (ranks samples, context + 1) of so many steps: the same on every rank.
+
+    Each token is followed by one of `CHOICES` others, so that losses fall as they do in a training.
+    """
+    shape = wanted.shape
+    draw = np.random.default_rng([wanted.seed, 1])
+    successors = draw.integers(0, shape.vocabulary, (shape.vocabulary, CHOICES), np.int64)
+    dtype = np.min_scalar_type(shape.vocabulary - 1)
+    samples = wanted.ranks * shape.samples
+    for _ in range(steps):
+        tokens = np.empty((samples, shape.context + 1), dtype)
+        tokens[:, 0] = draw.integers(0, shape.vocabulary, samples)
+        taken = draw.integers(0, CHOICES, tokens.shape, np.int64)
+        for place in range(1, shape.context + 1):
+            tokens[:, place] = successors[tokens[:, place - 1], taken[:, place]]
+        yield tokens

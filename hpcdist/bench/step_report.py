@@ -1,0 +1,188 @@
+"""The report of a benchmark of training steps: speeds, phases, kinds of operation, losses and memory; text and JSON."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from hpcdist.bench.step_file import Case, Results
+from hpcdist.bench.step_plan import COMPARED, EAGER, PHASES, SAME
+
+MISSING: Final = "-"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of one contender: medians over the steps of the slowest rank.
+
+    ``x_eager`` is the median, over the turns, of the time of PyTorch eager over that of this contender: above 1 is
+    faster than that; ``x_eager_cpu`` the same of the processor's time, summed over ranks, which counts no waiting and
+    no neighbours. ``flops_per_s`` are the operations of the model (`hpcdist.models.counts`) a second, of all ranks
+    together, and ``mfu`` their share of the peak. ``phases_s`` are medians of the slowest rank, None where a phase is
+    not told apart. ``loss_difference`` is the largest relative one to the first contender, over 100 steps at most.
+    """
+
+    name: str
+    step_s: float
+    quartiles_s: tuple[float, float]
+    cpu_s: float
+    tokens_per_s: float
+    x_eager: float | None
+    x_eager_cpu: float | None
+    flops_per_s: float
+    mfu: float
+    phases_s: Mapping[str, float | None]
+    loss_first: float
+    loss_last: float
+    loss_difference: float
+    activation_bytes: float | None
+    activation_closed_bytes: float | None
+
+
+def peak_flops_per_s(found: Results) -> dict[str, float]:
+    """Return the fastest product of each library, of all ranks together: a turn is as fast as its slowest rank."""
+    flops, ranks = 2 * found.provenance["matmul_side"] ** 3, found.provenance["ranks"]
+    return {name: ranks * flops / float(taken_s.max(axis=1).min()) for name, taken_s in found.matmul_s.items()}
+
+
+def rows(found: Results) -> list[Row]:
+    """Return a row for each contender, in the order of the file."""
+    eager = next((one for one in found.cases if one.name == EAGER), None)
+    return [_row(found, one, eager) for one in found.cases]
+
+
+def _row(found: Results, one: Case, eager: Case | None) -> Row:
+    about, shape = found.provenance, found.shape
+    slowest_s = one.step_s.max(axis=1)
+    low, median, high = (float(value) for value in np.percentile(slowest_s, [25, 50, 75]))
+    samples = about["ranks"] * shape.samples
+    rate = samples * (about["forward_flops"] + about["backward_flops"]) / median
+    phases = np.median(one.phase_s.max(axis=1), axis=0)
+    first = found.cases[0].loss[:COMPARED]
+    losses = one.loss[:COMPARED]
+    return Row(
+        name=one.name,
+        step_s=median,
+        quartiles_s=(low, high),
+        cpu_s=float(np.median(one.cpu_s.sum(axis=1))),
+        tokens_per_s=samples * shape.context / median,
+        x_eager=None if eager is None else float(np.median(eager.step_s.max(axis=1) / slowest_s)),
+        x_eager_cpu=None if eager is None else float(np.median(eager.cpu_s.sum(axis=1) / one.cpu_s.sum(axis=1))),
+        flops_per_s=rate,
+        mfu=rate / max(peak_flops_per_s(found).values()),
+        phases_s={name: None if np.isnan(value) else float(value) for name, value in zip(PHASES, phases, strict=True)},
+        loss_first=float(one.loss[0]),
+        loss_last=float(one.loss[-1]),
+        loss_difference=float(np.max(np.abs(losses - first) / np.abs(first))),
+        activation_bytes=one.activation_bytes,
+        activation_closed_bytes=one.activation_closed_bytes,
+    )
+
+
+def _form(value: float | None, form: str, scale: float = 1.0) -> str:
+    return MISSING if value is None else format(scale * value, form)
+
+
+_COLUMNS: Final[tuple[tuple[str, Callable[[Row], str]], ...]] = (
+    ("", lambda row: row.name),
+    ("ms a step", lambda row: _form(row.step_s, ",.1f", 1e3)),
+    ("(quartiles)", lambda row: f"({1e3 * row.quartiles_s[0]:,.1f} - {1e3 * row.quartiles_s[1]:,.1f})"),
+    ("tokens/s", lambda row: _form(row.tokens_per_s, ",.0f")),
+    ("x eager", lambda row: _form(row.x_eager, ".3f")),
+    ("(CPU time)", lambda row: "" if row.x_eager_cpu is None else f"({row.x_eager_cpu:.3f})"),
+    ("GFLOP/s", lambda row: _form(row.flops_per_s, ".1f", 1e-9)),
+    ("MFU", lambda row: _form(row.mfu, ".1%")),
+    *((f"{name} ms", lambda row, name=name: _form(row.phases_s[name], ".1f", 1e3)) for name in PHASES),
+)
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    return [
+        "  ".join(f"{cell:{'<' if n == 0 else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip() for row in cells
+    ]
+
+
+def text(found: Results) -> str:
+    """Return the report as lines for people."""
+    table, shape, about = rows(found), found.shape, found.provenance
+    flops = about["forward_flops"] + about["backward_flops"]
+    peaks = ", ".join(f"{name} {value / 1e9:.1f}" for name, value in peak_flops_per_s(found).items())
+    model = (
+        f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, context {shape.context}, "
+        f"vocabulary {shape.vocabulary}"
+    )
+    machine = f"ranks {about['ranks']}, threads of each {about['threads']}"
+    lines = [
+        f"gpt of {about['parameters']:,} parameters: {model}; {shape.samples} samples a rank",
+        f"{machine}; {flops / 1e9:.2f} GFLOP a sample; peak of matrix products, all ranks: {peaks} GFLOP/s",
+        "",
+        *_aligned([[name for name, _ in _COLUMNS], *([show(row) for _, show in _COLUMNS] for row in table)]),
+        "",
+        *_operations(found),
+        *_losses(table, found),
+        *_memory(table),
+    ]
+    return "\n".join([*lines, *(f"left out: {name}: {why}" for name, why in found.left_out.items())])
+
+
+def operations(one: Case) -> dict[tuple[str, str], float]:
+    """Return the median seconds of each kind of operation and way in a step, and what none of them explains."""
+    found = {key: float(np.median(taken)) for key, taken in one.operation_s.items()}
+    whole = found.pop(("all", "step"), None)
+    if whole is not None:
+        found["other", "step"] = whole - sum(found.values())
+    return found
+
+
+def _operations(found: Results) -> list[str]:
+    known = [(one, operations(one)) for one in found.cases if one.operation_s]
+    if not known:
+        return []
+    kinds = list(dict.fromkeys(kind for _, taken in known for kind, _ in taken))
+    ways = ("forward", "backward", "step")
+    cells = [["ms of an operation, forward + backward", *kinds]]
+    for one, taken in known:
+        row = [one.name]
+        for kind in kinds:
+            parts = [1e3 * taken[kind, way] for way in ways if (kind, way) in taken]
+            row.append(" + ".join(f"{part:.1f}" for part in parts) if parts else MISSING)
+        cells.append(row)
+    return [*_aligned(cells), ""]
+
+
+def _losses(table: Sequence[Row], found: Results) -> list[str]:
+    steps = min(COMPARED, len(found.cases[0].loss))
+    lines = [
+        f"{row.name}: loss {row.loss_first:.4f} -> {row.loss_last:.4f}, at most {row.loss_difference:.1e} of it from "
+        f"{table[0].name} in {steps} steps" + ("" if row.loss_difference <= SAME else f": more than {SAME:g}")
+        for row in table[1:]
+    ]
+    return [*lines, ""] if lines else []
+
+
+def _memory(table: Sequence[Row]) -> list[str]:
+    return [
+        f"{row.name}: activations {row.activation_bytes / 2**20:.1f} MiB at their peak"
+        + (
+            ""
+            if row.activation_closed_bytes is None
+            else f", {row.activation_bytes / row.activation_closed_bytes:.3f} of the closed form"
+        )
+        for row in table
+        if row.activation_bytes is not None
+    ]
+
+
+def jsonable(found: Results) -> dict[str, Any]:
+    """Return the report as JSON values; what there is not is null."""
+    taken = {one.name: {" ".join(key): value for key, value in operations(one).items()} for one in found.cases}
+    return {
+        "provenance": dict(found.provenance),
+        "shape": asdict(found.shape),
+        "peak_flops_per_s": peak_flops_per_s(found),
+        "rows": [asdict(row) for row in rows(found)],
+        "operations_s": taken,
+        "left_out": dict(found.left_out),
+    }
