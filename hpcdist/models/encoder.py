@@ -1,7 +1,7 @@
 """A transformer in which every token sees all others, trained to say tokens that were masked (Devlin et al. 2018).
 
 Its stages are those of `hpcdist.models.gpt`, with the same options. A sample has as many targets as `predictions` says;
-the other places of its targets hold `IGNORED`. What is masked is decided by `hpcdist.training.data`.
+the other places of its targets hold `hpcdist.models.tokens.IGNORED`. `hpcdist.training.data` decides what is masked.
 """
 
 from typing import Final
@@ -10,7 +10,6 @@ from hpcdist.models.config import ModelConfig
 from hpcdist.models.gpt import transformer
 from hpcdist.models.stage import Stage
 
-IGNORED: Final = -1  # the target of a token that is not to be said
 MASKED_PERCENT: Final = 15  # of the tokens of a sample
 
 

@@ -20,6 +20,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.models.arena import Arena
+from hpcdist.models.convnet import Convolution
 from hpcdist.models.dropout import Draw
 from hpcdist.models.model import Model
 from hpcdist.models.split import narrow, splitting, weight_gradients
@@ -86,8 +87,7 @@ class _Probe:
         draw = np.random.default_rng(0)
         self._x = self._place(_input(model, unit, samples, draw))
         self._dy = self._place(draw.standard_normal(self._stage.output_shape(samples)).astype(model.dtype))
-        targets = self._stage.output_shape(samples)[:-1] if model.tokens_per_sample == 1 else None
-        self._targets = self._place(np.zeros(targets or (samples, model.tokens_per_sample), np.int64))
+        self._targets = self._place(np.zeros(model.stages[-1].output_shape(samples)[:-1], np.int64))
         self._split = splitting(model.operations)
 
     def _place(self, array: np.ndarray) -> Array:
@@ -139,8 +139,11 @@ def _input(model: Model, unit: int, samples: int, draw: np.random.Generator) -> 
     """Return random data, or activations, that ``unit`` takes."""
     if unit:
         return draw.standard_normal(model.stages[unit - 1].output_shape(samples)).astype(model.dtype)
-    table = model.stages[0].tensors()[0]
+    first = model.stages[0]
+    if isinstance(first, Convolution):
+        return draw.random(first.input_shape(samples)).astype(model.dtype)
+    table = first.tensors()[0]
     rows, columns = table.whole or table.shape
-    if table.name.startswith("tokens"):
-        return draw.integers(0, rows, (samples, model.tokens_per_sample))
+    if table.name.startswith("tokens"):  # a token for each of the last stage's logits
+        return draw.integers(0, rows, model.stages[-1].output_shape(samples)[:-1])
     return draw.random((samples, columns)).astype(model.dtype)

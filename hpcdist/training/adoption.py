@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hpcdist import models
 from hpcdist.checkpoint.catalogue import PARAMETERS, Tensor
@@ -31,12 +31,16 @@ def prepare(
         raise StorageError(f"{stored} cannot be written: {error.strerror}") from error
 
 
+# What data decides of a model: arguments of `models.build`.
+DECIDED: Final = {"context", "features", "classes", "height", "width", "channels"}
+
+
 def check(recipe: Recipe, tensors: Sequence[Tensor], inputs: Mapping[str, Any]) -> None:
     """Raise ConfigurationError, naming one, when ``tensors`` are not the parameters of the model of ``recipe``.
 
     ``inputs`` are what the data decided of it, where that is known; a gpt has its context from the recipe.
     """
-    known = inputs if set(inputs) <= {"context", "features", "classes"} else {}
+    known = inputs if set(inputs) <= DECIDED else {}
     model = models.build(recipe.model, recipe.precision.computes, **{"context": recipe.data.context, **known})
     found = {one.name: one for one in tensors if one.kind == PARAMETERS}
     for segment in model.layout.segments:

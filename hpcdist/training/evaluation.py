@@ -26,7 +26,8 @@ def mean_validation_loss(trainer: Trainer) -> float:
         losses = [trainer.executor.evaluate(*batch) for batch in placed]
         for inputs, targets in placed[: rounds - len(placed)]:  # layers may be gathered: all ranks come equally often
             trainer.executor.evaluate(inputs[:0], targets[:0])
-        seen = sum(targets.size for _, targets in placed) if speaks else 0
+        samples = sum(len(targets) for _, targets in placed)
+        seen = samples * trainer.model.tokens_per_sample if speaks else 0
         # Batch by batch, since the deadline of a communication runs for servers that wait for the others.
         loss, found = trainer.exchange.agree_losses(losses, np.array([float(seen)]))
         total, count = total + loss, count + float(found[0])

@@ -85,7 +85,8 @@ class Trained:
         for inputs, targets in source.validation_batches(recipe, self.comm.size, self.comm.rank):
             if len(inputs):
                 batch = source.place((inputs, targets), recipe)
-                sums += (self.model.evaluate(self._views, *batch, self.arena), targets.size)
+                said = len(targets) * self.model.tokens_per_sample
+                sums += (self.model.evaluate(self._views, *batch, self.arena), said)
         allreduce(self.comm, sums)
         return float(sums[0] / sums[1]) if sums[1] else float("nan")
 

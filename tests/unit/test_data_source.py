@@ -81,6 +81,52 @@ def test_an_mlp_reads_a_table(tmp_path: Path, rng: np.random.Generator) -> None:
     assert source.tokens is None
 
 
+ENCODER, CONVNET = ModelConfig(kind="encoder"), ModelConfig(kind="convnet")
+
+
+def test_an_encoder_reads_masked_windows(tmp_path: Path, tokens: np.ndarray) -> None:
+    tokens[tokens == 255] = 7
+    config = DataConfig(path=_store(tmp_path, "text", tokens), context=16, validation_fraction=0.1)
+    source = open_source(config, ENCODER, solo())
+    assert source.model_inputs() == {"context": 16}
+    assert source.tokens is None  # what follows a token is not what it says
+    x, y = source.training.take(np.array([3, 9]), 5)
+    assert ((y >= 0).sum(axis=1) == 2).all()  # round(0.15 * 16)
+    assert np.array_equal(np.where(y >= 0, y, x), [tokens[53:69], tokens[149:165]])
+    recipe = Recipe(data=config, model=ENCODER)
+    looks = [np.concatenate([x for x, _ in source.validation_batches(recipe, 1, 0)]) for _ in range(2)]
+    assert np.array_equal(*looks)
+    assert (looks[0] == 255).any()
+    assert np.array_equal(source.place((x, y), recipe)[1], y)
+
+
+@pytest.mark.parametrize(("shape", "inputs"), [((5, 7, 3), (5, 7, 3)), ((6, 4), (6, 4, 1))])
+def test_a_convnet_reads_pictures(tmp_path: Path, rng: np.random.Generator, shape: tuple, inputs: tuple) -> None:
+    pictures = rng.integers(0, 256, (40, *shape)).astype(np.uint8)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"], file["y"] = pictures, np.arange(40) % 3
+    source = open_source(DataConfig(path=str(tmp_path / "a.h5")), CONVNET, solo())
+    height, width, channels = inputs
+    assert source.model_inputs() == {"height": height, "width": width, "channels": channels, "classes": 3}
+    assert f"40 pictures of {height} x {width} x {channels} in 3 classes" in source.description
+    x, y = source.training.take(np.array([2, 0]), 0)
+    assert np.array_equal(x, pictures[[2, 0]].reshape(2, -1))
+    assert y.tolist() == [2, 0]
+
+
+def test_what_is_no_picture_is_refused(tmp_path: Path, tokens: np.ndarray, rng: np.random.Generator) -> None:
+    with pytest.raises(DataError, match="a convnet takes pictures; give an HDF5 file"):
+        open_source(DataConfig(path=_store(tmp_path, "text", tokens)), CONVNET, solo())
+    with pytest.raises(DataError, match="data.path = '': a convnet takes pictures"):
+        open_source(DataConfig(), CONVNET, solo())
+    for shape in ((9, 4), (9, 2, 2, 2, 2)):
+        path = tmp_path / f"{len(shape)}.h5"
+        with h5py.File(path, "w") as file:
+            file["x"], file["y"] = rng.random(shape), np.arange(9) % 2
+        with pytest.raises(DataError, match=r"takes pictures \(rows, height, width\)"):
+            open_source(DataConfig(path=str(path)), CONVNET, solo())
+
+
 def test_without_validation(tmp_path: Path, tokens: np.ndarray) -> None:
     config = DataConfig(path=_store(tmp_path, "text", tokens), context=1999, validation_fraction=0.0)
     source = open_source(config, GPT, solo())

@@ -10,7 +10,9 @@ from hpcdist.arrays.backend import Array, namespace
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import ConfigurationError
 from hpcdist.models.arena import Arena
+from hpcdist.models.gpt import Embed
 from hpcdist.models.model import Model
 from hpcdist.models.operations import Operations
 from hpcdist.models.stage import Gradients, Parameters, Saved, Stage, StreamOf
@@ -30,19 +32,24 @@ def local(spec: TensorSpec, comm: Communicator) -> TensorSpec:
 
 
 def cut_model(model: Model, comm: Communicator, algorithm: str = "native", *, sequence_parallel: bool = False) -> Model:
-    """Return this rank's part of the gpt ``model``, which computes with the others of ``comm``. Collective.
+    """Return this rank's part of the transformer ``model``, which computes with the others of ``comm``. Collective.
 
     ``algorithm`` sums activations over ``comm``, the tensor axis. Initial values are those of ``model``. On one rank
-    the model is returned as it is.
+    the model is returned as it is. Raises ConfigurationError for a model of other stages than those of a transformer.
     """
     if comm.size == 1:
         return model
+    if not isinstance(model.stages[0], Embed):
+        raise ConfigurationError(
+            f"parallel.tensor = {comm.size}: the stages of this model are not cut over ranks, as those of a gpt are; "
+            "set it to 1, and spread the model by parallel.pipeline or the strategies zero1, zero2, zero3"
+        )
     axis = TensorAxis(comm, algorithm)
     borders: Borders = Whole(axis)
     classes = split(model.layout.by_key["0.tokens.weight"].spec.shape[0], comm.size, itemsize=1, align_bytes=1)
     operations = sampling = _operations(model.operations, borders, classes)
     if sequence_parallel:
-        borders = by_rows = ByRows(axis, model.tokens_per_sample)
+        borders = by_rows = ByRows(axis, model.stages[-1].output_shape(1)[1])
         operations = _operations(model.operations, borders, classes)
         operations = replace(operations, positions=RowPositions(by_rows), dropout=RowDropout(by_rows))
     last = len(model.stages) - 1

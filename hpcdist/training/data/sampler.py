@@ -6,6 +6,7 @@ import numpy as np
 
 from hpcdist.arrays import rng
 from hpcdist.arrays.ranges import Range, cut, split
+from hpcdist.training.data.masking import Masked
 from hpcdist.training.data.permutation import ROUNDS, permute
 from hpcdist.training.data.samples import Batch, Samples
 
@@ -30,7 +31,7 @@ def shards(batch: Batch, each: int, count: int) -> list[Batch]:
 
 
 class Sampler:
-    """Endless training samples: each epoch takes every sample once, in its own order and at its own shift."""
+    """Endless training samples: each epoch takes every sample once, in its own order, at its own shift and masks."""
 
     def __init__(self, samples: Samples, seed: int) -> None:
         self._samples, self._seed = samples, seed
@@ -41,7 +42,10 @@ class Sampler:
         while count > 0:
             epoch, start = divmod(first, self._samples.count)
             taken = min(count, self._samples.count - start)
-            parts.append(self._samples.take(*self.places(epoch, start, taken)))
+            samples = self._samples
+            if isinstance(samples, Masked):
+                samples = samples.in_epoch(self._seed, epoch)
+            parts.append(samples.take(*self.places(epoch, start, taken)))
             first, count = first + taken, count - taken
         if len(parts) == 1:
             return parts[0]

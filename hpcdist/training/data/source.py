@@ -12,10 +12,11 @@ import numpy as np
 from hpcdist.arrays import backend
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DataError, HpcdistError
-from hpcdist.models.config import ModelConfig
+from hpcdist.models.config import TRANSFORMERS, ModelConfig
 from hpcdist.models.tokens import check_tokens
 from hpcdist.training.config import DataConfig
 from hpcdist.training.data import arrays, text
+from hpcdist.training.data.masking import Masked
 from hpcdist.training.data.sampler import in_order
 from hpcdist.training.data.samples import Batch, NextToken, Rows, Samples, Sliceable, Windows, part
 
@@ -30,7 +31,8 @@ HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 class Source:
     """Samples to train on and to validate with.
 
-    ``tokens`` is the training split as one text (None for a table), ``validation`` None where nothing is kept back.
+    ``tokens`` is the training split as one text, where what follows a token is to be said (else None), ``validation``
+    None where nothing is kept back.
     ``inputs`` is what the data says about the model. ``fingerprint`` is equal for equal data.
     """
 
@@ -61,9 +63,10 @@ class Source:
         """Return a batch where ``recipe`` computes (local). Raises DataError on tokens that its model does not know."""
         on, vocabulary = recipe.run.device, recipe.model.vocabulary
         if on == "gpu":  # the model asks host memory only: a GPU would have to be waited for at every use
-            if recipe.model.kind == "gpt":
+            if recipe.model.kind in TRANSFORMERS:
                 check_tokens(batch[0], vocabulary, "token")
-            check_tokens(batch[1], self.inputs.get("classes", vocabulary), "target")
+            ignored = recipe.model.kind == "encoder"
+            check_tokens(batch[1], self.inputs.get("classes", vocabulary), "target", ignored=ignored)
         return backend.place(batch[0], on), backend.place(batch[1], on)
 
 
@@ -98,8 +101,13 @@ def _open(config: DataConfig, model: ModelConfig) -> Source:
         key = "data.staged" if config.staged else "data.path"
         raise DataError(f"{key} = {path}: there is no such file or directory")
     kind = _kind(path) if config.path else "library"
-    if kind == "hdf5" and model.kind == "mlp":
-        return _table(path, config.validation_fraction)
+    if model.kind == "convnet" and kind != "hdf5":
+        raise DataError(
+            f"data.path = {config.path!r}: a convnet takes pictures; give an HDF5 file with datasets x (rows, height, "
+            "width) or (rows, height, width, channels) and y (rows,)"
+        )
+    if kind == "hdf5" and model.kind not in TRANSFORMERS:
+        return _table(path, config.validation_fraction, pictures=model.kind == "convnet")
     tokens: Sliceable
     if kind in ("hdf5", "npy"):
         tokens = arrays.hdf5_tokens(path) if kind == "hdf5" else arrays.npy_tokens(path)
@@ -142,10 +150,15 @@ def _tokens(tokens: Sliceable, description: str, config: DataConfig, model: Mode
     training = part(tokens, 0, stop)
     rest = part(tokens, stop, len(tokens)) if stop < len(tokens) else None
     fingerprint = _fingerprint(tokens)
-    if model.kind == "gpt":
-        validation = Windows(rest, context, shifting=False) if rest is not None else None
+    if model.kind in TRANSFORMERS:
+        validation: Samples | None = Windows(rest, context, shifting=False) if rest is not None else None
         windows = Windows(training, context, shifting=True)
-        return Source(description, windows, validation, training, {"context": context}, fingerprint)
+        inputs = {"context": context}
+        if model.kind == "gpt":
+            return Source(description, windows, validation, training, inputs, fingerprint)
+        masks = model.mask, model.vocabulary
+        validation = Masked(validation, *masks) if validation is not None else None
+        return Source(description, Masked(windows, *masks), validation, None, inputs, fingerprint)
     if tokens.dtype != np.uint8:
         raise DataError(
             f"{description}: an mlp takes bytes, or an HDF5 file with datasets x and y; or train a gpt on it"
@@ -155,13 +168,22 @@ def _tokens(tokens: Sliceable, description: str, config: DataConfig, model: Mode
     return Source(description, NextToken(training, context), places, training, inputs, fingerprint)
 
 
-def _table(path: Path, fraction: float) -> Source:
+def _table(path: Path, fraction: float, *, pictures: bool) -> Source:
     x, y, classes = arrays.hdf5_table(path)
     features = int(np.prod(x.shape[1:]))
+    inputs = {"features": features, "classes": classes}
     description = f"{path}, {len(x):,} rows of {features} features in {classes} classes"
+    if pictures:
+        if len(x.shape) not in (3, 4):
+            raise DataError(
+                f"data.path = {path}: x has the shape {x.shape}; a convnet takes pictures (rows, height, width) or "
+                "(rows, height, width, channels): store them so, or train an mlp"
+            )
+        height, width, channels = (*x.shape[1:], 1)[:3]
+        inputs = {"height": height, "width": width, "channels": channels, "classes": classes}
+        description = f"{path}, {len(x):,} pictures of {height} x {width} x {channels} in {classes} classes"
     stop = _training_part(len(x), fraction, 1, description, "a sample is a row; give more data")
     validation = Rows(x, y, stop, len(x)) if stop < len(x) else None
-    inputs = {"features": features, "classes": classes}
     return Source(description, Rows(x, y, 0, stop), validation, None, inputs, _fingerprint(x, y))
 
 
