@@ -27,31 +27,20 @@ def sum_of_squares(blocks: Iterable[Array]) -> float:
     return kernels.total(sums)
 
 
-class _Stretch:
-    """Running sums of squares of w and u over one stretch of a tensor."""
-
-    def __init__(self, start: int) -> None:
-        self.start = self.stop = start
-        self.weights, self.step = np.zeros(kernels.LANES), np.zeros(kernels.LANES)
-
-    def add(self, where: Range, weights: Array, step: Array) -> None:
-        """Add what follows, at ``where``."""
-        phase = (where.start - self.start) % kernels.LANES
-        kernels.add_squares(weights, self.weights, phase)
-        kernels.add_squares(step, self.step, phase)
-        self.stop = where.stop
-
-
 class Norms:
-    """sum(w^2) and sum(u^2) of each of ``count`` tensors, over the pieces that were given since `clear`."""
+    """sum(w^2) and sum(u^2) of each of ``count`` tensors, over the pieces that were given since `clear`.
+
+    A piece that follows the one before it, of the same tensor, has the bits of both as one.
+    """
 
     def __init__(self, count: int, on: str) -> None:
         self._sums = zeros((count, 2), np.dtype(np.float64), on)
-        self._open: dict[int, _Stretch] = {}
+        self._tensor, self._stretch = -1, Range(0, 0)  # of which ``_running`` are the sums; -1: of nothing
+        self._running = np.zeros((2, kernels.LANES))
 
     def clear(self) -> None:
         """Forget all pieces."""
-        self._open.clear()
+        self._tensor = -1
         self._sums[...] = 0.0
 
     def add(self, tensor: int, where: Range, weights: Array, step: Array) -> None:
@@ -60,23 +49,24 @@ class Norms:
             self._sums[tensor, 0] += kernels.sum_of_squares(weights)
             self._sums[tensor, 1] += kernels.sum_of_squares(step)
             return
-        stretch = self._open.get(tensor)
-        if stretch is None or where.start != stretch.stop:
-            self._close(tensor)
-            stretch = self._open[tensor] = _Stretch(where.start)
-        stretch.add(where, weights, step)
+        if (tensor, where.start) != (self._tensor, self._stretch.stop):
+            self._close()
+            self._tensor, self._stretch = tensor, Range(where.start, where.start)
+            self._running[...] = 0.0
+        phase = self._stretch.size % kernels.LANES
+        for values, sums in zip((weights, step), self._running, strict=True):
+            kernels.add_squares(values, sums, phase)
+        self._stretch = Range(self._stretch.start, where.stop)
 
     def sums(self) -> Array:  # (tensors, 2)
         """Return the sums, where the weights live."""
-        for tensor in list(self._open):
-            self._close(tensor)
+        self._close()
         return self._sums
 
-    def _close(self, tensor: int) -> None:
-        stretch = self._open.pop(tensor, None)
-        if stretch is not None:
-            self._sums[tensor, 0] += kernels.total(stretch.weights)
-            self._sums[tensor, 1] += kernels.total(stretch.step)
+    def _close(self) -> None:
+        if self._tensor >= 0:
+            self._sums[self._tensor] += [kernels.total(sums) for sums in self._running]
+            self._tensor = -1
 
 
 class ExactNorms:

@@ -1,0 +1,95 @@
+"""A steady step allocates nothing: after the first steps memory is flat, and no array of a model comes and goes.
+
+An array of activations, of weights or of gradients that a step made anew would show: the models are so large that the
+smallest matrix of each is beyond the allowance, and beyond that a model four times as large may not take more.
+"""
+
+import pytest
+from steady import Steady, steady, unseen_messages
+
+ALLOWED = 160 << 10  # bytes, of all ranks together: numpy's buffers of 32 KiB, views, lists and floats
+MORE = 16 << 10  # what a larger model of as many tensors may take beyond a smaller one
+
+COMMON: dict[str, object] = {
+    "model.layers": 2,
+    "model.hidden": 128,
+    "model.heads": 2,
+    "data.context": 128,
+    "run.steps": 20,
+    "run.global_batch": 8,
+    "run.validation_samples": 2,
+    "optimizer.warmup_steps": 2,
+    "optimizer.clip_norm": 0.5,
+    "communication.algorithm": "ring",
+}
+LARGER = {"model.hidden": 256, "data.context": 256}
+TWO = {"parallel.microbatches": 2}
+PIPELINE = {"parallel.pipeline": 2, "parallel.microbatches": 4}
+ALONE: dict[str, dict[str, object]] = {
+    "sequential": {},
+    "two micro-batches": TWO,
+    "recompute": {"parallel.schedule": "gpipe", "parallel.recompute": "true", **TWO},
+    "tied": {"model.tied": "true"},
+    "dropout": {"model.dropout": 0.1},
+    "sgd": {"optimizer.name": "sgd", "optimizer.momentum": 0.0},
+    "nesterov": {"optimizer.name": "sgd", "optimizer.nesterov": "true"},
+    "lars": {"optimizer.name": "lars"},
+    "lamb": {"optimizer.name": "lamb"},
+    "bfloat16": {"precision.mode": "bfloat16"},
+    "float16, lamb": {"precision.mode": "float16", "optimizer.name": "lamb"},
+    "logical shards": {"run.logical_shards": 2, "communication.algorithm": "auto"},
+}
+TOGETHER: dict[str, dict[str, object]] = {
+    "allreduce": {"parallel.strategy": "allreduce"},
+    "zero1": {"parallel.strategy": "zero1", **TWO},
+    "zero2": {"parallel.strategy": "zero2", **TWO},
+    "zero3": {"parallel.strategy": "zero3", **TWO},
+    "zero3, bfloat16": {"parallel.strategy": "zero3", "precision.mode": "bfloat16", **TWO},
+    "zero3, lamb": {"parallel.strategy": "zero3", "optimizer.name": "lamb"},
+    "1f1b": {"parallel.schedule": "1f1b", **PIPELINE},
+    "1f1b, recompute": {"parallel.schedule": "1f1b", "parallel.recompute": "true", **PIPELINE},
+    "zero-bubble": {"parallel.schedule": "zb-h1", **PIPELINE},
+}
+
+
+def check(found: Steady) -> None:
+    assert found.after == found.ledgers, "the ledger is a flat line: nothing that it counts came or went"
+    assert found.largest > ALLOWED, "a copy of a matrix would show"
+    assert found.transient <= ALLOWED
+    assert found.left <= MORE, "what two steps leave behind"
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_a_step_of_one_rank_allocates_nothing(case: str) -> None:
+    check(steady(COMMON | ALONE[case]))
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_a_step_of_two_ranks_allocates_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    unseen_messages(monkeypatch)
+    check(steady(COMMON | TOGETHER[case], ranks=2))
+
+
+@pytest.mark.parametrize("case", ["sequential", "lamb", "bfloat16"])
+def test_a_larger_model_allocates_no_more(case: str) -> None:
+    small, large = steady(COMMON | ALONE[case]), steady(COMMON | ALONE[case] | LARGER)
+    assert large.largest >= 4 * small.largest
+    assert large.transient <= small.transient + MORE
+
+
+def test_what_a_step_allocates_is_seen() -> None:
+    """One array of activations that is made anew in each step, and one that stays."""
+    kept = []
+
+    def spoil(trainer):  # type: ignore[no-untyped-def]
+        healthy = trainer.model.loss.backward
+
+        def backward(scale, operations, saved):  # type: ignore[no-untyped-def]
+            d = healthy(scale, operations, saved)
+            kept.append(bytearray(MORE))
+            return d.copy()
+
+        trainer.model.loss.backward = backward
+
+    found = steady(COMMON, change=spoil)
+    assert found.transient > ALLOWED and found.left > MORE
