@@ -8,8 +8,9 @@ import numpy as np
 from hpcdist.arrays import backend
 from hpcdist.arrays.backend import namespace
 
-SIDE: Final = {"cpu": 1024, "gpu": 8192}  # of square matrices, of which three are a multiple of a cache
-LEAST: Final = 2
+# Of square matrices. A processor is at its best from here on, and a product short enough not to be interrupted often.
+SIDE: Final = {"cpu": 512, "gpu": 8192}
+LEAST: Final = 3
 
 
 class Product:
@@ -32,7 +33,7 @@ class Product:
 
 
 def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, side: int = 0) -> float:
-    """Return the operations a second of the fastest of the products that fit into ``seconds``, of 2 at least (local).
+    """Return the operations a second of the fastest of the products that fit into ``seconds``, of 3 at least (local).
 
     A product of n x n matrices is 2 n^3 operations. All cores that the library uses take part: where other ranks share
     them, let all measure at the same time.

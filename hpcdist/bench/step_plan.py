@@ -73,13 +73,13 @@ def batches(wanted: Wanted, steps: int) -> Iterator[np.ndarray]:
     """
     shape = wanted.shape
     draw = np.random.default_rng([wanted.seed, 1])
-    successors = draw.integers(0, shape.vocabulary, (shape.vocabulary, CHOICES), np.int64)
+    successors: np.ndarray = draw.integers(0, shape.vocabulary, (shape.vocabulary, CHOICES))
     dtype = np.min_scalar_type(shape.vocabulary - 1)
     samples = wanted.ranks * shape.samples
     for _ in range(steps):
         tokens = np.empty((samples, shape.context + 1), dtype)
         tokens[:, 0] = draw.integers(0, shape.vocabulary, samples)
-        taken = draw.integers(0, CHOICES, tokens.shape, np.int64)
+        taken: np.ndarray = draw.integers(0, CHOICES, (samples, shape.context + 1))
         for place in range(1, shape.context + 1):
             tokens[:, place] = successors[tokens[:, place - 1], taken[:, place]]
         yield tokens

@@ -11,7 +11,7 @@ from hpcdist.arrays.sizes import counted
 from hpcdist.comm.communicator import Communicator
 from hpcdist.strategies.grid import ORDER
 from hpcdist.telemetry.pss import pss_bytes
-from hpcdist.training import architecture, consensus, noise, stragglers
+from hpcdist.training import architecture, consensus, noise, stragglers, utilisation
 from hpcdist.training.energy import described
 from hpcdist.training.outcome import Outcome
 from hpcdist.training.trainer import Trainer
@@ -132,6 +132,7 @@ def summarise(
         "tokens_per_s": _number(pace.tokens_per_s),
         "step_s_median": _number(pace.step_s),
         "comm_fraction": _number(statistics.mean(shares)) if shares else None,
+        **utilisation.figures(comm, trainer, pace.tokens_per_s, NOTHING),
         **overlap_figures(workers),
         **prefetch_figures(workers),
         "bytes_sent_per_step": None if math.isnan(pace.sent_bytes) else round(pace.sent_bytes),
@@ -241,6 +242,7 @@ def describe(summary: dict[str, Any]) -> str:
         f"{_shown(summary['tokens_per_s'], ',.0f')} tokens/s  step {_shown(summary['step_s_median'])} s",
         f"communication {_shown(summary['comm_fraction'], '.1%')} ({summary['architecture']})",
         f"peak {peak:.1f} MiB on the rank that holds most",
+        *utilisation.described(summary),
         *consensus.described(summary),
         *stragglers.described(summary),
         *noise.described(summary),

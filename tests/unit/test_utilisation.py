@@ -1,0 +1,81 @@
+"""What a summary tells of the operations of a model, and of the peak that they are a share of."""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_runs import assembled, write_text
+
+from hpcdist.arrays import peak
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.models.counts import counts
+from hpcdist.training import utilisation
+from hpcdist.training.utilisation import NO_ROOM, described, figures
+
+PEAK = 5e9
+SPEED = 1000.0  # tokens/s
+
+
+@pytest.fixture
+def text(tmp_path: Any, rng: np.random.Generator) -> dict[str, object]:
+    return {"data.path": write_text(tmp_path / "text.txt", rng)}
+
+
+def told(settings: dict[str, object], ranks: int, speed: float = SPEED) -> tuple[dict[str, Any], Any]:
+    """Return the figures, the same on all ranks, and the closed forms."""
+
+    def body(comm: Communicator) -> Any:
+        trainer = assembled(comm, settings)
+        inputs = trainer.source.model_inputs()
+        return figures(comm, trainer, speed, "no step"), counts(trainer.recipe.model, **inputs), inputs
+
+    found = run_threads(ranks, body)
+    assert all(one[0] == found[0][0] for one in found)
+    json.dumps(found[0][0], allow_nan=False)
+    return found[0][0], found[0][1:]
+
+
+def test_the_share_is_that_of_all_ranks(text: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(utilisation, "matmul_flops_per_s", lambda dtype, on, seconds: PEAK)
+    found, (numbers, inputs) = told(text, 3)
+    assert found["flops_per_sample"] == numbers.flops
+    assert found["flops_per_s"] == pytest.approx(SPEED / inputs["context"] * numbers.flops)
+    assert found["peak_flops_per_s"] == 3 * PEAK
+    assert found["mfu"] == pytest.approx(found["flops_per_s"] / (3 * PEAK))
+    (line,) = described(found)
+    assert f"{found['mfu']:.1%}" in line
+
+
+def test_a_server_is_no_peak(text: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(utilisation, "matmul_flops_per_s", lambda dtype, on, seconds: PEAK)
+    served = text | {"parallel.strategy": "parameter_server", "parameter_server.servers": 1}
+    assert told(served, 3)[0]["peak_flops_per_s"] == 2 * PEAK
+
+
+def test_what_is_not_known_is_told_with_the_reason(text: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = told(text, 1, speed=math.nan)[0]
+    assert (slow["flops_per_s"], slow["mfu"], slow["mfu_reason"]) == (None, None, "no step")
+    assert slow["flops_per_sample"] > 0 and described(slow) == []
+
+    def full(*_: Any) -> float:
+        raise MemoryError
+
+    monkeypatch.setattr(utilisation, "matmul_flops_per_s", full)
+    found = told(text, 2)[0]
+    assert (found["mfu"], found["mfu_reason"]) == (None, NO_ROOM) and found["flops_per_s"] > 0
+    assert NO_ROOM in described(found)[0]
+
+
+def test_a_peak_is_that_of_the_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([9.0, 0.5, 0.25, 1.0])  # the first touches memory, and does not count
+    monkeypatch.setattr(peak.Product, "run", lambda self: next(seconds))
+    assert peak.matmul_flops_per_s(np.dtype(np.float32), seconds=0.0, side=16) == 2 * 16**3 / 0.25
+
+
+def test_a_product_is_that_of_its_matrices() -> None:
+    product = peak.Product(np.dtype(np.float64), side=20)
+    assert product.run() > 0 and product.flops == 2 * 20**3
+    np.testing.assert_allclose(product._into, product._a @ product._b, rtol=1e-12)
