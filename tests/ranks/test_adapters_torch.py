@@ -1,0 +1,77 @@
+"""Wrapped PyTorch models over real messages: every layout learns what a plain script learns."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
+
+from torch_models import Layout, Training, compare, gpt, tokens, wrapped
+
+from hpcdist.errors import NonFiniteError
+
+STEPS, SAMPLES, BOUND = 6, 12, 2e-5
+LAYOUTS = {
+    "allreduce": (Layout(), (1, 2, 3, 4)),
+    "zero1": (Layout(strategy="zero1"), (2, 3)),
+    "zero2 accumulating": (Layout(strategy="zero2", microbatches=2), (2, 3)),
+    "zero3 accumulating": (Layout(strategy="zero3", microbatches=3), (1, 2, 3, 4)),
+    "1f1b": (Layout(pipeline=2, microbatches=3, schedule="1f1b"), (2, 4)),
+    "1f1b of 3": (Layout(pipeline=3, microbatches=2, schedule="1f1b"), (3,)),
+    "gpipe of 4, recomputing": (Layout(pipeline=4, microbatches=2, schedule="gpipe", recompute=True), (4,)),
+    "1f1b with zero1": (Layout(pipeline=2, microbatches=2, strategy="zero1"), (4,)),
+    "zero-bubble": (Layout(pipeline=2, microbatches=4, schedule="zb-h1"), (2,)),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name, tied, comm, rng):
+    layout, sizes = LAYOUTS[name]
+    if comm.size not in sizes:
+        pytest.skip(f"for {sizes} ranks")
+    seed, batches = int(rng.integers(1 << 31)), [tokens(rng, SAMPLES) for _ in range(STEPS)]
+    training = Training(comm, wrapped(gpt(seed, tied=tied), batches[0][0]), layout)
+    compare(training, lambda: gpt(seed, tied=tied), batches, BOUND)
+
+
+def test_zero3_without_a_tied_table_in_a_pipeline(comm, rng):
+    if comm.size != 4:
+        pytest.skip("for 4 ranks")
+    seed, batches = int(rng.integers(1 << 31)), [tokens(rng, SAMPLES) for _ in range(STEPS)]
+    training = Training(comm, wrapped(gpt(seed), batches[0][0]), Layout(pipeline=2, microbatches=2, strategy="zero3"))
+    compare(training, lambda: gpt(seed), batches, BOUND)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "zero3"])
+def test_replicas_drop_differently(strategy, comm, rng):
+    """What a sample loses depends on its place in the whole batch, so 2 replicas of 6 are one process with 2 parts."""
+    seed, batches = int(rng.integers(1 << 31)), [tokens(rng, SAMPLES) for _ in range(3)]
+    training = Training(comm, wrapped(gpt(seed, dropout=0.4), batches[0][0]), Layout(strategy=strategy), seed=5)
+    found = [training.step(x, y).loss for x, y in batches]
+    own = comm.split(comm.rank)
+    alone = Training(own, wrapped(gpt(seed, dropout=0.4), batches[0][0]), Layout(microbatches=comm.size), seed=5)
+    np.testing.assert_allclose(found, [alone.step(x, y).loss for x, y in batches], rtol=1e-5)
+
+
+def test_a_bad_value_is_found_on_its_rank(comm, rng):
+    """A rank of a pipeline, or a replica, that makes an infinity itself is the only one that reports something."""
+    module = gpt(3)
+    culprit = comm.size - 1
+    x, y = tokens(rng, SAMPLES)
+    training = Training(comm, wrapped(module, x), Layout())
+    if comm.rank == culprit:
+        with torch.no_grad():
+            for parameter in module[2].mlp[0].parameters():
+                parameter.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(NonFiniteError):
+        training.step(x, y)
+    batch = [(training.mine(x), training.mine(y))]
+    found = training.executor.inspect(training.operations, batch)
+    assert (found is not None) == (comm.rank == culprit)
+    if found is not None:
+        assert found.startswith("gradient of 2.2.mlp.0."), found
