@@ -140,6 +140,9 @@ def _input(model: Model, unit: int, samples: int, draw: np.random.Generator) -> 
     if unit:
         return draw.standard_normal(model.stages[unit - 1].output_shape(samples)).astype(model.dtype)
     first = model.stages[0]
+    if hasattr(first, "example_input"):  # that of a user's own model
+        made: np.ndarray = first.example_input(samples)
+        return made
     if isinstance(first, Convolution):
         return draw.random(first.input_shape(samples)).astype(model.dtype)
     table = first.tensors()[0]

@@ -44,6 +44,17 @@ def hdf5_tokens(path: Path) -> Sliceable:
     return _checked_tokens(tokens, f"data.path = {path}, dataset tokens")
 
 
+def holds_tokens(path: Path) -> bool:
+    """Whether an HDF5 file has a dataset ``tokens``. Raises DataError where it cannot be read."""
+    from hpcdist.hdf5 import files
+
+    try:
+        with files.open_read(path) as file:
+            return "tokens" in file
+    except StorageError as error:
+        raise DataError(f"data.path = {error}") from error
+
+
 def hdf5_table(path: Path) -> tuple[Sliceable, Sliceable, int]:
     """Return ``x`` (rows, ...) and ``y`` (rows,) of an HDF5 file, and the number of classes. Raises DataError."""
     x, y = _datasets(path, ("x", "y"))

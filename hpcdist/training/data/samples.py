@@ -93,23 +93,27 @@ class NextToken:
 
 
 class Rows:
-    """Rows ``start`` to ``stop - 1`` of a table ``x`` (rows, ...) and of its classes ``y`` (rows,)."""
+    """Rows ``start`` to ``stop - 1`` of a table ``x`` (rows, ...) and of its classes ``y`` (rows,).
+
+    ``shaped`` ones keep the shape that they have in ``x``; others become a line of features.
+    """
 
     shifts = 1
 
-    def __init__(self, x: Sliceable, y: Sliceable, start: int, stop: int) -> None:
+    def __init__(self, x: Sliceable, y: Sliceable, start: int, stop: int, *, shaped: bool = False) -> None:
         assert start < stop <= len(x) == len(y)
+        self._shaped = shaped
         self._x, self._y, self._start = x, y, start
         self.count = stop - start
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
-        """Return inputs (n, features) and targets (n,)."""
+        """Return inputs (n, features), or (n, ...), and targets (n,)."""
         rows = [self._start + int(index) for index in indices]
         x = np.empty((len(rows), *self._x.shape[1:]), self._x.dtype)
         y = np.empty(len(rows), self._y.dtype)
         for place, row in enumerate(rows):
             x[place], y[place] = self._x[row], self._y[row]
-        return x.reshape(len(rows), int(np.prod(x.shape[1:]))), y
+        return x if self._shaped else x.reshape(len(rows), int(np.prod(x.shape[1:]))), y
 
 
 def _rows(tokens: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:

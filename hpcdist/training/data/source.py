@@ -12,7 +12,7 @@ import numpy as np
 from hpcdist.arrays import backend
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DataError, HpcdistError
-from hpcdist.models.config import TRANSFORMERS, ModelConfig
+from hpcdist.models.config import FOREIGN, TRANSFORMERS, ModelConfig
 from hpcdist.models.tokens import check_tokens
 from hpcdist.training.config import DataConfig
 from hpcdist.training.data import arrays, text
@@ -63,6 +63,8 @@ class Source:
         """Return a batch where ``recipe`` computes (local). Raises DataError on tokens that its model does not know."""
         on, vocabulary = recipe.run.device, recipe.model.vocabulary
         if on == "gpu":  # the model asks host memory only: a GPU would have to be waited for at every use
+            if recipe.model.kind in FOREIGN:  # what it takes is its own affair
+                return backend.place(batch[0], on), backend.place(batch[1], on)
             if recipe.model.kind in TRANSFORMERS:
                 check_tokens(batch[0], vocabulary, "token")
             ignored = recipe.model.kind == "encoder"
@@ -106,7 +108,9 @@ def _open(config: DataConfig, model: ModelConfig) -> Source:
             f"data.path = {config.path!r}: a convnet takes pictures; give an HDF5 file with datasets x (rows, height, "
             "width) or (rows, height, width, channels) and y (rows,)"
         )
-    if kind == "hdf5" and model.kind not in TRANSFORMERS:
+    if kind == "hdf5" and model.kind == "import" and not arrays.holds_tokens(path):
+        return _table(path, config.validation_fraction, pictures=False, shaped=True)
+    if kind == "hdf5" and model.kind not in (*TRANSFORMERS, "import"):
         return _table(path, config.validation_fraction, pictures=model.kind == "convnet")
     tokens: Sliceable
     if kind in ("hdf5", "npy"):
@@ -150,11 +154,11 @@ def _tokens(tokens: Sliceable, description: str, config: DataConfig, model: Mode
     training = part(tokens, 0, stop)
     rest = part(tokens, stop, len(tokens)) if stop < len(tokens) else None
     fingerprint = _fingerprint(tokens)
-    if model.kind in TRANSFORMERS:
+    if model.kind in (*TRANSFORMERS, "import"):
         validation: Samples | None = Windows(rest, context, shifting=False) if rest is not None else None
         windows = Windows(training, context, shifting=True)
         inputs = {"context": context}
-        if model.kind == "gpt":
+        if model.kind != "encoder":
             return Source(description, windows, validation, training, inputs, fingerprint)
         masks = model.mask, model.vocabulary
         validation = Masked(validation, *masks) if validation is not None else None
@@ -168,12 +172,12 @@ def _tokens(tokens: Sliceable, description: str, config: DataConfig, model: Mode
     return Source(description, NextToken(training, context), places, training, inputs, fingerprint)
 
 
-def _table(path: Path, fraction: float, *, pictures: bool) -> Source:
+def _table(path: Path, fraction: float, *, pictures: bool, shaped: bool = False) -> Source:
     x, y, classes = arrays.hdf5_table(path)
     features = int(np.prod(x.shape[1:]))
     inputs = {"features": features, "classes": classes}
     description = f"{path}, {len(x):,} rows of {features} features in {classes} classes"
-    if pictures:
+    if pictures or (shaped and len(x.shape) in (3, 4)):
         if len(x.shape) not in (3, 4):
             raise DataError(
                 f"data.path = {path}: x has the shape {x.shape}; a convnet takes pictures (rows, height, width) or "
@@ -183,8 +187,8 @@ def _table(path: Path, fraction: float, *, pictures: bool) -> Source:
         inputs = {"height": height, "width": width, "channels": channels, "classes": classes}
         description = f"{path}, {len(x):,} pictures of {height} x {width} x {channels} in {classes} classes"
     stop = _training_part(len(x), fraction, 1, description, "a sample is a row; give more data")
-    validation = Rows(x, y, stop, len(x)) if stop < len(x) else None
-    return Source(description, Rows(x, y, 0, stop), validation, None, inputs, _fingerprint(x, y))
+    validation = Rows(x, y, stop, len(x), shaped=shaped) if stop < len(x) else None
+    return Source(description, Rows(x, y, 0, stop, shaped=shaped), validation, None, inputs, _fingerprint(x, y))
 
 
 def _training_part(total: int, fraction: float, least: int, what: str, cure: str) -> int:

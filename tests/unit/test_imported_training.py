@@ -1,0 +1,85 @@
+"""Recipes that import their model: trained, saved, looked at, on text, tables and pictures."""
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from hpcdist.comm.solo import solo
+from hpcdist.comm.start import start_alone
+from hpcdist.training import data
+from hpcdist.training import recipe as recipes
+from hpcdist.training.inference import load
+from hpcdist.training.trainer import assemble
+
+pytest.importorskip("torch")
+
+SOURCE = """
+import torch
+from torch import nn
+from hpcdist.adapters.torch import wrap
+
+def text(context):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Embedding(256, 16), nn.Linear(16, 256))
+    loss = lambda y, t: nn.functional.cross_entropy(y.flatten(0, 1), t.flatten())
+    return wrap(model, loss, tokens_per_sample=context, example=torch.zeros(1, context, dtype=torch.long))
+
+def table(features, classes):
+    torch.manual_seed(4)
+    return wrap(nn.Linear(features, classes), nn.CrossEntropyLoss())
+
+def pictures(height, width, channels, classes):
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(height * width * channels, classes))
+    return wrap(model, nn.CrossEntropyLoss())
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, rng: np.random.Generator) -> Path:
+    (tmp_path / "own.py").write_text(SOURCE)
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
+    for name, shape in (("table", (90, 6)), ("pictures", (90, 4, 3))):
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file["x"], file["y"] = rng.standard_normal(shape).astype(np.float32), rng.integers(0, 3, 90)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "shape", "shown"),
+    [
+        ("text", "text.txt", (8, 12), (8, 12)),
+        ("table", "table.h5", (8, 6), (8,)),
+        ("pictures", "pictures.h5", (8, 4, 3), (8,)),
+    ],
+)
+def test_it_trains_and_is_found_again(kind, file, shape, shown, folder):
+    keys = {
+        "model.kind": "import",
+        "model.factory": f"{folder}/own.py:{kind}",
+        "data.path": folder / file,
+        "data.context": 12,
+        "run.global_batch": 8,
+        "run.steps": 12,
+        "optimizer.warmup_steps": 1,
+    }
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], environment={}).recipe
+    trainer = assemble(start_alone(), recipe)
+    losses = []
+    with trainer.batches(12) as batches:
+        for step, batch in enumerate(batches, start=1):
+            assert (batch[0].shape, batch[1].shape) == (shape, shown)
+            losses.append(trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2)).loss)
+    assert losses[-1] < losses[0] and np.isfinite(losses).all()
+    trainer.save(folder / "run" / "checkpoints", 12)
+    (folder / "run" / "recipe.toml").write_text(recipes.dump(recipe))
+    trained = load(solo(), folder / "run", recipe)
+    source = data.open_source(recipe.data, recipe.model, solo())
+    inputs, targets = next(source.validation_batches(recipe, 1, 0))
+    expected = trainer.executor.evaluate(inputs, targets)
+    logits = trained.logits(inputs).reshape(-1, trained.model.stages[-1].tensors()[-1].shape[0]).astype(np.float64)
+    chosen = logits[np.arange(len(logits)), targets.reshape(-1).astype(np.int64)]
+    summed = float((np.log(np.exp(logits).sum(axis=1)) - chosen).sum())
+    assert expected == pytest.approx(summed, rel=1e-5)
