@@ -1,24 +1,25 @@
-"""Causal attention (Vaswani et al. 2017) by matrix products over blocks of queries.
+"""Attention (Vaswani et al. 2017) in tiles of queries and keys (Dao, arXiv:2307.08691): no square is ever stored.
 
-Scores above the block diagonal are never computed. Probabilities are kept for backward in a square
-(batch x heads, context, context) array, of which the upper blocks are never touched. They are kept as they are before
-some are dropped: the backward of a softmax needs them, and draws what was dropped once more.
+Forward takes blocks of queries over the keys that they see, in tiles whose scores stay in a cache, and keeps the
+maximum and the sum of every row's softmax. Backward takes blocks of keys over the queries that see them, and computes
+the probabilities of a tile again: ten products' worth of work for the eight of keeping them. Memory is linear in the
+context; scores beyond the block on the diagonal are never computed. Sums over keys are made of tiles of LONG, in their
+order, whatever the number of samples and heads: a sample has the same bits in every batch, and a head in every part of
+the heads.
 """
 
 import math
-from collections.abc import Iterator
-from typing import Final
 
-from hpcdist.arrays.backend import Array, namespace
+from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.models import attention_rows as rows_of
+from hpcdist.models import softmax
+from hpcdist.models.attention_tiles import LONG, QUERY_BLOCK, Chunk, Heads, blocks, heads_of
 from hpcdist.models.dropout import ATTENTION, Mask, mask
-from hpcdist.models.softmax import normalise, shift, softmax_backward
 from hpcdist.models.stage import Saved
-
-QUERY_BLOCK: Final = 64  # smaller blocks skip more of the upper triangle, larger ones are faster matrix products
 
 
 class LocalAttention:
-    """Softmax of ``q k^T / sqrt(head size)`` over the past, times v."""
+    """Softmax of ``q k^T / sqrt(head size)``, times v."""
 
     def forward(
         self,
@@ -28,84 +29,176 @@ class LocalAttention:
         name: str = "attention",
         dropout: float = 0.0,
         part: tuple[int, int] | None = None,
+        kv: Array | None = None,
+        causal: bool = True,
     ) -> Array:
-        """Return (batch, context, width) for contiguous qkv (batch, context, 3 width).
+        """Return (batch, context, width) for contiguous qkv (batch, context, 3 width): query, key, value.
 
-        ``part`` is the number of its first head and how many the layer has, where qkv does not hold all of them.
+        With ``kv`` (batch, context, 2 kv width), qkv is the queries alone, and query head h of H looks at key and value
+        head h // (H / KV) of KV (Ainslie et al., arXiv:2305.13245). Rows see their past and themselves, all rows
+        unless ``causal``. ``part`` is the number of the first of the query heads and how many the layer has, where
+        these are not all. Raises UsageError on shapes that do not fit.
         """
-        xp = namespace(qkv)
-        batch, context, triple = qkv.shape
-        heads = triple // 3 // head_size
-        q, k, v = _split(qkv, 3, head_size)
-        y = saved.empty(f"{name}.y", (batch, context, triple // 3), qkv.dtype)
-        out = _split(y, 1, head_size)[0]
-        p = saved.empty(f"{name}.p", (batch, heads, context, context), qkv.dtype)
-        square = p.reshape(batch * heads, context, context)
-        sums = saved.scratch("attention.sums", (batch * heads, context), qkv.dtype)
-        dropped = _mask(saved, dropout, part or (0, heads), heads, context)
-        for first, last in _blocks(context):
-            rows = p[:, :, first:last, :last]
-            xp.matmul(q[:, :, first:last], k[:, :, :last].swapaxes(2, 3), out=rows)
-            shift(square, first, last, last, 0, 1 / math.sqrt(head_size))
-            xp.exp(rows, out=rows)
-            normalise(square, first, last, last, sums)
-            if dropped is not None:
-                rows = _remaining(rows, first, dropped, saved)
-            xp.matmul(rows, v[:, :, :last], out=out[:, :, first:last])
-        saved.keep(f"{name}.qkv", qkv)
-        saved.keep(f"{name}.head_size", head_size)
-        saved.keep(f"{name}.dropped", dropped)
+        heads = heads_of(qkv, kv, head_size)
+        y = saved.empty(f"{name}.y", (heads.batch, heads.context, heads.queries * head_size), qkv.dtype)
+        sums = saved.empty(f"{name}.sums", (2, heads.batch * heads.queries, heads.context), qkv.dtype)
+        first_head, of_heads = part or (0, heads.queries)
+        place = {"first_row": first_head * heads.context, "groups": heads.queries, "pitch": heads.context}
+        rows = of_heads * heads.context
+        dropped = mask(saved, dropout, ATTENTION, rows_per_sample=rows, columns=heads.context, **place)
+        forward = _Forward(heads, saved, (qkv, kv), y, sums, causal)
+        for chunk in heads.chunks(everything=is_device(qkv)):
+            for first, last in blocks(heads.context):
+                forward.block(chunk, first, last, dropped)
+        kept = {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "causal": causal}
+        for key, value in kept.items():
+            saved.keep(f"{name}.{key}", value)
         return y
 
-    def backward(self, dy: Array, saved: Saved, name: str = "attention", keep: bool = False) -> Array:
-        """Return dqkv in the shape of qkv for contiguous dy (batch, context, width): scratch, or memory to ``keep``."""
-        xp = namespace(dy)
-        qkv, head_size, p = saved[f"{name}.qkv"], saved[f"{name}.head_size"], saved[f"{name}.p"]
-        dropped: Mask | None = saved[f"{name}.dropped"]
-        batch, heads, context, _ = p.shape
-        q, k, v = _split(qkv, 3, head_size)
-        (do,) = _split(dy, 1, head_size)
-        dqkv = (saved.empty if keep else saved.scratch)("attention.dqkv", qkv.shape, qkv.dtype)
-        dq, dk, dv = _split(dqkv, 3, head_size)
-        ds = saved.scratch("attention.ds", p.shape, p.dtype)
-        p_square, ds_square = (array.reshape(batch * heads, context, context) for array in (p, ds))
-        for first, last in _blocks(context):
-            rows = ds[:, :, first:last, :last]
-            xp.matmul(do[:, :, first:last], v[:, :, :last].swapaxes(2, 3), out=rows)
-            if dropped is not None:
-                dropped.drop(ds_square, first, last, last)
-            softmax_backward(p_square, ds_square, first, last, last, 1 / math.sqrt(head_size))
-            if dropped is not None:
-                dropped.drop(p_square, first, last, last)  # what v was multiplied by
-            xp.matmul(rows, k[:, :, :last], out=dq[:, :, first:last])
-        for first, last in _blocks(context):  # blocks of keys: all queries from the first of them on look at them
-            xp.matmul(p[:, :, first:, first:last].swapaxes(2, 3), do[:, :, first:], out=dv[:, :, first:last])
-            xp.matmul(ds[:, :, first:, first:last].swapaxes(2, 3), q[:, :, first:], out=dk[:, :, first:last])
-        return dqkv
+    def backward(
+        self, dy: Array, saved: Saved, name: str = "attention", keep: bool = False
+    ) -> Array | tuple[Array, Array]:
+        """Return dqkv in the shape of qkv for contiguous dy (batch, context, width): scratch, or memory to ``keep``.
+
+        Where the forward was given kv, return (dq, dkv).
+        """
+        qkv, kv, y, sums = (saved[f"{name}.{key}"] for key in ("qkv", "kv", "y", "sums"))
+        heads = heads_of(qkv, kv, saved[f"{name}.head_size"])
+        take = saved.empty if keep else saved.scratch
+        dq = take("attention.dqkv", qkv.shape, qkv.dtype)
+        dkv = None if kv is None else take("attention.dkv", kv.shape, kv.dtype)
+        dots = saved.scratch("attention.dots", sums.shape[1:], sums.dtype)
+        rows_of.dots(dy, y, heads.queries, dots)
+        backward = _Backward(heads, saved, (qkv, kv), dy, (dq, dkv), sums, dots, saved[f"{name}.causal"])
+        for chunk in heads.chunks(everything=is_device(qkv)):
+            for start, end in blocks(heads.context):
+                backward.block(chunk, start, end, saved[f"{name}.dropped"])
+        return dq if dkv is None else (dq, dkv)
 
 
-def _mask(saved: Saved, rate: float, part: tuple[int, int], heads: int, context: int) -> Mask | None:
-    """Return what is dropped of the ``heads`` heads from ``part[0]`` on, of ``part[1]`` of the layer."""
-    first, total = part
-    place = {"first_row": first * context, "groups": heads, "pitch": context}
-    return mask(saved, rate, ATTENTION, rows_per_sample=total * context, columns=context, **place)
+class _Memory:
+    """Scratch of ``elements`` under a name, of which tiles take the beginning."""
+
+    def __init__(self, saved: Saved, name: str, elements: int, like: Array) -> None:
+        self._flat = saved.scratch(f"attention.{name}", (elements,), like.dtype)
+
+    def tile(self, *shape: int) -> Array:
+        """Return contiguous memory of this shape, in the place of all other tiles of this name."""
+        return self._flat[: math.prod(shape)].reshape(shape)
 
 
-def _remaining(rows: Array, first: int, dropped: Mask, saved: Saved) -> Array:
-    """Return a copy of probabilities (batch, heads, queries, keys) of the queries from ``first`` on, some dropped."""
-    batch, heads, queries, keys = rows.shape
-    remaining = saved.scratch("attention.remaining", rows.shape, rows.dtype)
-    remaining[...] = rows
-    dropped.drop(remaining.reshape(batch * heads, queries, keys), 0, queries, keys, above=first)
-    return remaining
+class _Forward:
+    """What the forward of a block of queries needs."""
+
+    def __init__(
+        self, heads: Heads, saved: Saved, inputs: tuple[Array, Array | None], y: Array, sums: Array, causal: bool
+    ) -> None:
+        self._heads, self._y, self._causal = heads, y, causal
+        self._top, self._total = sums
+        self._q, self._k, self._v = _views(heads, *inputs)
+        self._out = heads.view(y, 0, of_queries=True)
+        pairs, short, long = heads.most_pairs(y), min(QUERY_BLOCK, heads.context), min(LONG, heads.context)
+        self._scores = _Memory(saved, "scores", pairs * short * long, y)
+        self._part = _Memory(saved, "part", pairs * short * heads.size if heads.context > LONG else 0, y)
+        self._shrink = _Memory(saved, "shrink", pairs * short, y)
+
+    def block(self, chunk: Chunk, first: int, last: int, dropped: Mask | None) -> None:
+        """Write the output of the queries [first, last)."""
+        multiply, count, rows, size = namespace(self._y).matmul, chunk.pairs, last - first, self._heads.size
+        q, k, v, out = (chunk.of(view) for view in (self._q, self._k, self._v, self._out))
+        q, out, queries = q[..., first:last, :], out[..., first:last, :], self._heads.queries
+        shrink = self._shrink.tile(count, rows)
+        for start, end in blocks(last if self._causal else self._heads.context, LONG):
+            s = self._scores.tile(*chunk.outer, rows, end - start)
+            flat = s.reshape(count, rows, end - start)
+            multiply(q, k[..., start:end, :].swapaxes(-1, -2), out=s)
+            where = chunk.pair, first, start, self._causal
+            softmax.advance(flat, *where, self._heads.scale, self._top, self._total, shrink)
+            chunk.drop(flat, dropped, first, start)
+            if start == 0:
+                multiply(s, v[..., start:end, :], out=out)
+            else:
+                part = self._part.tile(*chunk.outer, rows, size)
+                multiply(s, v[..., start:end, :], out=part)
+                rows_of.merge(part.reshape(count, rows, size), self._y, queries, chunk.pair, first, shrink)
+        rows_of.divide(self._y, queries, chunk.pair, first, count, rows, self._total)
 
 
-def _split(x: Array, parts: int, head_size: int) -> Array:
-    """View x (batch, context, parts width) as (parts, batch, heads, context, head size)."""
-    batch, context, total = x.shape
-    return x.reshape(batch, context, parts, total // parts // head_size, head_size).transpose(2, 0, 3, 1, 4)
+class _Backward:
+    """What the backward of a block of keys needs."""
+
+    def __init__(
+        self,
+        heads: Heads,
+        saved: Saved,
+        inputs: tuple[Array, Array | None],
+        dy: Array,
+        found: tuple[Array, Array | None],
+        sums: Array,
+        dots: Array,
+        causal: bool,
+    ) -> None:
+        self._heads, self._causal, self._dots = heads, causal, dots
+        self._top, self._total = sums
+        self._q, self._k, self._v = _views(heads, *inputs)
+        self._do = heads.view(dy, 0, of_queries=True)
+        dq, dkv = found
+        keys = dq if dkv is None else dkv
+        before = 1 if dkv is None else 0  # parts of the array in front of the keys
+        self._dq = _Sum(heads, dq, 0, of_queries=True)
+        self._dk = _Sum(heads, keys, before, of_queries=False)
+        self._dv = _Sum(heads, keys, before + 1, of_queries=False)
+        pairs, short, long = heads.most_pairs(dy), min(QUERY_BLOCK, heads.context), min(LONG, heads.context)
+        self._scores = _Memory(saved, "scores", pairs * short * long, dy)
+        self._gradients = _Memory(saved, "gradients", pairs * short * long, dy)
+        self._part = _Memory(saved, "part", pairs * long * heads.size, dy)
+
+    def block(self, chunk: Chunk, start: int, end: int, dropped: Mask | None) -> None:
+        """Write the gradients of the keys and values [start, end), and add to those of the queries that see them."""
+        multiply, count, columns = namespace(self._do).matmul, chunk.pairs, end - start
+        k, v = (chunk.of(view)[..., start:end, :] for view in (self._k, self._v))
+        begin = start if self._causal else 0
+        for first, last in blocks(self._heads.context, LONG, begin):
+            q, do = (chunk.of(view)[..., first:last, :] for view in (self._q, self._do))
+            s, d = (memory.tile(*chunk.outer, last - first, columns) for memory in (self._scores, self._gradients))
+            p, g = (tile.reshape(count, last - first, columns) for tile in (s, d))
+            multiply(q, k.swapaxes(-1, -2), out=s)
+            multiply(do, v.swapaxes(-1, -2), out=d)
+            chunk.drop(g, dropped, first, start)
+            where = chunk.pair, first, start, self._causal
+            softmax.gradient(p, g, *where, self._heads.scale, self._top, self._total, self._dots)
+            chunk.drop(p, dropped, first, start)  # what v was multiplied by
+            again = first > begin
+            self._dv.product(s.swapaxes(-1, -2), do, chunk, start, end, self._part, again)
+            self._dk.product(d.swapaxes(-1, -2), q, chunk, start, end, self._part, again)
+            self._dq.product(d, k, chunk, first, last, self._part, start > 0)
 
 
-def _blocks(context: int) -> Iterator[tuple[int, int]]:
-    for first in range(0, context, QUERY_BLOCK):
-        yield first, min(first + QUERY_BLOCK, context)
+class _Sum:
+    """A gradient in an array (batch, context, columns), the sum of products over tiles."""
+
+    def __init__(self, heads: Heads, target: Array, part: int, *, of_queries: bool) -> None:
+        self._target, self._view = target, heads.view(target, part, of_queries=of_queries)
+        self._heads = heads.queries if of_queries else heads.shared
+        self._column = part * self._heads * heads.size
+        self._groups = 1 if of_queries else heads.group
+
+    def product(self, a: Array, b: Array, chunk: Chunk, first: int, last: int, memory: _Memory, again: bool) -> None:
+        """Write ``a b``, summed over query heads that share these rows, to rows [first, last); ``again`` adds it."""
+        multiply = namespace(b).matmul
+        if self._groups == 1 and not again:
+            multiply(a, b, out=chunk.of(self._view)[..., first:last, :])
+            return
+        part = memory.tile(*chunk.outer, last - first, b.shape[-1])
+        multiply(a, b, out=part)
+        rows = part.reshape(chunk.pairs, *part.shape[-2:])
+        pair = chunk.shared_pair if self._groups > 1 else chunk.pair
+        rows_of.collect(rows, self._groups, self._target, self._heads, pair, self._column, first, again)
+
+
+def _views(heads: Heads, qkv: Array, kv: Array | None) -> tuple[Array, Array, Array]:
+    """Return query, key and value as `Heads.view` has them."""
+    q = heads.view(qkv, 0, of_queries=True)
+    if kv is None:
+        return q, heads.view(qkv, 1, of_queries=False), heads.view(qkv, 2, of_queries=False)
+    return q, heads.view(kv, 0, of_queries=False), heads.view(kv, 1, of_queries=False)

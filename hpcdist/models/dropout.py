@@ -57,18 +57,20 @@ class Mask:
     groups: int = 1
     pitch: int = 0
 
-    def drop(self, x: Array, first: int, last: int, width: int, above: int = 0) -> None:
+    def drop(self, x: Array, first: int, last: int, width: int, above: int = 0, left: int = 0) -> None:
         """Multiply the first ``width`` columns of rows [first, last) of contiguous x (groups, rows, columns).
 
-        Factors are 0 and 1 / (1 - rate). ``above`` rows of each group are not in x.
+        Factors are 0 and 1 / (1 - rate). ``above`` rows of each group are not in x, and neither are the first ``left``
+        columns, a multiple of 4.
         """
         assert x.flags.c_contiguous, "rows of this array are no memory of one piece"
         blocks = -(-self.columns // WORDS)
         assert countable(self.rows_per_sample, self.columns), "the model should have been refused"
+        assert left % WORDS == 0, "a counter stands for four columns"
         counter = self.draw.first_sample, self.layer * SITES + self.site, self.draw.step & 0xFFFFFFFF
         key = self.draw.seed & 0xFFFFFFFF, self.draw.seed >> 32 & 0xFFFFFFFF
         limit = min(round(self.rate * (1 << 32)), (1 << 32) - 1)
-        place = self.groups, self.pitch, self.rows_per_sample, self.first_row + above, blocks
+        place = self.groups, self.pitch, self.rows_per_sample, self.first_row + above, blocks, left // WORDS
         if is_device(x):
             _drop_device(x, first, last, width, *place, *counter, *key, limit, 1 / (1 - self.rate))
         else:
@@ -128,6 +130,7 @@ def _drop(
     rows_per_sample: Any,
     first_row: Any,
     blocks: Any,
+    skipped: Any,
     first_sample: Any,
     site: Any,
     step: Any,
@@ -143,7 +146,8 @@ def _drop(
         above = g // groups * rows_per_sample + g % groups * pitch + first_row
         for i in range(first, last):
             sample, row = divmod(above + i, rows_per_sample)
-            philox(words, (width + WORDS - 1) // WORDS, row * blocks, first_sample + sample, site, step, key0, key1)
+            begin = row * blocks + skipped
+            philox(words, (width + WORDS - 1) // WORDS, begin, first_sample + sample, site, step, key0, key1)
             for j in range(width):
                 x[g, i, j] *= scale if words[j] >= limit else zero
 
@@ -158,6 +162,7 @@ def _drop_device(
     rows_per_sample: int,
     first_row: int,
     blocks: int,
+    skipped: int,
     first_sample: int,
     site: int,
     step: int,
@@ -171,7 +176,7 @@ def _drop_device(
     above = group // groups * rows_per_sample + group % groups * pitch + first_row
     row = above[:, None, None] + xp.arange(first, last, dtype=np.uint64)[None, :, None]
     used = -(-width // WORDS)
-    counter = row % rows_per_sample * blocks + xp.arange(used, dtype=np.uint64)
+    counter = row % rows_per_sample * blocks + skipped + xp.arange(used, dtype=np.uint64)
     words = philox_arrays((counter, row // rows_per_sample + first_sample, site, step), (key0, key1))
     factors = xp.empty((*counter.shape, WORDS), x.dtype)
     for number, word in enumerate(words):
@@ -183,5 +188,5 @@ def _drop_device(
 for _dtype in SAMPLE_DTYPES:
     _cube = np.ones((1, 2, 5), _dtype)
     _drop.sample(
-        lambda x=_cube: (x.copy(), 0, 2, 5, 1, 0, 2, 0, 2, 0, 0, 0, 0, 0, np.uint32(0), x.dtype.type(1)),
+        lambda x=_cube: (x.copy(), 0, 2, 5, 1, 0, 2, 0, 2, 0, 0, 0, 0, 0, 0, np.uint32(0), x.dtype.type(1)),
     )

@@ -109,16 +109,29 @@ class Norm(Protocol):
 
 
 class Attention(Protocol):
-    """Causal attention of all heads that ``qkv`` holds."""
+    """Attention of all heads that it is given; no square of the context is stored."""
 
-    def forward(self, qkv: Array, head_size: int, saved: Saved, name: str = "attention", dropout: float = 0.0) -> Array:
+    def forward(
+        self,
+        qkv: Array,
+        head_size: int,
+        saved: Saved,
+        name: str = "attention",
+        dropout: float = 0.0,
+        part: tuple[int, int] | None = None,
+        kv: Array | None = None,
+        causal: bool = True,
+    ) -> Array:
         """Return (batch, context, width) for qkv (batch, context, 3 width), ordered query, key, value.
 
-        So much of the probabilities is dropped.
+        With ``kv`` (batch, context, 2 kv width), qkv is the queries alone; kv width divides width. ``dropout`` is how
+        much of the probabilities is dropped, and ``part`` where these heads are in the mask: see `LocalAttention`.
         """
 
-    def backward(self, dy: Array, saved: Saved, name: str = "attention", keep: bool = False) -> Array:
-        """Return dqkv, a scratch array; with ``keep`` it stays, and is what ``saved`` owns."""
+    def backward(
+        self, dy: Array, saved: Saved, name: str = "attention", keep: bool = False
+    ) -> Array | tuple[Array, Array]:
+        """Return dqkv, or (dq, dkv), scratch arrays; with ``keep`` they stay, and are what ``saved`` owns."""
 
 
 class Activation(Protocol):

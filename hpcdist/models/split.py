@@ -9,7 +9,7 @@ Zero-bubble schedules (Qi et al., arXiv:2401.10241) fill idle time with the seco
   token, unless it lies in memory that this stage's `Saved` owns and nobody writes any more: as the logits, what an
   activation writes over its own input, and what attention is told to keep. A gpt copies two rows a token and block, on
   the way along its residual; both passes together take 1.02 to 1.04 times the joint backward (hidden 256 and 128).
-- `narrow` gives back all other memory between the passes, above all the probabilities of attention.
+- `narrow` gives back all other memory between the passes.
 - Bits: a tensor's gradient is a sum in the order in which micro-batches add to it. With second passes in the order of
   the micro-batches it is the same as that of a joint backward. A tensor that two stages use has one order more: where
   both add to the same memory, the second passes of both for a micro-batch have to come before those of the next one,
@@ -124,12 +124,24 @@ class SplitAttention:
 
     inner: Attention
 
-    def forward(self, qkv: Array, head_size: int, saved: Saved, name: str = "attention", dropout: float = 0.0) -> Array:
+    def forward(
+        self,
+        qkv: Array,
+        head_size: int,
+        saved: Saved,
+        name: str = "attention",
+        dropout: float = 0.0,
+        part: tuple[int, int] | None = None,
+        kv: Array | None = None,
+        causal: bool = True,
+    ) -> Array:
         """Return (batch, context, width)."""
-        return self.inner.forward(qkv, head_size, saved, name, dropout)
+        return self.inner.forward(qkv, head_size, saved, name, dropout, part, kv, causal)
 
-    def backward(self, dy: Array, saved: Saved, name: str = "attention", keep: bool = True) -> Array:
-        """Return dqkv, which ``saved`` owns."""
+    def backward(
+        self, dy: Array, saved: Saved, name: str = "attention", keep: bool = True
+    ) -> Array | tuple[Array, Array]:
+        """Return dqkv, or (dq, dkv), which ``saved`` owns."""
         return self.inner.backward(dy, saved, name, keep=keep)
 
 

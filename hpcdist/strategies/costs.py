@@ -3,21 +3,22 @@
 Work counts the multiplications and additions of matrix products, 2 for each pair, for s tokens a sample:
 
     dense(i, o)        forward 2 i o, gradient of the input 2 i o, of the weight 2 i o a token
-    gpt block          24 h^2 s + 4 h A forward, twice that backward; A = sum over blocks of queries of
+    gpt block          24 h^2 s + 4 h A forward, 48 h^2 s + 10 h A backward; A = sum over blocks of queries of
                        (queries x keys that are computed), s (s + 64) / 2 for long samples, s^2 up to 64 tokens
     gpt head           2 h v s forward, twice that backward
     gpt embedding      no product: h s additions forward, 2 h s back into the tables
 
 That is section 5.1 of Megatron-LM (arXiv:2104.04473), but for attention: it has A = s^2, as it computes scores of the
-future too, which `hpcdist.models.attention` does not. The backward of attention, 8 h A, belongs to the gradient of the
-input: it has no weights. Norms, activations and the loss are not counted, and neither is that a GPU, or a cache, likes
-large products better: what they take is seen by `hpcdist.strategies.partition_measured` only.
+future too, which `hpcdist.models.attention` does not. The backward of attention, 10 h A as it computes scores again,
+belongs to the gradient of the input: it has no weights. Norms, activations and the loss are not counted, and neither is
+that a GPU, or a cache, likes large products better: what they take is seen by `hpcdist.strategies.partition_measured`
+only.
 
 Memory is that of the arena (`hpcdist.models.arena`): what the forward of a micro-batch leaves for its backward, what a
 backward that is split leaves for its second pass, and scratch that all units of a rank share. In elements a sample,
 with a heads, of which tensor parallelism over t ranks leaves a / t, as of all that is in brackets:
 
-    gpt block          kept 4 s h + 4 s + [12 s h + a s^2], between two passes 5 s h + [11 s h]
+    gpt block          kept 4 s h + 4 s + [12 s h + 2 a s], between two passes 5 s h + [11 s h]
     gpt head           kept s h + 2 s + [s v] + s, between two passes the same without the statistics
     gpt embedding      kept s h, between two passes s h
     dense              kept its output, twice where an activation follows; between two passes input and output
@@ -30,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hpcdist.arrays.layout import TensorSpec
-from hpcdist.models.attention import QUERY_BLOCK
+from hpcdist.models.attention_tiles import QUERY_BLOCK
 from hpcdist.models.gpt import Block, Embed, Head
 from hpcdist.models.mlp import Dense
 from hpcdist.models.model import Model
@@ -163,21 +164,20 @@ def _block(model: Model, stage: Stage, split: Split) -> UnitCost:
     assert isinstance(stage, Block)
     _, context, hidden = stage.output_shape(1)
     heads = hidden // stage.head_size
-    wide, scores = context * hidden, heads * context * context
+    wide, rows = context * hidden, heads * context  # tiles of scores are small, and the same for all samples
     linears = 24 * hidden * wide
     products = 4 * hidden * attended(context)
     return UnitCost(
         parameters=0,
         forward_flop=linears + products,
-        input_flop=linears + 2 * products,
+        input_flop=linears + 5 * products // 2,
         weight_flop=linears,
-        kept_bytes=split.between(4 * wide + 4 * context) + split.of(12 * wide + scores),
+        kept_bytes=split.between(4 * wide + 4 * context) + split.of(12 * wide + 2 * rows),
         held_bytes=split.between(4 * wide) + split.of(12 * wide),
         scratch={
             "linear.dx": split.of(4 * wide),
-            "attention.sums": split.of(heads * context),
+            "attention.dots": split.of(rows),
             "attention.dqkv": split.of(3 * wide),
-            "attention.ds": split.of(scores),
         },
     )
 

@@ -1,50 +1,171 @@
-"""Causal attention against the plain float64 formula, at sizes that do not fit its blocks."""
+"""Attention against the plain float64 formula, at sizes that do not fit its tiles."""
 
 import numpy as np
 import pytest
 
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.errors import UsageError
+from hpcdist.models import attention_tiles
 from hpcdist.models.arena import Arena
-from hpcdist.models.attention import QUERY_BLOCK, LocalAttention
+from hpcdist.models.attention import LocalAttention
+from hpcdist.models.attention_tiles import LONG, QUERY_BLOCK
+from hpcdist.models.dropout import Draw
 
 TOLERANCE = {"float32": 3e-6, "float64": 1e-13}
 
 
-def _plain(qkv, heads, dy):
-    batch, context, triple = qkv.shape
-    size = triple // 3 // heads
-    q, k, v = qkv.astype(np.float64).reshape(batch, context, 3, heads, size).transpose(2, 0, 3, 1, 4)
-    scores = np.einsum("bhid,bhjd->bhij", q, k) / np.sqrt(size)
-    scores[..., np.triu(np.ones((context, context), bool), 1)] = -np.inf
+def _split(x, parts, size):
+    batch, context, _ = x.shape
+    return x.astype(np.float64).reshape(batch, context, parts, -1, size).transpose(2, 0, 3, 1, 4)
+
+
+def _join(*parts):
+    """(batch, heads, context, size) each, to (batch, context, columns)."""
+    batch, _, context, _ = parts[0].shape
+    return np.concatenate([part.swapaxes(1, 2).reshape(batch, context, -1) for part in parts], axis=2)
+
+
+def _plain(q, k, v, do, causal):
+    """Return y, dq, dk, dv for q of as many heads as there are, or of a multiple."""
+    heads, shared, context = q.shape[1], k.shape[1], q.shape[2]
+    keys, values = (np.repeat(x, heads // shared, axis=1) for x in (k, v))
+    scores = q @ keys.swapaxes(2, 3) / np.sqrt(q.shape[3])
+    if causal:
+        scores[..., np.triu(np.ones((context, context), bool), 1)] = -np.inf
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    y = np.einsum("bhij,bhjd->bihd", p, v).reshape(batch, context, -1)
-    do = dy.astype(np.float64).reshape(batch, context, heads, size).transpose(0, 2, 1, 3)
-    dp = np.einsum("bhid,bhjd->bhij", do, v)
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) / np.sqrt(size)
-    parts = (
-        np.einsum("bhij,bhjd->bihd", ds, k),
-        np.einsum("bhij,bhid->bjhd", ds, q),
-        np.einsum("bhij,bhid->bjhd", p, do),
-    )
-    return y, np.stack(parts, 2).reshape(qkv.shape)
+    dp = do @ values.swapaxes(2, 3)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) / np.sqrt(q.shape[3])
+    dk, dv = ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ do
+    dk, dv = (x.reshape(len(x), shared, -1, *x.shape[2:]).sum(2) for x in (dk, dv))
+    return p @ values, ds @ keys, dk, dv
 
 
+def _check(qkv, kv, dy, size, causal):
+    dtype = qkv.dtype.name
+    q, k, v = _split(qkv, 3, size) if kv is None else (*_split(qkv, 1, size), *_split(kv, 2, size))
+    y, dq, dk, dv = _plain(q, k, v, *_split(dy, 1, size), causal)
+    wanted = [_join(dq, dk, dv)] if kv is None else [_join(dq), _join(dk, dv)]
+    arena, given = Arena(), [array for array in (qkv, kv, dy) if array is not None]
+    for _ in range(2):  # the second time memory is full of old numbers
+        saved, before = arena.saved(0), [array.copy() for array in given]
+        got = LocalAttention().forward(qkv, size, saved, kv=kv, causal=causal)
+        assert np.abs(got - _join(y)).max() <= TOLERANCE[dtype] * (1 + np.abs(y).max())
+        found = LocalAttention().backward(dy, saved)
+        for one, want in zip((found,) if kv is None else found, wanted, strict=True):
+            assert one.dtype == qkv.dtype and one.shape == want.shape
+            assert np.abs(one - want).max() <= 4 * TOLERANCE[dtype] * (1 + np.abs(want).max())
+        assert all((array == old).all() for array, old in zip(given, before, strict=True))
+        saved.release()
+
+
+def _inputs(rng, dtype, batch, context, heads, size, shared=None):
+    columns = 3 * heads * size if shared is None else heads * size
+    qkv = (2 * rng.standard_normal((batch, context, columns))).astype(dtype)
+    kv = None if shared is None else rng.standard_normal((batch, context, 2 * shared * size)).astype(dtype)
+    return qkv, kv, rng.standard_normal((batch, context, heads * size)).astype(dtype)
+
+
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("context", [1, 2, QUERY_BLOCK - 1, QUERY_BLOCK, QUERY_BLOCK + 1, 2 * QUERY_BLOCK + 5])
 @pytest.mark.parametrize(("batch", "heads", "size"), [(1, 1, 1), (2, 3, 5), (3, 1, 8)])
-def test_against_the_formula(batch, context, heads, size, dtype, rng):
-    qkv = (2 * rng.standard_normal((batch, context, 3 * heads * size))).astype(dtype)
-    dy = rng.standard_normal((batch, context, heads * size)).astype(dtype)
-    y, dqkv = _plain(qkv, heads, dy)
+def test_against_the_formula(batch, context, heads, size, dtype, causal, rng):
+    qkv, kv, dy = _inputs(rng, dtype, batch, context, heads, size)
+    _check(qkv, kv, dy, size, causal)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("context", [1, 70, LONG + 3])
+@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (4, 2), (6, 1)])
+def test_groups_of_queries_share_keys_and_values(heads, shared, context, dtype, causal, rng):
+    _check(*_inputs(rng, dtype, 2, context, heads, 4, shared), 4, causal)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("context", [LONG, LONG + 1, 2 * LONG + QUERY_BLOCK + 7])
+def test_rows_that_go_on_in_other_tiles(context, dtype, causal, rng):
+    _check(*_inputs(rng, dtype, 1, context, 3, 8), 8, causal)
+
+
+@pytest.mark.parametrize("shared", [None, 2])
+@pytest.mark.parametrize("context", [33, LONG + 40])
+def test_bits_do_not_depend_on_what_is_computed_together(context, shared, rng, monkeypatch):
+    qkv, kv, dy = _inputs(rng, "float32", 3, context, 4, 8, shared)
+    found = []
+    for tile in (attention_tiles.TILE, 1, 1 << 30):  # as it is, a head at a time, all at once
+        monkeypatch.setattr(attention_tiles, "TILE", tile)
+        saved = Arena().saved(0)
+        y = LocalAttention().forward(qkv, 8, saved, kv=kv)
+        gradients = LocalAttention().backward(dy, saved)
+        found.append([y, *((gradients,) if kv is None else gradients)])
+    one = Arena().saved(0)
+    assert (LocalAttention().forward(qkv[1:2], 8, one, kv=None if kv is None else kv[1:2]) == found[0][0][1]).all()
+    for other in found[1:]:
+        assert all((a == b).all() for a, b in zip(found[0], other, strict=True))
+
+
+def test_memory_is_linear_in_the_context(rng):
+    def held(context):
+        qkv, _, dy = _inputs(rng, "float32", 1, context, 2, 8)
+        ledger = Ledger()
+        arena = Arena(ledger)
+        saved = arena.saved(0)
+        saved.draw = Draw(1, 1, 0)
+        LocalAttention().forward(qkv, 8, saved, dropout=0.1)
+        LocalAttention().backward(dy, saved)
+        return ledger.peak["activations"], qkv.nbytes
+
+    (short, _), (long, inputs) = held(2 * LONG), held(8 * LONG)
+    assert long <= 4 * short
+    assert long - short <= 2 * inputs  # output, sums and gradient: not one row of scores
+
+
+def test_kept_gradients_belong_to_the_stage(rng):
     arena = Arena()
-    for _ in range(2):  # the second time memory is full of old numbers
-        saved, before = arena.saved(0), (qkv.copy(), dy.copy())
-        got = LocalAttention().forward(qkv, size, saved)
-        assert np.abs(got - y).max() <= TOLERANCE[dtype] * (1 + np.abs(y).max())
-        got = LocalAttention().backward(dy, saved)
-        assert np.abs(got - dqkv).max() <= 4 * TOLERANCE[dtype] * (1 + np.abs(dqkv).max())
-        assert (qkv == before[0]).all() and (dy == before[1]).all()
+    for shared in (None, 1):
+        qkv, kv, dy = _inputs(rng, "float64", 1, 5, 2, 4, shared)
+        saved = arena.saved(0)
+        LocalAttention().forward(qkv, 4, saved, kv=kv)
+        found = LocalAttention().backward(dy, saved, keep=True)
+        assert all(saved.owns(array) for array in ((found,) if kv is None else found))
         saved.release()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_samples_are_legal(causal):
+    saved = Arena().saved(0)
+    y = LocalAttention().forward(np.empty((0, 5, 24), np.float32), 4, saved, causal=causal)
+    assert y.shape == (0, 5, 8)
+    assert LocalAttention().backward(y, saved).shape == (0, 5, 24)
+
+
+@pytest.mark.parametrize(
+    ("queries", "kv"),
+    [
+        ((2, 5, 20), None),
+        ((2, 5, 8), (2, 6, 16)),
+        ((2, 5, 8), (2, 5, 12)),
+        ((2, 5, 8), (2, 5, 24)),
+        ((2, 5, 8), (2, 5, 0)),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(queries, kv):
+    given = None if kv is None else np.zeros(kv)
+    with pytest.raises(UsageError, match="give"):
+        LocalAttention().forward(np.zeros(queries), 4, Arena().saved(0), kv=given)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_is_not_finite_is_seen(causal, rng):
+    qkv, _, dy = _inputs(rng, "float32", 1, 100, 2, 4)
+    qkv[0, 50, 9] = np.nan  # of a key
+    saved = Arena().saved(0)
+    y = LocalAttention().forward(qkv, 4, saved, causal=causal)
+    assert np.isnan(y[0, 50:, :]).any(axis=1).all()
+    assert np.isnan(LocalAttention().backward(dy, saved)[0, 50]).any()
 
 
 def test_the_future_does_not_leak(rng):

@@ -8,6 +8,7 @@ from gpu_runs import MODELS, ModelRun, batches_of
 
 from hpcdist.models.arena import Arena
 from hpcdist.models.attention import LocalAttention
+from hpcdist.models.attention_tiles import LONG
 from hpcdist.models.dropout import ATTENTION, SITES, Draw, LocalDropout
 from hpcdist.models.model import Model
 
@@ -64,18 +65,26 @@ def test_masks_against_the_reference(shape, dtype, rng):
     assert LocalDropout().forward(y, rate, SITE, saved) is y and (y == want).all()
 
 
-def test_the_mask_of_attention_against_the_reference(rng):
-    draw, rate, batch, heads, context, size = Draw(SEED, 2, 9), 0.4, 2, 3, 70, 2
+@pytest.mark.parametrize("context", [1, 70, LONG + 66])
+def test_the_mask_of_attention_against_the_reference(context, rng):
+    draw, rate, batch, heads, size = Draw(SEED, 2, 9), 0.4, 2, 3, 2
     qkv = rng.standard_normal((batch, context, 3 * heads * size))
-    plain, dropping = _saved(None), _saved(draw)
-    for saved in (plain, dropping):
-        LocalAttention().forward(qkv, size, saved, dropout=rate)
-    p = np.tril(plain["attention.p"])
-    assert (np.tril(dropping["attention.p"]) == p).all()
+    saved = _saved(draw)
+    got = LocalAttention().forward(qkv, size, saved, dropout=rate)
+    q, k, v = qkv.reshape(batch, context, 3, heads, size).transpose(2, 0, 3, 1, 4)
+    p = np.tril(np.exp(q @ k.swapaxes(2, 3) / np.sqrt(size)))
+    p /= p.sum(-1, keepdims=True)
     kept = np.stack([_kept(draw, 3, ATTENTION, rate, 9 + i, heads * context, context) for i in range(batch)])
-    v = qkv[..., 2 * heads * size :].reshape(batch, context, heads, size).swapaxes(1, 2)
-    want = np.where(kept.reshape(p.shape), p / (1 - rate), 0) @ v
-    np.testing.assert_allclose(dropping["attention.y"], want.swapaxes(1, 2).reshape(batch, context, -1), rtol=1e-12)
+    factors = kept.reshape(p.shape) / (1 - rate)
+    want = (p * factors) @ v
+    np.testing.assert_allclose(got, want.swapaxes(1, 2).reshape(got.shape), rtol=1e-11, atol=1e-13)
+    dy = rng.standard_normal(got.shape)
+    do = dy.reshape(batch, context, heads, size).swapaxes(1, 2)
+    dp = (do @ v.swapaxes(2, 3)) * factors
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) / np.sqrt(size)
+    parts = ds @ k, ds.swapaxes(2, 3) @ q, (p * factors).swapaxes(2, 3) @ do
+    want = np.stack(parts).transpose(1, 3, 0, 2, 4).reshape(qkv.shape)
+    np.testing.assert_allclose(LocalAttention().backward(dy, saved), want, rtol=1e-10, atol=1e-12)
 
 
 def test_a_part_of_the_heads_draws_what_the_whole_layer_draws(rng):

@@ -8,12 +8,12 @@ import pytest
 from hpcdist import models
 from hpcdist.arrays import jit
 from hpcdist.arrays.store import FlatStore
-from hpcdist.models import activation, cross_entropy, dropout, embedding, norm, rotary, softmax
+from hpcdist.models import activation, attention_rows, cross_entropy, dropout, embedding, norm, rotary, softmax
 from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.operations import LOCAL, Operations
 
-MODULES = (activation, cross_entropy, dropout, embedding, norm, rotary, softmax)
+MODULES = (activation, attention_rows, cross_entropy, dropout, embedding, norm, rotary, softmax)
 
 
 def _kernels():

@@ -1,68 +1,86 @@
-"""Row softmax in place, causal and full, against the plain float64 formula."""
+"""Softmax over tiles of rows, causal and full, against the plain float64 formula."""
 
 import numpy as np
 import pytest
 
-from hpcdist.models import device, softmax
+from hpcdist.models import softmax
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-14}
+PAIRS, BEFORE, SCALE = 3, 2, 0.3  # the pairs of the tiles are behind others
 
 
-def _plain(x, valid, scale):
-    rows = np.where(np.arange(x.shape[2])[None] < valid[:, None], x.astype(np.float64) * scale, -np.inf)
+def _plain(x, causal):
+    rows = x.astype(np.float64) * SCALE
+    if causal:
+        rows = np.where(np.arange(x.shape[2])[None, :] > np.arange(x.shape[1])[:, None], -np.inf, rows)
     e = np.exp(rows - rows.max(2, keepdims=True))
-    return e / e.sum(2, keepdims=True), e.sum(2)
+    return e / e.sum(2, keepdims=True)
 
 
-@pytest.fixture(params=["kernel", "array"])
-def functions(request):
-    """The compiled kernels, and the array expressions that a GPU uses, here on numpy."""
-    if request.param == "kernel":
-        return softmax.shift, softmax.normalise, softmax.softmax_backward
-    return device.shift, device.normalise, device.softmax_backward
+def _forward(x, causal, rows, columns):
+    """Return the probabilities, and (top, total), of tiles of so many rows and columns of square x."""
+    count = x.shape[1]
+    top, total = np.full((2, BEFORE + PAIRS, count), 7, x.dtype)
+    p = np.zeros(x.shape)
+    for first in range(0, count, rows):
+        last = min(first + rows, count)
+        shrink = np.ones((PAIRS, last - first), x.dtype)
+        seen = last if causal else count
+        for start in range(0, seen, columns):
+            end = min(start + columns, seen)
+            tile = x[:, first:last, start:end].copy()
+            softmax.advance(tile, BEFORE, first, start, causal, SCALE, top, total, shrink)
+            if start:
+                p[:, first:last, :start] *= shrink[..., None]
+            p[:, first:last, start:end] = tile
+    assert (top[:BEFORE] == 7).all() and (total[:BEFORE] == 7).all()
+    return p / total[BEFORE:, :, None], top, total
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
-    ("rows", "columns", "first", "last"), [(1, 1, 0, 1), (9, 9, 3, 7), (65, 65, 0, 65), (3, 257, 0, 3)]
-)
-def test_against_the_formula(rows, columns, first, last, causal, dtype, functions, rng):
-    shift, normalise, backward = functions
-    width = min(columns, last) if causal else columns
-    ahead = 0 if causal else width
-    x, d = ((20 * rng.standard_normal((3, rows, columns))).astype(dtype) for _ in range(2))
-    valid = np.minimum(np.arange(rows) + 1, columns) if causal else np.full(rows, columns)
-    p, sums = _plain(x, valid, 0.3)
-    part = slice(first, last)
-    outside = x[:, :, width:].copy(), x[:, :first].copy(), x[:, last:].copy()
-    got, got_sums = x.copy(), np.zeros((3, rows), dtype)
-    shift(got, first, last, width, ahead, 0.3)
-    np.exp(got[:, part, :width], out=got[:, part, :width])
-    normalise(got, first, last, width, got_sums)
-    assert np.abs(got[:, part, :width] - p[:, part, :width]).max() <= 20 * TOLERANCE[dtype]
-    np.testing.assert_allclose(got_sums[:, part], sums[:, part], rtol=100 * TOLERANCE[dtype])
-    for now, then in zip((got[:, :, width:], got[:, :first], got[:, last:]), outside, strict=True):
-        assert (now == then).all()
-    p, g = got[:, part, :width].astype(np.float64), d[:, part, :width].astype(np.float64)
-    want = p * (g - (p * g).sum(2, keepdims=True)) * 0.3
-    backward(got, d, first, last, width, 0.3)
-    assert np.abs(d[:, part, :width] - want).max() <= TOLERANCE[dtype] * (1 + np.abs(g).max())
+@pytest.mark.parametrize(("count", "rows", "columns"), [(1, 1, 1), (9, 4, 8), (65, 16, 64), (70, 64, 64), (33, 33, 33)])
+def test_tiles_against_the_formula(count, rows, columns, causal, dtype, rng):
+    x = (20 * rng.standard_normal((PAIRS, count, count))).astype(dtype)
+    p, top, total = _forward(x, causal, rows, columns)
+    want = _plain(x, causal)
+    assert np.abs(p - want).max() <= 20 * TOLERANCE[dtype]
+    d = rng.standard_normal(x.shape).astype(dtype)
+    dots = np.zeros((BEFORE + PAIRS, count), dtype)
+    dots[BEFORE:] = (want * d).sum(2)
+    gradient = want * (d - (want * d).sum(2, keepdims=True)) * SCALE
+    for first in range(0, count, rows):
+        for start in range(0, min(first + rows, count) if causal else count, rows):
+            part = np.s_[:, first : first + rows, start : start + rows]
+            s, g = x[part].copy(), d[part].copy()
+            softmax.gradient(s, g, BEFORE, first, start, causal, SCALE, top, total, dots)
+            assert np.abs(s - want[part]).max() <= 20 * TOLERANCE[dtype]
+            assert np.abs(g - gradient[part]).max() <= 20 * TOLERANCE[dtype] * (1 + np.abs(d).max())
 
 
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
 @pytest.mark.parametrize("column", [0, 5, 99])
-def test_nan_stays_visible(column, rng):
+def test_what_is_not_finite_stays_visible(column, bad, rng):
     x = rng.standard_normal((1, 4, 100)).astype(np.float32)
-    x[0, 2, column] = np.nan
-    softmax.shift(x, 0, 4, 100, 100, 1.0)
-    np.exp(x, out=x)
-    softmax.normalise(x, 0, 4, 100, np.empty((1, 4), np.float32))
-    assert np.isnan(x[0, 2]).all() and np.isfinite(x[0, [0, 1, 3]]).all()
+    x[0, 2, column] = bad
+    top, total = np.zeros((2, 1, 4), np.float32)
+    softmax.advance(x, 0, 0, 0, False, 1.0, top, total, np.empty((1, 4), np.float32))
+    assert np.isnan(total[0, 2]) and np.isfinite(total[0, [0, 1, 3]]).all() and np.isfinite(x[0, [0, 1, 3]]).all()
+    d = np.ones_like(x)
+    softmax.gradient(x, d, 0, 0, 0, False, 1.0, top, total, np.ones((1, 4), np.float32))
+    assert np.isnan(x[0, 2]).all() and np.isnan(d[0, 2]).all() and np.isfinite(d[0, [0, 1, 3]]).all()
 
 
 def test_huge_scores_do_not_overflow():
     x = np.array([[[3e38, -3e38, 3e38]]], np.float32)
-    softmax.shift(x, 0, 1, 3, 3, 1.0)
-    np.exp(x, out=x)
-    softmax.normalise(x, 0, 1, 3, np.empty((1, 1), np.float32))
-    assert (x == np.float32([0.5, 0, 0.5])).all()
+    top, total = np.zeros((2, 1, 1), np.float32)
+    softmax.advance(x, 0, 0, 0, False, 1.0, top, total, np.empty((1, 1), np.float32))
+    assert (x == np.float32([1, 0, 1])).all() and total == 2 and top == np.float32(3e38)
+
+
+def test_the_hidden_half_is_no_part_of_anything(rng):
+    x = rng.standard_normal((1, 8, 8))
+    x[0, 3, 5:] = np.nan
+    top, total = np.zeros((2, 1, 8))
+    softmax.advance(x, 0, 0, 0, True, 1.0, top, total, np.empty((1, 8)))
+    assert np.isfinite(x).all() and (x[0, 3, 4:] == 0).all() and np.isfinite(total).all()

@@ -22,11 +22,13 @@ class HeadsAttention(LocalAttention):
         name: str = "attention",
         dropout: float = 0.0,
         part: tuple[int, int] | None = None,
+        kv: Array | None = None,
+        causal: bool = True,
     ) -> Array:
-        """Return (batch, context, own width) for qkv (batch, context, 3 own width)."""
-        heads = qkv.shape[-1] // 3 // head_size
+        """Return (batch, context, own width) for the own heads, of queries and of keys and values."""
+        heads = qkv.shape[-1] // head_size // (3 if kv is None else 1)
         own = part or (self._axis.rank * heads, self._axis.size * heads)
-        return super().forward(qkv, head_size, saved, name, dropout, own)
+        return super().forward(qkv, head_size, saved, name, dropout, own, kv, causal)
 
 
 class RowDropout:
