@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist import models
-from hpcdist.arrays.peak import SIDE, Product
+from hpcdist.arrays.peak import Product
 from hpcdist.arrays.store import FlatStore
 from hpcdist.bench import step_torch
 from hpcdist.bench.step_file import Case, Results
@@ -32,6 +32,10 @@ from hpcdist.models.recompute import recomputing
 from hpcdist.optim.config import OptimizerConfig
 
 Say = Callable[[str], None]
+Multiply = Callable[[], float]  # once; returns the seconds
+FLOAT32: Final[np.dtype[Any]] = np.dtype(np.float32)
+SIDES: Final = (512, 1024)  # of the matrices: the larger are quicker where nobody interrupts
+AGAIN: Final = 3
 OPTIMIZER: Final = OptimizerConfig(learning_rate=1e-3, warmup_steps=10)  # AdamW, clipping at 1
 BUILT_IN: Final = (OURS, RECOMPUTING)
 _NEED_TORCH: Final = (WRAPPED_TORCH, EAGER, COMPILED)
@@ -49,13 +53,13 @@ def run(comm: Communicator, wanted: Wanted, provenance: dict[str, Any], say: Say
         collecting = gc.isenabled()
         gc.disable()  # it would hit one of those that take turns
         try:
-            samples, matmul = _turns(comm, wanted, runs)
+            samples, rates = _turns(comm, wanted, runs)
             profiles = _profiles(comm, wanted, runs)
         finally:
             if collecting:
                 gc.enable()
     cases = [_case(comm, wanted, one, samples[name], profiles.get(name, [])) for name, one in runs.items()]
-    products = {library: np.array(comm.allgather_object(taken)).T for library, taken in matmul.items()}
+    products = {library: np.array(comm.allgather_object(own)).T for library, own in rates.items()}
     if comm.rank:
         return None
     numbers = counts(config, context=wanted.shape.context)
@@ -66,11 +70,10 @@ def run(comm: Communicator, wanted: Wanted, provenance: dict[str, Any], say: Say
             "parameters": numbers.parameters,
             "forward_flops": numbers.forward_flops,
             "backward_flops": numbers.backward_flops,
-            "matmul_side": SIDE["cpu"],
             "optimizer": "AdamW, clipped at 1",
         },
         shape=wanted.shape,
-        matmul_s=products,
+        matmul_flops_per_s=products,
         cases=tuple(cases),
         left_out=left_out,
     )
@@ -134,36 +137,41 @@ def _on_all(comm: Communicator, attempt: Callable[[], object]) -> str:
 def _turns(
     comm: Communicator, wanted: Wanted, runs: dict[str, Run | TorchRun]
 ) -> tuple[dict[str, list[Sample]], dict[str, list[float]]]:
-    """Return the samples of this rank, of every turn, and seconds of matrix products. Collective."""
+    """Return the samples of this rank, of every turn, and the rates of matrix products, by library. Collective."""
     order = np.random.default_rng([wanted.seed, 2])
     names = list(runs)
-    product = Product(np.dtype(np.float32))
-    libraries: dict[str, Callable[[], float]] = {"numpy": product.run}
+    libraries: dict[str, list[Multiply]] = {"numpy": [Product(FLOAT32, side=side).run for side in SIDES]}
     if any(isinstance(one, TorchRun) for one in runs.values()):
-        libraries["torch"] = step_torch.product(SIDE["cpu"])
+        libraries["torch"] = [step_torch.product(side) for side in SIDES]
     samples: dict[str, list[Sample]] = {name: [] for name in names}
-    matmul: dict[str, list[float]] = {name: [] for name in libraries}
-    own = slice(comm.rank * wanted.shape.samples, (comm.rank + 1) * wanted.shape.samples)
+    rates: dict[str, list[float]] = {name: [] for name in libraries}
     for number, tokens in enumerate(batches(wanted, wanted.every)):
-        x, targets = tokens[own, :-1], tokens[own, 1:]
+        x, targets = _own(comm, wanted, tokens)
         for turn in order.permutation(len(names)).tolist():
             samples[names[turn]].append(runs[names[turn]].step(x, targets, comm))
-        for library, multiply in libraries.items():
+        for library, products in libraries.items():
             comm.barrier()
-            taken_s = multiply()
+            best = max(
+                2 * side**3 / multiply() for side, multiply in zip(SIDES, products, strict=True) for _ in range(AGAIN)
+            )
             if number >= wanted.warmup:
-                matmul[library].append(taken_s)
-    return samples, matmul
+                rates[library].append(best)
+    return samples, rates
+
+
+def _own(comm: Communicator, wanted: Wanted, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return this rank's inputs and targets."""
+    own = tokens[comm.rank * wanted.shape.samples : (comm.rank + 1) * wanted.shape.samples]
+    return own[:, :-1], own[:, 1:]
 
 
 def _profiles(comm: Communicator, wanted: Wanted, runs: dict[str, Run | TorchRun]) -> dict[str, list[Seconds]]:
     """Return the seconds of each kind of operation, of so many more steps of the built-in models. Collective."""
     built_in = {name: one for name, one in runs.items() if isinstance(one, Run) and name in BUILT_IN}
-    own = slice(comm.rank * wanted.shape.samples, (comm.rank + 1) * wanted.shape.samples)
     found: dict[str, list[Seconds]] = {name: [] for name in built_in}
     for tokens in batches(wanted, wanted.profiled):
         for name, one in built_in.items():
-            found[name].append(one.profile(tokens[own, :-1], tokens[own, 1:], comm))
+            found[name].append(one.profile(*_own(comm, wanted, tokens), comm))
     return found
 
 

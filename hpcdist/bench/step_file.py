@@ -53,7 +53,7 @@ class Results:
 
     provenance: Mapping[str, Any]
     shape: Shape
-    matmul_s: Mapping[str, np.ndarray]
+    matmul_flops_per_s: Mapping[str, np.ndarray]
     cases: tuple[Case, ...]
     left_out: Mapping[str, str]
 
@@ -64,9 +64,9 @@ def write(path: Path, found: Results) -> None:
         file.attrs.update({**found.provenance, **asdict(found.shape), "NX_class": "NXroot"})
         file.create_dataset("phases", data=list(PHASES))
         file.create_group("left_out").attrs.update(found.left_out)
-        for library, taken_s in found.matmul_s.items():
-            file.create_dataset(f"matmul_s/{library}", data=taken_s).attrs.update(
-                {"units": "s", "long_name": "product of square float32 matrices, by turn and rank"}
+        for library, rate in found.matmul_flops_per_s.items():
+            file.create_dataset(f"matmul_flops_per_s/{library}", data=rate).attrs.update(
+                {"units": "1/s", "long_name": "fastest product of square float32 matrices, by turn and rank"}
             )
         for number, case in enumerate(found.cases):
             _write(file.create_group(f"cases/{number}"), case)
@@ -96,11 +96,11 @@ def read(path: Path) -> Results:
             about = {name: _plain(value) for name, value in file.attrs.items() if name not in _NOT_PROVENANCE}
             shape = Shape(**{field.name: about.pop(field.name) for field in fields(Shape)})
             cases = tuple(_read(file[f"cases/{number}"]) for number in range(len(file["cases"])))
-            matmul_s = {name: one[...] for name, one in file["matmul_s"].items()}
+            rates = {name: one[...] for name, one in file["matmul_flops_per_s"].items()}
             left_out = {name: str(why) for name, why in file["left_out"].attrs.items()}
         except files.FAILURES as error:
             raise StorageError(f"{path}: is damaged: {error}") from error
-    return Results(about, shape, matmul_s, cases, left_out)
+    return Results(about, shape, rates, cases, left_out)
 
 
 def _read(group: Any) -> Case:

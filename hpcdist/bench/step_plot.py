@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcdist.arrays.sizes import counted
 from hpcdist.bench.collectives_report import check_plot
 from hpcdist.bench.step_file import Results
 from hpcdist.bench.step_plan import PHASES, SAME
@@ -17,7 +18,7 @@ def plot(found: Results, file: Path) -> None:
     figures = check_plot(file)
     profiled = any(one.operation_s for one in found.cases)
     apart = len(found.cases) > 1
-    figure = figures.Figure(figsize=(5.5 * (1 + profiled + apart), 4.6), layout="constrained")
+    figure = figures.Figure(figsize=(5.5 * (1 + profiled + apart), 5.0), layout="constrained")
     axes = list(figure.subplots(1, 1 + profiled + apart, squeeze=False)[0])
     _phases(axes.pop(0), found)
     if profiled:
@@ -49,8 +50,8 @@ def _phases(axis: Any, found: Results) -> None:
     axis.invert_yaxis()
     axis.set_xlabel("ms a step (median of the slowest rank)")
     peak = max(peak_flops_per_s(found).values()) / 1e9
-    axis.set_title(f"{found.provenance['ranks']} rank(s), peak {peak:.0f} GFLOP/s", fontsize=10)
-    axis.legend(fontsize=8)
+    axis.set_title(f"{counted(found.provenance['ranks'], 'rank')}, peak {peak:.0f} GFLOP/s", fontsize=10)
+    axis.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
 def _operations(axis: Any, found: Results) -> None:
@@ -69,7 +70,7 @@ def _operations(axis: Any, found: Results) -> None:
     axis.set_yticks(places + 0.4 - height / 2, kinds)
     axis.invert_yaxis()
     axis.set_xlabel("ms a step, by kind of operation")
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
 
 
 def _losses(axis: Any, found: Results) -> None:

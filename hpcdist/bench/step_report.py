@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from hpcdist.arrays.sizes import counted
 from hpcdist.bench.step_file import Case, Results
 from hpcdist.bench.step_plan import COMPARED, EAGER, PHASES, SAME
 
@@ -42,8 +43,8 @@ class Row:
 
 def peak_flops_per_s(found: Results) -> dict[str, float]:
     """Return the fastest product of each library, of all ranks together: a turn is as fast as its slowest rank."""
-    flops, ranks = 2 * found.provenance["matmul_side"] ** 3, found.provenance["ranks"]
-    return {name: ranks * flops / float(taken_s.max(axis=1).min()) for name, taken_s in found.matmul_s.items()}
+    rates = found.matmul_flops_per_s
+    return {name: found.provenance["ranks"] * float(rate.min(axis=1).max()) for name, rate in rates.items()}
 
 
 def rows(found: Results) -> list[Row]:
@@ -113,7 +114,7 @@ def text(found: Results) -> str:
         f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, context {shape.context}, "
         f"vocabulary {shape.vocabulary}"
     )
-    machine = f"ranks {about['ranks']}, threads of each {about['threads']}"
+    machine = f"{counted(about['ranks'], 'rank')} of {counted(about['threads'], 'thread')}"
     lines = [
         f"gpt of {about['parameters']:,} parameters: {model}; {shape.samples} samples a rank",
         f"{machine}; {flops / 1e9:.2f} GFLOP a sample; peak of matrix products, all ranks: {peaks} GFLOP/s",

@@ -1,0 +1,31 @@
+"""`hpcdist bench step` on real ranks, which it starts itself."""
+
+import json
+import subprocess
+import sys
+
+import h5py
+import pytest
+
+LIMIT_S = 240.0
+FEW = ["--layers", 1, "--hidden", 16, "--heads", 2, "--context", 16, "--samples", 2, "--steps", 3, "--warmup", 1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_command_starts_the_ranks_and_keeps_what_they_measure(tmp_path, mpi, ranks):
+    """On two ranks the replicas of PyTorch are those of DistributedDataParallel."""
+    pytest.importorskip("torch")
+    path, names = tmp_path / "s.h5", ["hpcdist", "wrapped PyTorch", "PyTorch eager"]
+    only = [word for name in names for word in ("--only", name)]
+    line = [sys.executable, "-P", "-m", "hpcdist", "bench", "step", "-n", ranks, *FEW, *only, "-o", path, "--json"]
+    done = subprocess.run(
+        [*map(str, line), "--anonymous"], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.strip().splitlines()[-1])
+    assert [row["name"] for row in told["rows"]] == names and told["left_out"] == {}
+    assert max(row["loss_difference"] for row in told["rows"]) < 1e-5
+    assert all(0 < row["mfu"] < 1 and row["x_eager"] > 0 for row in told["rows"])
+    with h5py.File(path) as file:
+        assert "hosts" not in file.attrs and file.attrs["ranks"] == ranks
+        assert file["cases/2/step_s"].shape == (3, ranks)
