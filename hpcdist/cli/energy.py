@@ -1,6 +1,5 @@
 """`hpcdist energy`: what of this machine's energy can be measured, what it is now, and what a run has used."""
 
-import importlib
 import json
 import os
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any, Final
 
 import click
 
+from hpcdist.cli.lazy import LazyGroup
 from hpcdist.energy.config import PM_COUNTERS, POWERCAP
 
 # name -> (where its click command is, what the overview says of it)
@@ -18,25 +18,10 @@ COMMANDS: Final = {
 }
 
 
-class EnergyGroup(click.Group):
-    """The sub-commands of energy, imported when they are called."""
+class EnergyGroup(LazyGroup):
+    """The sub-commands of energy, in the order in which they are needed."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names, in the order in which they are needed."""
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command; None for an unknown name."""
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        found: click.Command = getattr(importlib.import_module(module), attribute)
-        return found
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the overview without importing a command."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+    lazy = COMMANDS
 
 
 @click.group(cls=EnergyGroup)

@@ -1,6 +1,5 @@
 """The ``hpcdist`` command: its sub-commands are imported when they are called, so that ``--help`` is instant."""
 
-import importlib
 import sys
 import time
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from typing import Final, NoReturn
 import click
 
 from hpcdist import __version__
+from hpcdist.cli.lazy import LazyGroup
 from hpcdist.comm import ending, failfast, launcher
 from hpcdist.errors import INTERRUPTED, HpcdistError
 
@@ -39,29 +39,14 @@ COMMANDS: Final = {
 }
 
 
-class LazyGroup(click.Group):
-    """A group that knows the names and one-liners of its commands, and imports only the one that is called."""
+class MainGroup(LazyGroup):
+    """All commands, in the order of a user's day."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names, in the order of a user's day."""
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command; None for an unknown name."""
-        if cmd_name not in COMMANDS:
-            return None
-        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the overview without importing a command."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+    lazy = COMMANDS
 
 
 @click.group(
-    cls=LazyGroup,
+    cls=MainGroup,
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
     epilog="Exit codes: 0 ok, 1 failure, 2 usage, 69 missing capability, 74 storage, 75 saved and wants a requeue, "
     "78 bad configuration, 130 interrupted.",

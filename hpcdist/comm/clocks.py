@@ -15,8 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from hpcdist.comm import spans
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.machine import boot_id
 
 ROUNDS: Final = 20
 # More hosts than these are measured by way of some of them: each asks only about the root of their number.
@@ -68,7 +68,7 @@ class Clocks:
         clock: Callable[[], int] = time.monotonic_ns,
         flat: int = FLAT,
     ) -> None:
-        told = comm.allgather_object((spans.boot_id() if boot is None else boot, os.uname().nodename))
+        told = comm.allgather_object((boot_id() if boot is None else boot, os.uname().nodename))
         found = dict.fromkeys(boot for boot, _ in told)
         boots = list(found)
         firsts = [next(rank for rank, (boot, _) in enumerate(told) if boot == each) for each in boots]

@@ -14,9 +14,9 @@ import numpy as np
 
 from hpcdist.comm import mapped
 from hpcdist.comm import spanfile as layout
+from hpcdist.comm.machine import boot_id
 
 CAPACITY: Final = 8192
-BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 now_ns: Final[Callable[[], int]] = time.monotonic_ns  # the clock of spans
 _MOST: Final = 0x7FFF  # micro-batches and units beyond have no number in the file
 
@@ -41,14 +41,6 @@ class _Nowhere:
 
 
 NULL_SPANS: Final[SpanSink] = _Nowhere()
-
-
-def boot_id() -> str:
-    """Return what all processes under this kernel, in containers too, and no others have in common (local)."""
-    try:
-        return BOOT_ID.read_text().strip()
-    except OSError:
-        return os.uname().nodename
 
 
 class Spans:

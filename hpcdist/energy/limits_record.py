@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from hpcdist.comm import kept_files
+from hpcdist.comm.machine import boot_id
 from hpcdist.errors import StorageError
 
 FORMAT: Final = 1
-BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 LOCK: Final = "lock"
 CURE: Final = "hpcdist bench power --restore"
 
@@ -76,14 +76,6 @@ def directory(environment: Mapping[str, str] = os.environ) -> Path:
         raise StorageError(
             f"what limits were before has no place to be kept ({error}): set HOME, or XDG_STATE_HOME to a directory"
         ) from error
-
-
-def boot_id() -> str:
-    """Return what tells this start of this machine from all others; its name where the kernel does not say."""
-    try:
-        return BOOT_ID.read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def started(pid: int) -> str | None:

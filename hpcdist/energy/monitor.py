@@ -5,16 +5,15 @@
 
 import math
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.machine import boot_id
 from hpcdist.energy import present
 from hpcdist.energy import report as reports
 from hpcdist.energy.config import EnergyConfig
@@ -26,19 +25,9 @@ from hpcdist.energy.store import NodeRows
 from hpcdist.energy.utilisation import Utilisation, this_process
 from hpcdist.energy.windows import Windows
 
-BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
-
 
 def _nothing() -> None:
     return None
-
-
-def this_host() -> str:
-    """Return what all processes under this kernel, in containers too, and no others have in common (local)."""
-    try:
-        return BOOT_ID.read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 class Monitor:
@@ -64,7 +53,7 @@ class Monitor:
         host: str | None = None,
     ) -> None:
         self._comm = comm
-        host = this_host() if host is None else host
+        host = boot_id() if host is None else host
         own = claim(config, bus_id, environment, this_process() if config.utilisation_s else None)
         ranks = comm.allgather_object((host, own, bus_id is not None))
         hosts = [name for name, _, _ in ranks]

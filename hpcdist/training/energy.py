@@ -18,11 +18,12 @@ import numpy as np
 from hpcdist.arrays import device
 from hpcdist.checkpoint import manifest
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.machine import boot_id
 from hpcdist.energy import activities
 from hpcdist.energy import report as reports
 from hpcdist.energy.accounts import number
 from hpcdist.energy.attribution import Attribution, Counted
-from hpcdist.energy.monitor import Monitor, this_host
+from hpcdist.energy.monitor import Monitor
 from hpcdist.energy.parttime import Sensor, sensor_of
 from hpcdist.energy.sampler import Intervals
 from hpcdist.energy.sources import claim
@@ -75,7 +76,7 @@ class Energy:
         if noted is not None:  # later than the checkpoint
             self._restore(noted)
         if spans is not None and self.monitor.measures:
-            self._attend(this_host() if host is None else host, device.bus_id() if on_gpu else None)
+            self._attend(boot_id() if host is None else host, device.bus_id() if on_gpu else None)
 
     def _restore(self, kept: Mapping[str, Any]) -> None:
         self._since_step = kept["since_step"]

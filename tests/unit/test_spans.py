@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from hpcdist.comm import spanfile
+from hpcdist.comm.machine import boot_id
 from hpcdist.comm.spanfile import PHASES, Span
-from hpcdist.comm.spans import NULL_SPANS, Spans, boot_id, now_ns
+from hpcdist.comm.spans import NULL_SPANS, Spans, now_ns
 from hpcdist.errors import StorageError
 
 
