@@ -20,7 +20,16 @@ class AdamW(ElementWise):
 
     slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
 
-    def _step(self, where: Range, weights: Array, gradient: Array, scale: float, rate: float, decay: float) -> None:
+    def _step(
+        self,
+        where: Range,
+        weights: Array,
+        gradient: Array,
+        scale: float,
+        rate: float,
+        decay: float,
+        working: Array | None,
+    ) -> None:
         updates.adam(
             weights,
             gradient,
@@ -34,4 +43,5 @@ class AdamW(ElementWise):
             decay=decay,
             count=self.count,
             corrects=self.config.bias_correction,
+            working=working,
         )

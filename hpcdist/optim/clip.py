@@ -48,7 +48,7 @@ def _squares(store: FlatStore, ranges: Sequence[Range]) -> Any:
             total += norms.sum_of_squares(store.blocks(where))
             continue
         values = store.range(where)
-        if is_16bit_float(store.dtype):
+        if is_16bit_float(store.dtype) and not is_device(values):
             total = total + _squares_of_halves(values)
         else:
             total = total + kernels.sum_of_squares(values)

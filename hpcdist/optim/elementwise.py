@@ -20,7 +20,7 @@ BLOCK: Final = 1 << 16  # elements whose gradient, weights and slots stay in the
 class ElementWise(SegmentWise):
     """`direction` takes note of the scale alone; `apply` unscales, clips, decays, advances the slots and steps.
 
-    Gradients may be 16-bit floats beside float32 weights: they are widened in ``wide``, block by block.
+    Gradients may be 16-bit floats beside float32 weights: on the host they are widened in ``wide``, block by block.
     """
 
     wide: Array | None = None  # float32 memory of one block
@@ -43,21 +43,20 @@ class ElementWise(SegmentWise):
         for _, spec, where in self._tensors(piece):
             decay = self._decay(spec)
             for block in self._blocks(where, direction, working):
-                weights = master.range(block)
-                self._step(block, weights, self._widened(direction.range(block)), self._scale, rate, decay)
-                if working is not None:
-                    kernels.round_into(weights, working.range(block))
+                copy = None if working is None else working.range(block)
+                gradient = self._widened(direction.range(block))
+                self._step(block, master.range(block), gradient, self._scale, rate, decay, copy)
 
     def _blocks(self, where: Range, direction: FlatStore, working: FlatStore | None) -> Iterable[Range]:
         """Return what one loop takes at a time: all, or what stays in a cache where another one follows."""
+        if is_device(direction.array):  # one kernel does all
+            return (where,)
         if direction.dtype != self.dtype:
             return cut(where, self._scratch(direction).size)
-        if working is not None and not is_device(direction.array):
-            return cut(where, BLOCK)
-        return (where,)
+        return (where,) if working is None else cut(where, BLOCK)
 
     def _widened(self, gradient: Array) -> Array:
-        if gradient.dtype == self.dtype:
+        if gradient.dtype == self.dtype or is_device(gradient):
             return gradient
         assert self.wide is not None
         wide = self.wide[: gradient.size]
@@ -73,5 +72,17 @@ class ElementWise(SegmentWise):
         return self.wide
 
     @abstractmethod
-    def _step(self, where: Range, weights: Array, gradient: Array, scale: float, rate: float, decay: float) -> None:
-        """Make the whole update of one stretch of a tensor; ``gradient`` may be overwritten."""
+    def _step(
+        self,
+        where: Range,
+        weights: Array,
+        gradient: Array,
+        scale: float,
+        rate: float,
+        decay: float,
+        working: Array | None,
+    ) -> None:
+        """Make the whole update of one stretch of a tensor, and of its ``working`` copy.
+
+        ``gradient`` is undefined afterwards. On a GPU it may be 16-bit floats beside float32 weights.
+        """

@@ -15,9 +15,9 @@ from hpcdist.arrays.dtypes import BFLOAT16, is_16bit_float
 from hpcdist.arrays.jit import jit
 from hpcdist.collectives import half
 from hpcdist.collectives.half import bfloat16_to_float32, float16_to_float32, float32_to_bfloat16, float32_to_float16
+from hpcdist.optim import device
 
 LANES: Final = 512  # sums of squares side by side: enough rows of vector registers to hide the time of an addition
-_BLOCK = 1 << 20  # elements that the ufunc version of a sum widens to float64 at a time
 
 
 def adam_direction(
@@ -162,7 +162,7 @@ def _velocity_ufuncs(weights, gradient, velocity, rate, momentum, decay):  # typ
 def sum_of_squares(values: Array) -> Any:
     """Return the sum of squares in float64: a float, or an array () on the GPU, which the caller need not wait for."""
     if is_device(values):
-        return _squares_ufuncs(values)
+        return device.sum_of_squares(values)
     sums = np.zeros(LANES)
     add_squares(values, sums, 0)
     return total(sums)
@@ -209,14 +209,6 @@ def _total_loop(sums):  # type: ignore[no-untyped-def]
     return sums[0]
 
 
-def _squares_ufuncs(values):  # type: ignore[no-untyped-def]
-    total = 0.0
-    for start in range(0, values.size, _BLOCK):
-        wide = values[start : start + _BLOCK].astype(np.float64)
-        total = total + (wide * wide).sum()
-    return total
-
-
 def round_into(master: Array, working: Array) -> None:
     """Write ``master`` into ``working``, rounded once to nearest even; the dtypes may differ.
 
@@ -224,36 +216,27 @@ def round_into(master: Array, working: Array) -> None:
     """
     if master.dtype != np.float32 or not is_16bit_float(working.dtype):
         working[...] = master
-    elif not is_device(master):
-        half.round_into(working, master)
-    elif working.dtype == BFLOAT16:
-        _bfloat16_ufuncs(master.view(np.uint32), working.view(np.uint16))
+    elif is_device(master):
+        device.convert(master, working)
     else:
-        with np.errstate(over="ignore"):  # infinity is the message: loss scaling looks for it
-            working[...] = master
+        half.round_into(working, master)
 
 
 def widen(working: Array, wide: Array) -> None:
     """Write the 16-bit floats of ``working`` into the float32 ``wide``; exact."""
-    if not is_device(working):
-        half.widen(working, wide)
-    elif working.dtype == BFLOAT16:
-        wide.view(np.uint32)[...] = working.view(np.uint16)
-        wide.view(np.uint32)[...] <<= np.uint32(16)
+    if is_device(working):
+        device.convert(working, wide)
     else:
-        wide[...] = working
+        half.widen(working, wide)
 
 
 def add_rounded(working: Array, addend: Array) -> None:
     """Add the float32 ``addend`` to the 16-bit ``working`` in float32, and round the sum once. ``addend`` is kept."""
-    if not is_device(working):
-        loop = _add_to_bfloat16_loop if working.dtype == BFLOAT16 else _add_to_float16_loop
-        loop(working.view(np.uint16), addend)
+    if is_device(working):
+        device.convert(addend, working, add=True)
         return
-    wide = namespace(working).empty(working.shape, np.float32)
-    widen(working, wide)
-    wide += addend
-    round_into(wide, working)
+    loop = _add_to_bfloat16_loop if working.dtype == BFLOAT16 else _add_to_float16_loop
+    loop(working.view(np.uint16), addend)
 
 
 @jit
@@ -266,14 +249,6 @@ def _add_to_bfloat16_loop(halves, addend):  # type: ignore[no-untyped-def]
 def _add_to_float16_loop(halves, addend):  # type: ignore[no-untyped-def]
     for i in range(addend.size):
         halves[i] = float32_to_float16(np.float32(float16_to_float32(halves[i]) + addend[i]))
-
-
-def _bfloat16_ufuncs(bits, rounded):  # type: ignore[no-untyped-def]
-    xp = namespace(bits)
-    # A NaN may wrap around in `even`; `where` takes the other value for it
-    even = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    rounded[...] = xp.where((bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000), quiet, even).astype(np.uint16)
 
 
 def samples(buffers: int, scalars: int) -> list[tuple[object, ...]]:

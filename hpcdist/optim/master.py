@@ -41,10 +41,11 @@ class WithMaster:
         self._block = BLOCK[on]
         self._wide: FlatStore | None = None  # of all parts
         if isinstance(inner, ElementWise):
-            longest = max((part.size for part in self.parts), default=0)
-            inner.wide = backend.empty(min(self._block, longest), dtype, on)
-            if ledger is not None:
-                ledger.track(inner.wide, "gradients")
+            if on == "cpu":  # a GPU reads the gradient as it is
+                longest = max((part.size for part in self.parts), default=0)
+                inner.wide = backend.empty(min(self._block, longest), dtype, on)
+                if ledger is not None:
+                    ledger.track(inner.wide, "gradients")
         else:
             self._wide = FlatStore(layout, dtype, parts, on=on, category="gradients", ledger=ledger)
 

@@ -23,9 +23,18 @@ class Sgd(ElementWise):
     def _slots_of(self, config: OptimizerConfig) -> tuple[str, ...]:
         return self.slot_names if config.momentum else ()
 
-    def _step(self, where: Range, weights: Array, gradient: Array, scale: float, rate: float, decay: float) -> None:
+    def _step(
+        self,
+        where: Range,
+        weights: Array,
+        gradient: Array,
+        scale: float,
+        rate: float,
+        decay: float,
+        working: Array | None,
+    ) -> None:
         if not self.slots:
-            updates.plain(weights, gradient, scale=scale, rate=rate, decay=decay)
+            updates.plain(weights, gradient, scale=scale, rate=rate, decay=decay, working=working)
             return
         updates.momentum(
             weights,
@@ -36,4 +45,5 @@ class Sgd(ElementWise):
             momentum=self.config.momentum,
             nesterov=self.config.nesterov,
             decay=decay,
+            working=working,
         )

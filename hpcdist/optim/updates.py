@@ -1,9 +1,10 @@
 """Whole updates of elementwise optimizers in one pass over memory: unscale, clip, decay, moments, step.
 
-Each is once a loop for the CPU (numba, fused) and once ufuncs for a GPU (cupy), side by side, as in
-`hpcdist.optim.kernels`: buffers are 1-D contiguous views of equal length (n,) and of one dtype, float32 or float64, and
-scalars are cast to that dtype before a loop. ``gradient`` is multiplied by ``scale``, where the clipping and the loss
-scale are, and is undefined afterwards. A loop does what a direction and a descent would, operation by operation in the
+Each is a loop for the CPU (numba, fused), and a kernel of `hpcdist.optim.device` for a GPU. Buffers are 1-D contiguous
+views of equal length (n,) and of one dtype, float32 or float64, and scalars are cast to that dtype before a loop. On a
+GPU the gradient may be of another type than the weights. ``working``, where given, is a copy of the weights in another
+type, rounded once. ``gradient`` is multiplied by ``scale``, where the clipping and the loss scale are, and is undefined
+afterwards. A loop does what a direction and a descent would, operation by operation in the
 dtype of the buffers, so the bits are theirs.
 """
 
@@ -11,9 +12,9 @@ import math
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.jit import jit
-from hpcdist.optim import kernels
+from hpcdist.optim import device, kernels
 
 
 def adam(
@@ -30,6 +31,7 @@ def adam(
     decay: float,
     count: int,
     corrects: bool = True,
+    working: Array | None = None,
 ) -> None:
     """Update the moments with g = ``scale * gradient``, and step the weights.
 
@@ -38,8 +40,11 @@ def adam(
     """
     correct1, correct2 = kernels.bias_corrections((beta1, beta2), count if corrects else 0)
     scalars = (scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, correct1, correct2, epsilon, decay, rate)
-    run = _adam_ufuncs if is_device(weights) else _adam_loop
-    run(weights, gradient, m, v, *map(weights.dtype.type, scalars))
+    if is_device(weights):
+        device.adam(weights, gradient, m, v, working, *scalars)
+        return
+    _adam_loop(weights, gradient, m, v, *map(weights.dtype.type, scalars))
+    _round(weights, working)
 
 
 @jit
@@ -55,24 +60,6 @@ def _adam_loop(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, corre
         weights[i] = w - rate * (np.divide(mean * correct1, math.sqrt(square * correct2) + epsilon) + decay * w)
 
 
-def _adam_ufuncs(weights, gradient, m, v, scale, beta1, rest1, beta2, rest2, correct1, correct2, epsilon, decay, rate):  # type: ignore[no-untyped-def]
-    xp = namespace(weights)
-    gradient *= scale
-    m *= beta1
-    m += rest1 * gradient
-    v *= beta2
-    xp.square(gradient, out=gradient)
-    gradient *= rest2
-    v += gradient
-    xp.multiply(v, correct2, out=gradient)
-    xp.sqrt(gradient, out=gradient)
-    gradient += epsilon
-    xp.divide(m * correct1, gradient, out=gradient)
-    gradient += decay * weights
-    gradient *= rate
-    weights -= gradient
-
-
 def momentum(
     weights: Array,
     gradient: Array,
@@ -83,14 +70,19 @@ def momentum(
     momentum: float,
     nesterov: bool,
     decay: float,
+    working: Array | None = None,
 ) -> None:
     """Update ``velocity`` = momentum velocity + g, with g = ``scale * gradient`` + decay w, and step the weights.
 
     They move by -rate times the velocity, or g + momentum velocity with ``nesterov``.
     """
     own, ahead = kernels.shares_of_step(momentum, nesterov)
-    run = _momentum_ufuncs if is_device(weights) else _momentum_loop
-    run(weights, gradient, velocity, *map(weights.dtype.type, (scale, momentum, own, ahead, decay, rate)))
+    scalars = (scale, momentum, own, ahead, decay, rate)
+    if is_device(weights):
+        device.momentum(weights, gradient, velocity, working, *scalars)
+        return
+    _momentum_loop(weights, gradient, velocity, *map(weights.dtype.type, scalars))
+    _round(weights, working)
 
 
 @jit
@@ -103,21 +95,15 @@ def _momentum_loop(weights, gradient, velocity, scale, momentum, own, ahead, dec
         weights[i] = w - rate * (own * g + ahead * fast)
 
 
-def _momentum_ufuncs(weights, gradient, velocity, scale, momentum, own, ahead, decay, rate):  # type: ignore[no-untyped-def]
-    gradient *= scale
-    gradient += decay * weights
-    velocity *= momentum
-    velocity += gradient
-    gradient *= own
-    gradient += ahead * velocity
-    gradient *= rate
-    weights -= gradient
-
-
-def plain(weights: Array, gradient: Array, *, scale: float, rate: float, decay: float) -> None:
+def plain(
+    weights: Array, gradient: Array, *, scale: float, rate: float, decay: float, working: Array | None = None
+) -> None:
     """Step the weights by -rate (``scale * gradient`` + decay w)."""
-    run = _plain_ufuncs if is_device(weights) else _plain_loop
-    run(weights, gradient, *map(weights.dtype.type, (scale, decay, rate)))
+    if is_device(weights):
+        device.plain(weights, gradient, working, scale, decay, rate)
+        return
+    _plain_loop(weights, gradient, *map(weights.dtype.type, (scale, decay, rate)))
+    _round(weights, working)
 
 
 @jit
@@ -127,11 +113,9 @@ def _plain_loop(weights, gradient, scale, decay, rate):  # type: ignore[no-untyp
         weights[i] = w - rate * (gradient[i] * scale + decay * w)
 
 
-def _plain_ufuncs(weights, gradient, scale, decay, rate):  # type: ignore[no-untyped-def]
-    gradient *= scale
-    gradient += decay * weights
-    gradient *= rate
-    weights -= gradient
+def _round(weights: Array, working: Array | None) -> None:
+    if working is not None:
+        kernels.round_into(weights, working)
 
 
 for _kernel, _buffers, _scalars in ((_adam_loop, 4, 10), (_momentum_loop, 3, 6), (_plain_loop, 2, 3)):

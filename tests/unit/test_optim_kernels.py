@@ -1,5 +1,6 @@
-"""The loops and their ufunc twins against plain formulas, and the rounding to bfloat16 on awkward bits."""
+"""The loops and their twins for a GPU against plain formulas, and the rounding to bfloat16 on awkward bits."""
 
+import host_kernels
 import numpy as np
 import pytest
 
@@ -8,11 +9,11 @@ from hpcdist.arrays.dtypes import BFLOAT16
 from hpcdist.optim import kernels, updates
 
 
-@pytest.fixture(params=["numba", "ufuncs"], autouse=True)
+@pytest.fixture(params=["loops", "gpu"], autouse=True)
 def path(request, monkeypatch):
-    if request.param == "ufuncs":
-        monkeypatch.setattr(kernels, "is_device", lambda array: True)
-        monkeypatch.setattr(updates, "is_device", lambda array: True)
+    """The loops of the CPU, and what a GPU runs in their place, here on numpy."""
+    if request.param == "gpu":
+        host_kernels.install(monkeypatch, kernels, updates)
     return request.param
 
 

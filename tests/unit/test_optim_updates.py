@@ -2,6 +2,7 @@
 
 import math
 
+import host_kernels
 import numpy as np
 import pytest
 
@@ -172,12 +173,11 @@ def whole():
     return [Range(0, LAYOUT.size)]
 
 
-@pytest.fixture(params=["numba", "ufuncs"])
+@pytest.fixture(params=["loops", "gpu"])
 def path(request, monkeypatch):
-    """Both sides of the dispatch: the ufunc formulas ask the buffer for its library, so numpy shows what cupy does."""
-    if request.param == "ufuncs":
-        for module in (kernels, updates, elementwise, layerwise):
-            monkeypatch.setattr(module, "is_device", lambda array: True)
+    """Both sides of the dispatch: the loops of the CPU, and what a GPU runs in their place, here on numpy."""
+    if request.param == "gpu":
+        host_kernels.install(monkeypatch, kernels, updates, elementwise, layerwise)
     return request.param
 
 

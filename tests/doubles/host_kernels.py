@@ -1,0 +1,23 @@
+"""Numpy memory shown to the kernels of a GPU, so that a test of a loop is one of the kernel beside it too."""
+
+from types import ModuleType
+from typing import Any
+
+import cupy_double
+import numpy as np
+import pytest
+
+from hpcdist.arrays import device, fused
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """Let ``modules`` take every array for one of a GPU, and kernels take numpy's."""
+    passed, made = fused._passed, cupy_double.module()
+
+    def shown(name: str, arg: Any, real: Any) -> Any:
+        return passed(name, cupy_double._device(arg) if isinstance(arg, np.ndarray) else arg, real)
+
+    for module in modules:
+        monkeypatch.setattr(module, "is_device", lambda array: True)
+    monkeypatch.setattr(fused, "_passed", shown)
+    monkeypatch.setattr(device, "cupy", lambda: made)
