@@ -179,7 +179,7 @@ def _check(command: tuple[str, ...]) -> None:
     """Refuse what would fail on every rank at once."""
     known = ", ".join(name for name in COMMANDS if name not in ("run", "submit", "jobs", "grow", "bench", "compare"))
     # A sweep starts ranks itself; the other benchmarks are measured by ranks.
-    measured = [("bench", name) for name in ("collectives", "pipeline", "checkpoint")]
+    measured = [("bench", name) for name in ("collectives", "pipeline", "checkpoint", "step")]
     if command[0] not in known.split(", ") and command[:2] not in measured:
         raise click.UsageError(
             f"{command[0]!r} is no command to run on ranks; known: {known}, "
