@@ -8,26 +8,24 @@ from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.jit import jit
 from hpcdist.models import device
 from hpcdist.models.kernels import SAMPLE_DTYPES
+from hpcdist.models.linear import column_sums
 from hpcdist.models.stage import Gradients, Parameters, Saved
-from hpcdist.models.tokens import check_tokens
+from hpcdist.models.tokens import as_indices, check_tokens
 
 
 class LocalEmbedding:
     """A table ``PREFIX.weight`` (vocabulary, hidden)."""
 
-    weight_reads = ("indices",)
+    weight_reads = ("tokens",)
 
     def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
         """Return (..., hidden) for integer tokens (...). Raises DataError on a token outside the table."""
         table = parameters[f"{prefix}.weight"]
-        indices = check_tokens(tokens.reshape(-1), table.shape[0], "token")
+        check_tokens(tokens, table.shape[0], "token")
         y = saved.empty(f"{prefix}.y", (*tokens.shape, table.shape[1]), table.dtype)
         rows = y.reshape(-1, table.shape[1])
-        if is_device(table):
-            device.gather(table, indices, rows)
-        else:  # the indices are checked: "clip" only keeps numpy from buffering `out`
-            np.take(table, indices, axis=0, out=rows, mode="clip")
-        saved.keep(f"{prefix}.indices", indices)
+        (device.gather if is_device(table) else _gather)(table, as_indices(tokens, saved), rows)
+        saved.keep(f"{prefix}.tokens", tokens)
         return y
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
@@ -36,10 +34,8 @@ class LocalEmbedding:
         if not add:
             into[...] = 0
         rows = dy.reshape(-1, dy.shape[-1])
-        if is_device(dy):
-            device.scatter(rows, saved[f"{prefix}.indices"], into)
-        else:
-            _add_rows(rows, saved[f"{prefix}.indices"], into)
+        indices = as_indices(saved[f"{prefix}.tokens"], saved)
+        (device.scatter if is_device(dy) else _add_rows)(rows, indices, into)
 
 
 class LocalPositions:
@@ -60,12 +56,15 @@ class LocalPositions:
         context = dy.shape[1]
         if not add:
             into[context:] = 0
-        if is_device(dy):
-            device.column_sums(dy.reshape(dy.shape[0], -1), into[:context].reshape(-1), add)
-        elif not add:
-            dy.sum(axis=0, out=into[:context])
-        else:
-            into[:context] += dy.sum(axis=0)
+        column_sums(dy.reshape(dy.shape[0], -1), into[:context].reshape(-1), add)
+
+
+@jit
+def _gather(table: Any, indices: Any, rows: Any) -> None:
+    for i in range(rows.shape[0]):
+        source = table[indices[i]]
+        for j in range(rows.shape[1]):
+            rows[i, j] = source[j]
 
 
 @jit
@@ -78,4 +77,5 @@ def _add_rows(rows: Any, indices: Any, table: Any) -> None:
 
 for _dtype in SAMPLE_DTYPES:
     _block = np.ones((1, 2), _dtype)
+    _gather.sample(lambda x=_block: (x, np.zeros(1, np.int64), x.copy()))
     _add_rows.sample(lambda x=_block: (x, np.zeros(1, np.int64), x.copy()))

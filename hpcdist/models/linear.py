@@ -1,7 +1,13 @@
 """Dense layers: matrix products of the array library, written straight into their destination."""
 
+from typing import Any
+
+import numpy as np
+
 from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.jit import jit
 from hpcdist.models import device
+from hpcdist.models.kernels import REORDER, SAMPLE_DTYPES
 from hpcdist.models.stage import Gradients, Parameters, Saved
 
 
@@ -96,10 +102,26 @@ def column_sums(rows: Array, into: Array, add: bool) -> None:
     if is_device(rows):
         device.column_sums(rows, into, add)
         return
-    # A product with ones is twice as fast as a reduction over the slow dim, and sums in blocks, so rounds less.
-    xp = namespace(rows)
-    ones = xp.ones((1, rows.shape[0]), rows.dtype)  # (1, n): cupy 13 takes no vector together with `out`
-    if add:
-        into += xp.matmul(ones, rows)[0]
-    else:
-        xp.matmul(ones, rows, out=into[None, :])
+    if not add:
+        into[...] = 0
+    _add_columns(rows, into)
+
+
+@jit(fastmath=REORDER)
+def _add_columns(rows: Any, into: Any) -> None:
+    # As fast as a product with ones, which needs the ones. Eight rows at a time are added up first: less rounding.
+    count, columns = rows.shape
+    whole = count // 8 * 8
+    for i in range(0, whole, 8):
+        a, b, c, d = rows[i], rows[i + 1], rows[i + 2], rows[i + 3]
+        e, f, g, h = rows[i + 4], rows[i + 5], rows[i + 6], rows[i + 7]
+        for j in range(columns):
+            into[j] += ((a[j] + b[j]) + (c[j] + d[j])) + ((e[j] + f[j]) + (g[j] + h[j]))
+    for i in range(whole, count):
+        for j in range(columns):
+            into[j] += rows[i, j]
+
+
+for _dtype in SAMPLE_DTYPES:
+    _block = np.ones((1, 2), _dtype)
+    _add_columns.sample(lambda x=_block: (x, x[0].copy()))

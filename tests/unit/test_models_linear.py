@@ -5,8 +5,8 @@ import pytest
 
 from hpcdist.errors import DataError
 from hpcdist.models.arena import Arena
-from hpcdist.models.embedding import LocalEmbedding
-from hpcdist.models.linear import LocalLinear
+from hpcdist.models.embedding import LocalEmbedding, LocalPositions
+from hpcdist.models.linear import LocalLinear, column_sums
 
 
 class Into:
@@ -40,10 +40,37 @@ def test_linear_against_the_formula(leading, inputs, outputs, bias, dtype, rng):
         np.testing.assert_allclose(view, 2 * want[name], atol=2 * limit)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("count", "columns"), [(0, 3), (1, 1), (7, 5), (8, 33), (2049, 70)])
+def test_column_sums_round_no_more_than_additions_of_eighths(count, columns, dtype, rng):
+    rows = rng.standard_normal((count, columns)).astype(dtype)
+    into = np.full(columns, np.nan, dtype)
+    bound = (count // 8 + 10) * np.finfo(dtype).eps * np.abs(rows).sum(0, dtype=np.float64)
+    for add in (False, True):
+        column_sums(rows, into, add)
+        assert (np.abs(into - (1 + add) * rows.sum(0, dtype=np.float64)) <= (1 + add) * bound).all()
+    if count:
+        rows[count // 2, 0] = np.nan
+        column_sums(rows, into, False)
+        assert np.isnan(into[0]) and np.isfinite(into[1:]).all()
+
+
+def test_positions_are_summed_over_samples(rng):
+    table, dy = rng.standard_normal((9, 5)), rng.standard_normal((11, 6, 5))
+    y, saved = rng.standard_normal((11, 6, 5)), Arena().saved(0)
+    want = y + table[:6]
+    assert (LocalPositions().forward({"p.weight": table}, "p", y, 6, saved) == want).all()
+    views = {"p.weight": np.full_like(table, np.nan)}
+    for add in (False, True):
+        LocalPositions().backward(Into(views, add), "p", dy, saved)
+        np.testing.assert_allclose(views["p.weight"][:6], (1 + add) * dy.sum(0), atol=1e-13)
+        assert not views["p.weight"][6:].any()
+
+
 @pytest.mark.parametrize("integers", [np.uint8, np.uint16, np.uint32])
 def test_embedding_looks_up_and_sums_back(integers, rng):
     table = rng.standard_normal((9, 5)).astype(np.float32)
-    tokens = rng.integers(0, 9, (4, 7)).astype(integers)
+    tokens = rng.integers(0, 9, (4, 8)).astype(integers)[:, 1:]  # as data gives them: no memory of one piece
     dy = rng.standard_normal((4, 7, 5)).astype(np.float32)
     saved = Arena().saved(0)
     assert (LocalEmbedding().forward({"t.weight": table}, "t", tokens, saved) == table[tokens]).all()

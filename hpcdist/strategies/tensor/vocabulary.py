@@ -8,16 +8,18 @@ import numpy as np
 from hpcdist.arrays.backend import Array, Scalar, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import Range
-from hpcdist.models.kernels import SAMPLE_DTYPES
+from hpcdist.models.cross_entropy import largest
+from hpcdist.models.exponential import exp
+from hpcdist.models.kernels import REORDER, SAMPLE_DTYPES
 from hpcdist.models.stage import Gradients, Parameters, Saved
-from hpcdist.models.tokens import check_tokens
+from hpcdist.models.tokens import as_indices, check_tokens
 from hpcdist.strategies.tensor.borders import Borders
 
 
 class VocabularyEmbedding:
     """The rows ``own`` of a table of ``vocabulary`` rows. Collective over the tensor axis."""
 
-    weight_reads = ("indices",)
+    weight_reads = ("tokens",)
 
     def __init__(self, borders: Borders, own: Range, vocabulary: int) -> None:
         self.borders, self.own, self.vocabulary = borders, own, vocabulary
@@ -25,18 +27,16 @@ class VocabularyEmbedding:
     def forward(self, parameters: Parameters, prefix: str, tokens: Array, saved: Saved) -> Array:
         """Return what this rank has of (..., hidden) for integer tokens (...). Raises DataError, on all ranks alike."""
         table = parameters[f"{prefix}.weight"]
-        xp = namespace(table)
-        indices = check_tokens(tokens.reshape(-1), self.vocabulary, "token")
-        indices -= self.own.start
+        check_tokens(tokens, self.vocabulary, "token")
+        saved.keep(f"{prefix}.tokens", tokens)
         partial = self.borders.partial((*tokens.shape, table.shape[1]), table.dtype, f"{prefix}.y", saved)
-        rows = partial.reshape(-1, table.shape[1])
-        near = _nearest(indices, self.own.size)
+        rows, indices = partial.reshape(-1, table.shape[1]), as_indices(tokens, saved)
         if is_device(table):
-            xp.take(table, near, axis=0, out=rows)
+            near, inside = _nearest(indices, self.own)
+            namespace(table).take(table, near, axis=0, out=rows)
+            rows *= inside[:, None]
         else:
-            np.take(table, near, axis=0, out=rows, mode="clip")
-        rows *= (near == indices)[:, None]
-        saved.keep(f"{prefix}.indices", indices)
+            _own_rows(table, indices, self.own.start, rows)
         return self.borders.leave(partial, f"{prefix}.y", saved)
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:
@@ -45,12 +45,12 @@ class VocabularyEmbedding:
         if not add:
             into[...] = 0
         whole = self.borders.leave_backward(dy, saved)
-        rows, indices = whole.reshape(-1, whole.shape[-1]), saved[f"{prefix}.indices"]
+        rows, indices = whole.reshape(-1, whole.shape[-1]), as_indices(saved[f"{prefix}.tokens"], saved)
         if is_device(dy):
-            near = _nearest(indices, self.own.size)
-            namespace(dy).add.at(into, near, rows * (near == indices)[:, None])
+            near, inside = _nearest(indices, self.own)
+            namespace(dy).add.at(into, near, rows * inside[:, None])
         else:
-            _add_own_rows(rows, indices, into)
+            _add_own_rows(rows, indices, self.own.start, into)
 
 
 class RowPositions:
@@ -100,59 +100,137 @@ class VocabularyCrossEntropy:
     def forward(self, logits: Array, targets: Array, saved: Saved, name: str = "cross_entropy") -> Scalar:
         """Return the sum over tokens on the first rank, 0 on the others: a sum over all ranks counts it once.
 
-        Contiguous logits (tokens, own classes) become probabilities; ``targets`` are integers (tokens,) of all classes.
+        Contiguous logits (tokens, own classes) become their exponentials; ``targets`` are integers (tokens,) of all
+        classes.
         """
-        xp = namespace(logits)
-        tokens = logits.shape[0]
-        indices = check_tokens(targets.reshape(-1), self.vocabulary, "target", ignored=True)
-        counted = indices >= 0
-        indices -= self.own.start
-        near = _nearest(indices, self.own.size)
-        inside = near == indices  # never where it is not counted
-        saved.keep(f"{name}.near", near)
-        saved.keep(f"{name}.inside", inside)
-        saved.keep(f"{name}.counted", counted)
+        check_tokens(targets, self.vocabulary, "target", ignored=True)
+        saved.keep(f"{name}.exponentials", logits)
+        saved.keep(f"{name}.targets", targets)
+        indices, tokens = as_indices(targets, saved), logits.shape[0]
         sums = saved.empty(f"{name}.sums", (2, tokens), logits.dtype)  # exponentials; the target's logit
         top = saved.scratch("cross_entropy.top", (tokens,), logits.dtype)
-        logits.max(axis=1, out=top)
+        on_device = is_device(logits)
+        if on_device:
+            logits.max(axis=1, out=top)
+        else:
+            _largest(logits, top)
         self.axis.allreduce(top, "max")
-        logits -= top[:, None]
-        sums[1] = logits[xp.arange(tokens), near] * inside
-        xp.exp(logits, out=logits)
-        logits.sum(axis=1, out=sums[0])
+        (_exponentials_device if on_device else _exponentials)(logits, indices, self.own.start, top, sums)
         self.axis.allreduce(sums.reshape(-1))
-        logits /= sums[0][:, None]
-        saved.keep(f"{name}.p", logits)
         if self.axis.rank:
             return 0.0
-        logarithms = xp.where(counted, xp.log(sums[0].astype(np.float64)), 0.0)
-        total: Scalar = logarithms.sum() - sums[1].sum(dtype=np.float64)
+        total: Scalar = (_loss_device if on_device else _loss)(indices, sums)
         return total
 
     def backward(self, scale: float, saved: Saved, name: str = "cross_entropy") -> Array:
         """Return dlogits (tokens, own classes) = (softmax - onehot) scale, in the memory of the logits (local)."""
-        p: Array = saved[f"{name}.p"]
-        p *= (saved[f"{name}.counted"] * p.dtype.type(scale))[:, None]
-        p[namespace(p).arange(p.shape[0]), saved[f"{name}.near"]] -= saved[f"{name}.inside"] * p.dtype.type(scale)
-        return p
+        logits: Array = saved[f"{name}.exponentials"]
+        indices, sums = as_indices(saved[f"{name}.targets"], saved), saved[f"{name}.sums"]
+        run = _gradient_device if is_device(logits) else _gradient
+        run(logits, indices, self.own.start, sums, logits.dtype.type(scale))
+        return logits
 
 
-def _nearest(indices: Array, count: int) -> Array:
-    """Return ``indices`` with those outside of [0, count) moved to its ends: equal where they are inside."""
+def _nearest(indices: Array, own: Range) -> tuple[Array, Array]:
+    """Return the places in ``own`` that are nearest to ``indices``, and which of those are inside of it."""
     xp = namespace(indices)
-    near: Array = xp.minimum(xp.maximum(indices, 0), count - 1)
-    return near
+    near = xp.minimum(xp.maximum(indices, own.start), own.stop - 1)
+    return near - own.start, near == indices
 
 
 @jit
-def _add_own_rows(rows: Any, indices: Any, table: Any) -> None:
+def _own_rows(table: Any, indices: Any, start: int, rows: Any) -> None:
     for i in range(rows.shape[0]):
-        if 0 <= indices[i] < table.shape[0]:
-            target = table[indices[i]]
+        own = indices[i] - start
+        if 0 <= own < table.shape[0]:
+            source = table[own]
+            for j in range(rows.shape[1]):
+                rows[i, j] = source[j]
+        else:
+            for j in range(rows.shape[1]):
+                rows[i, j] = 0
+
+
+@jit
+def _add_own_rows(rows: Any, indices: Any, start: int, table: Any) -> None:
+    for i in range(rows.shape[0]):
+        own = indices[i] - start
+        if 0 <= own < table.shape[0]:
+            target = table[own]
             for j in range(rows.shape[1]):
                 target[j] += rows[i, j]
 
 
+@jit
+def _largest(logits: Any, top: Any) -> None:
+    for token in range(logits.shape[0]):
+        top[token] = largest(logits[token])
+
+
+@jit(fastmath=REORDER)
+def _exponentials(logits: Any, targets: Any, start: int, top: Any, sums: Any) -> None:
+    # A target of -1 is before any start: it is on no rank.
+    zero = logits.dtype.type(0)
+    for token in range(logits.shape[0]):
+        row, own = logits[token], targets[token] - start
+        sums[1, token] = row[own] - top[token] if 0 <= own < row.shape[0] else zero
+        total = zero
+        for j in range(row.shape[0]):
+            e = exp(row[j] - top[token])
+            row[j] = e
+            total += e
+        sums[0, token] = total
+
+
+@jit
+def _loss(targets: Any, sums: Any) -> Any:
+    loss = 0.0
+    for token in range(targets.size):
+        if targets[token] >= 0:
+            loss += np.log(np.float64(sums[0, token])) - np.float64(sums[1, token])
+    return loss
+
+
+@jit(fastmath=REORDER)
+def _gradient(exponentials: Any, targets: Any, start: int, sums: Any, scale: Any) -> None:
+    # A product with 0 where a token does not count, instead of a plain 0: NaN stays visible.
+    zero = scale - scale
+    for token in range(exponentials.shape[0]):
+        row, own = exponentials[token], targets[token] - start
+        share = exponentials.dtype.type(scale / sums[0, token]) if targets[token] >= 0 else zero
+        for j in range(row.shape[0]):
+            row[j] *= share
+        if 0 <= own < row.shape[0]:
+            row[own] -= scale
+
+
+def _exponentials_device(logits: Array, targets: Array, start: int, top: Array, sums: Array) -> None:
+    xp = namespace(logits)
+    near, inside = _nearest(targets, Range(start, start + logits.shape[1]))
+    logits -= top[:, None]
+    sums[1] = logits[xp.arange(targets.size), near] * inside
+    xp.exp(logits, out=logits)
+    logits.sum(axis=1, out=sums[0])
+
+
+def _loss_device(targets: Array, sums: Array) -> Array:
+    xp = namespace(sums)
+    wide = sums.astype(np.float64)
+    total: Array = xp.where(targets >= 0, xp.log(wide[0]) - wide[1], 0.0).sum()
+    return total
+
+
+def _gradient_device(exponentials: Array, targets: Array, start: int, sums: Array, scale: Any) -> None:
+    near, inside = _nearest(targets, Range(start, start + exponentials.shape[1]))
+    exponentials *= ((targets >= 0) * scale / sums[0])[:, None]
+    exponentials[namespace(sums).arange(targets.size), near] -= inside * scale
+
+
 for _dtype in SAMPLE_DTYPES:
-    _block = np.ones((1, 2), _dtype)
-    _add_own_rows.sample(lambda x=_block: (x, np.zeros(1, np.int64), x.copy()))
+    _block, _zero = np.ones((1, 2), _dtype), np.zeros(1, np.int64)
+    _own_rows.sample(lambda x=_block, i=_zero: (x, i, 0, x.copy()))
+    _add_own_rows.sample(lambda x=_block, i=_zero: (x, i, 0, x.copy()))
+    _largest.sample(lambda x=_block: (x, x[0, :1].copy()))
+    _exponentials.sample(lambda x=_block, i=_zero: (x.copy(), i, 0, x[0, :1], x.T.copy()))
+    _loss.sample(lambda x=_block, i=_zero: (i, x.T.copy()))
+    _gradient.sample(lambda x=_block, i=_zero: (x.copy(), i, 0, x.T.copy(), x.dtype.type(1)))
