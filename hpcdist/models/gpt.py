@@ -168,7 +168,7 @@ class Block:
     def _attention(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return what the heads see (batch, context, width), from their linears on."""
         linear, rotary, size = operations.linear_column, operations.rotary, self.head_size
-        how: dict[str, Any] = {"dropout": self.dropout} | ({} if self.causal else {"causal": False})
+        how: dict[str, Any] = {"dropout": self.dropout, "causal": self.causal}
         if not self.grouped:
             qkv = linear.forward(parameters, "qkv", x, saved)
             if self.rotary:
@@ -178,7 +178,7 @@ class Block:
         if self.rotary:
             rotary.forward(query, size, query.shape[-1], saved)
             rotary.forward(kv, size, kv.shape[-1] // 2, saved)
-        return operations.attention.forward(query, size, saved, **(how | {"kv": kv}))
+        return operations.attention.forward(query, size, saved, kv=kv, **how)
 
     def _attention_backward(
         self, parameters: Parameters, gradients: Gradients, dy: Array, operations: Operations, saved: Saved

@@ -381,8 +381,8 @@ _COMPARISONS = (
     ("eq", "equal"), ("ne", "not_equal"),
 )  # fmt: skip
 _FUNCTIONS = (
-    "absolute", "exp", "floor", "invert", "isfinite", "isinf", "isnan", "log", "logical_and", "logical_not",
-    "logical_or", "maximum", "minimum", "negative", "sign", "sqrt", "square", "tanh",
+    "absolute", "cos", "exp", "floor", "invert", "isfinite", "isinf", "isnan", "log", "logical_and", "logical_not",
+    "logical_or", "maximum", "minimum", "negative", "sign", "sin", "sqrt", "square", "tanh",
 )  # fmt: skip
 _UFUNCS = {name: ufunc(name) for name in (*dict(_OPERATORS).values(), *dict(_COMPARISONS).values(), *_FUNCTIONS)}
 _UFUNCS["divide"] = _UFUNCS["true_divide"]

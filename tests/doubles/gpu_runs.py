@@ -22,6 +22,8 @@ from hpcdist.models import split
 from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.dropout import Draw
+from hpcdist.models.encoder import predictions
+from hpcdist.models.tokens import IGNORED
 from hpcdist.optim import optimizer
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.training import recipe as recipes
@@ -30,12 +32,30 @@ from hpcdist.training.trainer import Trainer, assemble
 
 Batches = list[tuple[np.ndarray, np.ndarray]]
 
+LLAMA = {"positions": "rotary", "norm": "rms", "activation": "swiglu", "kv_heads": 2, "bias": False}
 GPT = {"layers": 2, "hidden": 12, "heads": 3, "vocabulary": 11}
 MODELS = {
     "gpt": (ModelConfig(**GPT), {"context": 7}),
     "gpt tied": (ModelConfig(**GPT, tied=True), {"context": 7}),
     "gpt, more than one block of queries": (ModelConfig(**GPT), {"context": 70}),
     "gpt tied, dropout": (ModelConfig(**GPT, tied=True, dropout=0.2), {"context": 70}),
+    "gpt with the options of Llama": (
+        ModelConfig(**LLAMA, layers=2, hidden=16, heads=4, vocabulary=11),
+        {"context": 70},
+    ),
+    "encoder": (ModelConfig(kind="encoder", **GPT), {"context": 9}),
+    "encoder with the options of Llama": (
+        ModelConfig(kind="encoder", **LLAMA, layers=1, hidden=16, heads=4, vocabulary=11),
+        {"context": 9},
+    ),
+    "convnet, bytes": (
+        ModelConfig(kind="convnet", layers=3, hidden=4, activation="relu"),
+        {"height": 5, "width": 6, "channels": 3, "classes": 4},
+    ),
+    "convnet rms, dropout": (
+        ModelConfig(kind="convnet", layers=3, hidden=4, norm="rms", dropout=0.3),
+        {"height": 4, "width": 1, "channels": 2, "classes": 3},
+    ),
     "mlp gelu": (ModelConfig(kind="mlp", layers=2, hidden=9), {"features": 5, "classes": 4}),
     "mlp relu, bytes": (ModelConfig(kind="mlp", layers=1, hidden=9, activation="relu"), {"features": 5, "classes": 4}),
     "mlp, dropout": (ModelConfig(kind="mlp", layers=2, hidden=9, dropout=0.4), {"features": 5, "classes": 4}),
@@ -50,8 +70,16 @@ def batches_of(case: str, rng: np.random.Generator) -> Batches:
         if config.kind == "gpt":
             tokens = rng.integers(0, config.vocabulary, (samples, inputs["context"] + 1)).astype(np.uint8)
             found.append((tokens[:, :-1].copy(), tokens[:, 1:].copy()))
+        elif config.kind == "encoder":
+            tokens = rng.integers(0, config.vocabulary, (samples, inputs["context"])).astype(np.uint8)
+            targets = np.full(tokens.shape, IGNORED)
+            targets[:, 2 : 2 + predictions(inputs["context"])] = 5
+            found.append((tokens, targets))
         else:
-            x = rng.integers(0, 256, (samples, inputs["features"])).astype(np.uint8)
+            features = inputs.get(
+                "features", inputs.get("height", 1) * inputs.get("width", 1) * inputs.get("channels", 1)
+            )
+            x = rng.integers(0, 256, (samples, features)).astype(np.uint8)
             found.append((x if "bytes" in case else x / 64 - 2, rng.integers(0, inputs["classes"], samples)))
     return found
 

@@ -15,7 +15,7 @@ from hpcdist.training import recipe as recipes
 from hpcdist.training.evaluation import mean_validation_loss
 from hpcdist.training.trainer import Trainer, assemble
 
-NOISE = "qkv.bias"  # its part for the keys has a true gradient of zero: under Adam it follows the rounding
+NOISE = "kv.bias"  # of "qkv" too: its part for the keys has a true gradient of zero: under Adam it follows the rounding
 LAYOUT = ("parallel.", "communication.", "zero.", "parameter_server.")  # keys that must not change a run
 
 _references: dict[tuple[object, ...], "Reference"] = {}  # every test trains on the same text, so they may share them

@@ -8,12 +8,67 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import UsageError
 from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.encoder import predictions
+from hpcdist.models.tokens import IGNORED
 
 GPT = {"layers": 2, "hidden": 6, "heads": 2, "vocabulary": 7}
 CASES = {
     "gpt": (ModelConfig(**GPT), {"context": 5}),
     "gpt tied": (ModelConfig(**GPT, tied=True), {"context": 5}),
     "gpt context 1, one head": (ModelConfig(layers=1, hidden=3, heads=1, vocabulary=4), {"context": 1}),
+    "gpt with all options": (
+        ModelConfig(
+            layers=1,
+            hidden=12,
+            heads=3,
+            kv_heads=1,
+            vocabulary=7,
+            positions="rotary",
+            norm="rms",
+            activation="swiglu",
+            feed_forward=5,
+            bias=False,
+            tied=True,
+        ),
+        {"context": 5},
+    ),
+    "gpt grouped, rotary": (
+        ModelConfig(layers=2, hidden=8, heads=4, kv_heads=2, vocabulary=6, positions="rotary"),
+        {"context": 4},
+    ),
+    "gpt rotary": (ModelConfig(layers=1, hidden=8, heads=2, vocabulary=6, positions="rotary"), {"context": 4}),
+    "gpt swiglu, rms": (
+        ModelConfig(layers=1, hidden=6, heads=2, vocabulary=6, norm="rms", activation="swiglu", feed_forward=7),
+        {"context": 4},
+    ),
+    "gpt relu": (
+        ModelConfig(layers=1, hidden=6, heads=2, vocabulary=6, activation="relu", feed_forward=9),
+        {"context": 4},
+    ),
+    "encoder": (ModelConfig(kind="encoder", **GPT), {"context": 6}),
+    "encoder with all options": (
+        ModelConfig(
+            kind="encoder",
+            layers=1,
+            hidden=8,
+            heads=4,
+            kv_heads=2,
+            vocabulary=6,
+            positions="rotary",
+            norm="rms",
+            activation="swiglu",
+            bias=False,
+        ),
+        {"context": 9},
+    ),
+    "convnet": (
+        ModelConfig(kind="convnet", layers=3, hidden=3),
+        {"height": 5, "width": 4, "channels": 2, "classes": 3},
+    ),
+    "convnet of one pixel, rms": (
+        ModelConfig(kind="convnet", layers=3, hidden=2, norm="rms", activation="relu"),
+        {"height": 1, "width": 1, "channels": 1, "classes": 2},
+    ),
     "mlp gelu": (ModelConfig(kind="mlp", layers=2, hidden=7), {"features": 5, "classes": 4}),
     "mlp relu": (ModelConfig(kind="mlp", layers=1, hidden=9, activation="relu"), {"features": 3, "classes": 2}),
 }
@@ -49,6 +104,16 @@ def _batch(config, inputs, batch, rng):
     if config.kind == "gpt":
         tokens = rng.integers(0, config.vocabulary, (batch, inputs["context"] + 1)).astype(np.uint8)
         return tokens[:, :-1], tokens[:, 1:]
+    if config.kind == "encoder":
+        context, said = inputs["context"], predictions(inputs["context"])
+        tokens = rng.integers(0, config.vocabulary, (batch, context))
+        targets = np.full((batch, context), IGNORED)
+        for row in targets:
+            row[rng.choice(context, said, replace=False)] = rng.integers(0, config.vocabulary, said)
+        return tokens, targets
+    if config.kind == "convnet":
+        shape = batch, inputs["height"], inputs["width"], inputs["channels"]
+        return rng.standard_normal(shape), rng.integers(0, inputs["classes"], batch)
     return rng.standard_normal((batch, inputs["features"])), rng.integers(0, inputs["classes"], batch)
 
 

@@ -1,4 +1,4 @@
-"""GPT and MLP against PyTorch's autograd: the loss, and every gradient to 1e-5 of the whole in float32."""
+"""Every kind of model against PyTorch's autograd: the loss, and every gradient to 1e-5 of the whole in float32."""
 
 import numpy as np
 import pytest
@@ -7,28 +7,81 @@ from hpcdist import models
 from hpcdist.arrays.store import FlatStore
 from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
+from hpcdist.models.encoder import predictions
+from hpcdist.models.tokens import IGNORED
 
 torch = pytest.importorskip("torch")
 
 
-def _gpt(w, tokens, layers, heads, tied):
+def _norm(x, p, name):
+    if f"{name}.bias" in p:
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], p[f"{name}.scale"], p[f"{name}.bias"])
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], p[f"{name}.scale"], eps=1e-5)
+
+
+def _linear(x, p, name):
+    weight, bias = p[f"{name}.weight"], p.get(f"{name}.bias")
+    weight = weight.flatten(0, -2)
+    return torch.nn.functional.linear(x, weight, None if bias is None else bias.flatten())
+
+
+def _turned(x):
+    """Rotary positions of heads (batch, heads, context, size) by complex numbers, whose parts are the halves."""
+    size, context = x.shape[-1], x.shape[-2]
+    angles = torch.outer(
+        torch.arange(context, dtype=torch.float64),
+        10000.0 ** (-2 * torch.arange(size // 2, dtype=torch.float64) / size),
+    )
+    turns = torch.polar(torch.ones_like(angles), angles)
+    numbers = torch.complex(x[..., : size // 2].double(), x[..., size // 2 :].double()) * turns
+    return torch.cat([numbers.real, numbers.imag], -1).to(x.dtype)
+
+
+def _heads(x, parts, size):
+    return x.view(*x.shape[:2], parts, -1, size).permute(2, 0, 3, 1, 4)
+
+
+def _transformer(w, tokens, config):
     functional = torch.nn.functional
-    batch, context = tokens.shape
-    x = w["0.tokens.weight"][tokens] + w["0.positions.weight"][:context]
-    hidden = x.shape[-1]
-    for layer in range(1, layers + 1):
+    x = w["0.tokens.weight"][tokens]
+    if config.positions == "learned":
+        x = x + w["0.positions.weight"][: tokens.shape[1]]
+    size = config.hidden // config.heads
+    for layer in range(1, config.layers + 1):
         p = {key.split(".", 1)[1]: value for key, value in w.items() if key.startswith(f"{layer}.")}
-        h = functional.layer_norm(x, (hidden,), p["norm1.scale"], p["norm1.bias"])
-        qkv = functional.linear(h, p["qkv.weight"].flatten(0, 1), p["qkv.bias"].flatten())
-        q, k, v = qkv.view(batch, context, 3, heads, hidden // heads).permute(2, 0, 3, 1, 4)
-        h = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        x = x + functional.linear(h, p["projection.weight"], p["projection.bias"])
-        h = functional.layer_norm(x, (hidden,), p["norm2.scale"], p["norm2.bias"])
-        h = functional.gelu(functional.linear(h, p["up.weight"], p["up.bias"]), approximate="tanh")
-        x = x + functional.linear(h, p["down.weight"], p["down.bias"])
-    last = layers + 1
-    x = functional.layer_norm(x, (hidden,), w[f"{last}.norm.scale"], w[f"{last}.norm.bias"])
-    return functional.linear(x, w["0.tokens.weight" if tied else f"{last}.head.weight"])
+        h = _norm(x, p, "norm1")
+        if "qkv.weight" in p:
+            q, k, v = _heads(_linear(h, p, "qkv"), 3, size)
+        else:
+            (q,), (k, v) = _heads(_linear(h, p, "query"), 1, size), _heads(_linear(h, p, "kv"), 2, size)
+        if config.positions == "rotary":
+            q, k = _turned(q), _turned(k)
+        causal = config.kind == "gpt"
+        h = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        x = x + _linear(h.transpose(1, 2).reshape(x.shape), p, "projection")
+        h = _linear(_norm(x, p, "norm2"), p, "up")
+        if config.activation == "swiglu":
+            gate, value = h.chunk(2, -1)
+            h = functional.silu(gate) * value
+        else:
+            h = functional.relu(h) if config.activation == "relu" else functional.gelu(h, approximate="tanh")
+        x = x + _linear(h, p, "down")
+    last = config.layers + 1
+    x = _norm(x, {key.split(".", 1)[1]: value for key, value in w.items() if key.startswith(f"{last}.")}, "norm")
+    return functional.linear(x, w["0.tokens.weight" if config.tied else f"{last}.head.weight"])
+
+
+def _convnet(w, x, config):
+    functional = torch.nn.functional
+    x = x.permute(0, 3, 1, 2)
+    for layer in range(config.layers):
+        p = {key.split(".", 1)[1]: value for key, value in w.items() if key.startswith(f"{layer}.")}
+        stride = 2 if layer and layer % 2 == 0 else 1
+        weight = p["convolution.weight"].permute(0, 3, 1, 2)
+        x = functional.conv2d(x, weight, p["convolution.bias"], stride=stride, padding=1)
+        x = _norm(x.permute(0, 2, 3, 1), p, "norm").permute(0, 3, 1, 2)
+        x = functional.relu(x) if config.activation == "relu" else functional.gelu(x, approximate="tanh")
+    return functional.linear(x.mean((2, 3)), w[f"{config.layers}.head.weight"], w[f"{config.layers}.head.bias"])
 
 
 def _mlp(w, x, layers, activation):
@@ -55,11 +108,13 @@ def _compare(model, x, targets, reference, rng):
     scale = np.abs(expected.detach().numpy()).max()
     np.testing.assert_allclose(logits, expected.detach().numpy(), atol=1e-5 * scale)
     loss = model.loss.forward(logits, targets, model.operations, arena.saved(model.stages[-1].layer))
-    model.backward(parameters, into, 1 / targets.size, arena)
+    count = int((targets.astype(np.int64) >= 0).sum())
+    assert count == len(targets) * model.tokens_per_sample
+    model.backward(parameters, into, 1 / count, arena)
     wide = torch.tensor(targets.astype(np.int64).reshape(-1))
-    mean = torch.nn.functional.cross_entropy(expected.reshape(-1, expected.shape[-1]), wide)
+    mean = torch.nn.functional.cross_entropy(expected.reshape(-1, expected.shape[-1]), wide, ignore_index=-1)
     mean.backward()
-    assert loss / targets.size == pytest.approx(float(mean.detach()), rel=1e-6)
+    assert loss / count == pytest.approx(float(mean.detach()), rel=1e-6)
     whole = np.sqrt(sum(float((value.grad.double() ** 2).sum()) for value in weights.values()))
     for key, value in weights.items():
         difference = np.linalg.norm(gradient.view(key).astype(np.float64) - value.grad.double().numpy())
@@ -74,7 +129,56 @@ def test_gpt(tied, hidden, heads, context, batch, rng):
     x, targets = tokens[:, :-1], tokens[:, 1:]
     wide = torch.tensor(x.astype(np.int64))
     model = models.build(config, "float32", context=context)
-    _compare(model, x, targets, lambda w: _gpt(w, wide, 2, heads, tied), rng)
+    _compare(model, x, targets, lambda w: _transformer(w, wide, config), rng)
+
+
+OPTIONS = {
+    "rotary": {"positions": "rotary"},
+    "rms": {"norm": "rms"},
+    "swiglu": {"activation": "swiglu"},
+    "relu": {"activation": "relu", "feed_forward": 77},
+    "grouped": {"kv_heads": 2},
+    "one for all": {"kv_heads": 1, "positions": "rotary", "tied": True},
+    "no bias": {"bias": False},
+    "llama": {
+        "positions": "rotary", "norm": "rms", "activation": "swiglu", "kv_heads": 2, "bias": False, "feed_forward": 45,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", ["gpt", "encoder"])
+@pytest.mark.parametrize(("context", "batch"), [(80, 2), (1, 3)])
+def test_options_of_transformers(kind, options, context, batch, rng):
+    config = ModelConfig(kind=kind, layers=2, hidden=48, heads=4, vocabulary=50, **OPTIONS[options])
+    tokens = rng.integers(0, 50, (batch, context + 1)).astype(np.uint16)
+    x, targets = tokens[:, :-1], tokens[:, 1:]
+    if kind == "encoder":
+        targets = np.full(x.shape, IGNORED)
+        for row in targets:
+            row[rng.choice(context, predictions(context), replace=False)] = 3
+    wide = torch.tensor(x.astype(np.int64))
+    model = models.build(config, "float32", context=context)
+    _compare(model, x, targets, lambda w: _transformer(w, wide, config), rng)
+
+
+@pytest.mark.parametrize(
+    ("layers", "activation", "norm", "shape"),
+    [
+        (4, "relu", "layer", (6, 16, 16, 3)),
+        (5, "gelu", "rms", (3, 9, 14, 1)),
+        (1, "gelu", "layer", (2, 1, 5, 4)),
+        (3, "relu", "layer", (1, 2, 1, 2)),
+    ],
+)
+def test_convnet(layers, activation, norm, shape, rng):
+    config = ModelConfig(kind="convnet", layers=layers, hidden=12, activation=activation, norm=norm)
+    x = rng.standard_normal(shape).astype(np.float32)
+    targets = rng.integers(0, 6, shape[0]).astype(np.uint8)
+    height, width, channels = shape[1:]
+    model = models.build(config, "float32", height=height, width=width, channels=channels, classes=6)
+    wide = torch.tensor(x)
+    _compare(model, x, targets, lambda w: _convnet(w, wide, config), rng)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])

@@ -1,0 +1,63 @@
+"""Every kind of model as a small recipe, for trainings that are compared with one process."""
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+STEPS = 6
+KEYS: dict[str, object] = {
+    "model.layers": 2,
+    "model.hidden": 16,
+    "model.heads": 4,
+    "run.steps": STEPS,
+    "run.global_batch": 8,
+    "run.validation_samples": 12,
+    "optimizer.warmup_steps": 2,
+    "optimizer.clip_norm": 0.7,
+    "precision.mode": "float64",
+}
+LLAMA: dict[str, object] = {
+    "model.positions": "rotary",
+    "model.norm": "rms",
+    "model.activation": "swiglu",
+    "model.kv_heads": 2,
+    "model.bias": "false",
+    "model.vocabulary": 257,
+    "data.context": 12,
+}
+ENCODER: dict[str, object] = {"model.kind": "encoder", "model.vocabulary": 257, "data.context": 12}
+CONVNET: dict[str, object] = {"model.kind": "convnet", "model.layers": 3, "model.hidden": 6}
+KINDS: dict[str, dict[str, object]] = {
+    "gpt with the options of Llama": LLAMA,
+    "gpt of grouped heads with biases, dropping": {
+        "model.kv_heads": 2,
+        "model.dropout": 0.1,
+        "model.tied": "true",
+        "model.vocabulary": 257,
+        "data.context": 12,
+    },
+    "encoder": ENCODER,
+    "encoder with the options of Llama": LLAMA | ENCODER,
+    "convnet": CONVNET,
+    "convnet with lars, dropping": CONVNET | {"optimizer.name": "lars", "model.dropout": 0.1, "model.norm": "rms"},
+}
+
+
+def write_data(folder: Path) -> None:
+    """Write the text and the pictures of the recipes: sums to be said, and the quadrant of a bright spot."""
+    text = b"".join(b"%d plus %d is %d. " % (i % 7, i % 5, i % 7 + i % 5) for i in range(900))
+    (folder / "text.txt").write_bytes(text)
+    draw = np.random.default_rng(5)
+    pictures = draw.integers(0, 100, (240, 7, 6, 3)).astype(np.uint8)
+    classes = draw.integers(0, 4, 240)
+    for picture, quadrant in zip(pictures, classes, strict=True):
+        picture[quadrant // 2 * 4 : quadrant // 2 * 4 + 3, quadrant % 2 * 3 : quadrant % 2 * 3 + 3] += 150
+    with h5py.File(folder / "pictures.h5", "w") as file:
+        file["x"], file["y"] = pictures, classes
+
+
+def keys_of(kind: str, folder: Path) -> dict[str, object]:
+    """Return the keys of a recipe of ``kind`` on the data in ``folder``."""
+    data = "pictures.h5" if kind.startswith("convnet") else "text.txt"
+    return KEYS | {"data.path": folder / data} | KINDS[kind]

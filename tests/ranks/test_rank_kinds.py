@@ -1,0 +1,40 @@
+"""Every kind of model over real messages, on 1 to 4 ranks, is the run of one process."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.training.evaluation import mean_validation_loss
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
+from kinds import KINDS, STEPS, keys_of, write_data
+from rank_runs import alone, difference, losses, trainer_of
+
+WAYS: dict[str, dict[str, object]] = {
+    "replicas": {},
+    "zero1": {"parallel.strategy": "zero1"},
+    "zero2": {"parallel.strategy": "zero2"},
+    "zero3": {"parallel.strategy": "zero3"},
+    "pipeline": {"parallel.pipeline": 0, "parallel.microbatches": 4},
+    "tensor": {"parallel.tensor": 0, "parallel.sequence_parallel": "true"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rank_training_of_every_kind(comm: Communicator, folder: Path, kind: str, way: str) -> None:
+    if way == "tensor" and (kind.startswith("convnet") or comm.size not in (2,)):
+        pytest.skip("a convnet is not cut, and two heads of keys and values are for two ranks")
+    if comm.rank == 0:
+        write_data(folder)
+    comm.barrier()
+    ways = {key: comm.size if value == 0 else value for key, value in WAYS[way].items()}
+    keys = keys_of(kind, folder) | ways
+    expected, together = alone(keys, STEPS), trainer_of(comm, keys)
+    np.testing.assert_allclose(losses(together, STEPS), expected.losses, rtol=1e-11)
+    assert difference(together, expected.state) <= 1e-10
+    np.testing.assert_allclose(mean_validation_loss(together), expected.validation, rtol=1e-11)
+    together.close()
