@@ -23,8 +23,9 @@ statistics of a row for the norm "layer", 1 for "rms":
     head                kept s (h + v + n + 1), scratch 2 s h
     embedding           kept s h
 
-With recomputation (`hpcdist.models.recompute`) a block keeps s h, and one of them has the rest beside it. Blocks of a
-fixed size that stay in a cache come on top; small integers that the data has, and what a BLAS takes, are not counted.
+With recomputation (`hpcdist.models.recompute`) a block keeps s h, and one of them has the rest beside it. Tiles of
+attention and unfolded pictures, of which there are a cache full, come on top; small integers that the data has, and
+what a BLAS takes, are not counted.
 """
 
 from bisect import bisect_left, insort
@@ -35,23 +36,29 @@ from math import prod
 from typing import NamedTuple
 
 from hpcdist.models.arena import WASTE
+from hpcdist.models.attention_tiles import LONG, QUERY_BLOCK, TILE
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.convolution import CACHE_BYTES, SIZE, output_side
 
 
 class Kept(NamedTuple):
-    """An array that a forward leaves for its backward: numbers a sample, and whether tensor parallelism cuts it."""
+    """An array that a forward leaves for its backward: numbers a sample; what cuts it is as for `Scratch`."""
 
     size: int
     cut: bool = False
+    whole: bool = False
 
 
 class Scratch(NamedTuple):
-    """Memory that stages share: numbers a sample, but no more than ``most`` for all of them (0: no limit)."""
+    """Memory that stages share: numbers a sample, but no more than ``most`` for all of them (0: no limit).
+
+    Tensor parallelism cuts it, or where it is ``whole``, nothing does: not even one by tokens.
+    """
 
     each: int
     most: int = 0
     cut: bool = False
+    whole: bool = False
 
     def of(self, samples: int) -> int:
         """Return the numbers for so many samples."""
@@ -178,37 +185,45 @@ def pairs(context: int, *, causal: bool) -> int:
 
 
 def _transformer(config: ModelConfig, context: int) -> tuple[Unit, ...]:
-    hidden, vocabulary = config.hidden, config.vocabulary
-    statistics = 1 if config.norm == "rms" else 2
-    head, norm = hidden * vocabulary, statistics * hidden
-    positions = context * hidden if config.positions == "learned" else 0
-    output = Kept(context * hidden)
-    dropped = {"dropout.dx": Scratch(context * hidden)} if config.dropout else {}
-    return (
-        Unit(parameters=head + positions, kept=(output,), scratch=dropped),
-        *[_block(config, context)] * config.layers,
-        Unit(
-            parameters=norm + (0 if config.tied else head),
-            linear=2 * context * head,
-            kept=(output, Kept(statistics * context), Kept(context * vocabulary, cut=True), Kept(context)),
-            scratch={"linear.dx": Scratch(context * hidden), "norm.dx": Scratch(context * hidden)},
-        ),
+    return embedding(config, context), *[block(config, context)] * config.layers, head(config, context)
+
+
+def embedding(config: ModelConfig, context: int) -> Unit:
+    """Return the first stage of a transformer."""
+    wide = context * config.hidden
+    return Unit(
+        parameters=config.vocabulary * config.hidden + (wide if config.positions == "learned" else 0),
+        kept=(Kept(wide),),
+        scratch=_dropped(config, wide),
     )
 
 
-def _block(config: ModelConfig, context: int) -> Unit:
+def head(config: ModelConfig, context: int) -> Unit:
+    """Return the last stage of a transformer, with the loss."""
+    wide, matrix = context * config.hidden, config.vocabulary * config.hidden
+    rows = _statistics(config)
+    return Unit(
+        parameters=rows * config.hidden + (0 if config.tied else matrix),
+        linear=2 * context * matrix,
+        kept=(Kept(wide), Kept(rows * context), Kept(context * config.vocabulary, cut=True), Kept(context, whole=True)),
+        scratch={"linear.dx": Scratch(wide, whole=True), "norm.dx": Scratch(wide)},
+    )
+
+
+def block(config: ModelConfig, context: int) -> Unit:
+    """Return one of the blocks of a transformer."""
     hidden, wide, inner = config.hidden, config.hidden + 2 * config.kv_width, config.inner
     grouped = config.kv_width != hidden
     rises = 2 * inner if config.activation == "swiglu" else inner
-    statistics = 1 if config.norm == "rms" else 2
     matrices = hidden * wide + hidden * hidden + hidden * rises + inner * hidden
     biases = wide + hidden + rises + hidden if config.bias else 0
-    like, columns = Kept(context * hidden), (hidden, wide - hidden) if grouped else (wide,)
-    normal = like, Kept(statistics * context)
+    like = Kept(context * hidden)
+    columns: tuple[int, ...] = (hidden, wide - hidden) if grouped else (wide,)
+    normal = like, Kept(_statistics(config) * context)
     heads = *(Kept(context * each, cut=True) for each in columns), Kept(context * hidden, cut=True)
     sums = Kept(2 * config.heads * context, cut=True)
     return Unit(
-        parameters=matrices + biases + 2 * statistics * hidden,
+        parameters=matrices + biases + 2 * _statistics(config) * hidden,
         linear=2 * context * matrices,
         attention=4 * hidden * pairs(context, causal=config.kind == "gpt"),
         kept=(
@@ -217,12 +232,32 @@ def _block(config: ModelConfig, context: int) -> Unit:
         ),
         scratch={
             "linear.dx": Scratch(context * max(inner, hidden), cut=True),
-            "attention.dqkv": Scratch(context * wide, cut=True),
-            "attention.dots": Scratch(context * config.heads, cut=True),
+            "attention.dqkv": Scratch(context * columns[0], cut=True),
+            **({"attention.dkv": Scratch(context * columns[1], cut=True)} if grouped else {}),
             **({"block.dquery": Scratch(context * hidden)} if grouped else {}),
-            **({"dropout.dx": Scratch(context * hidden)} if config.dropout else {}),
+            "attention.dots": Scratch(context * config.heads, cut=True),
+            **_tiles(config, context),
+            **_dropped(config, context * hidden),
         },
     )
+
+
+def _tiles(config: ModelConfig, context: int) -> dict[str, Scratch]:
+    """Return the scores that attention has at a time, forward and back: samples, or heads of one, that fit a tile."""
+    short, long = min(QUERY_BLOCK, context), min(LONG, context)
+    shared = config.kv_heads or config.heads
+    each = config.heads * short * long
+    some = TILE // each * each or min(shared, max(1, TILE * shared // each)) * each // shared
+    return {"attention.scores": Scratch(each, some), "attention.gradients": Scratch(each, some)}
+
+
+def _statistics(config: ModelConfig) -> int:
+    """Return how many vectors a norm has, and how many numbers it keeps of a row."""
+    return 1 if config.norm == "rms" else 2
+
+
+def _dropped(config: ModelConfig, size: int) -> dict[str, Scratch]:
+    return {"dropout.dx": Scratch(size)} if config.dropout else {}
 
 
 def _mlp(config: ModelConfig, features: int, classes: int) -> tuple[Unit, ...]:
@@ -236,8 +271,7 @@ def _mlp(config: ModelConfig, features: int, classes: int) -> tuple[Unit, ...]:
                 linear=2 * inputs * outputs,
                 first=not layer,
                 kept=(Kept(outputs), Kept(1 if last else outputs)),
-                scratch={"linear.dx": Scratch(inputs if layer else 0)}
-                | ({"dropout.dx": Scratch(outputs)} if config.dropout and not last else {}),
+                scratch={"linear.dx": Scratch(inputs if layer else 0), **({} if last else _dropped(config, outputs))},
             )
         )
     return tuple(found)
@@ -245,31 +279,38 @@ def _mlp(config: ModelConfig, features: int, classes: int) -> tuple[Unit, ...]:
 
 def _convnet(config: ModelConfig, picture: tuple[int, int, int], classes: int) -> tuple[Unit, ...]:
     shape, found = picture, []
-    statistics = 1 if config.norm == "rms" else 2
     for layer in range(config.layers):
         outputs, stride = config.hidden << layer // 2, 2 if layer and layer % 2 == 0 else 1
         before, shape = shape, (output_side(shape[0], stride), output_side(shape[1], stride), outputs)
-        pixels, weight = shape[0] * shape[1], SIZE * SIZE * before[2] * outputs
-        row = SIZE * SIZE * before[2] * pixels  # of unfolded neighbourhoods
-        y = Kept(prod(shape))
-        found.append(
-            Unit(
-                parameters=weight + outputs + statistics * outputs,
-                linear=2 * weight * pixels,
-                first=not layer,
-                kept=(y, y, Kept(statistics * pixels), y),
-                scratch={
-                    "convolution.rows": Scratch(row, max(row, CACHE_BYTES // 4 // row * row)),
-                    "convolution.dx": Scratch(prod(before) if layer else 0),
-                    "convolution.dweight": Scratch(weight, weight),
-                    "norm.dx": Scratch(prod(shape)),
-                },
-            )
-        )
-    head = Unit(
-        parameters=(shape[2] + 1) * classes,
-        linear=2 * shape[2] * classes,
-        kept=(Kept(shape[2]), Kept(classes), Kept(1)),
-        scratch={"linear.dx": Scratch(shape[2]), "convnet.dx": Scratch(prod(shape))},
+        found.append(convolution(before, shape, _statistics(config), first=not layer))
+    return (*found, pooled(shape, classes))
+
+
+def convolution(before: tuple[int, int, int], after: tuple[int, int, int], statistics: int, *, first: bool) -> Unit:
+    """Return a convolution from pictures (height, width, channels) to others, with its norm and activation."""
+    pixels, weight = after[0] * after[1], SIZE * SIZE * before[2] * after[2]
+    row = SIZE * SIZE * before[2] * pixels  # of unfolded neighbourhoods
+    y = Kept(prod(after))
+    return Unit(
+        parameters=weight + (1 + statistics) * after[2],
+        linear=2 * weight * pixels,
+        first=first,
+        kept=(y, y, Kept(statistics * pixels), y),
+        scratch={
+            "convolution.rows": Scratch(row, max(row, CACHE_BYTES // 4 // row * row)),
+            "convolution.dx": Scratch(0 if first else prod(before)),
+            "convolution.dweight": Scratch(weight, weight),
+            "norm.dx": Scratch(prod(after)),
+        },
     )
-    return (*found, head)
+
+
+def pooled(picture: tuple[int, int, int], classes: int) -> Unit:
+    """Return the head of a convnet: the mean over all pixels, and a linear, with the loss."""
+    channels = picture[2]
+    return Unit(
+        parameters=(channels + 1) * classes,
+        linear=2 * channels * classes,
+        kept=(Kept(channels), Kept(classes), Kept(1)),
+        scratch={"linear.dx": Scratch(channels), "convnet.dx": Scratch(prod(picture))},
+    )

@@ -33,6 +33,7 @@ class Recomputed:
 
     def __init__(self, inner: Stage) -> None:
         self.inner, self.layer, self.tied = inner, inner.layer, inner.tied
+        self.name = getattr(inner, "name", "")  # what the user calls it
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """Return the specs of the inner one."""

@@ -18,12 +18,13 @@ Memory is that of the arena (`hpcdist.models.arena`): what the forward of a micr
 backward that is split leaves for its second pass, and scratch that all units of a rank share. In elements a sample,
 with a heads, of which tensor parallelism over t ranks leaves a / t, as of all that is in brackets:
 
-    gpt block          kept 4 s h + 4 s + [12 s h + 2 a s], between two passes 5 s h + [11 s h]
+    gpt block          kept 4 s h + 4 s + [12 s h + 2 a s], between two passes 4 s h + [12 s h]
     gpt head           kept s h + 2 s + [s v] + s, between two passes the same without the statistics
     gpt embedding      kept s h, between two passes s h
     dense              kept its output, twice where an activation follows; between two passes input and output
 
-Activations outside of brackets are cut over t as well where the tokens are (sequence parallelism).
+Activations outside of brackets are cut over t as well where the tokens are (sequence parallelism). Those of other
+norms, activations and heads, and of convolutions, are in `hpcdist.models.counts`, from which all of this is taken.
 """
 
 from collections.abc import Mapping
@@ -31,7 +32,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hpcdist.arrays.layout import TensorSpec
+from hpcdist.models import counts
 from hpcdist.models.attention_tiles import QUERY_BLOCK
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.convnet import Convolution
+from hpcdist.models.convnet import Head as PooledHead
+from hpcdist.models.counts import Kept, Scratch, Unit
 from hpcdist.models.gpt import Block, Embed, Head
 from hpcdist.models.mlp import Dense
 from hpcdist.models.model import Model
@@ -52,6 +58,16 @@ class Split:
     def between(self, elements: int) -> int:
         """Return the most that one rank has of activations between the parallel parts."""
         return self.of(elements) if self.by_tokens else elements
+
+    def elements(self, of: Kept) -> int:
+        """Return the most that one rank has of an array, for a sample."""
+        return of.size if of.whole else self.of(of.size) if of.cut else self.between(of.size)
+
+    def scratch(self, of: Scratch, samples: int) -> int:
+        """Return the most that one rank has of scratch, for so many samples."""
+        if of.most:  # a tile, or a cache full
+            return of.of(samples)
+        return samples * self.elements(Kept(of.each, of.cut, of.whole))
 
     def size(self, spec: TensorSpec) -> int:
         """Return the most elements that one rank has of a tensor of the whole model."""
@@ -85,26 +101,52 @@ class UnitCost:
         return self.forward_flop + self.input_flop + self.weight_flop
 
 
+@dataclass(frozen=True, kw_only=True)
+class Forms:
+    """What is told of a stage for a sample: ``unit``, and ``held`` between the two passes of a split backward.
+
+    ``products`` are the operations of attention forward, with scores that are computed needlessly; ``additions`` those
+    of an embedding. ``joint``: all of its backward is in the first of two passes.
+    """
+
+    unit: Unit
+    held: tuple[Kept, ...] = ()
+    products: int = 0
+    additions: int = 0
+    joint: bool = False
+
+    @property
+    def input_flop(self) -> int:
+        """Operations of the first pass; attention computes its scores again there."""
+        return (2 if self.joint else 1) * self.unit.linear + 5 * self.products // 2
+
+    @property
+    def weight_flop(self) -> int:
+        """Operations of the second pass."""
+        return (0 if self.joint else self.unit.linear) + 2 * self.additions
+
+
 def unit_costs(model: Model, samples: int, split: Split = Split()) -> tuple[UnitCost, ...]:
     """Return the costs of all units of the whole ``model`` for a micro-batch of ``samples`` (local)."""
     found: list[UnitCost] = []
     itemsize, last = model.dtype.itemsize, len(model.stages) - 1
     for unit, stage in enumerate(model.stages):
-        whole = _COSTS.get(type(stage), _matrices)(model, stage, split)
+        forms = _FORMS.get(type(stage), _matrices)(model, stage)
+        whole = forms.unit
         before = 0 if unit == 0 else found[-1].output_bytes
         # What is behind the last unit are logits: no message, and their memory is counted with the unit.
         after = 0 if unit == last else split.between(_per_sample(stage)) * itemsize * samples
         found.append(
             UnitCost(
                 parameters=sum(split.size(spec) for spec in stage.tensors()),
-                forward_flop=whole.forward_flop * samples,
-                input_flop=0 if unit == 0 else whole.input_flop * samples,
-                weight_flop=whole.weight_flop * samples,
-                kept_bytes=whole.kept_bytes * itemsize * samples,
-                held_bytes=whole.held_bytes * itemsize * samples,
+                forward_flop=samples * (whole.linear + forms.products + forms.additions),
+                input_flop=0 if unit == 0 else samples * forms.input_flop,
+                weight_flop=samples * forms.weight_flop,
+                kept_bytes=sum(map(split.elements, whole.kept)) * itemsize * samples,
+                held_bytes=sum(map(split.elements, forms.held)) * itemsize * samples,
                 input_bytes=before,
                 output_bytes=after,
-                scratch={name: size * itemsize * samples for name, size in whole.scratch.items()}
+                scratch={name: split.scratch(one, samples) * itemsize for name, one in whole.scratch.items()}
                 | {"linear.dweight": itemsize * max((split.size(spec) for spec in _products(model, stage)), default=0)},
             )
         )
@@ -134,68 +176,79 @@ def _products(model: Model, stage: Stage) -> list[TensorSpec]:
     return [spec for spec in (*stage.tensors(), *tied) if spec.adapted and len(spec.shape) > 1]
 
 
-def _matrices(model: Model, stage: Stage, split: Split) -> UnitCost:
-    """Return the cost for a sample of one linear after the other, each with an output that is kept: elements."""
+def _matrices(model: Model, stage: Stage) -> Forms:
+    """Return the forms of one linear after the other, each with an output that is kept."""
     shape = stage.output_shape(1)
     tokens = shape[1] if len(shape) > 2 else 1
     matrices = _products(model, stage)
-    flop = sum(2 * spec.size * tokens for spec in matrices)
     outputs = sum(spec.size // spec.shape[-1] for spec in matrices) * tokens
     inputs = sum(spec.shape[-1] for spec in matrices) * tokens
     active = isinstance(stage, Dense) and stage.activation
-    return UnitCost(
+    unit = Unit(
         parameters=0,
-        forward_flop=flop,
-        input_flop=flop,
-        weight_flop=flop,
-        kept_bytes=outputs * (2 if active else 1),
-        held_bytes=outputs + (inputs if stage is not model.stages[0] else 0),  # the data itself is not counted
-        scratch={"linear.dx": inputs},
+        linear=sum(2 * spec.size * tokens for spec in matrices),
+        kept=(Kept(outputs * (2 if active else 1)),),
+        scratch={"linear.dx": Scratch(inputs)},
     )
+    # The data itself is not counted.
+    return Forms(unit=unit, held=(Kept(outputs), Kept(inputs if stage is not model.stages[0] else 0)))
 
 
-def _embedding(model: Model, stage: Stage, split: Split) -> UnitCost:
-    size = _per_sample(stage)
-    own = split.between(size)
-    return UnitCost(parameters=0, forward_flop=size, weight_flop=2 * size, kept_bytes=own, held_bytes=own)
+def _embedding(model: Model, stage: Stage) -> Forms:
+    own = Kept(_per_sample(stage))
+    return Forms(unit=Unit(parameters=0, kept=(own,)), held=(own,), additions=own.size)
 
 
-def _block(model: Model, stage: Stage, split: Split) -> UnitCost:
+def _block(model: Model, stage: Stage) -> Forms:
     assert isinstance(stage, Block)
     _, context, hidden = stage.output_shape(1)
-    heads = hidden // stage.head_size
-    wide, rows = context * hidden, heads * context  # tiles of scores are small, and the same for all samples
-    linears = 24 * hidden * wide
-    products = 4 * hidden * attended(context)
-    return UnitCost(
-        parameters=0,
-        forward_flop=linears + products,
-        input_flop=linears + 5 * products // 2,
-        weight_flop=linears,
-        kept_bytes=split.between(4 * wide + 4 * context) + split.of(12 * wide + 2 * rows),
-        held_bytes=split.between(4 * wide) + split.of(12 * wide),
-        scratch={
-            "linear.dx": split.of(4 * wide),
-            "attention.dots": split.of(rows),
-            "attention.dqkv": split.of(3 * wide),
-        },
+    shapes = {spec.name: spec.shape for spec in stage.tensors()}
+    config = ModelConfig(
+        kind="gpt" if stage.causal else "encoder",
+        hidden=hidden,
+        heads=hidden // stage.head_size,
+        kv_heads=shapes["kv.weight"][1] // stage.head_size if stage.grouped else 0,
+        feed_forward=shapes["down.weight"][1],
+        activation=stage.activation,
+        norm=stage.norm,
+        bias="down.bias" in shapes,
+        dropout=stage.dropout,
     )
+    unit = counts.block(config, context)
+    # Inputs of its linears and gradients of their outputs: four along the residual, and what lies between the cut ones.
+    rest = unit.linear // (2 * context * hidden)  # the matrices have so many columns that are not of the residual
+    held = Kept(4 * context * hidden), Kept(context * rest, cut=True)
+    scores = attended(context) if stage.causal else context * context
+    return Forms(unit=unit, held=held, products=4 * hidden * scores)
 
 
-def _head(model: Model, stage: Stage, split: Split) -> UnitCost:
+def _head(model: Model, stage: Stage) -> Forms:
+    assert isinstance(stage, Head)
     _, context, vocabulary = stage.output_shape(1)
-    hidden = stage.tensors()[0].shape[0]
-    wide, logits = context * hidden, split.of(context * vocabulary)
-    flop = 2 * hidden * vocabulary * context
-    return UnitCost(
-        parameters=0,
-        forward_flop=flop,
-        input_flop=flop,
-        weight_flop=flop,
-        kept_bytes=split.between(wide + 2 * context) + logits + context,
-        held_bytes=split.between(wide) + logits,
-        scratch={"linear.dx": wide, "norm.dx": split.between(wide)},
+    config = ModelConfig(hidden=stage.tensors()[0].shape[0], heads=1, vocabulary=vocabulary, norm=stage.norm)
+    return Forms(
+        unit=counts.head(config, context),
+        held=(Kept(context * config.hidden), Kept(context * vocabulary, cut=True)),
     )
 
 
-_COSTS: Final = {Embed: _embedding, Block: _block, Head: _head}
+def _convolution(model: Model, stage: Stage) -> Forms:
+    assert isinstance(stage, Convolution)
+    statistics = len([spec for spec in stage.tensors() if spec.name.startswith("norm.")])
+    first = stage is model.stages[0]
+    return Forms(unit=counts.convolution(stage.picture, stage.shape, statistics, first=first), joint=not first)
+
+
+def _pooled(model: Model, stage: Stage) -> Forms:
+    classes, channels = stage.tensors()[0].shape
+    height, width, _ = model.stages[-2].output_shape(1)[1:]
+    return Forms(unit=counts.pooled((height, width, channels), classes), held=(Kept(channels), Kept(classes)))
+
+
+_FORMS: Final = {
+    Embed: _embedding,
+    Block: _block,
+    Head: _head,
+    Convolution: _convolution,
+    PooledHead: _pooled,
+}

@@ -29,6 +29,25 @@ def mlp() -> tuple[Model, np.ndarray]:
     return models.build(config, "float64", features=20, classes=7), np.zeros((SAMPLES, 20), np.uint8)
 
 
+def options() -> tuple[Model, np.ndarray]:
+    config = ModelConfig(
+        layers=2, hidden=32, heads=4, vocabulary=48, kv_heads=2, positions="rotary", norm="rms", activation="swiglu",
+        bias=False,
+    )  # fmt: skip
+    return models.build(config, "float32", context=70), np.zeros((SAMPLES, 70), np.int64)
+
+
+def encoder() -> tuple[Model, np.ndarray]:
+    config = ModelConfig(kind="encoder", layers=2, hidden=32, heads=4, vocabulary=48, feed_forward=40)
+    return models.build(config, "float64", context=130), np.zeros((SAMPLES, 130), np.int64)
+
+
+def convnet() -> tuple[Model, np.ndarray]:
+    config = ModelConfig(kind="convnet", layers=3, hidden=8, activation="relu", norm="rms")
+    model = models.build(config, "float32", height=9, width=10, channels=3, classes=5)
+    return model, np.zeros((SAMPLES, 9, 10, 3), np.float32)
+
+
 class Walked:
     """A micro-batch through all units: bytes in the arena and operations in products, by unit."""
 
@@ -75,7 +94,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("build", [lambda: gpt(40), lambda: gpt(150), lambda: gpt(64, tied=True), mlp])
+EVERY = [lambda: gpt(40), lambda: gpt(150), lambda: gpt(64, tied=True), options, encoder, mlp, convnet]
+
+
+@pytest.mark.parametrize("build", EVERY)
 def test_operations_are_those_of_the_products(build: Any, counted: list[int]) -> None:
     model, x = build()
     walked = Walked(model, x, counted, split=False)
@@ -88,7 +110,7 @@ def test_operations_are_those_of_the_products(build: Any, counted: list[int]) ->
             assert cost.input_flop + cost.weight_flop == walked.backward[unit]
 
 
-@pytest.mark.parametrize("build", [lambda: gpt(40), lambda: gpt(150), lambda: gpt(64, tied=True), mlp])
+@pytest.mark.parametrize("build", EVERY[:-1])  # a convolution has one pass
 def test_a_split_backward_does_the_products_of_the_input_first(build: Any, counted: list[int]) -> None:
     model, x = build()
     walked = Walked(model, x, counted, split=True)
@@ -99,7 +121,7 @@ def test_a_split_backward_does_the_products_of_the_input_first(build: Any, count
     assert held <= walked.taken() <= held + ALIGNED * BLOCKS * len(costs)
 
 
-@pytest.mark.parametrize("build", [lambda: gpt(40), lambda: gpt(150), lambda: gpt(64, dropout=0.1), mlp])
+@pytest.mark.parametrize("build", [*EVERY, lambda: gpt(64, dropout=0.1)])
 def test_memory_is_that_of_the_arena(build: Any) -> None:
     model, x = build()
     walked = Walked(model, x, [], split=False)
