@@ -1,0 +1,113 @@
+"""Embedding and cross entropy of a vocabulary that is cut over ranks: the numbers of the whole, by loops and arrays."""
+
+import numpy as np
+import pytest
+
+from hpcdist.arrays.ranges import split
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import DataError
+from hpcdist.models.arena import Arena
+from hpcdist.models.cross_entropy import LocalCrossEntropy
+from hpcdist.models.embedding import LocalEmbedding
+from hpcdist.strategies.tensor import vocabulary
+from hpcdist.strategies.tensor.axis import TensorAxis
+from hpcdist.strategies.tensor.borders import Whole
+from hpcdist.strategies.tensor.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding
+
+CLASSES, TOKENS, HIDDEN = 37, 50, 6
+LIMITS = {"float32": 3e-6, "float64": 1e-14}
+
+
+@pytest.fixture(params=["loops", "arrays"])
+def path(request, monkeypatch):
+    """The compiled loops, and the array expressions that a GPU uses, here on numpy."""
+    if request.param == "arrays":
+        monkeypatch.setattr(vocabulary, "is_device", lambda array: True)
+
+
+class Into:
+    def __init__(self, view, add):
+        self.view, self.add = view, add
+
+    def into(self, name):
+        return self.view, self.add
+
+
+def _each(ranks, run):
+    """Return what ``run(borders, own)`` returns on each of ``ranks`` ranks, ``own`` a range of the classes."""
+    parts = split(CLASSES, ranks, itemsize=1, align_bytes=1)
+    return run_threads(ranks, lambda comm: run(Whole(TensorAxis(comm, "native")), parts[comm.rank]))
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_loss_and_gradient_are_those_of_the_whole(ranks, dtype, path, rng):
+    logits = (4 * rng.standard_normal((TOKENS, CLASSES))).astype(dtype)
+    targets = np.where(rng.random(TOKENS) < 0.3, -1, rng.integers(0, CLASSES, TOKENS))
+    targets[:3] = -1, 0, CLASSES - 1
+    whole, saved = logits.copy(), Arena().saved(0)
+    want = LocalCrossEntropy().forward(whole, targets, saved)
+    gradient = LocalCrossEntropy().backward(0.25, saved)
+
+    def run(borders, own):
+        mine, kept = logits[:, own.slice].copy(), Arena().saved(0)
+        operation = VocabularyCrossEntropy(borders, own, CLASSES)
+        loss = operation.forward(mine, targets, kept)
+        assert operation.backward(0.25, kept) is mine
+        return loss, mine
+
+    found = _each(ranks, run)
+    assert [loss for loss, _ in found[1:]] == [0.0] * (ranks - 1)
+    assert abs(found[0][0] - want) <= LIMITS[dtype] * TOKENS
+    got = np.concatenate([mine for _, mine in found], axis=1)
+    assert np.abs(got - gradient).max() <= LIMITS[dtype] and not got[targets < 0].any()
+
+
+@pytest.mark.parametrize("bad", [CLASSES, -2])
+def test_a_target_that_is_no_class_is_refused_on_every_rank(bad):
+    def run(borders, own):
+        with pytest.raises(DataError, match=f"target {bad} is outside"):
+            VocabularyCrossEntropy(borders, own, CLASSES).forward(
+                np.zeros((2, own.size)), np.array([0, bad]), Arena().saved(0)
+            )
+        return True
+
+    assert _each(2, run) == [True, True]
+
+
+def test_nan_stays_visible_on_every_rank(path, rng):
+    logits = rng.standard_normal((TOKENS, CLASSES)).astype(np.float32)
+    logits[5, 30] = np.nan
+    targets = rng.integers(0, CLASSES, TOKENS)
+
+    def run(borders, own):
+        mine, kept = logits[:, own.slice].copy(), Arena().saved(0)
+        operation = VocabularyCrossEntropy(borders, own, CLASSES)
+        with np.errstate(invalid="ignore"):
+            loss = operation.forward(mine, targets, kept)
+        return loss, operation.backward(1.0, kept)
+
+    found = _each(2, run)
+    assert np.isnan(found[0][0])
+    for _, gradient in found:
+        assert np.isnan(gradient[5]).any() and np.isfinite(np.delete(gradient, 5, axis=0)).all()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_and_their_sums_are_those_of_the_whole(ranks, path, rng):
+    table, dy = rng.standard_normal((CLASSES, HIDDEN)), rng.standard_normal((5, 10, HIDDEN))
+    tokens = rng.integers(0, CLASSES, (5, 11)).astype(np.uint16)[:, 1:]
+    want, saved = np.full_like(table, np.nan), Arena().saved(0)
+    rows = LocalEmbedding().forward({"t.weight": table}, "t", tokens, saved)
+    LocalEmbedding().backward(Into(want, False), "t", dy, saved)
+
+    def run(borders, own):
+        operation, kept, view = VocabularyEmbedding(borders, own, CLASSES), Arena().saved(0), np.full_like(want, np.nan)
+        y = operation.forward({"t.weight": table[own.slice]}, "t", tokens, kept)
+        for add in (False, True):
+            operation.backward(Into(view[own.slice], add), "t", dy, kept)
+        return y.copy(), view[own.slice]
+
+    found = _each(ranks, run)
+    assert all((y == rows).all() for y, _ in found)
+    np.testing.assert_allclose(np.concatenate([part for _, part in found]), 2 * want, atol=1e-13)
