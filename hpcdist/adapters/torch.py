@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcdist.adapters.torch_arrays import computable, library
+from hpcdist.adapters.torch_arrays import computable, keep_memory, library
 from hpcdist.adapters.torch_binding import Binding
 from hpcdist.adapters.torch_loss import TorchLoss
 from hpcdist.adapters.torch_modules import check, cuts
@@ -58,7 +58,8 @@ def wrap(
     Integer inputs and targets become int64, real ones the type of the parameters. Buffers are constants: a forward that
     changes one is refused, and so are norms with running statistics. Modules are in training mode in a step and not in
     an evaluation; what they draw from PyTorch's generators in a step follows from the run's seed, the step, the layer
-    and the first sample of the micro-batch.
+    and the first sample of the micro-batch. On the host the process keeps memory that a step has given back, see
+    `hpcdist.adapters.torch_arrays.keep_memory`.
 
     Raises UsageError and ConfigurationError with the name of the module or parameter that cannot be trained, and
     MissingCapabilityError without PyTorch.
@@ -70,6 +71,8 @@ def wrap(
     binding = Binding(found)
     decide = _adapted if adapted is None else adapted
     stages = [TorchStage(layer, cut, binding, decide) for layer, cut in enumerate(found)]
+    if binding.device.type == "cpu":
+        keep_memory()
     if example is not None:
         _trace(stages, example, binding)
     return Model(

@@ -1,6 +1,9 @@
 """A wrapped PyTorch module is the module: its values, its gradients, its memory, its randomness."""
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 
 import numpy as np
@@ -395,3 +398,44 @@ def test_the_example_is_an_input_of_any_size(rng):
     model = wrap(perceptron(0), functional.cross_entropy, example=x)
     np.testing.assert_array_equal(model.stages[0].example_input(5), x[[0, 1, 0, 1, 0]])
     assert model.stages[1].example_input(3).shape == (3, 8)
+
+
+FAULTS = """
+import resource
+import numpy as np, torch
+from torch import nn
+from hpcdist.adapters import torch as adapter
+from hpcdist.arrays.store import FlatStore
+from hpcdist.models.arena import Arena
+from hpcdist.models.dropout import Draw
+torch.set_num_threads(1)
+stages = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU()) for _ in range(8)]
+model = adapter.wrap(stages, lambda outputs, targets: (outputs - targets).square().mean())
+values, sums = FlatStore(model.layout, model.dtype), FlatStore(model.layout, model.dtype)
+model.initialise(values, 0)
+parameters, gradients, arena = model.bind(values), model.bind_gradients(sums), Arena()
+x = np.ones((16384, 64), np.float32)  # 4 MiB, and 32 times as much in activations
+found = []
+for step in range(8):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for one in gradients:
+        one.begin_step()
+    logits = model.forward(parameters, x, arena, 0, Draw(0, step, 0))
+    model.loss.forward(logits, x, model.operations, arena.saved(7))
+    model.backward(parameters, gradients, 1e-6, arena)
+    del logits
+    found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(*found)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are those of glibc's heap")
+def test_a_step_works_in_the_memory_of_the_last_one():
+    """No page of activations, thousands of them, is faulted in anew after the first steps."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    command = [sys.executable, "-c", FAULTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=kept)
+    assert done.returncode == 0, done.stderr
+    faults = [int(word) for word in done.stdout.split()]
+    assert faults[0] > 20_000, "the activations are smaller than this test thinks"
+    assert sorted(faults[3:])[2] < 500, faults
