@@ -32,12 +32,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hpcdist.arrays.layout import TensorSpec
-from hpcdist.models import counts
+from hpcdist.models import counts_units as counts
 from hpcdist.models.attention_tiles import QUERY_BLOCK
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.convnet import Convolution
 from hpcdist.models.convnet import Head as PooledHead
-from hpcdist.models.counts import Kept, Scratch, Unit
+from hpcdist.models.counts_units import Kept, Scratch, Unit
 from hpcdist.models.gpt import Block, Embed, Head
 from hpcdist.models.mlp import Dense
 from hpcdist.models.model import Model

@@ -108,9 +108,8 @@ def summarise(
     ranks = comm.allgather_object(_measured(trainer, outcome))
     workers = [rank for rank in ranks if rank["computes"]]
     if trainer.exchange.lock_step:
-        pace = in_lock_step(
-            ranks, workers, _targets(trainer, outcome), alike=trainer.recipe.parallel.strategy != "local_sgd"
-        )
+        alike = trainer.recipe.parallel.strategy != "local_sgd"
+        pace = in_lock_step(ranks, workers, _targets(trainer, outcome), alike=alike)
     else:
         pace = each_at_its_own(ranks, workers)
     shares = [sum(_steady(rank["comm"])) / sum(_steady(rank["step_s"])) for rank in workers if rank["step_s"]]

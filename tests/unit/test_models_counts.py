@@ -12,7 +12,8 @@ from hpcdist.models import linear
 from hpcdist.models.arena import Arena
 from hpcdist.models.attention import LocalAttention
 from hpcdist.models.config import ModelConfig
-from hpcdist.models.counts import counts, pairs
+from hpcdist.models.counts import counts
+from hpcdist.models.counts_units import pairs
 from hpcdist.models.model import Model
 from hpcdist.models.recompute import recomputing
 
