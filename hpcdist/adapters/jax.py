@@ -22,7 +22,7 @@ import numpy as np
 
 from hpcdist.adapters.jax_arrays import Traffic, enabled, library
 from hpcdist.adapters.jax_loss import JaxLoss
-from hpcdist.adapters.jax_passes import POLICIES
+from hpcdist.adapters.jax_passes import KEEPS
 from hpcdist.adapters.jax_stage import Adapted, Chain, Function, JaxStage, Sample, Shared
 from hpcdist.adapters.jax_trees import Leaves, check_alike, check_ties, grouped, platform_of
 from hpcdist.arrays.backend import Array, to_host
@@ -73,12 +73,12 @@ def wrap(
 
     Raises UsageError and ConfigurationError for what cannot be trained, with the name of the tensor or the stage.
     """
-    if keep not in POLICIES:
-        raise UsageError(f"keep = {keep!r}; choose one of {', '.join(POLICIES)}")
+    if keep not in KEEPS:
+        raise UsageError(f"keep = {keep!r}; choose one of {', '.join(KEEPS)}")
     if not stages or len(stages) != len(params):
         raise UsageError(f"got {len(stages)} stages and {len(params)} params; give a pytree for each stage")
     leaves = [Leaves.of(own, f"params of stage {number}") for number, own in enumerate(params)]
-    computes, groups = check_alike(leaves), grouped(leaves)
+    groups, computes = grouped(leaves), check_alike(leaves)
     samples, x, target = _example(example)
     shared = Shared(computes, keep, Traffic(), {}, adapted or _adapted)
     made = _stages(stages, leaves, groups, check_ties(tied or {}, [_own(leaves, group) for group in groups]), x, shared)

@@ -5,7 +5,8 @@ depends on its input only; parameters, the input itself and what follows from pa
 again, from where they are then. So parameters may be freed, or move, between the two passes, and a gathered layer
 (ZeRO-3) is not kept alive by its own residuals. ``keep`` says which of the rest are kept:
 
-    products    results of matrix products and convolutions; the backward computes what is elementwise again
+    products    results of matrix products and convolutions, but for products of a batch of matrices (as the scores of
+                attention: context x context); the backward computes those, and what is elementwise, again
     everything  all that the backward would otherwise compute again
     nothing     nothing: the backward computes the forward again
 """
@@ -16,11 +17,7 @@ from typing import Any, Final
 
 from hpcdist.adapters.jax_arrays import library, part
 
-POLICIES: Final = {
-    "products": "dots_saveable",
-    "everything": "everything_saveable",
-    "nothing": "nothing_saveable",
-}
+KEEPS: Final = ("products", "everything", "nothing")
 # (parameter leaves, x, draw) -> y. The draw is None, or (seed, step, first sample) as unsigned integers of 32 bits.
 Compute = Callable[[Sequence[Any], Any, Any], Any]
 
@@ -44,7 +41,12 @@ class Passes:
 def build(compute: Compute, leaves: Sequence[Any], x: Any, draw: Any, *, input_gradient: bool, keep: str) -> Passes:
     """Return the passes of ``compute`` for arguments of these shapes and types (`jax.ShapeDtypeStruct`)."""
     jax = library()
-    policy = getattr(jax.checkpoint_policies, POLICIES[keep])
+    policies = jax.checkpoint_policies
+    policy = {
+        "products": _is_product,
+        "everything": policies.everything_saveable,
+        "nothing": policies.nothing_saveable,
+    }[keep]
     found: dict[str, Any] = {}
 
     def traced(leaves: Sequence[Any], x: Any, draw: Any) -> Any:
@@ -87,6 +89,13 @@ def build(compute: Compute, leaves: Sequence[Any], x: Any, draw: Any, *, input_g
         unused=tuple(index for index in range(len(own)) if not _uses(after, index)[-1]),
         kept_bytes=sum(value.size * value.dtype.itemsize for value in sizes),
     )
+
+
+def _is_product(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    if primitive.name == "dot_general":
+        _, batch = parameters["dimension_numbers"]
+        return not any(batch)
+    return bool(primitive.name == "conv_general_dilated")
 
 
 def _of_input(closed: Any, leaves: int) -> list[int]:

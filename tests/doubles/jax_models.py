@@ -76,6 +76,31 @@ def gpt(rng: np.random.Generator, layers: int = 2, dtype: str = "float32") -> tu
     return [embed, *[block] * layers, head], [first, *blocks, last]
 
 
+def linear(params: Any, x: Any) -> Any:
+    return x @ params["w"] + params["b"]
+
+
+def active(params: Any, x: Any) -> Any:
+    return x + jnp.tanh(linear(params, x))
+
+
+def squares(y: Any, targets: Any) -> Any:
+    """Losses (samples, columns)."""
+    return (y - targets) ** 2
+
+
+def mlp(rng: np.random.Generator, dtype: str = "float32", depth: int = 1) -> tuple[list[Any], list[Any]]:
+    """A model that is compiled in no time: ``depth`` equal stages between two linear ones."""
+    widths = [(3, HIDDEN), *[(HIDDEN, HIDDEN)] * depth, (HIDDEN, 2)]
+    params = [{"w": rng.standard_normal(shape) * 0.4, "b": rng.standard_normal(shape[1]) * 0.4} for shape in widths]
+    return [linear, *[active] * depth, linear], jax.tree_util.tree_map(lambda leaf: leaf.astype(dtype), params)
+
+
+def rows(rng: np.random.Generator, samples: int, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets for `mlp`."""
+    return rng.standard_normal((samples, 3)).astype(dtype), rng.standard_normal((samples, 2)).astype(dtype)
+
+
 def tokens(rng: np.random.Generator, samples: int) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets (samples, context)."""
     drawn = rng.integers(0, VOCABULARY, (samples, CONTEXT + 1))

@@ -1,0 +1,48 @@
+"""Models of JAX over real messages: what plain JAX and optax compute on one process."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcdist.comm.communicator import Communicator
+
+pytest.importorskip("jax")
+pytest.importorskip("optax")
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
+
+import jax
+import jax_models as models
+import jax_runs as runs
+
+from hpcdist.adapters import jax as adapter
+
+pytestmark = pytest.mark.reference
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3", "pipeline"])
+def test_rank_jax(comm: Communicator, rng: np.random.Generator, strategy: str) -> None:
+    """Three steps: losses to 1e-5, params to 1e-4 of the largest, in float32."""
+    keys: dict[str, Any] = {"parallel.strategy": strategy, "parallel.microbatches": 2}
+    if strategy == "pipeline":
+        keys |= {"parallel.strategy": "allreduce", "parallel.pipeline": comm.size, "parallel.microbatches": 4}
+    functions, params = models.mlp(rng, depth=3)
+    batches = [models.rows(rng, 8) for _ in range(3)]
+
+    def loss(params: Any, batch: runs.Batch) -> Any:
+        return models.squares(models.composed(functions, params, batch[0]), batch[1]).mean()
+
+    losses, after = runs.plain(params, loss, batches)
+
+    def build() -> adapter.WrappedModel:
+        return adapter.wrap(functions, params, models.squares, example=batches[0])
+
+    found = runs.train(comm, build, batches, keys)
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+    model = build()
+    for own, wanted in zip(
+        jax.tree_util.tree_leaves(model.trees(found.tensors)), jax.tree_util.tree_leaves(after), strict=True
+    ):
+        np.testing.assert_allclose(own, wanted, atol=1e-4 * np.abs(wanted).max())

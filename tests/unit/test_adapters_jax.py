@@ -1,0 +1,500 @@
+"""Models of JAX: gradients, what is copied and kept, bad input, and training beside plain JAX and optax."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("optax")
+
+import jax.numpy as jnp
+import jax_models as models
+import jax_runs as runs
+
+from hpcdist.adapters import jax as adapter
+from hpcdist.adapters import jax_arrays
+from hpcdist.arrays.backend import Array
+from hpcdist.arrays.ledger import Ledger
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError, DataError, MissingCapabilityError, UsageError
+from hpcdist.models.arena import Arena
+from hpcdist.models.dropout import Draw
+from hpcdist.models.model import Model
+
+pytestmark = pytest.mark.reference
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """64 bits in JAX, for this test."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+class Bound:
+    """A model with parameters and gradients of its own, in memory that begins at a multiple of ``align`` bytes."""
+
+    def __init__(self, model: Model, offset: int = 0) -> None:
+        self.model, self.arena = model, Arena(Ledger())
+        self._offset = offset
+        self.store, self.gradient = (FlatStore(model.layout, model.dtype, allocate=self._allocate) for _ in range(2))
+        model.initialise(self.store, 0)
+        self.parameters, self.gradients = model.bind(self.store), model.bind_gradients(self.gradient)
+
+    def _allocate(self, size: int, dtype: np.dtype) -> Array:
+        memory = np.zeros(size * dtype.itemsize + 128, np.uint8)
+        start = -memory.ctypes.data % 64 + self._offset
+        return memory[start : start + size * dtype.itemsize].view(dtype)
+
+    def forward(self, x: Array, targets: Array, draw: Draw | None = None, microbatch: int = 0) -> float:
+        y = self.model.forward(self.parameters, x, self.arena, microbatch, draw)
+        saved = self.arena.saved(self.model.stages[-1].layer, microbatch)
+        return float(self.model.loss.forward(y, targets, self.model.operations, saved))
+
+    def backward(self, scale: float, microbatch: int = 0) -> None:
+        self.model.backward(self.parameters, self.gradients, scale, self.arena, microbatch)
+
+    def compute(self, x: Array, targets: Array, draw: Draw | None = None) -> tuple[float, dict[str, np.ndarray]]:
+        """Mean loss and its gradients by name."""
+        for stage in self.gradients:
+            stage.begin_step()
+        count = len(x) * self.model.tokens_per_sample
+        loss = self.forward(x, targets, draw) / count
+        self.backward(1 / count)
+        return loss, {segment.key: self.gradient.view(segment.key).copy() for segment in self.model.layout.segments}
+
+
+def difference(found: Any, expected: Any) -> float:
+    """The largest difference of two pytrees, in the largest value of the second."""
+    pairs = zip(jax.tree_util.tree_leaves(found), jax.tree_util.tree_leaves(expected), strict=True)
+    apart = [(np.abs(np.asarray(a) - np.asarray(b)).max(), np.abs(np.asarray(b)).max()) for a, b in pairs]
+    return max(one for one, _ in apart) / max(size for _, size in apart)
+
+
+def expected(functions: Any, params: Any, x: Array, targets: Array, loss: Any) -> tuple[float, Any]:
+    def whole(params: Any) -> Any:
+        return loss(models.composed(functions, params, x), targets).mean()
+
+    value, gradient = jax.value_and_grad(whole)(params)
+    return float(value), gradient
+
+
+def test_gradients_of_a_transformer_are_those_of_jax(rng, x64):
+    functions, params = models.gpt(rng, dtype="float64")
+    x, targets = models.tokens(rng, 3)
+    model = adapter.wrap(functions, params, models.token_losses, example=(x[:1], targets[:1]))
+    assert model.tokens_per_sample == models.CONTEXT
+    value, gradients = Bound(model).compute(x, targets)
+    wanted, leaves = expected(functions, params, x, targets, models.token_losses)
+    assert value == pytest.approx(wanted, rel=1e-14)
+    assert difference(model.trees(gradients), leaves) < 1e-13
+
+
+def mean_of_squares(y: Any, targets: Any) -> Any:
+    return models.squares(y, targets).mean()
+
+
+@pytest.mark.parametrize("keep", ["products", "everything", "nothing"])
+@pytest.mark.parametrize("loss", [models.squares, mean_of_squares])
+def test_micro_batches_and_an_evaluation(rng, keep, loss):
+    """Micro-batches of 4, 1 and 2 samples add up, in float32: every leaf to 1e-6 of the largest gradient."""
+    functions, params = models.mlp(rng)
+    x, targets = models.rows(rng, 7)
+    bound = Bound(adapter.wrap(functions, params, loss, example=(x, targets), keep=keep))
+    count = len(x) * bound.model.tokens_per_sample
+    assert bound.model.tokens_per_sample == (2 if loss is models.squares else 1)
+    wanted, leaves = expected(functions, params, x, targets, loss)
+    assert bound.model.evaluate(bound.parameters, x, targets, bound.arena) / count == pytest.approx(wanted, 1e-6)
+    bound.gradient.array[...] = np.nan  # what is written first must not be added to
+    for stage in bound.gradients:
+        stage.begin_step()
+    total = 0.0
+    for number, part in enumerate((slice(0, 4), slice(4, 5), slice(5, 7))):
+        total += bound.forward(x[part], targets[part], microbatch=number)
+        bound.backward(1 / count, microbatch=number)
+    assert total / count == pytest.approx(wanted, rel=1e-6)
+    found = {segment.key: bound.gradient.view(segment.key) for segment in bound.model.layout.segments}
+    assert difference(bound.model.trees(found), leaves) < 1e-6
+    assert not bound.arena._live
+
+
+def test_one_copy_in_and_one_out_for_each_tensor_and_pass(rng):
+    """Off a cache line parameters are copied once for a forward and once for a backward; on it they are seen there."""
+    functions, params = models.mlp(rng)
+    x, targets = models.rows(rng, 4)
+    for offset, copies in ((16, 2), (0, 0)):
+        model = adapter.wrap(functions, params, models.squares, example=(x, targets))
+        bound = Bound(model, offset)
+        bound.compute(x, targets)
+        before = jax_arrays.Traffic(**vars(model.traffic))
+        bound.compute(x, targets)
+        stages, tensors, size = len(model.stages), len(model.layout.segments), 4 * model.layout.parameters
+        activations = [4 * int(np.prod(stage.output_shape(4))) for stage in model.stages]
+        # Inputs and targets lie where the test has put them: seen or copied, once each.
+        copied_in = model.traffic.copied_in - before.copied_in - copies * tensors
+        copied_bytes = model.traffic.copied_in_bytes - before.copied_in_bytes - copies * size
+        assert (copied_in, copied_bytes) in {(0, 0), (1, x.nbytes), (1, targets.nbytes), (2, x.nbytes + targets.nbytes)}
+        # Out: each gradient, the output of each stage, its gradient.
+        assert model.traffic.copied_out - before.copied_out == tensors + 2 * stages
+        assert model.traffic.copied_out_bytes - before.copied_out_bytes == size + 2 * sum(activations)
+
+
+def test_parameters_may_be_freed_and_come_back_elsewhere(rng):
+    """As ZeRO-3 does between the passes: nothing of a layer's parameters is kept, however the function uses them."""
+
+    def cast(params: Any, x: Any) -> Any:  # results that follow from params alone are not kept either
+        mixed = jnp.tanh(params["left"] @ params["right"])
+        return x + jnp.tanh(x @ mixed.astype(jnp.bfloat16).astype(jnp.float32)) @ params["right"]
+
+    functions, params = models.mlp(rng)
+    wide = models.HIDDEN
+    draws = [rng.standard_normal((wide, wide)).astype(np.float32) * 0.3 for _ in range(2)]
+    functions[1], params[1] = cast, {"left": draws[0], "right": draws[1]}
+    x, targets = models.rows(rng, 2)
+    for keep in ("products", "everything"):
+        model = adapter.wrap(functions, params, models.squares, example=(x, targets), keep=keep)
+        bound = Bound(model)
+        for stage in bound.gradients:
+            stage.begin_step()
+        bound.forward(x, targets)
+        elsewhere = FlatStore(model.layout, model.dtype)
+        elsewhere.copy_from(bound.store)
+        bound.store.array[...] = np.nan
+        bound.parameters = model.bind(elsewhere)
+        bound.backward(1 / targets.size)
+        found = {segment.key: bound.gradient.view(segment.key) for segment in model.layout.segments}
+        assert difference(model.trees(found), expected(functions, params, x, targets, models.squares)[1]) < 1e-5
+        matrix = 2 * wide * 4  # one activation
+        held = model.stages[1].kept_bytes(2)
+        assert held == matrix if keep == "products" else matrix <= held <= 3 * matrix
+
+
+def test_what_is_kept_grows_with_the_policy(rng):
+    functions, params = models.gpt(rng, layers=1)
+    example = models.tokens(rng, 1)
+    kept = {
+        keep: adapter.wrap(functions, params, models.token_losses, example=example, keep=keep).stages[1].kept_bytes(8)
+        for keep in ("nothing", "products", "everything")
+    }
+    row = 8 * models.CONTEXT * models.HIDDEN * 4
+    assert kept["nothing"] == 0
+    # qkv, projection and up; a product whose result only an addition takes is not needed again.
+    assert 8 * row <= kept["products"] <= 9 * row
+    assert kept["everything"] > 2 * kept["products"]
+
+
+def test_equal_stages_are_compiled_once(rng):
+    functions, params = models.mlp(rng, depth=5)
+    example = models.rows(rng, 2)
+    model = adapter.wrap(functions, params, models.squares, example=example)
+    Bound(model).compute(*example)
+    assert len(model.stages[0]._shared.passes) == 3  # the first, those between, the last
+    assert [stage.layer for stage in model.stages] == list(range(7))
+
+
+def test_names_decay_and_initial_values(rng):
+    class Pair(tuple):
+        pass
+
+    params = [{"a/b": [np.full((2, 3), 2.0, np.float32)]}, lambda: (jnp.ones((3, 3)), jnp.zeros(3))]
+    functions = [lambda p, x: x @ p["a/b"][0], lambda p, x: x @ p[0] + p[1]]
+    example = np.zeros((1, 2), np.float32), np.zeros((1, 3), np.float32)
+    model = adapter.wrap(functions, params, lambda y, t: (y - t) ** 2, example=example)
+    assert {segment.key: segment.spec.adapted for segment in model.layout.segments} == {
+        "0.a.b.0": True,
+        "1.0": True,
+        "1.1": False,
+    }
+    assert (model.seeded, model.tokens_per_sample, model.dtype.name) == (False, 3, "float32")
+    bound = Bound(model)
+    trees = model.trees({segment.key: bound.store.view(segment.key) for segment in model.layout.segments})
+    np.testing.assert_array_equal(trees[0]["a/b"][0], 2.0)
+    assert isinstance(trees[1], tuple) and trees[1][0].tolist() == np.ones((3, 3)).tolist()
+    other = adapter.wrap(
+        functions, params, lambda y, t: (y - t) ** 2, example=example, adapted=lambda name, leaf: name == "1.1"
+    )
+    assert [segment.key for segment in other.layout.segments if segment.spec.adapted] == ["1.1"]
+
+
+def test_stages_without_params_join_their_neighbour(rng):
+    functions = [lambda p, x: 2 * x, lambda p, x: x @ p, lambda p, x: jnp.tanh(x), lambda p, x: x @ p["w"]]
+    matrices = [rng.standard_normal((3, 3)).astype(np.float32) for _ in range(2)]
+    params: list[Any] = [(), matrices[0], None, {"w": matrices[1]}]
+    x, targets = (rng.standard_normal((4, 3)).astype(np.float32) for _ in range(2))
+    model = adapter.wrap(functions, params, lambda y, t: ((y - t) ** 2).mean(), example=(x, targets))
+    assert [segment.key for segment in model.layout.segments] == ["0.value", "1.w"]
+    value, _ = Bound(model).compute(x, targets)
+    wanted = np.mean((np.tanh(2 * x @ matrices[0]) @ matrices[1] - targets) ** 2)
+    assert value == pytest.approx(wanted, rel=1e-5)
+    trees = model.trees({"0.value": matrices[0], "1.w": matrices[1]})
+    assert trees[0] == () and trees[2] is None and trees[1] is matrices[0]
+
+
+def tied_gpt(rng: np.random.Generator, dtype: str = "float32") -> tuple[list[Any], list[Any], Any]:
+    """Functions, params without the tied leaf, and the twin's loss of those."""
+    functions, params = models.gpt(rng, dtype=dtype)
+    functions[-1] = models.tied_head
+    params[-1] = {"norm": params[-1]["norm"]}
+
+    def loss(params: Any, batch: Any) -> Any:
+        last = {**params[-1], "table": params[0]["table"]}
+        return models.mean_loss(models.composed(functions, [*params[:-1], last], batch[0]), batch[1])
+
+    return functions, params, loss
+
+
+def wrapped_tied(functions: list[Any], params: list[Any], example: Any) -> Model:
+    own = [*params[:-1], {**params[-1], "table": params[0]["table"]}]
+    return adapter.wrap(functions, own, models.token_losses, example=example, tied={"3.table": "0.table"})
+
+
+def test_tied_tensors_have_one_gradient(rng, x64):
+    functions, params, loss = tied_gpt(rng, "float64")
+    batch = models.tokens(rng, 3)
+    model = wrapped_tied(functions, params, batch)
+    assert "3.table" not in model.layout.by_key and model.stages[3].tied == {"table": "0.table"}
+    _, gradients = Bound(model).compute(*batch)
+    wanted = jax.grad(loss)(params, batch)
+    found = model.trees(gradients)
+    np.testing.assert_array_equal(found[-1].pop("table"), found[0]["table"])
+    assert difference(found, wanted) < 1e-13
+
+
+def dropping(params: Any, x: Any, keys: Any) -> Any:
+    y = jnp.tanh(x @ params)
+    if keys is None:
+        return y
+    return jax.vmap(lambda key, row: jnp.where(jax.random.bernoulli(key, 0.5, row.shape), 2 * row, 0))(keys, y)
+
+
+def test_random_numbers_follow_the_sample(rng):
+    """What is dropped is the same however a batch is cut, and another in each step and seed; nothing without a draw."""
+    params = [rng.standard_normal((8, 8)).astype(np.float32) for _ in range(2)]
+    x = rng.standard_normal((5, 8)).astype(np.float32)
+    model = adapter.wrap([dropping, dropping], params, lambda y, t: (y - t) ** 2, example=(x, x))
+    bound = Bound(model)
+
+    def outputs(x: Array, draw: Draw | None) -> np.ndarray:
+        return np.concatenate([forward(bound, part, draw, first) for first, part in ((0, x[:2]), (2, x[2:]))])
+
+    def forward(bound: Bound, x: Array, draw: Draw | None, first: int) -> np.ndarray:
+        moved = draw and Draw(draw.seed, draw.step, draw.first_sample + first)
+        y = model.forward(bound.parameters, x, bound.arena, 7, moved).copy()
+        for stage in model.stages:
+            bound.arena.saved(stage.layer, 7).release()
+        return y
+
+    draw = Draw(seed=(1 << 40) + 3, step=2, first_sample=10)
+    whole = forward(bound, x, draw, 0)
+    np.testing.assert_array_equal(outputs(x, draw), whole)
+    assert 0 < np.count_nonzero(whole == 0) < whole.size
+    for other in (Draw(3, 2, 10), Draw((1 << 40) + 3, 3, 10), Draw((1 << 40) + 3, 2, 11)):
+        assert (forward(bound, x, other, 0) != whole).any()
+    np.testing.assert_allclose(forward(bound, x, None, 0), np.tanh(np.tanh(x @ params[0]) @ params[1]), atol=2e-6)
+    _, gradients = bound.compute(x, x, draw)  # the backward drops what the forward has dropped
+    again, moved = Bound(model), 1e-2
+    direction = rng.standard_normal(model.layout.size).astype(np.float32)
+    sides = []
+    for sign in (1, -1):
+        again.store.array[...] = bound.store.array + sign * moved * direction
+        sides.append(again.forward(x, x, draw) / x.size)
+        for stage in model.stages:
+            again.arena.saved(stage.layer).release()
+    slope = sum(float((gradients[s.key].ravel() * direction[s.range.slice]).sum()) for s in model.layout.segments)
+    assert (sides[0] - sides[1]) / (2 * moved) == pytest.approx(slope, rel=2e-2, abs=1e-4)
+
+
+def test_values_that_are_not_finite_stay_visible(rng):
+    functions, params = models.mlp(rng)
+    x, targets = models.rows(rng, 2)
+    for bad in (np.nan, np.inf):
+        bound = Bound(adapter.wrap(functions, params, models.squares, example=(x, targets)))
+        bound.store.view("2.b")[1] = bad
+        loss, gradients = bound.compute(x, targets)
+        assert not np.isfinite(loss)
+        assert not np.isfinite(gradients["0.w"]).all()
+
+
+def test_the_layer_that_went_wrong_is_named(rng):
+    functions, params = models.mlp(rng, depth=2)
+    functions[2] = lambda p, x: models.active(p, x) * jnp.where(x[:, :1] > -jnp.inf, jnp.inf, 1)
+    x, targets = models.rows(rng, 4)
+    model = adapter.wrap(functions, params, models.squares, example=(x, targets))
+    trainer = runs.trainer_of(solo(), model, 4, {})
+    with pytest.raises(ArithmeticError):
+        runs.step(trainer, 1, (x, targets))
+    found = trainer.executor.inspect(trainer.operations, trainer.cut((x, targets)))
+    assert found == "output of layer 2 in micro-batch 0"
+    trainer.close()
+
+
+# Of 8 samples a step: micro-batches of 2, but on 3 ranks, so that little is compiled.
+ZERO3 = {"parallel.strategy": "zero3", "parallel.microbatches": 2}
+STRATEGIES = [
+    (1, {"parallel.microbatches": 4}),
+    (2, {"parallel.strategy": "allreduce", "parallel.microbatches": 2}),
+    (3, {"parallel.strategy": "zero2"}),
+    (2, ZERO3),
+    (2, {"parallel.pipeline": 2, "parallel.microbatches": 4}),
+    (2, {"parallel.pipeline": 2, "parallel.microbatches": 4, "parallel.recompute": "true"}),
+    (2, {"parallel.pipeline": 2, "parallel.microbatches": 4, "parallel.schedule": "zb-h1"}),
+    (4, {**ZERO3, "parallel.pipeline": 2, "zero.keep_gradients": "true"}),  # or a tied tensor would be reduced early
+]
+
+
+def test_every_strategy_trains_as_jax_and_optax_do(rng, x64):
+    """Three steps, on 1 to 4 ranks: losses to 1e-12, params to 1e-8; tied tensors across the pipeline."""
+    functions, params, loss = tied_gpt(rng, "float64")
+    batches = [models.tokens(rng, 8) for _ in range(3)]
+    losses, after = runs.plain(params, loss, batches)
+    model = wrapped_tied(functions, params, batches[0])  # of all ranks: it holds no state, and compiles once
+    for size, keys in STRATEGIES:
+        for found in run_threads(size, lambda comm, keys=keys: runs.train(comm, lambda: model, batches, keys)):
+            assert found.losses == pytest.approx(losses, rel=1e-12), keys
+            trees = model.trees(found.tensors)
+            del trees[-1]["table"]
+            assert difference(trees, after) < 1e-8, keys
+
+
+ROW = np.zeros((2, 3), np.float32)
+MATRIX = np.eye(3, dtype=np.float32)
+
+
+def product(p: Any, x: Any) -> Any:
+    return x @ p["w"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "params", "more", "error", "said"),
+    [
+        ([product], [{"w": MATRIX, "spare": ROW}], {}, ConfigurationError, r"tensor 0\.spare has no gradient"),
+        (
+            [lambda p, x: x @ jax.lax.stop_gradient(p["w"]) + p["b"]],
+            [{"w": MATRIX, "b": ROW[0]}],
+            {},
+            ConfigurationError,
+            r"tensor 0\.w has no gradient",
+        ),
+        ([lambda p, x: (x @ p["w"])[:1]], [{"w": MATRIX}], {}, UsageError, r"stage 0 .* returns shape \(1, 3\) for 2"),
+        (
+            [lambda p, x: (x @ p["w"]).reshape(len(x), -1)[:, : len(x)]],
+            [{"w": MATRIX}],
+            {},
+            UsageError,
+            "for one; each",
+        ),
+        ([lambda p, x: (x @ p["w"], x)], [{"w": MATRIX}], {}, UsageError, "hands on one array"),
+        ([lambda p, x: (x @ p["w"]).astype(jnp.bfloat16)], [{"w": MATRIX}], {}, UsageError, "returns bfloat16"),
+        (
+            [product],
+            [{"w": MATRIX.astype(np.float16)}],
+            {},
+            ConfigurationError,
+            "w in the params of stage 0 is float16",
+        ),
+        ([product], [{"w": MATRIX.astype(np.float64)}], {}, ConfigurationError, "JAX_ENABLE_X64"),
+        ([product], [{"w": MATRIX, "n": np.arange(3)}], {}, ConfigurationError, "n in the params .* is int64|is int64"),
+        ([product], [{"w": 1.0}], {}, UsageError, "w in the params of stage 0 is a float"),
+        ([product, product], [{"w": MATRIX}, {"w": MATRIX}], {}, UsageError, r"1\.w and 0\.w are the same array"),
+        ([product], [{"w": MATRIX}], {"tied": {"0.v": "0.w"}}, UsageError, r"tied names '0\.v'"),
+        ([product], [{"w": MATRIX}], {"tied": {"0.w": "0.w"}}, UsageError, "in an earlier stage"),
+        ([product], [{"w": MATRIX}], {"keep": "some"}, UsageError, "keep = 'some'"),
+        ([product], [], {}, UsageError, "got 1 stages and 0 params"),
+        ([lambda p, x: x], [{}], {}, UsageError, "nothing to train"),
+        ([lambda p: p], [{"w": MATRIX}], {}, UsageError, r"takes \(p\)"),
+        (["product"], [{"w": MATRIX}], {}, UsageError, "stage 0 is a str"),
+        ([product], [{"w": MATRIX}], {"example": ROW}, UsageError, "give a pair"),
+        ([product], [{"w": MATRIX}], {"example": (ROW, ROW[:1])}, UsageError, "2 inputs and 1 targets"),
+        ([product], [{"w": MATRIX}], {"loss": lambda y, t: (y - t).sum(0)}, UsageError, "the loss has shape"),
+        ([product], [{"w": MATRIX}], {"loss": lambda y, t: y > t}, UsageError, "return losses"),
+    ],
+)
+def test_bad_input_is_named(stages, params, more, error, said):
+    options = {"loss": models.squares, "example": (ROW, ROW), **more}
+    with pytest.raises(error, match=said):
+        adapter.wrap(stages, params, **options)
+
+
+def test_ties_of_other_shapes_and_ties_that_leave_nothing(rng):
+    params = [{"w": MATRIX, "b": ROW[0]}, {"w": MATRIX.copy()}]
+    functions = [lambda p, x: x @ p["w"] + p["b"], product]
+    for tie, said in (({"1.w": "0.b"}, "tied tensors have one shape"), ({"1.w": "0.w"}, "all tensors of stage 1")):
+        with pytest.raises(UsageError, match=said):
+            adapter.wrap(functions, params, models.squares, example=(ROW, ROW), tied=tie)
+
+
+def test_an_error_of_a_function_says_where(rng):
+    with pytest.raises(TypeError) as caught:
+        adapter.wrap([product], [{"w": np.ones((4, 4), np.float32)}], models.squares, example=(ROW, ROW))
+    assert any("while JAX traced stage 0 (product)" in note for note in caught.value.__notes__)
+
+
+def test_data_that_is_not_like_the_example():
+    model = adapter.wrap([product], [{"w": MATRIX}], models.squares, example=(ROW, ROW))
+    bound = Bound(model)
+    for x in (np.zeros((2, 4), np.float32), np.zeros((2, 3), np.int32)):
+        with pytest.raises(DataError, match=r"stage 0 \(product\) got samples"):
+            model.forward(bound.parameters, x, Arena())
+
+
+def test_integers_that_jax_would_wrap_around():
+    traffic = jax_arrays.Traffic()
+    assert traffic.bring(np.array([[1, 2]], np.int64)).dtype == np.int32
+    for wrong in (1 << 40, -(1 << 40)):
+        with pytest.raises(DataError, match=str(wrong)):
+            traffic.bring(np.array([1, wrong], np.int64))
+    assert traffic.bring(np.zeros((0, 3), np.int64)).shape == (0, 3)
+
+
+def test_a_model_on_another_device_than_the_recipe(monkeypatch):
+    class Elsewhere:
+        platform = "gpu"
+
+    class Leaf:
+        shape, dtype = (3, 3), np.dtype(np.float32)
+
+        def devices(self) -> set[Any]:
+            return {Elsewhere()}
+
+    leaf = Leaf()
+    model = adapter.wrap([product], [{"w": leaf}], models.squares, example=(ROW, ROW))
+    assert model.on == "gpu"
+    with pytest.raises(ConfigurationError, match="run.device"):
+        runs.trainer_of(solo(), model, 2, {})
+    Elsewhere.platform = "tpu"
+    with pytest.raises(ConfigurationError, match="tpu"):
+        adapter.wrap([product], [{"w": leaf}], models.squares, example=(ROW, ROW))
+
+
+def test_without_jax_the_extra_is_named(monkeypatch):
+    def missing(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(jax_arrays.importlib, "import_module", missing)
+    jax_arrays.library.cache_clear()
+    try:
+        with pytest.raises(MissingCapabilityError, match=r"install hpcdist\[jax\]"):
+            adapter.wrap([product], [{"w": MATRIX}], models.squares, example=(ROW, ROW))
+    finally:
+        jax_arrays.library.cache_clear()
+
+
+def test_threads_share_a_model(rng):
+    """Passes may be compiled by several threads at once."""
+    functions, params = models.mlp(rng)
+    x, targets = models.rows(rng, 3)
+    model = adapter.wrap(functions, params, models.squares, example=(x[:1], targets[:1]))
+    found: list[float] = []
+    threads = [threading.Thread(target=lambda: found.append(Bound(model).compute(x, targets)[0])) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3 and len(set(found)) == 1
