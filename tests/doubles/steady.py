@@ -1,13 +1,13 @@
 """What steps of a training allocate once they have run: Python's memory, numpy's included, and the ledger.
 
-Messages between ranks that are threads are copied by the communicator, as an MPI library would in memory of its own:
+Messages between ranks that are threads are copied by their communicator, as an MPI library does in memory of its own:
 `unseen_messages` puts those copies where nothing counts them.
 """
 
 import mmap
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,16 @@ MEASURED = 3
 
 @dataclass
 class Steady:
-    """What `MEASURED` steps of all ranks together added, in bytes, and what one rank's ledger held around them."""
+    """What `MEASURED` steps added, in bytes, and what the ledger of a rank held around them.
 
-    transient: int  # the most at once, above what there was before
-    left: int  # afterwards
-    ledgers: list[tuple[dict[str, int], dict[str, int]]]  # of each rank: (bytes by category, their peaks), before
-    after: list[tuple[dict[str, int], dict[str, int]]]
-    largest: int  # bytes of the model's largest tensor
+    Memory is that of the process: of all ranks together where they are threads, and then counted by the first one.
+    """
+
+    transient: int = 0  # the most at once, above what there was before
+    left: int = 0  # afterwards
+    before: tuple[dict[str, int], dict[str, int]] = ({}, {})  # bytes by category, and their peaks
+    after: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    largest: int = 0  # bytes of the model's largest tensor
 
 
 class _Unseen:
@@ -67,43 +70,52 @@ def unseen_messages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def steady(keys: dict[str, object], ranks: int = 1, change: Callable[[Trainer], None] = lambda trainer: None) -> Steady:
-    """Return what the steps after the first ones of a run of ``keys`` allocate. The data are read before."""
-    shared: dict[str, Any] = {"ledgers": [None] * ranks, "after": [None] * ranks}
+    """Return what steps of ``keys`` allocate on ranks that are threads; their ledgers are those of the last one.
 
-    def body(comm: Communicator) -> None:
-        trainer = trainer_of(comm, keys)
-        change(trainer)
-        with trainer.batches(WARM + MEASURED) as batches:
-            given = [trainer.cut(trainer.place(batch)) for batch in batches]
-
-        def run(first: int, last: int) -> None:
-            for step in range(first, last + 1):
-                trainer.step(step, given[step - 1], np.zeros(2))
-            comm.barrier()
-
-        run(1, WARM)
-        shared["ledgers"][comm.rank] = (trainer.ledger.current, trainer.ledger.peak)
-        shared["largest"] = max(s.range.size for s in trainer.model.layout.segments) * trainer.model.dtype.itemsize
-        if comm.rank == 0:
-            tracemalloc.start()
-        comm.barrier()
-        run(WARM + 1, WARM + 1)  # what is made once and kept was not counted when it was made
-        if comm.rank == 0:
-            shared["before"] = tracemalloc.get_traced_memory()[0]
-            tracemalloc.reset_peak()
-        comm.barrier()
-        run(WARM + 2, WARM + MEASURED)
-        if comm.rank == 0:
-            shared["now"], shared["peak"] = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-        shared["after"][comm.rank] = (trainer.ledger.current, trainer.ledger.peak)
-        comm.barrier()
-
+    Those of the others are flat, too: else AssertionError.
+    """
     if ranks == 1:
-        body(solo())
-    else:
-        run_threads(ranks, body)
-    before = shared["before"]
-    return Steady(
-        shared["peak"] - before, shared["now"] - before, shared["ledgers"], shared["after"], shared["largest"]
-    )
+        return steps_of(solo(), keys, change=change)
+    found = run_threads(ranks, lambda comm: steps_of(comm, keys, counts=comm.rank == 0, change=change))
+    assert all(one.before == one.after for one in found)
+    return replace(found[-1], transient=found[0].transient, left=found[0].left)
+
+
+def steps_of(
+    comm: Communicator,
+    keys: dict[str, object],
+    *,
+    counts: bool = True,
+    change: Callable[[Trainer], None] = lambda trainer: None,
+) -> Steady:
+    """Return what the steps after the first ones of a run of ``keys`` allocate. Collective. Data are read before."""
+    trainer, found = trainer_of(comm, keys), Steady()
+    change(trainer)
+    with trainer.batches(WARM + MEASURED) as batches:
+        given = [trainer.cut(trainer.place(batch)) for batch in batches]
+
+    def run(first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            trainer.step(step, given[step - 1], np.zeros(2))
+        comm.barrier()
+
+    run(1, WARM)
+    found.before = trainer.ledger.current, trainer.ledger.peak
+    found.largest = max(s.range.size for s in trainer.model.layout.segments) * trainer.model.dtype.itemsize
+    if counts:
+        tracemalloc.start()
+    comm.barrier()
+    run(WARM + 1, WARM + 1)  # what is kept between steps was not counted when it was made
+    began = 0
+    if counts:
+        began = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+    comm.barrier()
+    run(WARM + 2, WARM + MEASURED)
+    if counts:
+        now, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        found.transient, found.left = peak - began, now - began
+    found.after = trainer.ledger.current, trainer.ledger.peak
+    comm.barrier()
+    return found
