@@ -5,7 +5,7 @@ import pytest
 
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.errors import UsageError
-from hpcdist.models import attention_tiles
+from hpcdist.models import attention, attention_rows, attention_tiles, softmax
 from hpcdist.models.arena import Arena
 from hpcdist.models.attention import LocalAttention
 from hpcdist.models.attention_tiles import LONG, QUERY_BLOCK
@@ -88,6 +88,16 @@ def test_groups_of_queries_share_keys_and_values(heads, shared, context, dtype, 
 @pytest.mark.parametrize("context", [LONG, LONG + 1, 2 * LONG + QUERY_BLOCK + 7])
 def test_rows_that_go_on_in_other_tiles(context, dtype, causal, rng):
     _check(*_inputs(rng, dtype, 1, context, 3, 8), 8, causal)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shared", [None, 2])
+@pytest.mark.parametrize("context", [1, 70, LONG + 67])
+def test_array_expressions_of_a_gpu(context, shared, dtype, causal, rng, monkeypatch):
+    for module in (attention, attention_rows, attention_tiles, softmax):
+        monkeypatch.setattr(module, "is_device", lambda array: True)
+    _check(*_inputs(rng, dtype, 2, context, 4, 4, shared), 4, causal)
 
 
 @pytest.mark.parametrize("shared", [None, 2])

@@ -9,6 +9,14 @@ TOLERANCE = {"float32": 1e-6, "float64": 1e-14}
 PAIRS, BEFORE, SCALE = 3, 2, 0.3  # the pairs of the tiles are behind others
 
 
+@pytest.fixture(params=["loops", "arrays"])
+def functions(request):
+    """The compiled loops, and the array expressions of a GPU, here on numpy."""
+    if request.param == "loops":
+        return softmax.advance, softmax.gradient
+    return softmax._advance_device, softmax._gradient_device
+
+
 def _plain(x, causal):
     rows = x.astype(np.float64) * SCALE
     if causal:
@@ -17,7 +25,7 @@ def _plain(x, causal):
     return e / e.sum(2, keepdims=True)
 
 
-def _forward(x, causal, rows, columns):
+def _forward(advance, x, causal, rows, columns):
     """Return the probabilities, and (top, total), of tiles of so many rows and columns of square x."""
     count = x.shape[1]
     top, total = np.full((2, BEFORE + PAIRS, count), 7, x.dtype)
@@ -29,7 +37,7 @@ def _forward(x, causal, rows, columns):
         for start in range(0, seen, columns):
             end = min(start + columns, seen)
             tile = x[:, first:last, start:end].copy()
-            softmax.advance(tile, BEFORE, first, start, causal, SCALE, top, total, shrink)
+            advance(tile, BEFORE, first, start, causal, SCALE, top, total, shrink)
             if start:
                 p[:, first:last, :start] *= shrink[..., None]
             p[:, first:last, start:end] = tile
@@ -40,34 +48,37 @@ def _forward(x, causal, rows, columns):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("count", "rows", "columns"), [(1, 1, 1), (9, 4, 8), (65, 16, 64), (70, 64, 64), (33, 33, 33)])
-def test_tiles_against_the_formula(count, rows, columns, causal, dtype, rng):
+def test_tiles_against_the_formula(count, rows, columns, causal, dtype, functions, rng):
+    advance, gradient = functions
     x = (20 * rng.standard_normal((PAIRS, count, count))).astype(dtype)
-    p, top, total = _forward(x, causal, rows, columns)
+    p, top, total = _forward(advance, x, causal, rows, columns)
     want = _plain(x, causal)
     assert np.abs(p - want).max() <= 20 * TOLERANCE[dtype]
     d = rng.standard_normal(x.shape).astype(dtype)
     dots = np.zeros((BEFORE + PAIRS, count), dtype)
     dots[BEFORE:] = (want * d).sum(2)
-    gradient = want * (d - (want * d).sum(2, keepdims=True)) * SCALE
+    wanted = want * (d - (want * d).sum(2, keepdims=True)) * SCALE
     for first in range(0, count, rows):
         for start in range(0, min(first + rows, count) if causal else count, rows):
             part = np.s_[:, first : first + rows, start : start + rows]
             s, g = x[part].copy(), d[part].copy()
-            softmax.gradient(s, g, BEFORE, first, start, causal, SCALE, top, total, dots)
+            gradient(s, g, BEFORE, first, start, causal, SCALE, top, total, dots)
             assert np.abs(s - want[part]).max() <= 20 * TOLERANCE[dtype]
-            assert np.abs(g - gradient[part]).max() <= 20 * TOLERANCE[dtype] * (1 + np.abs(d).max())
+            assert np.abs(g - wanted[part]).max() <= 20 * TOLERANCE[dtype] * (1 + np.abs(d).max())
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
 @pytest.mark.parametrize("column", [0, 5, 99])
-def test_what_is_not_finite_stays_visible(column, bad, rng):
+def test_what_is_not_finite_stays_visible(column, bad, functions, rng):
+    advance, gradient = functions
     x = rng.standard_normal((1, 4, 100)).astype(np.float32)
     x[0, 2, column] = bad
     top, total = np.zeros((2, 1, 4), np.float32)
-    softmax.advance(x, 0, 0, 0, False, 1.0, top, total, np.empty((1, 4), np.float32))
+    advance(x, 0, 0, 0, False, 1.0, top, total, np.empty((1, 4), np.float32))
     assert np.isnan(total[0, 2]) and np.isfinite(total[0, [0, 1, 3]]).all() and np.isfinite(x[0, [0, 1, 3]]).all()
     d = np.ones_like(x)
-    softmax.gradient(x, d, 0, 0, 0, False, 1.0, top, total, np.ones((1, 4), np.float32))
+    gradient(x, d, 0, 0, 0, False, 1.0, top, total, np.ones((1, 4), np.float32))
     assert np.isnan(x[0, 2]).all() and np.isnan(d[0, 2]).all() and np.isfinite(d[0, [0, 1, 3]]).all()
 
 
