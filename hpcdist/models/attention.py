@@ -11,8 +11,9 @@ the heads.
 import math
 
 from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.dtypes import accumulation_dtype
+from hpcdist.models import attention_device, softmax
 from hpcdist.models import attention_rows as rows_of
-from hpcdist.models import softmax
 from hpcdist.models.attention_tiles import LONG, QUERY_BLOCK, Chunk, Heads, blocks, heads_of
 from hpcdist.models.dropout import ATTENTION, Mask, mask
 from hpcdist.models.stage import Saved
@@ -41,15 +42,20 @@ class LocalAttention:
         """
         heads = heads_of(qkv, kv, head_size)
         y = saved.empty(f"{name}.y", (heads.batch, heads.context, heads.queries * head_size), qkv.dtype)
-        sums = saved.empty(f"{name}.sums", (2, heads.batch * heads.queries, heads.context), qkv.dtype)
+        fused = attention_device.takes(qkv)
+        shape = 1 if fused else 2, heads.batch * heads.queries, heads.context
+        sums = saved.empty(f"{name}.sums", shape, accumulation_dtype(qkv.dtype))
         first_head, of_heads = part or (0, heads.queries)
         place = {"first_row": first_head * heads.context, "groups": heads.queries, "pitch": heads.context}
         rows = of_heads * heads.context
         dropped = mask(saved, dropout, ATTENTION, rows_per_sample=rows, columns=heads.context, **place)
-        forward = _Forward(heads, saved, (qkv, kv), y, sums, causal)
-        for chunk in heads.chunks(everything=is_device(qkv)):
-            for first, last in blocks(heads.context):
-                forward.block(chunk, first, last, dropped)
+        if fused:
+            attention_device.forward(heads, qkv, kv, y, sums[0], causal, dropped)
+        else:
+            forward = _Forward(heads, saved, (qkv, kv), y, sums, causal)
+            for chunk in heads.chunks(everything=is_device(qkv)):
+                for first, last in blocks(heads.context):
+                    forward.block(chunk, first, last, dropped)
         kept = {"qkv": qkv, "kv": kv, "head_size": head_size, "dropped": dropped, "causal": causal}
         for key, value in kept.items():
             saved.keep(f"{name}.{key}", value)
@@ -68,11 +74,15 @@ class LocalAttention:
         dq = take("attention.dqkv", qkv.shape, qkv.dtype)
         dkv = None if kv is None else take("attention.dkv", kv.shape, kv.dtype)
         dots = saved.scratch("attention.dots", sums.shape[1:], sums.dtype)
+        causal, dropped = saved[f"{name}.causal"], saved[f"{name}.dropped"]
+        if attention_device.takes(qkv):
+            attention_device.backward(heads, (qkv, kv), dy, y, (dq, dkv), sums[0], dots, causal, dropped)
+            return dq if dkv is None else (dq, dkv)
         rows_of.dots(dy, y, heads.queries, dots)
-        backward = _Backward(heads, saved, (qkv, kv), dy, (dq, dkv), sums, dots, saved[f"{name}.causal"])
+        backward = _Backward(heads, saved, (qkv, kv), dy, (dq, dkv), sums, dots, causal)
         for chunk in heads.chunks(everything=is_device(qkv)):
             for start, end in blocks(heads.context):
-                backward.block(chunk, start, end, saved[f"{name}.dropped"])
+                backward.block(chunk, start, end, dropped)
         return dq if dkv is None else (dq, dkv)
 
 

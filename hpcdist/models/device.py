@@ -19,7 +19,6 @@ ACTIVATION: Final = Source(_FOLDER / "activation.cu")
 CROSS_ENTROPY: Final = Source(_FOLDER / "cross_entropy.cu")
 EMBEDDING: Final = Source(_FOLDER / "embedding.cu")
 NORM: Final = Source(_FOLDER / "norm.cu")
-SOFTMAX: Final = Source(_FOLDER / "softmax.cu")
 
 PACK: Final = 4  # elements that a thread has of a row in norms
 SPAN: Final = 512 * 4 * PACK  # columns of which a block of a norm's backward keeps the sums at a time
@@ -181,21 +180,3 @@ def drop(x: Array, first: int, last: int, width: int, *place_and_counter: int, f
     n = x.shape[0] * (last - first) * -(-width // 4)
     EMBEDDING.launch("drop", *elementwise(n), x, n, x.shape[1], x.shape[2], first, last, width, *place_and_counter,
                      float(factor), REAL=x.dtype)  # fmt: skip
-
-
-def shift(x: Array, first: int, last: int, width: int, ahead: int, scale: float) -> None:
-    """As `hpcdist.models.softmax.shift`."""
-    SOFTMAX.launch("shift", (last - first, x.shape[0]), threads_for(width, 256), x, *x.shape[1:], first, width, ahead,
-                   float(scale), REAL=x.dtype)  # fmt: skip
-
-
-def normalise(x: Array, first: int, last: int, width: int, sums: Array) -> None:
-    """As `hpcdist.models.softmax.normalise`."""
-    SOFTMAX.launch("normalise", (last - first, x.shape[0]), threads_for(width, 256), x, sums, *x.shape[1:], first,
-                   width, REAL=x.dtype)  # fmt: skip
-
-
-def softmax_backward(p: Array, d: Array, first: int, last: int, width: int, scale: float) -> None:
-    """As `hpcdist.models.softmax.softmax_backward`."""
-    SOFTMAX.launch("softmax_backward", (last - first, p.shape[0]), threads_for(width, 256), p, d, *p.shape[1:], first,
-                   width, float(scale), REAL=p.dtype)  # fmt: skip

@@ -13,9 +13,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, is_device, namespace
+from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.jit import jit
-from hpcdist.arrays.rng import philox, philox_arrays
+from hpcdist.arrays.rng import philox
+from hpcdist.models import device
 from hpcdist.models.kernels import SAMPLE_DTYPES
 from hpcdist.models.stage import Saved
 
@@ -64,18 +65,32 @@ class Mask:
         columns, a multiple of 4.
         """
         assert x.flags.c_contiguous, "rows of this array are no memory of one piece"
-        blocks = -(-self.columns // WORDS)
-        assert countable(self.rows_per_sample, self.columns), "the model should have been refused"
         assert left % WORDS == 0, "a counter stands for four columns"
-        counter = self.draw.first_sample, self.layer * SITES + self.site, self.draw.step & 0xFFFFFFFF
-        key = self.draw.seed & 0xFFFFFFFF, self.draw.seed >> 32 & 0xFFFFFFFF
-        limit = min(round(self.rate * (1 << 32)), (1 << 32) - 1)
-        place = self.groups, self.pitch, self.rows_per_sample, self.first_row + above, blocks, left // WORDS
+        groups, pitch, rows_per_sample, first_row, blocks = self.place
+        place = groups, pitch, rows_per_sample, first_row + above, blocks, left // WORDS
+        *counter, limit = self.counters
         if is_device(x):
-            _drop_device(x, first, last, width, *place, *counter, *key, limit, 1 / (1 - self.rate))
+            device.drop(x, first, last, width, *place, *counter, limit, factor=self.scale)
         else:
-            scale = x.dtype.type(1 / (1 - self.rate))
-            _drop(x, first, last, width, *place, *counter, *key, np.uint32(limit), scale)
+            _drop(x, first, last, width, *place, *counter, np.uint32(limit), x.dtype.type(self.scale))
+
+    @property
+    def place(self) -> tuple[int, int, int, int, int]:
+        """What leads from an element to its counter: groups, pitch, rows of a sample, first row, counters of a row."""
+        assert countable(self.rows_per_sample, self.columns), "the model should have been refused"
+        return self.groups, self.pitch, self.rows_per_sample, self.first_row, -(-self.columns // WORDS)
+
+    @property
+    def counters(self) -> tuple[int, int, int, int, int, int]:
+        """The other words of all counters, those of the key, and the least word of an element that is kept."""
+        draw, limit = self.draw, min(round(self.rate * (1 << 32)), (1 << 32) - 1)
+        site, key = self.layer * SITES + self.site, (draw.seed & 0xFFFFFFFF, draw.seed >> 32 & 0xFFFFFFFF)
+        return draw.first_sample, site, draw.step & 0xFFFFFFFF, *key, limit
+
+    @property
+    def scale(self) -> float:
+        """The factor of what is kept."""
+        return 1 / (1 - self.rate)
 
 
 def mask(saved: Saved, rate: float, site: int, **place: int) -> Mask | None:
@@ -150,39 +165,6 @@ def _drop(
             philox(words, (width + WORDS - 1) // WORDS, begin, first_sample + sample, site, step, key0, key1)
             for j in range(width):
                 x[g, i, j] *= scale if words[j] >= limit else zero
-
-
-def _drop_device(
-    x: Array,
-    first: int,
-    last: int,
-    width: int,
-    groups: int,
-    pitch: int,
-    rows_per_sample: int,
-    first_row: int,
-    blocks: int,
-    skipped: int,
-    first_sample: int,
-    site: int,
-    step: int,
-    key0: int,
-    key1: int,
-    limit: int,
-    scale: float,
-) -> None:
-    xp = namespace(x)
-    group = xp.arange(x.shape[0], dtype=np.uint64)
-    above = group // groups * rows_per_sample + group % groups * pitch + first_row
-    row = above[:, None, None] + xp.arange(first, last, dtype=np.uint64)[None, :, None]
-    used = -(-width // WORDS)
-    counter = row % rows_per_sample * blocks + skipped + xp.arange(used, dtype=np.uint64)
-    words = philox_arrays((counter, row // rows_per_sample + first_sample, site, step), (key0, key1))
-    factors = xp.empty((*counter.shape, WORDS), x.dtype)
-    for number, word in enumerate(words):
-        factors[..., number] = word >= limit
-    factors *= scale
-    x[:, first:last, :width] *= factors.reshape(*row.shape[:2], used * WORDS)[:, :, :width]
 
 
 for _dtype in SAMPLE_DTYPES:

@@ -196,3 +196,34 @@ inline unsigned short float_to_half(float value) {
   std::memcpy(&bits, &half, 2);
   return bits;
 }
+
+// d (16 x 8) += a (16 x 16) b (16 x 8) by a warp, as the PTX ISA lays the fragments of mma.m16n8k16 out. Lane 4 g + t
+// has of a: rows g, g + 8 and columns 2 t, 2 t + 1, and the same of columns + 8; of b: rows 2 t, 2 t + 1 and + 8 of
+// column g; of d: rows g, g + 8 and columns 2 t, 2 t + 1.
+template <typename T>
+void multiply_add(float* d, const unsigned* a, unsigned b0, unsigned b1, T) {
+  struct Lane {
+    unsigned a[4], b[2];
+  };
+  Lane own = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+  int base = host::index() / host::WARP * host::WARP, lane = host::index() % host::WARP;
+  std::memcpy(host::slots[host::index()], &own, sizeof(own));
+  host::at_warp();
+  auto element = [](unsigned pair, int high) {
+    T x;
+    x.bits = (unsigned short)(high ? pair >> 16 : pair);
+    return (double)widen(x);
+  };
+  for (int e = 0; e < 4; ++e) {
+    int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+    double sum = d[e];
+    for (int k = 0; k < 16; ++k) {
+      Lane left, right;
+      std::memcpy(&left, host::slots[base + row % 8 * 4 + k % 8 / 2], sizeof(left));
+      std::memcpy(&right, host::slots[base + column * 4 + k % 8 / 2], sizeof(right));
+      sum += element(left.a[row / 8 + k / 8 * 2], k % 2) * element(right.b[k / 8], k % 2);
+    }
+    d[e] = (float)sum;
+  }
+  host::at_warp();
+}

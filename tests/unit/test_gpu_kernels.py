@@ -225,37 +225,6 @@ def test_rotary_positions(
     assert np.abs(wide(got) - wide(x)).max() <= 8 * UNIT[dtype] * np.abs(wide(x)).max()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("first", "last", "width", "ahead"), [(0, 9, 9, 0), (3, 7, 7, 0), (0, 9, 11, 11), (2, 3, 1, 0)]
-)
-def test_softmax_in_pieces(
-    gpu: ModuleType, dtype: str, first: int, last: int, width: int, ahead: int, rng: np.random.Generator
-) -> None:
-    x, d = drawn(rng, (2, 9, 11), dtype, 3.0), drawn(rng, (2, 9, 11), dtype)
-    rows = wide(x)[:, first:last, :width]
-    valid = np.arange(width)[None, :] < np.arange(first, last)[:, None] + 1 + ahead
-    z = np.where(valid, rows, -np.inf)
-    z = (z - z.max(axis=2, keepdims=True)) * 0.5
-    got = there(x)
-    device.shift(got, first, last, width, ahead, 0.5)
-    shown = wide(got)[:, first:last, :width]
-    assert np.array_equal(np.isneginf(shown), ~np.broadcast_to(valid, shown.shape))
-    check(there(np.where(np.isneginf(shown), 0, shown)), np.where(valid, z, 0), dtype, 4, np.abs(rows) + 8)
-    exponentials, sums = np.exp(z).astype(x.dtype), empty((2, 9), x.dtype)
-    whole = wide(got).astype(x.dtype)
-    whole[:, first:last, :width] = exponentials
-    device.normalise(p := there(whole), first, last, width, sums)
-    total = wide(exponentials).sum(axis=2)
-    check(sums[:, first:last], total, dtype, 16)
-    check(p[:, first:last, :width], wide(exponentials) / total[..., None], dtype, 16)
-    chances, dp = wide(p)[:, first:last, :width], wide(d)[:, first:last, :width]
-    device.softmax_backward(p, got := there(d), first, last, width, 0.25)
-    want = wide(d)
-    want[:, first:last, :width] = chances * (dp - (chances * dp).sum(axis=2, keepdims=True)) * 0.25
-    check(got, want, dtype, 32, np.abs(want) + np.abs(dp).max())
-
-
 def test_a_launch_refuses_what_a_kernel_would_misread(gpu: ModuleType, rng: np.random.Generator) -> None:
     x = there(drawn(rng, (4, 6), "float32"))
     with pytest.raises(TypeError, match="strides"):

@@ -155,3 +155,14 @@ template <typename T>
 __device__ __forceinline__ T sum_of_block(T value) {
   return over_threads(value, T(0), Add());
 }
+
+// Philox4x32-10 (Salmon et al., SC'11)
+__device__ __forceinline__ void philox(unsigned* c, unsigned key0, unsigned key1) {
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    unsigned high0 = __umulhi(0xD2511F53u, c[0]), low0 = 0xD2511F53u * c[0];
+    unsigned high1 = __umulhi(0xCD9E8D57u, c[2]), low1 = 0xCD9E8D57u * c[2];
+    c[0] = high1 ^ c[1] ^ key0, c[1] = low1, c[2] = high0 ^ c[3] ^ key1, c[3] = low0;
+    key0 += 0x9E3779B9u, key1 += 0xBB67AE85u;
+  }
+}

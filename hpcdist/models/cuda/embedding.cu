@@ -90,28 +90,17 @@ extern "C" __global__ void turn(REAL* x, const ACC* turns, long long n, long lon
   });
 }
 
-// Philox4x32-10 (Salmon et al., SC'11)
-__device__ __forceinline__ void philox(unsigned* c, unsigned key0, unsigned key1) {
-#pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    unsigned high0 = __umulhi(0xD2511F53u, c[0]), low0 = 0xD2511F53u * c[0];
-    unsigned high1 = __umulhi(0xCD9E8D57u, c[2]), low1 = 0xCD9E8D57u * c[2];
-    c[0] = high1 ^ c[1] ^ key0, c[1] = low1, c[2] = high0 ^ c[3] ^ key1, c[3] = low0;
-    key0 += 0x9E3779B9u, key1 += 0xBB67AE85u;
-  }
-}
-
 // Multiply rows [first, last) and columns [0, width) of x (all, rows, columns) by 0 or `factor`; a thread has the four
 // columns of a counter. See `Mask.drop` of hpcdist.models.dropout for the places; n counts threads.
 extern "C" __global__ void drop(REAL* x, long long n, long long rows, long long columns, long long first,
     long long last, long long width, long long groups, long long pitch, long long rows_per_sample, long long first_row,
-    long long blocks, long long first_sample, long long site, long long step, long long key0, long long key1,
+    long long blocks, long long skipped, long long first_sample, long long site, long long step, long long key0, long long key1,
     long long limit, ACC factor) {
   long long used = (width + 3) / 4, span = last - first;
   for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (long long)gridDim.x * blockDim.x) {
     long long block = i % used, place = i / used % span + first, group = i / used / span;
     long long row = group / groups * rows_per_sample + group % groups * pitch + first_row + place;
-    unsigned c[4] = {(unsigned)(row % rows_per_sample * blocks + block),
+    unsigned c[4] = {(unsigned)(row % rows_per_sample * blocks + skipped + block),
                      (unsigned)(row / rows_per_sample + first_sample), (unsigned)site, (unsigned)step};
     philox(c, (unsigned)key0, (unsigned)key1);
     REAL* values = x + (group * rows + place) * columns + 4 * block;
