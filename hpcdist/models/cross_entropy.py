@@ -1,4 +1,8 @@
-"""Softmax cross entropy: loss in float64, gradient in place of the logits."""
+"""Softmax cross entropy: loss in float64, gradient in place of the logits.
+
+One pass over the logits in each direction. With e the distance of 1 to the next number of the dtype, the error of a
+gradient is at most ``32 e scale``, and that of a loss ``8 e`` a token and as much of the logits' range.
+"""
 
 from typing import Any
 

@@ -1,6 +1,12 @@
 """Layer normalisation (Ba, Kiros, Hinton 2016) and its form without a mean, RMS normalisation (Zhang, Sennrich 2019).
 
-One pass over memory in each direction.
+One pass over memory in each direction. Errors, with e the distance of 1 to the next number of the dtype, n a row that
+is normalised, far = 1 + |mean| / deviation of it (1 in RMS), and g = dy scale, are at most
+
+    y        ``4 e far (1 + |n|) |scale| + 2 e |bias|``
+    dx       ``4 e far (|g| + (1 + |n|) rms(g)) / deviation``
+    dscale   ``4 e sum(|dy| far (1 + |n|))`` over some thousand tokens, which are added one after the other
+    dbias    ``4 e sum |dy|``, as far
 """
 
 from typing import Any, Final
