@@ -1,6 +1,10 @@
 """The speed of a large matrix product of the array library: what a machine can do, measured, not declared."""
 
+import ctypes
+import os
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -11,6 +15,7 @@ from hpcdist.arrays.backend import namespace
 # Of square matrices. A processor is at its best from here on, and a product short enough not to be interrupted often.
 SIDE: Final = {"cpu": 512, "gpu": 8192}
 LEAST: Final = 3
+_VARIABLES: Final = ("OPENBLAS_", "MKL_", "OMP_")
 
 
 class Product:
@@ -45,3 +50,30 @@ def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, s
         best_s = min(best_s, product.run())
         count += 1
     return product.flops / best_s
+
+
+def blas(environment: Mapping[str, str] = os.environ) -> str:
+    """Return which kernels numpy's OpenBLAS has chosen for this processor, and the variables that it was told by.
+
+    Both change what a matrix product reaches by factors. The kernels are not known of another BLAS, or of one that did
+    not come with numpy.
+    """
+    names = [f"kernels {core}" for core in map(_core, _bundled()) if core]
+    told = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(_VARIABLES)]
+    return ", ".join([*names, *told]) or "not known"
+
+
+def _bundled() -> list[Path]:
+    """Return the libraries that a wheel of numpy brings along."""
+    return sorted(Path(np.__file__).parents[1].glob("numpy.libs/lib*openblas*"))
+
+
+def _core(library: Path) -> str:
+    """Return what an OpenBLAS, which numpy has loaded, calls the kernels that it uses; "" where it does not say."""
+    loaded = ctypes.CDLL(str(library))
+    for name in ("scipy_openblas_get_corename64_", "openblas_get_corename64_", "openblas_get_corename"):
+        if hasattr(loaded, name):
+            ask = getattr(loaded, name)
+            ask.restype = ctypes.c_char_p
+            return str(ask().decode())
+    return ""

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist import models
-from hpcdist.arrays.peak import Product
+from hpcdist.arrays.peak import Product, blas
 from hpcdist.arrays.store import FlatStore
 from hpcdist.bench import step_torch
 from hpcdist.bench.step_file import Case, Results
@@ -71,6 +71,7 @@ def run(comm: Communicator, wanted: Wanted, provenance: dict[str, Any], say: Say
             "forward_flops": numbers.forward_flops,
             "backward_flops": numbers.backward_flops,
             "optimizer": "AdamW, clipped at 1",
+            "blas": blas(),
         },
         shape=wanted.shape,
         matmul_flops_per_s=products,

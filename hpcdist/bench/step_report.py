@@ -118,6 +118,7 @@ def text(found: Results) -> str:
     lines = [
         f"gpt of {about['parameters']:,} parameters: {model}; {shape.samples} samples a rank",
         f"{machine}; {flops / 1e9:.2f} GFLOP a sample; peak of matrix products, all ranks: {peaks} GFLOP/s",
+        f"numpy's BLAS: {about['blas']}",
         "",
         *_aligned([[name for name, _ in _COLUMNS], *([show(row) for _, show in _COLUMNS] for row in table)]),
         "",

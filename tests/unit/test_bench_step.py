@@ -35,7 +35,7 @@ def case(name: str, step_s: list[list[float]], loss: list[float], **more: Any) -
 
 
 def results(*cases: Case) -> Results:
-    about = {"ranks": 2, "threads": 1, "parameters": 1000, "forward_flops": 100, "backward_flops": 200}
+    about = {"ranks": 2, "threads": 1, "parameters": 1000, "forward_flops": 100, "backward_flops": 200, "blas": "mine"}
     rates = {"numpy": np.array([[50.0, 40.0], [45.0, 80.0]]), "torch": np.array([[30.0, 30.0], [30.0, 42.0]])}
     return Results(about, TINY, rates, cases, {"torch.compile": "no compiler"})
 

@@ -79,3 +79,15 @@ def test_a_product_is_that_of_its_matrices() -> None:
     product = peak.Product(np.dtype(np.float64), side=20)
     assert product.run() > 0 and product.flops == 2 * 20**3
     np.testing.assert_allclose(product._into, product._a @ product._b, rtol=1e-12)
+
+
+def test_a_blas_tells_its_kernels_and_what_it_was_told() -> None:
+    told = peak.blas({"OPENBLAS_CORETYPE": "Haswell", "PATH": "/bin", "OMP_NUM_THREADS": "1"})
+    assert told.endswith("OMP_NUM_THREADS=1, OPENBLAS_CORETYPE=Haswell") and "PATH" not in told
+    if peak._bundled():
+        assert told.startswith("kernels ") and len(told.split(",")[0]) > len("kernels ")
+
+
+def test_a_blas_that_says_nothing_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peak, "_bundled", list)
+    assert peak.blas({"PATH": "/bin"}) == "not known"
