@@ -17,9 +17,20 @@ import numpy as np
 from hpcdist import models
 from hpcdist.arrays.peak import Product, blas
 from hpcdist.arrays.store import FlatStore
-from hpcdist.bench import step_torch
+from hpcdist.bench import step_jax, step_torch
 from hpcdist.bench.step_file import Case, Results
-from hpcdist.bench.step_plan import COMPILED, EAGER, OURS, PHASES, RECOMPUTING, WRAPPED_TORCH, Shape, Wanted, batches
+from hpcdist.bench.step_plan import (
+    COMPILED,
+    EAGER,
+    OURS,
+    PHASES,
+    RECOMPUTING,
+    WRAPPED_JAX,
+    WRAPPED_TORCH,
+    Shape,
+    Wanted,
+    batches,
+)
 from hpcdist.bench.step_runs import Run, Seconds
 from hpcdist.bench.step_sample import Sample
 from hpcdist.bench.step_torch import TorchRun
@@ -96,6 +107,9 @@ def _contenders(
     if any(name in wanted.names for name in _NEED_TORCH):
         missing = _on_all(comm, lambda: step_torch.begin(comm, folder, wanted.threads))
         left_out = {name: missing for name in wanted.names if name in _NEED_TORCH and missing}
+    if WRAPPED_JAX in wanted.names:
+        missing = _on_all(comm, lambda: step_jax.begin(wanted.threads))
+        left_out |= {WRAPPED_JAX: missing} if missing else {}
     if COMPILED in wanted.names and COMPILED not in left_out:
         if comm.rank == 0:
             say("torch.compile is tried: that takes a while")
@@ -121,6 +135,8 @@ def _model(name: str, model: Model, initial: FlatStore, shape: Shape) -> tuple[M
         module = step_torch.twin(shape, model, initial)
         example = np.zeros((1, shape.context), np.int64)
         return wrap(module, step_torch.cross_entropy, example=example, tokens_per_sample=shape.context), None
+    if name == WRAPPED_JAX:
+        return step_jax.wrapped(shape, model, initial), None
     built = models.build(model_config(shape), "float32", context=shape.context)
     return recomputing(built) if name == RECOMPUTING else built, initial
 

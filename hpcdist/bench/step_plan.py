@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -12,12 +12,14 @@ from hpcdist.errors import UsageError
 OURS: Final = "hpcdist"
 RECOMPUTING: Final = "hpcdist, recomputing"
 WRAPPED_TORCH: Final = "wrapped PyTorch"
+WRAPPED_JAX: Final = "wrapped JAX"
 EAGER: Final = "PyTorch eager"
 COMPILED: Final = "torch.compile"
 CONTENDERS: Final = {
     OURS: "the built-in model; several ranks reduce gradients by the algorithm that shares memory, where they can",
     RECOMPUTING: "the same, which keeps the input of a block and computes the rest of it again in backward",
     WRAPPED_TORCH: "the PyTorch model through hpcdist.adapters.torch, trained as the built-in one",
+    WRAPPED_JAX: "the same model as functions of JAX, through hpcdist.adapters.jax",
     EAGER: "the PyTorch model as one trains it in PyTorch: AdamW (fused), clipping; several ranks by DDP over gloo",
     COMPILED: "the same behind torch.compile",
 }
@@ -66,6 +68,11 @@ def chosen(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in CONTENDERS if not names or name in names)
 
 
+def token_type(shape: Shape) -> "np.dtype[Any]":
+    """Return the smallest integers that all tokens fit in."""
+    return np.min_scalar_type(shape.vocabulary - 1)
+
+
 def batches(wanted: Wanted, steps: int) -> Iterator[np.ndarray]:
     """Yield the tokens (ranks samples, context + 1) of so many steps: the same on every rank.
 
@@ -74,10 +81,9 @@ def batches(wanted: Wanted, steps: int) -> Iterator[np.ndarray]:
     shape = wanted.shape
     draw = np.random.default_rng([wanted.seed, 1])
     successors: np.ndarray = draw.integers(0, shape.vocabulary, (shape.vocabulary, CHOICES))
-    dtype = np.min_scalar_type(shape.vocabulary - 1)
     samples = wanted.ranks * shape.samples
     for _ in range(steps):
-        tokens = np.empty((samples, shape.context + 1), dtype)
+        tokens = np.empty((samples, shape.context + 1), token_type(shape))
         tokens[:, 0] = draw.integers(0, shape.vocabulary, samples)
         taken: np.ndarray = draw.integers(0, CHOICES, (samples, shape.context + 1))
         for place in range(1, shape.context + 1):

@@ -13,7 +13,17 @@ from click.testing import CliRunner
 
 from hpcdist.bench import step, step_file, step_plan, step_report
 from hpcdist.bench.step_file import Case, Results
-from hpcdist.bench.step_plan import CONTENDERS, EAGER, OURS, PHASES, RECOMPUTING, WRAPPED_TORCH, Shape, Wanted
+from hpcdist.bench.step_plan import (
+    CONTENDERS,
+    EAGER,
+    OURS,
+    PHASES,
+    RECOMPUTING,
+    WRAPPED_JAX,
+    WRAPPED_TORCH,
+    Shape,
+    Wanted,
+)
 from hpcdist.cli import bench_step
 from hpcdist.cli.bench import command
 from hpcdist.comm.communicator import Communicator
@@ -153,15 +163,17 @@ def test_the_picture_is_drawn(measured: Results, tmp_path: Path) -> None:
     assert (tmp_path / "a.png").stat().st_size > 5000 and (tmp_path / "b.svg").stat().st_size > 5000
 
 
-def test_pytorch_trains_the_same() -> None:
+def test_pytorch_and_jax_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    wanted = replace(WANTED, names=(OURS, WRAPPED_TORCH, EAGER), steps=11, warmup=4, profiled=0)
+    pytest.importorskip("jax")
+    monkeypatch.setenv("XLA_FLAGS", "")
+    wanted = replace(WANTED, names=(OURS, WRAPPED_TORCH, WRAPPED_JAX, EAGER), steps=11, warmup=4, profiled=0)
     found = step.run(solo(), wanted, {}, lambda line: None)
     assert found is not None and found.left_out == {}
-    assert [one.name for one in found.cases] == [OURS, WRAPPED_TORCH, EAGER]
+    assert [one.name for one in found.cases] == [OURS, WRAPPED_TORCH, WRAPPED_JAX, EAGER]
     apart = step.differences(found, 100)
     assert max(apart.values()) < 1e-5
-    ours, wrapped, eager = found.cases
+    ours, wrapped, _, eager = found.cases
     assert ours.loss[-1] < 0.99 * ours.loss[0], "the updates of a step that changes nothing would agree, too"
     assert wrapped.activation_bytes is None and wrapped.operation_s == {}
     assert np.isnan(eager.phase_s[:, :, PHASES.index("communication")]).all()
