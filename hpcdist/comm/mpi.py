@@ -111,11 +111,14 @@ class MpiCommunicator(Endpoint):
         return _MpiRequest(self._comm.Iallreduce(self._mpi.IN_PLACE, message, self._ops[op]))
 
     def _reduce_scatter(self, message: Array, ranges: Sequence[Range], op: str) -> None:
-        own = message[ranges[self.rank].slice]
-        # MPI_IN_PLACE would leave the result at the start of the buffer, over a range of rank 0.
-        result = np.empty(own.shape, own.dtype) if isinstance(own, np.ndarray) else own.copy()
-        self._comm.Reduce_scatter(message, result, [part.size for part in ranges], self._ops[op])
-        own[...] = result
+        own, counts = message[ranges[self.rank].slice], [part.size for part in ranges]
+        if isinstance(own, np.ndarray):  # the result is left at the start of the buffer, which nobody needs any more
+            self._comm.Reduce_scatter(self._mpi.IN_PLACE, message, counts, self._ops[op])
+            own[...] = message[: own.size]  # numpy moves what overlaps as it must be
+        else:
+            result = own.copy()
+            self._comm.Reduce_scatter(message, result, counts, self._ops[op])
+            own[...] = result
 
     def _all_gather(self, message: Array, ranges: Sequence[Range]) -> None:
         counts, starts = [part.size for part in ranges], [part.start for part in ranges]
