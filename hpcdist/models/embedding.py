@@ -8,7 +8,7 @@ from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.jit import jit
 from hpcdist.models import device
 from hpcdist.models.kernels import SAMPLE_DTYPES
-from hpcdist.models.linear import column_sums
+from hpcdist.models.linear import add_to_rows, column_sums
 from hpcdist.models.stage import Gradients, Parameters, Saved
 from hpcdist.models.tokens import as_indices, check_tokens
 
@@ -44,10 +44,7 @@ class LocalPositions:
     def forward(self, parameters: Parameters, prefix: str, y: Array, context: int, saved: Saved) -> Array:
         """Add the rows of the first ``context`` positions to y (batch, context, hidden), in place."""
         rows = parameters[f"{prefix}.weight"][:context]
-        if is_device(y):
-            device.add(y, rows)
-        else:
-            y += rows
+        add_to_rows(y.reshape(y.shape[0], -1), rows.reshape(-1))
         return y
 
     def backward(self, gradients: Gradients, prefix: str, dy: Array, saved: Saved) -> None:

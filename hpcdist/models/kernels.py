@@ -3,7 +3,6 @@
 from typing import Any, Final
 
 # Flags of LLVM under which sums over a row become vector code, and which keep NaN and infinity as they are: a diverged
-# run must show. `nnan` on top is for a maximum, which is no vector code without it; what follows it sees the NaN.
+# run must show.
 REORDER: Final[Any] = {"reassoc", "contract", "arcp", "nsz"}
-REORDER_MAXIMUM: Final[Any] = REORDER | {"nnan"}
 SAMPLE_DTYPES: Final = ("float32", "float64")  # what `hpcdist warmup` compiles every kernel for

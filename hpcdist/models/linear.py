@@ -56,10 +56,7 @@ def affine(parameters: Parameters, prefix: str, x: Array, saved: Saved) -> Array
     namespace(x).matmul(x.reshape(-1, inputs), weight.T, out=rows)
     bias = parameters.get(f"{prefix}.bias")
     if bias is not None:
-        if is_device(rows):
-            device.add(rows, bias.reshape(-1))
-        else:
-            rows += bias.reshape(-1)
+        add_to_rows(rows, bias.reshape(-1))
     return y
 
 
@@ -97,6 +94,11 @@ def as_matrix(weight: Array) -> Array:
     return weight.reshape(-1, weight.shape[-1])
 
 
+def add_to_rows(rows: Array, row: Array) -> None:
+    """Add ``row`` (columns,) to each of contiguous ``rows`` (n, columns), in place."""
+    (device.add if is_device(rows) else _add_row)(rows, row)
+
+
 def column_sums(rows: Array, into: Array, add: bool) -> None:
     """Write or add the sums of ``rows`` (n, columns) to ``into`` (columns,)."""
     if is_device(rows):
@@ -105,6 +107,14 @@ def column_sums(rows: Array, into: Array, add: bool) -> None:
     if not add:
         into[...] = 0
     _add_columns(rows, into)
+
+
+@jit
+def _add_row(rows: Any, row: Any) -> None:
+    # numpy takes a buffer for this each time.
+    for i in range(rows.shape[0]):
+        for j in range(rows.shape[1]):
+            rows[i, j] += row[j]
 
 
 @jit(fastmath=REORDER)
@@ -124,4 +134,5 @@ def _add_columns(rows: Any, into: Any) -> None:
 
 for _dtype in SAMPLE_DTYPES:
     _block = np.ones((1, 2), _dtype)
+    _add_row.sample(lambda x=_block: (x.copy(), x[0]))
     _add_columns.sample(lambda x=_block: (x, x[0].copy()))

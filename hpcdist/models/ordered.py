@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.arrays.jit import Primitive
+from hpcdist.arrays.jit import Primitive, jit
+from hpcdist.models.kernels import SAMPLE_DTYPES
 
 _SIGN, _REST, _SIGN_D, _REST_D = np.int32(31), np.int32(0x7FFFFFFF), np.int64(63), np.int64(0x7FFFFFFFFFFFFFFF)
 
@@ -51,3 +52,17 @@ def _number(numba: Any) -> Any:
 
 ordered = Primitive(_ordered, "the integer that stands for a float32 or float64 in their order")
 number = Primitive(_number, "the float32 or float64 that an int32 or int64 of `ordered` stands for")
+
+
+@jit
+def largest(row: Any) -> Any:
+    """Return the largest of the elements of a row, of one at least; a NaN where it is beyond them."""
+    top = ordered(row[0])
+    for j in range(row.size):
+        top = max(top, ordered(row[j]))
+    return number(top)
+
+
+for _dtype in SAMPLE_DTYPES:
+    _row = np.ones(2, _dtype)
+    largest.sample(lambda x=_row: (x,))

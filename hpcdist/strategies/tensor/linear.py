@@ -1,7 +1,14 @@
 """The two linears of a parallel part: the first cut by outputs, the second by inputs."""
 
 from hpcdist.arrays.backend import Array, namespace
-from hpcdist.models.linear import affine, as_matrix, gradient_of_bias, gradient_of_input, gradient_of_weight
+from hpcdist.models.linear import (
+    add_to_rows,
+    affine,
+    as_matrix,
+    gradient_of_bias,
+    gradient_of_input,
+    gradient_of_weight,
+)
 from hpcdist.models.stage import Gradients, Parameters, Saved
 from hpcdist.strategies.tensor.borders import Borders
 
@@ -69,7 +76,7 @@ class RowLinear:
         y = self.borders.leave(partial, f"{prefix}.y", saved)
         bias = parameters.get(f"{prefix}.bias")
         if bias is not None:
-            y += bias
+            add_to_rows(y.reshape(-1, outputs), bias)
         return y
 
     def backward(

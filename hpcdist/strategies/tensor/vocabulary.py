@@ -8,9 +8,9 @@ import numpy as np
 from hpcdist.arrays.backend import Array, Scalar, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.arrays.ranges import Range
-from hpcdist.models.cross_entropy import largest
 from hpcdist.models.exponential import exp
 from hpcdist.models.kernels import REORDER, SAMPLE_DTYPES
+from hpcdist.models.ordered import largest
 from hpcdist.models.stage import Gradients, Parameters, Saved
 from hpcdist.models.tokens import as_indices, check_tokens
 from hpcdist.strategies.tensor.borders import Borders
