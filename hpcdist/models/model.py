@@ -18,7 +18,7 @@ from hpcdist.models.operations import LOCAL, Operations
 from hpcdist.models.skips import Skips
 from hpcdist.models.stage import Parameters, Saved, Stage
 
-DTYPES: Final = ("float32", "float64")
+DTYPES: Final = ("float32", "float64", "bfloat16", "float16")  # those of 16 bits on a GPU alone
 StoreOf: TypeAlias = Callable[[int], FlatStore]  # layer -> the store that holds its tensors now
 
 

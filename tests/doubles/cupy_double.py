@@ -454,11 +454,19 @@ def matmul(left: Any, right: Any, out: Any = None) -> ndarray:
     if not all(isinstance(operand, ndarray) for operand in operands):
         raise TypeError(f"cupy.matmul takes arrays of the device, got {[type(operand) for operand in operands]}")
     if out is None:
-        return _computed(np.matmul(left._host, right._host))
+        return _computed(_product(left._host, right._host))
     if left.ndim < 2 or right.ndim < 2:
         raise ValueError("Invalid shape for out: cupy 13 wants the dim that a vector lacks in it")
-    np.matmul(left._host, right._host, out=out._host)
+    out._host[...] = _product(left._host, right._host)
     return _stored(out, None)
+
+
+def _product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """As cuBLAS does it: 16-bit floats are summed in float32, and rounded once."""
+    kind = np.result_type(left, right)
+    if kind.itemsize != 2:
+        return np.matmul(left, right)
+    return np.matmul(left.astype(np.float32), right.astype(np.float32)).astype(kind)
 
 
 def where(condition: Any, x: Any, y: Any) -> ndarray:
