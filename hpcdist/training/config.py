@@ -25,8 +25,9 @@ class DataConfig:
     """What is trained on.
 
     ``path`` names a text file, a directory of them, tokens (uint8, uint16 or uint32) in a .npy file or in the dataset
-    ``tokens`` of an HDF5 file, or, for an mlp, an HDF5 file with datasets ``x`` and ``y``. Empty, it is the source text
-    of the Python standard library on this machine. ``context`` is the number of tokens that the model sees at once.
+    ``tokens`` of an HDF5 file, or, for an mlp or a convnet, an HDF5 file with datasets ``x`` (rows, ...), pictures as
+    (rows, height, width) or with channels last, and ``y``. Empty, it is the source text of the Python standard library
+    on this machine. ``context`` is the number of tokens that the model sees at once.
     The last ``validation_fraction`` of the data is kept for validation, at least one sample of it; 0 keeps none.
 
     ``shares`` says how the samples of a batch are shared over the replicas: evenly, or by the speed measured in the

@@ -204,6 +204,53 @@ def test_what_cannot_be_cut_is_refused(config, ranks, said):
         check(config, ranks, CONTEXT, True)
 
 
+def test_stages_that_are_not_those_of_a_transformer_are_refused():
+    whole = models.build(ModelConfig(kind="mlp"), features=3, classes=2)
+
+    def body(comm):
+        with pytest.raises(ConfigurationError, match="parallel.tensor = 2: the stages of this model are not cut"):
+            cut_model(whole, comm)
+
+    run_threads(2, body)
+    assert cut_model(whole, solo()) is whole
+
+
+OPTIONS = {
+    "llama": {"positions": "rotary", "norm": "rms", "activation": "swiglu", "kv_heads": 2, "bias": False},
+    "grouped": {"kv_heads": 2, "feed_forward": 21, "tied": True},
+    "encoder": {"kind": "encoder", "positions": "rotary"},
+    "encoder llama": {"kind": "encoder", "norm": "rms", "activation": "swiglu", "kv_heads": 2, "feed_forward": 19},
+}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_are_those_of_the_whole(options, by_rows, split, rng):
+    config = ModelConfig(layers=2, hidden=16, heads=4, vocabulary=37, **OPTIONS[options])
+    check(config, 2, CONTEXT, by_rows)
+    found, seed = batches(rng), int(rng.integers(1 << 30))
+    whole = models.build(config, "float64", context=CONTEXT)
+    if config.kind == "encoder":
+        found = [(x, np.where(np.arange(CONTEXT) == 2, targets.astype(int), -1)) for x, targets in found]
+    losses, gradient = step(whole, seed, found)
+
+    def body(comm):
+        model = cut_model(models.build(config, "float64", context=CONTEXT), comm, sequence_parallel=by_rows)
+        mine, own = step(model, seed, found, split=split)
+        if by_rows:
+            sum_gradients(own, own.parts, comm, "native")
+        return mine, {segment.key: (segment.spec, own.view(segment.key).copy()) for segment in model.layout.segments}
+
+    everyone = run_threads(2, body)
+    np.testing.assert_allclose(np.sum([mine for mine, _ in everyone], axis=0), losses, rtol=1e-13)
+    norm = np.linalg.norm(gradient.array)
+    for _, tensors in everyone:
+        for key, (spec, values) in tensors.items():
+            inside = tuple(slice(*ends) for ends in spec.box) if spec.whole else ...
+            assert np.linalg.norm(values - gradient.view(key)[inside]) <= 1e-12 * norm, key
+
+
 def test_time_of_messages_inside_of_stages_is_known(rng):
     found, whole = batches(rng, 1), built(2)
 
