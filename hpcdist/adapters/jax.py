@@ -16,7 +16,7 @@ place of the sample in the batch), so that any cut of the work drops the same; N
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -28,6 +28,8 @@ from hpcdist.adapters.jax_trees import Leaves, check_alike, check_ties, grouped,
 from hpcdist.arrays.backend import Array, to_host
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.model import Model
+
+FEW: Final = 8  # samples of an example that a model keeps, to measure its stages
 
 
 class WrappedModel(Model):
@@ -79,12 +81,12 @@ def wrap(
         raise UsageError(f"got {len(stages)} stages and {len(params)} params; give a pytree for each stage")
     leaves = [Leaves.of(own, f"params of stage {number}") for number, own in enumerate(params)]
     groups, computes = grouped(leaves), check_alike(leaves)
-    samples, x, target = _example(example)
-    shared = Shared(computes, keep, Traffic(), {}, adapted or _adapted)
-    made = _stages(stages, leaves, groups, check_ties(tied or {}, [_own(leaves, group) for group in groups]), x, shared)
+    inputs, targets = _example(example)
+    shared = Shared(computes, keep, Traffic(), {}, adapted or _adapted, inputs)
+    made = _stages(stages, leaves, groups, check_ties(tied or {}, [_own(leaves, group) for group in groups]), shared)
     for stage in made:
-        _refuse_unused(stage, samples)
-    lossy = JaxLoss(loss, shared.traffic, output=(made[-1].output_shape(1)[1:], computes), target=target)
+        _refuse_unused(stage, len(inputs))
+    lossy = JaxLoss(loss, shared.traffic, output=(made[-1].output_shape(1)[1:], computes), example=targets)
     count, on = lossy.per_sample, platform_of(leaves)
     model = WrappedModel(made, computes.name, tokens_per_sample=count, loss=lossy, seeded=False, on=on)
     layer_of = {number: layer for layer, group in enumerate(groups) for number in group}
@@ -97,11 +99,11 @@ def _stages(
     leaves: Sequence[Leaves],
     groups: Sequence[Sequence[int]],
     ties: Sequence[dict[str, str]],
-    x: Sample,
     shared: Shared,
 ) -> list[JaxStage]:
-    """Return a stage for each of ``groups``; ``x`` is what the first one gets."""
+    """Return a stage for each of ``groups``."""
     made: list[JaxStage] = []
+    x: Sample = shared.example.shape[1:], enabled(shared.example.dtype)
     for layer, group in enumerate(groups):
         own = _own(leaves, group)
         chain = Chain(tuple(Function.of(functions[number], leaves[number].tree, f"stage {number}") for number in group))
@@ -128,19 +130,18 @@ def _refuse_unused(stage: JaxStage, samples: int) -> None:
         )
 
 
-def _example(given: Any) -> tuple[int, Sample, Sample]:
-    """Return the number of samples in an example, and shape and type of a sample of its inputs and targets."""
+def _example(given: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return a few inputs and targets of an example; zeros, where it has shapes and types alone."""
     if not isinstance(given, tuple) or len(given) != 2:
         raise UsageError(f"the example is a {type(given).__name__}; give a pair (inputs, targets)")
-    samples: list[Sample] = []
-    counts: list[int] = []
+    found: list[np.ndarray] = []
     for values, what in zip(given, ("inputs", "targets"), strict=True):
-        array = values if hasattr(values, "shape") and hasattr(values, "dtype") else np.asarray(values)
+        is_shape = isinstance(values, library().ShapeDtypeStruct)
+        array = np.zeros(values.shape, values.dtype) if is_shape else np.asarray(values)
         if not array.shape or not array.shape[0]:
-            raise UsageError(f"the {what} of the example have shape {tuple(array.shape)}; give one sample or more")
-        counts.append(array.shape[0])
-        samples.append((tuple(array.shape[1:]), enabled(array.dtype)))
-    if counts[0] != counts[1]:
-        raise UsageError(f"the example has {counts[0]} inputs and {counts[1]} targets; give as many of both")
-    x, target = samples
-    return counts[0], x, target
+            raise UsageError(f"the {what} of the example have shape {array.shape}; give one sample or more")
+        found.append(array)
+    inputs, targets = found
+    if len(inputs) != len(targets):
+        raise UsageError(f"the example has {len(inputs)} inputs and {len(targets)} targets; give as many of both")
+    return inputs[:FEW].copy(), targets[:FEW].copy()

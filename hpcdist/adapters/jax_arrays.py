@@ -88,6 +88,11 @@ class Traffic:
         self.copied_out_bytes += into.nbytes
 
 
+def repeated(rows: np.ndarray, samples: int) -> np.ndarray:
+    """Return so many samples, which repeat ``rows``."""
+    return np.resize(rows, (samples, *rows.shape[1:]))
+
+
 def enabled(dtype: Any) -> np.dtype:
     """Return the type in which JAX has data of ``dtype``: without ``jax_enable_x64``, 64 bits become 32."""
     return np.dtype(library().dtypes.canonicalize_dtype(dtype))

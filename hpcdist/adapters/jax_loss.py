@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.adapters.jax_arrays import Traffic, library
+from hpcdist.adapters.jax_arrays import Traffic, enabled, library, repeated
 from hpcdist.arrays.backend import Array
 from hpcdist.errors import UsageError
 from hpcdist.models.model import Loss
@@ -16,7 +16,8 @@ from hpcdist.models.stage import Saved
 class JaxLoss(Loss):
     """The losses ``call(y, targets)``, summed: over samples (samples, ...), or a mean times the number of samples.
 
-    ``output`` and ``target`` are shape and type of a sample of each. Raises UsageError where losses are no such array.
+    ``output`` is shape and type of a sample of y, ``example`` has targets. Raises UsageError where losses
+    are no such array.
     """
 
     def __init__(
@@ -25,9 +26,10 @@ class JaxLoss(Loss):
         traffic: Traffic,
         *,
         output: tuple[tuple[int, ...], np.dtype],
-        target: tuple[tuple[int, ...], np.dtype],
+        example: np.ndarray,
     ) -> None:
-        self._call, self._traffic = call, traffic
+        self._call, self._traffic, self._example = call, traffic, example
+        target = example.shape[1:], enabled(example.dtype)
         one, two = (self._shape(samples, output, target) for samples in (1, 2))
         self.is_mean = one == two == ()
         if not self.is_mean and (one[:1] != (1,) or two != (2, *one[1:])):
@@ -39,6 +41,10 @@ class JaxLoss(Loss):
         jax = library()
         self._losses = jax.jit(call)
         self._gradient = jax.jit(lambda y, targets, scale: jax.vjp(lambda y: self._sum(y, targets), y)[1](scale)[0])
+
+    def example_targets(self, samples: int) -> np.ndarray:
+        """Return targets of so many samples, those of the example."""
+        return repeated(self._example, samples)
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> float:
         """Return the sum in float64; ``logits`` (samples, ...) are what the last stage gave, and stay as they are."""

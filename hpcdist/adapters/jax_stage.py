@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from hpcdist.adapters.jax_arrays import Traffic, enabled, library
+from hpcdist.adapters.jax_arrays import Traffic, enabled, library, repeated
 from hpcdist.adapters.jax_passes import Passes, build
 from hpcdist.adapters.jax_trees import Leaves
 from hpcdist.arrays.backend import Array
@@ -104,6 +104,7 @@ class Shared:
     traffic: Traffic
     passes: dict[Any, Passes]
     adapted: Adapted
+    example: np.ndarray  # inputs of the first stage
 
 
 class JaxStage:
@@ -137,6 +138,11 @@ class JaxStage:
         if self._output is None:
             self._output = self._checked(1)[1:]
         return samples, *self._output
+
+    def example_input(self, samples: int) -> np.ndarray:
+        """Return so many samples that the stage takes: those of the example, of the first stage, else zeros."""
+        rows = np.zeros((1, *self._sample), self._dtype) if self.layer else self._shared.example
+        return repeated(rows, samples)
 
     def kept_bytes(self, samples: int) -> int:
         """Return what JAX keeps of a micro-batch from forward to backward, beside input and output, in bytes."""

@@ -87,7 +87,7 @@ class _Probe:
         draw = np.random.default_rng(0)
         self._x = self._place(_input(model, unit, samples, draw))
         self._dy = self._place(draw.standard_normal(self._stage.output_shape(samples)).astype(model.dtype))
-        self._targets = self._place(np.zeros(model.stages[-1].output_shape(samples)[:-1], np.int64))
+        self._targets = self._place(_targets(model, samples))
         self._split = splitting(model.operations)
 
     def _place(self, array: np.ndarray) -> Array:
@@ -133,6 +133,14 @@ class _Probe:
     def _clock(self) -> float:
         backend.synchronise(self._x)
         return time.perf_counter()
+
+
+def _targets(model: Model, samples: int) -> np.ndarray:
+    """Return targets that the loss takes."""
+    if hasattr(model.loss, "example_targets"):  # that of a user's own model
+        made: np.ndarray = model.loss.example_targets(samples)
+        return made
+    return np.zeros(model.stages[-1].output_shape(samples)[:-1], np.int64)
 
 
 def _input(model: Model, unit: int, samples: int, draw: np.random.Generator) -> np.ndarray:

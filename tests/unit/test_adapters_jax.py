@@ -274,10 +274,10 @@ def dropping(params: Any, x: Any, keys: Any) -> Any:
     return jax.vmap(lambda key, row: jnp.where(jax.random.bernoulli(key, 0.5, row.shape), 2 * row, 0))(keys, y)
 
 
-def test_random_numbers_follow_the_sample(rng):
+def test_random_numbers_follow_the_sample(rng, x64):
     """What is dropped is the same however a batch is cut, and another in each step and seed; nothing without a draw."""
-    params = [rng.standard_normal((8, 8)).astype(np.float32) for _ in range(2)]
-    x = rng.standard_normal((5, 8)).astype(np.float32)
+    params = [rng.standard_normal((8, 8)) for _ in range(2)]
+    x = rng.standard_normal((5, 8))
     model = adapter.wrap([dropping, dropping], params, lambda y, t: (y - t) ** 2, example=(x, x))
     bound = Bound(model)
 
@@ -297,10 +297,10 @@ def test_random_numbers_follow_the_sample(rng):
     assert 0 < np.count_nonzero(whole == 0) < whole.size
     for other in (Draw(3, 2, 10), Draw((1 << 40) + 3, 3, 10), Draw((1 << 40) + 3, 2, 11)):
         assert (forward(bound, x, other, 0) != whole).any()
-    np.testing.assert_allclose(forward(bound, x, None, 0), np.tanh(np.tanh(x @ params[0]) @ params[1]), atol=2e-6)
+    np.testing.assert_allclose(forward(bound, x, None, 0), np.tanh(np.tanh(x @ params[0]) @ params[1]), atol=1e-14)
     _, gradients = bound.compute(x, x, draw)  # the backward drops what the forward has dropped
-    again, moved = Bound(model), 1e-2
-    direction = rng.standard_normal(model.layout.size).astype(np.float32)
+    again, moved = Bound(model), 1e-6
+    direction = rng.standard_normal(model.layout.size)
     sides = []
     for sign in (1, -1):
         again.store.array[...] = bound.store.array + sign * moved * direction
@@ -308,7 +308,7 @@ def test_random_numbers_follow_the_sample(rng):
         for stage in model.stages:
             again.arena.saved(stage.layer).release()
     slope = sum(float((gradients[s.key].ravel() * direction[s.range.slice]).sum()) for s in model.layout.segments)
-    assert (sides[0] - sides[1]) / (2 * moved) == pytest.approx(slope, rel=2e-2, abs=1e-4)
+    assert (sides[0] - sides[1]) / (2 * moved) == pytest.approx(slope, rel=1e-6, abs=1e-8)
 
 
 def test_values_that_are_not_finite_stay_visible(rng):
@@ -342,7 +342,7 @@ STRATEGIES = [
     (2, {"parallel.strategy": "allreduce", "parallel.microbatches": 2}),
     (3, {"parallel.strategy": "zero2"}),
     (2, ZERO3),
-    (2, {"parallel.pipeline": 2, "parallel.microbatches": 4}),
+    (2, {"parallel.pipeline": 2, "parallel.microbatches": 4, "parallel.partition": "measured"}),
     (2, {"parallel.pipeline": 2, "parallel.microbatches": 4, "parallel.recompute": "true"}),
     (2, {"parallel.pipeline": 2, "parallel.microbatches": 4, "parallel.schedule": "zb-h1"}),
     (4, {**ZERO3, "parallel.pipeline": 2, "zero.keep_gradients": "true"}),  # or a tied tensor would be reduced early
