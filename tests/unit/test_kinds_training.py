@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
@@ -16,7 +17,9 @@ from hpcdist.training.evaluation import mean_validation_loss
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 from kinds import KINDS, STEPS, keys_of, write_data
 from rank_runs import alone, difference, losses, trainer_of
+from steady import steady
 
+ALLOWED = 160 << 10  # bytes of a step's own objects; the largest tensor of each model is larger
 TENSOR = {"parallel.tensor": 2}
 BY_ROWS = TENSOR | {"parallel.sequence_parallel": "true"}
 WAYS = {
@@ -100,6 +103,20 @@ def test_losses_of_an_encoder_are_means_over_what_it_says(folder):
     assert trainer.model.tokens_per_sample == predictions(12) == 2
     assert losses(trainer, 1)[0] == pytest.approx(np.log(257), abs=0.1)
     assert mean_validation_loss(trainer) == pytest.approx(np.log(257), abs=0.1)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "convnet"])
+def test_a_step_allocates_nothing(kind, folder):
+    """Neither the pictures, unfolded or not, nor the masked text are made anew by the model."""
+    with h5py.File(folder / "large.h5", "w") as file:
+        file["x"], file["y"] = np.zeros((64, 24, 24, 3), np.uint8), np.arange(64) % 5
+    keys: dict[str, object] = {"model.kind": kind, "model.hidden": 128, "model.heads": 2, "data.context": 128}
+    if kind == "convnet":
+        keys = {"model.kind": kind, "model.hidden": 48, "data.path": folder / "large.h5"}
+    keys |= {"run.steps": 20, "run.global_batch": 8, "parallel.microbatches": 2, "communication.algorithm": "ring"}
+    found = steady(keys)
+    assert found.after == found.before and found.largest > ALLOWED
+    assert found.transient <= ALLOWED and found.left <= ALLOWED // 10
 
 
 @pytest.mark.parametrize(
