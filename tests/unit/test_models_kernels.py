@@ -8,12 +8,32 @@ import pytest
 from hpcdist import models
 from hpcdist.arrays import jit
 from hpcdist.arrays.store import FlatStore
-from hpcdist.models import activation, attention_rows, cross_entropy, dropout, embedding, norm, rotary, softmax
+from hpcdist.models import (
+    activation,
+    attention_rows,
+    convolution,
+    cross_entropy,
+    dropout,
+    embedding,
+    exponential,
+    linear,
+    norm,
+    ordered,
+    rotary,
+    softmax,
+)
 from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.operations import LOCAL, Operations
 
-MODULES = (activation, attention_rows, cross_entropy, dropout, embedding, norm, rotary, softmax)
+MODULES = (activation, attention_rows, convolution, cross_entropy, dropout, embedding)
+MODULES += (exponential, linear, norm, ordered, rotary, softmax)
+CONFIGS = {
+    "gpt": ModelConfig(layers=1, hidden=8, heads=2, dropout=0.1),
+    "options": ModelConfig(
+        layers=1, hidden=8, heads=2, kv_heads=1, positions="rotary", norm="rms", activation="swiglu", bias=False
+    ),
+}
 
 
 def _kernels():
@@ -33,16 +53,18 @@ def _step(model, rng):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_samples_cover_the_types_of_a_step(dtype, rng):
+@pytest.mark.parametrize("config", CONFIGS)
+def test_samples_cover_the_types_of_a_step(config, dtype, rng):
     kernels = _kernels()
     assert {kernel.function.__module__ for kernel in kernels} >= {module.__name__ for module in MODULES}
     for kernel in kernels:
         assert kernel._samples, f"{kernel.__name__} has no sample: `hpcdist warmup` would leave it out"
         for arguments in kernel._samples:
             kernel(*arguments())
-    before = {kernel.__name__: len(kernel.compiled.signatures) for kernel in kernels}
-    _step(models.build(ModelConfig(layers=1, hidden=8, heads=2, dropout=0.1), dtype, context=8), rng)
-    assert {kernel.__name__: len(kernel.compiled.signatures) for kernel in kernels} == before
+    before = [len(kernel.compiled.signatures) for kernel in kernels]
+    _step(models.build(CONFIGS[config], dtype, context=8), rng)
+    after = [len(kernel.compiled.signatures) for kernel in kernels]
+    assert [kernel.__name__ for kernel, old, new in zip(kernels, before, after, strict=True) if old != new] == []
 
 
 class Counted:
