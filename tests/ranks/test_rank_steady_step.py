@@ -1,0 +1,45 @@
+"""A steady step over real messages: each process finds its memory as it was, whatever it exchanges."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdist.comm.communicator import Communicator
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
+
+from steady import steps_of
+
+ALLOWED = 160 << 10  # bytes: numpy's buffers of 32 KiB, views, lists, floats, requests
+LEFT = 16 << 10
+CASES: dict[str, dict[str, object]] = {
+    "allreduce": {"parallel.strategy": "allreduce"},
+    "zero2": {"parallel.strategy": "zero2", "parallel.microbatches": 2},
+    "zero3, recompute": {"parallel.strategy": "zero3", "parallel.recompute": "true"},
+    "zero3, bfloat16": {"parallel.strategy": "zero3", "precision.mode": "bfloat16"},
+    "pipeline": {"parallel.pipeline": 2, "parallel.microbatches": 4},
+}
+RUNS = [("allreduce", "node_shared"), ("zero2", "native"), ("zero3, recompute", "native")]
+RUNS += [("zero3, bfloat16", "ring"), ("pipeline", "ring")]
+
+
+@pytest.mark.parametrize(("case", "algorithm"), RUNS)
+def test_rank_a_step_allocates_nothing(comm: Communicator, folder: Path, case: str, algorithm: str) -> None:
+    keys: dict[str, object] = {
+        "model.layers": 2,
+        "model.hidden": 128,
+        "model.heads": 2,
+        "data.path": folder / "text.txt",
+        "data.context": 128,
+        "run.steps": 20,
+        "run.global_batch": 8 * comm.size,
+        "optimizer.warmup_steps": 2,
+        "communication.algorithm": algorithm,
+    }
+    if case == "pipeline" and comm.size % 2:
+        pytest.skip("a pipeline of 2 stages needs an even number of ranks")
+    found = steps_of(comm, keys | CASES[case])
+    assert found.after == found.before, "the ledger is a flat line"
+    assert found.largest > ALLOWED, "a copy of a matrix would show"
+    assert found.transient <= ALLOWED and found.left <= LEFT
