@@ -50,7 +50,8 @@ def wrap(
       "sum", with ``tokens_per_sample`` predictions a sample. A step reports, and follows the gradient of, the mean over
       the predictions of its whole batch.
     - ``example``, an input (samples, ...) as tensor or array, tells the shapes between stages, which a pipeline has to
-      know.
+      know. As a tuple, input and targets, it also lets ``parallel.partition = "measured"`` run the loss; without those
+      it gives the loss zeros, integers in the shape of the last output but for its last dim.
     - ``adapted(name, parameter)`` says whether weight decay and layer-wise rates apply; by default to all of two dims
       and more.
 
@@ -73,13 +74,17 @@ def wrap(
     stages = [TorchStage(layer, cut, binding, decide) for layer, cut in enumerate(found)]
     if binding.device.type == "cpu":
         keep_memory()
+    judge = TorchLoss(loss, reduction, tokens_per_sample)
     if example is not None:
-        _trace(stages, example, binding)
+        x, targets = example if isinstance(example, tuple) and len(example) == 2 else (example, None)
+        _trace(stages, _array(x), binding)
+        if targets is not None:
+            judge.take_example(_array(targets))
     return Model(
         stages,
         str(binding.dtype).removeprefix("torch."),
         tokens_per_sample=tokens_per_sample,
-        loss=TorchLoss(loss, reduction, tokens_per_sample),
+        loss=judge,
         seeded=False,
         on="gpu" if binding.device.type == "cuda" else "cpu",
     )
@@ -89,13 +94,16 @@ def _adapted(name: str, parameter: "torch.nn.Parameter") -> bool:
     return parameter.dim() > 1
 
 
-def _trace(stages: list[TorchStage], example: Any, binding: Binding) -> None:
-    """Run all stages on ``example``, without a graph, and leave the modules in the mode that they were in."""
-    torch = library()
-    if isinstance(example, torch.Tensor):
+def _array(example: Any) -> np.ndarray:
+    if isinstance(example, library().Tensor):
         example = example.detach().cpu().numpy()
     if not isinstance(example, np.ndarray) or example.ndim < 1 or not len(example):
         raise UsageError("the example is not a tensor or array of at least one sample (samples, ...)")
+    return example
+
+
+def _trace(stages: list[TorchStage], example: np.ndarray, binding: Binding) -> None:
+    """Run all stages on ``example``, without a graph, and leave the modules in the mode that they were in."""
     modes = [(module, module.training) for stage in stages for _, module in stage.cut.modules]
     x = computable(example, binding.dtype).to(binding.device)
     try:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from hpcdist.adapters.torch_arrays import array_of, computable, library, same_stream, tensor_of
 from hpcdist.arrays.backend import Array, Scalar
 from hpcdist.errors import ConfigurationError, UsageError
@@ -38,6 +40,10 @@ class TorchLoss(Loss):
             for name, _ in function.named_parameters():
                 raise UsageError(f"the loss has a parameter, {name}; put what is trained into the last stage")
         self._function, self._reduction, self._tokens = function, reduction, tokens_per_sample
+
+    def take_example(self, targets: np.ndarray) -> None:
+        """Let targets of any number of samples be made of these: those that a measurement of passes asks for."""
+        self.example_targets: Callable[[int], np.ndarray] = lambda samples: targets[np.arange(samples) % len(targets)]
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
         """Return the sum over samples and their predictions, in float64; the outputs stay as they are."""

@@ -10,8 +10,10 @@ from torch.nn import functional
 from torch_models import Layout, Training, compare, gpt, tokens, wrapped
 
 from hpcdist.adapters.torch import wrap
+from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import NonFiniteError
+from hpcdist.strategies import partition_measured
 
 STEPS, SAMPLES, BOUND = 5, 12, 2e-5
 PIPELINES = [
@@ -155,3 +157,19 @@ def test_a_value_that_is_not_finite_is_found_with_its_stage(rng):
         return training.executor.inspect(training.operations, batches)
 
     assert run_threads(1, body) == ["output of layer 1, 1 (Poisoned), in micro-batch 2"]
+
+
+def test_passes_can_be_measured_before_a_run(rng):
+    """As for a pipeline that is cut by seconds; initial values and what is learnt are the same afterwards."""
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    before = {name: value.clone().numpy() for name, value in module.state_dict().items()}
+    x, y = rng.standard_normal((2, 2, 4)).astype(np.float32)
+    model = wrap(module, functional.mse_loss, example=(x, y[:, :2]))
+    assert model.loss.example_targets(3).tolist() == y[[0, 1, 0], :2].tolist()
+    found = partition_measured.measure(model, samples=3)
+    assert len(found) == 2
+    assert all(one.forward > 0 and one.backward > 0 for one in found)
+    store = FlatStore(model.layout, model.dtype)
+    model.initialise(store, 0)
+    for segment in model.layout.segments:
+        np.testing.assert_array_equal(store.view(segment.key), before[segment.spec.name])
