@@ -35,7 +35,7 @@ def recipe_of(optimizer: "torch.optim.Optimizer") -> dict[str, Any]:
     first, decay = groups[0], decays.pop() if decays else 0.0
     if kind == "Adam" and decay:
         raise ConfigurationError(f"Adam with weight_decay = {decay} adds it to the gradient; use AdamW, or no decay")
-    keys = {"learning_rate": float(first["lr"]), "weight_decay": decay}
+    keys: dict[str, Any] = {"learning_rate": float(first["lr"]), "weight_decay": decay}
     if kind == "SGD":
         keys |= {"name": "sgd", "momentum": float(first["momentum"]), "nesterov": bool(first["nesterov"])}
     else:
