@@ -187,7 +187,8 @@ def sample(path: Path, prompt: str, tokens: int, *, temperature: float, top_k: i
         model, context = look.recipe.model, look.recipe.data.context
         if model.kind != "gpt" or model.vocabulary != 256:
             raise UsageError(
-                f"{path} holds a {model.kind} over {model.vocabulary} tokens; only a gpt on bytes writes text"
+                f"{path} holds a model of kind {model.kind!r} over {model.vocabulary} tokens; only a gpt on bytes "
+                "writes text"
             )
         start_of = np.frombuffer(prompt.encode(), np.uint8)
         if not start_of.size:
