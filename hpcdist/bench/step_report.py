@@ -131,11 +131,11 @@ def text(found: Results) -> str:
 
 def operations(one: Case) -> dict[tuple[str, str], float]:
     """Return the median seconds of each kind of operation and way in a step, and what none of them explains."""
-    found = {key: float(np.median(taken)) for key, taken in one.operation_s.items()}
-    whole = found.pop(("all", "step"), None)
+    taken = dict(one.operation_s)
+    whole = taken.pop(("all", "step"), None)
     if whole is not None:
-        found["other", "step"] = whole - sum(found.values())
-    return found
+        taken["other", "step"] = whole - sum(taken.values())
+    return {key: float(np.median(seconds)) for key, seconds in taken.items()}
 
 
 def _operations(found: Results) -> list[str]:

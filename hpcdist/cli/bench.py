@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # late at run time: --help must not load h5py
 
 @click.group()
 def command() -> None:
-    """Measure configurations of a training, its power, exchanges, pipeline schedules, collectives, checkpoints."""
+    """Measure configurations of a training, its steps, power, exchanges, pipelines, collectives, checkpoints."""
 
 
 command.add_command(bench_collectives.command)
