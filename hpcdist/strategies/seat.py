@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 
 from hpcdist.arrays.backend import Array
+from hpcdist.arrays.dtypes import accumulation_dtype
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.ranges import Range
@@ -84,6 +85,11 @@ class Seat:
         return self.model.dtype if self.working is None else self.working
 
     @property
+    def master_dtype(self) -> "np.dtype[np.generic]":
+        """Type in which an update steps parameters: float32 where stages compute in 16 bits."""
+        return accumulation_dtype(self.model.dtype)
+
+    @property
     def parts(self) -> tuple[Range, ...]:
         """The ranges of the flat space that the stages of this rank take: one, or one for each of its chunks."""
         found: list[Range] = []
@@ -152,7 +158,7 @@ class Seat:
             self.optimizer,
             self.layout,
             parts,
-            np.dtype(self.model.dtype),
+            np.dtype(self.master_dtype),
             total_steps=self.total_steps,
             ledger=self.ledger,
             on=self.on,

@@ -83,7 +83,10 @@ def refuse_beside_16_bits(recipe: "Recipe") -> None:
         others["parameter_server.mirrored"] = (servers.mirrored, False)
         if recipe.communication.algorithm == "hierarchical":
             others["communication.algorithm"] = ("hierarchical", "native")  # a node would round before the server does
-    if recipe.precision.mode == "bfloat16":  # cupy has no such numbers
+    if recipe.precision.activations == "working":  # a processor multiplies no such numbers
+        others["run.device"] = (recipe.run.device, "gpu")
+        others["parallel.microbatches"] = (recipe.parallel.microbatches, 1)  # sums of gradients would be rounded
+    elif recipe.precision.mode == "bfloat16":  # no kernel widens them there
         others["run.device"] = (recipe.run.device, "cpu")
     recipe.precision.check_beside(recipe.parallel.strategy, others)
 

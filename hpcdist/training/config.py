@@ -10,6 +10,7 @@ from hpcdist.optim.batches import Batches, staged
 
 MODES: Final = ("float32", "float64", "bfloat16", "float16")
 HALVES: Final = ("bfloat16", "float16")
+ACTIVATIONS: Final = ("float32", "working")
 WITH_HALVES: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")
 SHARES: Final = ("even", "measured")
 DEVICES: Final = ("cpu", "gpu")
@@ -61,14 +62,16 @@ class PrecisionConfig:
     """The type of parameters and gradients.
 
     float32 and float64 are also that of activations and of the optimizer's state. With a 16-bit type, parameters and
-    gradients are kept and sent in it; stages compute in float32, layer by layer, and send activations in it; updates
-    step a float32 master, of which checkpoints are made. bfloat16 has the range of float32; gradients in float16 are
+    gradients are kept and sent in it; updates step a float32 master, of which checkpoints are made. ``activations`` is
+    what stages compute in, and send: "float32", layer by layer, or on a GPU the "working" type itself, with sums, norms
+    and losses in float32; a step then has one micro-batch, whose gradient is rounded once. bfloat16 has the range of float32; gradients in float16 are
     those of the loss times ``loss_scale``, a power of two. 0: it doubles after ``growth_interval`` steps without
     overflow, and halves after ``hysteresis`` overflows in a row, but not below ``minimum_scale``, at which 16 of them
     in a row end the run. A step whose gradient overflows is skipped.
     """
 
     mode: str = "float32"
+    activations: str = "float32"
     loss_scale: float = 0.0
     growth_interval: int = 2000
     hysteresis: int = 2
@@ -76,8 +79,13 @@ class PrecisionConfig:
 
     @property
     def computes(self) -> str:
-        """The type that stages compute in, and of what a checkpoint keeps."""
+        """The type of what a checkpoint keeps, and which an update steps."""
         return "float32" if self.mode in HALVES else self.mode
+
+    @property
+    def stages(self) -> str:
+        """The type that stages compute in, and send to each other."""
+        return self.mode if self.activations == "working" else self.computes
 
     @property
     def working(self) -> str | None:
@@ -87,6 +95,15 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ConfigurationError(f"precision.mode = {self.mode!r}; choose one of {', '.join(MODES)}")
+        if self.activations not in ACTIVATIONS:
+            raise ConfigurationError(
+                f"precision.activations = {self.activations!r}; choose one of {', '.join(ACTIVATIONS)}"
+            )
+        if self.activations == "working" and self.working is None:
+            raise ConfigurationError(
+                f"precision.activations = 'working' with precision.mode = {self.mode!r}: there are no working copies; "
+                f"choose a mode of {' and '.join(HALVES)}, or leave it out"
+            )
         if self.loss_scale and not (1.0 <= self.loss_scale <= 2.0**24 and math.frexp(self.loss_scale)[0] == 0.5):
             raise ConfigurationError(
                 f"precision.loss_scale = {self.loss_scale}; it must be 0 (dynamic) or a power of two from 1 to 2^24, "

@@ -7,7 +7,7 @@ from hpcdist.training.recipe import Recipe
 
 def check(recipe: Recipe, model: Model) -> None:
     """Raise ConfigurationError where ``model`` computes elsewhere or in another type than ``recipe`` says (local)."""
-    computes, on = recipe.precision.computes, recipe.run.device
+    computes, on = recipe.precision.stages, recipe.run.device
     if model.dtype.name != computes:
         raise ConfigurationError(
             f"the model computes in {model.dtype.name}, and precision.mode = {recipe.precision.mode!r} in {computes}; "

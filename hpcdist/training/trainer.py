@@ -162,7 +162,7 @@ class Trainer:
             if unit not in own and self.model.seeded:
                 continue
             # Drawn on the host, so that a GPU starts from the same bits; one stage at a time.
-            initial = FlatStore(self.model.layout, self.model.dtype, units[stage.layer])
+            initial = FlatStore(self.model.layout, self.seat.master_dtype, units[stage.layer])
             self.model.initialise_stage(unit, initial, self.recipe.run.seed)
             if not self.model.seeded:
                 self.comm.broadcast(initial.array)
@@ -240,7 +240,7 @@ def _brought(comm: Communicator, recipe: Recipe, given: Model | None) -> tuple[d
     if given is not None:
         return data.of_script(), given
     source = data.open_source(recipe.data, recipe.model, comm)
-    return source, models.build(recipe.model, recipe.precision.computes, **source.model_inputs())
+    return source, models.build(recipe.model, recipe.precision.stages, **source.model_inputs())
 
 
 def _microbatches(recipe: Recipe, grid: Grid) -> int:

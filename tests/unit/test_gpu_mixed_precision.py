@@ -23,3 +23,17 @@ def test_a_float16_run_on_the_gpu_is_that_of_the_cpu(
     device = run_threads(2, lambda comm: Trained(comm, {**settings, "run.device": "gpu"}))
     assert host[0].losses[-1] < host[0].losses[0] and gpu.LOG.events
     check_same(host, device, BOUND)
+
+
+@pytest.mark.parametrize("layout", ["allreduce", "zero1", "zero3", "1f1b"])
+@pytest.mark.parametrize("mode", ["float16", "bfloat16"])
+def test_activations_of_16_bits_learn_as_those_of_float32(
+    gpu: ModuleType, tmp_path: Path, rng: np.random.Generator, layout: str, mode: str
+) -> None:
+    text = write_text(tmp_path / "text.txt", rng)
+    settings = {**LAYOUTS[layout][1], "data.path": text, "parallel.microbatches": 1}
+    host = run_threads(2, lambda comm: Trained(comm, settings))
+    narrow = {**settings, "precision.mode": mode, "precision.activations": "working", "run.device": "gpu"}
+    device = run_threads(2, lambda comm: Trained(comm, narrow))
+    assert host[0].losses[-1] < host[0].losses[0] and gpu.LOG.events
+    np.testing.assert_allclose(device[0].losses, host[0].losses, rtol={"float16": 2e-3, "bfloat16": 2e-2}[mode])

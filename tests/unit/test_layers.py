@@ -47,7 +47,6 @@ DOORS = {
     "pynvml": "hpcdist.energy",
     "click": "hpcdist.cli",
     "jinja2": "hpcdist.batch",
-    "jax": "hpcdist.adapters",
 }
 # None of these may be loaded by importing a module of hpcdist: they start MPI or CUDA, or cost a second.
 LAZY = (

@@ -429,6 +429,18 @@ def test_what_is_evaluated_is_the_working_copy(text: Path, tmp_path: Path) -> No
         (["precision.mode=float16", "precision.loss_scale=-2"], "a power of two"),
         (["precision.mode=float16", "precision.loss_scale=inf"], "a power of two"),
         (["precision.mode=float16", "precision.hysteresis=0"], "precision.hysteresis"),
+        (["precision.activations=half"], "precision.activations = 'half'"),
+        (["precision.activations=working"], "there are no working copies"),
+        (["precision.mode=float16", "precision.activations=working"], "run.device = 'cpu'"),
+        (
+            [
+                "precision.mode=float16",
+                "precision.activations=working",
+                "run.device=gpu",
+                "parallel.microbatches=2",
+            ],
+            "parallel.microbatches = 2",
+        ),
     ],
 )
 def test_what_does_not_go_with_16_bits_is_refused_by_name(overrides: list[str], key: str) -> None:

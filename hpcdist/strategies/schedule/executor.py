@@ -77,7 +77,8 @@ class Executor:
         self.meter: Meter | None = None
         self.spans: SpanSink = NULL_SPANS  # told of every operation of a step
         self.updated = 0  # the last step that is whole here: it was agreed on, and updated or left out
-        self._bound = (Bound if seat.working is None else WorkingCopies)(seat, exchange, copies)
+        widens = seat.working not in (None, seat.model.dtype)
+        self._bound = (WorkingCopies if widens else Bound)(seat, exchange, copies)
         self._watch = Watch()
         if isinstance(seat.model, CutModel):
             seat.model.axis.watch = self._watch
