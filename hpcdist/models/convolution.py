@@ -13,7 +13,7 @@ import numpy as np
 from hpcdist.arrays.backend import Array, is_device, namespace
 from hpcdist.arrays.jit import jit
 from hpcdist.models.kernels import SAMPLE_DTYPES
-from hpcdist.models.linear import gradient_of_bias
+from hpcdist.models.linear import add_to_rows, gradient_of_bias
 from hpcdist.models.stage import Gradients, Parameters, Saved
 
 SIZE: Final = 3  # of the window, along both sides: it reaches one pixel beyond its centre, zeros beyond the border
@@ -40,7 +40,7 @@ def convolve(parameters: Parameters, prefix: str, x: Array, stride: int, saved: 
     saved.keep(f"{prefix}.stride", stride)
     for part, rows in _unfolded(x, shape, stride, saved):
         namespace(x).matmul(rows, weight.T, out=y[part].reshape(-1, weight.shape[0]))
-    y += parameters[f"{prefix}.bias"]
+    add_to_rows(y.reshape(-1, weight.shape[0]), parameters[f"{prefix}.bias"])
     return y
 
 
@@ -63,12 +63,15 @@ def convolve_backward(
     if dx is not None:
         assert not xp.may_share_memory(dx, dy), f"{prefix} follows a convolution without an operation between them"
         dx[...] = 0
-    if not add:
+    if not add and not len(x):
         into[...] = 0
     for part, rows in _unfolded(x, dy.shape, stride, saved):
         d = dy[part].reshape(-1, outputs)
-        xp.matmul(d.T, rows, out=product)
-        into += product
+        if add or part.start:
+            xp.matmul(d.T, rows, out=product)
+            into += product
+        else:
+            xp.matmul(d.T, rows, out=into)
         if dx is not None:
             xp.matmul(d, weight, out=rows)  # the rows are not needed any more
             _fold(rows, dx[part], dy.shape[1], dy.shape[2], stride)

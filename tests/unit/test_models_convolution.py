@@ -107,4 +107,4 @@ def test_shifted_slices_of_a_gpu_are_the_loops_of_a_processor(side, stride, rng)
     ours, theirs = (np.ones(x.shape) for _ in range(2))
     convolution._fold_rows(rows, ours, high, wide, stride)
     convolution._fold_device(rows, theirs, high, wide, stride)
-    np.testing.assert_allclose(theirs, ours, rtol=1e-13)
+    np.testing.assert_allclose(theirs, ours, atol=3e-14)  # ten terms of a few, in another order
