@@ -184,14 +184,16 @@ def _matrices(model: Model, stage: Stage) -> Forms:
     outputs = sum(spec.size // spec.shape[-1] for spec in matrices) * tokens
     inputs = sum(spec.shape[-1] for spec in matrices) * tokens
     active = isinstance(stage, Dense) and stage.activation
+    counted = getattr(stage, "forward_flops", None)  # of a user's own modules, whose backward is one pass
     unit = Unit(
         parameters=0,
-        linear=sum(2 * spec.size * tokens for spec in matrices),
+        linear=sum(2 * spec.size * tokens for spec in matrices) if counted is None else round(counted),
         kept=(Kept(outputs * (2 if active else 1)),),
         scratch={"linear.dx": Scratch(inputs)},
     )
     # The data itself is not counted.
-    return Forms(unit=unit, held=(Kept(outputs), Kept(inputs if stage is not model.stages[0] else 0)))
+    held = Kept(outputs), Kept(inputs if stage is not model.stages[0] else 0)
+    return Forms(unit=unit, held=held, joint=counted is not None)
 
 
 def _embedding(model: Model, stage: Stage) -> Forms:

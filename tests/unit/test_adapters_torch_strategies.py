@@ -14,6 +14,7 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import NonFiniteError
 from hpcdist.strategies import partition_measured
+from hpcdist.strategies.costs import unit_costs
 
 STEPS, SAMPLES, BOUND = 5, 12, 2e-5
 PIPELINES = [
@@ -173,3 +174,13 @@ def test_passes_can_be_measured_before_a_run(rng):
     model.initialise(store, 0)
     for segment in model.layout.segments:
         np.testing.assert_array_equal(store.view(segment.key), before[segment.spec.name])
+
+
+def test_a_pipeline_is_cut_by_the_products_that_were_counted(rng):
+    """An embedding is no product, attention is one; the backward, all in one pass, takes twice as many."""
+    x, _ = tokens(rng, 2)
+    model = wrapped(gpt(0), x)
+    costs = unit_costs(model, samples=3)
+    assert [cost.forward_flop for cost in costs] == [3 * stage.forward_flops for stage in model.stages]
+    assert [cost.input_flop for cost in costs[1:]] == [2 * cost.forward_flop for cost in costs[1:]]
+    assert [cost.weight_flop for cost in costs] == [0] * 4
