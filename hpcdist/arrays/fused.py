@@ -18,7 +18,7 @@ from hpcdist.arrays.dtypes import accumulation_dtype, name_of
 from hpcdist.errors import UsageError
 
 COMMON: Final = Path(__file__).parent / "cuda" / "common.cuh"
-OPTIONS: Final = ("--std=c++17",)
+OPTIONS: Final = ("--std=c++17",)  # cupy adds that functions, and lambdas so, are of the device
 WARP: Final = 32
 _TYPES: Final = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 

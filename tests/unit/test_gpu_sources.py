@@ -1,14 +1,16 @@
 """The kernels as NVIDIA's compiler reads them: for each generation of GPUs, without a spill that would be felt."""
 
+import ctypes
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from hpcdist.arrays.dtypes import dtype_of
-from hpcdist.arrays.fused import Source
+from hpcdist.arrays.fused import OPTIONS, Source
 from hpcdist.models import attention_device, device
 from hpcdist.optim import device as updates
 
@@ -21,6 +23,7 @@ SOURCES = {
     "updates": (updates.UPDATES, UPDATES),
     "attention": (attention_device.TENSOR, {"HEAD": 64}),
 }
+OF_CUPY = ("--device-as-default-execution-space", "-ftz=true")  # options that cupy adds to all
 SPILLED_BYTES = 64  # a thread, at most
 
 
@@ -42,6 +45,39 @@ def test_the_compiler_takes_every_source(name: str, tmp_path: Path) -> None:
     spilled = [int(count) for count in re.findall(r"(\d+) bytes spill stores", done.stderr)]
     assert len(spilled) == len(re.findall(r'extern "C" __global__', source.path.read_text()))
     assert max(spilled) <= SPILLED_BYTES
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_cupy_compiles_with_takes_every_source(name: str) -> None:
+    """Needs NVRTC, not a GPU: it has no headers, and other rules for functions than nvcc."""
+    library = _nvrtc()
+    if library is None:
+        pytest.skip("no NVRTC on this machine: pip install nvidia-cuda-nvrtc-cu12")
+    source, types = SOURCES[name]
+    program, code = (
+        ctypes.c_void_p(),
+        source.code(REAL=dtype_of("float32" if name == "updates" else "float16"), **types),
+    )
+    assert library.nvrtcCreateProgram(ctypes.byref(program), code.encode(), b"kernels.cu", 0, None, None) == 0
+    given = [option.encode() for option in (*OPTIONS, *OF_CUPY, "-arch=sm_80")]
+    failed = library.nvrtcCompileProgram(program, len(given), (ctypes.c_char_p * len(given))(*given))
+    size = ctypes.c_size_t()
+    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetProgramLog(program, log)
+    assert not failed, log.value.decode()
+
+
+def _nvrtc() -> ctypes.CDLL | None:
+    """The library from a package of Python's or from the system."""
+    places = [Path(folder) / "nvidia" for folder in sys.path]
+    found = sorted(str(path) for place in places if place.is_dir() for path in place.rglob("libnvrtc.so.1*"))
+    for name in (*found, *(f"libnvrtc.so.{number}" for number in (12, 13))):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
 
 
 def test_a_source_says_what_it_has_no_kernels_for() -> None:

@@ -10,6 +10,11 @@ struct bfloat16 {
   unsigned short bits;
 };
 
+#ifdef __CUDACC_RTC__  // which has no math.h
+#define INFINITY __uint_as_float(0x7F800000u)
+#define NAN __uint_as_float(0x7FC00000u)
+#endif
+
 #ifdef __CUDACC__  // who compiles this for another machine brings these two functions, in IEEE 754's own rounding
 __device__ __forceinline__ float half_to_float(unsigned short bits) {
   float value;
