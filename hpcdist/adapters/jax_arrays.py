@@ -56,12 +56,13 @@ class Traffic:
         not fit.
         """
         array = _computable(array)
+        there: Any = array  # numpy's, or cupy's
         if is_device(array):
             device.synchronise()  # JAX has streams of its own
-            found, address = part("dlpack").from_dlpack(array), int(array.data.ptr)
+            found, address = part("dlpack").from_dlpack(there), there.data.ptr
         else:
             home = library().local_devices(backend="cpu")[0]
-            found, address = library().device_put(array, home, may_alias=True), array.ctypes.data
+            found, address = library().device_put(there, home, may_alias=True), there.ctypes.data
         if array.size and found.unsafe_buffer_pointer() == address:
             self.seen += 1
             self.seen_bytes += array.nbytes

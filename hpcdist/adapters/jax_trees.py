@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from hpcdist.adapters.jax_arrays import enabled, library
 from hpcdist.errors import ConfigurationError, UsageError
-from hpcdist.models.model import DTYPES
 
-PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
+DTYPES: Final = ("float32", "float64")  # of params; what is 16 bits wide is so inside of a function
+PLATFORMS: Final = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
 
 
 @dataclass(frozen=True)
@@ -140,18 +140,19 @@ def check_ties(tied: Mapping[str, str], layers: Sequence[Leaves]) -> list[dict[s
         for one in (key, owner):
             if one not in shapes:
                 raise UsageError(f"tied names {one!r}, which is none of {', '.join(shapes)}")
-        (layer, _, name), (before, _, _) = key.partition("."), owner.partition(".")
-        if owner in tied or int(before) >= int(layer):
+        number, _, name = key.partition(".")
+        layer, before = int(number), int(owner.partition(".")[0])
+        if owner in tied or before >= layer:
             raise UsageError(
                 f"{key} is tied to {owner}; the owner has to be in an earlier stage and no tied tensor itself (inside "
                 "of a stage, let the function use one leaf twice)"
             )
         if shapes[key] != shapes[owner]:
             raise UsageError(f"{key} has shape {shapes[key]} and {owner} {shapes[owner]}; tied tensors have one shape")
-        found[int(layer)][name] = owner
-    for layer, own in enumerate(layers):
-        if len(found[layer]) == len(own.names):
-            raise UsageError(f"all tensors of stage {layer} are tied; join its function to that of another stage")
+        found[layer][name] = owner
+    for place, own in enumerate(layers):
+        if len(found[place]) == len(own.names):
+            raise UsageError(f"all tensors of stage {place} are tied; join its function to that of another stage")
     _check_objects(layers, found)
     return found
 
