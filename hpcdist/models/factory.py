@@ -46,7 +46,8 @@ def _function(named: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigurationError(f"model.factory = {named!r}: {place} has no function called {name}")
-    return function  # type: ignore[no-any-return]
+    found: Callable[..., Any] = function
+    return found
 
 
 def _of_name(name: str) -> ModuleType:
