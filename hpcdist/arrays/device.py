@@ -50,6 +50,20 @@ def is_device_array(array: Any) -> bool:
     return hasattr(type(array), "__cuda_array_interface__")
 
 
+def check_bfloat16() -> None:
+    """Raise MissingCapabilityError where this cupy has no bfloat16, as versions before 14."""
+    from hpcdist.arrays.dtypes import BFLOAT16
+
+    module = cupy()
+    try:
+        module.zeros(1, BFLOAT16)
+    except (TypeError, ValueError) as error:
+        version = getattr(module, "__version__", "of an unknown version")
+        raise MissingCapabilityError(
+            f"cupy {version} has no bfloat16 ({error}); install cupy 14 or newer, or set precision.mode = 'float16'"
+        ) from error
+
+
 def count() -> int:
     """Return the number of GPUs that this process may use. Raises MissingCapabilityError without a driver."""
     module = cupy()

@@ -86,8 +86,6 @@ def refuse_beside_16_bits(recipe: "Recipe") -> None:
     if recipe.precision.activations == "working":  # a processor multiplies no such numbers
         others["run.device"] = (recipe.run.device, "gpu")
         others["parallel.microbatches"] = (recipe.parallel.microbatches, 1)  # sums of gradients would be rounded
-    elif recipe.precision.mode == "bfloat16":  # no kernel widens them there
-        others["run.device"] = (recipe.run.device, "cpu")
     recipe.precision.check_beside(recipe.parallel.strategy, others)
 
 

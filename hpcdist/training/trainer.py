@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from hpcdist import collectives, models
+from hpcdist.arrays import device
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.store import FlatStore
@@ -197,8 +198,6 @@ def assemble(
     computing = len(roles.workers) if roles else comm.size
     recipe.chaos.check_world(comm.size, computing, lock_step=recipe.parameter_server.lock_step)
     source, whole = _brought(comm, recipe, given)
-    if parallel.recomputes_layers:
-        whole = recomputing(whole)
     ledger = Ledger()
     schedule = pipelining.written(parallel, comm)
     seat, selection, plan = _seat(session, recipe, grid, roles, whole, ledger, origin, schedule)
@@ -237,10 +236,11 @@ def assemble(
 
 def _brought(comm: Communicator, recipe: Recipe, given: Model | None) -> tuple[data.Source, Model]:
     """Return what is trained on, and the whole model. Collective."""
-    if given is not None:
-        return data.of_script(), given
-    source = data.open_source(recipe.data, recipe.model, comm)
-    return source, models.build(recipe.model, recipe.precision.stages, **source.model_inputs())
+    if recipe.run.device == "gpu" and recipe.precision.mode == "bfloat16":
+        device.check_bfloat16()
+    source = data.of_script() if given else data.open_source(recipe.data, recipe.model, comm)
+    whole = given or models.build(recipe.model, recipe.precision.stages, **source.model_inputs())
+    return source, recomputing(whole) if recipe.parallel.recomputes_layers else whole
 
 
 def _microbatches(recipe: Recipe, grid: Grid) -> int:

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from gpu_runs import LAYOUTS, Trained, check_same, write_text
 
+from hpcdist.arrays import device as arrays_device
 from hpcdist.comm.threads import run_threads
+from hpcdist.errors import MissingCapabilityError
 
 BOUND = 2e-4  # a GPU sums in another order, and what is rounded to 11 bits may then fall on the other side
 
@@ -23,6 +25,26 @@ def test_a_float16_run_on_the_gpu_is_that_of_the_cpu(
     device = run_threads(2, lambda comm: Trained(comm, {**settings, "run.device": "gpu"}))
     assert host[0].losses[-1] < host[0].losses[0] and gpu.LOG.events
     check_same(host, device, BOUND)
+
+
+@pytest.mark.parametrize("layout", ["allreduce", "zero3", "1f1b"])
+def test_a_bfloat16_run_on_the_gpu_is_that_of_the_cpu(
+    gpu: ModuleType, tmp_path: Path, rng: np.random.Generator, layout: str
+) -> None:
+    settings = {**LAYOUTS[layout][1], "data.path": write_text(tmp_path / "text.txt", rng), "precision.mode": "bfloat16"}
+    host = run_threads(2, lambda comm: Trained(comm, settings))
+    device = run_threads(2, lambda comm: Trained(comm, {**settings, "run.device": "gpu"}))
+    assert host[0].losses[-1] < host[0].losses[0] and gpu.LOG.events
+    np.testing.assert_allclose(device[0].losses, host[0].losses, rtol=1e-3)
+
+
+def test_an_older_cupy_is_told(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("Unsupported dtype bfloat16")
+
+    monkeypatch.setattr(arrays_device.cupy(), "zeros", refuse)
+    with pytest.raises(MissingCapabilityError, match="has no bfloat16 .* install cupy 14 or newer"):
+        arrays_device.check_bfloat16()
 
 
 @pytest.mark.parametrize("layout", ["allreduce", "zero1", "zero3", "1f1b"])

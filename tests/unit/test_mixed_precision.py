@@ -418,7 +418,6 @@ def test_what_is_evaluated_is_the_working_copy(text: Path, tmp_path: Path) -> No
         (["precision.mode=float16", "precision.minimum_scale=131072"], "a power of two from 2.-24 to 2.16"),
         (["precision.mode=bfloat16", "parallel.strategy=gossip"], "parallel.strategy"),
         (["precision.mode=float16", "run.logical_shards=4"], "run.logical_shards"),
-        (["precision.mode=bfloat16", "run.device=gpu"], "run.device"),
         (["precision.mode=float16", "communication.overlap=thread", "communication.delayed=true"], "delayed"),
         (["precision.mode=float16", "parallel.strategy=zero1", "zero.shared_parameters=true"], "shared_parameters"),
         (["precision.loss_scale=8"], "precision.loss_scale"),
