@@ -1,11 +1,13 @@
 """Which library owns a buffer: asked of the buffer itself, never of a module global."""
 
+from math import prod
 from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from hpcdist.arrays import device
+from hpcdist.arrays.ranges import ALIGN_BYTES
 from hpcdist.errors import UsageError
 
 Array: TypeAlias = np.ndarray  # or cupy.ndarray: the part of the interface that both have
@@ -65,5 +67,14 @@ def empty(shape: int | tuple[int, ...], dtype: np.dtype, on: str = "cpu") -> Arr
 
 
 def zeros(shape: int | tuple[int, ...], dtype: np.dtype, on: str = "cpu") -> Array:
-    """Return zeroed memory on ``"cpu"`` or ``"gpu"``."""
-    return device.cupy().zeros(shape, dtype) if on == "gpu" else np.zeros(shape, dtype)
+    """Return zeroed memory on ``"cpu"`` or ``"gpu"``. It begins on a cache line, which some libraries need to share it.
+
+    On the host the owner of the memory is the ``base`` of what is returned.
+    """
+    if on == "gpu":
+        return device.cupy().zeros(shape, dtype)
+    nbytes = prod(shape if isinstance(shape, tuple) else (shape,)) * np.dtype(dtype).itemsize
+    owner = np.zeros(nbytes + ALIGN_BYTES, np.uint8)  # numpy itself aligns to 16 bytes
+    start = -owner.ctypes.data % ALIGN_BYTES
+    array: Array = owner[start : start + nbytes].view(dtype).reshape(shape)
+    return array

@@ -30,11 +30,11 @@ class Ledger:
         self._total = self._total_peak = 0
         self._lock = threading.RLock()  # a finalizer may run inside `_add` of the same thread
 
-    def track(self, array: Array, category: str) -> Array:
-        """Count ``array`` under ``category`` until it is collected, and return it."""
+    def track(self, array: Array, category: str, owner: Array | None = None) -> Array:
+        """Count ``array`` under ``category`` until it, or the ``owner`` of its memory, is collected; return it."""
         assert category in CATEGORIES, f"category {category!r} is none of {CATEGORIES}"
         self._add(category, array.nbytes)
-        weakref.finalize(array, self._add, category, -array.nbytes).atexit = False
+        weakref.finalize(array if owner is None else owner, self._add, category, -array.nbytes).atexit = False
         return array
 
     def _add(self, category: str, nbytes: int) -> None:

@@ -42,7 +42,7 @@ class FlatStore:
         self.dtype = np.dtype(dtype)
         self.array = allocate(self.size, self.dtype) if allocate else backend.zeros(self.size, self.dtype, on)
         if ledger is not None:
-            ledger.track(self.array, category)
+            ledger.track(self.array, category, None if allocate or on == "gpu" else self.array.base)
 
     def range(self, wanted: Range) -> Array:
         """Return the 1-D view of ``wanted``, given in offsets of the layout; it must lie inside one of the parts."""
