@@ -212,7 +212,9 @@ def test_a_damaged_manifest_is_told_never_believed(tmp_path, rng):
         (path / "manifest.json").write_bytes(damaged)
         try:
             assert manifest.load(path) == good
-        except StorageError:
+        except StorageError as error:
+            if isinstance(error, manifest.NewerError):  # one bit makes a later version of it
+                continue
             assert newest(tmp_path) is None
 
 
