@@ -40,6 +40,7 @@ class TorchLoss(Loss):
             for name, _ in function.named_parameters():
                 raise UsageError(f"the loss has a parameter, {name}; put what is trained into the last stage")
         self._function, self._reduction, self._tokens = function, reduction, tokens_per_sample
+        self._is_known = False  # whether the reduction has been looked at
 
     def take_example(self, targets: np.ndarray) -> None:
         """Let targets of any number of samples be made of these: those that a measurement of passes asks for."""
@@ -56,6 +57,8 @@ class TorchLoss(Loss):
                     total = self._total(losses)
             else:
                 total = losses.total = self._recorded(losses)
+            if not self._is_known and len(outputs) > 1:
+                self._look(losses)
             if total.is_cuda:
                 return array_of(total.double())
             return float(total.detach())
@@ -71,6 +74,26 @@ class TorchLoss(Loss):
                 raise UsageError("the loss does not depend on the outputs of the last stage")
             return array_of(losses.outputs.grad)
 
+    def _look(self, losses: Losses) -> None:
+        """Hold the loss of a batch, once, against those of its halves.
+
+        Raises UsageError where it is the other reduction: steps would depend on how a batch is cut.
+        """
+        half, count = len(losses.outputs) // 2, len(losses.outputs)
+        with library().no_grad():
+            parts = (slice(None), slice(half), slice(half, None))
+            found = [self._one(losses.outputs[part], losses.targets[part]) for part in parts]
+        whole, first, second = (float(loss.double()) for loss in found)
+        expected = {"mean": (first * half + second * (count - half)) / count, "sum": first + second}
+        fits = {name: abs(whole - value) <= 1e-3 * abs(whole) for name, value in expected.items()}
+        (other,) = set(REDUCTIONS) - {self._reduction}
+        if fits[other] and not fits[self._reduction]:
+            raise UsageError(
+                f"the loss is wrapped as a {self._reduction} over samples, and it is a {other}: {whole:.6g} for "
+                f"{count} samples, {first:.6g} and {second:.6g} for their halves; pass wrap reduction={other!r}"
+            )
+        self._is_known = True
+
     def _recorded(self, losses: Losses) -> "torch.Tensor":
         losses.outputs.requires_grad_()
         with library().enable_grad():
@@ -80,9 +103,13 @@ class TorchLoss(Loss):
         return total
 
     def _total(self, losses: Losses) -> "torch.Tensor":
-        loss = self._function(losses.outputs, losses.targets)
+        total = self._one(losses.outputs, losses.targets)
+        return total * (len(losses.outputs) * self._tokens) if self._reduction == "mean" else total
+
+    def _one(self, outputs: "torch.Tensor", targets: "torch.Tensor") -> "torch.Tensor":
+        loss = self._function(outputs, targets)
         if not isinstance(loss, library().Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = tuple(loss.shape) if isinstance(loss, library().Tensor) else type(loss).__name__
             raise UsageError(f"the loss function returns {got}; it has to return one number, as a tensor")
         total: torch.Tensor = loss.reshape(())
-        return total * (len(losses.outputs) * self._tokens) if self._reduction == "mean" else total
+        return total

@@ -21,7 +21,10 @@ def load(module_or_stages: Any, parameters: Mapping[str, np.ndarray]) -> None:
         for name, parameter in cut.own.items():
             values = left.pop(f"{layer}.{name}", None)
             if values is None:
-                raise UsageError(f"there is no tensor {layer}.{name}: these are parameters of other modules")
+                raise UsageError(
+                    f"there is no tensor {layer}.{name}: these are parameters of other modules; give the same module, "
+                    "or list of stages, that wrap was given"
+                )
             if parameter.numel() and tuple(parameter.shape) != values.shape:
                 raise UsageError(
                     f"{layer}.{name} has the shape {values.shape}, the module's {tuple(parameter.shape)}: these are "
@@ -30,4 +33,7 @@ def load(module_or_stages: Any, parameters: Mapping[str, np.ndarray]) -> None:
             parameter.data = torch.tensor(values, dtype=parameter.dtype, device=parameter.device)
             parameter.grad = None
     if left:
-        raise UsageError(f"no module has {next(iter(left))}: these are parameters of other modules")
+        raise UsageError(
+            f"no module has {next(iter(left))}: these are parameters of other modules; give the same module, or list "
+            "of stages, that wrap was given"
+        )

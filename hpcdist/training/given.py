@@ -12,6 +12,7 @@ def check(recipe: Recipe, model: Model) -> None:
         raise ConfigurationError(
             f"the model computes in {model.dtype.name}, and precision.mode = {recipe.precision.mode!r} in {computes}; "
             f"convert the model, or set precision.mode = {model.dtype.name!r}"
+            + (", or precision.activations = 'float32'" if recipe.precision.activations != "float32" else "")
         )
     if model.on not in (None, on):
         raise ConfigurationError(

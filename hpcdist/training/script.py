@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -33,6 +34,7 @@ from hpcdist.models.model import Model
 from hpcdist.strategies.exchange import pieces_of
 from hpcdist.training import directory, settings
 from hpcdist.training import recipe as recipes
+from hpcdist.training.config import written
 from hpcdist.training.data import own_samples
 from hpcdist.training.job import Job, Result
 from hpcdist.training.origin import Stored
@@ -40,6 +42,7 @@ from hpcdist.training.pace import end_of_job
 from hpcdist.training.survival import EXIT_CODES, StopWishes
 
 KIND: Final = "given"  # what the recipe of such a run has as model.kind
+SAMPLES: Final = "validation_samples"
 
 
 class Training:
@@ -64,7 +67,7 @@ class Training:
         if resume not in ("auto", "never"):
             raise UsageError(f"resume = {resume!r}; choose 'auto' or 'never'")
         self.recipe = _recipe_of(recipe)
-        wishes = StopWishes(ends=end_of_job(time_limit_s, time.time(), os.environ))
+        self._wishes = wishes = StopWishes(ends=end_of_job(time_limit_s, time.time(), os.environ))
         wishes.listen()
         communication = self.recipe.communication
         self._session = start(self.recipe.run.device, communication.ranks_per_node or None, communication.checked)
@@ -152,6 +155,7 @@ class Training:
         self._loop.metrics.flush()
         self._job.finish(self._loop, Result(outcome, float("nan")))
         self._session.stop_recording()
+        self._wishes.ignore()
         self._session.comm.barrier()  # files are whole before any rank looks at them
 
     def parameters(self) -> dict[str, np.ndarray]:
@@ -163,7 +167,7 @@ class Training:
         path = self._loop.outcome.checkpoint
         assert path is not None, "the end of a run saves"
         model = self._trainer.model
-        store = FlatStore(model.layout, model.dtype)
+        store = FlatStore(model.layout, self._trainer.seat.master_dtype)
         restore(path, pieces_of({"parameters": store}, store.parts))
         return {segment.key: store.view(segment.key).copy() for segment in model.layout.segments}
 
@@ -176,7 +180,13 @@ class Training:
         if kind is None:
             self.close()
         elif not self._ended:
+            self._ended = True
             self._loop.streaming.close(normal=False)
+            self._open.close()
+            self._wishes.ignore()
+            if self.world == 1:  # else the others may still write, and the error ends the job
+                self._session.stop_recording()
+                self._job.lock.release()
 
     def _share(self) -> Range:
         return own_samples(self.recipe, self._trainer.data_axis, self._done, self._trainer.shares)
@@ -184,19 +194,31 @@ class Training:
 
 def _recipe_of(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> recipes.Recipe:
     """Return the recipe of a file or of keys, for a model that is given (local)."""
-    kept = {f"model.kind={KIND}"}
+    kept = settings.Settings({"model.kind": KIND}, {"model.kind": "the script's model"})
     if not isinstance(given, Mapping):
-        return _lock_step(recipes.load(given, kept).recipe)
+        return _checked(recipes.load(given, kept).recipe)
     keys = settings.table(given, "the keys given to Training", recipes.defaults(), Path())
-    return _lock_step(recipes.load(keys, kept).recipe)
+    return _checked(recipes.load(keys, kept).recipe)
 
 
-def _lock_step(recipe: recipes.Recipe) -> recipes.Recipe:
-    """Raise ConfigurationError where ``recipe`` lets workers go at their own pace."""
+def _checked(recipe: recipes.Recipe) -> recipes.Recipe:
+    """Return ``recipe`` without validation, which is the script's affair.
+
+    Raises ConfigurationError for keys of the data, which are so too, and where workers go at their own pace.
+    """
+    known = recipes.defaults()
+    for section, but in ((recipe.data, ("shares",)), (recipe.run, tuple(vars(recipe.run).keys() - {SAMPLES}))):
+        name = "data" if section is recipe.data else "run"
+        for key, value in vars(section).items():
+            if key not in but and value != known[f"{name}.{key}"]:
+                raise ConfigurationError(
+                    f"{name}.{key} = {written(value)} has no effect where a script brings the batches, and looks at "
+                    "its own validation data; leave it out"
+                )
     if recipe.parallel.strategy == "parameter_server" and not recipe.parameter_server.lock_step:
         raise ConfigurationError(
             "a script makes its steps together with all ranks, and this parameter server lets each go at its own pace; "
             "set parameter_server.consistency = 'bsp' without backup workers, or give `hpcdist train` the model, with "
             "model.kind = 'import'"
         )
-    return recipe
+    return replace(recipe, data=replace(recipe.data, validation_fraction=0.0))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 
@@ -40,13 +41,19 @@ class StopWishes:
         self.ends = ends
         self.time_up: Callable[[], bool] = _never  # asked by one rank only, once it knows what steps and saves take
         self._wanted = np.zeros(len(Wish))
+        self._before: dict[signal.Signals, Any] = {}
         self.grow_file: Path | None = None  # looked at by one rank only, where the job can take in more
 
     def listen(self) -> None:
         """Install the handlers (main thread only)."""
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGUSR1, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._on_signal)
+
+    def ignore(self) -> None:
+        """Give the signals back to those who had them before `listen` (main thread only)."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         wish = Wish.INTERRUPT if number == signal.SIGINT else Wish.REQUEUE

@@ -233,3 +233,17 @@ def test_torch_may_be_missing(monkeypatch):
             wrap(nn.Linear(5, 3), functional.cross_entropy)
     finally:
         torch_arrays.library.cache_clear()
+
+
+@pytest.mark.parametrize(("said", "is_one"), [("mean", "sum"), ("sum", "mean")])
+def test_a_loss_of_the_other_reduction_is_refused(said: str, is_one: str, rng: np.random.Generator) -> None:
+    model = wrap(nn.Linear(3, 4), nn.CrossEntropyLoss(reduction=is_one), reduction=said)
+    outputs = rng.standard_normal((6, 4)).astype(np.float32)
+    targets = rng.integers(0, 4, 6)
+    with pytest.raises(UsageError, match=f"wrapped as a {said} over samples, and it is a {is_one}:.*='{is_one}'"):
+        model.loss.forward(outputs, targets, model.operations, Arena().saved(0))
+    fitting = wrap(nn.Linear(3, 4), nn.CrossEntropyLoss(reduction=is_one), reduction=is_one)
+    total = fitting.loss.forward(outputs, targets, model.operations, Arena().saved(0))
+    exponents = outputs.astype(np.float64)
+    expected = float((np.log(np.exp(exponents).sum(axis=1)) - exponents[np.arange(6), targets]).sum())
+    assert total == pytest.approx(expected, rel=1e-5)

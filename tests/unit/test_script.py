@@ -1,5 +1,9 @@
 """Trainings that a script makes: the same steps as those of a recipe, and clear words where the script is wrong."""
 
+import os
+import signal
+import threading
+
 import numpy as np
 import pytest
 
@@ -116,6 +120,11 @@ def test_wrong_scripts_are_told(tmp_path, rng):
         ({"dtype": "float64"}, {}, "the model computes in float64, and precision.mode = 'float32'"),
         ({"on": "gpu"}, {}, "the model is on the gpu, and run.device = 'cpu'"),
         ({}, {"run.stepz": 3}, "run.stepz"),
+        ({}, {"data.path": "/nowhere"}, "data.path = '/nowhere' has no effect where a script brings the batches"),
+        ({}, {"data.context": 64}, "data.context = 64 has no effect"),
+        ({}, {"run.validation_samples": 5}, "run.validation_samples = 5 has no effect"),
+        ({}, {"checkpoint.keep_best": 2}, "there is no validation loss"),
+        ({}, {"model.hidden": 64}, r"model.hidden = 64 has no effect with model.kind = 'given'.*"),
         ({}, {"parallel": {"tensor": 2}}, "tensor"),
         ({}, {"parallel.strategy": "parameter_server", "parameter_server.consistency": "asp"}, "consistency = 'bsp'"),
     ],
@@ -123,3 +132,29 @@ def test_wrong_scripts_are_told(tmp_path, rng):
 def test_recipes_that_do_not_fit_are_refused(more, keys, told, tmp_path):
     with pytest.raises(ConfigurationError, match=told):
         Training(_model(**more), KEYS | keys, out=tmp_path / "run")
+
+
+def test_signals_go_back_to_the_script(tmp_path, rng):
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        with Training(_model(), KEYS | {"run.steps": 1}, out=tmp_path / "run") as training:
+            training.step(*_batches(rng, 1)[0])
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert seen == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_script_that_fails_leaves_nothing_behind(tmp_path, rng):
+    def fails() -> None:
+        with Training(_model(), KEYS, out=tmp_path / "run") as training:
+            training.step(*_batches(rng, 1)[0])
+            raise KeyError("of the script")
+
+    with pytest.raises(KeyError):
+        fails()
+    threads = {thread.name for thread in threading.enumerate()}
+    with Training(_model(), KEYS, out=tmp_path / "run", resume="auto") as training:
+        losses = [training.step(*_batches(rng, 1)[0]) for _ in training.steps]
+    assert len(losses) == 6 and {thread.name for thread in threading.enumerate()} <= threads
