@@ -2,10 +2,21 @@
 
     from hpcdist.adapters import jax as adapter
 
-    def block(params, x):  # (samples, ...) -> (samples, ...)
+    def block(params, x):  # (samples, hidden) -> (samples, hidden)
         return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
 
-    model = adapter.wrap([embed, block, block, head], params, loss, example=(tokens, targets))
+    def head(params, x):  # (samples, hidden) -> (samples, classes)
+        return x @ params["out"]
+
+    def loss(y, classes):  # -> (samples,)
+        return -jnp.take_along_axis(jax.nn.log_softmax(y), classes[:, None], axis=1)[:, 0]
+
+    params = [{"up": up1, "down": down1}, {"up": up2, "down": down2}, {"out": out}]
+    model = adapter.wrap([block, block, head], params, loss, example=(x[:1], classes[:1]))
+    with Training(model, {"run.steps": 100, "run.global_batch": 64}) as training:  # hpcdist.training.script
+        for _ in training.steps:
+            training.step(x[training.share], classes[training.share])
+    params = model.trees(training.parameters())
 
 A stage is what a pipeline cuts off and what ZeRO-3 gathers and frees. Its passes are compiled apart, and parameters are
 read from the run's memory in each of both: `hpcdist.adapters.jax_passes` tells what is kept between them. Gradients,

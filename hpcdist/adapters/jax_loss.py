@@ -37,6 +37,8 @@ class JaxLoss(Loss):
                 f"the loss has shape {one} for 1 sample and {two} for 2; return losses (samples, ...), or "
                 "their mean as a number"
             )
+        if self.is_mean:
+            self._check_mean(output)
         self.per_sample = int(np.prod(one))  # losses a sample, which the mean divides by
         jax = library()
         self._losses = jax.jit(call)
@@ -60,6 +62,20 @@ class JaxLoss(Loss):
         self._traffic.take(found, logits)
         result: Array = logits
         return result
+
+    def _check_mean(self, output: tuple[tuple[int, ...], np.dtype]) -> None:
+        """Hold the loss of a sample against that of the same one twice: a mean is the same, and a sum is not."""
+        shape, dtype = output
+        y = np.random.default_rng(0).random((1, *shape)).astype(dtype)
+        target = self._example[:1].astype(enabled(self._example.dtype))
+        one, two = (
+            float(self._call(np.repeat(y, count, axis=0), np.repeat(target, count, axis=0))) for count in (1, 2)
+        )
+        if abs(two - one) > 1e-3 * abs(one) and abs(two - 2 * one) <= 1e-3 * abs(two):
+            raise UsageError(
+                f"the loss is a sum, {one:.6g} for a sample and {two:.6g} for it twice; return losses (samples, ...), "
+                "or their mean as a number"
+            )
 
     def _sum(self, y: Any, targets: Any) -> Any:
         losses = self._call(y, targets)

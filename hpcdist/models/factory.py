@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +25,16 @@ def make(config: ModelConfig, dtype: str, inputs: Mapping[str, int]) -> Model:
             "model.kind = 'given' is the model of a script, which made this run and has it; run that, or name the "
             "function that makes the model: model.kind = 'import', model.factory = 'file.py:function'"
         )
-    made = _function(config.factory)(**inputs)
+    function = _function(config.factory)
+    try:
+        inspect.signature(function).bind(**inputs)
+    except TypeError as error:
+        given = ", ".join(f"{name}={value}" for name, value in inputs.items())
+        raise ConfigurationError(
+            f"model.factory = {config.factory!r} cannot be called with what this data decides, {given}: {error}; give "
+            "the function these parameters, or **inputs"
+        ) from None
+    made = function(**inputs)
     if not isinstance(made, Model):
         raise ConfigurationError(
             f"model.factory = {config.factory!r} returned a {type(made).__name__}; return what "

@@ -66,6 +66,8 @@ class Training:
     ) -> None:
         if resume not in ("auto", "never"):
             raise UsageError(f"resume = {resume!r}; choose 'auto' or 'never'")
+        if resume == "auto" and out is None:
+            raise UsageError("resume = 'auto' needs out: the directory of the run that goes on")
         self.recipe = _recipe_of(recipe)
         self._wishes = wishes = StopWishes(ends=end_of_job(time_limit_s, time.time(), os.environ))
         wishes.listen()

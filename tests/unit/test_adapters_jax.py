@@ -498,3 +498,10 @@ def test_threads_share_a_model(rng):
     for thread in threads:
         thread.join()
     assert len(found) == 3 and len(set(found)) == 1
+
+
+def test_a_loss_that_is_a_sum_is_refused(rng):
+    functions, params = models.mlp(rng)
+    x, targets = models.rows(rng, 7)
+    with pytest.raises(UsageError, match=r"the loss is a sum, .* return losses \(samples, ...\), or their mean"):
+        adapter.wrap(functions, params, lambda y, t: models.squares(y, t).sum(), example=(x, targets))

@@ -29,6 +29,9 @@ def other(**inputs):
 def broken(**inputs):
     raise KeyError("of the user")
 
+def alone():
+    return None
+
 number = 3
 """
 
@@ -64,6 +67,7 @@ def test_the_function_gets_what_the_data_decides(file, monkeypatch):
         ("hpcdist.models:nothing", "has no function called nothing"),
         ("{file}:number", "has no function called number"),
         ("{file}:other", "returned a str"),
+        ("{file}:alone", "cannot be called with what this data decides, features=2: .*unexpected keyword"),
         ("{file}:wide", "returned a model of float64, and precision.mode wants float32"),
         ("{file}", "write 'file.py:function'"),
         (":build", "write 'file.py:function'"),
@@ -71,7 +75,7 @@ def test_the_function_gets_what_the_data_decides(file, monkeypatch):
 )
 def test_what_is_no_factory_is_refused(factory, told, file):
     with pytest.raises(ConfigurationError, match=told):
-        build(factory.format(file=file))
+        build(factory.format(file=file), features=2)
 
 
 def test_what_the_function_raises_is_its_own(file):

@@ -134,6 +134,11 @@ def test_recipes_that_do_not_fit_are_refused(more, keys, told, tmp_path):
         Training(_model(**more), KEYS | keys, out=tmp_path / "run")
 
 
+def test_who_goes_on_says_with_which_run():
+    with pytest.raises(UsageError, match="resume = 'auto' needs out"):
+        Training(_model(), KEYS, resume="auto")
+
+
 def test_signals_go_back_to_the_script(tmp_path, rng):
     seen: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
