@@ -183,9 +183,48 @@ def test_what_is_wrong_with_logits_and_targets_shows(gpu: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("hidden", [1, 7, 64, 1030])
-def test_rows_of_a_table(gpu: ModuleType, dtype: str, hidden: int, rng: np.random.Generator) -> None:
-    vocabulary, n = 5, 600
+@pytest.mark.parametrize("classes", [2000, 2001, 8200])  # a pack or an element a thread; several packs
+def test_cross_entropy_where_a_part_of_a_row_is_minus_infinity(
+    gpu: ModuleType, dtype: str, classes: int, rng: np.random.Generator
+) -> None:
+    logits, targets = drawn(rng, (4, classes), dtype, 4.0), rng.integers(classes // 2, classes, 4)
+    kept = rng.random((4, classes)) < 0.5  # of row 0
+    kept[1] = np.arange(classes) >= 40  # whole packs
+    kept[2] = np.arange(classes) == targets[2]
+    kept[3] = np.arange(classes) != targets[3]  # what should come has no chance
+    kept[0, targets[0]] = True
+    logits[~kept] = -np.inf
+    z, place = wide(logits), (np.arange(4), targets)
+    z = z - z.max(axis=1, keepdims=True)
+    p = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
+    losses = np.log(np.exp(z).sum(axis=1)) - z[place]
+    onehot = np.zeros(z.shape)
+    onehot[place] = 1
+    exact = UNIT[str(accumulation_dtype(logits.dtype))]
+    for row, loss in enumerate(losses):
+        here, statistics = there(logits[row : row + 1]), empty((1, 2), accumulation_dtype(logits.dtype))
+        total = float(device.cross_entropy(here, there(targets[row : row + 1]), statistics))
+        assert total == loss == np.inf if row == 3 else abs(total - loss) <= 32 * exact * (1 + abs(z[kept]).max())
+        device.cross_entropy_backward(here, there(targets[row : row + 1]), statistics, 0.37)
+        size = 0.37 * (1 + np.where(kept[row], np.abs(z[row]), 0)) * (p[row] + onehot[row])
+        check(here[0], (p[row] - onehot[row]) * 0.37, dtype, 32, size)
+
+
+@pytest.mark.parametrize("classes", [2000, 8200])
+@pytest.mark.parametrize("beside", [-np.inf, np.nan, 1.0])
+def test_a_nan_in_the_first_logits_of_a_thread_shows(gpu: ModuleType, beside: float, classes: int) -> None:
+    logits = np.zeros((1, classes), np.float32)
+    logits[0, :4] = beside, np.nan, beside, beside
+    here, statistics = there(logits), empty((1, 2), np.float32)
+    assert np.isnan(float(device.cross_entropy(here, there(np.array([classes - 1])), statistics)))
+    device.cross_entropy_backward(here, there(np.array([classes - 1])), statistics, 1.0)
+    assert np.isnan(here.get()).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hidden", "vocabulary"), [(1, 5), (7, 400), (64, 5), (1030, 5), (1030, 400)])
+def test_rows_of_a_table(gpu: ModuleType, dtype: str, hidden: int, vocabulary: int, rng: np.random.Generator) -> None:
+    n = 600  # some tokens come for the first time after others have come twice
     table, rows = drawn(rng, (vocabulary, hidden), dtype), drawn(rng, (n, hidden), dtype)
     tokens = rng.integers(0, vocabulary - 1, n)  # the last one never comes
     y, into = empty((n, hidden), table.dtype), there(table)

@@ -14,13 +14,14 @@ extern "C" __global__ void __launch_bounds__(1024) cross_entropy(const REAL* log
     ACC most = top;
 #pragma unroll
     for (int j = 0; j < width.value; ++j) most = larger(values.v[j], most);
-    if (most != top) sum = top == LOW ? ACC(0) : sum * exponential(top - most);
+    if (most != top) sum *= exponential(top - most);
+    ACC from = most == LOW ? ACC(0) : most;  // -inf alone, so far, adds 0; a NaN shows
 #pragma unroll
-    for (int j = 0; j < width.value; ++j) sum += exponential(values.v[j] - most);
+    for (int j = 0; j < width.value; ++j) sum += exponential(values.v[j] - from);
     top = most;
   });
   ACC most = over_threads(top, LOW, Larger());
-  // A thread without elements, or with -inf alone, has nothing to add; if all are -inf the sum is NaN, and shows.
+  // A thread without elements, or with -inf alone, has nothing to add; if all are -inf the sum is 0, and the loss NaN.
   ACC share = sum == ACC(0) ? ACC(0) : sum * exponential(top - most);
   sum = sum_of_block(share);
   if (threadIdx.x == 0) {

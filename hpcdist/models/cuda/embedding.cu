@@ -19,18 +19,18 @@ extern "C" __global__ void gather(const REAL* table, const long long* tokens, RE
 }
 
 // table (vocabulary, hidden) += rows (n, hidden) by token: the block of a token's first occurrence sums all rows of it
-// in their order, in ACC, and rounds once. No atomic additions: the same bits in every run. Tokens are read n / 2 times
-// in the mean, from the cache.
+// in their order, in ACC, and rounds once. No atomic additions: the same bits in every run. That block reads all tokens,
+// another one those up to the first occurrence: n^2 if no two are equal, from the cache.
 extern "C" __global__ void __launch_bounds__(LIST) scatter(const REAL* rows, const long long* tokens, REAL* table,
     long long n, long long hidden, long long vocabulary) {
   __shared__ int found[LIST];
   __shared__ int counts[LIST / 32];
-  __shared__ int earlier;
+  __shared__ volatile int earlier;
   long long own = blockIdx.x, token = tokens[own];
   if (token < 0 || token >= vocabulary) return;
   if (threadIdx.x == 0) earlier = 0;
   __syncthreads();
-  for (long long i = threadIdx.x; i < own; i += LIST) {
+  for (long long i = threadIdx.x; i < own && !earlier; i += LIST) {  // one thread that finds it stops the others
     if (tokens[i] == token) earlier = 1;
   }
   __syncthreads();
