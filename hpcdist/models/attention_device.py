@@ -27,7 +27,7 @@ def forward(
     heads: Heads, qkv: Array, kv: Array | None, y: Array, sums: Array, causal: bool, dropped: Mask | None
 ) -> None:
     """Write y (batch, context, heads size), and sums (pairs, context), float32, which `backward` takes."""
-    grid = -(-heads.context // ROWS), heads.batch * heads.queries
+    grid = heads.batch * heads.queries, -(-heads.context // ROWS)  # of the second, CUDA has at most 65535
     numbers = _numbers(heads, qkv, kv, causal, dropped)
     TENSOR.launch("attention", grid, THREADS, qkv, _keys(qkv, kv), y, sums, *numbers, **_types(heads, y))
 
@@ -50,9 +50,9 @@ def backward(
     TENSOR.launch("attention_dots", -(-rows // 4), THREADS, dy, y, dots, rows, heads.context, heads.size,
                   heads.queries, **types)  # fmt: skip
     given, blocks = (qkv, _keys(qkv, kv), dy, sums, dots), -(-heads.context // ROWS)
-    TENSOR.launch("attention_queries", (blocks, heads.batch * heads.queries), THREADS, *given, dq, *numbers, **types)
+    TENSOR.launch("attention_queries", (heads.batch * heads.queries, blocks), THREADS, *given, dq, *numbers, **types)
     into = dq if dkv is None else dkv
-    TENSOR.launch("attention_keys", (blocks, heads.batch * heads.shared), THREADS, *given, into, *numbers, **types)
+    TENSOR.launch("attention_keys", (heads.batch * heads.shared, blocks), THREADS, *given, into, *numbers, **types)
 
 
 def _keys(qkv: Array, kv: Array | None) -> Array:

@@ -37,6 +37,7 @@ TYPES = {
     "unsigned short": np.uint16,
 }
 LAUNCHES: list[str] = []  # names, in order
+BLOCKS_ACROSS = 65535  # CUDA's limit for the second and the third number of a grid
 _lock = threading.Lock()  # the fibres of a library are there once
 
 
@@ -104,7 +105,7 @@ class RawKernel:
             if not (isinstance(size, tuple) and 1 <= len(size) <= 3 and all(number > 0 for number in size)):
                 raise ValueError(f"got a grid or block of {size}")
             sizes.append((ctypes.c_uint * 3)(*size, *(1,) * (3 - len(size))))
-        if np.prod(block) > 1024 or max((*grid, 1)[1:], default=1) > 65535:
+        if np.prod(block) > 1024 or max((*grid, 1)[1:], default=1) > BLOCKS_ACROSS:
             raise cuda_double.CUDARuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
         if len(args) != len(self._parameters):
             raise TypeError(f"{self.name} has {len(self._parameters)} parameters, and got {len(args)} arguments")

@@ -4,6 +4,7 @@ import math
 from types import ModuleType
 from typing import Any
 
+import cuda_compiler
 import numpy as np
 import pytest
 
@@ -86,6 +87,15 @@ def test_against_the_formula(
     got = np.concatenate([backend.to_host(part).astype(np.float64) for part in parts], axis=2)
     close(backend.to_host(y), joined(want), UNIT[dtype])
     close(got, np.concatenate(whole, axis=2), UNIT[dtype])
+
+
+def test_more_pairs_than_a_grid_has_blocks_across(
+    gpu: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_compiler, "BLOCKS_ACROSS", 2)  # blocks of rows; pairs have no such limit
+    test_against_the_formula(gpu, "float16", (3, 70, 2, 1, 16), True, 0.0, rng)
+    with pytest.raises(Exception, match="CUDA_ERROR_INVALID_VALUE"):
+        test_against_the_formula(gpu, "float16", (1, 130, 1, 1, 16), True, 0.0, rng)
 
 
 def close(got: np.ndarray, want: np.ndarray, unit: float) -> None:

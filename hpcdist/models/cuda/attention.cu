@@ -141,7 +141,7 @@ struct Dropped {
   }
 };
 
-// y (batch, context, heads size) and sums (batch heads, context); grid (blocks of queries, batch heads)
+// y (batch, context, heads size) and sums (batch heads, context); grid (batch heads, blocks of queries)
 extern "C" __global__ void __launch_bounds__(THREADS) attention(const REAL* queries, const REAL* keys, REAL* y,
     float* sums, long long context, long long size, long long heads, long long shared, long long q_stride,
     long long kv_stride, long long k_first, long long v_first, long long causal, float scale, long long on,
@@ -152,8 +152,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const REAL* quer
   __shared__ Turned<64> v_tile;
   const Dropped dropped = {on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1,
                            limit, kept};
-  long long pair = blockIdx.y, sample = pair / heads, head = pair % heads, other = head / (heads / shared) * size;
-  long long begin = (long long)blockIdx.x * ROWS, own = begin + threadIdx.x / 32 * 16;
+  long long pair = blockIdx.x, sample = pair / heads, head = pair % heads, other = head / (heads / shared) * size;
+  long long begin = (long long)blockIdx.y * ROWS, own = begin + threadIdx.x / 32 * 16;
   Head q(queries + sample * context * q_stride + head * size, q_stride, context, size);
   Head k(keys + k_first + sample * context * kv_stride + other, kv_stride, context, size);
   Head v(keys + v_first + sample * context * kv_stride + other, kv_stride, context, size);
@@ -232,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_dots(const REAL*
   if (threadIdx.x % 32 == 0) dots[(place / context * heads + i % heads) * context + place % context] = sum;
 }
 
-// dq, of the shape and the stride of the queries; grid (blocks of queries, batch heads)
+// dq, of the shape and the stride of the queries; grid (batch heads, blocks of queries)
 extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const REAL* queries, const REAL* keys,
     const REAL* dy, const float* sums, const float* dots, REAL* dq, long long context, long long size,
     long long heads, long long shared, long long q_stride, long long kv_stride, long long k_first, long long v_first,
@@ -243,8 +243,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const RE
   __shared__ Turned<SHORT> k_turned;
   const Dropped dropped = {on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1,
                            limit, kept};
-  long long pair = blockIdx.y, sample = pair / heads, head = pair % heads, other = head / (heads / shared) * size;
-  long long begin = (long long)blockIdx.x * ROWS, own = begin + threadIdx.x / 32 * 16;
+  long long pair = blockIdx.x, sample = pair / heads, head = pair % heads, other = head / (heads / shared) * size;
+  long long begin = (long long)blockIdx.y * ROWS, own = begin + threadIdx.x / 32 * 16;
   Head q(queries + sample * context * q_stride + head * size, q_stride, context, size);
   Head k(keys + k_first + sample * context * kv_stride + other, kv_stride, context, size);
   Head v(keys + v_first + sample * context * kv_stride + other, kv_stride, context, size);
@@ -297,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_queries(const RE
   }
 }
 
-// dk and dv, of the shape and the stride of the keys; grid (blocks of keys, batch shared)
+// dk and dv, of the shape and the stride of the keys; grid (batch shared, blocks of keys)
 extern "C" __global__ void __launch_bounds__(THREADS) attention_keys(const REAL* queries, const REAL* keys,
     const REAL* dy, const float* sums, const float* dots, REAL* dkv, long long context, long long size,
     long long heads, long long shared, long long q_stride, long long kv_stride, long long k_first, long long v_first,
@@ -308,8 +308,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_keys(const REAL*
   __shared__ Turned<SHORT> q_turned, g_turned;
   const Dropped dropped = {on, groups, pitch, rows_per_sample, first_row, blocks, first_sample, site, step, key0, key1,
                            limit, kept};
-  long long sample = blockIdx.y / shared, other = blockIdx.y % shared, many = heads / shared;
-  long long begin = (long long)blockIdx.x * ROWS, own = begin + threadIdx.x / 32 * 16;
+  long long sample = blockIdx.x / shared, other = blockIdx.x % shared, many = heads / shared;
+  long long begin = (long long)blockIdx.y * ROWS, own = begin + threadIdx.x / 32 * 16;
   Head k(keys + k_first + sample * context * kv_stride + other * size, kv_stride, context, size);
   Head v(keys + v_first + sample * context * kv_stride + other * size, kv_stride, context, size);
   unsigned a[STEPS][4], b[STEPS][4], left[SHORT / 16][4];
