@@ -86,6 +86,7 @@ def refuse_beside_16_bits(recipe: "Recipe") -> None:
     if recipe.precision.activations == "working":  # a processor multiplies no such numbers
         others["run.device"] = (recipe.run.device, "gpu")
         others["parallel.microbatches"] = (recipe.parallel.microbatches, 1)  # sums of gradients would be rounded
+        others["parallel.tensor"] = (recipe.parallel.tensor, 1)  # so would the softmax's, over the ranks' vocabularies
     recipe.precision.check_beside(recipe.parallel.strategy, others)
 
 

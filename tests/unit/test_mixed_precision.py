@@ -440,6 +440,15 @@ def test_what_is_evaluated_is_the_working_copy(text: Path, tmp_path: Path) -> No
             ],
             "parallel.microbatches = 2",
         ),
+        (
+            [
+                "precision.mode=bfloat16",
+                "precision.activations=working",
+                "run.device=gpu",
+                "parallel.tensor=2",
+            ],
+            "parallel.tensor = 2 with precision.mode",
+        ),
     ],
 )
 def test_what_does_not_go_with_16_bits_is_refused_by_name(overrides: list[str], key: str) -> None:
