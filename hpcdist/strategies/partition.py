@@ -95,8 +95,8 @@ def check_units(units: int, ranks: int, chunks: int) -> None:
     fewer = " or chunks" if chunks > 1 else ""
     raise ConfigurationError(
         f"parallel.pipeline = {ranks}{each}, but the model has only {units} stages (its layers, and what is before and "
-        f"behind them); use at most {units} in all: fewer pipeline ranks{fewer}, or a model of more layers (one of your "
-        "own: of more stages)"
+        f"behind them); use at most {units} in all: fewer pipeline ranks{fewer}, or a model of more layers (one of "
+        "your own: of more stages)"
     )
 
 
