@@ -55,10 +55,12 @@ def wrap(
     - ``adapted(name, parameter)`` says whether weight decay and layer-wise rates apply; by default to all of two dims
       and more.
 
-    Initial values are those of the modules. Tensors are named LAYER.NAME, with the name that the module gives it.
+    Initial values are those of the modules. Tensors are named LAYER.NAME, with the name that the module gives it; that
+    of a list, as of an `nn.ModuleList`, begins with the module's place in it.
     Integer inputs and targets become int64, real ones the type of the parameters. Buffers are constants: a forward that
-    changes one is refused, and so are norms with running statistics. Modules are in training mode in a step and not in
-    an evaluation; what they draw from PyTorch's generators in a step follows from the run's seed, the step, the layer
+    changes one is refused, and so are norms with running statistics. In a step each module, nested ones included, is in
+    the mode that it had when it was wrapped (all are in training mode where none was), in an evaluation none trains;
+    what they draw from PyTorch's generators in a step follows from the run's seed, the step, the layer
     and the first sample of the micro-batch. On the host the process keeps memory that a step has given back, see
     `hpcdist.adapters.torch_arrays.keep_memory`.
 
@@ -104,11 +106,11 @@ def _array(example: Any) -> np.ndarray:
 
 def _trace(stages: list[TorchStage], example: np.ndarray, binding: Binding) -> None:
     """Run all stages on ``example``, without a graph, and leave the modules in the mode that they were in."""
-    modes = [(module, module.training) for stage in stages for _, module in stage.cut.modules]
+    modes = [{module: module.training for module in stage.cut.every()} for stage in stages]
     x = computable(example, binding.dtype).to(binding.device)
     try:
         for stage in stages:
             x = stage.trace(x)
     finally:
-        for module, training in modes:
-            module.train(training)
+        for stage, own in zip(stages, modes, strict=True):
+            stage.cut.set_modes(own)

@@ -1,6 +1,6 @@
 """What a user's modules are made of, looked at before anything is computed: stages, tensors, and what is refused."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,26 @@ class Cut:
     """A stage to be: modules that run one after the other, each with its qualified name ("" where it has none).
 
     ``own`` are its tensors by qualified name, ``tied`` those that an earlier stage owns: name -> (layer, name there).
+    ``modes`` says of every module, nested ones included, whether it is in training mode in a step.
     """
 
     modules: list[tuple[str, "torch.nn.Module"]]
     own: dict[str, "torch.nn.Parameter"] = field(default_factory=dict)
     tied: dict[str, tuple[int, str]] = field(default_factory=dict)
+    modes: dict["torch.nn.Module", bool] = field(default_factory=dict)
+
+    def every(self) -> Iterator["torch.nn.Module"]:
+        """Yield all modules, nested ones included."""
+        for _, module in self.modules:
+            yield from module.modules()
+
+    def set_modes(self, modes: Mapping["torch.nn.Module", bool]) -> None:
+        """Put each module into training mode or out of it, through `train` first, which may be the user's own."""
+        if any(module.training != training for module, training in modes.items()):
+            for _, module in self.modules:
+                module.train(modes[module])
+            for module, training in modes.items():
+                module.training = training
 
     def parameters(self) -> Iterator[tuple[str, "torch.nn.Parameter"]]:
         """Yield all parameters with their qualified names, each once."""
@@ -45,7 +60,8 @@ def cuts(given: Any) -> list[Cut]:
 
     The children of an ``nn.Sequential`` are stages, and so are the modules of a list or tuple; any other module is one
     stage. A stage needs a tensor of its own, so a module without one goes with the modules before it (or, if it is the
-    first, with those behind it). Raises UsageError for what are no modules.
+    first, with those behind it). A step leaves each module in the mode that it is in now; where all are in evaluation
+    mode, nobody chose what stays so, and a step trains them all. Raises UsageError for what are no modules.
     """
     modules = _modules(given)
     found: list[Cut] = []
@@ -65,7 +81,9 @@ def cuts(given: Any) -> list[Cut]:
                 owner.setdefault(id(parameter), (len(found) - 1, name))
     if not found:
         raise UsageError("the modules have no parameter: there is nothing to train")
+    chosen = any(module.training for cut in found for module in cut.every())
     for layer, cut in enumerate(found):
+        cut.modes = {module: module.training or not chosen for module in cut.every()}
         for name, parameter in cut.parameters():
             if owner[id(parameter)][0] == layer:
                 cut.own[name] = parameter
@@ -75,15 +93,16 @@ def cuts(given: Any) -> list[Cut]:
 
 
 def _modules(given: Any) -> list[tuple[str, "torch.nn.Module"]]:
+    """Return what runs one after the other, by name: in a list, the place, as an ``nn.ModuleList`` names it."""
     nn = library().nn
     if isinstance(given, nn.Sequential):
-        return list(given.named_children())
+        return [(name, module) for name, module in given._modules.items() if module is not None]  # also one used twice
     if isinstance(given, nn.Module) and not isinstance(given, nn.ModuleList):
         return [("", given)]
     if isinstance(given, nn.ModuleList | Sequence) and not isinstance(given, str) and len(given):
         wrong = [type(module).__name__ for module in given if not isinstance(module, nn.Module)]
         if not wrong:
-            return [("", module) for module in given]
+            return [(str(place), module) for place, module in enumerate(given)]
         raise UsageError(f"got a {wrong[0]} among the stages; each has to be a torch.nn.Module")
     raise UsageError(
         f"got a {type(given).__name__} to wrap; pass a torch.nn.Module, an nn.Sequential whose children are the "

@@ -29,7 +29,7 @@ class Run:
 class TorchStage:
     """One or more modules that run one after the other.
 
-    Training mode is that of the modules as a whole: on in a step, off in an evaluation. What they draw at random
+    In a step each module is in the mode that the user gave it, in an evaluation none trains. What they draw at random
     follows from (seed, step, first sample of the micro-batch, layer).
     """
 
@@ -172,9 +172,7 @@ class TorchStage:
         return y
 
     def _set_mode(self, *, training: bool) -> None:
-        for _, module in self.cut.modules:
-            if module.training != training:
-                module.train(training)
+        self.cut.set_modes(self.cut.modes if training else dict.fromkeys(self.cut.modes, False))
 
     def _check_buffers(self, before: list[int]) -> None:
         now = dict(self.cut.buffers())

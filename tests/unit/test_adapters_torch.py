@@ -1,5 +1,6 @@
 """A wrapped PyTorch module is the module: its values, its gradients, its memory, its randomness."""
 
+import copy
 import gc
 import os
 import subprocess
@@ -15,7 +16,7 @@ import torch_models
 from torch import nn
 from torch.nn import functional
 
-from hpcdist.adapters.torch import wrap
+from hpcdist.adapters.torch import load, wrap
 from hpcdist.arrays.store import FlatStore
 from hpcdist.models.arena import Arena
 from hpcdist.models.dropout import Draw
@@ -299,6 +300,51 @@ def test_dropping_is_off_in_an_evaluation(rng):
     assert all(child.training for child in module)
 
 
+def test_a_nested_module_stays_in_the_mode_that_the_user_chose(rng):
+    """Whatever an example, an evaluation or a later `train` did; a `train` of the user's own is called."""
+
+    class Block(nn.Module):
+        def __init__(self, frozen):
+            super().__init__()
+            self.inner, self.drop = nn.Linear(5, 5), nn.Dropout(0.5)
+            self.drop.train(not frozen)
+            self.told = []
+
+        def train(self, mode=True):
+            self.told.append(mode)
+            return super().train(mode)
+
+        def forward(self, x):
+            return self.drop(self.inner(x))
+
+    shared = nn.Dropout(0.5)
+    modules = [Block(frozen=True), shared, Block(frozen=False), shared, nn.Linear(5, 3)]
+    x, y = points(rng, 6)
+
+    def modes():
+        return [modules[0].training, modules[0].drop.training, shared.training, modules[2].drop.training]
+
+    bench = Bench(wrap(modules, functional.cross_entropy, example=x))
+    assert modes() == [True, False, True, True] and modules[0].told == [False, True]
+    for number in (1, 2):
+        bench.step(x, y, 1, Draw(0, number, 0))
+        assert modes() == [True, False, True, True]
+        bench.model.evaluate(bench.parameters, x, y, bench.arena)
+        assert modes() == [False] * 4
+    modules[0].train()
+    bench.step(x, y, 1, Draw(0, 3, 0))
+    assert modes() == [True, False, True, True]
+
+
+def test_a_model_in_evaluation_mode_is_trained(rng):
+    module = dropping(0).eval()
+    x = points(rng, 6)[0]
+    bench = Bench(wrap(module, functional.mse_loss, example=x))
+    assert not any(child.training for child in module)
+    bench.step(x, rng.standard_normal((6, 64)).astype(np.float32), 1, Draw(0, 1, 0))
+    assert all(child.training for child in module)
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int32, np.int64])
 def test_integers_of_any_type_are_tokens(dtype, rng):
     module = torch_models.gpt(seed_of(rng))
@@ -376,9 +422,48 @@ def test_a_module_alone_is_one_stage_and_a_list_several(rng):
     benches = [Bench(wrap(made, functional.cross_entropy)) for made in (Whole(), perceptron(3), list(perceptron(3)))]
     keys = [[segment.key for segment in bench.model.layout.segments] for bench in benches]
     assert keys[0] == [f"0.inner.{name}" for name, _ in perceptron(3).named_parameters()]
-    assert keys[2] == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
+    assert keys[2] == keys[1] == ["0.0.weight", "0.0.bias", "1.2.weight", "1.2.bias", "2.4.weight", "2.4.bias"]
     losses = [bench.step(x, y, 1, Draw(0, 1, 0)) for bench in benches]
     assert losses[0] == losses[1] == losses[2]
+
+
+@pytest.mark.parametrize("gather", [list, nn.ModuleList, lambda modules: nn.Sequential(*modules)])
+def test_modules_of_one_stage_have_names_of_their_own(gather, rng):
+    """A head that shares the table brings no tensor along, so it goes with the norm, whose weight is another."""
+    torch.manual_seed(seed_of(rng))
+    embedding, norm, head = nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 7, bias=False)
+    head.weight = embedding.weight
+    modules = [embedding, nn.Sequential(nn.Linear(4, 4), nn.GELU()), norm, head]
+    twin = copy.deepcopy(nn.Sequential(*modules))
+    given = gather(modules)
+    model = wrap(given, functional.cross_entropy)
+    keys = [segment.key for segment in model.layout.segments]
+    assert keys == ["0.0.weight", "1.1.0.weight", "1.1.0.bias", "2.2.weight", "2.2.bias"]
+    assert model.stages[2].tied == {"3.weight": "0.0.weight"}
+    x, y = rng.integers(0, 7, 6), rng.integers(0, 7, 6)
+    bench = Bench(model)
+    loss = bench.step(x, y, 2, Draw(0, 1, 0))
+    expected = functional.cross_entropy(twin(torch.from_numpy(x)), torch.from_numpy(y))
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    for key, parameter in zip(keys, twin.parameters(), strict=True):
+        np.testing.assert_allclose(bench.sums.view(key), parameter.grad.numpy(), atol=1e-6)
+    trained = {key: rng.standard_normal(bench.values.view(key).shape).astype(np.float32) for key in keys}
+    load(given, trained)
+    for key, parameter in zip(keys, (p for m in modules for p in m.parameters() if m is not head), strict=True):
+        np.testing.assert_array_equal(parameter.detach().numpy(), trained[key])
+    assert head.weight is embedding.weight
+
+
+def test_a_module_that_is_used_twice_runs_twice(rng):
+    torch.manual_seed(seed_of(rng))
+    square, double = nn.Linear(5, 5), nn.Softplus()
+    module = nn.Sequential(square, double, nn.Linear(5, 5), double, square, nn.Linear(5, 3))
+    twin = copy.deepcopy(module)
+    model = wrap(module, functional.cross_entropy)
+    x, y = points(rng, 4)
+    expected = functional.cross_entropy(twin(torch.from_numpy(x)), torch.from_numpy(y)).item()
+    assert Bench(model).step(x, y, 1, Draw(0, 1, 0)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_products_of_a_forward_are_counted(rng):
