@@ -105,7 +105,9 @@ def _contenders(
     model.initialise(initial, wanted.seed)
     left_out = {}
     if any(name in wanted.names for name in _NEED_TORCH):
-        missing = _on_all(comm, lambda: step_torch.begin(comm, folder, wanted.threads))
+        # To begin is collective: no rank does before all can.
+        missing = _on_all(comm, step_torch.torch)
+        missing = missing or _on_all(comm, lambda: step_torch.begin(comm, folder, wanted.threads))
         left_out = {name: missing for name in wanted.names if name in _NEED_TORCH and missing}
     if WRAPPED_JAX in wanted.names:
         missing = _on_all(comm, lambda: step_jax.begin(wanted.threads))

@@ -2,7 +2,7 @@
 
 /                            provenance, shape of the model, parameters and operations of a sample
 /phases                      names of the phases
-/matmul_s/<library>          (turn, rank) of the product of two square matrices
+/matmul_flops_per_s/<library> (turn, rank), operations a second of the fastest product of square matrices
 /left_out                    attributes: why somebody did not take part
 /cases/<n>                   name; activation_bytes, activation_closed_bytes: NaN where nobody knows
     step_s, cpu_s            (step, rank)

@@ -150,7 +150,10 @@ class TorchRun:
 
 
 def begin(comm: Communicator, folder: Path, threads: int) -> None:
-    """Let PyTorch use so many threads, and its ranks find each other in ``folder``. Collective, once in a process."""
+    """Let PyTorch use so many threads, and its ranks find each other in ``folder``. Collective, once in a process.
+
+    Every rank has to have PyTorch: one that raises here leaves the others waiting.
+    """
     library = torch()
     library.set_num_threads(threads)
     if comm.size > 1:

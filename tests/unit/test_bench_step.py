@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -195,6 +196,31 @@ def test_who_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step_report.rows(found)[0].x_eager is None
     with pytest.raises(UsageError, match="nobody can take part: PyTorch eager: PyTorch is not installed"):
         step.run(solo(), replace(wanted, names=(EAGER,)), {}, lambda line: None)
+
+
+def test_no_rank_waits_for_one_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpcdist.bench import step_torch
+    from hpcdist.errors import MissingCapabilityError
+
+    place, began = threading.local(), []
+
+    def torch() -> Any:
+        if place.rank == 1:
+            raise MissingCapabilityError("PyTorch is not installed")
+
+    def begin(comm: Communicator, folder: Path, threads: int) -> None:
+        began.append(comm.rank)  # the others are met here
+
+    def body(comm: Communicator) -> Results | None:
+        place.rank = comm.rank
+        wanted = replace(WANTED, names=(OURS, EAGER), ranks=2, steps=1, profiled=0)
+        return step.run(comm, wanted, {}, lambda line: None)
+
+    monkeypatch.setattr(step_torch, "torch", torch)
+    monkeypatch.setattr(step_torch, "begin", begin)
+    found = run_threads(2, body)[0]
+    assert found is not None and found.left_out == {EAGER: "PyTorch is not installed"}
+    assert began == []
 
 
 def test_the_command_line_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
