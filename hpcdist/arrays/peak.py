@@ -10,10 +10,11 @@ from typing import Final
 import numpy as np
 
 from hpcdist.arrays import backend
-from hpcdist.arrays.backend import namespace
+from hpcdist.arrays.backend import Array, namespace
 
 # Of square matrices. A processor is at its best from here on, and a product short enough not to be interrupted often.
 SIDE: Final = {"cpu": 512, "gpu": 8192}
+ROWS: Final = 64  # that are drawn, on the host: a GPU's matrices have too many numbers to draw, or to hold, there
 LEAST: Final = 3
 _VARIABLES: Final = ("OPENBLAS_", "MKL_", "OMP_")
 
@@ -23,8 +24,8 @@ class Product:
 
     def __init__(self, dtype: np.dtype, on: str = "cpu", side: int = 0) -> None:
         side = side or SIDE[on]
-        values = np.random.default_rng(0).standard_normal((2, side, side)).astype(dtype)
-        self._a, self._b = (backend.place(one, on) for one in values)
+        drawn = np.random.default_rng(0).standard_normal((2, min(ROWS, side), side)).astype(dtype)
+        self._a, self._b = (_repeated(backend.place(rows, on), side, on) for rows in drawn)
         self._into = backend.empty((side, side), dtype, on)
         self.flops = 2 * side**3
 
@@ -35,6 +36,14 @@ class Product:
         namespace(self._a).matmul(self._a, self._b, out=self._into)
         backend.synchronise(self._into)
         return time.perf_counter() - begin_s
+
+
+def _repeated(rows: Array, side: int, on: str) -> Array:
+    """Return a square matrix of ``rows`` again and again, made where they are."""
+    matrix = backend.empty((side, side), rows.dtype, on)
+    for first in range(0, side, len(rows)):
+        matrix[first : first + len(rows)] = rows[: side - first]
+    return matrix
 
 
 def matmul_flops_per_s(dtype: np.dtype, on: str = "cpu", seconds: float = 0.1, side: int = 0) -> float:

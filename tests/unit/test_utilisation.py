@@ -9,6 +9,7 @@ import pytest
 from gpu_runs import assembled, write_text
 
 from hpcdist.arrays import peak
+from hpcdist.arrays.backend import to_host
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.models.counts import counts
@@ -79,6 +80,27 @@ def test_a_product_is_that_of_its_matrices() -> None:
     product = peak.Product(np.dtype(np.float64), side=20)
     assert product.run() > 0 and product.flops == 2 * 20**3
     np.testing.assert_allclose(product._into, product._a @ product._b, rtol=1e-12)
+
+
+@pytest.mark.parametrize("side", [1, 64, 150])
+def test_few_numbers_of_a_product_are_drawn_on_the_host(side: int, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copied to the GPU, and there repeated until the matrix is full."""
+    placed, place = [], peak.backend.place
+
+    def watched(array: Any, on: str) -> Any:
+        placed.append(array.shape)
+        return place(array, on)
+
+    monkeypatch.setattr(peak.backend, "place", watched)
+    product = peak.Product(np.dtype(np.float32), "gpu", side)
+    rows = min(side, peak.ROWS)
+    assert placed == [(rows, side)] * 2
+    a, b = (to_host(one) for one in (product._a, product._b))
+    for matrix in (a, b):
+        assert len(np.unique(matrix, axis=0)) == rows
+        np.testing.assert_array_equal(matrix, np.resize(matrix[:rows], (side, side)))
+    assert product.run() > 0
+    np.testing.assert_allclose(to_host(product._into), a @ b, rtol=1e-4, atol=1e-4)
 
 
 def test_a_blas_tells_its_kernels_and_what_it_was_told() -> None:
