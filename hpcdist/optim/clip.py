@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.arrays.backend import Array, empty, is_device, namespace
+from hpcdist.arrays.backend import is_device, namespace
 from hpcdist.arrays.dtypes import is_16bit_float
 from hpcdist.arrays.filestore import FileStore
 from hpcdist.arrays.ranges import Range, cut
@@ -20,8 +20,7 @@ from hpcdist.errors import NonFiniteError
 from hpcdist.optim import exact, kernels, norms
 
 _NOTHING = 1e-30  # the norm of a gradient that has no direction
-# 16-bit elements that are widened at a time: 64 KiB of float32 stay in a cache; a GPU is worth longer launches
-_WIDEN = {"cpu": 1 << 14, "gpu": 1 << 22}
+_WIDEN = 1 << 14  # 16-bit elements that are widened at a time: 64 KiB of float32 stay in a cache
 
 
 def sum_of_squares(
@@ -55,10 +54,9 @@ def _squares(store: FlatStore, ranges: Sequence[Range]) -> Any:
     return total
 
 
-def _squares_of_halves(values: Array) -> Any:
-    """Return the sum of squares of 16-bit ``values``, widened block by block in one piece of memory."""
-    on = "gpu" if is_device(values) else "cpu"
-    memory = empty(min(_WIDEN[on], values.size), np.dtype(np.float32), on)
+def _squares_of_halves(values: np.ndarray) -> Any:
+    """Return the sum of squares of 16-bit ``values`` on the host, widened block by block in one piece of memory."""
+    memory = np.empty(min(_WIDEN, values.size), np.float32)
     total: Any = 0.0
     for block in cut(Range(0, values.size), max(1, memory.size)):
         wide = memory[: block.size]

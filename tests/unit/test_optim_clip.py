@@ -42,6 +42,16 @@ def test_the_largest_values_of_a_dtype_do_not_overflow(dtype):
     assert clip.sum_of_squares(store, ALL) == pytest.approx(LAYOUT.parameters * largest**2, rel=1e-2)
 
 
+@pytest.mark.parametrize("dtype", ["float16", BFLOAT16], ids=str)
+@pytest.mark.parametrize("size", [1, clip._WIDEN, clip._WIDEN + 1])
+def test_halves_are_widened_block_by_block(rng, dtype, size):
+    values = rng.standard_normal(size).astype(dtype)
+    expected = np.sum(values.astype(np.float64) ** 2)
+    assert clip._squares_of_halves(values) == pytest.approx(expected, rel=1e-12)
+    values[-1] = np.nan
+    assert math.isnan(clip._squares_of_halves(values))
+
+
 def test_scale_brings_the_norm_to_the_limit(rng):
     store = filled(rng, np.dtype("float64"))
     squared = clip.sum_of_squares(store, ALL)
