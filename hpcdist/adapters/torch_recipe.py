@@ -16,7 +16,8 @@ def recipe_of(optimizer: "torch.optim.Optimizer") -> dict[str, Any]:
 
     Known are AdamW, Adam without weight decay, and SGD. The rate is constant and the gradient is not clipped: add
     ``optimizer.decay``, ``optimizer.warmup_steps`` or ``optimizer.clip_norm`` to the keys where it should be otherwise.
-    hpcdist decays tensors of two or more dims only. Raises ConfigurationError for another optimizer, an option that has
+    hpcdist decays tensors of two or more dims only, and trains all parameters of what is wrapped, whichever of them the
+    optimizer holds. Raises ConfigurationError for another optimizer, an option that has
     no counterpart, groups with different options, or weight decay of a tensor of one dim.
     """
     kind, groups = type(optimizer).__name__, optimizer.param_groups

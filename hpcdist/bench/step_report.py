@@ -1,5 +1,6 @@
 """The report of a benchmark of training steps: speeds, phases, kinds of operation, losses and memory; text and JSON."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -121,6 +122,7 @@ def text(found: Results) -> str:
         f"numpy's BLAS: {about['blas']}",
         "",
         *_aligned([[name for name, _ in _COLUMNS], *([show(row) for _, show in _COLUMNS] for row in table)]),
+        "x eager: the median, over turns next to each other, of PyTorch eager's time over that of the line",
         "",
         *_operations(found),
         *_losses(table, found),
@@ -177,6 +179,10 @@ def _memory(table: Sequence[Row]) -> list[str]:
     ]
 
 
+def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
+
+
 def jsonable(found: Results) -> dict[str, Any]:
     """Return the report as JSON values; what there is not is null."""
     taken = {one.name: {" ".join(key): value for key, value in operations(one).items()} for one in found.cases}
@@ -184,7 +190,7 @@ def jsonable(found: Results) -> dict[str, Any]:
         "provenance": dict(found.provenance),
         "shape": asdict(found.shape),
         "peak_flops_per_s": peak_flops_per_s(found),
-        "rows": [asdict(row) for row in rows(found)],
+        "rows": [_without_nan(asdict(row)) for row in rows(found)],
         "operations_s": taken,
         "left_out": dict(found.left_out),
     }

@@ -23,8 +23,8 @@ def build(
     """Return the model that ``config`` describes, for the inputs that the data has.
 
     A gpt and an encoder need ``context`` (tokens a sample), an mlp ``features`` and ``classes``, a convnet ``height``,
-    ``width``, ``channels`` and ``classes``; a user's factory gets what there is. ``dtype`` is "float32" or "float64".
-    Raises ConfigurationError when one of them is missing or not supported.
+    ``width``, ``channels`` and ``classes``; a user's factory gets what there is. ``dtype`` is "float32" or "float64",
+    or, on a GPU, "bfloat16" or "float16". Raises ConfigurationError when one of them is missing or not supported.
     """
     # Imported here, so that `models.config` stays as light as `hpcdist --help` needs it.
     from hpcdist.models import convnet, encoder, gpt, mlp

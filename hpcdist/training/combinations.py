@@ -198,7 +198,7 @@ def refuse_recomputation(recipe: "Recipe") -> None:
             f"consistency = 'bsp' and no backup workers, or set run.{key} = 0"
         )
     for other, given, only in (
-        ("run.device", recipe.run.device, "cpu"),  # a GPU adds up rows of embeddings in an order of its own
+        ("run.device", recipe.run.device, "cpu"),  # bits of a GPU were never compared
         ("communication.delayed", recipe.communication.delayed, False),  # sums of the step before are under way
     ):
         if given != only:

@@ -143,7 +143,9 @@ class Training:
         self._done += 1
         if self._loop.outcome.wish is not None:
             self.close()
-            self._session.leave(EXIT_CODES[self._loop.outcome.wish])
+            wish = self._loop.outcome.wish  # none any more where this was the last step
+            if wish is not None:
+                self._session.leave(EXIT_CODES[wish])
         return self._loop.outcome.loss
 
     def close(self) -> None:

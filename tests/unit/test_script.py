@@ -134,6 +134,22 @@ def test_recipes_that_do_not_fit_are_refused(more, keys, told, tmp_path):
         Training(_model(**more), KEYS | keys, out=tmp_path / "run")
 
 
+def test_a_wish_to_stop_in_the_last_step_is_granted_already(tmp_path, rng):
+    with Training(_model(), KEYS | {"run.steps": 2}, out=tmp_path / "run") as training:
+        for step in training.steps:
+            if step == 1:
+                (training.path / "stop").touch()
+            assert np.isfinite(training.step(*_batches(rng, 1)[0]))
+    assert training.done == 2 and not (training.path / "stop").exists()
+    training = Training(_model(), KEYS, out=tmp_path / "other")
+    (training.path / "stop").touch()
+    with pytest.raises(SystemExit) as left:
+        training.step(*_batches(rng, 1)[0])
+    assert left.value.code == 75
+    with Training(_model(), KEYS, out=tmp_path / "other", resume="auto") as training:
+        assert training.done == 1
+
+
 def test_who_goes_on_says_with_which_run():
     with pytest.raises(UsageError, match="resume = 'auto' needs out"):
         Training(_model(), KEYS, resume="auto")
