@@ -22,6 +22,9 @@ A stage is what a pipeline cuts off and what ZeRO-3 gathers and frees. Its passe
 read from the run's memory in each of both: `hpcdist.adapters.jax_passes` tells what is kept between them. Gradients,
 outputs and the gradients of inputs are copied out once; see `hpcdist.adapters.jax_arrays` and `WrappedModel.traffic`.
 
+Passes are compiled in the first step that has so many samples, and kept: shares by measured speed, or batches that grow
+in many steps, cost a compilation each.
+
 Random numbers: a stage ``(params, x, keys) -> y`` gets a key for each sample, which follows from (seed, step, layer,
 place of the sample in the batch), so that any cut of the work drops the same; None where nothing is to be dropped.
 """

@@ -80,7 +80,9 @@ class TorchLoss(Loss):
         Raises UsageError where it is the other reduction: steps would depend on how a batch is cut.
         """
         half, count = len(losses.outputs) // 2, len(losses.outputs)
-        with library().no_grad():
+        torch = library()
+        devices = [losses.outputs.device] if losses.outputs.is_cuda else []
+        with torch.no_grad(), torch.random.fork_rng(devices):  # a loss that draws draws in the step as without this
             parts = (slice(None), slice(half), slice(half, None))
             found = [self._one(losses.outputs[part], losses.targets[part]) for part in parts]
         whole, first, second = (float(loss.double()) for loss in found)

@@ -1,7 +1,7 @@
 """A steady step allocates nothing: after the first steps memory is flat, and no array of a model comes and goes.
 
-An array of activations, of weights or of gradients that a step made anew would show: the models are so large that the
-smallest matrix of each is beyond the allowance, and beyond that a model four times as large may not take more.
+Activations, or the weights or gradients of a layer, that a step made anew would show: they are beyond the allowance.
+That smaller arrays do not come and go either shows where a model four times as large takes no more.
 """
 
 import pytest
