@@ -66,11 +66,6 @@ def add(y: Array, x: Array) -> None:
         ACTIVATION.launch("add_to", *grid, y, x, y.size, x.size, REAL=y.dtype)
 
 
-def scale(x: Array, factor: float) -> None:
-    """Multiply x by ``factor``, in place."""
-    ACTIVATION.launch("scale_by", *elementwise(x.size, width_of(x.dtype)), x, factor, x.size, REAL=x.dtype)
-
-
 def _elementwise(name: str, x: Array, *args: Array) -> None:
     ACTIVATION.launch(name, *elementwise(x.size, width_of(x.dtype)), *args, x.size, REAL=x.dtype)
 

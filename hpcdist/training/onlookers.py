@@ -45,14 +45,18 @@ class Onlookers:
             begun = now_ns()
             with self.ranges("data", WAIT):
                 batch = next(waiting, None)
-            end = now_ns()
-            self.waited_s = (end - begun) / 1e9
-            self.spans.add("data", WAIT, self.step + 1, begun, end)
+            self.waited(begun)
             if batch is None:
                 return
             if self._shifting is not None:
                 self._shifting.wait(self.step + 1)
             yield batch
+
+    def waited(self, begun_ns: int) -> None:
+        """Note that the data of the coming step is there, for which this rank has waited since ``begun_ns``."""
+        end = now_ns()
+        self.waited_s = (end - begun_ns) / 1e9
+        self.spans.add("data", WAIT, self.step + 1, begun_ns, end)
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:

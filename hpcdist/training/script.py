@@ -28,6 +28,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.lock import Lock
 from hpcdist.checkpoint.restore import restore
+from hpcdist.comm.spans import now_ns
 from hpcdist.comm.start import start
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.model import Model
@@ -87,6 +88,7 @@ class Training:
         self._open.enter_context(self._loop.energy.window("training"))
         self._loop.begin()
         self._done, self._ended = self._trainer.first_step, False
+        self._left_ns = now_ns()
 
     @property
     def rank(self) -> int:
@@ -139,8 +141,10 @@ class Training:
                 f"{self._trainer.samples(self._done + 1)} samples is {expected}; give rows `training.share` of the "
                 "step's samples"
             )
+        self._loop.onlookers.waited(self._left_ns)  # for what the script does between its steps
         self._loop.step(self._done + 1, (x, y))
         self._done += 1
+        self._left_ns = now_ns()
         if self._loop.outcome.wish is not None:
             self.close()
             wish = self._loop.outcome.wish  # none any more where this was the last step

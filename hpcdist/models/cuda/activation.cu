@@ -89,12 +89,3 @@ extern "C" __global__ void add_to(REAL* y, const REAL* x, long long n, long long
     write<width.value>(y + i, sum);
   });
 }
-
-extern "C" __global__ void scale_by(REAL* x, ACC factor, long long n) {
-  over_grid<WIDTH>(n, aligned<WIDTH>(x), [=](auto width, long long i) {
-    auto values = read<width.value>(x + i);
-#pragma unroll
-    for (int j = 0; j < width.value; ++j) values.v[j] *= factor;
-    write<width.value>(x + i, values);
-  });
-}

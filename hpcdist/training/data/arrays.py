@@ -8,6 +8,7 @@ import numpy as np
 from hpcdist.errors import DataError, StorageError
 from hpcdist.training.data.samples import Sliceable
 
+MOST_CLASSES: Final = 1 << 24
 TOKEN_TYPES: Final = tuple(np.dtype(name) for name in ("uint8", "uint16", "uint32"))
 
 
@@ -71,6 +72,11 @@ def hdf5_table(path: Path) -> tuple[Sliceable, Sliceable, int]:
     classes = y[:]
     if classes.min() < 0:
         raise DataError(f"data.path = {path}: y holds {classes.min()}; classes count from 0")
+    if classes.max() >= MOST_CLASSES:
+        raise DataError(
+            f"data.path = {path}: y holds {classes.max()}, and a model has an output for each class up to that; number "
+            f"them from 0 on, at most {MOST_CLASSES:,}"
+        )
     return x, y, int(classes.max()) + 1
 
 
