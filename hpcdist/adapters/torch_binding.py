@@ -110,6 +110,16 @@ class Binding:
         }
         bound.views = views
 
+    def has(self, cut: Cut) -> bool:
+        """Whether the run has the memory of a stage's parameters, or has given it back for them."""
+        bound = self._bound[id(cut)]
+        taken = {tensor.data_ptr() for tensor in bound.tensors.values()}
+        gone = self._initial is None
+        return any(
+            p.data_ptr() in taken if p.numel() else gone and any(name in cut.own for name in bound.parameters)
+            for p in bound.parameters.values()
+        )
+
     def holds(self, cut: Cut, start: int) -> bool:
         """Whether memory that begins at ``start`` is that of a parameter of a stage."""
         return start in self._bound[id(cut)].starts

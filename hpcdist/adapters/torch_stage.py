@@ -44,6 +44,7 @@ class TorchStage:
         self._output: tuple[int, ...] | None = None
         self._buffers = dict(cut.buffers())
         self._example: torch.Tensor | None = None
+        self._inside = False  # of a pass of the run
         self.forward_flops: float | None = None  # a sample, of products; None: not known without an example
 
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -107,6 +108,16 @@ class TorchStage:
                 raise UsageError(f"the output of stage {self.layer}, {self.name}, does not depend on its input")
             return array_of(run.x.grad)
 
+    def guard(self, why: str) -> None:
+        """Let a forward of the user's own raise UsageError because of ``why``, while the parameters are not whole."""
+
+        def check(module: "torch.nn.Module", inputs: object) -> None:
+            if not self._inside and self.binding.has(self.cut):
+                raise UsageError(f"{self.name} was called outside of a step: {why}")
+
+        for _, module in self.cut.modules:
+            module.register_forward_pre_hook(check)
+
     def trace(self, x: "torch.Tensor") -> "torch.Tensor":
         """Return the output for ``x``; know its shape, and what it takes to compute, from now on."""
         with counting() as counter:
@@ -132,6 +143,13 @@ class TorchStage:
                 return self._run(x)
 
     def _run(self, x: "torch.Tensor") -> "torch.Tensor":
+        self._inside = True
+        try:
+            return self._through(x)
+        finally:
+            self._inside = False
+
+    def _through(self, x: "torch.Tensor") -> "torch.Tensor":
         before = [buffer._version for buffer in self._buffers.values()]
         y = x
         for prefix, module in self.cut.modules:

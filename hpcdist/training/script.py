@@ -12,7 +12,9 @@ Everything that a recipe can say goes: strategy, pipeline, optimizer, compressio
 run has a directory like any other, which `hpcdist report`, `trace` and `checkpoint` read.
 """
 
+import atexit
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -89,6 +91,11 @@ class Training:
         self._loop.begin()
         self._done, self._ended = self._trainer.first_step, False
         self._left_ns = now_ns()
+        if self._trainer.exchange.gathers or self._trainer.grid.pipeline > 1:
+            for stage in model.stages:
+                if hasattr(stage, "guard"):
+                    stage.guard("this rank has its parameters within a step only; use `training.evaluate`")
+        atexit.register(self._forgotten)
 
     @property
     def rank(self) -> int:
@@ -133,7 +140,11 @@ class Training:
         after the last step of the recipe, or where a share has another size than `share` says.
         """
         if self._ended or self._done >= self.recipe.run.steps:
-            raise UsageError(f"all of run.steps = {self.recipe.run.steps} are made; set more, or end the loop")
+            self.close()
+            raise UsageError(
+                f"all of run.steps = {self.recipe.run.steps} are made, those before a resume included, and saved in "
+                f"{self.path}; loop over `training.steps`, which has those that are left, or set more"
+            )
         x, y, expected = backend.adopt(inputs), backend.adopt(targets), self._share().size
         if not len(x) == len(y) == expected:
             raise UsageError(
@@ -152,11 +163,27 @@ class Training:
                 self._session.leave(EXIT_CODES[wish])
         return self._loop.outcome.loss
 
+    def evaluate(self, inputs: Any, targets: Any) -> float:
+        """Return the mean loss of the samples that all replicas bring, as the parameters are now; NaN for none.
+
+        Every rank calls it with its own part of them, which may be empty and of any size; the ranks of a pipeline with
+        the same. Nothing is dropped, and modules are in evaluation mode.
+        """
+        trainer = self._trainer
+        trainer.flush()
+        batch = trainer.place((backend.adopt(inputs), backend.adopt(targets)))
+        losses = [trainer.executor.evaluate(*batch)] if trainer.seat.computes else []
+        speaks = trainer.seat.computes and trainer.last_stage and trainer.seat.tensor.rank == 0
+        seen = len(batch[0]) * trainer.model.tokens_per_sample if speaks else 0
+        total, found = trainer.exchange.agree_losses(losses, np.array([float(seen)]))
+        return total / float(found[0]) if found[0] else float("nan")
+
     def close(self) -> None:
         """End the run: save, report, let go of its files. More steps cannot be made."""
         if self._ended:
             return
         self._ended = True
+        atexit.unregister(self._forgotten)
         outcome = self._loop.end()
         self._loop.progress.close()
         self._open.close()
@@ -189,12 +216,23 @@ class Training:
             self.close()
         elif not self._ended:
             self._ended = True
+            atexit.unregister(self._forgotten)
             self._loop.streaming.close(normal=False)
             self._open.close()
             self._wishes.ignore()
             if self.world == 1:  # else the others may still write, and the error ends the job
                 self._session.stop_recording()
                 self._job.lock.release()
+
+    def _forgotten(self) -> None:
+        """Say at the end of the script that it has not ended the run."""
+        if not self._ended and self.rank == 0:
+            print(
+                f"hpcdist: {self._done - self._trainer.first_step} steps were made in {self.path}, and the last of "
+                "them are not saved: call training.close() or training.parameters() at the end, or use `with "
+                "Training(...) as training:`",
+                file=sys.stderr,
+            )
 
     def _share(self) -> Range:
         return own_samples(self.recipe, self._trainer.data_axis, self._done, self._trainer.shares)

@@ -1,6 +1,7 @@
 """Modules that cannot be trained are refused with the name of what is wrong, before or in the first step."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ from torch import nn
 from torch.nn import functional
 
 from hpcdist.adapters import torch_arrays
-from hpcdist.adapters.torch import wrap
+from hpcdist.adapters.torch import load, wrap
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
 from hpcdist.models.arena import Arena
 from hpcdist.models.dropout import Draw
+from hpcdist.training.script import Training
 
 
 def linears(*widths):
@@ -247,3 +249,33 @@ def test_a_loss_of_the_other_reduction_is_refused(said: str, is_one: str, rng: n
     exponents = outputs.astype(np.float64)
     expected = float((np.log(np.exp(exponents).sum(axis=1)) - exponents[np.arange(6), targets]).sum())
     assert total == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_forward_of_the_users_own_where_parameters_are_not_whole(rng: np.random.Generator) -> None:
+    modules = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    model, x = wrap(modules, nn.CrossEntropyLoss()), rng.standard_normal((6, 4)).astype(np.float32)
+    for stage in model.stages:
+        stage.guard("the reason")
+    modules(torch.from_numpy(x))  # nobody has taken the parameters yet
+    run(model, x)
+    with pytest.raises(UsageError, match=r"0 \(Linear\) was called outside of a step: the reason"):
+        modules(torch.from_numpy(x))
+    run(model, x)  # the run itself may
+    shapes = {segment.key: segment.spec.shape for segment in model.layout.segments}
+    load(modules, {key: np.ones(shape, np.float32) for key, shape in shapes.items()})
+    expected = (x.sum(axis=1, keepdims=True) + 1) * 8 + 1
+    np.testing.assert_allclose(modules(torch.from_numpy(x)).detach().numpy(), np.repeat(expected, 3, axis=1), rtol=1e-5)
+
+
+def test_a_script_evaluates_as_the_modules_do(tmp_path: Path, rng: np.random.Generator) -> None:
+    modules = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
+    x, y = rng.standard_normal((6, 4)).astype(np.float32), rng.integers(0, 3, 6)
+    keys = {"run.steps": 2, "run.global_batch": 6, "optimizer.warmup_steps": 0}
+    with Training(wrap(modules, nn.CrossEntropyLoss()), keys, out=tmp_path / "run") as training:
+        for _ in training.steps:
+            training.step(x, y)
+            found = float(functional.cross_entropy(modules(torch.from_numpy(x)), torch.from_numpy(y)).detach())
+            assert found == pytest.approx(training.evaluate(x, y), rel=1e-5)
+    load(modules, training.parameters())
+    after = float(functional.cross_entropy(modules(torch.from_numpy(x)), torch.from_numpy(y)).detach())
+    assert after == pytest.approx(found, rel=1e-5)

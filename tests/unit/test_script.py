@@ -104,8 +104,9 @@ def test_wrong_scripts_are_told(tmp_path, rng):
             pass
     training.step(x, y)
     training.step(x, y)
-    with pytest.raises(UsageError, match=r"all of run.steps = 2 are made"):
+    with pytest.raises(UsageError, match=r"all of run.steps = 2 are made.* loop over `training.steps`"):
         training.step(x, y)
+    assert (training.path / "checkpoints" / "step-2").exists()
     training.close()
     training.close()  # once more does nothing
     with pytest.raises(UsageError, match="are made"):
@@ -153,6 +154,31 @@ def test_a_wish_to_stop_in_the_last_step_is_granted_already(tmp_path, rng):
 def test_who_goes_on_says_with_which_run():
     with pytest.raises(UsageError, match="resume = 'auto' needs out"):
         Training(_model(), KEYS, resume="auto")
+
+
+def test_an_evaluation_is_that_of_the_parameters(tmp_path, rng):
+    batches, (x, y) = _batches(rng), _batches(rng, 1)[0]
+    model = _model()
+    with Training(model, KEYS | {"parallel.strategy": "zero3"}, out=tmp_path / "run") as training:
+        for step in training.steps:
+            training.step(*batches[step])
+        found = training.evaluate(x, y)
+        assert np.isnan(training.evaluate(x[:0], y[:0]))
+    store = FlatStore(model.layout, model.dtype)
+    for key, value in training.parameters().items():
+        store.view(key)[...] = value
+    expected = model.evaluate(model.bind(store), x, y, Arena()) / len(x)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_script_that_does_not_end_its_run_is_told(tmp_path, rng, capsys):
+    training = Training(_model(), KEYS, out=tmp_path / "run")
+    training.step(*_batches(rng, 1)[0])
+    training._forgotten()
+    assert f"1 steps were made in {tmp_path}/run, and the last of them are not saved" in capsys.readouterr().err
+    training.close()
+    training._forgotten()
+    assert "not saved" not in capsys.readouterr().err
 
 
 def test_signals_go_back_to_the_script(tmp_path, rng):
