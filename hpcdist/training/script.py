@@ -1,9 +1,8 @@
 """Train a model of one's own from one's own script: the script has the loop, and hpcdist every step of it.
 
-    from hpcdist.adapters import torch as adapter
-    from hpcdist.training.script import Training
+    from hpcdist.training.pytorch import Training, wrap
 
-    with Training(adapter.wrap(model, loss), {"parallel.strategy": "zero2", "run.steps": 100}) as training:
+    with Training(wrap(model, loss), {"parallel.strategy": "zero2", "run.steps": 100}) as training:
         for step in training.steps:
             inputs, targets = batch(step)  # all samples of the step
             loss = training.step(inputs[training.share], targets[training.share])
