@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.optim import updates
+from hpcdist.optim import kernels, updates
 from hpcdist.optim.elementwise import ElementWise
 
 
@@ -19,6 +19,21 @@ class AdamW(ElementWise):
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
+
+    def _direct(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+        kernels.adam_direction(
+            weights,
+            gradient,
+            self.slots["m"].range(where),
+            self.slots["v"].range(where),
+            scale=scale,
+            beta1=self.config.beta1,
+            beta2=self.config.beta2,
+            epsilon=self.config.epsilon,
+            decay=decay,
+            count=self.count,
+            corrects=self.config.bias_correction,
+        )
 
     def _step(
         self,

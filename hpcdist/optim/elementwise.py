@@ -20,14 +20,24 @@ BLOCK: Final = 1 << 16  # elements whose gradient, weights and slots stay in the
 class ElementWise(SegmentWise):
     """`direction` takes note of the scale alone; `apply` unscales, clips, decays, advances the slots and steps.
 
-    Gradients may be 16-bit floats beside float32 weights: on the host they are widened in ``wide``, block by block.
+    Where weights change between the two, as those of gossip do, `direct_before` makes them apart. Gradients may be
+    16-bit floats beside float32 weights: on the host they are widened in ``wide``, block by block.
     """
 
     wide: Array | None = None  # float32 memory of one block
+    _before = False
+
+    def direct_before(self) -> None:
+        """From the next update on, `direction` makes the step of the weights as they are then, and `apply` takes it."""
+        self._before = True
 
     def direction(self, piece: Range, master: FlatStore, gradient: FlatStore, scale: float = 1.0) -> None:
         """Take note of ``scale``, which is that of the whole update. ``gradient`` must stay until `apply`."""
         self._scale = scale
+        if self._before:
+            assert master.dtype == self.dtype == gradient.dtype, "gradients of 16 bits are widened by `apply`"
+            for _, spec, where in self._tensors(piece):
+                self._direct(where, master.range(where), gradient.range(where), scale, self._decay(spec))
 
     def apply(
         self,
@@ -41,6 +51,11 @@ class ElementWise(SegmentWise):
         assert master.dtype == self.dtype, f"the master weights are {master.dtype}, the optimizer's {self.dtype}"
         rate = self.learning_rate
         for _, spec, where in self._tensors(piece):
+            if self._before:
+                kernels.descend(master.range(where), direction.range(where), rate)
+                if working is not None:
+                    kernels.round_into(master.range(where), working.range(where))
+                continue
             decay = self._decay(spec)
             for block in self._blocks(where, direction, working):
                 copy = None if working is None else working.range(block)
@@ -70,6 +85,10 @@ class ElementWise(SegmentWise):
                 "weights and memory to widen them in, see hpcdist.optim.master.WithMaster"
             )
         return self.wide
+
+    @abstractmethod
+    def _direct(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+        """Turn the gradient of one stretch of a tensor into the step, in place, and advance the slots."""
 
     @abstractmethod
     def _step(

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.optim import updates
+from hpcdist.optim import kernels, updates
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.optim.elementwise import ElementWise
 
@@ -22,6 +22,23 @@ class Sgd(ElementWise):
 
     def _slots_of(self, config: OptimizerConfig) -> tuple[str, ...]:
         return self.slot_names if config.momentum else ()
+
+    def _direct(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+        momentum = self.slots["momentum"].range(where) if self.slots else None
+        if momentum is None:
+            kernels.scale_in_place(gradient, scale)
+            if decay:
+                gradient += weights.dtype.type(decay) * weights
+            return
+        kernels.momentum_direction(
+            weights,
+            gradient,
+            momentum,
+            scale=scale,
+            momentum=self.config.momentum,
+            nesterov=self.config.nesterov,
+            decay=decay,
+        )
 
     def _step(
         self,

@@ -516,3 +516,32 @@ def test_a_normalized_gradient_has_one_norm_whatever_its_scale(rng):
         replica.optimizer.apply(replica.part, replica.master, replica.gradient, None, replica.optimizer.partial_norms())
     assert distance({s.key: replica.master.view(s.key) for s in SPECS}, expected) < 1e-12
     assert [clip.clip_scale(norm**2, 1.0, normalize=True) for norm in (0.0, 1e-31)] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [OptimizerConfig(), OptimizerConfig(name="sgd"), OptimizerConfig(name="sgd", momentum=0.0)],
+    ids=["adamw", "sgd", "plain"],
+)
+def test_a_step_may_be_made_before_the_weights_change(config: OptimizerConfig, rng: np.random.Generator) -> None:
+    """What is added to the weights between the two phases is added to the result, and changes no step."""
+    layout = Layout.of([TensorSpec(0, "weight", (40, 3)), TensorSpec(0, "bias", (7,), False)])
+    whole, found = Range(0, layout.size), []
+    start, gradient, moved = rng.standard_normal((3, layout.size))
+    for before in (False, True):
+        stores = [FlatStore(layout, np.dtype("float64")) for _ in range(2)]
+        stores[0].array[...] = start
+        made = optimizer.build(config, layout, whole, np.dtype("float64"), total_steps=9)
+        if before:
+            made.direct_before()
+        for step in range(3):
+            stores[1].array[...] = gradient * (step + 1)
+            made.begin_step()
+            made.direction(whole, *stores, 0.5)
+            if before and step == 2:
+                stores[0].array[...] += moved
+            made.apply(whole, *stores)
+        found.append(stores[0].array)
+    for segment in layout.segments:
+        where = segment.range.slice
+        np.testing.assert_allclose(found[1][where], found[0][where] + moved[where], rtol=1e-12)

@@ -22,6 +22,7 @@ ranks still agree on a few numbers (loss, finiteness, the wish to stop) in every
 from collections.abc import Callable
 from typing import Final
 
+from hpcdist.optim.elementwise import ElementWise
 from hpcdist.strategies.decentralised.config import DecentralisedConfig
 from hpcdist.strategies.decentralised.graphs import build
 from hpcdist.strategies.decentralised.mixing import Mixing
@@ -41,6 +42,8 @@ class GossipExchange(Replicas):
         self.graph = build(config.graph, seat.data.size, config.edges)
         self._mixing = Mixing(seat, self.graph, self.parameters, self.ranges) if self.graph.rounds else None
         self._round = 0
+        if config.order == "combine_first" and isinstance(self.owner.optimizer, ElementWise):
+            self.owner.optimizer.direct_before()  # the step is that of the weights before they are mixed
         self._last = self.plan()[-1]
         mixing = {Kind.MIX_START: self.start, Kind.POLL: self.poll, Kind.MIX_WAIT: self.wait, Kind.MIX: self.mix}
         together = mixing if self._mixing is not None else {Kind.AVERAGE: self.take_mean}
