@@ -128,7 +128,7 @@ def test_a_death_while_the_run_is_rebuilt_rebuilds_it_again(
     once = threading.Lock()  # one rank dies
     assemble = job.assemble
 
-    def fragile(session: Any, recipe: Any, origin: Any) -> Any:
+    def fragile(session: Any, recipe: Any, origin: Any, given: Any = None) -> Any:
         if origin is not None and session.comm.rank == 2 and once.acquire(blocking=False):
             raise Death
         return assemble(session, recipe, origin)
@@ -168,7 +168,7 @@ def test_spares_come_in_where_no_process_can_be_started(
         team.close_up()
         return change
 
-    def asked(session: Any, recipe: Any, origin: Any) -> Any:
+    def asked(session: Any, recipe: Any, origin: Any, given: Any = None) -> Any:
         if origin is None:
             grow.write_text(f"{wished}\n")
         return assemble(session, recipe, origin)
@@ -273,7 +273,7 @@ def test_nothing_of_a_life_that_ended_is_kept(tmp_path: Path, text: Path, monkey
     assemble = job.assemble
     seen: list[int] = []
 
-    def watched(session: Any, recipe: Any, origin: Any) -> Any:
+    def watched(session: Any, recipe: Any, origin: Any, given: Any = None) -> Any:
         earlier = vars(mine).setdefault("trainers", [])
         seen.extend([0] * len(earlier))
         assert not any(one() is not None for one in earlier), "a trainer of a life that ended is referred to"

@@ -109,5 +109,5 @@ def test_build_refuses_missing_inputs_and_other_precisions() -> None:
         models.build(ModelConfig(kind="convnet"), height=3, channels=1, classes=2)
     with pytest.raises(ConfigurationError, match="data.context is 0; encoder models"):
         models.build(ModelConfig(kind="encoder"))
-    with pytest.raises(ConfigurationError, match="not in 'float16'"):
-        models.build(ModelConfig(), "float16", context=4)
+    with pytest.raises(ConfigurationError, match="not in 'int8'"):
+        models.build(ModelConfig(), "int8", context=4)
