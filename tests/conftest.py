@@ -33,6 +33,11 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"random inputs: {SEED_VARIABLE}={SEED}"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # JAX starts threads, and a process that has them should fork no more: its tests come after those that do.
+    items.sort(key=lambda item: "jax" in item.path.name)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     # Thousands of collected tests stay to the end: a test that collects garbage need not go through them each time.
