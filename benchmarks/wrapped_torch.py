@@ -207,7 +207,7 @@ def save(path: Path, times: dict[str, np.ndarray], session: start.Session, optio
             **provenance(mpi_library=session.library, hosts=[session.place.host], anonymous=options.anonymous),
             "contenders": ";".join(times),
             "ranks": session.comm.size,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             **{name: getattr(options, name) for name in SIZES},
         },
         {"time_s": {"dims": "contenders, rounds, (clock, CPU)"}},
