@@ -6,6 +6,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.optim import kernels, updates
 from hpcdist.optim.elementwise import ElementWise
+from hpcdist.optim.segmentwise import SegmentWise
 
 
 class AdamW(ElementWise):
@@ -20,20 +21,8 @@ class AdamW(ElementWise):
 
     slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
 
-    def _direct(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
-        kernels.adam_direction(
-            weights,
-            gradient,
-            self.slots["m"].range(where),
-            self.slots["v"].range(where),
-            scale=scale,
-            beta1=self.config.beta1,
-            beta2=self.config.beta2,
-            epsilon=self.config.epsilon,
-            decay=decay,
-            count=self.count,
-            corrects=self.config.bias_correction,
-        )
+    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+        direction(self, where, weights, gradient, scale, decay)
 
     def _step(
         self,
@@ -60,3 +49,22 @@ class AdamW(ElementWise):
             corrects=self.config.bias_correction,
             working=working,
         )
+
+
+def direction(
+    optimizer: SegmentWise, where: Range, weights: Array, gradient: Array, scale: float, decay: float
+) -> None:
+    """Turn the gradient of one stretch of a tensor into u, in place, and advance the moments of ``optimizer``."""
+    kernels.adam_direction(
+        weights,
+        gradient,
+        optimizer.slots["m"].range(where),
+        optimizer.slots["v"].range(where),
+        scale=scale,
+        beta1=optimizer.config.beta1,
+        beta2=optimizer.config.beta2,
+        epsilon=optimizer.config.epsilon,
+        decay=decay,
+        count=optimizer.count,
+        corrects=optimizer.config.bias_correction,
+    )

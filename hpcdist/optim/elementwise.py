@@ -37,7 +37,7 @@ class ElementWise(SegmentWise):
         if self._before:
             assert master.dtype == self.dtype == gradient.dtype, "gradients of 16 bits are widened by `apply`"
             for _, spec, where in self._tensors(piece):
-                self._direct(where, master.range(where), gradient.range(where), scale, self._decay(spec))
+                self._direction(where, master.range(where), gradient.range(where), scale, self._decay(spec))
 
     def apply(
         self,
@@ -87,7 +87,7 @@ class ElementWise(SegmentWise):
         return self.wide
 
     @abstractmethod
-    def _direct(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
         """Turn the gradient of one stretch of a tensor into the step, in place, and advance the slots."""
 
     @abstractmethod

@@ -4,7 +4,7 @@ from typing import ClassVar, Final
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
-from hpcdist.optim import kernels
+from hpcdist.optim import adamw
 from hpcdist.optim.layerwise import LayerWise
 
 _LARGEST: Final = 1e30
@@ -29,19 +29,7 @@ class Lamb(LayerWise):
     slot_names: ClassVar[tuple[str, ...]] = ("m", "v")
 
     def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
-        kernels.adam_direction(
-            weights,
-            gradient,
-            self.slots["m"].range(where),
-            self.slots["v"].range(where),
-            scale=scale,
-            beta1=self.config.beta1,
-            beta2=self.config.beta2,
-            epsilon=self.config.epsilon,
-            decay=decay,
-            count=self.count,
-            corrects=self.config.bias_correction,
-        )
+        adamw.direction(self, where, weights, gradient, scale, decay)
 
     def _ratio(self, weight_norm: float, step_norm: float) -> float:
         if not (weight_norm > 0.0 and step_norm > 0.0):

@@ -23,7 +23,7 @@ class Sgd(ElementWise):
     def _slots_of(self, config: OptimizerConfig) -> tuple[str, ...]:
         return self.slot_names if config.momentum else ()
 
-    def _direct(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
+    def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
         momentum = self.slots["momentum"].range(where) if self.slots else None
         if momentum is None:
             kernels.scale_in_place(gradient, scale)
