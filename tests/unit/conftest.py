@@ -2,12 +2,14 @@
 
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from hpcdist.arrays import device, ipc
+from hpcdist.comm import failfast
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
 
@@ -22,3 +24,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(ipc, "process", lambda: threading.current_thread().name)  # each rank is a process of its own
     cupy_double.LOG.clear()
     return cupy_double
+
+
+@pytest.fixture(autouse=True)
+def hooks() -> Iterator[None]:
+    """A job that a test starts in this process installs how the process fails; the next test starts without."""
+    yield
+    failfast.uninstall()

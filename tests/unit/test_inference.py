@@ -1,12 +1,10 @@
 """Looking at a trained model: any layout trained it, any number of ranks looks, and only its parameters are read."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hpcdist.comm import failfast
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.recording import recording
@@ -46,13 +44,6 @@ def text(tmp_path: Path, rng: np.random.Generator) -> Path:
     path = tmp_path / "text.txt"
     path.write_text(" ".join(rng.choice(words, 600)))
     return path
-
-
-@pytest.fixture(autouse=True)
-def hooks() -> Iterator[None]:
-    """A look installs how the process fails; take that back."""
-    yield
-    failfast.uninstall()
 
 
 def recipe_of(text: Path, keys: dict[str, object]) -> recipes.Recipe:
