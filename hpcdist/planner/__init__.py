@@ -1,0 +1,1 @@
+"""What a training will need before it is started: memory, time, energy, failures. Pure: no MPI, no device, no file."""

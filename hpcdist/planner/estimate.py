@@ -1,0 +1,134 @@
+"""What the planner says of one layout: memory, time, operations, bytes, energy, a run. `plan` puts it together."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpcdist.planner.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on the device that needs most, by what they are.
+
+    Terms: "parameters", "gradients", "optimizer", "activations", "messages", "scratch", "reserved". ``rule`` tells how many bytes a parameter takes, and by which formula; ``stage`` is that of the device.
+    """
+
+    terms: Mapping[str, float]
+    limit_bytes: float
+    rule: str
+    stage: int = 0
+
+    @property
+    def bytes(self) -> float:
+        """All of it."""
+        return sum(self.terms.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is there."""
+        return self.bytes <= self.limit_bytes
+
+    @property
+    def breaks_first(self) -> str:
+        """The largest term."""
+        return max(self.terms, key=lambda name: self.terms[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds of a step on the critical path, by what they are, which add up to ``step_s``.
+
+    "forward", "backward", "recompute": computation; "tensor", "context", "expert": messages of these axes; "pipeline":
+    messages between stages that nothing hides; "bubble"; "data": the exchange of gradients and parameters as far as it
+    is exposed; "update"; "input". ``hidden_s`` is the part of the exchange behind the backward. ``bubble`` is the share
+    as in `hpcdist.strategies.schedule.simulate`. ``bytes`` are those that a device sends in a step, by axis.
+    ``algorithms`` tells which collective was assumed on each axis.
+    """
+
+    terms: Mapping[str, float]
+    hidden_s: float
+    bubble: float
+    bytes: Mapping[str, float]
+    algorithms: Mapping[str, str]
+    flags: tuple[str, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """All of it."""
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Operations of a step, of all devices: of the model, and of the hardware, which computes some again.
+
+    By the formula of arXiv:2205.05198, appendix A: attention is counted over all pairs, causal or not; ``exact_flops``
+    counts the pairs that are looked at.
+    """
+
+    model_flops: float
+    hardware_flops: float
+    exact_flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Energy:
+    """Joules of a step, by what uses them: "devices", "hosts", "network", "cooling" (what PUE adds)."""
+
+    terms: Mapping[str, float]
+    device_w: float
+
+    @property
+    def joules(self) -> float:
+        """All of it."""
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A whole training: ``steps``, with saves and failures. None: not known for this cluster."""
+
+    steps: int
+    work_s: float
+    wall_s: float
+    mtbf_s: float
+    failures: float
+    save_s: float
+    interval_s: float
+    slowdown: float
+    joules: float
+    carbon_g: float | None
+    price: float | None
+    currency: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The answer for one layout. ``flags``: extrapolations, assumptions, what hpcdist cannot run."""
+
+    layout: Layout
+    global_batch: int
+    tokens: int  # of a step
+    parameters: int
+    memory: Memory
+    timing: Timing
+    work: Work
+    energy: Energy
+    run: Run
+    peak_flops: float  # of all devices that compute
+    flags: tuple[str, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, without saves and failures."""
+        return self.timing.step_s
+
+    @property
+    def mfu(self) -> float:
+        """Operations of the model over what the devices could do meanwhile."""
+        return self.work.model_flops / (self.step_s * self.peak_flops)
+
+    @property
+    def hfu(self) -> float:
+        """The same with what is computed again."""
+        return self.work.hardware_flops / (self.step_s * self.peak_flops)

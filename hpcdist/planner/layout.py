@@ -1,0 +1,53 @@
+"""How a training is laid out over devices, as the planner sees it: degrees, sharding, micro-batches, schedule."""
+
+from dataclasses import dataclass
+
+STRATEGIES = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")
+RECOMPUTE = ("none", "selective", "full")
+PRECISIONS = ("float32", "float64", "bfloat16", "float16")
+IMPLEMENTATIONS = ("hpcdist", "megatron")
+COMPRESSIONS = ("none", "bfloat16", "int8", "int4", "topk", "powersgd", "onebit")
+ALGORITHMS = ("auto", "ring", "tree", "hierarchical")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way to train on ``data x pipeline x tensor x context`` devices, and ``servers`` more.
+
+    Ranks count as in `hpcdist.strategies.grid`: tensor fastest, then context, then data, then pipeline; ``expert``
+    parallelism cuts experts over ranks of the data axis. A micro-batch has ``microbatch`` samples; ``schedule`` and
+    ``chunks`` are those of `hpcdist.strategies.schedule`. ``recompute`` "selective" computes attention again
+    (arXiv:2205.05198), "full" whole blocks. ``main_gradients``: "float32", or the "working" type.
+
+    ``implementation`` says whose memory and kernels: "hpcdist" (`hpcdist.models.counts`: attention in tiles) or
+    "megatron" (the published formulas of arXiv:2205.05198, with scores in memory). ``overlap`` is the share of the data
+    axis's messages that may hide behind the backward; what does not fit in there is exposed all the same.
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    strategy: str = "allreduce"
+    servers: int = 0
+    microbatch: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    recompute: str = "none"
+    sequence_parallel: bool = False
+    precision: str = "bfloat16"
+    main_gradients: str = "float32"
+    compression: str = "none"
+    algorithm: str = "auto"
+    implementation: str = "hpcdist"
+    overlap: float = 1.0
+
+    @property
+    def devices(self) -> int:
+        """All of them, servers included."""
+        return self.data * self.pipeline * self.tensor * self.context + self.servers
+
+    def microbatches(self, global_batch: int) -> int:
+        """Return how many micro-batches a replica computes in a step, the last one perhaps smaller."""
+        return -(-global_batch // (self.data * self.microbatch))
