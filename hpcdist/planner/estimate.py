@@ -10,7 +10,8 @@ from hpcdist.planner.layout import Layout
 class Memory:
     """Bytes on the device that needs most, by what they are.
 
-    Terms: "parameters", "gradients", "optimizer", "activations", "messages", "scratch", "reserved". ``rule`` tells how many bytes a parameter takes, and by which formula; ``stage`` is that of the device.
+    Terms: "parameters", "gradients", "optimizer", "activations", "messages", "scratch", "reserved".
+    ``rule`` tells how many bytes a parameter takes, and by which formula; ``stage`` is that of the device.
     """
 
     terms: Mapping[str, float]
