@@ -12,7 +12,7 @@ import pytest
 from hpcdist.comm import spanfile
 from hpcdist.comm.machine import boot_id
 from hpcdist.comm.spanfile import PHASES, Span
-from hpcdist.comm.spans import NULL_SPANS, Spans, now_ns
+from hpcdist.comm.spans import Spans, now_ns
 from hpcdist.errors import StorageError
 
 
@@ -131,10 +131,6 @@ def test_damage_is_an_error_or_leaves_spans_out(path: Path, rng: np.random.Gener
             damaged[place] = rng.integers(256)
         with contextlib.suppress(StorageError):
             assert len(spanfile.parse(bytes(damaged), path).spans) <= 64
-
-
-def test_nowhere(path: Path) -> None:
-    NULL_SPANS.add("compute", "FORWARD", 1, 1, 2)
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
