@@ -277,4 +277,5 @@ def test_a_damaged_record_is_refused_by_name(tmp_path: Path, rng: np.random.Gene
             assert len(recordfile.parse(bytes(damaged), recorder.path).events) <= 64
         except StorageError as error:
             refusals.append(str(error))
-    assert refusals and all(str(recorder.path) in text for text in refusals)  # 40 bytes of 7 KiB: most of them hit the signature, a length, or a text
+    # 40 bytes of 7 KiB: some hit the signature, a length or a text
+    assert refusals and all(str(recorder.path) in text for text in refusals)
