@@ -59,13 +59,22 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """An operation as it was measured: in pieces up to ``until_bytes``, latency + bytes * s_per_byte seconds."""
+    """An operation as it was measured: in pieces up to ``until_bytes``, latency + bytes * s_per_byte seconds.
+
+    The first and the last size that were measured are ``from_bytes`` and the last of ``until_bytes``; ``error`` is the
+    largest relative one at sizes that were measured, but not fitted. ``level`` names the links that the ranks use, the
+    outermost of them.
+    """
 
     operation: str  # "allreduce", "reduce_scatter", "all_gather", "message"
     ranks: int
     until_bytes: tuple[float, ...]
     latency_s: tuple[float, ...]
     s_per_byte: tuple[float, ...]
+    algorithm: str = "auto"
+    level: str = ""
+    from_bytes: float = 0.0
+    error: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
