@@ -1,7 +1,10 @@
 """A model as the planner sees it: units, each with its matrix products, its attention and what it moves."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from hpcdist.models.counts_units import Unit as Counted
 
 
 class Product(NamedTuple):
@@ -36,7 +39,8 @@ class Unit:
     ``parameters`` of one of them; of those the tensor axis divides ``cut_parameters``, the expert axis
     ``expert_parameters`` (which are among the cut ones where the tensor axis cuts them, too). ``moved`` are numbers
     that its elementwise operations read and write, forward, for a sample; backward twice as many. Of them
-    ``moved_cut`` are cut over the tensor axis with the products, the rest only with sequence parallelism.
+    ``moved_cut`` are cut over the tensor axis with the products, the rest only with sequence parallelism. ``counted``
+    is what `hpcdist.models.counts` tells of it, for the memory of our own kernels.
     """
 
     name: str
@@ -50,6 +54,7 @@ class Unit:
     moved_cut: float = 0.0
     kernels: int = 1  # launched forward
     first: bool = False  # its input is data: no gradient
+    counted: "Counted | None" = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,65 @@
+"""Operations of a step: of the model, of the hardware that computes some again, and of the pairs that are looked at.
+
+Appendix A of arXiv:2205.05198 (Korthikanti et al.), for L blocks of width h, vocabulary v, s tokens and batch B:
+
+    model                  72 B L s h^2 (1 + s / (6 h) + v / (12 h L))
+    hardware, selective    72 B L s h^2 (1 + s / (3 h) + v / (12 h L))
+    hardware, full         a third more for the blocks; arXiv:2104.04473, equation 3, which counts the head so as well
+
+It is 2 for each multiplication and addition of a matrix product, twice as much back as forward, and attention over all
+pairs, causal or not. Here it is summed over the products of each unit, so it holds for grouped keys, gated
+feed-forwards and experts, too. The kernels of this toolkit compute the scores of attention once more in their backward,
+which keeps none of them (`hpcdist.models.attention`): half of attention's forward, whatever is recomputed besides, and
+"selective" has nothing to add.
+"""
+
+from functools import lru_cache
+
+from hpcdist.planner.description import Description, Unit
+from hpcdist.planner.estimate import Work
+from hpcdist.planner.layout import Layout
+
+
+def work(description: Description, layout: Layout, global_batch: int) -> Work:
+    """Return the operations of a step of ``global_batch`` samples, on all devices together (local)."""
+    model, hardware, exact = _of_sample(description, layout.recompute, layout.implementation)
+    return Work(
+        model_flops=model * global_batch, hardware_flops=hardware * global_batch, exact_flops=exact * global_batch
+    )
+
+
+def matrix_flops(unit: Unit) -> float:
+    """Return the operations of the products of one ``unit``, forward, of a sample."""
+    return sum(
+        2.0 * product.rows * product.inner * product.columns * product.experts * product.share
+        for product in unit.products
+    )
+
+
+def attention_flops(unit: Unit, *, exact: bool = False) -> float:
+    """Return the operations of its attention, forward, of a sample: of all pairs, or those that are looked at."""
+    if unit.attention is None:
+        return 0.0
+    attention = unit.attention
+    return 4.0 * attention.heads * attention.size * (attention.pairs if exact else attention.context**2)
+
+
+@lru_cache(maxsize=1024)
+def _of_sample(description: Description, recompute: str, implementation: str) -> tuple[float, float, float]:
+    model = hardware = exact = 0.0
+    for unit in description.units:
+        matrices, scores = matrix_flops(unit), attention_flops(unit)
+        back = 1 if unit.first else 2
+        each = (1 + back) * matrices + 3 * scores
+        again = 0.0
+        if unit.attention is not None:
+            if implementation == "hpcdist":
+                again += scores / 2
+            elif recompute == "selective":
+                again += scores
+            if recompute == "full":
+                again += matrices + scores
+        model += unit.count * each
+        hardware += unit.count * (each + again)
+        exact += unit.count * ((1 + back) * matrices + 3 * attention_flops(unit, exact=True))
+    return model, hardware, exact
