@@ -1,0 +1,258 @@
+"""A cluster from a TOML file, and back: those shipped in `clusters/`, or any path. Quantities are texts with units.
+
+Nothing is guessed: a field that is missing, unknown, of the wrong dimension or outside of what hardware can be is
+refused with the file's name and the field's.
+"""
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.planner import cluster_checks, units
+from hpcdist.planner import cluster_fields as fields
+from hpcdist.planner.cluster import Cluster, Curve, Device, Failures, Fit, Level, Node, Site, Storage
+from hpcdist.planner.cluster_fields import Field
+
+FOLDER: Final = Path(__file__).parent / "clusters"
+ASSUMPTION: Final = "assumption"  # a source that has this word is told as a flag of each plan
+
+
+def names() -> tuple[str, ...]:
+    """Return the clusters that come with hpcdist."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+
+def read(name_or_path: str) -> Cluster:
+    """Return the cluster of a shipped name or of a file. Raises ConfigurationError, which names file and field."""
+    path = _path_of(name_or_path)
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"the cluster {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is no TOML: {error}") from None
+    return of_tree(tree, str(path))
+
+
+def of_tree(tree: Mapping[str, Any], place: str) -> Cluster:
+    """Return the cluster of a parsed file; ``place`` is what errors call it. Raises ConfigurationError."""
+    try:
+        return _cluster(tree)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{place}: {error}") from None
+
+
+def assumptions(cluster: Cluster) -> tuple[str, ...]:
+    """Return what of the cluster's numbers is assumed and not measured or specified, for the flags of a plan."""
+    return tuple(f"{section}: {said}" for section, said in cluster.sources.items() if ASSUMPTION in said.lower())
+
+
+def dump(cluster: Cluster) -> str:
+    """Return the TOML of ``cluster``; `read` of it is equal to it."""
+    lines = [*_dumped(fields.TOP, cluster), "", "[device]", *_dumped(fields.DEVICE, cluster.device)]
+    lines += ["", "[device.flops]"]
+    lines += [f"{kind} = {_quoted(units.text(value, 'flops'))}" for kind, value in cluster.device.peak_flops.items()]
+    for kind, curve in cluster.device.matmul.items():
+        lines += ["", f"[device.matmul.{kind}]", f"sizes = {list(curve.sizes)}", f"shares = {list(curve.shares)}"]
+    lines += ["", "[node]", *_dumped(fields.NODE, cluster.node)]
+    for level in cluster.levels:
+        lines += ["", "[[level]]", *_dumped(fields.LEVEL, level)]
+    lines += ["", "[storage]", *_dumped(fields.STORAGE, cluster.storage)]
+    lines += ["", "[failures]", *_dumped(fields.FAILURES, cluster.failures)]
+    lines += ["", "[site]", *_dumped(fields.SITE, cluster.site)]
+    for fit in cluster.fits:
+        lines += ["", "[[fit]]", f"operation = {_quoted(fit.operation)}", f"ranks = {fit.ranks}"]
+        lines += [_dumped_list("until", fit.until_bytes, "bytes"), _dumped_list("latency", fit.latency_s, "time")]
+        lines += [_dumped_list("slowness", fit.s_per_byte, "slowness")]
+    if cluster.sources:
+        lines += ["", "[sources]", *(f"{section} = {_quoted(said)}" for section, said in cluster.sources.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _path_of(name_or_path: str) -> Path:
+    if os.sep in name_or_path or name_or_path.endswith(".toml"):
+        return Path(name_or_path).expanduser()
+    if name_or_path not in names():
+        close = difflib.get_close_matches(name_or_path, names(), 1)
+        nearest = f"the nearest is {close[0]!r}; " if close else ""
+        raise ConfigurationError(
+            f"there is no cluster {name_or_path!r}; {nearest}known are {', '.join(names())}, and any file FILE.toml"
+        )
+    return FOLDER / f"{name_or_path}.toml"
+
+
+def _cluster(tree: Mapping[str, Any]) -> Cluster:
+    _known(tree, [*(field.key for field in fields.TOP), *fields.SECTIONS], "")
+    top = _section(tree, fields.TOP, "", beside=fields.SECTIONS)
+    levels = tuple(
+        Level(**_section(level, fields.LEVEL, f"level {place + 1}: "))
+        for place, level in enumerate(_tables(tree, "level", required=True))
+    )
+    found = Cluster(
+        **top,
+        device=_device(_table(tree, "device")),
+        node=Node(**_section(_table(tree, "node"), fields.NODE, "node.")),
+        levels=levels,
+        storage=Storage(**_section(_table(tree, "storage"), fields.STORAGE, "storage.")),
+        failures=Failures(**_section(_table(tree, "failures"), fields.FAILURES, "failures.")),
+        site=Site(**_section(_table(tree, "site", required=False), fields.SITE, "site.")),
+        fits=tuple(_fit(fit, f"fit {place + 1}: ") for place, fit in enumerate(_tables(tree, "fit"))),
+        sources=_sources(_table(tree, "sources", required=False)),
+    )
+    cluster_checks.check(found)
+    return found
+
+
+def _device(tree: Mapping[str, Any]) -> Device:
+    values = _section(tree, fields.DEVICE, "device.", beside=("flops", "matmul"))
+    flops, matmul = _table(tree, "flops", "device."), _table(tree, "matmul", "device.")
+    low, high = fields.FLOPS_BOUNDS
+    for place, table in (("device.flops.", flops), ("device.matmul.", matmul)):
+        _known(table, cluster_checks.ITEM_BYTES, place)
+    peak = {kind: _value(Field(kind, kind, "flops", low, high), said, "device.flops.") for kind, said in flops.items()}
+    curves = {}
+    for kind in matmul:
+        place = f"device.matmul.{kind}."
+        curve = _table(matmul, kind, "device.matmul.")
+        _known(curve, fields.CURVE, place)
+        curves[kind] = Curve(**{key: _numbers(curve, key, place, "number") for key in fields.CURVE})
+    return Device(**values, peak_flops=peak, matmul=curves)
+
+
+def _fit(tree: Mapping[str, Any], place: str) -> Fit:
+    _known(tree, fields.FIT, place)
+    operation = _value(Field("operation", "", "text"), _present(tree, "operation", place), place)
+    if operation not in fields.OPERATIONS:
+        raise ConfigurationError(f"{place}operation {operation!r} is none of {', '.join(fields.OPERATIONS)}")
+    return Fit(
+        operation=operation,
+        ranks=_value(Field("ranks", "", "count", 1, 1e7), _present(tree, "ranks", place), place),
+        until_bytes=_numbers(tree, "until", place, "bytes"),
+        latency_s=_numbers(tree, "latency", place, "time"),
+        s_per_byte=_numbers(tree, "slowness", place, "slowness"),
+    )
+
+
+def _sources(tree: Mapping[str, Any]) -> dict[str, str]:
+    _known(tree, fields.SOURCES, "sources.")
+    return {key: _value(Field(key, key, "text"), said, "sources.") for key, said in tree.items()}
+
+
+def _section(tree: Mapping[str, Any], known: Sequence[Field], place: str, beside: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the attributes of a section's class; ``beside`` are keys of the table that are read elsewhere."""
+    _known(tree, [*(field.key for field in known), *beside], place)
+    found = {}
+    for field in known:
+        if field.required:
+            _present(tree, field.key, place, field)
+        if field.key in tree:
+            found[field.attribute] = _value(field, tree[field.key], place)
+    return found
+
+
+def _value(field: Field, said: Any, place: str) -> Any:
+    """Return a field's value in base units. Raises ConfigurationError."""
+    where = f"{place}{field.key}"
+    if field.kind == "text":
+        if not isinstance(said, str):
+            raise ConfigurationError(f"{where} is {said!r}; expected a text")
+        return said
+    plain = field.kind in ("count", "number")
+    if plain:
+        kinds = (int,) if field.kind == "count" else (int, float)
+        if not isinstance(said, kinds) or isinstance(said, bool):
+            raise ConfigurationError(f"{where} is {said!r}; expected a {field.kind} without quotes or unit")
+        value = said if field.kind == "count" else float(said)
+    else:
+        if not isinstance(said, str):
+            raise ConfigurationError(
+                f"{where} is {said!r}, without a unit; expected a text such as {units.EXAMPLES[field.kind]}"
+            )
+        try:
+            value = units.parse(said, field.kind)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{where}: {error}") from None
+    if not (field.low <= value <= field.high or (field.zero and value == 0)):
+        low, high = (f"{end:g}" if plain else units.rough(end, field.kind) for end in (field.low, field.high))
+        or_zero = ", or 0" if field.zero and field.low > 0 else ""
+        raise ConfigurationError(
+            f"{where} of {said} is not plausible; expected {low} to {high}{or_zero}: is it in another unit?"
+        )
+    return value
+
+
+def _numbers(tree: Mapping[str, Any], key: str, place: str, kind: str) -> tuple[float, ...]:
+    said = _present(tree, key, place)
+    if not isinstance(said, list) or not said:
+        raise ConfigurationError(f"{place}{key} is {said!r}; expected a list of one number or more")
+    return tuple(_value(Field(f"{key}[{index}]", key, kind), one, place) for index, one in enumerate(said))
+
+
+def _table(tree: Mapping[str, Any], key: str, place: str = "", required: bool = True) -> Mapping[str, Any]:
+    if required and key not in tree:
+        raise ConfigurationError(f"the section [{place}{key}] is missing")
+    found = tree.get(key, {})
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{place}{key} is {found!r}; expected a section [{place}{key}]")
+    return found
+
+
+def _tables(tree: Mapping[str, Any], key: str, required: bool = False) -> list[Mapping[str, Any]]:
+    found = tree.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise ConfigurationError(f"{key} is {found!r}; expected sections [[{key}]]")
+    if required and not found:
+        raise ConfigurationError(f"the section [[{key}]] is missing: at least one level of links")
+    return found
+
+
+def _present(tree: Mapping[str, Any], key: str, place: str, field: Field | None = None) -> Any:
+    if key not in tree:
+        example = units.EXAMPLES.get(field.kind, "") if field else ""
+        raise ConfigurationError(f"{place}{key} is missing" + (f"; expected for example {example}" if example else ""))
+    return tree[key]
+
+
+def _known(tree: Mapping[str, Any], known: Iterable[str], place: str) -> None:
+    known = list(known)
+    for key in tree:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, 1)
+            nearest = f"the nearest is {close[0]!r}" if close else f"known are {', '.join(known)}"
+            raise ConfigurationError(f"unknown field {place}{key}; {nearest}")
+
+
+def _dumped(known: Sequence[Field], part: Any) -> list[str]:
+    defaults = {field.name: field.default for field in dataclasses.fields(part)}
+    lines = []
+    for field in known:
+        value = getattr(part, field.attribute)
+        if value is None or (not field.required and value == defaults[field.attribute]):
+            continue
+        if field.kind == "text":
+            said = _quoted(value)
+        elif field.kind in ("count", "number"):
+            said = repr(value)
+        else:
+            said = _quoted(units.text(value, field.kind))
+        lines.append(f"{field.key} = {said}")
+    return lines
+
+
+def _dumped_list(key: str, values: Sequence[float], kind: str) -> str:
+    return f"{key} = [{', '.join(_quoted(units.text(value, kind)) for value in values)}]"
+
+
+def _quoted(text: str) -> str:
+    """Return a basic string of TOML 1.0."""
+    escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+    body = "".join(
+        escapes.get(letter) or (letter if letter >= " " and letter != "\x7f" else f"\\u{ord(letter):04x}")
+        for letter in text
+    )
+    return f'"{body}"'
