@@ -74,7 +74,19 @@ SITE: Final = (
     Field("currency", "currency", "text", required=False),
 )
 CURVE: Final = ("sizes", "shares")
-FIT: Final = ("operation", "ranks", "until", "latency", "slowness")
+FIT: Final = (
+    Field("operation", "operation", "text"),
+    Field("ranks", "ranks", "count", 1, 1e7),
+    Field("algorithm", "algorithm", "text", required=False),
+    Field("level", "level", "text", required=False),
+    Field("from", "from_bytes", "bytes", 0, 1e15, required=False, zero=True),
+    Field("error", "error", "number", 0, 100, required=False, zero=True),
+)
+PIECES: Final = (  # of a fit: lists, one number for each piece
+    Field("until", "until_bytes", "bytes", 1, 1e15),
+    Field("latency", "latency_s", "time", 1e-9, 10, zero=True),
+    Field("slowness", "s_per_byte", "slowness", 1e-15, 1e-3, zero=True),
+)
 OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather", "message")
 SECTIONS: Final = ("device", "node", "level", "storage", "failures", "site", "fit", "sources")
 SOURCES: Final = ("device", "matmul", "node", "level", "storage", "failures", "site", "fit")

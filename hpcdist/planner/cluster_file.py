@@ -66,9 +66,8 @@ def dump(cluster: Cluster) -> str:
     lines += ["", "[failures]", *_dumped(fields.FAILURES, cluster.failures)]
     lines += ["", "[site]", *_dumped(fields.SITE, cluster.site)]
     for fit in cluster.fits:
-        lines += ["", "[[fit]]", f"operation = {_quoted(fit.operation)}", f"ranks = {fit.ranks}"]
-        lines += [_dumped_list("until", fit.until_bytes, "bytes"), _dumped_list("latency", fit.latency_s, "time")]
-        lines += [_dumped_list("slowness", fit.s_per_byte, "slowness")]
+        lines += ["", "[[fit]]", *_dumped(fields.FIT, fit)]
+        lines += [_dumped_list(piece.key, getattr(fit, piece.attribute), piece.kind) for piece in fields.PIECES]
     if cluster.sources:
         lines += ["", "[sources]", *(f"{section} = {_quoted(said)}" for section, said in cluster.sources.items())]
     return "\n".join(lines) + "\n"
@@ -120,22 +119,17 @@ def _device(tree: Mapping[str, Any]) -> Device:
         place = f"device.matmul.{kind}."
         curve = _table(matmul, kind, "device.matmul.")
         _known(curve, fields.CURVE, place)
-        curves[kind] = Curve(**{key: _numbers(curve, key, place, "number") for key in fields.CURVE})
+        curves[kind] = Curve(**{key: _numbers(curve, Field(key, key, "number"), place) for key in fields.CURVE})
     return Device(**values, peak_flops=peak, matmul=curves)
 
 
 def _fit(tree: Mapping[str, Any], place: str) -> Fit:
-    _known(tree, fields.FIT, place)
-    operation = _value(Field("operation", "", "text"), _present(tree, "operation", place), place)
-    if operation not in fields.OPERATIONS:
-        raise ConfigurationError(f"{place}operation {operation!r} is none of {', '.join(fields.OPERATIONS)}")
-    return Fit(
-        operation=operation,
-        ranks=_value(Field("ranks", "", "count", 1, 1e7), _present(tree, "ranks", place), place),
-        until_bytes=_numbers(tree, "until", place, "bytes"),
-        latency_s=_numbers(tree, "latency", place, "time"),
-        s_per_byte=_numbers(tree, "slowness", place, "slowness"),
-    )
+    values = _section(tree, fields.FIT, place, beside=[piece.key for piece in fields.PIECES])
+    if values["operation"] not in fields.OPERATIONS:
+        raise ConfigurationError(f"{place}operation {values['operation']!r} is none of {', '.join(fields.OPERATIONS)}")
+    for piece in fields.PIECES:
+        values[piece.attribute] = _numbers(tree, piece, place)
+    return Fit(**values)
 
 
 def _sources(tree: Mapping[str, Any]) -> dict[str, str]:
@@ -186,11 +180,11 @@ def _value(field: Field, said: Any, place: str) -> Any:
     return value
 
 
-def _numbers(tree: Mapping[str, Any], key: str, place: str, kind: str) -> tuple[float, ...]:
-    said = _present(tree, key, place)
+def _numbers(tree: Mapping[str, Any], field: Field, place: str) -> tuple[float, ...]:
+    said = _present(tree, field.key, place)
     if not isinstance(said, list) or not said:
-        raise ConfigurationError(f"{place}{key} is {said!r}; expected a list of one number or more")
-    return tuple(_value(Field(f"{key}[{index}]", key, kind), one, place) for index, one in enumerate(said))
+        raise ConfigurationError(f"{place}{field.key} is {said!r}; expected a list of one number or more")
+    return tuple(_value(field._replace(key=f"{field.key}[{index}]"), one, place) for index, one in enumerate(said))
 
 
 def _table(tree: Mapping[str, Any], key: str, place: str = "", required: bool = True) -> Mapping[str, Any]:

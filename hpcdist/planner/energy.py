@@ -1,0 +1,95 @@
+"""Joules of a step: what the devices draw in each of its phases, their hosts, the network, and what cooling adds.
+
+A device draws between its idle and its peak power, linear in a utilisation, which is that of the phase:
+
+    computing   COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * share of the peak that the products reach
+    update      MEMORY: elementwise kernels, which the memory's bandwidth bounds
+    messages    MESSAGES: exposed ones, when a device sends and computes nothing
+    waiting     WAITING: the bubble of a pipeline, the input
+
+Processors and switches are taken to draw the same all the time. Whole nodes count: devices of a node that a layout
+leaves out idle. What is not known is left out, and `unknown` says so.
+"""
+
+from typing import Final
+
+from hpcdist.planner.cluster import Cluster, Device
+from hpcdist.planner.estimate import Energy, Timing
+from hpcdist.planner.layout import Layout
+
+COMPUTE_FLOOR: Final = 0.6
+MEMORY: Final = 0.6
+MESSAGES: Final = 0.3
+WAITING: Final = 0.15
+COMPUTING: Final = ("forward", "backward", "recompute")
+SENDING: Final = ("tensor", "context", "expert", "pipeline", "data")
+JOULES_PER_KWH: Final = 3.6e6
+
+
+def energy(timing: Timing, layout: Layout, cluster: Cluster, peak_share: float) -> Energy:
+    """Return the joules of a step of ``timing`` on all nodes of ``layout``.
+
+    ``peak_share`` (0 to 1) is the part of their peak that the devices reach while they compute: operations of the
+    hardware over peak and the seconds of the terms `COMPUTING`. Servers of a parameter server send while there is an
+    exchange, and wait else. ``device_w`` of the result is the mean power of a device that computes.
+    """
+    device, nodes, step_s = cluster.device, nodes_of(layout, cluster), timing.step_s
+    worker_j = 0.0
+    for name, seconds in timing.terms.items():
+        worker_j += seconds * power_w(device, utilisation(name, peak_share))
+    exchange_s = timing.terms.get("data", 0.0)
+    server_j = exchange_s * power_w(device, MESSAGES) + (step_s - exchange_s) * power_w(device, WAITING)
+    workers = layout.devices - layout.servers
+    unused = held(layout, cluster) - layout.devices
+    terms = {}
+    if device.peak_w:
+        terms["devices"] = workers * worker_j + layout.servers * server_j + unused * device.idle_w * step_s
+    if cluster.node.host_w:
+        terms["hosts"] = nodes * cluster.node.host_w * step_s
+    if cluster.node.network_w:
+        terms["network"] = nodes * cluster.node.network_w * step_s
+    if cluster.site.pue is not None:
+        terms["cooling"] = (cluster.site.pue - 1) * sum(terms.values())
+    return Energy(terms=terms, device_w=worker_j / step_s if step_s else 0.0)
+
+
+def utilisation(term: str, peak_share: float) -> float:
+    """Return how busy a device is during a term of `Timing`, 0 to 1."""
+    if term in COMPUTING:
+        return COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * min(1.0, max(0.0, peak_share))
+    if term == "update":
+        return MEMORY
+    return MESSAGES if term in SENDING else WAITING
+
+
+def power_w(device: Device, busy: float) -> float:
+    """Return the watts of a device that is busy for a share ``busy``: as in `hpcdist.energy.declared`."""
+    return device.idle_w + (device.peak_w - device.idle_w) * busy
+
+
+def waiting_w(layout: Layout, cluster: Cluster) -> float:
+    """Return the watts of all nodes of ``layout``, with cooling, while the devices wait, as for a save or a restart."""
+    nodes, site = nodes_of(layout, cluster), cluster.site
+    devices_w = held(layout, cluster) * power_w(cluster.device, WAITING) if cluster.device.peak_w else 0.0
+    return (devices_w + nodes * (cluster.node.host_w + cluster.node.network_w)) * (site.pue or 1.0)
+
+
+def nodes_of(layout: Layout, cluster: Cluster) -> int:
+    """Return how many nodes hold the devices of ``layout``."""
+    return -(-layout.devices // cluster.node.devices)
+
+
+def held(layout: Layout, cluster: Cluster) -> int:
+    """Return how many devices are on the nodes of ``layout``, used or not."""
+    return max(layout.devices, min(cluster.devices, nodes_of(layout, cluster) * cluster.node.devices))
+
+
+def unknown(cluster: Cluster) -> tuple[str, ...]:
+    """Return what of the energy is not known for this cluster and left out, for the flags of a plan."""
+    parts = (
+        (cluster.device.peak_w, "the power of a device is not known: its joules are left out"),
+        (cluster.node.host_w, "the power of a host is not known: its joules are left out"),
+        (cluster.node.network_w, "the power of the network is not known: its joules are left out"),
+        (cluster.site.pue, "no PUE is known: the joules are those without cooling"),
+    )
+    return tuple(said for known, said in parts if not known)
