@@ -1,0 +1,247 @@
+"""The data axis in a step: what is sent for gradients and parameters, how long it takes, how much of it is exposed.
+
+Psi are the bytes of one device's parameters on the wire, p data ranks, m micro-batches; a device sends
+
+    allreduce           2 Psi (p-1)/p                    once a step
+    zero1               Psi (p-1)/p + Psi (p-1)/p        gradients to their owners; parameters back, after the update
+    zero2               (1 + m) Psi (p-1)/p              gradients after each micro-batch
+    zero3               3 m Psi (p-1)/p                  and parameters twice for each; where hpcdist computes whole
+                                                         blocks again, three times: 4 m
+    parameter_server    Psi, and Psi comes back          dedicated: p Psi / s go into and out of each of s servers
+                        2 Psi (p-1)/p                    colocated (servers = 0): every rank serves its share
+
+ZeRO: S. Rajbhandari et al., arXiv:1910.02054, section 7; the rest: `hpcdist.strategies`. Servers work in lock-step.
+Into a dedicated one p workers send at the same time (incast): the bytes queue at its link, its messages are handled one
+after the other, and all gradients pass its memory. A switch that drops packets then, as Ethernet may, is slower still.
+Each place on the pipeline and tensor axes has servers of its own.
+
+Gradients are sent while the backward goes on: at most ``overlap`` of them, never those of the unit that is computed
+last (nothing is left to hide behind), and no longer than there is backward. What ZeRO-3 gathers hides in the same way
+behind both passes, but for the first unit of each. Parameters of zero1 and zero2, and what workers pull, come after the
+update: exposed. Compression is `hpcdist.planner.payloads`.
+"""
+
+from typing import Final, NamedTuple
+
+from hpcdist.errors import UsageError
+from hpcdist.planner import payloads
+from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.layout import STRATEGIES, Layout
+from hpcdist.planner.network import Cost, collective, span
+from hpcdist.planner.payloads import Matrices
+
+_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Exchange(NamedTuple):
+    """Seconds of a step that wait for the data axis, and those behind computation; bytes that a device sends.
+
+    ``server_nbytes`` are those that a dedicated server sends, 0 without one.
+    """
+
+    exposed_s: float
+    hidden_s: float
+    nbytes: float
+    algorithm: str
+    flags: tuple[str, ...] = ()
+    server_nbytes: float = 0.0
+
+    def plus(self, other: "Exchange") -> "Exchange":
+        """Return both, one after the other."""
+        flags = tuple(dict.fromkeys((*self.flags, *other.flags)))
+        names = dict.fromkeys(name for name in (self.algorithm, other.algorithm) if name != "none")
+        return Exchange(
+            self.exposed_s + other.exposed_s,
+            self.hidden_s + other.hidden_s,
+            self.nbytes + other.nbytes,
+            " + ".join(names) or "none",
+            flags,
+            self.server_nbytes + other.server_nbytes,
+        )
+
+
+NOTHING: Final = Exchange(0.0, 0.0, 0.0, "none")
+
+
+def exchange(
+    parameters: float,
+    layout: Layout,
+    cluster: Cluster,
+    backward_s: float,
+    microbatches: int = 1,
+    *,
+    forward_s: float = 0.0,
+    units: int = 1,
+    expert_parameters: float = 0.0,
+    matrices: Matrices = (),
+) -> Exchange:
+    """Return the exchange of a step for a device with ``parameters`` numbers, of one pipeline and tensor place.
+
+    ``backward_s`` and ``forward_s`` are those of one micro-batch on this device. The parameters are sent in ``units``
+    messages or so, as many as the device has units. Of them ``expert_parameters`` are shared by data / expert ranks
+    only. ``matrices`` (rows, columns, count) are for compression of low rank; without them, square ones are assumed.
+    Raises UsageError for a strategy that is none.
+    """
+    if layout.strategy not in STRATEGIES:
+        raise UsageError(f"strategy {layout.strategy!r}; choose one of {', '.join(STRATEGIES)}")
+    common = parameters - expert_parameters if layout.expert > 1 else parameters
+    job = _Job(layout, cluster, backward_s, forward_s, max(1, microbatches), max(1, units), matrices)
+    found = job.of(common, "data", layout.data)
+    if layout.expert > 1:
+        found = found.plus(job.of(expert_parameters, "expert_data", layout.data // layout.expert))
+    return found
+
+
+def gradient_bytes(layout: Layout) -> int:
+    """Return the bytes of a gradient on the wire, without compression.
+
+    Megatron sums in the type of its main gradients. hpcdist sends 16 bits where ZeRO's owners sum, and float32 else.
+    """
+    working = _BYTES[layout.precision]
+    if layout.implementation == "hpcdist" and layout.strategy.startswith("zero"):
+        return working
+    return max(4, working) if layout.main_gradients == "float32" else working
+
+
+class _Job(NamedTuple):
+    layout: Layout
+    cluster: Cluster
+    backward_s: float
+    forward_s: float
+    microbatches: int
+    units: int
+    matrices: Matrices
+
+    def of(self, parameters: float, axis: str, ranks: int) -> Exchange:
+        """Return the exchange of ``parameters`` over the ``ranks`` of an axis."""
+        strategy = self.layout.strategy
+        if parameters <= 0 or (ranks <= 1 and not (strategy == "parameter_server" and self.layout.servers)):
+            return NOTHING
+        if strategy == "parameter_server":
+            return self._servers(parameters, ranks)
+        if strategy == "allreduce":
+            cost = self._gradients("allreduce", parameters, axis)
+            return self._result(self._hide(cost.seconds, 1), 0.0, cost)
+        return self._zero(parameters, axis)
+
+    def _zero(self, parameters: float, axis: str) -> Exchange:
+        layout, m = self.layout, self.microbatches
+        stage = int(layout.strategy[-1])
+        often = 1 if stage == 1 else m
+        scatter = self._gradients("reduce_scatter", parameters, axis)
+        gather = self._in_units("all_gather", parameters * _BYTES[layout.precision], axis)
+        if stage < 3:
+            return self._result(
+                self._hide(scatter.seconds * often, often), gather.seconds, _times(scatter, often), gather
+            )
+        uses = 3 if layout.implementation == "hpcdist" and layout.recompute == "full" else 2
+        # Forward hides one gather behind forward; the others, and the gradients, go with the backward.
+        forward = min(self._hideable(gather.seconds * m), m * self.forward_s)
+        backward_s = (scatter.seconds + (uses - 1) * gather.seconds) * m
+        backward = min(self._hideable(backward_s), m * self.backward_s)
+        return self._result(
+            (backward_s + gather.seconds * m, forward + backward), 0.0, _times(scatter, m), _times(gather, uses * m)
+        )
+
+    def _servers(self, parameters: float, ranks: int) -> Exchange:
+        """Return push and pull in lock-step; the pull waits for the update, of which timing tells."""
+        layout, cluster = self.layout, self.cluster
+        payload = payloads.payload(layout.compression, parameters, ranks, self.units, self.matrices)
+        pushed = parameters * gradient_bytes(layout) if payload is None else payload.nbytes
+        pulled = float(parameters * _BYTES[layout.precision])
+        coding_s = 0.0 if payload is None else payload.seconds(cluster)
+        per_byte = 1 / (cluster.device.memory_bytes_per_s * cluster.device.memory_share)
+        if not layout.servers:
+            group = span(layout, "data", cluster)
+            push = collective("all_to_all", pushed, group, cluster)
+            pull = collective("all_to_all", pulled, group, cluster)
+            sums_s = pushed * per_byte * 3 / 2  # p shares come in and are read, and a sum written and read
+            whole = push.seconds + sums_s + coding_s, self._hide(push.seconds, 1)[1]
+            return self._result(whole, pull.seconds, push, pull)._replace(algorithm="colocated servers")
+        push_s = self._incast(pushed, ranks) + ranks * pushed * per_byte * 3 / self._servers_each
+        pull_s = self._incast(pulled, ranks)
+        hidden = self._hide(push_s, 1)[1]
+        return Exchange(
+            push_s - hidden + pull_s + coding_s,
+            hidden,
+            pushed,
+            "dedicated servers",
+            ("incast: queues at the servers' links, no lost packets",),
+            ranks * pulled / self._servers_each,
+        )
+
+    @property
+    def _servers_each(self) -> float:
+        """Servers of each place on the other axes; less than one where places share."""
+        layout = self.layout
+        return layout.servers / (layout.pipeline * layout.tensor * layout.context)
+
+    def _incast(self, nbytes: float, workers: int) -> float:
+        """Return the seconds in which ``workers`` send ``nbytes`` each to all servers, or get them from these."""
+        levels, total, servers = self.cluster.levels, self.layout.devices, self.layout.servers
+        place = next(
+            (i for i, level in enumerate(levels) if not level.devices or level.devices >= total), len(levels) - 1
+        )
+        level = levels[place]
+        box = levels[place - 1].devices if place else 1
+        most = level.alone_bytes_per_s or level.bytes_per_s
+        each = self._servers_each
+        # Servers fill boxes of their own, so they share a box's link only with each other.
+        into = min(most, level.bytes_per_s * box / min(servers, box))
+        out_of = level.bytes_per_s
+        messages = max(self.units, each)  # of a worker: each unit's values are with one server, or cut over several
+        at_server = workers * (messages / each * level.latency_s + nbytes / each / into)
+        return max(at_server, messages * level.latency_s + nbytes / out_of)
+
+    def _gradients(self, operation: str, parameters: float, axis: str) -> Cost:
+        """Return the sum of gradients, compressed where the layout says so, with encoding and decoding."""
+        layout, cluster = self.layout, self.cluster
+        ranks = span(layout, axis, cluster).size
+        payload = payloads.payload(layout.compression, parameters, ranks, self.units, self.matrices)
+        if payload is None:
+            return self._in_units(operation, parameters * gradient_bytes(layout), axis)
+        group = span(layout, axis, cluster)
+        if payload.way == "gathered":
+            cost = collective("all_gather", ranks * payload.nbytes, group, cluster)
+        elif payload.way == "owned":  # shares to their owners, sums back to all
+            there = collective("all_to_all", payload.nbytes, group, cluster)
+            often = 2 if operation == "allreduce" else 1
+            cost = Cost(often * there.seconds, often * there.nbytes, there.algorithm, there.flags)
+        else:
+            cost = collective("allreduce", payload.nbytes, group, cluster, layout.algorithm)
+        return Cost(
+            cost.seconds + payload.seconds(cluster),
+            cost.nbytes,
+            f"{layout.compression} {cost.algorithm}",
+            (*cost.flags, *payload.flags),
+        )
+
+    def _in_units(self, operation: str, nbytes: float, axis: str) -> Cost:
+        """Return a collective for each unit, one after the other."""
+        layout = self.layout
+        one = collective(
+            operation, nbytes / self.units, span(layout, axis, self.cluster), self.cluster, layout.algorithm
+        )
+        return _times(one, self.units)
+
+    def _hideable(self, seconds: float) -> float:
+        """Return how much of messages for all units may hide: not those of one unit."""
+        return self.layout.overlap * seconds * (self.units - 1) / self.units
+
+    def _hide(self, seconds: float, often: int) -> tuple[float, float]:
+        """Return (all, hidden) of gradients that are sent behind the last ``often`` backwards."""
+        return seconds, min(self._hideable(seconds), often * self.backward_s)
+
+    def _result(self, whole: tuple[float, float], after_s: float, *costs: Cost) -> Exchange:
+        seconds, hidden = whole
+        return Exchange(
+            seconds - hidden + after_s,
+            hidden,
+            sum(cost.nbytes for cost in costs),
+            " + ".join(dict.fromkeys(cost.algorithm for cost in costs)),
+            tuple(dict.fromkeys(flag for cost in costs for flag in cost.flags)),
+        )
+
+
+def _times(cost: Cost, often: int) -> Cost:
+    return Cost(cost.seconds * often, cost.nbytes * often, cost.algorithm, cost.flags)

@@ -1,0 +1,95 @@
+"""What a collective or a message takes on a cluster: measured where it was, else by formula over the links it crosses.
+
+`span` tells which links a group of an axis crosses, `hpcdist.planner.network_costs` has the formulas with their
+sources. What was measured (`hpcdist.planner.cluster.Fit`) comes first, where the algorithm is "auto", as many ranks
+took part, and the group lies as they did: neighbours. Bytes are those of the whole buffer, in a fit too.
+"""
+
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from hpcdist.errors import UsageError
+from hpcdist.planner.cluster import Cluster, Fit
+from hpcdist.planner.layout import ALGORITHMS, Layout
+from hpcdist.planner.network_costs import FORMULAS, WITH_CHANNELS
+from hpcdist.planner.network_span import AXES, Span, Tier, group, span
+
+__all__ = ["AXES", "NOTHING", "OPERATIONS", "Cost", "Span", "Tier", "collective", "group", "message", "span"]
+
+OPERATIONS: Final = tuple(FORMULAS)
+_NAMES: Final = frozenset(ALGORITHMS) | {name for formulas in FORMULAS.values() for name in formulas}
+
+
+class Cost(NamedTuple):
+    """Seconds, the most bytes that a device sends, and by which algorithm; ``flags`` tell what was assumed."""
+
+    seconds: float
+    nbytes: float
+    algorithm: str
+    flags: tuple[str, ...] = ()
+
+
+NOTHING: Final = Cost(0.0, 0.0, "none")
+
+
+def collective(operation: str, nbytes: float, span: Span, cluster: Cluster, algorithm: str = "auto") -> Cost:
+    """Return what ``operation`` on a buffer of ``nbytes`` takes over ``span``.
+
+    ``nbytes`` is the whole buffer: what reduce_scatter begins with, what all_gather ends with, and all that a device
+    has in all_to_all, its own part included. "auto" is what was measured, else the fastest formula; where an
+    operation has no such algorithm as is asked for (a tree cannot scatter) it is done as the fastest one, too.
+    Raises UsageError for names that are none.
+    """
+    if span.size <= 1 or nbytes <= 0:
+        return NOTHING
+    if algorithm == "auto" and cluster.fits and span.stride == 1:
+        for fit in cluster.fits:
+            if fit.operation == operation and fit.ranks == span.size:
+                seconds, flags = _fitted(fit, nbytes)
+                return Cost(seconds, _least_bytes(operation, nbytes, span.size), "measured", flags)
+    return _cost(operation, nbytes, span, algorithm)
+
+
+def message(nbytes: float, layout: Layout, axis: str, cluster: Cluster) -> Cost:
+    """Return what a message to the next along ``axis`` takes while all groups send one; of the slowest neighbours."""
+    reach = span(layout, axis, cluster)
+    if reach.size <= 1 or nbytes <= 0:
+        return NOTHING
+    tier = reach.tiers[-1]
+    if tier.outer == 0:  # messages are measured between neighbours
+        for fit in cluster.fits:
+            if fit.operation == "message":
+                seconds, flags = _fitted(fit, nbytes)
+                return Cost(seconds, nbytes, "measured", flags)
+    return Cost(tier.latency_s + nbytes * tier.single, nbytes, "message", reach.flags)
+
+
+def _fitted(fit: Fit, nbytes: float) -> tuple[float, tuple[str, ...]]:
+    for until, latency_s, s_per_byte in zip(fit.until_bytes, fit.latency_s, fit.s_per_byte, strict=True):
+        if nbytes <= until:
+            return latency_s + nbytes * s_per_byte, ()
+    flag = f"{fit.operation} over {fit.ranks} ranks beyond the {fit.until_bytes[-1]:.3g} bytes it was measured up to"
+    return fit.latency_s[-1] + nbytes * fit.s_per_byte[-1], (flag,)
+
+
+def _least_bytes(operation: str, nbytes: float, p: int) -> float:
+    """Return what a device has to send at least (Patarasuk and Yuan 2009): of measured ones nobody knows more."""
+    if operation == "broadcast":
+        return nbytes
+    return (2 if operation == "allreduce" else 1) * (p - 1) / p * nbytes
+
+
+@lru_cache(maxsize=1 << 16)
+def _cost(operation: str, nbytes: float, span: Span, algorithm: str) -> Cost:
+    if operation not in FORMULAS:
+        raise UsageError(f"collective {operation!r}; choose one of {', '.join(OPERATIONS)}")
+    if algorithm not in _NAMES:
+        raise UsageError(f"algorithm {algorithm!r}; choose one of {', '.join(sorted(_NAMES))}")
+    known = FORMULAS[operation]
+    names = [algorithm] if algorithm in known else [n for n in known if not span.channels or n in WITH_CHANNELS]
+    return min((_named(operation, name, nbytes, span) for name in names), key=lambda cost: cost.seconds)
+
+
+def _named(operation: str, name: str, nbytes: float, span: Span) -> Cost:
+    seconds, sent = FORMULAS[operation][name](nbytes, span)
+    return Cost(seconds, sent, name, span.flags)
