@@ -5,6 +5,7 @@ from dataclasses import dataclass
 STRATEGIES = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")
 RECOMPUTE = ("none", "selective", "full")
 PRECISIONS = ("float32", "float64", "bfloat16", "float16")
+HALVES = ("bfloat16", "float16")
 IMPLEMENTATIONS = ("hpcdist", "megatron")
 COMPRESSIONS = ("none", "bfloat16", "int8", "int4", "topk", "powersgd", "onebit")
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical")
@@ -17,7 +18,9 @@ class Layout:
     Ranks count as in `hpcdist.strategies.grid`: tensor fastest, then context, then data, then pipeline; ``expert``
     parallelism cuts experts over ranks of the data axis. A micro-batch has ``microbatch`` samples; ``schedule`` and
     ``chunks`` are those of `hpcdist.strategies.schedule`. ``recompute`` "selective" computes attention again
-    (arXiv:2205.05198), "full" whole blocks. ``main_gradients``: "float32", or the "working" type.
+    (arXiv:2205.05198), "full" whole blocks. ``main_gradients``: "float32", or the "working" type; ``activations`` are
+    kept and sent in the "working" type, or in "float32" as this toolkit does on processors. The optimizer keeps
+    ``optimizer_slots`` numbers a parameter: 2 for Adam and LAMB, 1 for momentum.
 
     ``implementation`` says whose memory and kernels: "hpcdist" (`hpcdist.models.counts`: attention in tiles) or
     "megatron" (the published formulas of arXiv:2205.05198, with scores in memory). ``overlap`` is the share of the data
@@ -38,10 +41,17 @@ class Layout:
     sequence_parallel: bool = False
     precision: str = "bfloat16"
     main_gradients: str = "float32"
+    activations: str = "working"
+    optimizer_slots: int = 2
     compression: str = "none"
     algorithm: str = "auto"
     implementation: str = "hpcdist"
     overlap: float = 1.0
+
+    @property
+    def computes_in(self) -> str:
+        """The type of activations, of their gradients, and of what products are made of."""
+        return "float32" if self.activations == "float32" and self.precision in HALVES else self.precision
 
     @property
     def devices(self) -> int:

@@ -1,0 +1,77 @@
+"""The whole answer for one layout: memory, time, operations, energy and the course of a run, each by its own module."""
+
+from typing import Final
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.description import Description
+from hpcdist.planner.energy import energy, unknown
+from hpcdist.planner.estimate import Estimate, Timing, Work
+from hpcdist.planner.failures import run
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.limits import flags, unbuilt
+from hpcdist.planner.memory import memory
+from hpcdist.planner.states import whole
+from hpcdist.planner.timing import timing
+from hpcdist.planner.work import work
+
+COMPUTING: Final = ("forward", "backward", "recompute")
+
+
+def plan(
+    description: Description,
+    layout: Layout,
+    cluster: Cluster,
+    global_batch: int,
+    steps: int,
+    *,
+    simulate: bool = False,
+) -> Estimate:
+    """Return what ``steps`` steps of ``global_batch`` samples need, and take (local).
+
+    With ``simulate`` the passes of a pipeline are run one by one, with the seconds of each stage; without, its closed
+    form is taken. A layout that does not fit into memory has an estimate, too; one that cannot be at all
+    (`hpcdist.planner.limits.problems`) should not come here. Raises ConfigurationError for a precision that the device
+    of ``cluster`` has no peak for.
+    """
+    took = timing(description, layout, cluster, global_batch, simulate=simulate)
+    work_ = work(description, layout, global_batch)
+    peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
+    joules = energy(took, layout, cluster, _peak_share(work_, took, peak_flops))
+    return Estimate(
+        layout=layout,
+        global_batch=global_batch,
+        tokens=global_batch * description.tokens,
+        parameters=description.parameters,
+        memory=memory(description, layout, cluster, global_batch),
+        timing=took,
+        work=work_,
+        energy=joules,
+        run=run(steps, took.step_s, joules, checkpoint_bytes(description, layout), layout, cluster),
+        peak_flops=peak_flops,
+        flags=(*took.flags, *flags(layout, cluster), *unbuilt(layout), *unknown(cluster)),
+    )
+
+
+def peak_of(cluster: Cluster, layout: Layout) -> float:
+    """Return what a device could do at most, in operations a second, with the numbers that ``layout`` computes in."""
+    known = cluster.device.peak_flops
+    if layout.computes_in not in known:
+        raise ConfigurationError(
+            f"the device {cluster.device.name!r} of the cluster {cluster.name!r} has no peak for "
+            f"{layout.computes_in}; choose a precision of {', '.join(known)}, or add it to the cluster's file"
+        )
+    return known[layout.computes_in]
+
+
+def checkpoint_bytes(description: Description, layout: Layout) -> float:
+    """Return what is saved of the model: its parameters, in float32 at least, and the optimizer's state."""
+    each = whole(layout)
+    is_half = each.parameter < 4  # then the master is with the optimizer's bytes, and the working copy is not saved
+    return description.parameters * float(each.optimizer + (0 if is_half else each.parameter))
+
+
+def _peak_share(work_: Work, took: Timing, peak_flops: float) -> float:
+    """Return the part of their peak that the devices reach while they compute."""
+    computing_s = sum(took.terms.get(name, 0.0) for name in COMPUTING)
+    return min(1.0, work_.hardware_flops / (computing_s * peak_flops)) if computing_s else 0.0
