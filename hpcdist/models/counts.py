@@ -75,10 +75,10 @@ class Counts:
             max(unit.scratch[name].of(samples) for unit in self.units if name in unit.scratch) for name in names
         )
         kept = chain.from_iterable([array.size for array in unit.kept] for unit in self.units)
-        return ((_again(self.units) if recompute else sum(kept)) * samples + scratch) * itemsize
+        return ((kept_again(self.units) if recompute else sum(kept)) * samples + scratch) * itemsize
 
 
-def _again(units: tuple[Unit, ...]) -> int:
+def kept_again(units: tuple[Unit, ...]) -> int:
     """Return the most numbers a sample where stages between the first and the last keep a copy of their output only.
 
     Memory that one stage gives back serves the next, where it is no more than `WASTE` times too large: as the arena

@@ -147,7 +147,7 @@ def _block(shape: Shape, config: ModelConfig) -> Unit:
     hidden, tokens, wide = shape.hidden, shape.context, inner(shape)
     kv = config.kv_width
     rises = 2 * wide if shape.gated else wide
-    routed = {"experts": shape.experts, "share": shape.experts_per_token / shape.experts}
+    routed = shape.experts, shape.experts_per_token / shape.experts
     router = (Product(tokens, hidden, shape.experts),) if shape.experts > 1 else ()
     expert = hidden * rises + wide * hidden + (rises + hidden if shape.bias else 0)
     expert_cut = hidden * rises + wide * hidden + (rises if shape.bias else 0)
@@ -170,8 +170,8 @@ def _block(shape: Shape, config: ModelConfig) -> Unit:
             Product(tokens, hidden, hidden + 2 * kv, "columns"),
             Product(tokens, hidden, hidden, "inner"),
             *router,
-            Product(tokens, hidden, rises, "columns", **routed),
-            Product(tokens, wide, hidden, "inner", **routed),
+            Product(tokens, hidden, rises, "columns", *routed),
+            Product(tokens, wide, hidden, "inner", *routed),
         ),
         attention=Attention(
             heads=shape.heads,

@@ -4,13 +4,16 @@ Appendix A of arXiv:2205.05198 (Korthikanti et al.), for L blocks of width h, vo
 
     model                  72 B L s h^2 (1 + s / (6 h) + v / (12 h L))
     hardware, selective    72 B L s h^2 (1 + s / (3 h) + v / (12 h L))
-    hardware, full         a third more for the blocks; arXiv:2104.04473, equation 3, which counts the head so as well
+    hardware, full         96 B L s h^2 (1 + s / (6 h) + v / (16 h L)), which is equation 3 of arXiv:2104.04473
 
 It is 2 for each multiplication and addition of a matrix product, twice as much back as forward, and attention over all
-pairs, causal or not. Here it is summed over the products of each unit, so it holds for grouped keys, gated
-feed-forwards and experts, too. The kernels of this toolkit compute the scores of attention once more in their backward,
-which keeps none of them (`hpcdist.models.attention`): half of attention's forward, whatever is recomputed besides, and
-"selective" has nothing to add.
+pairs, causal or not. With "selective" the paper counts attention twice, back too, though one more forward alone is
+less, s / (4.5 h); the utilisations of the hardware that it prints follow the formula, and so does this. Here it is
+summed over the products of each unit, so it holds for grouped keys, gated feed-forwards and experts, too.
+
+The kernels of this toolkit compute the scores of attention once more in their backward, which keeps none of them
+(`hpcdist.models.attention`): half of attention's forward, whatever is recomputed besides, and "selective" has nothing
+to add.
 """
 
 from functools import lru_cache
@@ -56,7 +59,7 @@ def _of_sample(description: Description, recompute: str, implementation: str) ->
             if implementation == "hpcdist":
                 again += scores / 2
             elif recompute == "selective":
-                again += scores
+                again += 3 * scores
             if recompute == "full":
                 again += matrices + scores
         model += unit.count * each

@@ -1,0 +1,137 @@
+"""Which units each rank of a pipeline computes.
+
+Megatron-LM (arXiv:2104.04473) deals blocks out evenly, and puts the embedding with the first of them and the head with
+the last. This toolkit makes the time of the slowest rank as small as can be, by operations
+(`hpcdist.strategies.partition`), which takes blocks from the rank that has the head.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.planner.description import Description, Unit
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.work import matrix_flops
+from hpcdist.strategies.costs import attended
+from hpcdist.strategies.partition import Devices, partition
+from hpcdist.strategies.schedule.catalogue import SCHEDULES
+
+
+class Share(NamedTuple):
+    """``times`` the units ``unit`` that are alike; ``place`` is theirs among those of the description."""
+
+    unit: Unit
+    times: int
+    place: int
+
+
+class Chunk(NamedTuple):
+    """Neighbouring units that the pipeline rank ``rank`` computes one after the other."""
+
+    rank: int
+    shares: tuple[Share, ...]
+
+
+def stages(description: Description, layout: Layout) -> tuple[tuple[Share, ...], ...]:
+    """Return what each pipeline rank has, all of its chunks together, in the order of the model (local).
+
+    Raises ConfigurationError where there are fewer units than chunks.
+    """
+    return _stages(
+        description, layout.pipeline, layout.chunks, layout.schedule, layout.implementation, layout.recompute
+    )
+
+
+def chunks(description: Description, layout: Layout) -> tuple[Chunk, ...]:
+    """Return the chunks in the order of the model: one for each rank, or as many as the schedule has (local).
+
+    Raises ConfigurationError where there are fewer units than chunks.
+    """
+    return _chunks(
+        description, layout.pipeline, layout.chunks, layout.schedule, layout.implementation, layout.recompute
+    )
+
+
+@lru_cache(maxsize=4096)
+def _stages(
+    description: Description, ranks: int, each: int, schedule: str, implementation: str, recompute: str
+) -> tuple[tuple[Share, ...], ...]:
+    if ranks == 1:
+        return (tuple(Share(unit, unit.count, place) for place, unit in enumerate(description.units)),)
+    found: list[list[Share]] = [[] for _ in range(ranks)]
+    for rank, shares in _chunks(description, ranks, each, schedule, implementation, recompute):
+        found[rank] += shares
+    return tuple(_joined(own) for own in found)
+
+
+@lru_cache(maxsize=4096)
+def _chunks(
+    description: Description, ranks: int, each: int, schedule: str, implementation: str, recompute: str
+) -> tuple[Chunk, ...]:
+    """Return the chunks in the order of the model."""
+    known = SCHEDULES.get(schedule)
+    if known is not None and known.most is not None and ranks > 1:
+        each = known.most
+    folded = known is not None and known.folded
+    parts = ranks * each
+    owners = [number % ranks for number in range(parts)]
+    if folded:
+        owners = [*range(ranks), *reversed(range(ranks))]
+    of_unit = [Share(unit, 1, place) for place, unit in enumerate(description.units) for _ in range(unit.count)]
+    if len(of_unit) < parts:
+        raise ConfigurationError(
+            f"{parts} parts of a pipeline ({ranks} ranks with {each} each), and {description.name} has {len(of_unit)} "
+            "units to share out; use fewer pipeline ranks or chunks"
+        )
+    if implementation == "megatron" and description.shape is not None:
+        bounds = _even(description, parts)
+    else:
+        bounds = _by_operations([share.unit for share in of_unit], owners, recompute=recompute == "full")
+    return tuple(
+        Chunk(owner, _joined(of_unit[start:stop]))
+        for owner, start, stop in zip(owners, bounds, bounds[1:], strict=False)
+    )
+
+
+def _even(description: Description, parts: int) -> list[int]:
+    """Return the bounds of ``parts`` with as many blocks each, or one more; the ends of the model go with the ends."""
+    blocks = description.units[1].count
+    if blocks < parts:
+        raise ConfigurationError(
+            f"{parts} parts of a pipeline, and {description.name} has {blocks} blocks; use fewer ranks or chunks"
+        )
+    return [0, *(1 + blocks * number // parts for number in range(1, parts)), blocks + 2]
+
+
+def _by_operations(units: Sequence[Unit], owners: Sequence[int], *, recompute: bool) -> list[int]:
+    """Return the bounds whose slowest rank has least to compute."""
+    weights = [_operations(unit, first=number == 0, recompute=recompute) for number, unit in enumerate(units)]
+    found = partition(weights, owners, Devices.alike(max(owners) + 1), None)
+    assert found is not None, "there is no limit to keep"
+    return [0, *(chunk.stop for chunk in found.chunks)]
+
+
+def _operations(unit: Unit, *, first: bool, recompute: bool) -> float:
+    """Return what `hpcdist.strategies.costs` counts for one sample: forward and back, and forward again."""
+    linear, scores = matrix_flops(unit), 0.0
+    if unit.attention is not None:
+        looked = unit.attention.context**2
+        if unit.attention.pairs != looked:
+            looked = attended(unit.attention.context)
+        scores = 4.0 * unit.attention.heads * unit.attention.size * looked
+    additions = unit.counted.kept[0].size if unit.counted and unit.counted.kept and unit.name == "embedding" else 0
+    forward = linear + scores + additions
+    back = (0 if first else linear + 2.5 * scores) + linear + 2 * additions
+    return forward * (2 if recompute else 1) + back
+
+
+def _joined(shares: Sequence[Share]) -> tuple[Share, ...]:
+    """Return neighbours that are alike as one."""
+    found: list[Share] = []
+    for share in shares:
+        if found and found[-1].place == share.place:
+            found[-1] = Share(share.unit, found[-1].times + share.times, share.place)
+        else:
+            found.append(share)
+    return tuple(found)

@@ -1,0 +1,109 @@
+"""What a parameter takes with its gradient and the state of Adam: 16, 18, 6 + 12/d, 4 + 12/d bytes ..., and why.
+
+Rajbhandari et al. (arXiv:1910.02054, section 3 and table 1) count 2 bytes for a 16-bit parameter, 2 for its gradient
+and K = 12 for the optimizer: a float32 master and two moments. ZeRO cuts the optimizer (stage 1), the gradients as well
+(2), the parameters as well (3), each over d data ranks:
+
+    parameter   gradient   optimizer    none   stage 1      stage 2      stage 3
+    16 bits     16 bits    12           16     4 + 12/d     2 + 14/d     16/d       the paper; ours
+    16 bits     float32    12           18     6 + 12/d     2 + 16/d     18/d       Megatron-LM
+    float32     float32     8           16     8 +  8/d     4 + 12/d     16/d       ours, and anybody's
+
+Megatron-LM adds micro-batches up in a float32 gradient ("main gradient") and its distributed optimizer cuts as stage 1
+does. This toolkit adds them up in 16 bits: the gradient of a micro-batch is float32 for one unit at a time only, which
+is counted as scratch. Experts that lie on different data ranks are replicated less often: their d is smaller.
+
+Parameter servers hold no activations: a worker has parameters and gradients, a server the optimizer, a master of the
+parameters and a sum of gradients for its part of them; where there are no servers beside the workers, workers are both.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from hpcdist.planner.layout import Layout
+
+
+class Bytes(NamedTuple):
+    """Bytes a parameter, before anything is cut."""
+
+    parameter: int
+    gradient: int
+    optimizer: int
+
+
+class States(NamedTuple):
+    """Bytes on a device for each parameter that its stage has, after cuts, and the rule that they follow."""
+
+    parameter: float
+    gradient: float
+    optimizer: float
+    rule: str
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.parameter + self.gradient + self.optimizer
+
+
+def whole(layout: Layout) -> Bytes:
+    """Return the bytes of a parameter, of its gradient and of its optimizer state where nothing is cut (local)."""
+    slots = layout.optimizer_slots
+    if layout.precision in ("float32", "float64"):
+        size = 4 if layout.precision == "float32" else 8
+        return Bytes(size, size, slots * size)
+    is_wide = layout.implementation == "megatron" and layout.main_gradients == "float32"
+    return Bytes(2, 4 if is_wide else 2, 4 * (1 + slots))
+
+
+def stage_of(strategy: str) -> int:
+    """Return the stage of ZeRO that a ``strategy`` is; 0: it cuts nothing."""
+    return {"zero1": 1, "zero2": 2, "zero3": 3}.get(strategy, 0)
+
+
+def states(layout: Layout, *, experts: bool = False) -> States:
+    """Return what one device, a worker where there are servers, has of each parameter of its stage (local).
+
+    ``experts``: of the parameters that the expert axis cuts, whose copies are fewer.
+    """
+    replicas = layout.data * layout.context
+    return _states(
+        whole(layout),
+        stage_of(layout.strategy),
+        max(1, replicas // layout.expert) if experts else replicas,
+        layout.strategy == "parameter_server",
+        layout.servers,
+        layout.precision,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _states(each: Bytes, stage: int, replicas: int, is_served: bool, servers: int, precision: str) -> States:
+    parameter, gradient, optimizer = each
+    if is_served:
+        holders = servers or replicas
+        part = (parameter + gradient + optimizer) / holders
+        rule = (
+            f"a worker {parameter} + {gradient} ({precision}), a server {parameter} + {gradient} + {optimizer} of its "
+            f"1/{holders}"
+        )
+        return States(parameter, gradient, 0.0 if servers else part, rule)
+    cut = [replicas if stage >= least else 1 for least in (3, 2, 1)]
+    found = (parameter / cut[0], gradient / cut[1], optimizer / cut[2])
+    return States(*found, _rule(each, stage, replicas, sum(found), precision))
+
+
+def _rule(each: Bytes, stage: int, replicas: int, total: float, precision: str) -> str:
+    parameter, gradient, optimizer = each
+    parts = f"{precision}: parameter {parameter}, gradient {gradient}, optimizer {optimizer}"
+    if stage == 0:
+        return f"{parameter + gradient + optimizer} bytes a parameter ({parts}; nothing is cut)"
+    rest = (0, parameter + gradient, parameter, 0)[stage]
+    divided = parameter + gradient + optimizer - rest
+    formula = f"{rest} + {divided}/d" if rest else f"{divided}/d"
+    return f"{formula} = {total:.4g} bytes a parameter, d = {replicas} ({parts}; ZeRO stage {stage}, arXiv:1910.02054)"
+
+
+def server_bytes(layout: Layout, parameters: float) -> float:
+    """Return what a dedicated server holds of a model of so many ``parameters`` (local)."""
+    each = whole(layout)
+    return parameters / max(1, layout.servers) * sum(each)
