@@ -1,0 +1,273 @@
+"""A plan for a reader at a login node: does it fit, how long, how much, and what breaks first."""
+
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.description import Description
+from hpcdist.planner.estimate import Estimate, Memory, Timing
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.text_units import both, decimal, figures, grams, joules, many, nbytes, seconds, share
+
+WIDTH: Final = 60  # characters of the bar of a memory
+_LINE: Final = 108  # of a line beside its heading, longer ones are wrapped
+_HEAD: Final = 11  # of the column of headings
+_NAME: Final = 13  # of that of terms
+_LETTERS: Final = {
+    "parameters": "P",
+    "gradients": "G",
+    "optimizer": "O",
+    "activations": "A",
+    "messages": "M",
+    "scratch": "S",
+    "reserved": "R",
+}
+_LESS: Final = {  # term -> what makes it smaller
+    "parameters": "more tensor or pipeline devices, or ZeRO 3",
+    "gradients": "ZeRO 2 or 3, or more tensor or pipeline devices",
+    "optimizer": "ZeRO 1 to 3, which cut it over the data devices",
+    "activations": "recomputation, a smaller micro-batch, sequence parallelism or more tensor devices",
+    "messages": "more tensor or pipeline devices",
+    "scratch": "a smaller micro-batch or more tensor devices",
+    "reserved": "a device with more memory",
+}
+_FASTER: Final = {  # term -> what makes it shorter
+    "forward": "more devices, or products of larger matrices",
+    "backward": "more devices, or products of larger matrices",
+    "recompute": "less recomputation, where there is memory for it",
+    "tensor": "tensor groups inside a node, or fewer tensor devices",
+    "context": "fewer context devices",
+    "expert": "experts over fewer devices, or faster links",
+    "pipeline": "fewer, or fuller, micro-batches or faster links",
+    "bubble": "more micro-batches, fewer pipeline devices or a schedule with a smaller bubble",
+    "data": "a larger batch, compression, or exchanges behind the backward",
+    "update": "ZeRO, which cuts it over the data devices",
+    "input": "faster storage, or reading ahead",
+}
+
+
+def text(found: Estimate, description: Description, cluster: Cluster) -> str:
+    """Return all of a plan in lines of a terminal (local)."""
+    lines = [
+        *_section("model", [model_line(found, description)]),
+        *_section("layout", layout_lines(found, cluster)),
+        "",
+        *_section("memory", memory_lines(found.memory, found.layout)),
+        "",
+        *_section("step", step_lines(found)),
+        "",
+        *_section("run", run_lines(found, cluster)),
+        *_section("energy", energy_lines(found, cluster)),
+        *_section("breaks", breaks_lines(found)),
+        *_section("flags", found.flags),
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def short(found: Estimate, cluster: Cluster) -> str:
+    """Return a plan in one line: what it needs of a device, a step, the run, its energy (local)."""
+    memory, run = found.memory, found.run
+    verdict = "fits" if memory.fits else "DOES NOT FIT"
+    parts = [
+        f"{verdict}: {nbytes(memory.bytes)} of {nbytes(memory.limit_bytes)}",
+        f"{seconds(found.step_s)} a step",
+        f"{seconds(run.wall_s)} for {run.steps:,} steps",
+        joules(run.joules),
+    ]
+    if run.carbon_g is not None:
+        parts.append(grams(run.carbon_g))
+    return f"{'; '.join(parts)} ({cluster.name})"
+
+
+def model_line(found: Estimate, description: Description) -> str:
+    """Return what is trained, and what a step of it takes (local)."""
+    each = f" = {many(found.tokens)} tokens" if description.tokens > 1 else ""
+    size = f"{many(found.parameters, 4)} parameters"
+    return f"{description.name}, {size}; {found.global_batch:,} samples{each} a step"
+
+
+def layout_lines(found: Estimate, cluster: Cluster) -> list[str]:
+    """Return the degrees, what they are made of, and where that is (local)."""
+    layout = found.layout
+    boxes = -(-layout.devices // cluster.node.devices)
+    place = f"{_counted(layout.devices, 'device')} on {_counted(boxes, 'node')} of {cluster.name}"
+    each = f"{cluster.node.devices} x {cluster.device.name} a node"
+    return [f"{equation(layout)}: {place} ({each})", ways(layout, found.global_batch)]
+
+
+def equation(layout: Layout) -> str:
+    """Return the product of the degrees: 64 = data 2 x pipeline 4 x tensor 8 x context 1 (local)."""
+    product = (
+        f"data {layout.data} x pipeline {layout.pipeline} x tensor {layout.tensor} x context {layout.context}"
+        f"{f' + servers {layout.servers}' if layout.servers else ''}"
+    )
+    experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
+    return f"{layout.devices:,} = {product}{experts}"
+
+
+def ways(layout: Layout, global_batch: int) -> str:
+    """Return how the devices share the work, beside the degrees (local)."""
+    count = layout.microbatches(global_batch)
+    samples = _counted(layout.microbatch, "sample")
+    schedule = f"{layout.schedule} over " if layout.pipeline > 1 else ""
+    parts = [layout.strategy.replace("_", " "), f"{schedule}{_counted(count, 'micro-batch')} of {samples}"]
+    if layout.chunks > 1:
+        parts.append(f"{layout.chunks} chunks each")
+    if layout.recompute != "none":
+        parts.append(f"{layout.recompute} recomputation")
+    if layout.sequence_parallel:
+        parts.append("sequence parallel")
+    if layout.compression != "none":
+        parts.append(f"gradients as {layout.compression}")
+    parts.append(layout.precision)
+    return f"{', '.join(parts)}; kernels and memory of {layout.implementation}"
+
+
+def memory_lines(memory: Memory, layout: Layout) -> list[str]:
+    """Return whether it fits, a bar of it, and its terms (local)."""
+    where = f", of stage {memory.stage}" if layout.pipeline > 1 else ""
+    spare = memory.limit_bytes - memory.bytes
+    verdict = f"fits, {both(spare)} left" if memory.fits else f"DOES NOT FIT, {both(-spare)} too much"
+    lines = [
+        f"{verdict}: {both(memory.bytes)} of {both(memory.limit_bytes)} on the fullest device{where}",
+        bar(memory),
+    ]
+    for name, size in memory.terms.items():
+        if size:
+            part = f"{share(size / memory.bytes):>7}"
+            lines.append(f"{_letter(name)} {name:{_NAME}}{nbytes(size):>10} {part}")
+    return [*lines, f"rule: {memory.rule}"]
+
+
+def bar(memory: Memory, width: int = WIDTH) -> str:
+    """Return the memory as letters of its terms, a dot for what is free and a bar where the limit is (local).
+
+    The longer of what is needed and of the limit is ``width`` characters.
+    """
+    scale = width / max(memory.bytes, memory.limit_bytes)
+    drawn, ends = "", 0.0
+    for name, size in memory.terms.items():
+        ends += size * scale
+        drawn += _letter(name) * (round(ends) - len(drawn))
+    limit = round(memory.limit_bytes * scale)
+    drawn += "." * (limit - len(drawn))
+    return f"[{drawn[:limit]}|{drawn[limit:]}"
+
+
+def _letter(name: str) -> str:
+    return _LETTERS.get(name, name[:1].lower())
+
+
+def step_lines(found: Estimate) -> list[str]:
+    """Return the terms of a step, the rates that follow, and what devices send (local)."""
+    timing = found.timing
+    each, what = (found.tokens, "tokens") if found.tokens != found.global_batch else (found.global_batch, "samples")
+    lines = [f"{seconds(found.step_s)}, {figures(each / found.step_s)} {what}/s"]
+    for name, taken in timing.terms.items():
+        if taken:
+            part = taken / found.step_s
+            lines.append(f"{name:{_NAME}}{seconds(taken):>10} {share(part):>7}  {'#' * round(40 * part)}")
+    if timing.hidden_s:
+        lines.append(f"behind the backward: {seconds(timing.hidden_s)} of the exchange")
+    lines.append(rates(found))
+    if found.layout.pipeline > 1:
+        lines.append(f"bubble {share(timing.bubble)} of the span of the longest stage")
+    return lines + _sent(timing)
+
+
+def rates(found: Estimate) -> str:
+    """Return MFU and HFU, and what they are a device (local)."""
+    work, devices = found.work, found.layout.devices - found.layout.servers
+    model = decimal(work.model_flops / found.step_s / devices, "FLOP/s")
+    hardware = decimal(work.hardware_flops / found.step_s / devices, "FLOP/s")
+    peak = decimal(found.peak_flops / devices, "FLOP/s")
+    return f"MFU {share(found.mfu)} ({model} of {peak} a device), HFU {share(found.hfu)} ({hardware})"
+
+
+def _sent(timing: Timing) -> list[str]:
+    """Return what a device sends in a step on each axis, and by which algorithm."""
+    said = []
+    for axis, size in timing.bytes.items():
+        if size:
+            how = timing.algorithms.get(axis, "")
+            said.append(f"{axis} {nbytes(size)}{f' ({how})' if how else ''}")
+    return [f"a device sends {', '.join(said)}"] if said else []
+
+
+def run_lines(found: Estimate, cluster: Cluster) -> list[str]:
+    """Return how long all steps take, with what saves and failures cost (local)."""
+    run = found.run
+    tokens = f", {many(run.steps * found.tokens)} tokens" if found.tokens != found.global_batch else ""
+    lines = [f"{run.steps:,} steps{tokens}: {seconds(run.wall_s)}, of which {seconds(run.work_s)} are steps"]
+    lines.append(
+        f"a failure every {seconds(run.mtbf_s)} on this many nodes: {figures(run.failures)} are expected, with "
+        f"{seconds(cluster.failures.restart_s)} for a restart"
+    )
+    lines.append(
+        f"a checkpoint takes {seconds(run.save_s)}, best every {seconds(run.interval_s)} (Young, Daly); "
+        f"saves and failures: {share(run.slowdown - 1)} more time"
+    )
+    return lines
+
+
+def energy_lines(found: Estimate, cluster: Cluster) -> list[str]:
+    """Return joules, grams and price, as far as the cluster's file knows what makes them (local)."""
+    energy, run, site = found.energy, found.run, cluster.site
+    parts = ", ".join(f"{name} {share(size / energy.joules)}" for name, size in energy.terms.items() if size)
+    lines = [f"{joules(run.joules)} for the run, {joules(energy.joules)} a step: {parts}"]
+    lines.append(f"a device draws {figures(energy.device_w)} W of {figures(cluster.device.peak_w)} W")
+    if site.pue is None:
+        lines.append("cooling is not counted: the cluster has no site.pue")
+    if run.carbon_g is not None:
+        source = f", {site.carbon_source}" if site.carbon_source else ""
+        lines.append(f"{grams(run.carbon_g)} at {figures(site.carbon_g_per_kwh or 0.0)} g/kWh{source}")
+    else:
+        lines.append("carbon: not known, the cluster has no site.carbon_g_per_kwh")
+    if run.price is not None:
+        lines.append(f"price {figures(run.price, 4)} {run.currency}".rstrip())
+    else:
+        lines.append("price: not known, the cluster has no site.device_hour_price")
+    return lines
+
+
+def breaks_lines(found: Estimate) -> list[str]:
+    """Return what limits this layout first, of memory and of time, and what helps (local)."""
+    memory, largest = found.memory, found.memory.breaks_first
+    part = memory.terms[largest] / memory.limit_bytes
+    first = f"memory: {largest}, {share(part)} of the limit; less with {_LESS.get(largest, 'another layout')}"
+    lost = _lost(found.timing.terms)
+    lines = [first]
+    if lost is not None:
+        name, taken = lost
+        less = _FASTER.get(name, "another layout")
+        lines.append(f"time: {name}, {share(taken / found.step_s)} of a step; less with {less}")
+    if found.run.slowdown > 1.05:
+        lines.append(f"failures: {share(1 - 1 / found.run.slowdown)} of the run; faster checkpoints and restarts help")
+    return lines
+
+
+def _lost(terms: Mapping[str, float]) -> tuple[str, float] | None:
+    """Return the longest part of a step that computes nothing new; None where there is none."""
+    others = {name: taken for name, taken in terms.items() if name not in ("forward", "backward") and taken > 0}
+    if not others:
+        return None
+    name = max(others, key=lambda one: others[one])
+    return name, others[name]
+
+
+def _section(heading: str, lines: Iterable[str]) -> list[str]:
+    found = [part for line in lines for part in _wrapped(line)]
+    heads = [f"{heading:{_HEAD}}", *[" " * _HEAD] * (len(found) - 1)]
+    return [head + line for head, line in zip(heads, found, strict=False)]
+
+
+def _wrapped(line: str) -> list[str]:
+    if len(line) <= _LINE:
+        return [line]
+    return textwrap.wrap(line, _LINE, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _counted(number: int, what: str) -> str:
+    plural = "es" if what.endswith("h") else "s"
+    return f"{number:,} {what}{'' if number == 1 else plural}"

@@ -1,0 +1,138 @@
+"""A plan as a reader at a login node sees it."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from made_plans import CLUSTER, DESCRIPTION, ESTIMATE, GB, MEMORY
+
+from hpcdist.planner import text
+from hpcdist.planner.text_units import both, decimal, figures, grams, joules, many, nbytes, seconds
+
+SHOWN = text.text(ESTIMATE, DESCRIPTION, CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0.0, "0"), (0.001234, "0.00123"), (1.0, "1.00"), (9.999, "10.0"), (123.4, "123"), (12345.0, "12,300")],
+)
+def test_figures_count(value, said):
+    assert figures(value) == said
+
+
+def test_bytes_by_tens_and_by_twos_are_told_apart():
+    assert nbytes(80e9) == "80.0 GB"
+    assert both(80 * 2.0**30) == "85.9 GB (80.0 GiB)"
+    assert both(80e9) == "80.0 GB (74.5 GiB)"
+    assert both(999.0) == "999 B"
+    assert both(1.5 * 2.0**20) == "1.57 MB (1.50 MiB)"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.0, "0 s"),
+        (3.2e-6, "3.20 us"),
+        (0.045, "45.0 ms"),
+        (12.34, "12.3 s"),
+        (300.0, "5.00 min"),
+        (5400.0, "1.50 h"),
+        (86400.0 * 14.3, "14.3 days"),
+        (365.25 * 86400.0 * 4, "4.00 years"),
+        (math.inf, "for ever"),
+    ],
+)
+def test_times(value, said):
+    assert seconds(value) == said
+
+
+def test_other_units():
+    assert decimal(312e12, "FLOP/s") == "312 TFLOP/s"
+    assert joules(3.6e6) == "3.60 MJ (1.00 kWh)"
+    assert joules(20.0) == "20.0 J"
+    assert (grams(12.0), grams(3400.0), grams(5.52e8)) == ("12.0 gCO2e", "3.40 kgCO2e", "552 tCO2e")
+    assert (many(12345), many(1.746e11, 4)) == ("12,345", "174.6 billion")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "1.000 billion parameters; 512 samples = 512,000 tokens a step",
+        "64 = data 4 x pipeline 2 x tensor 8 x context 1: 64 devices on 8 nodes of boxes (8 x card a node)",
+        "1f1b over 128 micro-batches of 1 sample, selective recomputation, sequence parallel, bfloat16",
+        "fits, 17.9 GB (16.7 GiB) left: 68.0 GB (63.3 GiB) of 85.9 GB (80.0 GiB) on the fullest device, of stage 1",
+        "O optimizer       30.0 GB  44.1 %",
+        "rule: 18 bytes a parameter: 2 + 4 + 12",
+        "10.0 s, 51,200 tokens/s",
+        "backward         4.00 s  40.0 %  ################\n",
+        "behind the backward: 250 ms of the exchange",
+        "MFU 33.3 % (100 TFLOP/s of 300 TFLOP/s a device), HFU 40.0 % (120 TFLOP/s)",
+        "bubble 20.0 % of the span of the longest stage",
+        "a device sends tensor 12.0 GB (ring), data 3.00 GB (hierarchical)",
+        "10,000 steps, 5.12 billion tokens: 30.6 h, of which 27.8 h are steps",
+        "a failure every 10.0 h on this many nodes: 3.00 are expected, with 5.00 min for a restart",
+        "a checkpoint takes 40.0 s, best every 30.0 min (Young, Daly); saves and failures: 10.0 % more time",
+        "3.60 GJ (1.00 MWh) for the run, 360 kJ (100 Wh) a step: devices 69.4 %, hosts 22.2 %, cooling 8.3 %",
+        "400 kgCO2e at 400 g/kWh, assumption",
+        "price 3,911 EUR",
+        "memory: optimizer, 34.9 % of the limit",
+        "time: bubble, 20.0 % of a step; less with more micro-batches",
+        "failures: 9.1 % of the run",
+        "flags      the curve is an assumption",
+    ],
+)
+def test_all_of_a_plan_is_told(said):
+    assert said in SHOWN
+
+
+def test_what_is_nothing_is_not_told():
+    assert "scratch" not in SHOWN and "recompute " not in SHOWN and "network" not in SHOWN
+
+
+def test_lines_fit_a_terminal():
+    assert max(map(len, SHOWN.splitlines())) <= 120
+
+
+def test_the_bar_ends_at_the_limit():
+    drawn = text.bar(MEMORY)
+    assert drawn.startswith("[PPP") and drawn.endswith(".|")
+    assert len(drawn) == text.WIDTH + 2
+    letters = {letter: drawn.count(letter) for letter in "PGOAMR."}
+    for letter, size in zip("PGOAMR", (5, 10, 30, 20, 1, 2), strict=True):
+        assert abs(letters[letter] - size * GB / MEMORY.limit_bytes * text.WIDTH) <= 1
+    assert letters["."] > 10
+
+
+def test_what_is_too_much_stands_behind_the_limit():
+    short = replace(MEMORY, limit_bytes=34 * GB)
+    drawn = text.bar(short)
+    within, _, behind = drawn.partition("|")
+    assert len(within) - 1 == text.WIDTH // 2 and len(behind) == text.WIDTH // 2
+    assert "." not in drawn
+    shown = text.text(replace(ESTIMATE, memory=short), DESCRIPTION, CLUSTER)
+    assert "DOES NOT FIT, 34.0 GB (31.7 GiB) too much: 68.0 GB (63.3 GiB) of 34.0 GB (31.7 GiB)" in shown
+    assert text.short(replace(ESTIMATE, memory=short), CLUSTER).startswith("DOES NOT FIT: 68.0 GB of 34.0 GB;")
+
+
+def test_missing_is_not_zero():
+    unknown = replace(
+        CLUSTER, site=replace(CLUSTER.site, pue=None, carbon_g_per_kwh=None, device_hour_price=None, carbon_source="")
+    )
+    run = replace(ESTIMATE.run, carbon_g=None, price=None)
+    shown = text.text(replace(ESTIMATE, run=run), DESCRIPTION, unknown)
+    assert "carbon: not known, the cluster has no site.carbon_g_per_kwh" in shown
+    assert "price: not known, the cluster has no site.device_hour_price" in shown
+    assert "cooling is not counted: the cluster has no site.pue" in shown
+    assert "CO2e at" not in shown and "CO2e" not in text.short(replace(ESTIMATE, run=run), unknown)
+
+
+def test_a_plan_in_one_line():
+    assert text.short(ESTIMATE, CLUSTER) == (
+        "fits: 68.0 GB of 85.9 GB; 10.0 s a step; 30.6 h for 10,000 steps; 3.60 GJ (1.00 MWh); 400 kgCO2e (boxes)"
+    )
+
+
+def test_a_model_whose_samples_are_no_tokens():
+    rows = replace(ESTIMATE, tokens=512)
+    shown = text.text(rows, replace(DESCRIPTION, tokens=1), CLUSTER)
+    assert "512 samples a step" in shown and "10.0 s, 51.2 samples/s" in shown and "tokens" not in shown
