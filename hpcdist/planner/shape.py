@@ -66,18 +66,20 @@ def of_config(
     if config.kind in TRANSFORMERS:
         _positive(f"data.context, which a model of kind {config.kind!r} needs,", context)
         return describe(_shape_of(config, context), config.kind)
-    counted = counts.counts(
-        config, features=features, height=height, width=width, channels=channels, classes=classes
-    ).units
     if config.kind == "mlp":
         _positive("data.features, which an mlp needs,", features)
+        _positive("the number of classes", classes)
         widths = [features] + [config.hidden] * config.layers + [classes]
+        counted = counts.counts(config, features=features, classes=classes).units
         units = [
             _dense(one, wide, last=number == config.layers)
             for number, (one, wide) in enumerate(zip(counted, zip(widths, widths[1:], strict=False), strict=True))
         ]
     else:
-        _positive("the height of a picture, which a convnet needs,", height)
+        for name, value in (("height", height), ("width", width), ("channels", channels), ("classes", classes)):
+            _positive(f"the {name} of a picture, which a convnet needs,", value)
+        picture = {"height": height, "width": width, "channels": channels}
+        counted = counts.counts(config, classes=classes, **picture).units
         units = list(_convolutions(config, counted, channels))
     largest = max(product.columns * product.rows for unit in units for product in unit.products)
     return Description(name=config.kind, units=tuple(_merged(units)), tokens=1, width=largest)

@@ -1,0 +1,100 @@
+"""Units of a model: what is counted is what `hpcdist.models` builds."""
+
+from typing import Any
+
+import pytest
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.models import build
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.counts import counts
+from hpcdist.planner.description import Shape
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.shape import describe, inner, of_config
+from hpcdist.planner.work import matrix_flops, work
+
+SMALL: dict[str, Any] = {"layers": 3, "hidden": 48, "heads": 6, "vocabulary": 70}
+PICTURE = {"height": 9, "width": 8, "channels": 3, "classes": 5}
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (SMALL, {"context": 20}),
+    ({**SMALL, "tied": True, "dropout": 0.1}, {"context": 20}),
+    (
+        {**SMALL, "activation": "swiglu", "positions": "rotary", "norm": "rms", "kv_heads": 2, "bias": False},
+        {"context": 80},
+    ),
+    ({**SMALL, "feed_forward": 100, "kv_heads": 3}, {"context": 20}),
+    ({**SMALL, "kind": "encoder"}, {"context": 20}),
+    ({"kind": "mlp", "layers": 3, "hidden": 24}, {"features": 10, "classes": 4}),
+    ({"kind": "mlp", "layers": 1, "hidden": 24, "dropout": 0.5}, {"features": 10, "classes": 4}),
+    ({"kind": "convnet", "layers": 5, "hidden": 4}, PICTURE),
+    ({"kind": "convnet", "layers": 2, "hidden": 4, "norm": "rms"}, PICTURE),
+]
+
+
+@pytest.mark.parametrize(("keys", "inputs"), CASES)
+def test_counts_are_those_of_the_models(keys: dict[str, Any], inputs: dict[str, Any]) -> None:
+    config = ModelConfig(**keys)
+    found, expected = of_config(config, **inputs), counts(config, **inputs)
+    assert found.parameters == expected.parameters == build(config, **inputs).layout.parameters
+    assert found.stages == len(expected.units)
+    assert work(found, Layout(), 7).exact_flops == 7 * expected.flops
+
+
+@pytest.mark.parametrize(("keys", "inputs"), CASES[:5])
+def test_cut_parameters_are_those_that_tensor_parallelism_cuts(keys: dict[str, Any], inputs: dict[str, Any]) -> None:
+    config = ModelConfig(**keys)
+    model = build(config, **inputs)
+    cut = [sum(spec.size for spec in stage.tensors() if spec.cut is not None) for stage in model.stages]
+    found = of_config(config, **inputs)
+    assert [unit.cut_parameters for unit in found.units for _ in range(unit.count)] == cut
+
+
+def test_units_that_are_alike_are_one() -> None:
+    units = of_config(ModelConfig(kind="mlp", layers=4, hidden=8), features=8, classes=3).units
+    assert [(unit.count, unit.first) for unit in units] == [(1, True), (3, False), (1, False)]
+
+
+def test_experts() -> None:
+    numbers: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 50, "context": 10}
+    dense = describe(Shape(**numbers), "dense").units[1]
+    mixed = describe(Shape(**numbers, experts=8, experts_per_token=2), "mixed").units[1]
+    feed_forward = 2 * 32 * 128 + 128 + 32
+    assert mixed.parameters - dense.parameters == 7 * feed_forward + 32 * 8
+    assert mixed.expert_parameters == 8 * feed_forward and dense.expert_parameters == 0
+    # A token sees two of them, and the router.
+    assert matrix_flops(mixed) - matrix_flops(dense) == 2 * 10 * (2 * 32 * 128 + 32 * 8)
+
+
+def test_feed_forward_widths_are_those_of_a_recipe() -> None:
+    numbers: dict[str, Any] = {"layers": 1, "hidden": 96, "heads": 4, "vocabulary": 50, "context": 10}
+    assert inner(Shape(**numbers)) == 4 * 96
+    assert inner(Shape(**numbers, gated=True)) == ModelConfig(hidden=96, activation="swiglu").inner
+    assert inner(Shape(**numbers, feed_forward=11)) == 11
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 0}, "layers of the model is 0"),
+        ({"hidden": 30}, "not a multiple of model.heads"),
+        ({"kv_heads": 3}, "does not divide"),
+        ({"experts": 2, "experts_per_token": 3}, "experts_per_token of the model is 3"),
+        ({"context": -1}, "context of the model is -1"),
+        ({"positions": "alibi"}, "model.positions is 'alibi'"),
+    ],
+)
+def test_numbers_of_no_transformer_are_refused(changes: dict[str, Any], message: str) -> None:
+    numbers: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocabulary": 50, "context": 10}
+    with pytest.raises(ConfigurationError, match=message):
+        describe(Shape(**{**numbers, **changes}), "bad")
+
+
+def test_what_a_recipe_does_not_say_is_asked_for() -> None:
+    with pytest.raises(ConfigurationError, match="only the code that makes it knows its layers"):
+        of_config(ModelConfig(kind="import", factory="a:b"))
+    with pytest.raises(ConfigurationError, match=r"data\.context"):
+        of_config(ModelConfig())
+    with pytest.raises(ConfigurationError, match=r"data\.features"):
+        of_config(ModelConfig(kind="mlp"))
+    with pytest.raises(ConfigurationError, match="picture"):
+        of_config(ModelConfig(kind="convnet"))
