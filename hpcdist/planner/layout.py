@@ -25,6 +25,8 @@ class Layout:
     ``implementation`` says whose memory and kernels: "hpcdist" (`hpcdist.models.counts`: attention in tiles) or
     "megatron" (the published formulas of arXiv:2205.05198, with scores in memory). ``overlap`` is the share of the data
     axis's messages that may hide behind the backward; what does not fit in there is exposed all the same.
+    ``tensor_overlap`` is the same for the tensor axis's messages of the backward, behind gradients that do not wait for
+    them (arXiv:2205.05198, section 6.2): this toolkit hides none.
     """
 
     data: int = 1
@@ -47,6 +49,7 @@ class Layout:
     algorithm: str = "auto"
     implementation: str = "hpcdist"
     overlap: float = 1.0
+    tensor_overlap: float = 0.0
 
     @property
     def computes_in(self) -> str:

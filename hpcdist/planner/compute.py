@@ -1,0 +1,212 @@
+"""What one micro-batch takes in one unit on one device: products, attention, elementwise operations, kernels.
+
+A product of (m, k) and (k, n) has 2 m k n operations forward, as many for the gradient of its input and for that of its
+weight; all three have the same three extents, so the same place on the curve of the device (`cluster.Curve`), after
+the tensor axis has cut its weight and the context axis its rows. No product is faster than its operands are read and
+its result is written. Where micro-batches are added up, a gradient is read and written once more.
+
+Attention with scores in tiles (T. Dao, arXiv:2307.08691), which ours has: 4 h P operations forward for P pairs of
+tokens, and 10 h P back, where scores are computed again, at `Device.attention_share` of the peak. With scores in memory
+(arXiv:2205.05198, section 4.1): two products over all s^2 pairs, and what a softmax and a dropout of a s^2 scores read
+and write, at the speed of the memory: that is most of it.
+
+Elementwise operations take what they move takes, 16-bit numbers half of what float32 does. Between any two kernels are
+`Device.kernel_s`. Gradients of inputs and of weights are told apart, since schedules of zero bubble do.
+"""
+
+from math import log
+from typing import Any, Final, NamedTuple
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.planner.cluster import Cluster, Curve
+from hpcdist.planner.description import Attention, Product, Unit
+from hpcdist.planner.layout import Layout
+
+ITEM_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+TILED_BACK: Final = 2.5  # five products instead of two: the scores are computed again
+# What goes over a score in memory, in numbers, and as bytes of the mask of a dropout. Forward: a softmax reads and
+# writes, a dropout too; back: a dropout reads and writes, a softmax reads two and writes one.
+SCORES_FORWARD: Final = (4, 1)
+SCORES_BACK: Final = (5, 1)
+SCORE_KERNELS: Final = 4  # two products, a softmax, a dropout; back twice as many
+
+
+class UnitSeconds(NamedTuple):
+    """Seconds of a micro-batch in one unit.
+
+    ``again_s`` is what recomputation repeats before the backward, ``add_s`` what adding weight gradients to those of
+    the micro-batches before takes beside ``weight_s``; ``cover_s`` is the part of the backward that does not wait for
+    the messages of the tensor axis (`hpcdist.planner.stage_seconds`).
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    again_s: float
+    flags: tuple[str, ...] = ()
+    add_s: float = 0.0
+    cover_s: float = 0.0
+
+
+def kept(cluster: Cluster, what: str) -> dict[Any, Any]:
+    """Return the dictionary of results for this very ``cluster``, which holds mappings and so has no hash."""
+    found: dict[Any, Any] = vars(cluster).setdefault(f"_{what}", {})
+    return found
+
+
+def unit_seconds(unit: Unit, layout: Layout, cluster: Cluster) -> UnitSeconds:
+    """Return the times of one of the units ``unit`` on one device (local).
+
+    Raises ConfigurationError where nothing is known of the device with numbers of this precision.
+    """
+    key = (
+        unit,
+        layout.microbatch,
+        layout.tensor,
+        layout.context,
+        layout.expert,
+        layout.sequence_parallel,
+        layout.precision,
+        layout.activations,
+        layout.main_gradients,
+        layout.recompute,
+        layout.implementation,
+    )
+    known = kept(cluster, "unit_seconds")
+    found: UnitSeconds | None = known.get(key)
+    if found is None:
+        found = known[key] = _Unit(unit, layout, cluster).seconds()
+    return found
+
+
+def main_bytes(layout: Layout) -> int:
+    """Return the bytes of a number of the gradients in which micro-batches are added up (local)."""
+    item = ITEM_BYTES[layout.precision]
+    return 4 if item == 2 and layout.implementation == "megatron" and layout.main_gradients == "float32" else item
+
+
+def share_of(curve: Curve, size: float) -> tuple[float, str]:
+    """Return the share of the peak for a product of ``size``, and what to say where that was not measured (local).
+
+    Below the smallest size a product takes as long as if it had that size: the share falls with it. Beyond the largest
+    size it stays.
+    """
+    sizes, shares = curve.sizes, curve.shares
+    if size < sizes[0]:
+        return shares[0] * size / sizes[0], f"smaller than {sizes[0]:.6g}, the smallest on the curve"
+    if size > sizes[-1]:
+        return shares[-1], f"larger than {sizes[-1]:.6g}, the largest on the curve"
+    for at in range(1, len(sizes)):
+        if size <= sizes[at]:
+            part = log(size / sizes[at - 1]) / log(sizes[at] / sizes[at - 1])
+            return shares[at - 1] + part * (shares[at] - shares[at - 1]), ""
+    return shares[-1], ""
+
+
+class _Unit:
+    """One unit on one device."""
+
+    def __init__(self, unit: Unit, layout: Layout, cluster: Cluster) -> None:
+        device = cluster.device
+        self.unit, self.layout, self.device = unit, layout, device
+        kind = layout.computes_in
+        if kind not in device.peak_flops or kind not in device.matmul:
+            known = sorted(set(device.peak_flops) & set(device.matmul))
+            raise ConfigurationError(
+                f"numbers of type {kind}, and cluster {cluster.name!r} has a peak and a curve of {device.name} for "
+                f"{', '.join(known) or 'none'} only; choose one of these, or add [device.flops] {kind} and "
+                f"[device.matmul.{kind}]"
+            )
+        self.peak, self.curve = device.peak_flops[kind], device.matmul[kind]
+        self.item = ITEM_BYTES[kind]
+        self.moves = device.memory_bytes_per_s * device.memory_share
+        self.flags: set[str] = set()
+
+    def seconds(self) -> UnitSeconds:
+        unit, layout = self.unit, self.layout
+        products = [self._product(product) for product in unit.products]
+        linear = sum(products)
+        begin = sum(took for took, product in zip(products, unit.products, strict=True) if product.cut == "columns")
+        forward, back = self._attention(unit.attention) if unit.attention else (0.0, 0.0)
+        moved = self._moved()
+        kernels = unit.kernels * self.device.kernel_s
+        whole = linear + forward + moved + kernels
+        into, weight = linear + back + 2 * moved + kernels, linear + (kernels if unit.products else 0.0)
+        if unit.first:  # nobody asks for the gradient of its input: what is left belongs to the weights
+            into, weight = 0.0, linear + back + 2 * moved + kernels
+        again = 0.0
+        if layout.recompute == "full":
+            again = whole
+        elif layout.recompute == "selective" and layout.implementation == "megatron":
+            again = forward  # tiles compute their scores again anyway
+        cover = (2 if layout.sequence_parallel else 1) * begin
+        return UnitSeconds(whole, into, weight, again, tuple(sorted(self.flags)), self._add(), cover)
+
+    def _product(self, product: Product) -> float:
+        """Return the seconds of a product with a weight, of all experts that are here."""
+        layout = self.layout
+        rows = layout.microbatch * product.rows / layout.context
+        inner, columns, here = float(product.inner), float(product.columns), 1.0
+        if product.cut == "columns":
+            columns /= layout.tensor
+        elif product.cut == "inner":
+            inner /= layout.tensor
+        elif layout.sequence_parallel:
+            rows /= layout.tensor
+        if product.experts > 1:
+            # Tokens of all ranks of the expert axis meet in the experts that are here, the same share in each.
+            here, rows = product.experts / layout.expert, rows * product.share * layout.expert
+        size = 3 / (1 / rows + 1 / inner + 1 / columns)
+        share, beyond = share_of(self.curve, size)
+        if beyond:
+            self.flags.add(f"{layout.computes_in} products of size {size:.0f}: {beyond}")
+        computed = 2 * rows * inner * columns / (self.peak * share)
+        moved = (rows * inner + inner * columns + rows * columns) * self.item / self.moves
+        return here * max(computed, moved)
+
+    def _attention(self, attention: Attention) -> tuple[float, float]:
+        """Return the seconds forward and back."""
+        layout = self.layout
+        samples = layout.microbatch / layout.context
+        heads = attention.heads / layout.tensor
+        wide = samples * attention.context * attention.size
+        ends = (
+            2 * wide * (heads + attention.kv_heads / layout.tensor) * self.item / self.moves
+        )  # q, k, v and the output
+        peak = self.peak * self.device.attention_share
+        if layout.implementation == "hpcdist":
+            forward = 4 * samples * heads * attention.size * attention.pairs / peak
+            return max(forward, ends), max(TILED_BACK * forward, 2 * ends)
+        scores = samples * heads * attention.context**2
+        products = max(4 * scores * attention.size / peak, 2 * scores * self.item / self.moves)
+        kernels = SCORE_KERNELS * self.device.kernel_s
+        forward = products + (SCORES_FORWARD[0] * self.item + SCORES_FORWARD[1]) * scores / self.moves
+        back = 2 * products + (SCORES_BACK[0] * self.item + SCORES_BACK[1]) * scores / self.moves
+        return forward + kernels, back + 2 * kernels
+
+    def _moved(self) -> float:
+        """Return the seconds of elementwise operations forward."""
+        unit, layout = self.unit, self.layout
+        rest = (unit.moved - unit.moved_cut) / (layout.tensor if layout.sequence_parallel else 1)
+        numbers = layout.microbatch / layout.context * (rest + unit.moved_cut / layout.tensor)
+        return numbers * self.item / self.moves
+
+    def _add(self) -> float:
+        """Return the seconds of adding weight gradients to what is there.
+
+        Megatron-LM adds in the product itself; ours computes beside it, and adds then: a read more.
+        """
+        passes = 2 if self.layout.implementation == "megatron" else 3
+        return passes * main_bytes(self.layout) * local_parameters(self.unit, self.layout) / self.moves
+
+
+def local_parameters(unit: Unit, layout: Layout) -> float:
+    """Return how many parameters of one of the units ``unit`` are on a device, before ZeRO cuts them (local)."""
+    experts = unit.expert_parameters / layout.tensor
+    rest = unit.parameters - unit.cut_parameters + unit.cut_parameters / layout.tensor - experts
+    return rest + local_experts(unit, layout)
+
+
+def local_experts(unit: Unit, layout: Layout) -> float:
+    """Return how many of them belong to experts; what the tensor axis leaves whole of these is not counted (local)."""
+    return unit.expert_parameters / layout.tensor / layout.expert

@@ -1,0 +1,160 @@
+"""How long a pipeline takes for its micro-batches, in closed form and simulated, messages between stages included.
+
+With p ranks of v chunks, m micro-batches, F, I, W the seconds of a rank for a micro-batch (all of its chunks; F is
+forward, I and W the gradients of inputs and of weights) and T = F + I + W, the time from the first pass to the end of
+the last one is m T and
+
+    gpipe, 1f1b    (p-1) T                                              arXiv:1811.06965, arXiv:2104.04473
+    interleaved    (p-1) T / v                                          arXiv:2104.04473, section 2.2
+    zb-h1          (p-1) (F + I) - min(m-1, p-1) w                      w = min(W, I)
+    zb-h2          (p-1) (F + I) - min(m/2, p-1) w - min((m-1)/2, p-1) min(W, I - w), quotients without remainder
+    zb-v           the larger of (p-1) (F + I) - (m-1) min(W, (F + I)/2) and (p-1) max(F/2, I/2, F + I - 2 W)
+
+Those of zero bubble agree with arXiv:2401.10241, table 1, where that holds: m >= p and W <= I for zb-h1, m >= 2p - 1
+for the others. There they are told by the span of one rank: ranks of zb-h2 and zb-v begin up to (p-1) F / v after each
+other, and end so. Where no step waits for all ranks, as with the "post-validation" of that paper, the next one begins
+meanwhile, and that much is no loss. All are what the simulator finds (`hpcdist.strategies.schedule.simulate`), for any
+m; zb-v for F = I = W, else nearly. Where ranks differ, m T is that of the slowest one, and F, I, W of the rest are the
+means of the others: an approximation.
+
+A message between neighbours that takes x is waited for once on the way there and once back for the first micro-batch;
+1f1b has at most p in flight on the first rank, so it waits again in every round:
+
+    gpipe 2 (p-1) x      1f1b 2 (p-1 + max(0, m-1 - max(1, m/p))) x      interleaved 2 (p v - 1) x
+    zb-h1 4 (p-1) x      zb-h2 (p-1) x                                   zb-v (5 p - 7) x, at least 4 (p-1) x
+
+as long as x is shorter than a pass; interleaved for m a multiple of p, those of zero bubble for many micro-batches.
+Megatron-LM sends and receives between passes and computes nothing meanwhile: each pass is x longer, 2 (v m + p-1) x.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpcdist.strategies.schedule.catalogue import SCHEDULES, chunks_of
+
+if TYPE_CHECKING:
+    from hpcdist.strategies.schedule.simulate import Timeline
+
+SPLIT = ("zb-h1", "zb-h2", "zb-v")
+
+
+class Seconds(NamedTuple):
+    """What a micro-batch takes on a rank, or in a chunk of it: forward, and the gradients of inputs and of weights."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+
+    @property
+    def whole_s(self) -> float:
+        """Forward and back."""
+        return self.forward_s + self.input_s + self.weight_s
+
+
+class Pipe(NamedTuple):
+    """A step's passes: those of the slowest rank, what it waits for messages, and what it is idle besides.
+
+    ``bubble`` is the idle share as in `hpcdist.strategies.schedule.simulate`, messages included.
+    """
+
+    busy_s: float
+    message_s: float
+    idle_s: float
+    bubble: float
+
+    @property
+    def whole_s(self) -> float:
+        """From the first pass to the end of the last; or to where the next step begins."""
+        return self.busy_s + self.message_s + self.idle_s
+
+
+def closed(
+    schedule: str,
+    slowest: Seconds,
+    others: Seconds,
+    ranks: int,
+    microbatches: int,
+    *,
+    chunks: int = 1,
+    message_s: float = 0.0,
+    blocking: bool = False,
+    steps_overlap: bool = False,
+) -> Pipe:
+    """Return the closed form for a pipeline whose ``slowest`` rank takes so long, and the mean of the ``others``.
+
+    ``message_s`` is what one between neighbours takes, ``blocking`` where nothing is computed meanwhile;
+    ``steps_overlap`` where a step begins on a rank as soon as the one before it has ended there.
+    """
+    busy_s = microbatches * slowest.whole_s
+    if ranks == 1:
+        return Pipe(busy_s, 0.0, 0.0, 0.0)
+    chunks = chunks_of(schedule, chunks)
+    idle_s = _idle_s(schedule, others, ranks, microbatches, chunks)
+    span_s = idle_s
+    if schedule in ("zb-h2", "zb-v"):
+        span_s = max(0.0, idle_s - (ranks - 1) * others.forward_s / chunks)
+    waits = _waits(schedule, ranks, microbatches, chunks, blocking)
+    bubble = (span_s + waits * message_s) / (busy_s + span_s + waits * message_s) if busy_s else 0.0
+    return Pipe(busy_s, waits * message_s, span_s if steps_overlap else idle_s, bubble)
+
+
+def _idle_s(schedule: str, others: Seconds, ranks: int, microbatches: int, chunks: int) -> float:
+    """Return what is beside m T; others: F, I, W of the rest."""
+    forward_s, input_s, weight_s = others
+    behind, there_and_back = ranks - 1, (ranks - 1) * (forward_s + input_s)
+    filled_s = min(weight_s, input_s)
+    if schedule == "zb-h1":
+        return there_and_back - min(microbatches - 1, behind) * filled_s
+    if schedule == "zb-h2":
+        rest_s = min(weight_s, input_s - filled_s)
+        return (
+            there_and_back - min(microbatches // 2, behind) * filled_s - min((microbatches - 1) // 2, behind) * rest_s
+        )
+    if schedule == "zb-v":
+        short_s = there_and_back - (microbatches - 1) * min(weight_s, (forward_s + input_s) / 2)
+        return max(short_s, behind * max(forward_s / 2, input_s / 2, forward_s + input_s - 2 * weight_s))
+    return behind * others.whole_s / chunks
+
+
+def _waits(schedule: str, ranks: int, microbatches: int, chunks: int, blocking: bool) -> int:
+    """Return how many messages are waited for, one after the other."""
+    behind = ranks - 1
+    if blocking and schedule not in SPLIT:
+        return 2 * (chunks * microbatches + behind)
+    if schedule == "gpipe":
+        return 2 * behind
+    if schedule == "1f1b":
+        return 2 * (behind + max(0, microbatches - 1 - max(1, microbatches // ranks)))
+    if schedule == "interleaved":
+        return 2 * (ranks * chunks - 1)
+    return {"zb-h1": 4 * behind, "zb-h2": behind}.get(schedule, max(5 * ranks - 7, 4 * behind))
+
+
+def simulated(
+    schedule: str,
+    chunks: Sequence[Seconds],
+    ranks: int,
+    microbatches: int,
+    *,
+    message_s: float = 0.0,
+    latency_s: float = 0.0,
+) -> "Timeline":
+    """Return the timeline of the passes over ``chunks``, in the order of the model, as the simulator runs them (local).
+
+    A message keeps its link for ``message_s`` and arrives ``latency_s`` later.
+    """
+    from hpcdist.strategies.schedule import simulate, simulate_passes
+    from hpcdist.strategies.schedule.simulate_costs import Costs, Link, Rate
+
+    known = SCHEDULES[schedule]
+    each = len(chunks) // ranks
+    placement = known.place([range(number, number + 1) for number in range(len(chunks))], ranks)
+    rows = [simulate_passes.compact(known.passes(rank, ranks, microbatches, each)) for rank in range(ranks)]
+    costs = Costs(
+        forward_s=[chunk.forward_s for chunk in chunks],
+        backward_s=[chunk.input_s + chunk.weight_s for chunk in chunks],
+        input_s=[chunk.input_s for chunk in chunks],
+        weight_s=[chunk.weight_s for chunk in chunks],
+        link=Link(latency_s, Rate(message_s)),
+    )
+    return simulate.passes(rows, placement, costs)

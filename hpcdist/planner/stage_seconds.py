@@ -1,0 +1,223 @@
+"""What a micro-batch takes on a rank of a pipeline, or in a chunk of it: its units summed up, and what they send.
+
+Of b samples of s tokens and width h the tensor axis sends, in a region of products from columns to rows of its weights
+(M. Shoeybi et al., arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2), with b s h numbers in each:
+
+    forward         an allreduce behind the region; with sequence parallelism an all-gather before it and a
+                    reduce-scatter behind it
+    back            an allreduce for the input of the region; with sequence parallelism an all-gather of the gradient of
+                    its output, a reduce-scatter for its input, and the input gathered once more
+
+An embedding whose vocabulary is cut is the end of a region, a head the beginning of one. The allreduce, or the
+reduce-scatter, that goes back may run while the gradients of the weights at the beginning of the region are computed,
+and the second gathering while those of the input are (arXiv:2205.05198, section 6.2): `Layout.tensor_overlap`. The
+context axis gathers keys and values forward, and scatters the sums of their gradients back (arXiv:2407.21783, section
+3.3.2). The expert axis sends each token to its experts and back, and so its gradient.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.compute import ITEM_BYTES, kept, local_experts, local_parameters, unit_seconds
+from hpcdist.planner.cut import Share, chunks, stages
+from hpcdist.planner.description import Description, Unit
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.network import collective, span
+
+FORWARD: Final = 0
+BACK: Final = 1
+BEHIND: Final = 2  # back, and while gradients are computed that do not wait for it
+
+
+class Call(NamedTuple):
+    """A collective of a micro-batch: when, over which axis, what, and on how many bytes."""
+
+    when: int
+    axis: str
+    operation: str
+    nbytes: float
+
+
+class Load(NamedTuple):
+    """Computation of a micro-batch on one rank, or in one chunk; its collectives, and how often; what lies there.
+
+    ``cover_s`` is the computation that collectives may run behind.
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    again_s: float
+    add_s: float
+    cover_s: float
+    calls: tuple[tuple[Call, int], ...]
+    parameters: float
+    expert_parameters: float
+    units: int
+    flags: tuple[str, ...]
+
+
+class Sent(NamedTuple):
+    """Seconds that a micro-batch waits for its collectives forward, back, and when it is computed again, by axis."""
+
+    forward_s: dict[str, float]
+    back_s: dict[str, float]
+    nbytes: dict[str, float]
+    algorithms: dict[str, str]
+    flags: tuple[str, ...]
+
+
+def loads(description: Description, layout: Layout, cluster: Cluster) -> tuple[tuple[Load, int], ...]:
+    """Return the different loads that ranks of the pipeline have, and how many ranks have each (local)."""
+    known = kept(cluster, "loads")
+    key = _key(description, layout)
+    found: tuple[tuple[Load, int], ...] | None = known.get(key)
+    if found is None:
+        of_ranks = stages(description, layout)
+        composed = [tuple((share.place, share.times) for share in shares) for shares in of_ranks]
+        alike, often = dict(zip(composed, of_ranks, strict=True)), Counter(composed)
+        found = tuple((_load(alike[one], description, layout, cluster), count) for one, count in often.items())
+        known[key] = found
+    return found
+
+
+def chunk_loads(description: Description, layout: Layout, cluster: Cluster) -> tuple[Load, ...]:
+    """Return the load of each chunk, in the order of the model (local)."""
+    return tuple(_load(chunk.shares, description, layout, cluster) for chunk in chunks(description, layout))
+
+
+def sent(load: Load, layout: Layout, cluster: Cluster) -> Sent:
+    """Return what a micro-batch waits for the collectives of ``load`` (local)."""
+    waits: tuple[dict[str, float], dict[str, float]] = {}, {}
+    nbytes: dict[str, float] = {}
+    algorithms: dict[str, str] = {}
+    flags: tuple[str, ...] = ()
+    behind_s = 0.0
+    for call, often in load.calls:
+        cost = collective(call.operation, call.nbytes, span(layout, call.axis, cluster), cluster)
+        nbytes[call.axis] = nbytes.get(call.axis, 0.0) + often * cost.nbytes
+        algorithms[call.axis] = cost.algorithm
+        flags += cost.flags
+        back = waits[call.when != FORWARD]
+        back[call.axis] = back.get(call.axis, 0.0) + often * cost.seconds
+        if call.when == BEHIND:
+            behind_s += often * cost.seconds
+    if behind_s and layout.tensor_overlap:
+        waits[1]["tensor"] -= layout.tensor_overlap * min(behind_s, load.cover_s)
+    return Sent(*waits, nbytes, algorithms, tuple(dict.fromkeys(flags)))
+
+
+def _key(description: Description, layout: Layout) -> tuple[object, ...]:
+    return (
+        description,
+        layout.pipeline,
+        layout.chunks,
+        layout.schedule,
+        layout.implementation,
+        layout.recompute,
+        layout.microbatch,
+        layout.tensor,
+        layout.context,
+        layout.expert,
+        layout.sequence_parallel,
+        layout.precision,
+        layout.activations,
+        layout.main_gradients,
+    )
+
+
+def _load(shares: Sequence[Share], description: Description, layout: Layout, cluster: Cluster) -> Load:
+    sums = [0.0] * 8
+    calls: Counter[Call] = Counter()
+    flags: dict[str, None] = {}
+    ends = 0, len(description.units) - 1
+    for unit, count, place in shares:
+        seconds = unit_seconds(unit, layout, cluster)
+        # The ends of a model are not computed again: what they keep is needed at once, or is little.
+        is_end = place in ends and unit.attention is None
+        again = not is_end and seconds.again_s > 0
+        whole = (
+            seconds.forward_s,
+            seconds.input_s,
+            seconds.weight_s,
+            seconds.again_s if again else 0.0,
+            seconds.add_s,
+            seconds.cover_s,
+            local_parameters(unit, layout),
+            local_experts(unit, layout),
+        )
+        sums = [total + count * each for total, each in zip(sums, whole, strict=True)]
+        for call in _calls(unit, description, layout):
+            calls[call] += count
+            if call.when == FORWARD and again and layout.recompute == "full":
+                calls[call._replace(when=BACK)] += count
+        flags.update(dict.fromkeys(seconds.flags))
+    units = sum(share.times for share in shares)
+    forward_s, input_s, weight_s, again_s, add_s, cover_s, parameters, experts = sums
+    return Load(
+        forward_s,
+        input_s,
+        weight_s,
+        again_s,
+        add_s,
+        cover_s,
+        tuple(calls.items()),
+        parameters,
+        experts,
+        units,
+        tuple(flags),
+    )
+
+
+def _calls(unit: Unit, description: Description, layout: Layout) -> Iterator[Call]:
+    """Yield the collectives of one unit."""
+    item = ITEM_BYTES[layout.computes_in]
+    each = layout.microbatch / layout.context * item
+    attention = unit.attention
+    if attention is not None and layout.context > 1:
+        # The whole buffer: of all tokens.
+        heads = attention.kv_heads / layout.tensor
+        whole = layout.microbatch * attention.context * 2 * heads * attention.size * item
+        yield Call(FORWARD, "context", "all_gather", whole)
+        yield Call(BACK, "context", "reduce_scatter", whole)
+    if layout.tensor > 1:
+        yield from _tensor(unit, description, layout, each)
+    if layout.expert > 1 and unit.expert_parameters:
+        first = next(product for product in unit.products if product.experts > 1)
+        tokens = first.rows * first.experts * first.share / (layout.tensor if layout.sequence_parallel else 1)
+        for when in (FORWARD, FORWARD, BACK, BACK):
+            yield Call(when, "expert", "all_to_all", tokens * first.inner * each)
+
+
+def _tensor(unit: Unit, description: Description, layout: Layout, each: float) -> Iterator[Call]:
+    """Yield the collectives of the regions that the tensor axis cuts; ``each``: bytes of a number of all samples."""
+    if unit.cut_parameters and not unit.products:  # an embedding
+        yield from _ends(description.tokens * description.width * each, layout)
+    inside = False
+    for product in unit.products:
+        if product.cut == "columns":
+            if not inside:
+                yield from _begins(product.rows * product.inner * each, layout)
+            inside = True
+        elif product.cut == "inner":
+            yield from _ends(product.rows * product.columns * each, layout)
+            inside = False
+
+
+def _begins(nbytes: float, layout: Layout) -> Iterator[Call]:
+    if layout.sequence_parallel:
+        yield Call(FORWARD, "tensor", "all_gather", nbytes)
+        yield Call(BEHIND, "tensor", "reduce_scatter", nbytes)
+        yield Call(BEHIND, "tensor", "all_gather", nbytes)
+    else:
+        yield Call(BEHIND, "tensor", "allreduce", nbytes)
+
+
+def _ends(nbytes: float, layout: Layout) -> Iterator[Call]:
+    if layout.sequence_parallel:
+        yield Call(FORWARD, "tensor", "reduce_scatter", nbytes)
+        yield Call(BACK, "tensor", "all_gather", nbytes)
+    else:
+        yield Call(FORWARD, "tensor", "allreduce", nbytes)
