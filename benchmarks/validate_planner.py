@@ -1,0 +1,66 @@
+"""How near the planner comes to published trainings: predicts rows of published tables on the shipped clusters.
+
+    python benchmarks/validate_planner.py
+    python benchmarks/validate_planner.py -o validate.h5 --plot validate.png
+
+The rows are in benchmarks/published, with their sources and what had to be assumed. Constants of the shipped clusters
+were chosen with the rows marked "calibration" alone; "test" rows count in the summary; "extra" rows are shown, and
+their file tells why they do not count. Closed forms (bytes of ZeRO, parameters, MFU and HFU of a known time, bubbles of
+known stage times) have to agree to the last digit that is printed. Errors are of throughput: above 0 the planner is
+faster than what was published.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from validate_planner_predict import compared
+from validate_planner_report import lines, plot, said, shapes, summary, write
+from validate_planner_rows import tables
+
+from hpcdist.errors import HpcdistError
+from hpcdist.hdf5 import files
+from hpcdist.telemetry.provenance import provenance
+
+
+def arguments() -> argparse.Namespace:
+    """Return the command line, or end with its help."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", nargs="+", help="files in benchmarks/published; default: all")
+    parser.add_argument("-o", "--output", type=Path, help="HDF5 file to write; must not exist")
+    parser.add_argument("--plot", type=Path, help="picture to write")
+    parser.add_argument("--anonymous", action="store_true", help="leave host names out of the file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Predict, print and write."""
+    options = arguments()
+    for path in (options.output, options.plot):
+        if path is not None:
+            files.check_place(path)
+    known = tables()
+    chosen = options.table or list(known)
+    if missing := [name for name in chosen if name not in known]:
+        sys.exit(f"no table {', '.join(missing)}; there are {', '.join(known)}")
+    found = [one for name in chosen for one in compared(known[name])]
+    print("\n".join(lines(found, known)))
+    if not options.table:
+        print("\n".join(said(summary(found))))
+    for name, published, predicted in shapes(found):
+        pairs = zip(published, predicted, strict=True)
+        both = "; ".join(f"{one:.2f} published, {other:.2f} predicted" for one, other in pairs)
+        print(f"strong scaling of {name}, throughput of a device: {both}")
+    if options.output is not None:
+        write(options.output, found, provenance(anonymous=options.anonymous))
+        print(f"all comparisons are in {options.output}")
+    if options.plot is not None:
+        plot(options.plot, found, known)
+        print(f"the picture is {options.plot}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except HpcdistError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
