@@ -5,8 +5,9 @@ Psi are the bytes of one device's parameters on the wire, p data ranks, m micro-
     allreduce           2 Psi (p-1)/p                    once a step
     zero1               Psi (p-1)/p + Psi (p-1)/p        gradients to their owners; parameters back, after the update
     zero2               (1 + m) Psi (p-1)/p              gradients after each micro-batch
-    zero3               3 m Psi (p-1)/p                  and parameters twice for each; where hpcdist computes whole
-                                                         blocks again, three times: 4 m
+    zero3               3 m Psi (p-1)/p                  and parameters twice for each; 4 m where a pipeline of
+                                                         hpcdist computes blocks again. Uses of the last unit follow
+                                                         each other, as those of the first do: less
     parameter_server    Psi, and Psi comes back          dedicated: p Psi / s go into and out of each of s servers
                         2 Psi (p-1)/p                    colocated (servers = 0): every rank serves its share
 
@@ -23,6 +24,7 @@ update: exposed. Compression is `hpcdist.planner.payloads`.
 
 from typing import Final, NamedTuple
 
+from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.errors import UsageError
 from hpcdist.planner import payloads
 from hpcdist.planner.cluster import Cluster
@@ -73,19 +75,21 @@ def exchange(
     forward_s: float = 0.0,
     units: int = 1,
     expert_parameters: float = 0.0,
+    ends: tuple[float, float] = (0.0, 0.0),
     matrices: Matrices = (),
 ) -> Exchange:
     """Return the exchange of a step for a device with ``parameters`` numbers, of one pipeline and tensor place.
 
     ``backward_s`` and ``forward_s`` are those of one micro-batch on this device. The parameters are sent in ``units``
     messages or so, as many as the device has units. Of them ``expert_parameters`` are shared by data / expert ranks
-    only. ``matrices`` (rows, columns, count) are for compression of low rank; without them, square ones are assumed.
+    only, and ``ends`` are those of the first and the last unit, which zero3 gathers less often. ``matrices`` (rows,
+    columns, count) are for compression of low rank; without them, square ones are assumed.
     Raises UsageError for a strategy that is none.
     """
     if layout.strategy not in STRATEGIES:
         raise UsageError(f"strategy {layout.strategy!r}; choose one of {', '.join(STRATEGIES)}")
     common = parameters - expert_parameters if layout.expert > 1 else parameters
-    job = _Job(layout, cluster, backward_s, forward_s, max(1, microbatches), max(1, units), matrices)
+    job = _Job(layout, cluster, backward_s, forward_s, max(1, microbatches), max(1, units), ends, matrices)
     found = job.of(common, "data", layout.data)
     if layout.expert > 1:
         found = found.plus(job.of(expert_parameters, "expert_data", layout.data // layout.expert))
@@ -110,6 +114,7 @@ class _Job(NamedTuple):
     forward_s: float
     microbatches: int
     units: int
+    ends: tuple[float, float]
     matrices: Matrices
 
     def of(self, parameters: float, axis: str, ranks: int) -> Exchange:
@@ -134,13 +139,15 @@ class _Job(NamedTuple):
             return self._result(
                 self._hide(scatter.seconds * often, often), gather.seconds, _times(scatter, often), gather
             )
-        uses = 3 if layout.implementation == "hpcdist" and layout.recompute == "full" else 2
-        # Forward hides one gather behind forward; the others, and the gradients, go with the backward.
+        again = layout.implementation == "hpcdist" and layout.recompute == "full" and layout.pipeline > 1
+        first, last = (end / parameters for end in self.ends) if axis == "data" else (0.0, 0.0)
+        uses = (3 if again else 2) * m - m * last - (m - 1) * first
+        # One gather goes with each forward; the others, and the gradients, with the backward.
         forward = min(self._hideable(gather.seconds * m), m * self.forward_s)
-        backward_s = (scatter.seconds + (uses - 1) * gather.seconds) * m
+        backward_s = scatter.seconds * m + gather.seconds * (uses - m)
         backward = min(self._hideable(backward_s), m * self.backward_s)
         return self._result(
-            (backward_s + gather.seconds * m, forward + backward), 0.0, _times(scatter, m), _times(gather, uses * m)
+            (backward_s + gather.seconds * m, forward + backward), 0.0, _times(scatter, m), _times(gather, uses)
         )
 
     def _servers(self, parameters: float, ranks: int) -> Exchange:
@@ -217,12 +224,12 @@ class _Job(NamedTuple):
         )
 
     def _in_units(self, operation: str, nbytes: float, axis: str) -> Cost:
-        """Return a collective for each unit, one after the other."""
-        layout = self.layout
-        one = collective(
-            operation, nbytes / self.units, span(layout, axis, self.cluster), self.cluster, layout.algorithm
-        )
-        return _times(one, self.units)
+        """Return collectives one after the other: allreduces of buckets of whole units, else one for each unit."""
+        layout, messages = self.layout, self.units
+        if operation == "allreduce":
+            messages = max(1, min(messages, int(nbytes // BUCKET_BYTES)))
+        one = collective(operation, nbytes / messages, span(layout, axis, self.cluster), self.cluster, layout.algorithm)
+        return _times(one, messages)
 
     def _hideable(self, seconds: float) -> float:
         """Return how much of messages for all units may hide: not those of one unit."""
@@ -243,5 +250,5 @@ class _Job(NamedTuple):
         )
 
 
-def _times(cost: Cost, often: int) -> Cost:
+def _times(cost: Cost, often: float) -> Cost:
     return Cost(cost.seconds * often, cost.nbytes * often, cost.algorithm, cost.flags)

@@ -1,8 +1,9 @@
 """What a collective or a message takes on a cluster: measured where it was, else by formula over the links it crosses.
 
 `span` tells which links a group of an axis crosses, `hpcdist.planner.network_costs` has the formulas with their
-sources. What was measured (`hpcdist.planner.cluster.Fit`) comes first, where the algorithm is "auto", as many ranks
-took part, and the group lies as they did: neighbours. Bytes are those of the whole buffer, in a fit too.
+sources. What was measured (`hpcdist.planner.cluster.Fit`) comes first, where it was the same algorithm, on as many
+ranks that lie as the group does: neighbours, over links of the same level. Bytes are those of the whole buffer, in fits
+too.
 """
 
 from functools import lru_cache
@@ -42,11 +43,13 @@ def collective(operation: str, nbytes: float, span: Span, cluster: Cluster, algo
     """
     if span.size <= 1 or nbytes <= 0:
         return NOTHING
-    if algorithm == "auto" and cluster.fits and span.stride == 1:
+    if cluster.fits and span.stride == 1:
         for fit in cluster.fits:
-            if fit.operation == operation and fit.ranks == span.size:
+            if (fit.operation, fit.ranks, fit.algorithm) == (operation, span.size, algorithm) and _on(
+                fit, span, cluster
+            ):
                 seconds, flags = _fitted(fit, nbytes)
-                return Cost(seconds, _least_bytes(operation, nbytes, span.size), "measured", flags)
+                return Cost(seconds, _least_bytes(operation, nbytes, span.size), f"measured {algorithm}", flags)
     return _cost(operation, nbytes, span, algorithm)
 
 
@@ -56,20 +59,27 @@ def message(nbytes: float, layout: Layout, axis: str, cluster: Cluster) -> Cost:
     if reach.size <= 1 or nbytes <= 0:
         return NOTHING
     tier = reach.tiers[-1]
-    if tier.outer == 0:  # messages are measured between neighbours
-        for fit in cluster.fits:
-            if fit.operation == "message":
-                seconds, flags = _fitted(fit, nbytes)
-                return Cost(seconds, nbytes, "measured", flags)
+    for fit in cluster.fits:
+        if fit.operation == "message" and (_on(fit, reach, cluster) if fit.level else tier.outer == 0):
+            seconds, flags = _fitted(fit, nbytes)
+            return Cost(seconds, nbytes, "measured", flags)
     return Cost(tier.latency_s + nbytes * tier.single, nbytes, "message", reach.flags)
 
 
+def _on(fit: Fit, span: Span, cluster: Cluster) -> bool:
+    """Return whether the outermost links of ``span`` are those that were measured."""
+    return not fit.level or fit.level == cluster.levels[span.tiers[-1].outer].name
+
+
 def _fitted(fit: Fit, nbytes: float) -> tuple[float, tuple[str, ...]]:
-    for until, latency_s, s_per_byte in zip(fit.until_bytes, fit.latency_s, fit.s_per_byte, strict=True):
-        if nbytes <= until:
-            return latency_s + nbytes * s_per_byte, ()
-    flag = f"{fit.operation} over {fit.ranks} ranks beyond the {fit.until_bytes[-1]:.3g} bytes it was measured up to"
-    return fit.latency_s[-1] + nbytes * fit.s_per_byte[-1], (flag,)
+    """Return seconds; flagged beyond the sizes that were measured."""
+    pieces = len(fit.until_bytes)
+    piece = next((piece for piece in range(pieces) if nbytes <= fit.until_bytes[piece]), pieces - 1)
+    flags: tuple[str, ...] = ()
+    if not fit.from_bytes <= nbytes <= fit.until_bytes[-1]:
+        measured = f"measured from {fit.from_bytes:.3g} to {fit.until_bytes[-1]:.3g} bytes"
+        flags = (f"extrapolated: {fit.operation} over {fit.ranks} ranks, {measured}",)
+    return fit.latency_s[piece] + nbytes * fit.s_per_byte[piece], flags
 
 
 def _least_bytes(operation: str, nbytes: float, p: int) -> float:

@@ -102,11 +102,11 @@ def _rabenseifner(n: float, span: Span) -> tuple[float, float]:
 
 
 def _fold(n: float, span: Span) -> tuple[float, float]:
-    """Return what pairs do first and last where p is no power of two."""
+    """Return what pairs do first and last where p is no power of two: one sends and waits, the other the reverse."""
     if span.size & (span.size - 1) == 0:
         return 0.0, 0.0
     tier = span.tier_at(1)
-    return 2 * tier.latency_s + 2 * n * tier.crowded, 2 * n
+    return 2 * tier.latency_s + 2 * n * tier.crowded, n
 
 
 def _bits(p: int) -> Iterator[int]:

@@ -1,0 +1,276 @@
+"""The exchange of a plan: volumes of the literature, bytes of our own strategies, what hides behind the backward."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hpcdist import models
+from hpcdist.arrays.store import FlatStore
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.solo import solo
+from hpcdist.comm.threads import run_threads
+from hpcdist.compression.blockwise import Blockwise
+from hpcdist.compression.casts import BFloat16
+from hpcdist.compression.powersgd import wire_bytes
+from hpcdist.compression.topk import TopK
+from hpcdist.errors import UsageError
+from hpcdist.models.config import ModelConfig
+from hpcdist.optim.config import OptimizerConfig
+from hpcdist.planner.cluster import Cluster, Device, Failures, Level, Node, Storage
+from hpcdist.planner.exchange import Exchange, exchange, gradient_bytes
+from hpcdist.planner.layout import COMPRESSIONS, Layout
+from hpcdist.planner.payloads import payload
+from hpcdist.strategies import build
+from hpcdist.strategies.allreduce import AllreduceExchange
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.parameter_server import build as servers
+from hpcdist.strategies.parameter_server.config import ParameterServerConfig
+from hpcdist.strategies.parameter_server.roles import Roles
+from hpcdist.strategies.seat import Seat
+from hpcdist.strategies.zero.exchange import ZeroExchange
+
+RATE, ALPHA = 1e9, 1e-6
+CLUSTER = Cluster(
+    name="made",
+    about="",
+    devices=1 << 17,
+    device=Device(
+        name="d", peak_flops={"float32": 1e13}, matmul={}, memory_bytes=1e9, memory_bytes_per_s=1e12, memory_share=1.0
+    ),
+    node=Node(devices=8),
+    levels=(Level(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=RATE),),
+    storage=Storage(write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9),
+    failures=Failures(node_mtbf_s=1e9, restart_s=60.0),
+)
+N = 1e8  # parameters
+MODEL = ModelConfig(layers=2, hidden=64, heads=2, vocabulary=256)
+STEPS = 3
+
+
+def made(strategy: str = "allreduce", p: int = 8, **keys: object) -> Layout:
+    keys = {"precision": "float32", "overlap": 0.0, **keys}
+    return replace(Layout(data=p, strategy=strategy), **keys)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("m", [1, 4])
+@pytest.mark.parametrize("p", [2, 8, 64])
+def test_volumes_are_those_of_the_zero_paper(p: int, m: int) -> None:
+    """arXiv:1910.02054, section 7: 2 Psi for stages 0 to 2, 3 Psi for stage 3, here with (p-1)/p and micro-batches."""
+    psi = 4 * N * (p - 1) / p
+    for strategy, volume in (("allreduce", 2), ("zero1", 2), ("zero2", 1 + m), ("zero3", 3 * m)):
+        found = exchange(N, made(strategy, p), CLUSTER, 1.0, m)
+        assert found.nbytes == pytest.approx(volume * psi)
+        assert found.hidden_s == 0.0
+        assert found.exposed_s == pytest.approx(volume * psi / RATE, rel=1e-2)
+
+
+class Run:
+    """A small gpt on one rank, with messages that are counted."""
+
+    def __init__(self, comm: Communicator, strategy: str, microbatches: int, dedicated: int):
+        config = ParameterServerConfig(servers=dedicated, placement="dedicated" if dedicated else "colocated")
+        roles = Roles.of(config, comm.size)
+        part = roles.part_of(comm) if strategy == "parameter_server" else comm
+        self.model = models.build(MODEL, "float32", context=8)
+        seat = Seat(
+            world=comm,
+            data=part,
+            pipeline=solo() if part is comm else part.split(part.rank),
+            model=self.model,
+            optimizer=OptimizerConfig(learning_rate=1e-2, clip_norm=0.0),
+            total_steps=STEPS,
+            algorithm="ring",
+            computes=strategy != "parameter_server" or comm.rank in roles.workers,
+        )
+        if strategy == "parameter_server":
+            self.exchange = servers.exchange(seat, config)
+        elif strategy == "allreduce":
+            self.exchange = AllreduceExchange(seat)
+        else:
+            self.exchange = ZeroExchange(seat, int(strategy[-1]))
+        initial = FlatStore(self.model.layout, self.model.dtype)
+        self.model.initialise(initial, seed=3)
+        self.exchange.take(initial)
+        self.executor = build.build_executor(seat, self.exchange)
+        self.works, self.rank, self.workers = seat.computes, part.rank, part.size
+        self.operations = build.operations(
+            seat, self.exchange, self.executor.copies, ParallelConfig(microbatches=microbatches)
+        )
+        self.microbatches = microbatches
+
+    def step(self, data: np.ndarray, step: int) -> None:
+        mine = np.array_split(data, self.workers)[self.rank]
+        parts = [(part[:, :-1], part[:, 1:]) for part in np.array_split(mine, self.microbatches)] if self.works else []
+        self.executor.run(self.operations, parts, len(data), step, np.zeros(2))
+
+
+def sent(ranks: int, strategy: str, microbatches: int, dedicated: int = 0) -> tuple[list[int], list[int]]:
+    """Return the bytes of a step by rank, and the parameters of the units."""
+    data = np.random.default_rng(3).integers(0, 256, (16, 9)).astype(np.uint8)
+
+    def body(comm: Communicator) -> tuple[int, list[int]]:
+        run = Run(comm, strategy, microbatches, dedicated)
+        run.step(data, 1)  # communicators are split, scratch memory is taken
+        with recording(comm) as traffic:
+            run.step(data, 2)
+        assert not traffic.unknown
+        return traffic.sent_bytes, [sum(spec.size for spec in stage.tensors()) for stage in run.model.stages]
+
+    found = run_threads(ranks, body)
+    return [each for each, _ in found], found[0][1]
+
+
+def planned(units: list[int], layout: Layout, microbatches: int) -> Exchange:
+    ends = units[0], units[-1]
+    return exchange(sum(units), layout, CLUSTER, 1.0, microbatches, units=len(units), ends=ends)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3"])
+def test_bytes_are_those_that_our_strategies_send(strategy: str, microbatches: int) -> None:
+    for p in (2, 4):
+        found, units = sent(p, strategy, microbatches)
+        told = planned(units, made(strategy, p, algorithm="ring"), microbatches)
+        assert told.nbytes == pytest.approx(max(found), rel=0.01)
+
+
+def test_bytes_of_servers_are_those_that_ours_send() -> None:
+    colocated, units = sent(4, "parameter_server", 1)
+    told = planned(units, made("parameter_server", 4), 1)
+    assert told.nbytes == pytest.approx(max(colocated), rel=0.01)
+    for dedicated in (1, 2):
+        found, units = sent(3 + dedicated, "parameter_server", 1, dedicated)
+        told = planned(units, made("parameter_server", 3, servers=dedicated), 1)
+        assert told.nbytes == pytest.approx(max(found[:3]), rel=0.01)
+        assert told.server_nbytes == pytest.approx(max(found[3:]), rel=0.01)
+
+
+def test_incast_grows_with_workers_and_falls_with_servers() -> None:
+    def took(workers: int, count: int) -> float:
+        return exchange(N, made("parameter_server", workers, servers=count), CLUSTER, 0.0).exposed_s
+
+    psi = 4 * N
+    sums = 3 / 1e12 * psi
+    assert took(64, 1) == pytest.approx(64 * (2 * psi / RATE + sums + 2 * ALPHA))
+    assert took(64, 4) == pytest.approx(took(64, 1) / 4, rel=1e-3)
+    assert took(640, 4) == pytest.approx(10 * took(64, 4), rel=1e-3)
+    # Servers for all: what is left is the worker's own link. Colocated is no slower than as many dedicated ones.
+    assert took(64, 64) == pytest.approx(2 * psi / RATE, rel=0.01)
+    colocated = exchange(N, made("parameter_server", 64), CLUSTER, 0.0)
+    assert colocated.exposed_s == pytest.approx(2 * psi * 63 / 64 / RATE, rel=0.01)
+
+
+def test_servers_share_the_link_of_their_box() -> None:
+    near = Level(name="near", devices=8, latency_s=ALPHA, bytes_per_s=100 * RATE)
+    far = Level(name="far", devices=0, latency_s=ALPHA, bytes_per_s=RATE, alone_bytes_per_s=4 * RATE)
+    deep = replace(CLUSTER, levels=(near, far))
+
+    def pulled(count: int) -> float:
+        layout = made("parameter_server", 512, servers=count)
+        return exchange(N, layout, deep, 0.0).exposed_s * count
+
+    assert pulled(2) == pytest.approx(pulled(1), rel=1e-3)  # 4 GB/s each
+    assert pulled(8) > 3.5 * pulled(1)  # 1 GB/s each, the box has 8
+
+
+@pytest.mark.parametrize("units", [1, 10])
+def test_gradients_hide_behind_the_last_backward(units: int) -> None:
+    whole = exchange(N, made(overlap=0.0), CLUSTER, 1.0, units=units).exposed_s
+    for backward_s in (0.0, 0.2 * whole, 10.0):
+        for overlap in (0.0, 0.5, 1.0):
+            found = exchange(N, made(overlap=overlap), CLUSTER, backward_s, 4, units=units)
+            assert found.exposed_s + found.hidden_s == pytest.approx(whole)
+            assert found.hidden_s == pytest.approx(min(backward_s, overlap * whole * (units - 1) / units))
+
+
+def test_zero_hides_what_it_may() -> None:
+    half_s = 4 * N * 7 / 8 / RATE  # one reduce-scatter, or one all-gather
+    keys = {"units": 100, "forward_s": 50.0}
+    one = exchange(N, made("zero1", overlap=1.0), CLUSTER, 100.0, 4, **keys)
+    assert one.exposed_s == pytest.approx(half_s * 1.01, rel=1e-2), "parameters come after the update"
+    two = exchange(N, made("zero2", overlap=1.0), CLUSTER, 100.0, 4, **keys)
+    assert two.hidden_s == pytest.approx(4 * half_s * 0.99, rel=1e-2)
+    three = exchange(N, made("zero3", overlap=1.0), CLUSTER, 100.0, 4, **keys)
+    assert three.hidden_s == pytest.approx(12 * half_s * 0.99, rel=1e-2)
+    short = exchange(N, made("zero3", overlap=1.0), CLUSTER, 0.1, 4, units=100, forward_s=0.05)
+    assert short.hidden_s == pytest.approx(4 * 0.15)
+    assert short.exposed_s == pytest.approx(12 * half_s - 0.6, rel=1e-2)
+
+
+def test_a_pipeline_that_computes_again_gathers_again() -> None:
+    plain = exchange(N, made("zero3", pipeline=2), CLUSTER, 1.0, 3)
+    again = exchange(N, made("zero3", pipeline=2, recompute="full"), CLUSTER, 1.0, 3)
+    assert again.nbytes / plain.nbytes == pytest.approx(4 / 3)
+    alone = exchange(N, made("zero3", recompute="full"), CLUSTER, 1.0, 3)  # layer by layer: one use follows the other
+    assert alone.nbytes == pytest.approx(plain.nbytes)
+
+
+def test_experts_are_exchanged_by_those_who_share_them() -> None:
+    layout = made("allreduce", 16, expert=4)
+    found = exchange(N, layout, CLUSTER, 0.0, expert_parameters=N / 2)
+    assert found.nbytes == pytest.approx(2 * 4 * N / 2 * (15 / 16 + 3 / 4))
+    everyone = made("allreduce", 16, expert=16)
+    assert exchange(N, everyone, CLUSTER, 0.0, expert_parameters=N / 2).nbytes == pytest.approx(4 * N * 15 / 16)
+
+
+def test_wire_types_follow_the_implementation() -> None:
+    def of(**keys: object) -> int:
+        return gradient_bytes(made(**{"precision": "bfloat16", **keys}))
+
+    assert of(strategy="zero1") == 2 and of() == 4 and of(main_gradients="working") == 2
+    assert of(strategy="zero1", implementation="megatron") == 4
+    assert of(strategy="zero1", implementation="megatron", main_gradients="working") == 2
+    assert of(precision="float64") == 8 and of(precision="float32") == 4
+
+
+SHAPES = [(1024, 4096), (4096, 1024), (1024, 3072)]
+
+
+@pytest.mark.parametrize("name", [name for name in COMPRESSIONS if name != "none"])
+def test_payloads_are_those_of_our_compressors(name: str) -> None:
+    values = sum(a * b for a, b in SHAPES)
+    found = payload(name, float(values), 8, matrices=tuple((*shape, 1) for shape in SHAPES))
+    assert found is not None
+    ours: dict[str, Callable[[], int]] = {
+        "bfloat16": lambda: BFloat16().payload_bytes(values),
+        "int8": lambda: Blockwise(bits=8).payload_bytes(values),
+        "int4": lambda: Blockwise(bits=4).payload_bytes(values),
+        "topk": lambda: TopK(density=0.01).payload_bytes(values),
+        "powersgd": lambda: wire_bytes(SHAPES, 4),
+        "onebit": lambda: values // 8 + 4 * 8,
+    }
+    assert found.nbytes == pytest.approx(ours[name](), rel=1e-3)
+
+
+def test_compression_pays_on_slow_links_and_not_on_fast_ones() -> None:
+    fast = replace(CLUSTER, levels=(Level(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=900e9),))
+    for name, least in (("bfloat16", 1.9), ("int8", 3.5), ("int4", 6.5), ("onebit", 20.0)):
+        dense, coded = (exchange(N, made(compression=way), CLUSTER, 0.0).exposed_s for way in ("none", name))
+        assert dense / coded > least
+    dense, coded = (exchange(N, made(compression=way), fast, 0.0).exposed_s for way in ("none", "bfloat16"))
+    assert coded > dense
+    assert "square" in exchange(N, made(compression="powersgd"), CLUSTER, 0.0).flags[0]
+
+
+def test_gathered_payloads_grow_with_the_ranks() -> None:
+    """Everybody gets the payloads of everybody: 8 bytes of 1 % from each of p-1 others."""
+    for p in (2, 8, 128):
+        found = exchange(N, made(p=p, compression="topk"), CLUSTER, 0.0)
+        assert found.nbytes == pytest.approx((p - 1) * 0.08 * N)
+
+
+def test_one_replica_exchanges_nothing() -> None:
+    for strategy in ("allreduce", "zero3"):
+        assert exchange(N, made(strategy, 1), CLUSTER, 1.0) == (0.0, 0.0, 0.0, "none", (), 0.0)
+    alone = exchange(N, made("parameter_server", 1, servers=1), CLUSTER, 1.0)
+    assert alone.nbytes == 4 * N and alone.server_nbytes == 4 * N
+
+
+def test_bad_input_names_what_there_is() -> None:
+    with pytest.raises(UsageError, match="strategy 'zero4'; choose one of allreduce"):
+        exchange(N, made("zero4"), CLUSTER, 1.0)
+    with pytest.raises(UsageError, match="compression 'zip'; choose one of none"):
+        exchange(N, made(compression="zip"), CLUSTER, 1.0)

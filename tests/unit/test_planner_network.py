@@ -1,0 +1,280 @@
+"""Costs of collectives are those of the literature, of `collectives.costs`, and of what the algorithms send."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from hpcdist import collectives
+from hpcdist.arrays.ranges import split
+from hpcdist.collectives.costs import CROWDED, NODE, WIRE, Link, Machine, Topology
+from hpcdist.collectives.costs import FORMULAS as MEASURED
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.recording import recording
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import UsageError
+from hpcdist.planner.cluster import Cluster, Device, Failures, Fit, Level, Node, Storage
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.network import collective, group, message, span
+
+DEVICE = Device(name="d", peak_flops={}, matmul={}, memory_bytes=1e9, memory_bytes_per_s=1e12)
+NEAR = Level(name="near", devices=8, latency_s=2e-6, bytes_per_s=300e9)
+FAR = Level(name="far", devices=0, latency_s=10e-6, bytes_per_s=20e9, alone_bytes_per_s=80e9)
+ALPHA, BETA, GAMMA = 3e-6, 1 / 40e9, 0.0
+
+
+def made(*levels: Level, fits: tuple[Fit, ...] = ()) -> Cluster:
+    return Cluster(
+        name="made",
+        about="",
+        devices=1 << 17,
+        device=DEVICE,
+        node=Node(devices=8),
+        levels=levels,
+        storage=Storage(
+            write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9
+        ),
+        failures=Failures(node_mtbf_s=1e9, restart_s=60.0),
+        fits=fits,
+    )
+
+
+FLAT = made(Level(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=1 / BETA))
+DEEP = made(NEAR, FAR)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 7, 8, 64, 1000])
+@pytest.mark.parametrize("n", [1.0, 1e5, 1e9])
+def test_one_level_is_the_alpha_beta_of_thakur(p: int, n: float) -> None:
+    reach = span(Layout(data=p), "data", FLAT)
+    for operation, passes in (("allreduce", 2), ("reduce_scatter", 1), ("all_gather", 1)):
+        found = collective(operation, n, reach, FLAT, "ring")
+        assert found.seconds == pytest.approx(passes * ((p - 1) * ALPHA + (p - 1) / p * n * BETA))
+        assert found.nbytes == pytest.approx(passes * (p - 1) / p * n)
+    if p & (p - 1) == 0:
+        log = math.log2(p)
+        doubling = collective("allreduce", n, reach, FLAT, "recursive_doubling")
+        assert doubling.seconds == pytest.approx(log * (ALPHA + n * BETA))
+        halving = collective("allreduce", n, reach, FLAT, "rabenseifner")
+        assert halving.seconds == pytest.approx(2 * log * ALPHA + 2 * (p - 1) / p * n * BETA)
+        assert halving.nbytes == pytest.approx(2 * (p - 1) / p * n)
+    scattered = collective("all_to_all", n, reach, FLAT)
+    assert scattered.seconds == pytest.approx((p - 1) * ALPHA + (p - 1) / p * n * BETA)
+
+
+@pytest.mark.parametrize("p", [2, 4, 16, 1024])
+def test_tree_has_the_best_number_of_segments(p: int) -> None:
+    """Sanders et al. 2009: turns of k segments, by trial, are least at what the closed form says."""
+    n, depth = 64e6, math.ceil(math.log2(p))
+    turns = [2 * (2 * depth + 2 * k) * (ALPHA + n / (2 * k) * BETA) for k in range(1, 20000)]
+    found = collective("allreduce", n, span(Layout(data=p), "data", FLAT), FLAT, "tree")
+    assert found.seconds == pytest.approx(min(turns), rel=1e-4)
+    alone = collective("broadcast", n, span(Layout(data=p), "data", FLAT), FLAT, "tree")
+    assert alone.seconds == pytest.approx(min(turns) / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["ring", "recursive_doubling", "rabenseifner", "circulant"])
+@pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (5, 1), (8, 1), (8, 2), (8, 8), (4, 16)])
+@pytest.mark.parametrize("n", [4096.0, 64e6])
+def test_two_levels_are_those_that_rank_our_algorithms(name: str, ranks: int, nodes: int, n: float) -> None:
+    """With ``ranks`` of each of ``nodes``: NODE inside, WIRE for one message a node, CROWDED for all at once."""
+    near = Level(name="near", devices=ranks, latency_s=2e-6, bytes_per_s=300e9)
+    cluster = made(near, FAR)
+    crowded = Link(FAR.latency_s, 1 / FAR.bytes_per_s)
+    wire = Link(FAR.latency_s, 1 / min(FAR.alone_bytes_per_s, FAR.bytes_per_s * ranks))
+    machine = Machine({NODE: Link(2e-6, 1 / 300e9), WIRE: wire, CROWDED: crowded}, 0.0)
+    expected = MEASURED[name](Topology((ranks,) * nodes), n)
+    found = collective("allreduce", n, span(Layout(data=ranks * nodes), "data", cluster), cluster, name)
+    assert found.seconds == pytest.approx(expected.seconds(machine))
+    if ranks != 5:  # else pairs come first, whose receives are on the path, too
+        assert found.nbytes == pytest.approx(expected.nbytes)
+
+
+def test_hierarchical_is_its_docstring_by_tier() -> None:
+    n, reach = 1e9, span(Layout(data=64), "data", DEEP)
+    inside = 7 * NEAR.latency_s + 7 / 8 * n / NEAR.bytes_per_s
+    between = 7 * FAR.latency_s + 7 / 8 * n / 8 / FAR.bytes_per_s
+    for half in ("reduce_scatter", "all_gather"):
+        found = collective(half, n, reach, DEEP, "hierarchical")
+        assert found.seconds == pytest.approx(inside + between)
+        assert found.nbytes == pytest.approx(63 / 64 * n)
+    whole = collective("allreduce", n, reach, DEEP, "hierarchical")
+    longest = 2 * 7 / 8 * n / 8 / FAR.bytes_per_s  # tiers overlap but for a segment
+    assert longest < whole.seconds < 1.05 * longest + 28 * FAR.latency_s
+    short = collective("allreduce", 1e3, reach, DEEP, "hierarchical")  # one segment: they add up
+    assert short.seconds == pytest.approx(
+        14 * (NEAR.latency_s + FAR.latency_s) + 2 * 7 / 8 * 1e3 * (1 / NEAR.bytes_per_s + 1 / 8 / FAR.bytes_per_s)
+    )
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(data=1000), Layout(data=256, tensor=8), Layout(data=64, implementation="megatron")]
+)
+@pytest.mark.parametrize("n", [1e3, 1e6, 1e10])
+def test_nothing_beats_the_bandwidth_bound(layout: Layout, n: float) -> None:
+    """Patarasuk and Yuan 2009: 2 (p-1)/p n leave each device, so the fastest link of all bounds every allreduce."""
+    reach, p = span(layout, "data", DEEP), layout.data
+    for name in ("auto", "ring", "tree", "hierarchical", "rabenseifner", "recursive_doubling", "circulant"):
+        found = collective("allreduce", n, reach, DEEP, name)
+        assert found.nbytes >= 2 * (p - 1) / p * n * (1 - 1e-12)
+        best = min(min(tier.crowded / tier.lanes, tier.single) for tier in reach.tiers)
+        assert found.seconds > 2 * (p - 1) / p * n * best * (1 - 1e-12)
+        assert (
+            found.seconds >= collective("allreduce", n, reach, DEEP, "auto").seconds
+            or layout.implementation != "hpcdist"
+        )
+
+
+def sent(ranks: int, call: Callable[[Communicator, np.ndarray], None], per_node: int | None = None) -> list[int]:
+    def body(comm: Communicator) -> int:
+        buffer = np.ones(64 * 840, np.float64)
+        call(comm, buffer)  # communicators are split, scratch memory is taken
+        with recording(comm) as traffic:
+            call(comm, buffer)
+        assert not traffic.unknown
+        return traffic.sent_bytes
+
+    return run_threads(ranks, body, per_node)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("name", ["ring", "tree", "rabenseifner", "recursive_doubling", "circulant"])
+def test_bytes_of_an_allreduce_are_those_that_ours_send(name: str, p: int) -> None:
+    ours = {"tree": "double_tree"}.get(name, name)
+    most = max(sent(p, lambda comm, buffer: collectives.allreduce(comm, buffer, ours)))
+    found = collective("allreduce", 64 * 840 * 8, span(Layout(data=p), "data", FLAT), FLAT, name)
+    assert found.nbytes == pytest.approx(most, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["ring", "hierarchical", "circulant"])
+def test_bytes_of_the_halves_are_those_that_ours_send(name: str) -> None:
+    kind = collectives.SHARDED[name]
+    cluster = made(Level(name="near", devices=2, latency_s=1e-6, bytes_per_s=1e11), FAR)
+    reach = span(Layout(data=4), "data", cluster)
+
+    def scatter(comm: Communicator, buffer: np.ndarray) -> None:
+        kind.reduce_scatter(comm, buffer, kind.shares(comm, buffer.size, 8))
+
+    def gather(comm: Communicator, buffer: np.ndarray) -> None:
+        kind.all_gather(comm, buffer, kind.shares(comm, buffer.size, 8))
+
+    for operation, call in (("reduce_scatter", scatter), ("all_gather", gather)):
+        found = collective(operation, 64 * 840 * 8, reach, cluster, name)
+        assert found.nbytes == pytest.approx(max(sent(4, call, 2)), rel=0.01)
+
+
+def test_spans_cross_the_levels_that_the_grid_makes_them() -> None:
+    """Tensor fastest, then context, data, pipeline: 2 x 2 x 16 x 4 on boxes of 8."""
+    layout = Layout(tensor=2, context=2, data=16, pipeline=4)
+    assert [(tier.fan, tier.latency_s) for tier in span(layout, "tensor", DEEP).tiers] == [(2, NEAR.latency_s)]
+    assert [tier.fan for tier in span(layout, "context", DEEP).tiers] == [2]
+    assert [tier.fan for tier in span(layout, "data", DEEP).tiers] == [2, 8]
+    (far,) = span(layout, "pipeline", DEEP).tiers
+    assert (far.fan, far.single) == (4, 1 / FAR.bytes_per_s)  # all eight devices of a box send to the next stage
+    assert [tier.fan for tier in span(layout, "all", DEEP).tiers] == [8, 32]
+    experts = Layout(tensor=2, data=16, expert=4)
+    assert [tier.fan for tier in span(experts, "expert", DEEP).tiers] == [4]
+    assert [tier.fan for tier in span(experts, "expert_data", DEEP).tiers] == [4]
+    with pytest.raises(UsageError, match="axis 'rows'"):
+        span(layout, "rows", DEEP)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4, 8, 16])
+def test_other_groups_take_their_share_of_a_box(stride: int) -> None:
+    """``stride`` groups of each box of 8 send one message out of it at a time, at most 80 of its 160 GB/s each."""
+    reach = group(64, stride, 64 * stride, DEEP.levels)
+    rate = 1 / reach.tiers[-1].single
+    assert rate == pytest.approx(min(80e9, 8 * 20e9 / min(stride, 8)))
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 7, 12, 100, 1000, 12500])
+@pytest.mark.parametrize("stride", [1, 3, 8])
+def test_fans_multiply_to_the_size_whatever_the_boxes(size: int, stride: int) -> None:
+    for total in (size * stride, 4 * size * stride):
+        reach = group(size, stride, total, (NEAR, Level(name="row", devices=32, latency_s=5e-6, bytes_per_s=1e10), FAR))
+        assert math.prod(tier.fan for tier in reach.tiers) == size
+        lanes = 1
+        for tier in reach.tiers:
+            assert tier.lanes == lanes
+            lanes *= tier.fan
+    uneven = group(12, 1, 24, DEEP.levels)
+    assert [tier.fan for tier in uneven.tiers] == [4, 3]
+    assert "do not fill boxes of 8 evenly" in uneven.flags[0]
+    assert not group(16, 1, 32, DEEP.levels).flags
+
+
+def test_channels_use_the_links_of_all_members() -> None:
+    n = 1e10
+    ours = collective("allreduce", n, span(Layout(data=64), "data", DEEP), DEEP, "ring")
+    theirs = collective("allreduce", n, span(Layout(data=64, implementation="megatron"), "data", DEEP), DEEP, "ring")
+    assert ours.seconds == pytest.approx(2 * 63 / 64 * n / 80e9, rel=1e-2)
+    assert theirs.seconds == pytest.approx(2 * 63 / 64 * n / 160e9, rel=1e-2)
+    # Hops of a ring of 64 over 8 boxes: 56 inside, 7 between them, and the way once more.
+    tiny = collective("allreduce", 1e-3, span(Layout(data=64, implementation="megatron"), "data", DEEP), DEEP, "ring")
+    assert tiny.seconds == pytest.approx(2 * (56 * NEAR.latency_s + 7 * FAR.latency_s))
+
+
+def test_what_was_measured_comes_first() -> None:
+    piecewise = Fit(
+        operation="allreduce",
+        ranks=4,
+        until_bytes=(1e3, 1e6),
+        latency_s=(1e-6, 5e-6),
+        s_per_byte=(1e-9, 2e-9),
+        from_bytes=64,
+    )
+    beside = Fit(operation="message", ranks=2, until_bytes=(1e6,), latency_s=(7e-6,), s_per_byte=(3e-9,), from_bytes=1)
+    cluster = made(NEAR, FAR, fits=(piecewise, beside))
+    reach = span(Layout(data=4), "data", cluster)
+    for nbytes, seconds in ((500.0, 1.5e-6), (1e5, 2.05e-4)):
+        found = collective("allreduce", nbytes, reach, cluster)
+        assert (found.seconds, found.nbytes) == (pytest.approx(seconds), pytest.approx(1.5 * nbytes))
+        assert found.algorithm == "measured auto" and not found.flags
+    for nbytes in (8.0, 1e7):
+        assert "extrapolated" in collective("allreduce", nbytes, reach, cluster).flags[0]
+    assert collective("allreduce", 500.0, reach, cluster, "ring").algorithm == "ring"
+    assert "measured" not in collective("all_gather", 500.0, reach, cluster).algorithm
+    assert "measured" not in collective("allreduce", 500.0, span(Layout(data=8), "data", cluster), cluster).algorithm
+    apart = span(Layout(data=4, tensor=2), "data", cluster)  # not neighbours
+    assert "measured" not in collective("allreduce", 500.0, apart, cluster).algorithm
+    assert message(1e3, Layout(pipeline=2), "pipeline", cluster).seconds == pytest.approx(1e-5)
+    assert message(1e3, Layout(pipeline=2, data=8), "pipeline", cluster).algorithm == "message"
+
+
+def test_fits_hold_for_links_of_their_level() -> None:
+    fit = Fit(
+        operation="allreduce",
+        ranks=16,
+        until_bytes=(1e9,),
+        latency_s=(1.0,),
+        s_per_byte=(0.0,),
+        algorithm="ring",
+        level="far",
+    )
+    cluster = made(NEAR, FAR, fits=(fit,))
+    assert collective("allreduce", 1e6, span(Layout(data=16), "data", cluster), cluster, "ring").seconds == 1.0
+    assert collective("allreduce", 1e6, span(Layout(data=16), "data", cluster), cluster).seconds < 1.0
+    wide = made(Level(name="near", devices=16, latency_s=1e-6, bytes_per_s=1e11), FAR, fits=(fit,))
+    assert collective("allreduce", 1e6, span(Layout(data=16), "data", wide), wide, "ring").seconds < 1.0
+
+
+def test_a_group_of_one_and_no_bytes_cost_nothing() -> None:
+    assert collective("allreduce", 1e9, span(Layout(), "data", DEEP), DEEP).seconds == 0.0
+    assert collective("all_gather", 0.0, span(Layout(data=8), "data", DEEP), DEEP).nbytes == 0.0
+    assert message(1e9, Layout(), "pipeline", DEEP).seconds == 0.0
+
+
+def test_bad_input_names_what_there_is() -> None:
+    reach = span(Layout(data=8), "data", DEEP)
+    with pytest.raises(UsageError, match="collective 'gather'; choose one of allreduce"):
+        collective("gather", 1.0, reach, DEEP)
+    with pytest.raises(UsageError, match="algorithm 'rings'; choose one of .*hierarchical"):
+        collective("allreduce", 1.0, reach, DEEP, "rings")
+    with pytest.raises(UsageError, match="16 devices, but the levels of the cluster join only 8"):
+        span(Layout(data=16), "data", made(NEAR))
+
+
+def test_shares_are_cut_as_the_costs_assume() -> None:
+    """A reduce-scatter's shares are n/p each, to a line of the cache."""
+    assert max(share.size for share in split(64 * 840, 7, 8)) - 64 * 840 / 7 < 8
