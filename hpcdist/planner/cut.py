@@ -1,7 +1,8 @@
 """Which units each rank of a pipeline computes.
 
 Megatron-LM (arXiv:2104.04473) deals blocks out evenly, and puts the embedding with the first of them and the head with
-the last. This toolkit makes the time of the slowest rank as small as can be, by operations
+the last; where they do not divide, both ends have one block fewer (arXiv:2401.10241, section 5.1; arXiv:2407.21783,
+section 3.3.2). This toolkit makes the time of the slowest rank as small as can be, by operations
 (`hpcdist.strategies.partition`), which takes blocks from the rank that has the head.
 """
 
@@ -85,7 +86,7 @@ def _chunks(
             "units to share out; use fewer pipeline ranks or chunks"
         )
     if implementation == "megatron" and description.shape is not None:
-        bounds = _even(description, parts)
+        bounds = _even(description.units[1].count, parts)
     else:
         bounds = _by_operations([share.unit for share in of_unit], owners, recompute=recompute == "full")
     return tuple(
@@ -94,14 +95,16 @@ def _chunks(
     )
 
 
-def _even(description: Description, parts: int) -> list[int]:
-    """Return the bounds of ``parts`` with as many blocks each, or one more; the ends of the model go with the ends."""
-    blocks = description.units[1].count
-    if blocks < parts:
-        raise ConfigurationError(
-            f"{parts} parts of a pipeline, and {description.name} has {blocks} blocks; use fewer ranks or chunks"
-        )
-    return [0, *(1 + blocks * number // parts for number in range(1, parts)), blocks + 2]
+def _even(blocks: int, parts: int) -> list[int]:
+    """Return the bounds of ``parts`` with as many blocks each; the ends of the model go with the ends.
+
+    Where blocks cannot be dealt out so, the embedding and the head count as one each: 22 blocks on 8 ranks are 2, six
+    times 3, and 2.
+    """
+    units = blocks + 2
+    if blocks % parts:
+        return [units * number // parts for number in range(parts + 1)]
+    return [0, *(1 + blocks // parts * number for number in range(1, parts)), units]
 
 
 def _by_operations(units: Sequence[Unit], owners: Sequence[int], *, recompute: bool) -> list[int]:

@@ -1,23 +1,21 @@
 """Bytes on the device of a layout that needs most: states, activations, messages, scratch, and what is reserved.
 
-The devices of a pipeline are looked at where the worst may be: on its first and last two ranks, between which each has
-the same units and fewer micro-batches than the one before it.
+Of the ranks of a pipeline that have the same units the first and the last are looked at: those between them have, in
+every schedule, no more micro-batches than one of the two.
 """
 
 from collections.abc import Sequence
-from typing import Final
+from functools import lru_cache
 
 from hpcdist.planner.activations import Activations, itemsize, layers_again, of_units, scratch_of
 from hpcdist.planner.cluster import Cluster
-from hpcdist.planner.cut import Chunk, chunks
+from hpcdist.planner.cut import Chunk, Share, chunks, stages
 from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Memory
 from hpcdist.planner.inflight import in_flight
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.states import stage_of, states, whole
 from hpcdist.strategies.partition_memory import IN_MESSAGES, Moment
-
-ENDS: Final = 2  # ranks that are looked at on each side
 
 
 def memory(description: Description, layout: Layout, cluster: Cluster, global_batch: int) -> Memory:
@@ -28,7 +26,7 @@ def memory(description: Description, layout: Layout, cluster: Cluster, global_ba
     microbatches = layout.microbatches(global_batch)
     best: dict[str, float] = {}
     fullest, most = 0, -1.0
-    for rank in _looked_at(layout.pipeline):
+    for rank in _looked_at(stages(description, layout)):
         terms = rank_terms(description, layout, microbatches, rank)
         total = sum(terms.values())
         if total > most:
@@ -74,8 +72,13 @@ def rank_terms(description: Description, layout: Layout, microbatches: int, rank
     }
 
 
-def _looked_at(ranks: int) -> tuple[int, ...]:
-    return tuple(range(ranks)) if ranks <= 2 * ENDS else (*range(ENDS), *range(ranks - ENDS, ranks))
+@lru_cache(maxsize=8192)
+def _looked_at(parts: tuple[tuple[Share, ...], ...]) -> tuple[int, ...]:
+    """Return the ranks where the worst may be: the first and the last of those that have the same units."""
+    ends: dict[tuple[Share, ...], tuple[int, int]] = {}
+    for rank, own in enumerate(parts):
+        ends[own] = ends.get(own, (rank, rank))[0], rank
+    return tuple(sorted({rank for both in ends.values() for rank in both}))
 
 
 def _chunks_of(description: Description, layout: Layout, rank: int) -> tuple[Chunk, ...]:
