@@ -88,6 +88,23 @@ def chunk_loads(description: Description, layout: Layout, cluster: Cluster) -> t
     return tuple(_load(chunk.shares, description, layout, cluster) for chunk in chunks(description, layout))
 
 
+def together(one: Load, other: Load) -> Load:
+    """Return the load of a rank that has both (local)."""
+    return Load(
+        one.forward_s + other.forward_s,
+        one.input_s + other.input_s,
+        one.weight_s + other.weight_s,
+        one.again_s + other.again_s,
+        one.add_s + other.add_s,
+        one.cover_s + other.cover_s,
+        one.calls + other.calls,
+        one.parameters + other.parameters,
+        one.expert_parameters + other.expert_parameters,
+        one.units + other.units,
+        tuple(dict.fromkeys(one.flags + other.flags)),
+    )
+
+
 def sent(load: Load, layout: Layout, cluster: Cluster) -> Sent:
     """Return what a micro-batch waits for the collectives of ``load`` (local)."""
     waits: tuple[dict[str, float], dict[str, float]] = {}, {}

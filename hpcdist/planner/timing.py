@@ -11,6 +11,7 @@ With a pipeline the gradients of a tied embedding are summed over its first and 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from hpcdist.errors import ConfigurationError
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.compute import ITEM_BYTES
 from hpcdist.planner.description import Description
@@ -21,6 +22,7 @@ from hpcdist.planner.network import NOTHING, Cost, collective, message, span
 from hpcdist.planner.pipeline import SPLIT, Pipe, Seconds, closed, simulated
 from hpcdist.planner.stage_seconds import Load, Sent, chunk_loads, loads, sent
 from hpcdist.planner.update import update_s
+from hpcdist.strategies.schedule.catalogue import FILE, SCHEDULES, check
 
 AXES: Final = ("tensor", "context", "expert")
 TOKEN_BYTES: Final = 4  # as samples are stored
@@ -43,6 +45,8 @@ def timing(
     ConfigurationError for a schedule or a precision that cannot be.
     """
     m = layout.microbatches(global_batch)
+    if layout.pipeline > 1:
+        _check(layout, m)
     found = [(stage_of(load, layout, cluster, m), often) for load, often in loads(description, layout, cluster)]
     slowest = max((stage for stage, _ in found), key=lambda stage: stage.seconds.whole_s)
     hop = border(description, layout, cluster)
@@ -50,8 +54,8 @@ def timing(
         description, layout, cluster, m, found, slowest, hop.seconds
     )
     fullest = max((stage for stage, _ in found), key=lambda stage: stage.load.parameters)
-    swap = _exchange(description, layout, cluster, m, fullest)
-    tied = _tied(description, layout, cluster)
+    swap = data_exchange(description, layout, cluster, m, fullest)
+    tied = tied_sum(description, layout, cluster)
     load, waits = slowest.load, slowest.sent
     terms = {
         "forward": m * load.forward_s,
@@ -129,8 +133,8 @@ def _closed(
         m,
         chunks=layout.chunks,
         message_s=hop_s,
-        blocking=_blocks(layout),
-        steps_overlap=_overlap(layout),
+        blocking=blocks(layout),
+        steps_overlap=steps_overlap(layout),
     )
 
 
@@ -147,12 +151,12 @@ def _simulated(
     chunks = chunk_seconds(description, layout, cluster, m)
     busy_s = m * slowest.seconds.whole_s
     bare = simulated(layout.schedule, chunks, layout.pipeline, m)
-    if _blocks(layout):
+    if blocks(layout):
         chunks = [Seconds(one.forward_s + hop_s, one.input_s + hop_s, one.weight_s) for one in chunks]
         full = simulated(layout.schedule, chunks, layout.pipeline, m)
     else:
         full = simulated(layout.schedule, chunks, layout.pipeline, m, message_s=hop_s)
-    if _overlap(layout):
+    if steps_overlap(layout):
         bare_s, full_s = (max(stage.span_s for stage in line.stages) for line in (bare, full))
     else:
         bare_s, full_s = bare.computes_s, full.computes_s
@@ -165,17 +169,18 @@ def chunk_seconds(description: Description, layout: Layout, cluster: Cluster, mi
     return [stage_of(load, layout, cluster, microbatches).seconds for load in of_chunks]
 
 
-def _blocks(layout: Layout) -> bool:
+def blocks(layout: Layout) -> bool:
     """Whether messages between stages keep ranks from computing."""
     return layout.implementation == "megatron" and layout.schedule not in SPLIT
 
 
-def _overlap(layout: Layout) -> bool:
+def steps_overlap(layout: Layout) -> bool:
     """Whether a step begins where the one before has not ended everywhere: ours agrees on its norm first."""
     return layout.implementation == "megatron" and layout.schedule in SPLIT
 
 
-def _exchange(description: Description, layout: Layout, cluster: Cluster, m: int, stage: Stage) -> Exchange:
+def data_exchange(description: Description, layout: Layout, cluster: Cluster, m: int, stage: Stage) -> Exchange:
+    """Return the exchange of the data axis for the parameters of ``stage``, after ``m`` micro-batches (local)."""
     load = stage.load
     return exchange(
         load.parameters,
@@ -201,8 +206,8 @@ def _matrices(description: Description, layout: Layout) -> tuple[tuple[int, int,
     return tuple(found)
 
 
-def _tied(description: Description, layout: Layout, cluster: Cluster) -> Cost:
-    """Return the sum of the gradients of a tied tensor over the two ranks that have it."""
+def tied_sum(description: Description, layout: Layout, cluster: Cluster) -> Cost:
+    """Return the sum of the gradients of a tied tensor over the first and the last rank, which have it (local)."""
     if layout.pipeline == 1 or not description.tied_parameters:
         return NOTHING
     return message(description.tied_parameters / layout.tensor * gradient_bytes(layout), layout, "pipeline", cluster)
@@ -226,6 +231,16 @@ def _bytes(layout: Layout, m: int, waits: Sent, hop: Cost, swap: Exchange, tied:
 
 def _algorithms(waits: Sent, swap: Exchange) -> dict[str, str]:
     return {**waits.algorithms, **({"data": swap.algorithm} if swap.algorithm != "none" else {})}
+
+
+def _check(layout: Layout, microbatches: int) -> None:
+    """Refuse schedules that cannot run so, and those of a file, whose passes nobody knows here."""
+    if layout.schedule == FILE:
+        raise ConfigurationError(
+            f"schedule = {FILE!r}: a schedule from a file may be anything, so no plan is made of it; choose one of "
+            f"{', '.join(SCHEDULES)}"
+        )
+    check(layout.schedule, layout.pipeline, microbatches, layout.chunks)
 
 
 def _beyond(layout: Layout, cluster: Cluster) -> tuple[str, ...]:

@@ -1,0 +1,116 @@
+"""When everything in one step happens, on each rank of the pipeline: what a picture of it is drawn from.
+
+Passes are those of the simulator, with the seconds of each chunk. What is computed again comes at the beginning of the
+backward that needs it. The exchange of the data axis ends where `hpcdist.planner.timing` says: a part of it behind the
+last backward, the rest after it; the update begins when all ranks are there.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.description import Description
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.pipeline import Seconds, simulated
+from hpcdist.planner.stage_seconds import Load, chunk_loads, loads, together
+from hpcdist.planner.timing import blocks, border, data_exchange, stage_of, tied_sum, timing
+
+if TYPE_CHECKING:
+    from hpcdist.strategies.schedule.simulate import Timeline as Simulated
+
+KINDS: Final = (
+    "forward",
+    "backward",
+    "input",
+    "weight",
+    "recompute",
+    "message",
+    "exchange",
+    "update",
+    "input_data",
+)
+
+
+class Bar(NamedTuple):
+    """Something that a rank of the pipeline does: ``stage`` is the rank, ``kind`` one of `KINDS`.
+
+    -1: of no micro-batch. An "exchange" may lie beside passes; nothing else overlaps.
+    """
+
+    stage: int
+    kind: str
+    begin_s: float
+    end_s: float
+    microbatch: int = -1
+    chunk: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A step of ``end_s`` seconds on ``stages`` ranks of the pipeline; bars are in the order of ranks and of time."""
+
+    stages: int
+    bars: tuple[Bar, ...]
+    end_s: float
+
+
+def timeline(description: Description, layout: Layout, cluster: Cluster, global_batch: int) -> Timeline:
+    """Return one step, as the simulator runs it (local). Raises what `hpcdist.planner.timing.timing` raises."""
+    m = layout.microbatches(global_batch)
+    piped = layout.pipeline > 1
+    of_chunks = chunk_loads(description, layout, cluster) if piped else (loads(description, layout, cluster)[0][0],)
+    took = timing(description, layout, cluster, global_batch, simulate=piped)
+    hop_s = border(description, layout, cluster).seconds
+    held_s = hop_s if piped and blocks(layout) else 0.0
+    chunks = [stage_of(load, layout, cluster, m).seconds for load in of_chunks]
+    padded = [Seconds(one.forward_s + held_s, one.input_s + held_s, one.weight_s) for one in chunks]
+    schedule = layout.schedule if piped else "sequential"
+    ran = simulated(schedule, padded, layout.pipeline, m, message_s=hop_s - held_s)
+    begin_s = took.terms["input"]
+    bars = [Bar(rank, "input_data", 0.0, begin_s) for rank in range(layout.pipeline) if begin_s]
+    bars += _passes(ran, of_chunks, held_s, begin_s)
+    ends_s = [begin_s + stage.begin_s + stage.span_s for stage in ran.stages]
+    ready_s, tied_s = max(ends_s), tied_sum(description, layout, cluster).seconds
+    for rank, (end_s, load) in enumerate(zip(ends_s, _of_ranks(ran, of_chunks), strict=True)):
+        swap = data_exchange(description, layout, cluster, m, stage_of(load, layout, cluster, m))
+        after_s = swap.exposed_s + (tied_s if rank in (0, layout.pipeline - 1) else 0.0)
+        if swap.hidden_s or after_s:
+            bars.append(Bar(rank, "exchange", end_s - swap.hidden_s, end_s + after_s))
+        ready_s = max(ready_s, end_s + after_s)
+    bars += [Bar(rank, "update", ready_s, ready_s + took.terms["update"]) for rank in range(layout.pipeline)]
+    return Timeline(
+        stages=layout.pipeline,
+        bars=tuple(sorted(bars, key=lambda bar: (bar.stage, bar.begin_s, bar.end_s))),
+        end_s=ready_s + took.terms["update"],
+    )
+
+
+def _passes(ran: "Simulated", of_chunks: tuple[Load, ...], held_s: float, after_s: float) -> Iterator[Bar]:
+    """Yield the passes, without the messages that they hold ranks up for, and these beside them."""
+    from hpcdist.strategies.schedule.simulate_program import BACKWARD, FORWARD, INPUT, WEIGHT
+
+    names = {FORWARD: "forward", BACKWARD: "backward", INPUT: "input", WEIGHT: "weight"}
+    program, times = ran.program, ran.times
+    for rank in range(program.ranks):
+        row = program.row(rank)
+        columns = (program.work[row], program.microbatch[row], program.chunk[row], times.begin_s[row], times.end_s[row])
+        for way, microbatch, chunk, begin_s, end_s in zip(*(column.tolist() for column in columns), strict=True):
+            if way not in names:
+                continue
+            at_s, until_s = begin_s + after_s, end_s + after_s
+            again_s = of_chunks[chunk].again_s if way in (BACKWARD, INPUT) else 0.0
+            if again_s:
+                yield Bar(rank, "recompute", at_s, at_s + again_s, microbatch, chunk)
+            over_s = until_s - (0.0 if way == WEIGHT else held_s)
+            yield Bar(rank, names[way], at_s + again_s, over_s, microbatch, chunk)
+            if over_s < until_s:
+                yield Bar(rank, "message", over_s, until_s, microbatch, chunk)
+
+
+def _of_ranks(ran: "Simulated", of_chunks: tuple[Load, ...]) -> list[Load]:
+    """Return the load of each rank: its chunks together."""
+    program = ran.program
+    owned = [sorted(set(program.chunk[program.row(rank)].tolist())) for rank in range(program.ranks)]
+    return [reduce(together, (of_chunks[number] for number in own)) for own in owned]
