@@ -48,8 +48,16 @@ def of_tree(tree: Mapping[str, Any], place: str) -> Cluster:
 
 
 def assumptions(cluster: Cluster) -> tuple[str, ...]:
-    """Return what of the cluster's numbers is assumed and not measured or specified, for the flags of a plan."""
-    return tuple(f"{section}: {said}" for section, said in cluster.sources.items() if ASSUMPTION in said.lower())
+    """Return what of the cluster's numbers is assumed and not measured or specified, for the flags of a plan.
+
+    Of each source those parts, between semicolons, that say so.
+    """
+    return tuple(
+        f"{section}: {part.strip()}"
+        for section, said in cluster.sources.items()
+        for part in said.split(";")
+        if ASSUMPTION in part.lower()
+    )
 
 
 def dump(cluster: Cluster) -> str:

@@ -7,6 +7,7 @@ slowdown are Daly's (`hpcdist.strategies.interval`), on whole steps.
 
 import math
 
+from hpcdist.errors import UsageError
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.energy import JOULES_PER_KWH, held, nodes_of, waiting_w
 from hpcdist.planner.estimate import Energy, Run
@@ -37,7 +38,10 @@ def run(steps: int, step_s: float, energy: Energy, checkpoint_bytes: float, layo
 
     ``checkpoint_bytes`` are those of all that is saved. A run that is shorter than the best interval saves once, at its
     end. Where failures come so fast that no interval gets through, seconds, joules and what follows are infinite.
+    Raises UsageError for less than one step.
     """
+    if steps < 1:
+        raise UsageError(f"a run of {steps} steps is none; expected 1 or more")
     mtbf, save = mtbf_s(layout, cluster), save_s(checkpoint_bytes, layout, cluster)
     restart = restart_s(checkpoint_bytes, layout, cluster)
     between = min(steps, max(1, round(interval.daly(save, mtbf) / step_s)))  # steps between two saves

@@ -104,7 +104,7 @@ def text(value: float, dimension: str) -> str:
         for digits in (3, 6, 9, 12, 15, 17):
             said = f"{value / factor:.{digits}g}"
             if _times(Decimal(said), factor) == value:
-                found.append((len(said) + 6 * ("e" in said), f"{said} {unit}"))
+                found.append((len(said) + 6 * ("e" in said) + said.startswith("0."), f"{said} {unit}"))
                 break
     base = next(unit for unit, factor in UNITS[dimension].items() if factor == 1.0)
     return min(found, key=lambda one: one[0])[1] if found else f"{value!r} {base}"

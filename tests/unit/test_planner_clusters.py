@@ -1,0 +1,255 @@
+"""Descriptions of clusters: those shipped hold together and say where they are from; a wrong one is refused by name."""
+
+import dataclasses
+import tomllib
+from itertools import pairwise
+
+import pytest
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.planner import cluster_file
+from hpcdist.planner.cluster import Fit
+
+GPUS = ("v100-dgx2", "a100-selene", "h100-hgx", "h200-hgx", "mi250x-frontier")
+GOOD = cluster_file.FOLDER / "v100-dgx2.toml"
+
+
+def read(text: str):
+    return cluster_file.of_tree(tomllib.loads(text), "mine.toml")
+
+
+def test_those_that_were_asked_for_are_shipped():
+    assert set(cluster_file.names()) == {*GPUS, "workstation"}
+
+
+@pytest.mark.parametrize("name", cluster_file.names())
+def test_a_shipped_cluster_is_read_and_survives_a_dump(name):
+    cluster = cluster_file.read(name)
+    assert cluster.name == name
+    assert read(cluster_file.dump(cluster)) == cluster
+    assert hash((cluster.node, cluster.levels, cluster.storage, cluster.failures, cluster.site))
+
+
+@pytest.mark.parametrize("name", cluster_file.names())
+def test_a_shipped_cluster_says_where_each_section_is_from(name):
+    cluster = cluster_file.read(name)
+    assert set(cluster.sources) == {"device", "matmul", "node", "level", "storage", "failures", "site"}
+    assert all(len(said) > 20 for said in cluster.sources.values())
+    flags = cluster_file.assumptions(cluster)
+    assert flags and all("assumption" in flag for flag in flags)
+    assert sum(map(len, flags)) < sum(map(len, cluster.sources.values())), "and not all of it is assumed"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "peak", "memory_gib", "devices_a_node"),
+    [
+        ("v100-dgx2", "float16", 125e12, 32, 16),
+        ("a100-selene", "bfloat16", 312e12, 80, 8),
+        ("h100-hgx", "bfloat16", 989.4e12, 80, 8),
+        ("h200-hgx", "bfloat16", 989.4e12, 143771 / 1024, 8),
+        ("mi250x-frontier", "bfloat16", 191.5e12, 64, 8),
+    ],
+)
+def test_the_peaks_are_dense_and_memory_is_binary(name, kind, peak, memory_gib, devices_a_node):
+    cluster = cluster_file.read(name)
+    assert cluster.device.peak_flops[kind] == peak
+    assert cluster.device.memory_bytes == memory_gib * 2**30
+    assert cluster.node.devices == devices_a_node
+    assert cluster.nodes * devices_a_node == cluster.devices
+
+
+def test_volta_has_no_bfloat16():
+    assert "bfloat16" not in cluster_file.read("v100-dgx2").device.peak_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "nominal"),
+    [
+        ("v100-dgx2", (150e9, 6.25e9)),
+        ("a100-selene", (300e9, 25e9)),
+        ("h100-hgx", (450e9, 50e9)),
+        ("h200-hgx", (450e9, 50e9)),
+        ("mi250x-frontier", (200e9, 100e9, 12.5e9)),
+    ],
+)
+def test_links_reach_a_part_of_their_nominal_bandwidth(name, nominal):
+    levels = cluster_file.read(name).levels
+    for level, most in zip(levels, nominal, strict=True):
+        assert 0.65 * most <= level.bytes_per_s <= 0.97 * most
+    assert levels[-1].devices == 0
+    assert [inner.latency_s <= outer.latency_s for inner, outer in pairwise(levels)] == [True] * (len(levels) - 1)
+
+
+@pytest.mark.parametrize("name", cluster_file.names())
+def test_curves_rise_and_stay_below_what_was_ever_measured(name):
+    for kind, curve in cluster_file.read(name).device.matmul.items():
+        assert list(curve.shares) == sorted(curve.shares), kind
+        assert curve.shares[-1] <= 0.95
+
+
+def test_a_cluster_is_read_from_a_path(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(GOOD.read_text())
+    assert cluster_file.read(str(path)) == cluster_file.read("v100-dgx2")
+
+
+def test_an_unknown_name_has_its_nearest():
+    with pytest.raises(ConfigurationError, match="no cluster 'a100-seline'; the nearest is 'a100-selene'; known are"):
+        cluster_file.read("a100-seline")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"none\.toml cannot be read: No such file"):
+        cluster_file.read(str(tmp_path / "none.toml"))
+
+
+@pytest.mark.parametrize("content", [b"name = ", b"\xff\xfe"])
+def test_a_file_that_is_no_toml_is_named(tmp_path, content):
+    path = tmp_path / "odd.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"odd\.toml is no TOML"):
+        cluster_file.read(str(path))
+
+
+MISTAKES = [
+    # old, new, what the message says
+    ('memory = "32 GiB"', "", 'device.memory is missing; expected for example "80 GiB"'),
+    ('memory = "32 GiB"', "memory = 34359738368", "device.memory is 34359738368, without a unit"),
+    ('memory = "32 GiB"', 'memory = "32 GB/s"', "device.memory: '32 GB/s': 'GB/s' is a unit for a bandwidth"),
+    ('memory = "32 GiB"', 'memory = "32 Gib"', "device.memory: '32 Gib': unknown unit 'Gib', the nearest is 'GiB'"),
+    ('memory = "32 GiB"', 'memory = "32 kB"', "device.memory of 32 kB is not plausible; expected 64 MB to 64 TB"),
+    ('memory = "32 GiB"', 'memroy = "32 GiB"', "unknown field device.memroy; the nearest is 'memory'"),
+    ('reserved = "1.5 GiB"', 'reserved = "33 GiB"', "device.reserved of 35.4 GB leaves nothing"),
+    ('memory_bandwidth = "900 GB/s"', 'memory_bandwidth = "900 GB"', "'GB' is a unit for a number of bytes"),
+    ('float16 = "125 TFLOP/s"', 'float16 = "125 GFLOP/s"', "device.flops.float16 of 125 GFLOP/s is not plausible"),
+    ('float16 = "125 TFLOP/s"', "float16 = 125", "device.flops.float16 is 125, without a unit"),
+    ('float16 = "125 TFLOP/s"', 'floot16 = "125 TFLOP/s"', "device.flops.floot16; the nearest is 'float16'"),
+    ('float16 = "125 TFLOP/s"', "", "device.flops.float16 is missing: device.matmul has a curve for float16"),
+    ("[device.matmul.float16]", "[device.matmul.bfloat16]", "device.matmul.float16 is missing"),
+    ("[device.flops]", "[device.floaps]", "unknown field device.floaps; the nearest is 'flops'"),
+    ("memory_share = 0.88", "memory_share = 88", "device.memory_share of 88 is not plausible; expected 0.01 to 1"),
+    ("memory_share = 0.88", 'memory_share = "0.88"', "expected a number without quotes"),
+    ("0.75, 0.82, 0.86]", "0.75, 0.82]", "device.matmul.float16 has 7 sizes and 6 shares"),
+    ("0.75, 0.82, 0.86]", "0.75, 0.82, 86]", "device.matmul.float16.shares has 86; expected a share of the peak"),
+    ("0.75, 0.82, 0.86]", '0.75, 0.82, "a"]', "device.matmul.float16.shares[6] is 'a'; expected a number"),
+    ("2048, 4096, 8192]", "4096, 2048, 8192]", "device.matmul.float16.sizes has 2048 after 4096"),
+    ('idle = "60 W"', 'idle = "400 W"', "device.idle of 400 W is more than device.peak of 350 W"),
+    ('peak = "350 W"', 'peak = "350 kW"', "device.peak of 350 kW is not plausible"),
+    ("[node]\ndevices = 16", "[node]", "node.devices is missing"),
+    ("[node]\ndevices = 16", "[node]\ndevices = 16.0", "node.devices is 16.0; expected a count"),
+    ("[node]\ndevices = 16", "[node]\ndevices = true", "node.devices is True; expected a count"),
+    ("[node]\ndevices = 16", "[nodes]\ndevices = 16", "unknown field nodes; the nearest is 'node'"),
+    ("[storage]", "[storag]", "unknown field storag; the nearest is 'storage'"),
+    ('node_write = "5 GB/s"', 'node_write = "500 GB/s"', "storage.node_write of 500 GB/s is more than storage.write"),
+    ('node_mtbf = "154 days"', 'node_mtbf = "154 s"', "failures.node_mtbf of 154 s is not plausible; expected 1 h"),
+    ('restart = "10 min"', "", 'failures.restart is missing; expected for example "5 us"'),
+    ("pue = 1.25", "pue = 0.8", "site.pue of 0.8 is not plausible; expected 1 to 5"),
+    ("pue = 1.25", "pue = 1.25\nkwh_price = 0.2", "site.currency is missing: a price is given"),
+    ('carbon = "481 g/kWh"', 'carbon = "481 kg/kWh"', "site.carbon of 481 kg/kWh is not plausible"),
+    ("carbon_source = ", "carbon_sauce = ", "unknown field site.carbon_sauce; the nearest is 'carbon_source'"),
+    ('bandwidth = "120 GB/s"', 'bandwidth = "960 Gb/s"', "level 1: bandwidth: '960 Gb/s': is 'Gb/s' bits or bytes?"),
+    ('bandwidth = "120 GB/s"', 'bandwidth = "5 GB/s"', "levels go from the fastest links outwards"),
+    ('bandwidth = "120 GB/s"', 'bandwidht = "120 GB/s"', "unknown field level 1: bandwidht; the nearest is"),
+    ('name = "NVLink"\ndevices = 16', 'name = "NVLink"\ndevices = 0', "only the last may have 0 devices"),
+    ('latency = "14 us"', 'latency = "14 s"', "level 2: latency of 14 s is not plausible; expected 10 ns to 100 ms"),
+    ('alone_bandwidth = "11.8 GB/s"', 'alone_bandwidth = "1 GB/s"', "would be slower than beside its neighbours"),
+    ("devices = 0", "devices = 32", "the last level 'EDR InfiniBand' joins 32 devices, the cluster has 400"),
+    ("devices = 0", "devices = 24", "do not nest: from the inside out, each must hold the one before"),
+    ("devices = 0", "devices = 8", "do not nest"),
+    ("devices = 400", "devices = 0", "devices of 0 is not plausible; expected 1 to"),
+    ("devices = 400", 'devices = "400"', "devices is '400'; expected a count without quotes"),
+    ('name = "v100-dgx2"', "name = 7", "name is 7; expected a text"),
+    ("\n[sources]", "\n[sauces]", "unknown field sauces; the nearest is 'sources'"),
+    ("\n[sources]\ndevice", "\n[sources]\ndevise", "unknown field sources.devise; the nearest is 'device'"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "said"), MISTAKES)
+def test_a_mistake_is_refused_by_name(old, new, said):
+    text = GOOD.read_text()
+    assert text.count(old) >= 1
+    with pytest.raises(ConfigurationError) as caught:
+        read(text.replace(old, new, 1))
+    assert str(caught.value).startswith("mine.toml: ")
+    assert said in str(caught.value)
+
+
+def test_a_memory_that_could_not_be_read_is_refused():
+    text = GOOD.read_text().replace('"32 GiB"', '"32 TiB"').replace('"900 GB/s"', '"9 GB/s"')
+    with pytest.raises(ConfigurationError, match="to read the memory of 35.2 TB once would take more than 1000 s"):
+        read(text)
+
+
+@pytest.mark.parametrize("section", ["device", "node", "storage", "failures", "level"])
+def test_a_missing_section_is_named(section):
+    tree = tomllib.loads(GOOD.read_text())
+    del tree[section]
+    with pytest.raises(ConfigurationError, match=rf"the section \[+{section}\]+ is missing"):
+        cluster_file.of_tree(tree, "mine.toml")
+
+
+@pytest.mark.parametrize(("section", "value"), [("device", 3), ("level", 3), ("level", [3]), ("site", "x")])
+def test_a_section_that_is_none_is_refused(section, value):
+    tree = tomllib.loads(GOOD.read_text())
+    tree[section] = value
+    with pytest.raises(ConfigurationError, match=rf"{section} is .*; expected (a section|sections)"):
+        cluster_file.of_tree(tree, "mine.toml")
+
+
+def test_a_cluster_without_prices_and_sources_is_read():
+    tree = tomllib.loads(GOOD.read_text())
+    del tree["site"], tree["sources"]
+    cluster = cluster_file.of_tree(tree, "mine.toml")
+    assert cluster.site.pue is None and cluster.site.carbon_g_per_kwh is None
+    assert cluster_file.assumptions(cluster) == ()
+    assert read(cluster_file.dump(cluster)) == cluster
+
+
+FITS = (
+    Fit(
+        operation="allreduce",
+        ranks=2,
+        until_bytes=(65536.0, 67108864.0),
+        latency_s=(8.4e-6, 0.0),
+        s_per_byte=(1 / 3e9, 1.83e-10),
+        algorithm="ring",
+        level="EDR InfiniBand",
+        from_bytes=4096.0,
+        error=0.0731,
+    ),
+    Fit(operation="message", ranks=2, until_bytes=(1e6,), latency_s=(1e-6,), s_per_byte=(1e-10,)),
+)
+
+
+def test_measured_fits_survive_a_dump():
+    cluster = dataclasses.replace(
+        cluster_file.read("v100-dgx2"), fits=FITS, calibrated='by "us" on\t2026-11-22\nin C:\\x'
+    )
+    assert read(cluster_file.dump(cluster)) == cluster
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('operation = "allreduce"', 'operation = "allredoos"', "fit 1: operation 'allredoos' is none of allreduce"),
+        ("ranks = 2", "ranks = 0", "fit 1: ranks of 0 is not plausible"),
+        ("until = [", 'until = ["3 GB", ', "fit 1: until, latency and slowness have different lengths"),
+        ('"1 MB"]', "[]]", "fit 2: until[0] is [], without a unit"),
+        ("from = ", "form = ", "unknown field fit 1: form; the nearest is 'from'"),
+        ('slowness = ["100 ps/B"]', 'slowness = "100 ps/B"', "fit 2: slowness is '100 ps/B'; expected a list"),
+    ],
+)
+def test_a_wrong_fit_is_refused(old, new, said):
+    text = cluster_file.dump(dataclasses.replace(cluster_file.read("v100-dgx2"), fits=FITS))
+    assert old in text
+    text = text.replace(old, new, 1)
+    with pytest.raises(ConfigurationError) as caught:
+        read(text)
+    assert said in str(caught.value)
+
+
+def test_pieces_of_a_fit_ascend():
+    wrong = dataclasses.replace(FITS[0], until_bytes=(67108864.0, 65536.0))
+    text = cluster_file.dump(dataclasses.replace(cluster_file.read("v100-dgx2"), fits=(wrong,)))
+    with pytest.raises(ConfigurationError, match="fit 1: until has 65536 after 6.71089e.07; expected them to ascend"):
+        read(text)

@@ -1,0 +1,136 @@
+"""A whole run: time between failures by nodes, saves, the best interval, expected wall time, carbon, price."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+
+from hpcdist.errors import UsageError
+from hpcdist.planner import cluster_file, energy, failures
+from hpcdist.planner.cluster import Failures, Site
+from hpcdist.planner.estimate import Energy
+from hpcdist.planner.layout import Layout
+from hpcdist.strategies import interval
+
+H100 = cluster_file.read("h100-hgx")
+STEP = Energy(terms={"devices": 5e6, "hosts": 1e6}, device_w=500.0)
+DAY = 86400.0
+
+
+def test_failures_come_as_often_as_there_are_nodes():
+    assert failures.mtbf_s(Layout(data=8), H100) == 264 * DAY
+    assert failures.mtbf_s(Layout(data=9), H100) == 132 * DAY
+    # What was published: 419 interruptions of 16,384 devices in 54 days.
+    found = failures.mtbf_s(Layout(data=128, pipeline=16, tensor=8), H100)
+    assert 54 * DAY / found == pytest.approx(419, rel=0.01)
+
+
+def test_servers_fail_as_well():
+    assert failures.mtbf_s(Layout(data=8, servers=8, strategy="parameter_server"), H100) == 132 * DAY
+
+
+def test_a_save_takes_what_nodes_or_all_of_the_storage_take():
+    one, many = Layout(data=8), Layout(data=4096)
+    assert failures.save_s(1e12, one, H100) == pytest.approx(100)  # 10 GB/s
+    assert failures.save_s(1e12, many, H100) == pytest.approx(0.5)  # 2 TB/s, and not 512 x 10 GB/s
+    assert failures.restart_s(1e12, one, H100) == pytest.approx(600 + 50)
+    assert failures.restart_s(1e12, many, H100) == pytest.approx(600 + 0.5)
+
+
+def test_the_interval_is_dalys_on_whole_steps():
+    layout, step_s = Layout(data=128, pipeline=16, tensor=8), 7.0
+    run = failures.run(100_000, step_s, STEP, 5e12, layout, H100)
+    best = interval.daly(run.save_s, run.mtbf_s)
+    assert run.interval_s == pytest.approx(best, abs=step_s / 2)
+    assert run.interval_s / step_s == pytest.approx(round(run.interval_s / step_s))
+    restart = failures.restart_s(5e12, layout, H100)
+    assert run.slowdown == interval.slowdown(run.interval_s, run.save_s, run.mtbf_s, restart)
+    assert run.work_s == 700_000 and run.wall_s == run.work_s * run.slowdown
+    assert run.failures == run.wall_s / run.mtbf_s
+    for steps in (1, round(best / step_s) // 2, round(best / step_s) * 2):
+        other = interval.slowdown(steps * step_s, run.save_s, run.mtbf_s, restart)
+        assert other > run.slowdown
+
+
+def test_a_short_run_saves_once_at_its_end():
+    run = failures.run(3, 7.0, STEP, 5e12, Layout(data=8), H100)
+    assert run.interval_s == run.work_s == 21
+    assert run.wall_s == pytest.approx(21 + run.save_s, rel=1e-3)
+
+
+def test_a_save_that_costs_nothing_is_made_after_every_step():
+    run = failures.run(1000, 7.0, STEP, 1e-3, Layout(data=8), H100)
+    assert run.interval_s == 7.0 and run.slowdown == pytest.approx(1, abs=1e-4)
+
+
+def test_the_expected_wall_time_is_that_of_runs_that_fail_at_random():
+    """A hundred thousand intervals, each repeated until it and its save got through; restarts fail, too."""
+    bad = dataclasses.replace(H100, failures=Failures(node_mtbf_s=4000.0, restart_s=300.0))
+    layout = Layout(data=8)
+    run = failures.run(1000, 10.0, STEP, 1e12, layout, bad)  # a save of 100 s
+    restart = failures.restart_s(1e12, layout, bad)
+    drawn, elapsed, failed, segments = random.Random(11), 0.0, 0, 100_000
+    for _ in range(segments):
+        needed = run.interval_s + run.save_s
+        while (lasted := drawn.expovariate(1 / run.mtbf_s)) < needed:
+            elapsed, failed = elapsed + lasted, failed + 1
+            while (lasted := drawn.expovariate(1 / run.mtbf_s)) < restart:
+                elapsed, failed = elapsed + lasted, failed + 1
+            elapsed += restart
+        elapsed += needed
+    work = segments * run.interval_s
+    assert run.slowdown > 1.3, "or there is nothing to see"
+    assert elapsed / work == pytest.approx(run.slowdown, rel=0.01)
+    assert failed / work == pytest.approx(run.failures / run.work_s, rel=0.01)
+
+
+def test_joules_are_those_of_work_and_of_waiting():
+    layout = Layout(data=64)
+    run = failures.run(10_000, 10.0, STEP, 8e12, layout, H100)
+    waiting = run.work_s / run.interval_s * run.save_s + run.failures * failures.restart_s(8e12, layout, H100)
+    expected = (run.wall_s - waiting) * 6e5 + waiting * energy.waiting_w(layout, H100)
+    assert run.joules == pytest.approx(expected)
+    assert run.carbon_g == pytest.approx(expected / 3.6e6 * 481)
+    assert run.price == pytest.approx(64 * run.wall_s / 3600 * 3.0) and run.currency == "USD"
+
+
+def test_prices_add_up_and_count_whole_nodes():
+    site = Site(kwh_price=0.2, currency="EUR")
+    layout = Layout(data=9)
+    electricity = failures.run(1000, 10.0, STEP, 1e9, layout, dataclasses.replace(H100, site=site))
+    assert electricity.price == pytest.approx(electricity.joules / 3.6e6 * 0.2)
+    assert electricity.carbon_g is None, "no carbon intensity, so nothing is said"
+    both = dataclasses.replace(site, device_hour_price=2.0)
+    run = failures.run(1000, 10.0, STEP, 1e9, layout, dataclasses.replace(H100, site=both))
+    assert run.price == pytest.approx(electricity.price + 16 * run.wall_s / 3600 * 2.0)
+
+
+def test_without_prices_or_power_nothing_is_made_up():
+    free = failures.run(10, 1.0, STEP, 1e9, Layout(data=8), dataclasses.replace(H100, site=Site()))
+    assert free.price is None and free.carbon_g is None and free.currency == ""
+    dark = dataclasses.replace(
+        H100,
+        device=dataclasses.replace(H100.device, idle_w=0.0, peak_w=0.0),
+        site=dataclasses.replace(H100.site, kwh_price=0.2),
+    )
+    run = failures.run(10, 1.0, STEP, 1e9, Layout(data=8), dark)
+    assert run.price is None and run.carbon_g is None, "electricity of devices whose power is not known"
+
+
+def test_more_devices_lose_more_to_failures():
+    large = dataclasses.replace(H100, devices=1_000_000)
+    lost = [failures.run(100_000, 5.0, STEP, 6e12, Layout(data=n), large).slowdown for n in (8, 1024, 16384, 100_000)]
+    assert lost == sorted(lost) and lost[0] < 1.01 < lost[-1]
+
+
+def test_a_run_that_never_gets_through_is_infinite():
+    hopeless = dataclasses.replace(H100, failures=Failures(node_mtbf_s=3600.0, restart_s=86400.0))
+    run = failures.run(100, 10.0, STEP, 1e12, Layout(data=80_000), hopeless)
+    assert math.isinf(run.wall_s) and math.isinf(run.joules) and math.isinf(run.slowdown)
+    assert run.price is not None and math.isinf(run.price)
+
+
+def test_a_run_has_a_step():
+    with pytest.raises(UsageError, match="a run of 0 steps is none; expected 1 or more"):
+        failures.run(0, 10.0, STEP, 1e12, Layout(data=8), H100)

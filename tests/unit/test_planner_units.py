@@ -1,0 +1,108 @@
+"""Quantities with units: what is read, what is refused, and that text and number are the same."""
+
+import math
+import random
+
+import pytest
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.planner import units
+
+
+@pytest.mark.parametrize(
+    ("text", "dimension", "value"),
+    [
+        ("80 GB", "bytes", 80e9),
+        ("80 GiB", "bytes", 80 * 2**30),
+        ("143771 MiB", "bytes", 143771 * 2**20),
+        ("1.5 TiB", "bytes", 1.5 * 2**40),
+        ("4096 bytes", "bytes", 4096),
+        ("2_048 B", "bytes", 2048),
+        ("400 Gbit/s", "bandwidth", 50e9),
+        ("25 GB/s", "bandwidth", 25e9),
+        ("1 GiB/s", "bandwidth", 2**30),
+        ("100Mbit/s", "bandwidth", 12.5e6),
+        ("312 TFLOP/s", "flops", 312e12),
+        ("66.9 TFLOP/s", "flops", 66_900_000_000_000),
+        ("140 GFLOP/s", "flops", 140e9),
+        ("5 us", "time", 5e-6),
+        ("5 µs", "time", 5e-6),
+        ("5 \u03bcs", "time", 5e-6),
+        ("3 years", "time", 3 * 365.25 * 86400),
+        ("264 days", "time", 264 * 86400),
+        ("1.5 h", "time", 5400),
+        ("0 s", "time", 0),
+        ("40 ps/B", "slowness", 40e-12),
+        ("1e-9 s/B", "slowness", 1e-9),
+        ("10.2 kW", "power", 10_200),
+        ("0.481 kg/kWh", "carbon", 481),
+    ],
+)
+def test_a_quantity_is_read(text, dimension, value):
+    assert units.parse(text, dimension) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "dimension", "said"),
+    [
+        ("80", "bytes", "'80' has no unit; expected a number of bytes such as"),
+        ("GB", "bytes", "no number"),
+        ("", "bytes", "no number"),
+        ("80 GB/s", "bytes", "'GB/s' is a unit for a bandwidth; expected a number of bytes"),
+        ("80 GB", "bandwidth", "'GB' is a unit for a number of bytes; expected a bandwidth"),
+        ("400 Gb/s", "bandwidth", "is 'Gb/s' bits or bytes? Write Gbit/s or GB/s"),
+        ("400 Gbps", "bandwidth", "is 'Gbps' bits or bytes? Write Gbit/s or GB/s"),
+        ("80 gb", "bytes", "is 'gb' bits or bytes? Write GB for powers of ten, GiB for those of two"),
+        ("16 K", "bytes", "unknown unit 'K'"),
+        ("80 gib", "bytes", "the nearest is 'GiB'"),
+        ("80 KB", "bytes", "the nearest is 'kB'"),
+        ("312 TFLOPS", "flops", "the nearest is 'TFLOP/s'"),
+        ("5 US", "time", "the nearest is 'us'"),
+        ("700 s", "power", "'s' is a unit for a time; expected a power"),
+        ("-1 W", "power", "at least 0"),
+        ("1e400 W", "power", "no finite number"),
+        ("nan W", "power", "no number"),
+        ("inf W", "power", "no number"),
+        ("1,000 W", "power", "no number"),
+        ("1 2 W", "power", "unknown unit '2 W'"),
+        ("386 g", "carbon", "unknown unit 'g'"),
+    ],
+)
+def test_a_mistaken_quantity_is_refused_by_what_is_wrong(text, dimension, said):
+    with pytest.raises(ConfigurationError) as caught:
+        units.parse(text, dimension)
+    assert said in str(caught.value)
+    assert units.EXAMPLES[dimension] in str(caught.value), "say what would be right"
+
+
+@pytest.mark.parametrize("dimension", units.UNITS)
+def test_every_unit_has_an_example_that_is_read(dimension):
+    for example in units.EXAMPLES[dimension].replace(" or ", ", ").split(", "):
+        assert units.parse(example.strip('"'), dimension) > 0
+
+
+@pytest.mark.parametrize("dimension", units.UNITS)
+def test_text_is_read_back_as_the_very_same_number(dimension):
+    drawn = random.Random(7)
+    values = [0.0, 1.0, 0.1, 1 / 3, 80e9, 80 * 2.0**30, 1234567.0, 5e-6, 3 * 365.25 * 86400, 1e-300, 1e300]
+    values += [drawn.uniform(1, 10) * 10.0 ** drawn.randint(-15, 18) for _ in range(500)]
+    for value in values:
+        text = units.text(value, dimension)
+        assert units.parse(text, dimension) == value, text
+        assert "bit" not in text
+
+
+def test_text_is_as_people_write_it():
+    assert units.text(80 * 2.0**30, "bytes") == "80 GiB"
+    assert units.text(80e9, "bytes") == "80 GB"
+    assert units.text(5e-6, "time") == "5 us"
+    assert units.text(3 * 365.25 * 86400, "time") == "3 years"
+    assert units.text(50e9, "bandwidth") == "50 GB/s"
+    assert units.text(66.9e12, "flops") == "66.9 TFLOP/s"
+
+
+def test_rough_text_has_three_digits():
+    assert units.rough(85899345920.0, "bytes") == "85.9 GB"
+    assert units.rough(3.4e-6, "time") == "3.4 us"
+    assert units.rough(400.0, "power") == "400 W"
+    assert math.isclose(float(units.rough(1e-30, "time").split()[0]), 1e-21), "in the smallest unit there is"
