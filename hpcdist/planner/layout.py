@@ -9,6 +9,7 @@ HALVES = ("bfloat16", "float16")
 IMPLEMENTATIONS = ("hpcdist", "megatron")
 COMPRESSIONS = ("none", "bfloat16", "int8", "int4", "topk", "powersgd", "onebit")
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical")
+LIBRARIES = ("", "mpi", "nccl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,10 @@ class Layout:
     ``optimizer_slots`` numbers a parameter: 2 for Adam and LAMB, 1 for momentum.
 
     ``implementation`` says whose memory and kernels: "hpcdist" (`hpcdist.models.counts`: attention in tiles) or
-    "megatron" (the published formulas of arXiv:2205.05198, with scores in memory). ``overlap`` is the share of the data
-    axis's messages that may hide behind the backward; what does not fit in there is exposed all the same.
+    "megatron" (the published formulas of arXiv:2205.05198, with scores in memory); ``library`` whose collectives: "mpi"
+    (one ring or tree, or a hierarchy), "nccl" (one for each link of a node), "": as the implementation. ``overlap`` is
+    the share of the data axis's messages that may hide behind the backward; what does not fit in there is exposed all
+    the same.
     ``tensor_overlap`` is the same for the tensor axis's messages of the backward, behind gradients that do not wait for
     them (arXiv:2205.05198, section 6.2): this toolkit hides none.
     """
@@ -48,8 +51,14 @@ class Layout:
     compression: str = "none"
     algorithm: str = "auto"
     implementation: str = "hpcdist"
+    library: str = ""
     overlap: float = 1.0
     tensor_overlap: float = 0.0
+
+    @property
+    def channels(self) -> bool:
+        """Whether rings and trees go over all links of a node at once: ``library`` "nccl", or as the implementation."""
+        return self.library == "nccl" if self.library else self.implementation == "megatron"
 
     @property
     def computes_in(self) -> str:

@@ -90,7 +90,7 @@ def span(layout: Layout, axis: str, cluster: Cluster) -> Span:
         size, stride = total, 1
     else:
         raise UsageError(f"axis {axis!r}; choose one of {', '.join(AXES)}")
-    return group(size, stride, total, cluster.levels, layout.implementation == "megatron")
+    return group(size, stride, total, cluster.levels, layout.channels)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -210,6 +210,10 @@ def test_channels_use_the_links_of_all_members() -> None:
     theirs = collective("allreduce", n, span(Layout(data=64, implementation="megatron"), "data", DEEP), DEEP, "ring")
     assert ours.seconds == pytest.approx(2 * 63 / 64 * n / 80e9, rel=1e-2)
     assert theirs.seconds == pytest.approx(2 * 63 / 64 * n / 160e9, rel=1e-2)
+    borrowed = span(Layout(data=64, library="nccl"), "data", DEEP)
+    assert collective("allreduce", n, borrowed, DEEP, "ring") == theirs
+    plain = span(Layout(data=64, implementation="megatron", library="mpi"), "data", DEEP)
+    assert collective("allreduce", n, plain, DEEP, "ring") == ours
     # Hops of a ring of 64 over 8 boxes: 56 inside, 7 between them, and the way once more.
     tiny = collective("allreduce", 1e-3, span(Layout(data=64, implementation="megatron"), "data", DEEP), DEEP, "ring")
     assert tiny.seconds == pytest.approx(2 * (56 * NEAR.latency_s + 7 * FAR.latency_s))
