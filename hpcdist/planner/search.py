@@ -1,0 +1,149 @@
+"""The best layouts of a training on a cluster: for time, energy, cost, or energy times delay.
+
+A step's value is that of `hpcdist.planner.plan`; no formula is written a second time here. `search_space` says which
+layouts there are, `search_walk` walks through them best first and leaves out what cannot be among the best, and the
+finalists are timed again by the simulator of schedules. The first ones are explained: why each beats the next, and what
+limits it. Where nothing fits, the layout that comes nearest is told, by how much it misses, and what was tried that
+would fit.
+"""
+
+from dataclasses import dataclass
+
+from hpcdist.errors import UsageError
+from hpcdist.planner import search_value, search_words
+from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.description import Description
+from hpcdist.planner.estimate import Estimate
+from hpcdist.planner.plan import plan
+from hpcdist.planner.search_space import OBJECTIVES, Wanted
+from hpcdist.planner.search_walk import Walk
+
+__all__ = ["OBJECTIVES", "Found", "Refused", "Result", "Wanted", "search"]
+
+SPARE = 2  # so many times as many finalists as are kept: the simulator may change their order
+PASSES = 200_000  # of all ranks: finalists of more are not simulated, for that takes seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A layout: its ``value`` in ``unit``, ``why`` it beats the next one, and what ``limits`` it."""
+
+    estimate: Estimate
+    value: float
+    unit: str
+    why: tuple[str, ...]
+    limits: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """How many ``of`` "grids" (with all that may be laid out on them) or "layouts" a limit refused, and an example."""
+
+    limit: str
+    count: int
+    of: str
+    example: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a search found, best first.
+
+    Of all ``layouts`` on possible grids some were ``estimated``, some refused, and ``left_out`` cannot be better than
+    the last one that was found. ``nothing`` says what is missing where nothing fits, and what would help.
+    """
+
+    objective: str
+    devices: int
+    global_batch: int
+    found: tuple[Found, ...]
+    refused: tuple[Refused, ...]
+    layouts: int
+    estimated: int
+    left_out: int
+    nothing: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+
+
+def search(description: Description, cluster: Cluster, devices: int, global_batch: int, wanted: Wanted) -> Result:
+    """Return the best layouts of ``global_batch`` samples a step on ``devices`` (local).
+
+    Raises UsageError for devices or a batch that are none, or more devices than the cluster has, and for an objective
+    that the cluster has no numbers for.
+    """
+    _check(cluster, devices, global_batch, wanted)
+    spare = SPARE if wanted.simulate else 1
+    walk = Walk(description, cluster, devices, global_batch, wanted, keep=spare * wanted.first)
+    walk.run()
+    finalists, flags = _simulated(walk) if wanted.simulate else (walk.kept, ())
+    refused = _refused(walk)
+    unfit = sum(one.count for one in refused if one.of == "layouts")
+    return Result(
+        objective=wanted.objective,
+        devices=devices,
+        global_batch=global_batch,
+        found=_explained(finalists, wanted, cluster),
+        refused=refused,
+        layouts=walk.layouts,
+        estimated=walk.estimated,
+        left_out=walk.layouts - walk.estimated - unfit,
+        nothing=() if finalists else search_words.nothing(walk),
+        flags=flags,
+    )
+
+
+def _check(cluster: Cluster, devices: int, global_batch: int, wanted: Wanted) -> None:
+    if devices < 1 or global_batch < 1:
+        raise UsageError(
+            f"a search on {devices} devices for a global batch of {global_batch} samples; each must be at least 1"
+        )
+    if devices > cluster.devices:
+        raise UsageError(
+            f"a search on {devices} devices, {devices - cluster.devices} more than the {cluster.devices} of "
+            f"{cluster.name}; use fewer, or set devices in its file"
+        )
+    search_value.check(wanted.objective, cluster)
+
+
+def _simulated(walk: Walk) -> tuple[list[tuple[float, Estimate]], tuple[str, ...]]:
+    """Return the finalists timed by the simulator, and what is to be said of those that are too long for it."""
+    wanted, found, skipped = walk.wanted, [], 0
+    for value, estimate in walk.kept:
+        layout = estimate.layout
+        passes = 2 * layout.pipeline * layout.chunks * layout.microbatches(walk.global_batch)
+        if layout.pipeline > 1 and passes <= PASSES:
+            estimate = plan(walk.description, layout, walk.cluster, walk.global_batch, wanted.steps, simulate=True)
+            value = search_value.value(estimate, wanted.objective)
+        elif layout.pipeline > 1:
+            skipped += 1
+        found.append((value, estimate))
+    found.sort(key=lambda one: one[0])
+    text = (
+        f"{skipped} of {len(found)} finalists have more than {PASSES} passes, and are not simulated: closed forms hold"
+    )
+    return found, (text,) if skipped else ()
+
+
+def _explained(finalists: list[tuple[float, Estimate]], wanted: Wanted, cluster: Cluster) -> tuple[Found, ...]:
+    unit, found = search_value.unit(wanted.objective, cluster), []
+    for number, (value, estimate) in enumerate(finalists[: wanted.first]):
+        behind = finalists[number + 1][1] if number + 1 < len(finalists) else None
+        found.append(
+            Found(
+                estimate=estimate,
+                value=value,
+                unit=unit,
+                why=search_words.why(estimate, behind, wanted.objective),
+                limits=search_words.limits(estimate, wanted.memory_bytes),
+            )
+        )
+    return tuple(found)
+
+
+def _refused(walk: Walk) -> tuple[Refused, ...]:
+    """Return all refusals, the most frequent of each kind first."""
+    found = []
+    for of, counts in (("grids", walk.refusals.grids), ("layouts", walk.refusals.layouts)):
+        rows = sorted(counts.items(), key=lambda item: -item[1][0])
+        found += [Refused(limit=limit, count=count, of=of, example=text) for limit, (count, text) in rows]
+    return tuple(found)

@@ -1,0 +1,205 @@
+"""Which layouts a search looks at: what is wanted, and the choices that follow from it, level by level.
+
+    grid       data x pipeline x tensor x context (x expert) on the devices
+    family     a grid with recomputation, sequence parallelism and a size of micro-batch
+    order      a family with a schedule and its chunks
+    layout     an order with a strategy and a compression
+
+A choice that would change nothing is left out: orders without a pipeline, sharding and compression with one replica,
+sequence parallelism without a tensor axis, selective recomputation where scores are never kept.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from hpcdist.errors import UsageError
+from hpcdist.planner.description import Description
+from hpcdist.planner.layout import COMPRESSIONS, RECOMPUTE, STRATEGIES, Layout
+from hpcdist.strategies.schedule.catalogue import SCHEDULES
+
+Way = tuple[str, str]  # a strategy and a compression
+OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
+PIPELINES: Final = tuple(name for name, row in SCHEDULES.items() if row.pipelines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a search is for, and what it may vary. An empty tuple: everything that is possible.
+
+    ``objective`` is of a step: its seconds, its joules, its price, or joules times seconds. ``memory_bytes`` is what a
+    device may use, where that is less than it has (0). With ``fewer`` layouts may leave devices unused. ``base`` has
+    what never varies: precision, implementation, overlap, algorithm. Compression changes what is computed, and is tried
+    only where it is asked for. ``runnable``: only what this version of hpcdist runs itself. ``first`` are kept, and
+    with ``simulate`` they, and as many behind them, are timed again by the simulator of schedules. With ``distinct`` a
+    grid is there only once, with what is best on it. ``steps`` are those of the training, for its failures and price.
+    """
+
+    objective: str = "time"
+    steps: int = 1000
+    memory_bytes: float = 0.0
+    fewer: bool = False
+    base: Layout = field(default_factory=Layout)
+    strategies: tuple[str, ...] = ("allreduce", "zero1", "zero2", "zero3")
+    schedules: tuple[str, ...] = PIPELINES
+    chunks: tuple[int, ...] = ()
+    recompute: tuple[str, ...] = RECOMPUTE
+    compressions: tuple[str, ...] = ("none",)
+    tensors: tuple[int, ...] = ()
+    pipelines: tuple[int, ...] = ()
+    contexts: tuple[int, ...] = ()
+    experts: tuple[int, ...] = (1,)
+    microbatches: tuple[int, ...] = ()
+    sequence_parallel: tuple[bool, ...] = (False, True)
+    runnable: bool = False
+    first: int = 10
+    simulate: bool = True
+    distinct: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for what no search can be for."""
+        for name, choices in (
+            ("strategies", STRATEGIES),
+            ("schedules", PIPELINES),
+            ("recompute", RECOMPUTE),
+            ("compressions", COMPRESSIONS),
+            ("sequence_parallel", (False, True)),
+        ):
+            given = getattr(self, name)
+            wrong = [value for value in given if value not in choices]
+            if wrong or not given:
+                raise UsageError(
+                    f"{name} to search among: got {', '.join(map(str, wrong)) or 'none'}; choose one or more of "
+                    f"{', '.join(map(str, choices))}"
+                )
+        for name in ("chunks", "tensors", "pipelines", "contexts", "experts", "microbatches"):
+            wrong = [value for value in getattr(self, name) if value < 1]
+            if wrong:
+                raise UsageError(f"{name} to search among: got {wrong[0]}; each must be at least 1")
+        if self.objective not in OBJECTIVES:
+            raise UsageError(f"objective = {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
+        if self.first < 1 or self.steps < 1:
+            raise UsageError(f"first = {self.first}, steps = {self.steps}; each must be at least 1")
+        if self.memory_bytes < 0:
+            raise UsageError(f"memory_bytes = {self.memory_bytes}; give bytes of a device, or 0 for all it has")
+
+
+def grids(description: Description, devices: int, global_batch: int, wanted: Wanted) -> Iterator[Layout]:
+    """Yield all products of degrees on ``devices``, possible or not (local)."""
+    for tensor in _degrees(wanted.tensors, _tensors(description, devices, wanted)):
+        for context in _degrees(wanted.contexts, _contexts(description, devices // tensor, wanted)):
+            for pipeline in _degrees(wanted.pipelines, _pipelines(description, devices // (tensor * context), wanted)):
+                for data in _data(devices, tensor * context * pipeline, global_batch, wanted.fewer):
+                    for expert in wanted.experts:
+                        yield replace(
+                            wanted.base,
+                            data=data,
+                            pipeline=pipeline,
+                            tensor=tensor,
+                            context=context,
+                            expert=expert,
+                            microbatch=1,
+                            schedule="1f1b",
+                            chunks=1,
+                            sequence_parallel=False,
+                        )
+
+
+def cuts(grid: Layout, wanted: Wanted) -> Iterator[Layout]:
+    """Yield the grid with each recomputation and sequence parallelism (local)."""
+    both = wanted.sequence_parallel if grid.tensor > 1 else (False,)
+    ways = wanted.recompute
+    if grid.implementation == "hpcdist" and "none" in ways:  # scores are computed again in any case
+        ways = tuple(way for way in ways if way != "selective")
+    for recompute in ways:
+        for sequence_parallel in both:
+            yield replace(grid, recompute=recompute, sequence_parallel=sequence_parallel)
+
+
+def sizes(grid: Layout, global_batch: int, wanted: Wanted) -> tuple[int, ...]:
+    """Return the sizes of micro-batch: divisors of what a replica has, or those that are wanted (local)."""
+    share = -(-global_batch // grid.data)
+    return tuple(sorted(set(wanted.microbatches))) or divisors(share)
+
+
+def orders(description: Description, grid: Layout, wanted: Wanted) -> tuple[tuple[str, int], ...]:
+    """Return schedules with their chunks; one alone without a pipeline (local)."""
+    if grid.pipeline == 1:
+        return (("1f1b", 1),)
+    found: list[tuple[str, int]] = []
+    for name in wanted.schedules:
+        row = SCHEDULES[name]
+        if row.most is not None:
+            found.append((name, row.most))
+        else:
+            found += [(name, chunks) for chunks in _chunks(description, grid, wanted) if chunks >= row.least]
+    return tuple(found)
+
+
+def ways(grid: Layout, wanted: Wanted) -> tuple[Way, ...]:
+    """Return strategies with compressions; one alone for one replica (local)."""
+    if grid.data * grid.context == 1:
+        none = "none" if "none" in wanted.compressions else wanted.compressions[0]
+        return ((wanted.strategies[0], none),)
+    return tuple((strategy, compression) for strategy in wanted.strategies for compression in wanted.compressions)
+
+
+def with_way(order: Layout, way: Way, microbatch: int = 0) -> Layout:
+    """Return the layout of an order with a strategy and a compression, and another size of micro-batch (local)."""
+    strategy, compression = way
+    # Nothing compressed travels behind the backward in hpcdist.
+    alone = compression != "none" and order.implementation == "hpcdist"
+    return replace(
+        order,
+        strategy=strategy,
+        compression=compression,
+        overlap=0.0 if alone else order.overlap,
+        microbatch=microbatch or order.microbatch,
+    )
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of ``number``, the smallest first (local)."""
+    small = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]
+    return tuple(sorted({*small, *(number // one for one in small)}))
+
+
+def _degrees(wanted: tuple[int, ...], possible: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(one for one in possible if one in wanted) if wanted else possible
+
+
+def _tensors(description: Description, devices: int, wanted: Wanted) -> tuple[int, ...]:
+    shape = description.shape
+    if not wanted.fewer or shape is None:
+        return divisors(devices)
+    return tuple(one for one in divisors(shape.heads) if one <= devices)
+
+
+def _contexts(description: Description, devices: int, wanted: Wanted) -> tuple[int, ...]:
+    if not wanted.fewer or description.shape is None:
+        return divisors(devices)
+    return tuple(one for one in divisors(description.tokens) if one <= devices)
+
+
+def _pipelines(description: Description, devices: int, wanted: Wanted) -> tuple[int, ...]:
+    if not wanted.fewer:
+        return divisors(devices)
+    return tuple(range(1, min(devices, description.stages) + 1))
+
+
+def _data(devices: int, others: int, global_batch: int, fewer: bool) -> tuple[int, ...]:
+    """Return the degrees of the data axis that fill the devices, or that divide the batch with fewer."""
+    room = devices // others
+    if not fewer:
+        return (room,) if devices % others == 0 else ()
+    return tuple(one for one in divisors(global_batch) if one <= room)
+
+
+def _chunks(description: Description, grid: Layout, wanted: Wanted) -> tuple[int, ...]:
+    """Return how many chunks a stage may have: those that divide its blocks, and 2 where units need not be even."""
+    if wanted.chunks:
+        return wanted.chunks
+    layers = description.shape.layers if description.shape else description.stages
+    even = divisors(layers // grid.pipeline) if layers % grid.pipeline == 0 else ()
+    uneven = (2,) if grid.implementation == "hpcdist" and 2 * grid.pipeline <= description.stages else ()
+    return tuple(sorted({*even, *uneven} - {1}))

@@ -1,0 +1,89 @@
+"""What an objective makes of an estimate, and the least that it can make of any like it: the bounds of a search.
+
+A step of a layout takes at least what its units take, and wait for inside, all stages of the pipeline being as busy as
+the average of them: (seconds of all units for a micro-batch) x (micro-batches) / (stages). Nothing is assumed of the
+schedule, the cut, messages between stages, the exchange or the update, so no layout of the family is faster.
+
+An order of micro-batches takes at least what it takes without the exchange, the update and the input (`FREE`), for they
+are all that differs between its strategies. Joules and prices of a layout are a sum of what goes with time and what
+goes with work, so a step that is shorter by some share saves at most that share of them.
+"""
+
+from dataclasses import replace
+from typing import Final
+
+from hpcdist.errors import UsageError
+from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.description import Description
+from hpcdist.planner.energy import JOULES_PER_KWH, energy, held
+from hpcdist.planner.estimate import Estimate, Timing
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.stage_seconds import loads
+from hpcdist.planner.timing import stage_of
+
+FREE: Final = ("data", "update", "input")  # terms of time that a strategy, or a compression, decides
+UNITS: Final = {"time": "s", "energy": "J", "cost": "", "energy-delay": "J s"}
+
+
+def check(objective: str, cluster: Cluster) -> None:
+    """Raise UsageError where the cluster does not say what the objective needs (local)."""
+    site = cluster.site
+    if objective == "cost" and site.device_hour_price is None and site.kwh_price is None:
+        raise UsageError(
+            f"the objective 'cost' on {cluster.name}, which has no prices; give site.device_hour_price or "
+            "site.kwh_price in its file, or choose the objective energy"
+        )
+    if objective in ("energy", "energy-delay") and not cluster.device.peak_w:
+        raise UsageError(
+            f"the objective {objective!r} on {cluster.name}, whose device has no power; give device.peak_power in its "
+            "file, or choose the objective time"
+        )
+
+
+def value(estimate: Estimate, objective: str) -> float:
+    """Return what is to be small, of one step (local)."""
+    if objective == "time":
+        return estimate.step_s
+    if objective == "cost":
+        assert estimate.run.price is not None, "the cluster has a price"
+        return estimate.run.price / estimate.run.steps
+    joules = estimate.energy.joules
+    return joules if objective == "energy" else joules * estimate.step_s
+
+
+def unit(objective: str, cluster: Cluster) -> str:
+    """Return what the values are in (local)."""
+    return cluster.site.currency if objective == "cost" else UNITS[objective]
+
+
+def order_floor(estimate: Estimate, objective: str) -> float:
+    """Return the least value of any layout of the same order as ``estimate``'s (local)."""
+    terms, step_s = estimate.timing.terms, estimate.step_s
+    least_s = step_s - sum(terms.get(name, 0.0) for name in FREE)
+    share = least_s / step_s if step_s else 1.0
+    return value(estimate, objective) * (share * share if objective == "energy-delay" else share)
+
+
+def family_floor(
+    description: Description, family: Layout, cluster: Cluster, global_batch: int, objective: str
+) -> float:
+    """Return the least value of a step of any layout of the family (local).
+
+    All joules beyond those of computing, at the power of products that reach nothing of the peak, and of waiting for
+    the messages inside of the units, are left out.
+    """
+    many = family.microbatches(global_batch)
+    alone = replace(family, pipeline=1, chunks=1, schedule="1f1b")  # so every other pipeline asks for the same
+    ((load, _),) = loads(description, alone, cluster)
+    whole_s = many * stage_of(load, alone, cluster, many).seconds.whole_s / family.pipeline
+    if objective == "time":
+        return whole_s
+    computes_s = many * (load.forward_s + load.input_s + load.weight_s + load.again_s) / family.pipeline
+    terms = {"forward": min(computes_s, whole_s), "tensor": max(0.0, whole_s - computes_s)}
+    bare = Timing(terms=terms, hidden_s=0.0, bubble=0.0, bytes={}, algorithms={})
+    joules = energy(bare, family, cluster, 0.0).joules
+    if objective == "cost":
+        site = cluster.site
+        hours = held(family, cluster) * whole_s / 3600
+        return hours * (site.device_hour_price or 0.0) + joules / JOULES_PER_KWH * (site.kwh_price or 0.0)
+    return joules if objective == "energy" else joules * whole_s

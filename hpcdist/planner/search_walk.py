@@ -1,0 +1,183 @@
+"""The walk through the space of layouts, best first: branch and bound.
+
+Nodes wait in a heap by a bound that none of their layouts beats (`search_value`). A family that comes up is opened into
+its orders, each with one strategy planned; an order that comes up is opened into its other strategies. When the bound
+on top is no better than the last layout that is kept, nothing that waits can be, and the walk ends. What cannot be is
+refused on the way: degrees before anything else, schedules and batches when a family is opened, and memory last
+(`search_room`).
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from hpcdist.planner import limits, search_space, search_value
+from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.description import Description
+from hpcdist.planner.estimate import Estimate
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.limits import Problem
+from hpcdist.planner.memory import memory
+from hpcdist.planner.plan import plan
+from hpcdist.planner.search_room import Room
+from hpcdist.planner.search_space import Wanted, Way
+
+
+class Node(NamedTuple):
+    """What waits: a family (no ways), or an order with the ways that are not planned yet."""
+
+    bound: float
+    number: int  # so that nodes of one bound are never compared further
+    layout: Layout
+    ways: tuple[Way, ...] | None
+
+
+@dataclass
+class Refusals:
+    """How often a limit refused a grid or a layout, with the first text."""
+
+    grids: dict[str, tuple[int, str]] = field(default_factory=dict)
+    layouts: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def grid(self, problem: Problem) -> None:
+        """Count a grid, whatever may be laid out on it."""
+        self._count(self.grids, problem, 1)
+
+    def layout(self, problem: Problem, many: int = 1) -> None:
+        """Count ``many`` layouts."""
+        self._count(self.layouts, problem, many)
+
+    @staticmethod
+    def _count(where: dict[str, tuple[int, str]], problem: Problem, many: int) -> None:
+        before, text = where.get(problem.limit, (0, problem.text))
+        where[problem.limit] = before + many, text
+
+
+@dataclass
+class Walk:
+    """One search. ``kept`` has the best estimates after `run`, best first."""
+
+    description: Description
+    cluster: Cluster
+    devices: int
+    global_batch: int
+    wanted: Wanted
+    keep: int
+    layouts: int = 0
+    estimated: int = 0
+    refusals: Refusals = field(default_factory=Refusals)
+    kept: list[tuple[float, Estimate]] = field(default_factory=list)
+    _best_of: dict[Any, tuple[float, int, Estimate]] = field(default_factory=dict)
+    _heap: list[Node] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _worst: float = float("inf")
+
+    def __post_init__(self) -> None:
+        self.room = Room(self.description, self.cluster, self.global_batch, self.wanted.memory_bytes)
+
+    def run(self) -> None:
+        """Walk until nothing that is left can be among the best (local)."""
+        self._sow()
+        while self._heap and self._heap[0].bound < self._worst:
+            node = heapq.heappop(self._heap)
+            if node.ways is None:
+                self._open(node.layout)
+            else:
+                for way in node.ways:
+                    self._plan(search_space.with_way(node.layout, way))
+        self.kept = [(found, estimate) for found, _, estimate in sorted(self._best_of.values(), key=lambda x: x[:2])]
+        self.kept = self.kept[: self.keep]
+
+    def _sow(self) -> None:
+        """Put all families into the heap."""
+        objective = self.wanted.objective
+        nodes = []
+        for grid in search_space.grids(self.description, self.devices, self.global_batch, self.wanted):
+            problem = next(limits.grid_problems(self.description, grid, self.cluster, self.global_batch), None)
+            if problem is not None:
+                self.refusals.grid(problem)
+                continue
+            if self.wanted.runnable and (reasons := limits.unbuilt(grid)):
+                self.refusals.grid(Problem("unbuilt", reasons[0]))
+                continue
+            orders = len(search_space.orders(self.description, grid, self.wanted))
+            ways = len(search_space.ways(grid, self.wanted))
+            for cut in search_space.cuts(grid, self.wanted):
+                if problem := next(limits.grid_problems(self.description, cut, self.cluster, self.global_batch), None):
+                    self.refusals.grid(problem)
+                    continue
+                for microbatch in search_space.sizes(cut, self.global_batch, self.wanted):
+                    self.layouts += orders * ways
+                    family = replace(cut, microbatch=microbatch)
+                    bound = search_value.family_floor(
+                        self.description, family, self.cluster, self.global_batch, objective
+                    )
+                    nodes.append(Node(bound, next(self._numbers), family, None))
+        heapq.heapify(nodes)
+        self._heap = nodes
+
+    def _open(self, family: Layout) -> None:
+        """Plan one layout of each order, and let the others wait."""
+        least = search_space.sizes(family, self.global_batch, self.wanted)[0]
+        for schedule, chunks in search_space.orders(self.description, family, self.wanted):
+            order = replace(family, schedule=schedule, chunks=chunks)
+            ways = search_space.ways(order, self.wanted)
+            if problem := next(limits.order_problems(self.description, order, self.global_batch), None):
+                self.refusals.layout(problem, len(ways))
+                continue
+            ways = self._runnable(order, ways)
+            fitting = self.room.fitting(order, ways, least)
+            if len(fitting) < len(ways):
+                self.refusals.layout(self._full(order, ways), len(ways) - len(fitting))
+            if not fitting:
+                continue
+            estimate = self._plan(search_space.with_way(order, fitting[0]))
+            if fitting[1:]:
+                bound = search_value.order_floor(estimate, self.wanted.objective)
+                heapq.heappush(self._heap, Node(bound, next(self._numbers), order, fitting[1:]))
+
+    def _runnable(self, order: Layout, ways: tuple[Way, ...]) -> tuple[Way, ...]:
+        """Return the ways that this version runs, or all where others are wanted as well."""
+        if not self.wanted.runnable:
+            return ways
+        found = []
+        for way in ways:
+            if reasons := limits.unbuilt(search_space.with_way(order, way)):
+                self.refusals.layout(Problem("unbuilt", reasons[0]))
+            else:
+                found.append(way)
+        return tuple(found)
+
+    def _full(self, order: Layout, ways: tuple[Way, ...]) -> Problem:
+        """Return what is too much; the first text is kept, so only that one is made."""
+        if "memory" not in self.refusals.layouts:
+            for way in ways:
+                layout = search_space.with_way(order, way)
+                needed = memory(self.description, layout, self.cluster, self.global_batch)
+                if problem := limits.memory_problem(needed, self.wanted.memory_bytes):
+                    return problem
+        return Problem("memory", "")
+
+    def _plan(self, layout: Layout) -> Estimate:
+        estimate = plan(self.description, layout, self.cluster, self.global_batch, self.wanted.steps)
+        self.estimated += 1
+        self._keep(search_value.value(estimate, self.wanted.objective), estimate)
+        return estimate
+
+    def _keep(self, found: float, estimate: Estimate) -> None:
+        """Keep the best layouts, or with ``distinct`` the best one of each grid."""
+        if found >= self._worst:
+            return
+        layout, number = estimate.layout, next(self._numbers)
+        key: Any = number
+        if self.wanted.distinct:
+            key = (layout.data, layout.pipeline, layout.tensor, layout.context, layout.expert)
+            if key in self._best_of and self._best_of[key][0] <= found:
+                return
+        self._best_of[key] = found, number, estimate
+        if len(self._best_of) > self.keep:
+            del self._best_of[max(self._best_of, key=lambda one: self._best_of[one][:2])]
+        if len(self._best_of) == self.keep:
+            self._worst = max(one[0] for one in self._best_of.values())
