@@ -40,7 +40,7 @@ Seconds = dict[tuple[str, str], float]  # (kind of operation, "forward" or "back
 class Run:
     """A model in training, replicated over the ranks of ``comm``. Building one is collective.
 
-    ``initial`` are its first parameters, on the host; None: those that it has itself.
+    ``initial`` are its first parameters, on the host; None: those that it has itself. ``on`` is where it computes.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Run:
         optimizer: OptimizerConfig,
         total_steps: int,
         initial: FlatStore | None,
+        on: str = "cpu",
     ) -> None:
         self.name, self.model, self.ledger, self._comm, self._number = name, model, Ledger(), comm, 0
         # Both are collective: whether ranks can share memory is asked of all.
@@ -63,13 +64,14 @@ class Run:
             optimizer=optimizer,
             total_steps=total_steps,
             algorithm="node_shared" if shares else "native",
+            on=on,
             ledger=self.ledger,
         )
         exchange = AllreduceExchange(seat)
         executor = build_executor(seat, exchange, TimedExecutor)
         assert isinstance(executor, TimedExecutor)
         self._executor = executor
-        self._operations = operations(seat, exchange, executor.copies, ParallelConfig())
+        self.operations = operations(seat, exchange, executor.copies, ParallelConfig())
         if initial is None:
             initial = FlatStore(model.layout, model.dtype)
             model.initialise(initial, seed=0)
@@ -83,10 +85,10 @@ class Run:
         together.barrier()
         cpu_s, begin_s = time.process_time(), time.perf_counter()
         samples = len(x) * self._comm.size
-        done = self._executor.run(self._operations, [(x, targets)], samples, self._number, np.zeros(1))
+        done = self._executor.run(self.operations, [(x, targets)], samples, self._number, np.zeros(1))
         step_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - cpu_s
         phases: defaultdict[str, float] = defaultdict(float)
-        for operation, (first_s, last_s) in zip(self._operations, self._executor.timed, strict=True):
+        for operation, (first_s, last_s) in zip(self.operations, self._executor.timed, strict=True):
             phases[_phase(operation)] += last_s - first_s
         return Sample(loss=done.loss, own_loss=False, step_s=step_s, cpu_s=cpu_s, phases=dict(phases))
 

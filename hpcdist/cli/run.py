@@ -20,6 +20,9 @@ from hpcdist.comm.failfast import FAILURE_DIR
 from hpcdist.comm.launcher import announced
 from hpcdist.errors import INTERRUPTED, OK, REQUEUE, MissingCapabilityError, UsageError
 
+# What starts ranks itself, or asks for none.
+_ALONE = ("run", "submit", "jobs", "grow", "bench", "compare", "plan")
+
 
 @click.command(
     "run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, no_args_is_help=True
@@ -177,9 +180,10 @@ def program_of(python: str | None) -> list[str]:
 
 def _check(command: tuple[str, ...]) -> None:
     """Refuse what would fail on every rank at once."""
-    known = ", ".join(name for name in COMMANDS if name not in ("run", "submit", "jobs", "grow", "bench", "compare"))
+    known = ", ".join(name for name in COMMANDS if name not in _ALONE)
     # A sweep starts ranks itself; the other benchmarks are measured by ranks.
     measured = [("bench", name) for name in ("collectives", "pipeline", "checkpoint", "step")]
+    measured += [("plan", "calibrate"), ("plan", "--calibrate")]
     if command[0] not in known.split(", ") and command[:2] not in measured:
         raise click.UsageError(
             f"{command[0]!r} is no command to run on ranks; known: {known}, "

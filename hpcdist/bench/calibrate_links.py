@@ -1,0 +1,190 @@
+"""Seconds of messages between two ranks, level by level, and of the collectives that trainings use, over sizes.
+
+A level is a way from one rank to another: inside a node, and between nodes. On each, pairs of ranks send each other
+messages of all sizes, all pairs at once and then one of them alone; a message's time is half of there and back. The
+collectives are those of `hpcdist.bench.collectives`, with buffers that no cache remembers, among all ranks of a node
+and among all there are.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from hpcdist.arrays import backend
+from hpcdist.bench import collectives
+from hpcdist.bench.calibrate_points import OPERATIONS, Busy, CollectivePoint, LinkPoint, sizes
+from hpcdist.bench.collectives_file import Configuration
+from hpcdist.bench.collectives_plan import ORDINARY, SHARED
+from hpcdist.bench.collectives_plan import Wanted as Cells
+from hpcdist.collectives import node_shared, release
+from hpcdist.comm.communicator import Communicator
+
+Say = Callable[[str], None]
+INSIDE: Final = "node"
+BETWEEN: Final = "network"
+TAG: Final = 7003
+LEAST_TURNS, MOST_TURNS = 7, 400
+FLOATS: Final = "float32"
+
+
+def levels(comm: Communicator) -> tuple[str, ...]:
+    """Return the levels that there are here, from the fastest. Collective over ``comm``."""
+    nodes = comm.nodes()
+    inside = max(len(members) for members in nodes.members) > 1
+    return (INSIDE,) * inside + (BETWEEN,) * (nodes.count > 1)
+
+
+def links(
+    comm: Communicator, least: int, most: int, seconds: float, on: str = "cpu", say: Say | None = None
+) -> tuple[LinkPoint, ...]:
+    """Return messages of sizes from ``least`` to ``most`` bytes on every level. Collective over ``comm``."""
+    found: list[LinkPoint] = []
+    names = levels(comm)
+    for level in names:
+        if say is not None and comm.rank == 0:
+            say(f"messages, level {level}")
+        across = _across(comm, level)
+        each_s = seconds / len(names) / 2 / len(sizes(least, most))
+        for nbytes in sizes(least, most):
+            times = [_message(comm, pair, nbytes, each_s, on) for pair in (_alone(comm, across, level), across)]
+            found.append(LinkPoint(level, 2, nbytes, Busy(*times)))
+    return tuple(found)
+
+
+def _across(comm: Communicator, level: str) -> Communicator | None:
+    """Return the communicator whose ranks 2i and 2i + 1 are joined by links of ``level``; all ranks have one."""
+    nodes = comm.nodes()
+    if level == INSIDE:
+        return nodes.intra
+    return nodes.peers if nodes.uniform else nodes.leaders
+
+
+def _alone(comm: Communicator, across: Communicator | None, level: str) -> Communicator | None:
+    """Return ``across`` where its first pair is the only one that is to send: on the first rank, or node."""
+    nodes = comm.nodes()
+    if level == INSIDE:
+        return across if nodes.index == 0 and across is not None and across.rank < 2 else None
+    leads = nodes.intra.rank == 0
+    return across if leads and across is not None and across.rank < 2 else None
+
+
+def _message(everyone: Communicator, comm: Communicator | None, nbytes: int, seconds: float, on: str) -> float:
+    """Return half of there and back, the first quartile, on the slowest pair. Collective over ``everyone``.
+
+    A rank whose ``comm`` is None, or that has no partner there, looks on.
+    """
+    partner = -1 if comm is None else comm.rank ^ 1
+    sends = comm is not None and 0 <= partner < comm.size
+    out = backend.zeros(nbytes if sends else 0, np.dtype(np.uint8), on)
+    taken: list[float] = []
+
+    def turn() -> float:
+        assert comm is not None
+        begin_s = time.perf_counter()
+        if comm.rank < partner:
+            comm.send(out, partner, TAG)
+            comm.recv(out, partner, TAG)
+        else:
+            comm.recv(out, partner, TAG)
+            comm.send(out, partner, TAG)
+        return (time.perf_counter() - begin_s) / 2
+
+    everyone.barrier()
+    first = turn() if sends else 0.0  # the connection, and the pages
+    if sends:
+        first = turn()
+    slowest = max(everyone.allgather_object(first))
+    count = int(np.clip(seconds / max(2 * slowest, 1e-7), LEAST_TURNS, MOST_TURNS))
+    everyone.barrier()
+    if sends:
+        taken = [turn() for _ in range(count)]
+    found: float = max(everyone.allgather_object(float(np.percentile(taken, 25)) if taken else 0.0))
+    return found
+
+
+def groups(comm: Communicator) -> list[tuple[str, Communicator]]:
+    """Return what collectives are measured on: the ranks of a node, and all where there are several. Collective."""
+    nodes = comm.nodes()
+    found = []
+    if INSIDE in levels(comm) and nodes.uniform:
+        found.append((INSIDE, nodes.intra))
+    if nodes.count > 1:
+        found.append((BETWEEN, comm))
+    return found
+
+
+def of_collectives(
+    comm: Communicator,
+    algorithms: Sequence[str],
+    bounds: tuple[int, int],
+    seconds: float,
+    mpi_library: str,
+    say: Say,
+) -> tuple[CollectivePoint, ...]:
+    """Return allreduce, reduce-scatter and all-gather by ``algorithms``, between ``bounds``. Collective over ``comm``.
+
+    "auto" is what a training would choose here. Buffers are shared memory where the ranks can have it, as the gradients
+    of a training are.
+    """
+    found: list[CollectivePoint] = []
+    whole = groups(comm)
+    for level, group in whole:
+        for operation in OPERATIONS:
+            cells = _cells(group, operation, algorithms, bounds, seconds / len(whole) / len(OPERATIONS))
+            kept: list[Configuration] = []
+            collectives.run(group, cells, mpi_library, kept.extend, say if comm.rank == 0 else _silent)
+            release(group)
+            best = _best(kept, cells.algorithms, operation)
+            found += [
+                CollectivePoint(operation, *key[:1], level, group.size, key[1], value) for key, value in best.items()
+            ]
+    return tuple(comm.broadcast_object(found))
+
+
+def _silent(text: str) -> None:
+    """Say nothing: another group of ranks speaks."""
+
+
+def _cells(
+    group: Communicator, operation: str, algorithms: Sequence[str], bounds: tuple[int, int], seconds: float
+) -> Cells:
+    """Return what is measured of one operation. Collective over ``group``."""
+    wanted = sizes(*bounds, per_octave=1)
+    shares = node_shared.is_available(group) and group.nodes().count == 1
+    named = [name for name in algorithms if name != "auto" or operation == "allreduce"]
+    if "auto" in algorithms and operation != "allreduce":
+        named += ["node_shared"] if shares else []
+        named += ["native"]
+    return Cells(
+        operations=(operation,),
+        algorithms=tuple(dict.fromkeys(named)),
+        bytes=wanted,
+        dtypes=(FLOATS,),
+        buffers=(SHARED,) if shares else (ORDINARY,),
+        seconds=seconds / len(wanted),
+        iterations=None,
+        warmup=2,
+        least=5,
+        check=True,
+        hot=False,
+        seed=0,
+    )
+
+
+def _best(kept: Sequence[Configuration], algorithms: Sequence[str], operation: str) -> dict[tuple[str, int], float]:
+    """Return seconds by (algorithm, bytes) on the slowest rank, the first quartile; "auto" is the fastest."""
+    found: dict[tuple[str, int], float] = {}
+    fastest: dict[int, float] = {}
+    for one in kept:
+        if one.reference:
+            continue
+        time_s = float(np.percentile(np.nanmax(one.time_s, axis=1), 25))
+        key = (one.key.algorithm, one.key.bytes)
+        found[key] = min(time_s, found.get(key, np.inf))
+        fastest[one.key.bytes] = min(time_s, fastest.get(one.key.bytes, np.inf))
+    named = {key: value for key, value in found.items() if key[0] in ("auto", "ring")}
+    if operation != "allreduce":
+        named |= {("auto", nbytes): value for nbytes, value in fastest.items()}
+    return named

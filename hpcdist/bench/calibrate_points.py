@@ -1,0 +1,151 @@
+"""What a calibration measures, as points: sizes and seconds, before anything is fitted to them. Light.
+
+Each time is there twice: with one rank of a node at work, and with all of them. Ranks share caches, memory and, where
+cores are few, the cores.
+"""
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from hpcdist.errors import UsageError
+from hpcdist.models.config import ModelConfig
+
+OPERATIONS: Final = ("allreduce", "reduce_scatter", "all_gather")
+MESSAGE: Final = "message"
+
+
+class Busy(NamedTuple):
+    """Median seconds while one rank of a node works, and while all of them do: of the slowest rank."""
+
+    one: float
+    all: float
+
+
+class ProductPoint(NamedTuple):
+    """A product of (m, k) and (k, n)."""
+
+    m: int
+    k: int
+    n: int
+    seconds: Busy
+
+
+class MovePoint(NamedTuple):
+    """An operation that reads and writes ``nbytes`` together: "copy", or "add" of one array to another."""
+
+    operation: str
+    nbytes: int
+    seconds: Busy
+
+
+class KindPoint(NamedTuple):
+    """The operations of one kind in a step, forward and back: "matmul", "attention", "norm", "activation", ..."""
+
+    kind: str
+    forward: Busy
+    backward: Busy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPoint:
+    """A step of a model on one rank, of one micro-batch of ``samples``, by what its seconds are.
+
+    ``update`` is that of the optimizer, ``norm`` that of all gradients; ``operations`` are those of the step's list.
+    """
+
+    config: ModelConfig
+    context: int
+    samples: int
+    kinds: tuple[KindPoint, ...]
+    norm: Busy
+    update: Busy
+    step: Busy
+    parameters: int
+    operations: int
+
+
+class LinkPoint(NamedTuple):
+    """Messages of ``nbytes`` over the links of a level: one way while all pairs send, and one pair alone."""
+
+    level: str
+    ranks: int
+    nbytes: int
+    seconds: Busy
+
+
+class CollectivePoint(NamedTuple):
+    """A collective of the ``ranks`` that a level joins, on buffers of ``nbytes``: the slowest rank's median."""
+
+    operation: str
+    algorithm: str
+    level: str
+    ranks: int
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a rank computes on."""
+
+    device: str
+    on: str  # "cpu", or "gpu"
+    hosts: int
+    ranks_per_host: int
+    devices_per_host: int
+    threads: int
+    memory_bytes: int  # of a device; of a host divided by its ranks
+    host_memory_bytes: int
+    blas: str
+    mpi_library: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Points:
+    """All of a calibration; empty tuples where there was nothing to measure (links of a single rank)."""
+
+    machine: Machine
+    products: dict[str, tuple[ProductPoint, ...]]  # by dtype
+    moves: tuple[MovePoint, ...]
+    models: tuple[ModelPoint, ...]
+    links: tuple[LinkPoint, ...]
+    collectives: tuple[CollectivePoint, ...]
+    seconds: float  # that measuring took
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is measured: types of numbers, models, algorithms; ``seconds`` are for each of the three parts."""
+
+    dtypes: tuple[str, ...] = ("float32",)
+    on: str = "cpu"
+    models: tuple[tuple[ModelConfig, int, tuple[int, ...]], ...] = ()  # (config, context, samples)
+    algorithms: tuple[str, ...] = ("auto", "ring")
+    least_bytes: int = 1 << 10
+    most_bytes: int = 32 << 20
+    seconds: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.most_bytes < 64 * self.least_bytes:
+            raise UsageError(
+                f"sizes from {self.least_bytes} to {self.most_bytes} bytes are too few to fit; let the largest be at "
+                f"least {64 * self.least_bytes}"
+            )
+
+
+def sizes(least: int, most: int, per_octave: int = 2) -> tuple[int, ...]:
+    """Return sizes from ``least`` to ``most``, ``per_octave`` between each and its double, multiples of 64 bytes."""
+    found, step = [], 0
+    while (size := least * 2 ** (step / per_octave)) <= most * 1.0001:
+        found.append(max(64, round(size / 64) * 64))
+        step += 1
+    return tuple(dict.fromkeys(found))
+
+
+def default_models() -> tuple[tuple[ModelConfig, int, tuple[int, ...]], ...]:
+    """Return gpts whose operations are timed: two widths, two contexts, and small and larger micro-batches."""
+    return (
+        (ModelConfig(layers=2, hidden=128, heads=2, vocabulary=256), 128, (1, 4)),
+        (ModelConfig(layers=2, hidden=256, heads=4, vocabulary=256), 128, (2, 4)),
+        (ModelConfig(layers=2, hidden=256, heads=4, vocabulary=256), 256, (1, 2)),
+    )

@@ -1,0 +1,195 @@
+"""`hpcdist plan calibrate`: the cluster's file from measurements, alone or on every rank that a launcher started."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from hpcdist.errors import OK, UsageError
+
+if TYPE_CHECKING:  # late at run time: --help must load neither numpy nor MPI
+    from hpcdist.bench.calibrate_points import ModelPoint, Points
+    from hpcdist.planner.calibrate_cluster import Findings
+
+_FROM: Final = "workstation"
+_NAME: Final = "here"
+_MATMUL, _ATTENTION = "matmul", "attention"
+_DTYPES: Final = ("float32", "float64", "float16")
+
+
+@click.command("calibrate")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    help="TOML file to write; must not exist.",
+)
+@click.option(
+    "--from",
+    "base",
+    default=_FROM,
+    metavar="CLUSTER",
+    help="Name or file of the cluster that has what is not measured: storage, failures, power, prices.",
+)
+@click.option("--name", help=f"What the cluster is called.  [default: the file's, as {_NAME} for {_NAME}.toml]")
+@click.option("--device", type=click.Choice(["cpu", "gpu"]), default="cpu", help="Where trainings will compute.")
+@click.option(
+    "--dtype", "dtypes", type=click.Choice(_DTYPES), multiple=True, default=("float32",), help="May be repeated."
+)
+@click.option("--seconds", type=click.FloatRange(min=1), default=20.0, help="For the device, and again for the links.")
+@click.option("--points", type=click.Path(dir_okay=False, path_type=Path), help="HDF5 file for all that was measured.")
+@click.option("--anonymous", is_flag=True, help="Leave the names of hosts out of --points.")
+def command(
+    output: Path,
+    base: str,
+    name: str | None,
+    device: str,
+    dtypes: tuple[str, ...],
+    seconds: float,
+    points: Path | None,
+    anonymous: bool,
+) -> int:
+    """Measure the machine at hand and write it as a cluster that `hpcdist plan --cluster` takes.
+
+    One process measures a device: products of matrices over sizes, copies, and steps of small gpts. Under
+    `hpcdist run -n N`, mpirun or srun all ranks measure the device together and then the links between them: messages
+    on each level (inside a node, between nodes) and the collectives of trainings. The file says when, on how many
+    hosts and over which range each number was measured, and how far fits are off at sizes they have not seen; a plan
+    flags what lies outside.
+
+    Exit code 0 when the file is written, 2 for usage, 74 when a file cannot be written, which is tried first, and 78
+    for a cluster that --from cannot read.
+    """
+    from hpcdist.bench import calibrate, place
+    from hpcdist.comm import start
+    from hpcdist.hdf5 import files
+    from hpcdist.planner import calibrate_cluster, cluster_file
+
+    if "float16" in dtypes and device == "cpu":
+        raise UsageError(
+            "--dtype float16 with --device cpu: the products of a training are float32 there; leave it out"
+        )
+    session = start.start(device)
+    comm = session.comm
+
+    def check() -> None:
+        cluster_file.read(base)
+        for path in (output, points):
+            if path is not None:
+                files.check_place(path)
+
+    place.agree(comm, check)
+    found = calibrate.run(comm, _wanted(device, dtypes, seconds), session.library, _processor(), _say)
+    origin = _provenance(session, anonymous)
+    if comm.rank == 0:
+        known = cluster_file.read(base)
+        calibrated = calibrate_cluster.assemble(name or output.stem, known, findings(found))
+        output.write_text(cluster_file.dump(calibrated.cluster), encoding="utf-8")
+        cluster_file.read(str(output))
+        for line in calibrated.lines:
+            click.echo(line)
+        click.echo(f"{output}: {calibrated.cluster.name}, measured in {found.seconds:.0f} s")
+        if points is not None:
+            from hpcdist.bench import calibrate_file
+
+            calibrate_file.write(points, found, origin)
+    session.leave(OK)
+    return OK
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _processor() -> str:
+    from hpcdist.telemetry.provenance import processor
+
+    return f"core of {processor()}"
+
+
+def _wanted(device: str, dtypes: tuple[str, ...], seconds: float) -> Any:
+    from hpcdist.bench.calibrate_points import Wanted, default_models
+
+    return Wanted(dtypes=tuple(dict.fromkeys(dtypes)), on=device, models=default_models(), seconds=seconds)
+
+
+def _provenance(session: Any, anonymous: bool) -> dict[str, Any]:
+    """Return what a file says of the run. Collective over the world."""
+    from hpcdist.telemetry.provenance import provenance
+
+    hosts = sorted(set(session.comm.allgather_object(session.place.host)))
+    return provenance(mpi_library=session.library, hosts=hosts, anonymous=anonymous)
+
+
+def findings(points: "Points") -> "Findings":
+    """Return what was measured in the language of the planner (local)."""
+    from datetime import UTC, datetime
+
+    from hpcdist.planner.calibrate_cluster import Findings
+    from hpcdist.planner.calibrate_curve import Product
+
+    machine = points.machine
+    return Findings(
+        date=datetime.now(UTC).date().isoformat(),
+        device=machine.device,
+        hosts=machine.hosts,
+        ranks_per_host=machine.ranks_per_host,
+        devices_per_host=machine.devices_per_host,
+        memory_bytes=machine.memory_bytes,
+        host_memory_bytes=machine.host_memory_bytes,
+        products={
+            dtype: [Product(one.m, one.k, one.n, one.seconds.all) for one in found]
+            for dtype, found in points.products.items()
+        },
+        moves=[(one.nbytes, one.seconds.all) for one in points.moves if one.operation == "add"],
+        steps=[step(one) for one in points.models],
+        series=list(_series(points)),
+        by=f"{machine.mpi_library.partition(',')[0]}; {machine.blas}",
+    )
+
+
+def step(point: "ModelPoint") -> Any:
+    """Return a measured step of a model as the planner's fit takes it (local)."""
+    from hpcdist.planner import shape
+    from hpcdist.planner.calibrate_shares import Step
+
+    def both(*kinds: str, beside: bool = False) -> tuple[float, float]:
+        wanted = [one for one in point.kinds if (one.kind in kinds) != beside]
+        return sum(one.forward.all for one in wanted), sum(one.backward.all for one in wanted)
+
+    return Step(
+        description=shape.of_config(point.config, context=point.context),
+        samples=point.samples,
+        products_s=both(_MATMUL),
+        attention_s=both(_ATTENTION),
+        elementwise_s=both(_MATMUL, _ATTENTION, beside=True),
+    )
+
+
+def _series(points: "Points") -> Any:
+    """Yield the messages of each level, then each collective by algorithm and level."""
+    from hpcdist.planner.calibrate_cluster import MESSAGE, Series
+
+    for level in dict.fromkeys(one.level for one in points.links):
+        own = [one for one in points.links if one.level == level]
+        yield Series(
+            operation=MESSAGE,
+            algorithm="auto",
+            level=level,
+            ranks=own[0].ranks,
+            nbytes=tuple(float(one.nbytes) for one in own),
+            seconds=tuple(one.seconds.all for one in own),
+            alone_s=tuple(one.seconds.one for one in own),
+        )
+    for key in dict.fromkeys((one.operation, one.algorithm, one.level, one.ranks) for one in points.collectives):
+        found = [one for one in points.collectives if (one.operation, one.algorithm, one.level, one.ranks) == key]
+        found.sort(key=lambda one: one.nbytes)
+        yield Series(
+            operation=key[0],
+            algorithm=key[1],
+            level=key[2],
+            ranks=key[3],
+            nbytes=tuple(float(one.nbytes) for one in found),
+            seconds=tuple(one.seconds for one in found),
+        )

@@ -1,0 +1,201 @@
+"""A cluster from what was measured where it runs: device, links and collectives; the rest is that of a shipped one.
+
+Numbers of the device are those with all ranks of a node at work, as in a training. What nobody measures here (storage,
+failures, power, prices) is taken from the cluster that one starts from, and its source says that it is an assumption.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from hpcdist.arrays.sizes import counted, in_units
+from hpcdist.errors import UsageError
+from hpcdist.planner import calibrate, calibrate_curve, calibrate_shares
+from hpcdist.planner.calibrate import Pieces
+from hpcdist.planner.calibrate_curve import Product
+from hpcdist.planner.calibrate_shares import Step
+from hpcdist.planner.cluster import Cluster, Curve, Device, Fit, Level, Node
+
+MESSAGE: Final = "message"
+_KEPT: Final = ("storage", "failures", "site")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """Times of an operation over sizes; ``alone_s``: while no others were at work, where that was measured."""
+
+    operation: str
+    algorithm: str
+    level: str
+    ranks: int
+    nbytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+    alone_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What was measured, in numbers. ``moves`` are (bytes, seconds) of what reads and writes memory."""
+
+    date: str
+    device: str
+    hosts: int
+    ranks_per_host: int
+    devices_per_host: int
+    memory_bytes: float
+    host_memory_bytes: float
+    products: Mapping[str, Sequence[Product]]
+    moves: Sequence[tuple[float, float]]
+    steps: Sequence[Step]
+    series: Sequence[Series]
+    by: str = ""  # libraries and settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrated:
+    """The cluster, and what to say of each fit: the range, the constants, the error where nothing was fitted."""
+
+    cluster: Cluster
+    lines: tuple[str, ...]
+
+
+def assemble(name: str, base: Cluster, found: Findings) -> Calibrated:
+    """Return the cluster called ``name``; what was not measured is that of ``base`` (local). Raises UsageError."""
+    lines: list[str] = []
+    device = _device(base, found, lines)
+    fits, levels = _links(base, found, lines)
+    devices = found.hosts * found.devices_per_host
+    cluster = Cluster(
+        name=name,
+        about=f"{found.device}, measured on {counted(found.hosts, 'host')} with "
+        f"{counted(found.ranks_per_host, 'rank')} each",
+        devices=devices,
+        device=device,
+        node=replace(
+            base.node if base.node.devices == found.devices_per_host else Node(devices=found.devices_per_host),
+            host_memory_bytes=found.host_memory_bytes,
+        ),
+        levels=levels,
+        storage=base.storage,
+        failures=base.failures,
+        site=base.site,
+        fits=fits,
+        sources=_sources(base, found, measured_links=bool(fits)),
+        calibrated=f"{found.date}; {counted(found.hosts, 'host')}; {'; '.join(lines)}",
+    )
+    return Calibrated(cluster=cluster, lines=tuple(lines))
+
+
+def _device(base: Cluster, found: Findings, lines: list[str]) -> Device:
+    if not found.moves:
+        raise UsageError("the bandwidth of memory was not measured; measure copies of arrays larger than the caches")
+    peaks, curves = {}, {}
+    for dtype, products in found.products.items():
+        fitted = calibrate_curve.fit(products)
+        peaks[dtype], curves[dtype] = (
+            fitted.peak_flops,
+            Curve(
+                sizes=tuple(round(size, 1) for size in fitted.curve.sizes),
+                shares=tuple(round(share, 4) for share in fitted.curve.shares),
+            ),
+        )
+        sizes = curves[dtype].sizes
+        lines.append(
+            f"{dtype} products of sizes {sizes[0]:.0f} to {sizes[-1]:.0f}, unseen ones {fitted.error:.1%} off (median)"
+        )
+    nbytes, seconds = max(found.moves)
+    device = Device(
+        name=found.device,
+        peak_flops=peaks,
+        matmul=curves,
+        memory_bytes=found.memory_bytes,
+        memory_bytes_per_s=nbytes / seconds,
+        memory_share=base.device.memory_share,
+        attention_share=base.device.attention_share,
+        kernel_s=base.device.kernel_s,
+        reserved_bytes=base.device.reserved_bytes,
+        idle_w=base.device.idle_w,
+        peak_w=base.device.peak_w,
+    )
+    lines.append(f"memory with {in_units(int(nbytes))} moved")
+    if not found.steps:
+        lines.append("no steps of models: shares of memory and attention are assumptions")
+        return device
+    shares = calibrate_shares.fit(found.steps, replace(base, device=device))
+    lines.append(f"{counted(len(found.steps), 'step')} of models, unseen ones {shares.error:.1%} off (the worst)")
+    return replace(
+        device,
+        memory_share=shares.memory_share,
+        attention_share=shares.attention_share,
+        kernel_s=shares.kernel_s,
+    )
+
+
+def _links(base: Cluster, found: Findings, lines: list[str]) -> tuple[tuple[Fit, ...], tuple[Level, ...]]:
+    """Return the fits of all series, and the levels that messages were measured on; those of ``base`` without any."""
+    fits, levels = [], []
+    for series in found.series:
+        pieces = calibrate.pieces(series.nbytes, series.seconds)
+        fits.append(_fit(series, pieces))
+        first, last = in_units(int(pieces.from_bytes)), in_units(int(pieces.until_bytes[-1]))
+        what = series.operation if series.operation == MESSAGE else f"{series.algorithm} {series.operation}"
+        lines.append(
+            f"{what} over {counted(series.ranks, 'rank')}, {series.level}, {first} to {last}, unseen sizes up to "
+            f"{pieces.error:.0%} off"
+        )
+        if series.operation == MESSAGE:
+            alone = calibrate.pieces(series.nbytes, series.alone_s or series.seconds)
+            levels.append((series.level, pieces, alone))
+    if not levels:
+        return tuple(fits), base.levels
+    inner = [
+        _level(name, 0 if at == len(levels) - 1 else found.ranks_per_host, *pieces)
+        for at, (name, *pieces) in enumerate(levels)
+    ]
+    return tuple(fits), tuple(inner)
+
+
+def _level(name: str, devices: int, all_: Pieces, alone: Pieces) -> Level:
+    """Return the level: latency of the shortest message, bandwidth of the longest, the latency left out."""
+    latency_s = all_.seconds(all_.from_bytes)
+    most = all_.until_bytes[-1]
+
+    def rate(pieces: Pieces) -> float:
+        return most / max(pieces.seconds(most) - latency_s, 1e-12)
+
+    together = rate(all_)
+    return Level(
+        name=name,
+        devices=devices,
+        latency_s=latency_s,
+        bytes_per_s=together,
+        alone_bytes_per_s=max(together, rate(alone)),
+    )
+
+
+def _fit(series: Series, pieces: Pieces) -> Fit:
+    return Fit(
+        operation=series.operation,
+        ranks=series.ranks,
+        until_bytes=pieces.until_bytes,
+        latency_s=tuple(line.latency_s for line in pieces.lines),
+        s_per_byte=tuple(line.s_per_byte for line in pieces.lines),
+        algorithm=series.algorithm,
+        level=series.level,
+        from_bytes=pieces.from_bytes,
+        error=0.0 if math.isnan(pieces.error) else round(pieces.error, 4),
+    )
+
+
+def _sources(base: Cluster, found: Findings, *, measured_links: bool) -> dict[str, str]:
+    measured = f"measured on {found.date}" + (f" with {found.by}" if found.by else "")
+    assumed = f"assumption: as in {base.name}"
+    return {
+        "device": f"{measured}; power and reserved memory: {assumed}",
+        "matmul": measured,
+        "node": f"devices and memory: {measured}; power: {assumed}",
+        "level": measured if measured_links else assumed,
+        **dict.fromkeys(_KEPT, assumed),
+        **({"fit": measured} if measured_links else {}),
+    }
