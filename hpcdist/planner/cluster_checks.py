@@ -1,6 +1,5 @@
 """Whether a cluster's numbers go together: levels that nest, a peak that its memory can feed, curves, prices."""
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Final
@@ -16,6 +15,7 @@ def check(cluster: Cluster) -> None:
     """Raise ConfigurationError for the first thing that contradicts another."""
     _check_device(cluster.device)
     _check_levels(cluster.levels, cluster.devices)
+    _check_boxes(cluster)
     storage = cluster.storage
     for what in ("write", "read"):
         node, all_nodes = (getattr(storage, f"{part}{what}_bytes_per_s") for part in ("node_", ""))
@@ -26,7 +26,7 @@ def check(cluster: Cluster) -> None:
             )
     _check_site(cluster.site)
     for place, fit in enumerate(cluster.fits):
-        _check_fit(fit, f"fit {place + 1}")
+        _check_fit(fit, f"fit {place + 1}", [level.name for level in cluster.levels])
 
 
 def _check_device(device: Device) -> None:
@@ -64,11 +64,6 @@ def _check_curve(curve: Curve, place: str) -> None:
     if len(curve.sizes) != len(curve.shares):
         raise ConfigurationError(f"{place} has {len(curve.sizes)} sizes and {len(curve.shares)} shares; one of each")
     _check_ascending(curve.sizes, f"{place}.sizes")
-    if curve.sizes[0] <= 0:
-        raise ConfigurationError(f"{place}.sizes begin with {curve.sizes[0]:g}; expected more than 0")
-    for share in curve.shares:
-        if not 0 < share <= 1:
-            raise ConfigurationError(f"{place}.shares has {share:g}; expected a share of the peak, above 0 and up to 1")
 
 
 def _check_levels(levels: Sequence[Level], devices: int) -> None:
@@ -100,6 +95,21 @@ def _check_levels(levels: Sequence[Level], devices: int) -> None:
         )
 
 
+def _check_boxes(cluster: Cluster) -> None:
+    """Refuse two levels of one name, and a level that ends within a node as well as in another."""
+    names = [level.name for level in cluster.levels]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigurationError(f"two levels are called {name!r}; give each a name of its own")
+    box = cluster.node.devices
+    for level in cluster.levels:
+        if level.devices and level.devices % box and box % level.devices:
+            raise ConfigurationError(
+                f"level {level.name!r} of {level.devices} devices and nodes of {box} do not nest: a level must hold "
+                "whole nodes, or a node it whole"
+            )
+
+
 def _check_site(site: Site) -> None:
     if not site.currency and (site.device_hour_price is not None or site.kwh_price is not None):
         raise ConfigurationError('site.currency is missing: a price is given; expected for example "USD"')
@@ -107,14 +117,20 @@ def _check_site(site: Site) -> None:
         raise ConfigurationError("site.carbon_source is missing: say which grid and year site.carbon is of")
 
 
-def _check_fit(fit: Fit, place: str) -> None:
+def _check_fit(fit: Fit, place: str, levels: Sequence[str]) -> None:
+    if fit.level and fit.level not in levels:
+        raise ConfigurationError(f"{place}: there is no level {fit.level!r}; known are {', '.join(levels)}")
     lengths = {len(fit.until_bytes), len(fit.latency_s), len(fit.s_per_byte)}
     if len(lengths) != 1:
         raise ConfigurationError(f"{place}: until, latency and slowness have different lengths; one each for a piece")
     _check_ascending(fit.until_bytes, f"{place}: until")
+    if fit.from_bytes > fit.until_bytes[-1]:
+        raise ConfigurationError(
+            f"{place}: from {rough(fit.from_bytes, 'bytes')} lies above until {rough(fit.until_bytes[-1], 'bytes')}"
+        )
 
 
 def _check_ascending(values: Sequence[float], place: str) -> None:
     for before, after in pairwise(values):
-        if not before < after or not math.isfinite(after):
+        if not before < after:
             raise ConfigurationError(f"{place} has {after:g} after {before:g}; expected them to ascend")

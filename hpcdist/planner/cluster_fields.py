@@ -73,7 +73,10 @@ SITE: Final = (
     Field("kwh_price", "kwh_price", "number", 0, 1000, required=False, zero=True),
     Field("currency", "currency", "text", required=False),
 )
-CURVE: Final = ("sizes", "shares")
+CURVE: Final = (  # lists, one number for each point
+    Field("sizes", "sizes", "number", 1, 1e6),
+    Field("shares", "shares", "number", 1e-6, 1),
+)
 FIT: Final = (
     Field("operation", "operation", "text"),
     Field("ranks", "ranks", "count", 1, 1e7),

@@ -30,11 +30,17 @@ def names() -> tuple[str, ...]:
 def read(name_or_path: str) -> Cluster:
     """Return the cluster of a shipped name or of a file. Raises ConfigurationError, which names file and field."""
     path = _path_of(name_or_path)
+    if "\0" in name_or_path:
+        raise ConfigurationError(f"the cluster {name_or_path!r} is no path of a file")
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"the cluster {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path} is no TOML: {error}") from None
+    try:
+        tree = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # an integer of 5,000 digits, a thousand brackets
         raise ConfigurationError(f"{path} is no TOML: {error}") from None
     return of_tree(tree, str(path))
 
@@ -126,8 +132,8 @@ def _device(tree: Mapping[str, Any]) -> Device:
     for kind in matmul:
         place = f"device.matmul.{kind}."
         curve = _table(matmul, kind, "device.matmul.")
-        _known(curve, fields.CURVE, place)
-        curves[kind] = Curve(**{key: _numbers(curve, Field(key, key, "number"), place) for key in fields.CURVE})
+        _known(curve, [field.key for field in fields.CURVE], place)
+        curves[kind] = Curve(**{field.attribute: _numbers(curve, field, place) for field in fields.CURVE})
     return Device(**values, peak_flops=peak, matmul=curves)
 
 

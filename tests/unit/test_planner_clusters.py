@@ -1,12 +1,14 @@
 """Descriptions of clusters: those shipped hold together and say where they are from; a wrong one is refused by name."""
 
 import dataclasses
+import re
 import tomllib
 from itertools import pairwise
 
 import pytest
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.planner import cluster_fields as fields
 from hpcdist.planner import cluster_file
 from hpcdist.planner.cluster import Fit
 
@@ -103,7 +105,17 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         cluster_file.read(str(tmp_path / "none.toml"))
 
 
-@pytest.mark.parametrize("content", [b"name = ", b"\xff\xfe"])
+def test_a_name_that_is_no_path_is_refused():
+    with pytest.raises(ConfigurationError, match="is no path of a file"):
+        cluster_file.read("mi\0ne.toml")
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(ConfigurationError, match="cannot be read: Is a directory"):
+        cluster_file.read(f"{tmp_path}/")
+
+
+@pytest.mark.parametrize("content", [b"name = ", b"\xff\xfe", b"a = " + b"9" * 5000, b"a = " + b"[" * 50_000])
 def test_a_file_that_is_no_toml_is_named(tmp_path, content):
     path = tmp_path / "odd.toml"
     path.write_bytes(content)
@@ -130,9 +142,16 @@ MISTAKES = [
     ("memory_share = 0.88", "memory_share = 88", "device.memory_share of 88 is not plausible; expected 0.01 to 1"),
     ("memory_share = 0.88", 'memory_share = "0.88"', "expected a number without quotes"),
     ("0.75, 0.82, 0.86]", "0.75, 0.82]", "device.matmul.float16 has 7 sizes and 6 shares"),
-    ("0.75, 0.82, 0.86]", "0.75, 0.82, 86]", "device.matmul.float16.shares has 86; expected a share of the peak"),
+    (
+        "0.75, 0.82, 0.86]",
+        "0.75, 0.82, 86]",
+        "device.matmul.float16.shares[6] of 86 is not plausible; expected 1e-06",
+    ),
     ("0.75, 0.82, 0.86]", '0.75, 0.82, "a"]', "device.matmul.float16.shares[6] is 'a'; expected a number"),
     ("2048, 4096, 8192]", "4096, 2048, 8192]", "device.matmul.float16.sizes has 2048 after 4096"),
+    ("2048, 4096, 8192]", "2048, 4096, inf]", "device.matmul.float16.sizes[6] of inf is not plausible"),
+    ("2048, 4096, 8192]", "2048, 4096, nan]", "device.matmul.float16.sizes[6] of nan is not plausible"),
+    ("sizes = [128", "sizes = [0", "device.matmul.float64.sizes[0] of 0 is not plausible; expected 1 to"),
     ('idle = "60 W"', 'idle = "400 W"', "device.idle of 400 W is more than device.peak of 350 W"),
     ('peak = "350 W"', 'peak = "350 kW"', "device.peak of 350 kW is not plausible"),
     ("[node]\ndevices = 16", "[node]", "node.devices is missing"),
@@ -156,6 +175,8 @@ MISTAKES = [
     ("devices = 0", "devices = 32", "the last level 'EDR InfiniBand' joins 32 devices, the cluster has 400"),
     ("devices = 0", "devices = 24", "do not nest: from the inside out, each must hold the one before"),
     ("devices = 0", "devices = 8", "do not nest"),
+    ('name = "EDR InfiniBand"', 'name = "NVLink"', "two levels are called 'NVLink'"),
+    ("[node]\ndevices = 16", "[node]\ndevices = 12", "level 'NVLink' of 16 devices and nodes of 12 do not nest"),
     ("devices = 400", "devices = 0", "devices of 0 is not plausible; expected 1 to"),
     ("devices = 400", 'devices = "400"', "devices is '400'; expected a count without quotes"),
     ('name = "v100-dgx2"', "name = 7", "name is 7; expected a text"),
@@ -235,6 +256,8 @@ def test_measured_fits_survive_a_dump():
         ("ranks = 2", "ranks = 0", "fit 1: ranks of 0 is not plausible"),
         ("until = [", 'until = ["3 GB", ', "fit 1: until, latency and slowness have different lengths"),
         ('"1 MB"]', "[]]", "fit 2: until[0] is [], without a unit"),
+        ('level = "EDR', 'level = "HDR', "fit 1: there is no level 'HDR InfiniBand'; known are NVLink, EDR InfiniBand"),
+        ("from = ", 'from = "1 TB"\n# ', "fit 1: from 1 TB lies above until 67.1 MB"),
         ("from = ", "form = ", "unknown field fit 1: form; the nearest is 'from'"),
         ('slowness = ["100 ps/B"]', 'slowness = "100 ps/B"', "fit 2: slowness is '100 ps/B'; expected a list"),
     ],
@@ -253,3 +276,15 @@ def test_pieces_of_a_fit_ascend():
     text = cluster_file.dump(dataclasses.replace(cluster_file.read("v100-dgx2"), fits=(wrong,)))
     with pytest.raises(ConfigurationError, match="fit 1: until has 65536 after 6.71089e.07; expected them to ascend"):
         read(text)
+
+
+def test_the_commented_file_shows_every_field_and_reads_with_all_of_them():
+    """What a user copies: each line that is commented out is right as well."""
+    text = (cluster_file.FOLDER / "workstation.toml").read_text()
+    lines = [re.sub(r"^# (?=[a-z_]+ = |\[\[fit)", "", line) for line in text.splitlines()]
+    full = read("\n".join(lines))
+    assert full.fits and full.node.network_w == 400 and full.site.currency == "EUR"
+    assert full.levels[0].alone_bytes_per_s == 6e9
+    tables = (fields.TOP, fields.DEVICE, fields.CURVE, fields.NODE, fields.LEVEL, fields.STORAGE, fields.FAILURES)
+    known = {field.key for table in (*tables, fields.SITE, fields.FIT, fields.PIECES) for field in table}
+    assert known <= {line.split(" = ")[0] for line in lines if " = " in line}

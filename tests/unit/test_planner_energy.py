@@ -27,7 +27,7 @@ def test_the_terms_are_those_of_the_formula():
     assert found.terms["devices"] == pytest.approx(16 * device_j)
     assert found.device_w == pytest.approx(device_j / 4.1)
     assert found.terms["hosts"] == pytest.approx(2 * 2800 * 4.1)
-    assert found.terms["network"] == pytest.approx(2 * 600 * 4.1)
+    assert found.terms["network"] == pytest.approx(2 * 930 * 4.1)
     in_the_room = found.terms["devices"] + found.terms["hosts"] + found.terms["network"]
     assert found.terms["cooling"] == pytest.approx(0.1 * in_the_room)
     assert found.joules == pytest.approx(1.1 * in_the_room)
@@ -106,4 +106,4 @@ def test_what_is_not_known_is_left_out_and_said():
 
 def test_waiting_takes_the_power_of_all_nodes_with_cooling():
     idle = 8 * (115 + 585 * energy.WAITING)
-    assert energy.waiting_w(Layout(data=9), H100) == pytest.approx(1.1 * 2 * (idle + 2800 + 600))
+    assert energy.waiting_w(Layout(data=9), H100) == pytest.approx(1.1 * 2 * (idle + 2800 + 930))

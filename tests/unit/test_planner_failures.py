@@ -26,6 +26,13 @@ def test_failures_come_as_often_as_there_are_nodes():
     assert 54 * DAY / found == pytest.approx(419, rel=0.01)
 
 
+@pytest.mark.parametrize(("devices", "hours"), [(16_384, 1.8), (131_072, 0.23)])
+def test_time_between_failures_is_that_projected_for_a100(devices, hours):
+    """Kokolis et al., arXiv:2410.21680, from 6.5 failures for 1000 node-days."""
+    found = failures.mtbf_s(Layout(data=devices), cluster_file.read("a100-selene"))
+    assert found / 3600 == pytest.approx(hours, rel=0.03)
+
+
 def test_servers_fail_as_well():
     assert failures.mtbf_s(Layout(data=8, servers=8, strategy="parameter_server"), H100) == 132 * DAY
 
