@@ -10,8 +10,9 @@ tokens, and 10 h P back, where scores are computed again, at `Device.attention_s
 (arXiv:2205.05198, section 4.1): two products over all s^2 pairs, and what a softmax and a dropout of a s^2 scores read
 and write, at the speed of the memory: that is most of it.
 
-Elementwise operations take what they move takes, 16-bit numbers half of what float32 does. Between any two kernels are
-`Device.kernel_s`. Gradients of inputs and of weights are told apart, since schedules of zero bubble do.
+The products are small ones, of one head each. Elementwise operations take what moving their numbers takes; back they
+read a gradient and a number that was kept, and write a gradient, where forward read and wrote one each. Between any two
+kernels are `Device.kernel_s`. Gradients of inputs and of weights are told apart, since schedules of zero bubble do.
 """
 
 from math import log
@@ -24,10 +25,14 @@ from hpcdist.planner.layout import Layout
 
 ITEM_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 TILED_BACK: Final = 2.5  # five products instead of two: the scores are computed again
+MOVED_BACK: Final = 1.5  # a gradient and what was kept are read, a gradient is written, where one read and one written
 # What goes over a score in memory, in numbers, and as bytes of the mask of a dropout. Forward: a softmax reads and
 # writes, a dropout too; back: a dropout reads and writes, a softmax reads two and writes one.
 SCORES_FORWARD: Final = (4, 1)
 SCORES_BACK: Final = (5, 1)
+# What Megatron-LM's loss moves for a logit, in float32 (its vocab_parallel_cross_entropy): cast (6 bytes), maximum (4),
+# difference (8), exponential (8), sum (4), quotient (8); back: a factor (8), cast (6).
+LOSS_BYTES: Final = (38, 14)
 SCORE_KERNELS: Final = 4  # two products, a softmax, a dropout; back twice as many
 
 
@@ -88,8 +93,7 @@ def main_bytes(layout: Layout) -> int:
 def share_of(curve: Curve, size: float) -> tuple[float, str]:
     """Return the share of the peak for a product of ``size``, and what to say where that was not measured (local).
 
-    Below the smallest size a product takes as long as if it had that size: the share falls with it. Beyond the largest
-    size it stays.
+    Below the smallest size the share falls with the size; beyond the largest one it stays.
     """
     sizes, shares = curve.sizes, curve.shares
     if size < sizes[0]:
@@ -128,12 +132,12 @@ class _Unit:
         linear = sum(products)
         begin = sum(took for took, product in zip(products, unit.products, strict=True) if product.cut == "columns")
         forward, back = self._attention(unit.attention) if unit.attention else (0.0, 0.0)
-        moved = self._moved()
+        moved, moved_back = self._moved()
         kernels = unit.kernels * self.device.kernel_s
         whole = linear + forward + moved + kernels
-        into, weight = linear + back + 2 * moved + kernels, linear + (kernels if unit.products else 0.0)
+        into, weight = linear + back + moved_back + kernels, linear + (kernels if unit.products else 0.0)
         if unit.first:  # nobody asks for the gradient of its input: what is left belongs to the weights
-            into, weight = 0.0, linear + back + 2 * moved + kernels
+            into, weight = 0.0, linear + back + moved_back + kernels
         again = 0.0
         if layout.recompute == "full":
             again = whole
@@ -156,13 +160,17 @@ class _Unit:
         if product.experts > 1:
             # Tokens of all ranks of the expert axis meet in the experts that are here, the same share in each.
             here, rows = product.experts / layout.expert, rows * product.share * layout.expert
-        size = 3 / (1 / rows + 1 / inner + 1 / columns)
-        share, beyond = share_of(self.curve, size)
-        if beyond:
-            self.flags.add(f"{layout.computes_in} products of size {size:.0f}: {beyond}")
-        computed = 2 * rows * inner * columns / (self.peak * share)
+        computed = 2 * rows * inner * columns / self._speed(rows, inner, columns)
         moved = (rows * inner + inner * columns + rows * columns) * self.item / self.moves
         return here * max(computed, moved)
+
+    def _speed(self, *extents: float) -> float:
+        """Return the operations a second in a product of these extents."""
+        size = 3 / sum(1 / extent for extent in extents)
+        share, beyond = share_of(self.curve, size)
+        if beyond:
+            self.flags.add(f"{self.layout.computes_in} products of size {size:.0f}: {beyond}")
+        return self.peak * share
 
     def _attention(self, attention: Attention) -> tuple[float, float]:
         """Return the seconds forward and back."""
@@ -178,18 +186,27 @@ class _Unit:
             forward = 4 * samples * heads * attention.size * attention.pairs / peak
             return max(forward, ends), max(TILED_BACK * forward, 2 * ends)
         scores = samples * heads * attention.context**2
-        products = max(4 * scores * attention.size / peak, 2 * scores * self.item / self.moves)
+        # A batch of products, each of one head, and so small ones.
+        extents = attention.context / layout.context, float(attention.size), float(attention.context)
+        products = max(4 * scores * attention.size / self._speed(*extents), 2 * scores * self.item / self.moves)
         kernels = SCORE_KERNELS * self.device.kernel_s
         forward = products + (SCORES_FORWARD[0] * self.item + SCORES_FORWARD[1]) * scores / self.moves
         back = 2 * products + (SCORES_BACK[0] * self.item + SCORES_BACK[1]) * scores / self.moves
         return forward + kernels, back + 2 * kernels
 
-    def _moved(self) -> float:
-        """Return the seconds of elementwise operations forward."""
+    def _moved(self) -> tuple[float, float]:
+        """Return the seconds of elementwise operations forward and back."""
         unit, layout = self.unit, self.layout
-        rest = (unit.moved - unit.moved_cut) / (layout.tensor if layout.sequence_parallel else 1)
-        numbers = layout.microbatch / layout.context * (rest + unit.moved_cut / layout.tensor)
-        return numbers * self.item / self.moves
+        samples = layout.microbatch / layout.context
+        rest = samples * (unit.moved - unit.moved_cut) / (layout.tensor if layout.sequence_parallel else 1)
+        if layout.implementation == "megatron" and unit.products and unit.products[-1].cut == "columns":  # logits
+            logits = samples * unit.products[-1].rows * unit.products[-1].columns / layout.tensor
+            rest *= self.item
+            return (rest + LOSS_BYTES[0] * logits) / self.moves, (
+                MOVED_BACK * rest + LOSS_BYTES[1] * logits
+            ) / self.moves
+        forward = (rest + samples * unit.moved_cut / layout.tensor) * self.item / self.moves
+        return forward, MOVED_BACK * forward
 
     def _add(self) -> float:
         """Return the seconds of adding weight gradients to what is there.

@@ -38,7 +38,7 @@ class Unit:
 
     ``parameters`` of one of them; of those the tensor axis divides ``cut_parameters``, the expert axis
     ``expert_parameters`` (which are among the cut ones where the tensor axis cuts them, too). ``moved`` are numbers
-    that its elementwise operations read and write, forward, for a sample; backward twice as many. Of them
+    that its elementwise operations read and write, forward, for a sample; backward half as many more. Of them
     ``moved_cut`` are cut over the tensor axis with the products, the rest only with sequence parallelism. ``counted``
     is what `hpcdist.models.counts` tells of it, for the memory of our own kernels.
     """
