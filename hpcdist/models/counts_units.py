@@ -124,7 +124,13 @@ def _tiles(config: ModelConfig, context: int) -> dict[str, Scratch]:
     shared = config.kv_heads or config.heads
     each = config.heads * short * long
     some = TILE // each * each or min(shared, max(1, TILE * shared // each)) * each // shared
-    return {"attention.scores": Scratch(each, some), "attention.gradients": Scratch(each, some)}
+    size = config.hidden // config.heads
+    return {
+        "attention.scores": Scratch(each, some),
+        "attention.gradients": Scratch(each, some),
+        "attention.part": Scratch(each // short * size, some // short * size),
+        "attention.shrink": Scratch(each // long, some // long),
+    }
 
 
 def statistics_of(config: ModelConfig) -> int:

@@ -148,8 +148,8 @@ def _held(unit: Unit) -> tuple[Kept, ...]:
     return inputs, outputs
 
 
-def layers_again(description: Description, layout: Layout) -> float:
-    """Return the bytes of a sample where blocks are computed again one by one, without a pipeline (local)."""
+def again_one_by_one(description: Description, layout: Layout) -> float:
+    """Return the bytes of a sample where our blocks are computed again one by one, without a pipeline (local)."""
     return _again(description, layout.tensor, itemsize(layout), layout.sequence_parallel)
 
 
@@ -164,15 +164,27 @@ def _again(description: Description, tensor: int, size: int, by_tokens: bool) ->
     return float(size * kept_again(tuple(units)))
 
 
-def scratch_of(description: Description, layout: Layout, present: tuple[int, ...]) -> float:
-    """Return the scratch of a device that computes the units at ``present``, which share what has one name (local)."""
-    of = layout.tensor, itemsize(layout), layout.sequence_parallel, layout.microbatch
-    return _scratch(description, present, *of)
+def scratch_of(description: Description, layout: Layout, present: tuple[int, ...], *, accumulates: bool) -> float:
+    """Return what our kernels write and forget on a device that computes the units at ``present`` (local).
+
+    Units share what has one name. Where it ``accumulates`` the gradients of several micro-batches, that of a weight is
+    made beside the sum; 16-bit sums have a whole unit for it (`hpcdist.planner.buffers`).
+    """
+    adds = accumulates and layout.computes_in == layout.precision
+    return _scratch(
+        description, present, layout.tensor, itemsize(layout), layout.sequence_parallel, layout.microbatch, adds
+    )
 
 
 @lru_cache(maxsize=8192)
 def _scratch(
-    description: Description, present: tuple[int, ...], tensor: int, size: int, by_tokens: bool, samples: int
+    description: Description,
+    present: tuple[int, ...],
+    tensor: int,
+    size: int,
+    by_tokens: bool,
+    samples: int,
+    adds: bool,
 ) -> float:
     split = Split(ranks=tensor, by_tokens=by_tokens)
     largest: dict[str, int] = {}
@@ -180,8 +192,8 @@ def _scratch(
         unit = description.units[number]
         assert unit.counted is not None
         found = {name: split.scratch(one, samples) for name, one in unit.counted.scratch.items()}
-        matrices = [product.inner * product.columns for product in unit.products]
-        found["linear.dweight"] = split.of(max(matrices, default=0)) if unit.products else 0
+        if adds and unit.products:
+            found["linear.dweight"] = split.of(max(product.inner * product.columns for product in unit.products))
         for name, elements in found.items():
             largest[name] = max(largest.get(name, 0), elements)
     return float(size * sum(largest.values()))

@@ -9,6 +9,7 @@ of arXiv:2205.05198, section 4.2.3. For short pipelines from the operations that
 from functools import lru_cache
 from typing import Final
 
+from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.partition_memory import Live, Moment, moments
 from hpcdist.strategies.schedule.catalogue import SCHEDULES
 from hpcdist.strategies.schedule.interleaved import group
@@ -24,9 +25,12 @@ def in_flight(
 ) -> tuple[Moment, ...]:
     """Return the moments at which ``rank`` may need most, each by its chunks (local).
 
-    ``recompute``: chunks keep their input only, and are computed again. Raises KeyError for a schedule of a file.
+    ``recompute``: chunks keep their input only, and are computed again. Raises ConfigurationError for another schedule
+    than those of the catalogue.
     """
-    known = SCHEDULES[schedule]
+    known = SCHEDULES.get(schedule)
+    if known is None:
+        raise ConfigurationError(f"the schedule {schedule!r} has no closed form; choose one of {', '.join(SCHEDULES)}")
     each = known.most or chunks
     if ranks * each <= SHORT:
         steady = microbatches

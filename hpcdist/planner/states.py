@@ -13,8 +13,8 @@ Megatron-LM adds micro-batches up in a float32 gradient ("main gradient") and it
 does. This toolkit adds them up in 16 bits: the gradient of a micro-batch is float32 for one unit at a time only, which
 is counted as scratch. Experts that lie on different data ranks are replicated less often: their d is smaller.
 
-Parameter servers hold no activations: a worker has parameters and gradients, a server the optimizer, a master of the
-parameters and a sum of gradients for its part of them; where there are no servers beside the workers, workers are both.
+A worker of a parameter server has parameters and gradients; a server has for its part of them the optimizer, the
+parameters and a sum of gradients, and no activations. Where every worker serves, it has all but the sum already.
 """
 
 from functools import lru_cache
@@ -80,13 +80,12 @@ def states(layout: Layout, *, experts: bool = False) -> States:
 def _states(each: Bytes, stage: int, replicas: int, is_served: bool, servers: int, precision: str) -> States:
     parameter, gradient, optimizer = each
     if is_served:
-        holders = servers or replicas
-        part = (parameter + gradient + optimizer) / holders
-        rule = (
-            f"a worker {parameter} + {gradient} ({precision}), a server {parameter} + {gradient} + {optimizer} of its "
-            f"1/{holders}"
-        )
-        return States(parameter, gradient, 0.0 if servers else part, rule)
+        part = optimizer / replicas
+        if servers:
+            rule = f"worker {parameter} + {gradient}, server {parameter} + {gradient} + {optimizer} of its 1/{servers}"
+            return States(parameter, gradient, 0.0, f"{rule} bytes a parameter ({precision}; dedicated servers)")
+        rule = f"{parameter + gradient} + {optimizer}/d = {parameter + gradient + part:.4g} bytes a parameter, d ="
+        return States(parameter, gradient, part, f"{rule} {replicas} ({precision}; every rank serves its part)")
     cut = [replicas if stage >= least else 1 for least in (3, 2, 1)]
     found = (parameter / cut[0], gradient / cut[1], optimizer / cut[2])
     return States(*found, _rule(each, stage, replicas, sum(found), precision))
@@ -101,9 +100,3 @@ def _rule(each: Bytes, stage: int, replicas: int, total: float, precision: str) 
     divided = parameter + gradient + optimizer - rest
     formula = f"{rest} + {divided}/d" if rest else f"{divided}/d"
     return f"{formula} = {total:.4g} bytes a parameter, d = {replicas} ({parts}; ZeRO stage {stage}, arXiv:1910.02054)"
-
-
-def server_bytes(layout: Layout, parameters: float) -> float:
-    """Return what a dedicated server holds of a model of so many ``parameters`` (local)."""
-    each = whole(layout)
-    return parameters / max(1, layout.servers) * sum(each)
