@@ -72,7 +72,8 @@ def dump(cluster: Cluster) -> str:
     lines += ["", "[device.flops]"]
     lines += [f"{kind} = {_quoted(units.text(value, 'flops'))}" for kind, value in cluster.device.peak_flops.items()]
     for kind, curve in cluster.device.matmul.items():
-        lines += ["", f"[device.matmul.{kind}]", f"sizes = {list(curve.sizes)}", f"shares = {list(curve.shares)}"]
+        lines += ["", f"[device.matmul.{kind}]"]
+        lines += [f"{key} = {[float(one) for one in getattr(curve, key)]}" for key in ("sizes", "shares")]
     lines += ["", "[node]", *_dumped(fields.NODE, cluster.node)]
     for level in cluster.levels:
         lines += ["", "[[level]]", *_dumped(fields.LEVEL, level)]
@@ -244,8 +245,8 @@ def _dumped(known: Sequence[Field], part: Any) -> list[str]:
             continue
         if field.kind == "text":
             said = _quoted(value)
-        elif field.kind in ("count", "number"):
-            said = repr(value)
+        elif field.kind in ("count", "number"):  # a number of numpy would not be TOML
+            said = repr(int(value) if field.kind == "count" else float(value))
         else:
             said = _quoted(units.text(value, field.kind))
         lines.append(f"{field.key} = {said}")

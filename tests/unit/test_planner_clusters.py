@@ -5,12 +5,13 @@ import re
 import tomllib
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner import cluster_fields as fields
 from hpcdist.planner import cluster_file
-from hpcdist.planner.cluster import Fit
+from hpcdist.planner.cluster import Curve, Fit
 
 GPUS = ("v100-dgx2", "a100-selene", "h100-hgx", "h200-hgx", "mi250x-frontier")
 GOOD = cluster_file.FOLDER / "v100-dgx2.toml"
@@ -247,6 +248,20 @@ def test_measured_fits_survive_a_dump():
         cluster_file.read("v100-dgx2"), fits=FITS, calibrated='by "us" on\t2026-11-22\nin C:\\x'
     )
     assert read(cluster_file.dump(cluster)) == cluster
+
+
+def test_numbers_of_numpy_are_dumped_as_numbers():
+    cluster = cluster_file.read("workstation")
+    curve = Curve(sizes=tuple(np.array([16.0, 64.0])), shares=tuple(np.array([0.25, 0.5])))
+    device = dataclasses.replace(
+        cluster.device,
+        matmul={"float32": curve},
+        peak_flops={"float32": np.float64(140e9)},
+        memory_share=np.float64(0.75),
+        memory_bytes_per_s=np.float64(1.23456789e10),
+    )
+    changed = dataclasses.replace(cluster, device=device, devices=np.int64(2))
+    assert read(cluster_file.dump(changed)) == changed
 
 
 @pytest.mark.parametrize(
