@@ -81,9 +81,10 @@ def exchange(
     """Return the exchange of a step for a device with ``parameters`` numbers, of one pipeline and tensor place.
 
     ``backward_s`` and ``forward_s`` are those of one micro-batch on this device. The parameters are sent in ``units``
-    messages or so, as many as the device has units. Of them ``expert_parameters`` are shared by data / expert ranks
-    only, and ``ends`` are those of the first and the last unit, which zero3 gathers less often. ``matrices`` (rows,
-    columns, count) are for compression of low rank; without them, square ones are assumed.
+    messages, as many as the device has units; an allreduce goes in longer buckets where that is faster. Of them
+    ``expert_parameters`` are shared by data / expert ranks only, and ``ends`` are those of the first and the last unit,
+    which zero3 gathers less often. ``matrices`` (rows, columns, count) are for compression of low rank; without them,
+    square ones are assumed.
     Raises UsageError for a strategy that is none.
     """
     if layout.strategy not in STRATEGIES:
@@ -125,16 +126,31 @@ class _Job(NamedTuple):
         if strategy == "parameter_server":
             return self._servers(parameters, ranks)
         if strategy == "allreduce":
+            return self._allreduce(parameters, axis)
+        return self._zero(parameters, axis)
+
+    def _allreduce(self, parameters: float, axis: str) -> Exchange:
+        """Return the fastest of long buckets, which are late, and short ones, whose latencies add up."""
+        if self.layout.compression != "none":
             cost = self._gradients("allreduce", parameters, axis)
             return self._result(self._hide(cost.seconds, 1), 0.0, cost)
-        return self._zero(parameters, axis)
+        nbytes = parameters * gradient_bytes(self.layout)
+        buckets = max(1, min(self.units, int(nbytes // BUCKET_BYTES)))
+        found: list[Exchange] = []
+        while True:
+            cost = self._in_messages("allreduce", nbytes, axis, buckets)
+            late = self.layout.overlap * cost.seconds * (buckets - 1) / buckets
+            found.append(self._result((cost.seconds, min(late, self.backward_s)), 0.0, cost))
+            if buckets == 1 or not self.layout.overlap:
+                return min(found, key=lambda one: one.exposed_s)
+            buckets //= 2
 
     def _zero(self, parameters: float, axis: str) -> Exchange:
         layout, m = self.layout, self.microbatches
         stage = int(layout.strategy[-1])
         often = 1 if stage == 1 else m
         scatter = self._gradients("reduce_scatter", parameters, axis)
-        gather = self._in_units("all_gather", parameters * _BYTES[layout.precision], axis)
+        gather = self._in_messages("all_gather", parameters * _BYTES[layout.precision], axis, self.units)
         if stage < 3:
             return self._result(
                 self._hide(scatter.seconds * often, often), gather.seconds, _times(scatter, often), gather
@@ -206,7 +222,7 @@ class _Job(NamedTuple):
         ranks = span(layout, axis, cluster).size
         payload = payloads.payload(layout.compression, parameters, ranks, self.units, self.matrices)
         if payload is None:
-            return self._in_units(operation, parameters * gradient_bytes(layout), axis)
+            return self._in_messages(operation, parameters * gradient_bytes(layout), axis, self.units)
         group = span(layout, axis, cluster)
         if payload.way == "gathered":
             cost = collective("all_gather", ranks * payload.nbytes, group, cluster)
@@ -223,11 +239,9 @@ class _Job(NamedTuple):
             (*cost.flags, *payload.flags),
         )
 
-    def _in_units(self, operation: str, nbytes: float, axis: str) -> Cost:
-        """Return collectives one after the other: allreduces of buckets of whole units, else one for each unit."""
-        layout, messages = self.layout, self.units
-        if operation == "allreduce":
-            messages = max(1, min(messages, int(nbytes // BUCKET_BYTES)))
+    def _in_messages(self, operation: str, nbytes: float, axis: str, messages: int) -> Cost:
+        """Return so many collectives one after the other."""
+        layout = self.layout
         one = collective(operation, nbytes / messages, span(layout, axis, self.cluster), self.cluster, layout.algorithm)
         return _times(one, messages)
 
