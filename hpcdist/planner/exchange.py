@@ -20,6 +20,9 @@ Gradients are sent while the backward goes on: at most ``overlap`` of them, neve
 last (nothing is left to hide behind), and no longer than there is backward. What ZeRO-3 gathers hides in the same way
 behind both passes, but for the first unit of each. Parameters of zero1 and zero2, and what workers pull, come after the
 update: exposed. Compression is `hpcdist.planner.payloads`.
+
+A unit is a message here. For the published implementation ZeRO-3 goes tensor by tensor, `TENSORS` of a block, as
+DeepSpeed did when Megatron-LM was compared with it (arXiv:2104.04473, table 2): that table shows its latencies.
 """
 
 from typing import Final, NamedTuple
@@ -32,6 +35,7 @@ from hpcdist.planner.layout import STRATEGIES, Layout
 from hpcdist.planner.network import Cost, collective, span
 from hpcdist.planner.payloads import Matrices
 
+TENSORS: Final = 12  # of a block: two norms and four products, weight and bias each
 _BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -90,7 +94,9 @@ def exchange(
     if layout.strategy not in STRATEGIES:
         raise UsageError(f"strategy {layout.strategy!r}; choose one of {', '.join(STRATEGIES)}")
     common = parameters - expert_parameters if layout.expert > 1 else parameters
-    job = _Job(layout, cluster, backward_s, forward_s, max(1, microbatches), max(1, units), ends, matrices)
+    by_tensor = layout.strategy == "zero3" and layout.implementation == "megatron"
+    messages = max(1, units) * (TENSORS if by_tensor else 1)
+    job = _Job(layout, cluster, backward_s, forward_s, max(1, microbatches), messages, ends, matrices)
     found = job.of(common, "data", layout.data)
     if layout.expert > 1:
         found = found.plus(job.of(expert_parameters, "expert_data", layout.data // layout.expert))

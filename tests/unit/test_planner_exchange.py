@@ -219,6 +219,15 @@ def test_a_pipeline_that_computes_again_gathers_again() -> None:
     assert alone.nbytes == pytest.approx(plain.nbytes)
 
 
+def test_published_zero3_goes_tensor_by_tensor() -> None:
+    ours, published = (
+        exchange(1e6, made("zero3", implementation=name, algorithm="ring"), CLUSTER, 0.0, 3, units=10)
+        for name in ("hpcdist", "megatron")
+    )
+    assert published.nbytes == pytest.approx(ours.nbytes)
+    assert published.exposed_s - ours.exposed_s == pytest.approx(3 * 3 * 10 * 11 * 7 * ALPHA)
+
+
 def test_experts_are_exchanged_by_those_who_share_them() -> None:
     layout = made("allreduce", 16, expert=4)
     found = exchange(N, layout, CLUSTER, 0.0, expert_parameters=N / 2)
