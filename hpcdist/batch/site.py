@@ -172,12 +172,14 @@ class Container:
 class Site:
     """A profile. ``recipe`` has defaults of recipe keys, ``blocks`` Jinja text that replaces blocks of the templates.
 
-    ``proven`` says what of it was run, and what was only rendered.
+    ``proven`` says what of it was run, and what was only rendered. ``cluster`` is the name or the file of what
+    `hpcdist plan` knows of its machines.
     """
 
     name: str = ""
     description: str = ""
     proven: str = ""
+    cluster: str = ""
     scheduler: Scheduler = field(default_factory=Scheduler)
     launcher: StartedBy = field(default_factory=StartedBy)
     environment: Environment = field(default_factory=Environment)

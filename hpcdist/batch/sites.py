@@ -101,6 +101,9 @@ def _tree(path: Path, environment: Mapping[str, str], above: tuple[Path, ...]) -
         raise ConfigurationError(f"site profile {path} cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"site profile {path} is not valid TOML: {error}") from error
+    named = tree.get("cluster")
+    if isinstance(named, str) and (os.sep in named or named.endswith(".toml")):
+        tree["cluster"] = str(path.parent / Path(named).expanduser())  # a relative one lies beside the profile
     base = tree.pop(BASED_ON, None)
     if base is None:
         return tree

@@ -16,6 +16,7 @@ GIVE_WAY_S: Final = 3.0  # ranks of a job start within seconds of each other
 
 # name -> (where its click command is, what the overview says of it)
 COMMANDS: Final = {
+    "plan": ("hpcdist.cli.plan:command", "Say what a training needs of a cluster before it is started."),
     "run": ("hpcdist.cli.run:command", "Start a command on N ranks with this environment's mpirun."),
     "submit": ("hpcdist.cli.submit:command", "Submit the training of a recipe as a batch job."),
     "jobs": ("hpcdist.cli.jobs:command", "Look at jobs, read their logs, cancel and account for them."),

@@ -42,6 +42,7 @@ def show(named: str | None, as_json: bool) -> None:
         click.echo(json.dumps(asdict(site)))
         return
     click.echo(f"# {site.name}: {site.description}\n# {site.proven}")
+    click.echo(f"cluster = {json.dumps(site.cluster)}")
     for name, table in asdict(site).items():
         for key, value in table.items() if isinstance(table, dict) else ():
             click.echo(f"{name}.{key} = {json.dumps(value)}")

@@ -69,8 +69,15 @@ from hpcdist.comm.ending import WAYS
 @submit_kinds.options
 @click.option("--mpi-args", default="", help="Further options of the launcher, in one string.")
 @click.option("--sbatch-arg", "sbatch_args", multiple=True, help="Further option of the scheduler, e.g. --qos=debug.")
+@click.option(
+    "--cluster",
+    metavar="NAME|FILE",
+    help="Show an estimate: see `hpcdist plan clusters`.  [default: the site's, if any]",
+)
 @click.option("--dry-run", is_flag=True, help="Print the script and submit nothing; needs no scheduler.")
-def command(recipe: Path | None, overrides: tuple[str, ...], dry_run: bool, **options: Any) -> None:
+def command(
+    recipe: Path | None, overrides: tuple[str, ...], cluster: str | None, dry_run: bool, **options: Any
+) -> None:
     """Submit the training of RECIPE (TOML), or of the default recipe, and print the number of the job.
 
     The profile of the site says how: see slurm/README.md. Before the walltime ends the job saves, stops and is
@@ -88,10 +95,11 @@ def command(recipe: Path | None, overrides: tuple[str, ...], dry_run: bool, **op
     benchmark, and with --server-nodes a training with nodes of a second kind. See slurm/README.md for each.
     """
     from hpcdist.batch import submission
+    from hpcdist.cli import submit_estimate
     from hpcdist.cli import submit_plan as plan
 
     planned = submit_kinds.planned(recipe, overrides, options)
-    for line in planned.told:
+    for line in (*planned.told, *submit_estimate.lines(planned, cluster)):
         click.echo(line, err=True)
     links = submission.chain(planned.job, planned.site)
     if dry_run:

@@ -35,12 +35,13 @@ _STRIPE: Final = "checkpoint.stripe"
 
 @dataclass(frozen=True)
 class Planned:
-    """A job, where it goes, what to tell of it, and what of its files the nodes would not see."""
+    """A job, where it goes, what to tell of it, what of its files the nodes would not see, and what it trains."""
 
     job: BatchJob
     site: Site
     told: tuple[str, ...]
     hidden: tuple[str, ...]
+    recipe: "Recipe | None" = None
 
 
 def training(
@@ -83,7 +84,9 @@ def training(
     fitting.check(job, site)
     size = f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}"
     shape = f"{size}: {equation(recipe, job.ranks)}"
-    return Planned(job, site, (f"site {site.name}; {shape}", *told), tuple(hidden(job, site, [recipe.data.path])))
+    return Planned(
+        job, site, (f"site {site.name}; {shape}", *told), tuple(hidden(job, site, [recipe.data.path])), recipe
+    )
 
 
 def fields(options: Mapping[str, Any], site: Site) -> tuple[dict[str, Any], list[str]]:

@@ -200,13 +200,14 @@ def run_lines(found: Estimate, cluster: Cluster) -> list[str]:
     run = found.run
     tokens = f", {many(run.steps * found.tokens)} tokens" if found.tokens != found.global_batch else ""
     lines = [f"{run.steps:,} steps{tokens}: {seconds(run.wall_s)}, of which {seconds(run.work_s)} are steps"]
+    expected = "fewer than 0.01" if run.failures < 0.01 else figures(run.failures)
     lines.append(
-        f"a failure every {seconds(run.mtbf_s)} on this many nodes: {figures(run.failures)} are expected, with "
+        f"a failure every {seconds(run.mtbf_s)} on this many nodes: {expected} are expected, with "
         f"{seconds(cluster.failures.restart_s)} for a restart"
     )
+    when = f"best every {seconds(run.interval_s)} (Young, Daly)" if run.interval_s < run.work_s else "best at the end"
     lines.append(
-        f"a checkpoint takes {seconds(run.save_s)}, best every {seconds(run.interval_s)} (Young, Daly); "
-        f"saves and failures: {share(run.slowdown - 1)} more time"
+        f"a checkpoint takes {seconds(run.save_s)}, {when}; saves and failures: {share(run.slowdown - 1)} more time"
     )
     return lines
 

@@ -1,0 +1,146 @@
+"""`hpcdist plan`: memory, time, energy and failures of a training, before anything is started. Needs no MPI, no GPU."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from hpcdist.cli import plan_options
+from hpcdist.cli.lazy import LazyGroup
+from hpcdist.cli.plan_options import SectionedCommand
+from hpcdist.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from hpcdist.cli.plan_subject import Subject
+    from hpcdist.planner.cluster import Cluster
+    from hpcdist.planner.estimate import Estimate
+
+CALIBRATE: Final = "calibrate"
+# Where each command is, and what the overview says of it.
+COMMANDS: Final = {
+    "search": ("hpcdist.cli.plan_search:command", "Find the best layouts for a number of devices."),
+    "compare": ("hpcdist.cli.plan_compare:command", "Put several layouts, or clusters, side by side."),
+    "clusters": ("hpcdist.cli.plan_lists:clusters", "List the clusters that are known, or show one."),
+    "models": ("hpcdist.cli.plan_lists:models", "List the models that are known, or show one."),
+    CALIBRATE: ("hpcdist.cli.plan_calibrate:command", "Measure the machine at hand, for a cluster of its own."),
+}
+
+
+EXAMPLES: Final = """\b
+Examples:
+  hpcdist plan recipe.toml --cluster h100-hgx --devices 64
+  hpcdist plan --model gpt3-175b --cluster a100-selene --tensor 8 --pipeline 16 --data 6 --batch 1536
+"""
+
+
+class PlanGroup(LazyGroup):
+    """A command that plans one layout, with commands of its own: a first word that names one is that one."""
+
+    allow_interspersed_args = True
+    allow_extra_args = False
+    lazy = COMMANDS
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Return the context of the command that ``args`` begin with, or of the plan itself."""
+        args = list(args)
+        if f"--{CALIBRATE}" in args:
+            args.remove(f"--{CALIBRATE}")
+            args.insert(0, CALIBRATE)
+        if not args or args[0] not in self.lazy:
+            return super().make_context(info_name, args, parent, **extra)
+        outer = click.Context(click.Group(self.name), info_name=info_name, parent=parent)  # its usage has no RECIPE
+        command = self.get_command(outer, args[0])
+        assert command is not None
+        return command.make_context(args[0], args[1:], outer, **extra)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the options of the plan itself."""
+        return click.Command.parse_args(self, ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Plan."""
+        return click.Command.invoke(self, ctx)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """Return what stands behind the name in the usage."""
+        return click.Command.collect_usage_pieces(self, ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options by section, then the commands."""
+        SectionedCommand.format_options(self, ctx, formatter)  # type: ignore[arg-type]
+        self.format_commands(ctx, formatter)
+
+
+@click.command("plan", cls=PlanGroup, epilog=EXAMPLES)
+@plan_options.recipe
+@plan_options.cluster
+@plan_options.subject
+@plan_options.layout
+@plan_options.plot
+@plan_options.as_json
+def command(
+    recipe: Path | None,
+    cluster: str | None,
+    overrides: tuple[str, ...],
+    plot: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Say whether the training of RECIPE, or of a model in numbers, fits a cluster, how long it takes, what it costs.
+
+    Nothing is started, and neither MPI nor a GPU is needed. Without options of the layout, that of the recipe is
+    planned; those that are given take its place. `--calibrate` is `hpcdist plan calibrate`.
+    """
+    from hpcdist.cli.plan_subject import cluster as read
+    from hpcdist.cli.plan_subject import subject
+    from hpcdist.planner import text
+
+    checked_plot(plot)
+    on = read(cluster)
+    found = subject(recipe, overrides, options)
+    answer = planned(found, on, simulate=True)
+    if plot is not None:
+        draw(answer, found, on, plot)
+    if as_json:
+        from hpcdist.cli.plan_json import jsonable
+
+        click.echo(json.dumps(jsonable(answer, found.description, on)))
+    else:
+        click.echo(text.text(answer, found.description, on))
+
+
+def planned(found: "Subject", cluster: "Cluster", *, simulate: bool = False) -> "Estimate":
+    """Return the plan, with the notes among its flags. Raises ConfigurationError for a layout that cannot be.
+
+    One that does not fit into the memory can be: the plan tells what is too much.
+    """
+    from hpcdist.planner import cluster_file, limits
+    from hpcdist.planner.plan import plan
+
+    description, layout, batch = found.description, found.layout, found.global_batch
+    wrong = [one.text for one in limits.shape_problems(description, layout, cluster, batch)]
+    if wrong:
+        raise ConfigurationError(f"this layout cannot be: {'; '.join(wrong)}")
+    answer = plan(description, layout, cluster, batch, found.steps, simulate=simulate)
+    return dataclasses.replace(answer, flags=(*answer.flags, *found.notes, *cluster_file.assumptions(cluster)))
+
+
+def checked_plot(file: Path | None) -> None:
+    """Raise before anything is planned where ``file`` cannot be drawn."""
+    if file is not None:
+        from hpcdist.planner import plot
+
+        plot.check(file)
+
+
+def draw(answer: "Estimate", found: "Subject", cluster: "Cluster", file: Path) -> None:
+    """Draw memory and timeline into ``file``. Raises MissingCapabilityError, StorageError, UsageError."""
+    from hpcdist.planner import plot
+    from hpcdist.planner.timeline import timeline
+
+    steps = timeline(found.description, found.layout, cluster, found.global_batch)
+    plot.draw(answer, steps, found.description.name, cluster, file)

@@ -1,0 +1,31 @@
+"""A plan as JSON: every field of an `Estimate`, and what follows from them."""
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.description import Description
+from hpcdist.planner.estimate import Estimate
+
+
+def jsonable(found: Estimate, description: Description, cluster: Cluster) -> dict[str, Any]:
+    """Return all of a plan; null where a number is not known, or not finite."""
+    memory, timing = found.memory, found.timing
+    plain = asdict(found)
+    plain["layout"] |= {"devices": found.layout.devices, "microbatches": found.layout.microbatches(found.global_batch)}
+    plain["memory"] |= {"bytes": memory.bytes, "fits": memory.fits, "breaks_first": memory.breaks_first}
+    plain["timing"] |= {"step_s": timing.step_s}
+    plain["energy"] |= {"joules": found.energy.joules}
+    about = {"model": description.name, "cluster": cluster.name, "device": cluster.device.name}
+    checked: dict[str, Any] = finite({**about, **plain, "step_s": found.step_s, "mfu": found.mfu, "hfu": found.hfu})
+    return checked
+
+
+def finite(value: Any) -> Any:
+    """Return ``value`` with null in the place of what JSON cannot write."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,143 @@
+"""`hpcdist plan search`: the best layouts of a training on so many devices, and why they are."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from hpcdist.cli import plan_options
+from hpcdist.cli.plan_options import Sectioned, SectionedCommand
+from hpcdist.errors import UsageError
+
+if TYPE_CHECKING:
+    from hpcdist.cli.plan_subject import Subject
+    from hpcdist.planner.cluster import Cluster
+    from hpcdist.planner.search import Result, Wanted
+
+SEARCH: Final = "Search"
+OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
+# Option of the layout -> the field of `Wanted` that has only its value, where it is given.
+_FIXED: Final = {
+    "schedule": "schedules",
+    "chunks": "chunks",
+    "recompute": "recompute",
+    "compression": "compressions",
+    "tensor": "tensors",
+    "pipeline": "pipelines",
+    "context_ranks": "contexts",
+    "expert_ranks": "experts",
+    "microbatch": "microbatches",
+    "sequence_parallel": "sequence_parallel",
+}
+_FOLLOWS: Final = ("data", "servers")
+
+
+def _option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return click.option(*names, cls=Sectioned, section=SEARCH, **settings)
+
+
+@click.command("search", cls=SectionedCommand)
+@plan_options.recipe
+@plan_options.cluster
+@plan_options.subject
+@_option(
+    "--objective",
+    type=click.Choice(OBJECTIVES),
+    default="time",
+    help="What is to be least: seconds, joules, price, or joules times seconds, of a step.",
+)
+@_option("--memory", metavar="SIZE", help='What a device may use, as "70 GB" or "64 GiB".  [default: all it has]')
+@_option("--fewer", is_flag=True, help="A layout may leave devices unused.")
+@_option("--runnable", is_flag=True, help="Only what this version of hpcdist runs itself.")
+@_option("--distinct", is_flag=True, help="Each product of degrees once, with what is best on it.")
+@_option("--first", type=click.IntRange(min=1), default=10, metavar="N", help="How many to show and explain.")
+@_option("--simulate/--no-simulate", default=True, help="Time the finalists by the simulator of pipelines.")
+@plan_options.layout
+@plan_options.plot
+@plan_options.as_json
+def command(
+    recipe: Path | None,
+    cluster: str | None,
+    overrides: tuple[str, ...],
+    plot: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Find the best layouts of RECIPE, or of a model in numbers, on --devices of a cluster, and explain them.
+
+    What varies: data x pipeline x tensor x context devices, the stage of ZeRO, micro-batch, schedule and recomputation;
+    an option of the layout that is given does not. Compression changes what is trained, and is tried where
+    --compression names one. --plot draws the best.
+    """
+    from hpcdist.cli.plan import checked_plot, draw
+    from hpcdist.cli.plan_subject import cluster as read
+    from hpcdist.planner import cluster_file, search
+    from hpcdist.planner.text_table import searched
+
+    checked_plot(plot)
+    on = read(cluster)
+    found = _subject(recipe, overrides, options)
+    devices = options["devices"] or on.devices
+    result = search.search(found.description, on, devices, found.global_batch, _wanted(found, on, options))
+    notes = (*found.notes, *cluster_file.assumptions(on))
+    click.echo(json.dumps(_jsonable(result, found, on)) if as_json else searched(result, notes))
+    if plot is not None and result.found:
+        best = result.found[0].estimate
+        draw(best, dataclasses.replace(found, layout=best.layout), on, plot)
+
+
+def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> "Subject":
+    """Return what is to be laid out, with what never varies of its layout."""
+    from hpcdist.cli.plan_layout import given
+    from hpcdist.cli.plan_subject import subject
+
+    for name in given(options, _FOLLOWS):
+        raise UsageError(f"{name} is what a search finds; leave it out, and give --devices")
+    varied = {*_FIXED, "strategy", "zero", "devices"}
+    return subject(path, overrides, {name: value for name, value in options.items() if name not in varied})
+
+
+def _wanted(found: "Subject", cluster: "Cluster", options: Mapping[str, Any]) -> "Wanted":
+    from hpcdist.cli.plan_layout import strategy_of
+    from hpcdist.planner.search import Wanted
+    from hpcdist.planner.units import parse
+
+    values: dict[str, Any] = {
+        field: (options[name],) for name, field in _FIXED.items() if options.get(name) is not None
+    }
+    strategy = strategy_of(options, found.layout).get("strategy")
+    if strategy is not None:
+        values["strategies"] = (strategy,)
+    if "compressions" not in values:  # that of a recipe stays as it is
+        values["compressions"] = (found.layout.compression,)
+    if options["memory"] is not None:
+        limit = parse(options["memory"], "bytes")
+        if limit > cluster.device.memory_bytes:
+            raise UsageError(
+                f"--memory {options['memory']} is more than the {cluster.device.memory_bytes:,.0f} bytes of a device "
+                f"of {cluster.name}; leave it out, or choose less"
+            )
+        values["memory_bytes"] = limit
+    for name in ("objective", "fewer", "runnable", "distinct", "first", "simulate"):
+        values[name] = options[name]
+    base = dataclasses.replace(found.layout, data=1, pipeline=1, tensor=1, context=1, servers=0)
+    return Wanted(base=base, steps=found.steps, **values)
+
+
+def _jsonable(result: "Result", found: "Subject", cluster: "Cluster") -> dict[str, Any]:
+    from hpcdist.cli.plan_json import finite, jsonable
+
+    plans = [
+        {"value": one.value, "unit": one.unit, "why": one.why, "limits": one.limits}
+        | jsonable(one.estimate, found.description, cluster)
+        for one in result.found
+    ]
+    about = {name: getattr(result, name) for name in ("objective", "devices", "layouts", "estimated", "left_out")}
+    refused = [dataclasses.asdict(one) for one in result.refused]
+    said: dict[str, Any] = finite(
+        {**about, "found": plans, "refused": refused, "nothing": result.nothing, "flags": (*result.flags, *found.notes)}
+    )
+    return said

@@ -1,0 +1,153 @@
+"""What `hpcdist plan` plans: a recipe, a model by name or one in numbers, with its batch and its steps."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hpcdist.cli.plan_layout import flag, given, laid_out
+from hpcdist.cli.plan_options import SHAPE, SHAPE_TOO
+from hpcdist.errors import UsageError
+from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.description import Description, Shape
+from hpcdist.planner.layout import Layout
+
+if TYPE_CHECKING:
+    from hpcdist.training.recipe import Recipe
+
+STEPS: Final = 1000  # of a run of which nobody says how long it is
+_NEEDED: Final = ("layers", "hidden", "heads", "vocabulary", "context")
+_OF_SHAPE: Final = (*SHAPE, "context", *SHAPE_TOO)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model, the layout that was asked for, samples and steps; ``notes`` say what the plan leaves out."""
+
+    description: Description
+    layout: Layout
+    global_batch: int
+    steps: int
+    notes: tuple[str, ...] = ()
+
+
+def subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> Subject:
+    """Return what the arguments and options describe.
+
+    Raises UsageError for options that contradict each other or are missing, ConfigurationError for a recipe or a model
+    that cannot be planned.
+    """
+    named = options.get("model") is not None
+    numbers = given(options, _OF_SHAPE)
+    if path is not None and (named or numbers):
+        raise UsageError(
+            f"the recipe {path} and {'--model' if named else numbers[0]} are two models; keep one (--set model.KEY="
+            "VALUE changes that of the recipe)"
+        )
+    if path is None and not named and not numbers and not overrides:
+        raise UsageError("give a RECIPE, --model NAME (see `hpcdist plan models`), or --layers, --hidden and so on")
+    if path is not None or (overrides and not (named or numbers)):
+        from hpcdist.training import recipe as recipes
+
+        recipe = recipes.load(path, overrides).recipe
+        return of_recipe(recipe, "the default recipe" if path is None else path.stem, options)
+    if overrides:
+        raise UsageError(f"--set {overrides[0]} changes a recipe, and none is given; use the options instead")
+    description = _by_name(options) if named else _in_numbers(options)
+    if options.get("batch") is None:
+        raise UsageError("give --batch, the samples of a step over all replicas: without a recipe nothing says it")
+    steps, notes = _steps(options, description, options["batch"])
+    base = Layout()
+    return Subject(
+        description=description,
+        layout=laid_out(options, base),
+        global_batch=options["batch"],
+        steps=STEPS if steps is None else steps,
+        notes=notes,
+    )
+
+
+def cluster(named: str | None) -> Cluster:
+    """Return the cluster of a name or a file. Raises UsageError where none is given."""
+    from hpcdist.planner import cluster_file
+
+    if named is None:
+        raise UsageError(f"give --cluster NAME|FILE: {', '.join(cluster_file.names())}, or a file of your own")
+    return cluster_file.read(named)
+
+
+def of_recipe(recipe: "Recipe", name: str, options: Mapping[str, Any]) -> Subject:
+    """Return a recipe, called ``name``, with what the options say in the place of its own values.
+
+    Raises ConfigurationError where it cannot be planned, and UsageError.
+    """
+    from hpcdist.cli.plan_recipe import translated
+
+    found = translated(recipe, name)
+    batch = options.get("batch") or found.global_batch
+    layout = laid_out(options, found.layout)
+    if options.get("microbatch") is None:  # a recipe says how many there are, not how large
+        many = recipe.parallel.microbatches
+        layout = dataclasses.replace(layout, microbatch=max(1, math.ceil(batch / (layout.data * many))))
+    steps, notes = _steps(options, found.description, batch)
+    return Subject(
+        description=found.description,
+        layout=layout,
+        global_batch=batch,
+        steps=found.steps if steps is None else steps,
+        notes=(*found.notes, *(() if steps is None else notes)),
+    )
+
+
+def _steps(options: Mapping[str, Any], description: Description, batch: int) -> tuple[int | None, tuple[str, ...]]:
+    """Return the steps that the options say, None where they say none, with a note on them."""
+    steps, tokens = options.get("steps"), options.get("tokens")
+    if steps is not None and tokens is not None:
+        raise UsageError(f"--steps {steps} and --tokens {tokens:g} both say how long the run is; keep one")
+    if tokens is not None:
+        return max(1, math.ceil(tokens / (batch * description.tokens))), ()
+    if steps is not None:
+        return int(steps), ()
+    return None, (f"neither --steps nor --tokens is given: the run is planned with {STEPS} steps",)
+
+
+def _by_name(options: Mapping[str, Any]) -> Description:
+    from hpcdist.planner import models
+    from hpcdist.planner.shape import describe
+
+    others = given(options, (*SHAPE, *SHAPE_TOO))
+    if others:
+        raise UsageError(
+            f"--model {options['model']} and {others[0]} describe a model twice; keep one (--context alone goes with "
+            "a name)"
+        )
+    found = models.named(options["model"])
+    if options.get("context") is not None:
+        found = dataclasses.replace(found, context=options["context"])
+    return describe(found, options["model"])
+
+
+def _in_numbers(options: Mapping[str, Any]) -> Description:
+    from hpcdist.planner.shape import describe
+
+    missing = [flag(name) for name in _NEEDED if options.get(name) is None]
+    if missing:
+        raise UsageError(f"a model in numbers also needs {', '.join(missing)}")
+    if options.get("feed_forward") is not None and options.get("mlp_ratio") is not None:
+        raise UsageError("--feed-forward and --mlp-ratio say the same; keep one")
+    if options.get("experts_per_token") is not None and options.get("experts") is None:
+        raise UsageError(f"--experts-per-token {options['experts_per_token']} needs --experts, how many there are")
+    values = {name: options[name] for name in _OF_SHAPE if options.get(name) is not None and name != "mlp_ratio"}
+    if options.get("mlp_ratio") is not None:
+        wide = options["mlp_ratio"] * options["hidden"]
+        if not math.isclose(wide, round(wide)) or round(wide) < 1:
+            raise UsageError(
+                f"--mlp-ratio {options['mlp_ratio']:g} x --hidden {options['hidden']} = {wide:g} is no whole width; "
+                "give --feed-forward"
+            )
+        values["feed_forward"] = round(wide)
+    shape = Shape(**values)
+    name = f"transformer {shape.layers} x {shape.hidden}"
+    return describe(shape, name)

@@ -1,0 +1,99 @@
+"""Several plans below each other: a line for each, aligned, with what the best of a search has over the next."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from hpcdist.planner.estimate import Estimate
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.text_units import decimal, figures, many, nbytes, seconds, share
+
+if TYPE_CHECKING:
+    from hpcdist.planner.search import Result
+
+HEADS: Final = ("step", "MFU", "HFU", "memory", "of", "J/step", "data", "pipe", "tensor", "ctx", "micro", "ways")
+_SHORT: Final = {"parameter_server": "servers"}
+_LEFT: Final = ("ways", "cluster", "layout", "")  # columns of words
+
+
+def row(found: Estimate) -> list[str]:
+    """Return the cells of an estimate, in the order of HEADS (local)."""
+    layout, memory = found.layout, found.memory
+    return [
+        seconds(found.step_s),
+        share(found.mfu),
+        share(found.hfu),
+        nbytes(memory.bytes) + ("" if memory.fits else "!"),
+        nbytes(memory.limit_bytes),
+        decimal(found.energy.joules, "J"),
+        *(f"{degree:,}" for degree in (layout.data, layout.pipeline, layout.tensor, layout.context)),
+        f"{layout.microbatches(found.global_batch)} x {layout.microbatch}",
+        ways(layout),
+    ]
+
+
+def ways(layout: Layout) -> str:
+    """Return strategy, schedule and so on of a layout, in a few words (local)."""
+    parts = [_SHORT.get(layout.strategy, layout.strategy)]
+    if layout.servers:
+        parts[0] = f"{layout.servers} servers"
+    if layout.pipeline > 1:
+        parts.append(layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else ""))
+    if layout.recompute != "none":
+        parts.append(f"{layout.recompute} recomputation")
+    if layout.sequence_parallel:
+        parts.append("sequence parallel")
+    if layout.expert > 1:
+        parts.append(f"experts / {layout.expert}")
+    if layout.compression != "none":
+        parts.append(layout.compression)
+    return ", ".join(parts)
+
+
+def aligned(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: words to the left, numbers to the right (local)."""
+    cells = [list(heads), *map(list, rows)]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(heads))]
+    lines = []
+    for line in cells:
+        parts = [
+            f"{cell:<{width}}" if head in _LEFT else f"{cell:>{width}}"
+            for head, cell, width in zip(heads, line, widths, strict=True)
+        ]
+        lines.append("  ".join(parts).rstrip())
+    return lines
+
+
+def searched(result: "Result", notes: Sequence[str] = ()) -> str:
+    """Return what a search has found: a table, why each beats the next, and what was refused (local)."""
+    space = f"{many(result.layouts)} layouts on {result.devices:,} devices, {result.estimated:,} of them planned"
+    lines = [f"least {result.objective} among {space}"]
+    lines += [f"no layout fits: {said}" for said in result.nothing]
+    if result.found:
+        unit = result.found[0].unit
+        heads = ("#", *((f"value ({unit})",) if result.objective != "time" else ()), *HEADS)
+        rows = []
+        for place, one in enumerate(result.found, 1):
+            value = [figures(one.value, 4)] if result.objective != "time" else []
+            rows.append([str(place), *value, *row(one.estimate)])
+        lines += ["", *aligned(heads, rows), "", "why each is where it is"]
+        for place, one in enumerate(result.found, 1):
+            lines.append(f"{place:>2}  {'; '.join([*one.why, *one.limits])}")
+    refused = [f"  {one.limit:12} {many(one.count)} {one.of}, such as: {one.example}" for one in result.refused]
+    lines += ["", "refused", *refused] if refused else []
+    if any(not one.estimate.memory.fits for one in result.found):
+        lines.append("!  does not fit")
+    said = [*result.flags, *notes]
+    return "\n".join([*lines, *(["", *(f"note: {one}" for one in said)] if said else [])])
+
+
+def compared(rows: Sequence[tuple[str, str, Estimate]]) -> list[str]:
+    """Return a table of (cluster, layout, estimate), with the time of each relative to the first (local)."""
+    first = rows[0][2].step_s
+    cells = [
+        [cluster, f"{found.layout.devices:,}", *row(found)[:-1], f"{first / found.step_s:.2f}x", row(found)[-1]]
+        for cluster, _, found in rows
+    ]
+    lines = aligned(("cluster", "devices", *HEADS[:-1], "speed", HEADS[-1]), cells)
+    if any(not found.memory.fits for _, _, found in rows):
+        lines.append("!  does not fit into the memory of a device")
+    return lines

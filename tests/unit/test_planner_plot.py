@@ -1,0 +1,121 @@
+"""The picture of a plan: all of its terms are in it, whatever their number."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+from made_plans import CLUSTER, ESTIMATE, MEMORY
+
+from hpcdist import errors
+from hpcdist.planner import plot
+from hpcdist.planner.timeline import KINDS, Bar, Timeline
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def passes(stages, count, seconds=1.0):
+    """A step of so many stages with ``count`` forwards and backwards each, an exchange and an update."""
+    bars = []
+    for stage in range(stages):
+        for number in range(count):
+            begin = stage + 3 * number * seconds
+            bars += [Bar(stage, "forward", begin, begin + seconds, number)]
+            bars += [Bar(stage, "backward", begin + seconds, begin + 3 * seconds, number)]
+        end = stage + 3 * count * seconds
+        bars += [Bar(stage, "exchange", end - 1, end + 1), Bar(stage, "update", end + 1, end + 2)]
+    return Timeline(stages=stages, bars=tuple(bars), end_s=max(bar.end_s for bar in bars))
+
+
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """Return a function that draws, and returns the figure."""
+    pytest.importorskip("matplotlib")
+    figures = []
+    save = plot._save
+    monkeypatch.setattr(plot, "_save", lambda figure, file: (figures.append(figure), save(figure, file)))
+
+    def draw(found=ESTIMATE, timeline=None, name="plan.png"):
+        plot.draw(found, timeline or passes(2, 3), "model", CLUSTER, tmp_path / name)
+        return figures[-1], tmp_path / name
+
+    return draw
+
+
+def words(axis):
+    return " ".join([axis.get_title(loc="left"), *(text.get_text() for text in axis.get_legend().get_texts())])
+
+
+def test_memory_step_and_timeline_are_drawn(drawn):
+    figure, file = drawn()
+    assert file.read_bytes().startswith(PNG)
+    memory, step, timeline = figure.axes
+    assert "68.0 GB (63.3 GiB) of 85.9 GB (80.0 GiB), fits" in words(memory)
+    assert "optimizer 30.0 GB" in words(memory) and "scratch" not in words(memory)
+    assert "10.0 s, MFU 33.3 %, HFU 40.0 %" in words(step) and "bubble 2.00 s" in words(step)
+    assert "forward" in words(timeline) and "exchange" in words(timeline) and "weights" not in words(timeline)
+    assert "64 = data 4 x pipeline 2 x tensor 8 x context 1" in figure.get_suptitle()
+
+
+def test_bars_of_the_memory_are_as_long_as_its_terms_and_the_limit_is_a_line(drawn):
+    memory = drawn()[0].axes[0]
+    lengths = [bar.get_width() for bar in memory.patches]
+    assert lengths == [size / 1e9 for size in MEMORY.terms.values() if size]
+    assert memory.lines[0].get_xdata()[0] == pytest.approx(MEMORY.limit_bytes / 1e9)
+
+
+def test_what_does_not_fit_reaches_beyond_the_limit(drawn):
+    figure, _ = drawn(replace(ESTIMATE, memory=replace(MEMORY, limit_bytes=30e9)))
+    memory = figure.axes[0]
+    assert "DOES NOT FIT" in memory.get_title(loc="left")
+    assert memory.get_xlim()[1] > 68 and memory.lines[0].get_xdata()[0] == pytest.approx(30)
+
+
+def test_a_long_step_shows_its_beginning_and_its_end(drawn):
+    long = passes(2, 400)
+    axes = drawn(timeline=long)[0].axes[2:]
+    (begin, part), (late, end) = (axis.get_xlim() for axis in axes)
+    assert begin == 0 and end == pytest.approx(long.end_s) and part == pytest.approx(end - late)
+    assert part < 0.2 * end
+    assert "of which the first and the last" in axes[0].get_title(loc="left")
+
+
+def test_of_very_many_stages_some_are_drawn(drawn):
+    figure, _ = drawn(timeline=passes(100, 2))
+    shown = [int(label.get_text()) for label in figure.axes[2].get_yticklabels()]
+    assert len(shown) <= 32 and shown[0] == 0 and shown[-1] == 99
+
+
+def test_every_kind_of_a_timeline_has_a_colour(drawn):
+    bars = tuple(Bar(0, kind, float(place), place + 1.0) for place, kind in enumerate(KINDS))
+    assert set(plot.TIMELINE) == set(KINDS)
+    assert len(set(plot.TIMELINE.values())) == len(KINDS)
+    timeline = drawn(timeline=Timeline(stages=1, bars=bars, end_s=float(len(KINDS))))[0].axes[2]
+    assert len(timeline.get_legend().get_texts()) == len(KINDS)
+
+
+@pytest.mark.parametrize("suffix", [".pdf", ".svg", ".PNG"])
+def test_other_pictures(suffix, drawn):
+    assert drawn(name=f"plan{suffix}")[1].stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("name", "error"), [("plan.xls", errors.UsageError), ("plan", errors.UsageError)])
+def test_no_picture(name, error, tmp_path):
+    with pytest.raises(error, match=r"choose \.png"):
+        plot.check(tmp_path / name)
+
+
+def test_no_folder(tmp_path):
+    with pytest.raises(errors.StorageError, match="there is no directory"):
+        plot.check(tmp_path / "nowhere" / "plan.png")
+
+
+def test_a_file_that_cannot_be_written(tmp_path, drawn):
+    (tmp_path / "plan.png").mkdir()
+    with pytest.raises(errors.StorageError, match="cannot be written"):
+        drawn()
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(errors.MissingCapabilityError, match=r"hpcdist\[analysis\]"):
+        plot.check(tmp_path / "plan.png")
