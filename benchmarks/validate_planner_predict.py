@@ -13,17 +13,17 @@ from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Estimate
 from hpcdist.planner.layout import Layout
+from hpcdist.planner.pipeline import Seconds
 from hpcdist.planner.plan import plan
 from hpcdist.planner.shape import describe
 from hpcdist.planner.stage_seconds import loads
-from hpcdist.planner.timing import stage_of
+from hpcdist.planner.timing import border, stage_of
 from hpcdist.strategies.schedule import simulate, simulate_passes
 from hpcdist.strategies.schedule.catalogue import SCHEDULES
 from hpcdist.strategies.schedule.simulate_costs import Costs, Link
 
 # What a block does, beside what a step does once.
 OF_BLOCKS: Final = ("forward", "backward", "recompute", "tensor")
-SECONDS: Final = ("step_s", "block_ms", "block_forward_ms")  # less is faster
 CLOSED: Final = ("parameters_b", "mfu_percent", "hfu_percent", "states_gb", "bubble")
 
 
@@ -44,7 +44,7 @@ class Compared:
     @property
     def error(self) -> float:
         """Predicted over published, less one; of times the other way round: above 0 the prediction is faster."""
-        if self.quantity in SECONDS:
+        if self.quantity.endswith(("_ms", "step_s")):
             return self.published / self.predicted - 1
         return self.predicted / self.published - 1
 
@@ -110,9 +110,9 @@ def _tflops(row: Row) -> float:
     return found.work.hardware_flops / found.step_s / row.layout.devices / 1e12
 
 
-def _model_tflops(row: Row) -> float:
+def _causal_tflops(row: Row) -> float:
     found = estimate(row)
-    return found.work.model_flops / found.step_s / row.layout.devices / 1e12
+    return found.work.exact_flops / found.step_s / row.layout.devices / 1e12
 
 
 def _rate(row: Row) -> float:
@@ -144,6 +144,14 @@ def _block_forward_ms(row: Row) -> float:
     return 1e3 * (whole - half) / (layers - layers // 2)
 
 
+def _stage(row: Row) -> Seconds:
+    """Return what a micro-batch takes on a stage as most are."""
+    cluster = cluster_of(row.cluster)
+    microbatches = row.layout.microbatches(row.global_batch)
+    load, _ = max(loads(_description(row), row.layout, cluster), key=lambda one: one[1])
+    return stage_of(load, row.layout, cluster, microbatches).seconds
+
+
 def _memory_gb(row: Row) -> float:
     """Return what PyTorch's allocator has: no driver, no libraries."""
     terms = estimate(row).memory.terms
@@ -159,12 +167,17 @@ def _percent(row: Row, flops: str) -> float:
 
 _PREDICTED: Final[Mapping[str, Any]] = {
     "tflops": _tflops,
-    "model_tflops": _model_tflops,
+    "causal_tflops": _causal_tflops,
     "step_s": lambda row: estimate(row).step_s,
     "samples_per_device_s": _rate,
     "speedup": _speedup,
     "block_ms": _block_ms,
     "block_forward_ms": _block_forward_ms,
+    "stage_ms": lambda row: 1e3 * _stage(row).whole_s,
+    "stage_forward_ms": lambda row: 1e3 * _stage(row).forward_s,
+    "stage_input_ms": lambda row: 1e3 * _stage(row).input_s,
+    "stage_weight_ms": lambda row: 1e3 * _stage(row).weight_s,
+    "message_ms": lambda row: 1e3 * border(_description(row), row.layout, cluster_of(row.cluster)).seconds,
     "memory_gb": _memory_gb,
     "parameters_b": lambda row: _description(row).parameters / 1e9,
     "mfu_percent": lambda row: _percent(row, "model_flops"),

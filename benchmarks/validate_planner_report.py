@@ -165,7 +165,7 @@ def _first_role(rows: Sequence[Compared], key: str) -> str:
 
 def _speed(one: Compared) -> tuple[float, float]:
     """Return published and predicted in units of their own, both as rates."""
-    if one.quantity in ("step_s", "block_ms", "block_forward_ms"):
+    if one.quantity.endswith(("_ms", "step_s")):
         return 1 / one.published, 1 / one.predicted
     return one.published, one.predicted
 

@@ -3,16 +3,17 @@
 A product of (m, k) and (k, n) has 2 m k n operations forward, as many for the gradient of its input and for that of its
 weight; all three have the same three extents, so the same place on the curve of the device (`cluster.Curve`), after
 the tensor axis has cut its weight and the context axis its rows. No product is faster than its operands are read and
-its result is written. Where micro-batches are added up, a gradient is read and written once more.
+its result is written. Where micro-batches are added up, two gradients are read and one is written, beside the product
+or, in Megatron-LM since the end of 2021, while it computes.
 
 Attention with scores in tiles (T. Dao, arXiv:2307.08691), which ours has: 4 h P operations forward for P pairs of
 tokens, and 10 h P back, where scores are computed again, at `Device.attention_share` of the peak. With scores in memory
-(arXiv:2205.05198, section 4.1): two products over all s^2 pairs, and what a softmax and a dropout of a s^2 scores read
-and write, at the speed of the memory: that is most of it.
+(arXiv:2205.05198, section 4.1): two products over all s^2 pairs, small ones of one head each, twice as many back, and
+what a softmax and a dropout of a s^2 scores read and write at the speed of the memory.
 
-The products are small ones, of one head each. Elementwise operations take what moving their numbers takes; back they
-read a gradient and a number that was kept, and write a gradient, where forward read and wrote one each. Between any two
-kernels are `Device.kernel_s`. Gradients of inputs and of weights are told apart, since schedules of zero bubble do.
+Elementwise operations take what moving their numbers takes; back they read a gradient and a number that was kept, and
+write a gradient, where forward read and wrote one each. Between any two kernels are `Device.kernel_s`. Gradients of
+inputs and of weights are told apart, since schedules of zero bubble do.
 """
 
 from math import log
@@ -76,6 +77,7 @@ def unit_seconds(unit: Unit, layout: Layout, cluster: Cluster) -> UnitSeconds:
         layout.main_gradients,
         layout.recompute,
         layout.implementation,
+        layout.gradient_fusion,
     )
     known = kept(cluster, "unit_seconds")
     found: UnitSeconds | None = known.get(key)
@@ -146,8 +148,8 @@ class _Unit:
         cover = (2 if layout.sequence_parallel else 1) * begin
         return UnitSeconds(whole, into, weight, again, tuple(sorted(self.flags)), self._add(), cover)
 
-    def _product(self, product: Product) -> float:
-        """Return the seconds of a product with a weight, of all experts that are here."""
+    def _extents(self, product: Product) -> tuple[float, float, float, float]:
+        """Return rows, inner and columns of a product on this device, and of how many experts it is."""
         layout = self.layout
         rows = layout.microbatch * product.rows / layout.context
         inner, columns, here = float(product.inner), float(product.columns), 1.0
@@ -160,9 +162,17 @@ class _Unit:
         if product.experts > 1:
             # Tokens of all ranks of the expert axis meet in the experts that are here, the same share in each.
             here, rows = product.experts / layout.expert, rows * product.share * layout.expert
+        return rows, inner, columns, here
+
+    def _product(self, product: Product) -> float:
+        """Return the seconds of a product with a weight, of all experts that are here."""
+        rows, inner, columns, here = self._extents(product)
         computed = 2 * rows * inner * columns / self._speed(rows, inner, columns)
-        moved = (rows * inner + inner * columns + rows * columns) * self.item / self.moves
-        return here * max(computed, moved)
+        return here * max(computed, self._operands(rows, inner, columns))
+
+    def _operands(self, rows: float, inner: float, columns: float) -> float:
+        """Return the seconds in which a product reads its operands and writes its result."""
+        return (rows * inner + inner * columns + rows * columns) * self.item / self.moves
 
     def _speed(self, *extents: float) -> float:
         """Return the operations a second in a product of these extents."""
@@ -209,12 +219,19 @@ class _Unit:
         return forward, MOVED_BACK * forward
 
     def _add(self) -> float:
-        """Return the seconds of adding weight gradients to what is there.
+        """Return the seconds of adding weight gradients to what is there: two reads and a write of each.
 
-        Megatron-LM adds in the product itself; ours computes beside it, and adds then: a read more.
+        A product that adds itself reads and writes the sum while it computes: only what takes longer counts.
         """
-        passes = 2 if self.layout.implementation == "megatron" else 3
-        return passes * main_bytes(self.layout) * local_parameters(self.unit, self.layout) / self.moves
+        each = main_bytes(self.layout) / self.moves
+        beside, waits = local_parameters(self.unit, self.layout), 0.0
+        if self.layout.implementation == "megatron" and self.layout.gradient_fusion:
+            for product in self.unit.products:
+                rows, inner, columns, here = self._extents(product)
+                beside -= here * inner * columns
+                moved = here * (self._operands(rows, inner, columns) + 2 * each * inner * columns)
+                waits += max(0.0, moved - self._product(product))
+        return waits + 3 * each * max(0.0, beside)
 
 
 def local_parameters(unit: Unit, layout: Layout) -> float:

@@ -29,7 +29,8 @@ class Layout:
     the share of the data axis's messages that may hide behind the backward; what does not fit in there is exposed all
     the same.
     ``tensor_overlap`` is the same for the tensor axis's messages of the backward, behind gradients that do not wait for
-    them (arXiv:2205.05198, section 6.2): this toolkit hides none.
+    them (arXiv:2205.05198, section 6.2): this toolkit hides none. ``gradient_fusion``: of "megatron" alone, whose
+    products add gradients of weights to those of the micro-batches before, since the end of 2021.
     """
 
     data: int = 1
@@ -54,6 +55,7 @@ class Layout:
     library: str = ""
     overlap: float = 1.0
     tensor_overlap: float = 0.0
+    gradient_fusion: bool = True
 
     @property
     def channels(self) -> bool:

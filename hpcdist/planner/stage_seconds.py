@@ -142,6 +142,7 @@ def _key(description: Description, layout: Layout) -> tuple[object, ...]:
         layout.precision,
         layout.activations,
         layout.main_gradients,
+        layout.gradient_fusion,
     )
 
 
