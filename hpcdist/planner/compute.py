@@ -211,10 +211,11 @@ class _Unit:
         rest = samples * (unit.moved - unit.moved_cut) / (layout.tensor if layout.sequence_parallel else 1)
         if layout.implementation == "megatron" and unit.products and unit.products[-1].cut == "columns":  # logits
             logits = samples * unit.products[-1].rows * unit.products[-1].columns / layout.tensor
-            rest *= self.item
-            return (rest + LOSS_BYTES[0] * logits) / self.moves, (
-                MOVED_BACK * rest + LOSS_BYTES[1] * logits
-            ) / self.moves
+            there, back = (
+                rest * self.item + LOSS_BYTES[0] * logits,
+                MOVED_BACK * rest * self.item + LOSS_BYTES[1] * logits,
+            )
+            return there / self.moves, back / self.moves
         forward = (rest + samples * unit.moved_cut / layout.tensor) * self.item / self.moves
         return forward, MOVED_BACK * forward
 

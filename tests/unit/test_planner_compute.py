@@ -1,0 +1,228 @@
+"""What a micro-batch takes in a unit, held against the formulas of the papers and against counts by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.planner.cluster import Cluster, Curve, Device, Failures, Level, Node, Storage
+from hpcdist.planner.compute import local_experts, local_parameters, share_of, unit_seconds
+from hpcdist.planner.description import Attention, Product, Shape, Unit
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.shape import describe
+from hpcdist.planner.work import attention_flops, matrix_flops
+
+PEAK, MOVES = 1e12, 1e11
+FLAT = Curve(sizes=(1.0, 1e6), shares=(0.5, 0.5))
+DEVICE = Device(
+    name="of a test",
+    peak_flops={"float32": PEAK, "bfloat16": 2 * PEAK},
+    matmul={"float32": FLAT, "bfloat16": FLAT},
+    memory_bytes=1e10,
+    memory_bytes_per_s=MOVES,
+    memory_share=1.0,
+    attention_share=0.25,
+)
+CLUSTER = Cluster(
+    name="test",
+    about="",
+    devices=8,
+    device=DEVICE,
+    node=Node(devices=8),
+    levels=(Level(name="links", devices=0, latency_s=1e-6, bytes_per_s=1e10),),
+    storage=Storage(write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9),
+    failures=Failures(node_mtbf_s=1e6, restart_s=60.0),
+)
+LAYOUT = Layout(precision="float32", microbatch=2)
+SHAPE = Shape(layers=3, hidden=256, heads=4, vocabulary=1000, context=128)
+_, BLOCK, HEAD = describe(SHAPE, "small").units
+
+
+def cluster_with(**changes: object) -> Cluster:
+    return replace(CLUSTER, device=replace(DEVICE, **changes))
+
+
+def free_memory(**changes: object) -> Cluster:
+    """A device whose memory takes no time, so that only operations count."""
+    return cluster_with(memory_bytes_per_s=1e30, **changes)
+
+
+def test_products_take_their_operations_at_the_share_of_the_peak():
+    took = unit_seconds(BLOCK, LAYOUT, free_memory())
+    scores_s = 2 * attention_flops(BLOCK, exact=True) / (PEAK * 0.25)
+    linear_s = 2 * matrix_flops(BLOCK) / (PEAK * 0.5)
+    assert took.forward_s == pytest.approx(linear_s + scores_s)
+    assert took.input_s == pytest.approx(linear_s + 2.5 * scores_s), "scores are computed again"
+    assert took.weight_s == pytest.approx(linear_s), "attention has no weights"
+
+
+def test_a_product_is_no_faster_than_its_operands_are_moved():
+    rows, inner, columns = 4, 1000, 1000
+    unit = Unit(name="layer", count=1, parameters=inner * columns, products=(Product(rows // 2, inner, columns),))
+    took = unit_seconds(unit, LAYOUT, CLUSTER)
+    assert took.forward_s == pytest.approx((rows * inner + inner * columns + rows * columns) * 4 / MOVES)
+    assert took.forward_s > 2 * rows * inner * columns / (PEAK * 0.5)
+
+
+def test_elementwise_operations_take_what_they_move():
+    unit = Unit(name="layer", count=1, parameters=0, moved=1000.0)
+    took = unit_seconds(unit, LAYOUT, CLUSTER)
+    assert took.forward_s == pytest.approx(2 * 1000 * 4 / MOVES)
+    assert took.input_s == pytest.approx(1.5 * took.forward_s)
+    assert took.weight_s == 0.0
+    half = unit_seconds(unit, replace(LAYOUT, precision="bfloat16"), CLUSTER)
+    assert half.forward_s == pytest.approx(took.forward_s / 2)
+
+
+def test_activations_in_float32_compute_in_float32_whatever_is_stored():
+    wide = replace(LAYOUT, precision="bfloat16", activations="float32")
+    assert unit_seconds(BLOCK, wide, CLUSTER)[:4] == unit_seconds(BLOCK, LAYOUT, CLUSTER)[:4]
+
+
+@pytest.mark.parametrize(("cut", "inner", "columns"), [("columns", 64, 32), ("inner", 32, 64), ("", 64, 64)])
+def test_the_tensor_axis_cuts_the_extent_that_the_product_says(cut: str, inner: int, columns: int):
+    unit = Unit(name="layer", count=1, parameters=64 * 64, products=(Product(100, 64, 64, cut),))
+    took = unit_seconds(unit, replace(LAYOUT, tensor=2), free_memory())
+    assert took.forward_s == pytest.approx(2 * 200 * inner * columns / (PEAK * 0.5))
+
+
+def test_sequence_parallelism_cuts_what_the_tensor_axis_does_not():
+    unit = Unit(name="layer", count=1, parameters=0, moved=1000.0, moved_cut=400.0)
+    whole = unit_seconds(unit, LAYOUT, CLUSTER).forward_s
+    cut = unit_seconds(unit, replace(LAYOUT, tensor=4), CLUSTER).forward_s
+    tokens = unit_seconds(unit, replace(LAYOUT, tensor=4, sequence_parallel=True), CLUSTER).forward_s
+    assert cut == pytest.approx(whole * (0.6 + 0.4 / 4))
+    assert tokens == pytest.approx(whole / 4)
+
+
+def test_the_context_axis_cuts_rows_and_pairs():
+    whole, half = (unit_seconds(BLOCK, replace(LAYOUT, context=n), free_memory()) for n in (1, 2))
+    assert half.forward_s == pytest.approx(whole.forward_s / 2)
+
+
+def test_experts_compute_what_their_tokens_need_and_the_expert_axis_brings_tokens_of_others():
+    dense = Unit(name="block", count=1, parameters=0, products=(Product(100, 64, 64),))
+    routed = Unit(name="block", count=1, parameters=0, products=(Product(100, 64, 64, experts=8, share=2 / 8),))
+    plain, two = (unit_seconds(unit, LAYOUT, free_memory()).forward_s for unit in (dense, routed))
+    assert two == pytest.approx(2 * plain), "two experts see each token"
+    far = unit_seconds(routed, replace(LAYOUT, data=4, expert=4), free_memory()).forward_s
+    assert far == pytest.approx(two), "as many tokens come as go"
+    small = cluster_with(memory_bytes_per_s=1e30, matmul={"float32": Curve(sizes=(1.0, 1e3), shares=(0.01, 1.0))})
+    assert (
+        unit_seconds(routed, replace(LAYOUT, data=4, expert=4), small).forward_s
+        < unit_seconds(routed, LAYOUT, small).forward_s
+    ), "products of more rows are faster"
+
+
+def test_an_input_that_is_data_has_no_gradient():
+    unit = Unit(name="layer", count=1, parameters=64, products=(Product(1, 8, 8),), moved=16.0, first=True)
+    took = unit_seconds(unit, LAYOUT, CLUSTER)
+    inside = unit_seconds(replace(unit, first=False), LAYOUT, CLUSTER)
+    assert took.input_s == 0.0
+    assert took.weight_s == pytest.approx(inside.weight_s + (inside.input_s - inside.weight_s))
+
+
+@pytest.mark.parametrize("implementation", ["hpcdist", "megatron"])
+def test_recomputation_repeats_a_forward_or_its_attention(implementation: str):
+    of = {
+        name: unit_seconds(BLOCK, replace(LAYOUT, recompute=name, implementation=implementation), CLUSTER)
+        for name in ("none", "selective", "full")
+    }
+    assert of["none"].again_s == 0.0
+    assert of["full"].again_s == of["full"].forward_s
+    if implementation == "hpcdist":
+        assert of["selective"].again_s == 0.0, "tiles compute their scores again anyway"
+    else:
+        without = unit_seconds(replace(BLOCK, attention=None), replace(LAYOUT, implementation="megatron"), CLUSTER)
+        assert of["selective"].again_s == pytest.approx(of["none"].forward_s - without.forward_s)
+
+
+def test_scores_in_memory_move_nine_bytes_forward_and_eleven_back():
+    """Of 16 bits: softmax 2 + 2, dropout 2 + 2 + 1; back dropout 2 + 2 + 1, softmax 4 + 2 (arXiv:2205.05198, 4.1)."""
+    slow = cluster_with(peak_flops={"bfloat16": 1e30})
+    unit = Unit(name="block", count=1, parameters=0, attention=Attention(4, 4, 1, 128, 128 * 128))
+    took = unit_seconds(unit, replace(LAYOUT, precision="bfloat16", implementation="megatron"), slow)
+    scores = 2 * 4 * 128 * 128
+    products = 2 * scores * 2  # written, and read again
+    assert took.forward_s == pytest.approx((9 * scores + products) / MOVES)
+    assert took.input_s == pytest.approx((11 * scores + 2 * products) / MOVES)
+
+
+def test_all_pairs_are_computed_where_scores_are_in_memory():
+    ours = unit_seconds(BLOCK, LAYOUT, free_memory(attention_share=0.5))
+    theirs = unit_seconds(BLOCK, replace(LAYOUT, implementation="megatron"), free_memory(attention_share=0.5))
+    unseen = attention_flops(BLOCK) - attention_flops(BLOCK, exact=True)
+    assert theirs.forward_s - ours.forward_s == pytest.approx(2 * unseen / (PEAK * 0.5))
+
+
+def test_a_loss_of_logits_in_float32_is_counted_where_there_is_one():
+    theirs = unit_seconds(HEAD, replace(LAYOUT, implementation="megatron"), cluster_with(peak_flops={"float32": 1e30}))
+    words = 2 * 128 * 1000
+    wide = 2 * (HEAD.moved - HEAD.moved_cut) * 4
+    product = (2 * 128 * (256 + 1000) + 256 * 1000) * 4
+    assert theirs.forward_s == pytest.approx((38 * words + wide + product) / MOVES)
+    assert theirs.input_s == pytest.approx((14 * words + 1.5 * wide + product) / MOVES)
+
+
+def test_kernels_have_gaps_between_them():
+    gaps = cluster_with(kernel_s=1e-3)
+    none, some = unit_seconds(BLOCK, LAYOUT, CLUSTER), unit_seconds(BLOCK, LAYOUT, gaps)
+    assert some.forward_s - none.forward_s == pytest.approx(BLOCK.kernels * 1e-3)
+    assert some.input_s - none.input_s == pytest.approx(BLOCK.kernels * 1e-3)
+
+
+@pytest.mark.parametrize(("main_gradients", "item"), [("float32", 4), ("working", 2)])
+def test_gradients_are_added_up_in_the_type_that_they_are_kept_in(main_gradients: str, item: int):
+    assert unit_seconds(BLOCK, LAYOUT, CLUSTER).add_s == pytest.approx(3 * BLOCK.parameters * 4 / MOVES)
+    half = replace(LAYOUT, precision="bfloat16", implementation="megatron", gradient_fusion=False)
+    beside = unit_seconds(BLOCK, replace(half, main_gradients=main_gradients), CLUSTER)
+    assert beside.add_s == pytest.approx(3 * BLOCK.parameters * item / MOVES)
+
+
+def test_a_product_that_adds_takes_longer_only_where_its_sums_do():
+    fused = replace(LAYOUT, precision="bfloat16", implementation="megatron")
+    assert unit_seconds(BLOCK, fused, free_memory()).add_s < 1e-20
+    slow = cluster_with(peak_flops={"bfloat16": 1e30})  # nothing but memory counts
+    found = unit_seconds(BLOCK, fused, slow).add_s
+    assert 0.0 < found < unit_seconds(BLOCK, replace(fused, gradient_fusion=False), slow).add_s
+
+
+def test_parameters_of_a_device_are_those_that_no_axis_cuts_and_its_part_of_the_rest():
+    unit = Unit(name="block", count=1, parameters=1000, cut_parameters=800, expert_parameters=600)
+    assert local_parameters(unit, LAYOUT) == 1000
+    assert local_parameters(unit, replace(LAYOUT, tensor=2)) == 200 + 400
+    both = replace(LAYOUT, tensor=2, data=4, expert=4)
+    assert local_experts(unit, both) == 600 / 2 / 4
+    assert local_parameters(unit, both) == 200 + 100 + 600 / 2 / 4
+
+
+def test_a_curve_is_linear_in_the_logarithm_between_its_points():
+    curve = Curve(sizes=(100.0, 1000.0), shares=(0.2, 0.8))
+    assert share_of(curve, 100.0) == (pytest.approx(0.2), "")
+    assert share_of(curve, 100.0 * 10**0.5) == (pytest.approx(0.5), "")
+    assert share_of(curve, 1000.0) == (pytest.approx(0.8), "")
+
+
+def test_sizes_beyond_the_curve_are_told():
+    curve = Curve(sizes=(100.0, 1000.0), shares=(0.2, 0.8))
+    share, said = share_of(curve, 50.0)
+    assert share == pytest.approx(0.1) and "smaller than 100" in said
+    share, said = share_of(curve, 2000.0)
+    assert share == pytest.approx(0.8) and "larger than 1000" in said
+    few = cluster_with(matmul={"float32": curve})
+    assert unit_seconds(HEAD, LAYOUT, few).flags == ()
+    tiny = Unit(name="layer", count=1, parameters=4, products=(Product(1, 2, 2),))
+    said = "float32 products of size 2: smaller than 100, the smallest on the curve"
+    assert unit_seconds(tiny, LAYOUT, few).flags == (said,)
+
+
+def test_a_type_that_the_device_has_no_curve_for_is_refused_by_name():
+    with pytest.raises(ConfigurationError, match=r"float16.*bfloat16, float32.*device\.flops"):
+        unit_seconds(BLOCK, replace(LAYOUT, precision="float16"), CLUSTER)
+
+
+def test_what_is_known_of_one_cluster_is_not_told_of_another():
+    slow = cluster_with(peak_flops={"float32": PEAK / 2, "bfloat16": PEAK})
+    fast_s, slow_s = (unit_seconds(HEAD, LAYOUT, one).weight_s for one in (free_memory(), slow))
+    assert slow_s > fast_s
+    assert unit_seconds(HEAD, LAYOUT, slow).weight_s == slow_s
