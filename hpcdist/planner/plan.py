@@ -16,6 +16,7 @@ from hpcdist.planner.timing import timing
 from hpcdist.planner.work import work
 
 COMPUTING: Final = ("forward", "backward", "recompute")
+CHECKED_MFU: Final = 0.57  # the most of the published trainings that the planner is held against (benchmarks/published)
 
 
 def plan(
@@ -38,6 +39,7 @@ def plan(
     work_ = work(description, layout, global_batch)
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
     joules = energy(took, layout, cluster, _peak_share(work_, took, peak_flops))
+    mfu = work_.model_flops / (took.step_s * peak_flops)
     return Estimate(
         layout=layout,
         global_batch=global_batch,
@@ -49,7 +51,13 @@ def plan(
         energy=joules,
         run=run(steps, took.step_s, joules, checkpoint_bytes(description, layout), layout, cluster),
         peak_flops=peak_flops,
-        flags=(*took.flags, *flags(layout, cluster), *unbuilt(layout), *unknown(cluster)),
+        flags=(
+            *took.flags,
+            *_unproven(layout, cluster, mfu),
+            *flags(layout, cluster),
+            *unbuilt(layout),
+            *unknown(cluster),
+        ),
     )
 
 
@@ -69,6 +77,24 @@ def checkpoint_bytes(description: Description, layout: Layout) -> float:
     each = whole(layout)
     is_half = each.parameter < 4  # then the master is with the optimizer's bytes, and the working copy is not saved
     return description.parameters * float(each.optimizer + (0 if is_half else each.parameter))
+
+
+def _unproven(layout: Layout, cluster: Cluster, mfu: float) -> tuple[str, ...]:
+    """Return where an estimate goes beyond the trainings that estimates were compared with."""
+    if cluster.calibrated:
+        return ()
+    found = []
+    if layout.implementation == "hpcdist":
+        found.append(
+            f"no training of this toolkit on {cluster.device.name} was held against an estimate; published ones were, "
+            "of the implementation 'megatron'"
+        )
+    if mfu > CHECKED_MFU:
+        found.append(
+            f"an MFU of {mfu:.0%} is more than the {CHECKED_MFU:.0%} of the best training that estimates were compared "
+            "with"
+        )
+    return tuple(found)
 
 
 def _peak_share(work_: Work, took: Timing, peak_flops: float) -> float:

@@ -1,0 +1,74 @@
+"""The whole answer for a layout is that of its parts, and says where nothing has proven it."""
+
+from dataclasses import replace
+
+import pytest
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.planner import cluster_file, failures, models
+from hpcdist.planner.energy import energy
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.memory import memory
+from hpcdist.planner.plan import checkpoint_bytes, peak_of, plan
+from hpcdist.planner.shape import describe
+from hpcdist.planner.timing import timing
+from hpcdist.planner.work import work
+
+SELENE = cluster_file.read("a100-selene")
+GPT3 = describe(models.named("gpt3-175b"), "gpt3-175b")
+LAYOUT = Layout(
+    data=24, pipeline=8, tensor=8, schedule="interleaved", chunks=2, recompute="full", implementation="megatron"
+)
+
+
+@pytest.mark.parametrize("simulate", [False, True])
+def test_a_plan_is_that_of_its_parts(simulate: bool) -> None:
+    layout = replace(LAYOUT, data=4)
+    found = plan(GPT3, layout, SELENE, 96, 1000, simulate=simulate)
+    took, did = timing(GPT3, layout, SELENE, 96, simulate=simulate), work(GPT3, layout, 96)
+    assert found.timing == took and found.work == did
+    assert found.memory == memory(GPT3, layout, SELENE, 96)
+    assert found.tokens == 96 * 2048 and found.parameters == GPT3.parameters
+    assert found.peak_flops == pytest.approx(256 * 312e12)
+    computing_s = sum(took.terms[name] for name in ("forward", "backward", "recompute"))
+    joules = energy(took, layout, SELENE, did.hardware_flops / (computing_s * 256 * 312e12))
+    assert found.energy == joules
+    assert found.run == failures.run(1000, took.step_s, joules, checkpoint_bytes(GPT3, layout), layout, SELENE)
+    assert found.mfu == pytest.approx(did.model_flops / took.step_s / (256 * 312e12))
+    assert found.hfu == pytest.approx(did.hardware_flops / took.step_s / (256 * 312e12))
+
+
+def test_servers_do_not_compute() -> None:
+    layout = Layout(data=8, strategy="parameter_server", servers=2, precision="bfloat16")
+    found = plan(describe(models.named("bert-large"), "bert-large"), layout, SELENE, 64, 10)
+    assert found.peak_flops == pytest.approx(8 * 312e12)
+
+
+@pytest.mark.parametrize(
+    ("precision", "slots", "each"),
+    [("bfloat16", 2, 12), ("float16", 1, 8), ("float32", 2, 12), ("float32", 0, 4), ("float64", 2, 24)],
+)
+def test_a_checkpoint_has_the_master_and_the_state_of_the_optimizer(precision: str, slots: int, each: int) -> None:
+    layout = replace(LAYOUT, precision=precision, optimizer_slots=slots)
+    assert checkpoint_bytes(GPT3, layout) == each * GPT3.parameters
+
+
+def test_a_precision_that_the_device_does_not_have() -> None:
+    volta = cluster_file.read("v100-dgx2")
+    with pytest.raises(ConfigurationError, match=r"no peak for bfloat16; choose a precision of .*float16"):
+        peak_of(volta, LAYOUT)
+    assert peak_of(volta, replace(LAYOUT, activations="float32")) == volta.device.peak_flops["float32"]
+
+
+def test_what_nothing_has_proven_is_said() -> None:
+    ours = plan(GPT3, replace(LAYOUT, implementation="hpcdist", recompute="none"), SELENE, 1536, 10)
+    assert any("no training of this toolkit on A100-SXM4-80GB" in flag for flag in ours.flags)
+    shares = {kind: replace(curve, shares=(0.95,) * len(curve.shares)) for kind, curve in SELENE.device.matmul.items()}
+    quick = replace(SELENE, device=replace(SELENE.device, matmul=shares))
+    fast = plan(GPT3, replace(LAYOUT, recompute="none", sequence_parallel=True), quick, 1536, 10)
+    slow = plan(GPT3, LAYOUT, SELENE, 1536, 10)
+    assert fast.mfu > 0.57 > slow.mfu
+    assert any("more than the 57%" in flag for flag in fast.flags)
+    assert not any("more than the 57%" in flag or "no training" in flag for flag in slow.flags)
+    calibrated = plan(GPT3, replace(LAYOUT, implementation="hpcdist"), replace(SELENE, calibrated="here"), 1536, 10)
+    assert not any("no training" in flag for flag in calibrated.flags)
