@@ -1,9 +1,9 @@
 """Which layouts of an order fit into memory, asking for as few of them as will do.
 
 Two things are known of memory, whatever its formulas are. What a device needs never shrinks as micro-batches grow,
-where a schedule takes them in groups of the same size: what fits with a larger one fits with a smaller one, and where
-the smallest one is too much, all are. And activations and messages of a stage are the same under each strategy: where
-they alone are too much, no strategy helps.
+where there are several, alike and in groups of one size: what fits with a larger one fits with a smaller one, and
+where the smallest one is too much, all are. And activations of a stage are the same under each strategy: where they
+alone are too much, no strategy helps.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from hpcdist.planner.layout import Layout
 from hpcdist.planner.memory import memory
 from hpcdist.planner.search_space import Way, with_way
 
-ALIKE: Final = ("activations", "messages", "reserved")  # terms that no strategy changes
+ALIKE: Final = ("activations", "reserved")  # terms that no strategy changes
 _STEM: Final = attrgetter(
     "data",
     "pipeline",
@@ -48,8 +48,11 @@ class Room:
         ``least`` is the smallest micro-batch that the order could have, and is asked for where this one is too much.
         """
         stem: tuple[object, ...] = _STEM(order)
-        if order.schedule == "interleaved" and order.microbatches(self._global_batch) % order.pipeline:
-            stem, least = (*stem, order.microbatch), order.microbatch  # its groups are of another size
+        many = order.microbatches(self._global_batch)
+        is_uneven = self._global_batch % (order.data * order.microbatch) != 0
+        if many == 1 or is_uneven or (order.schedule == "interleaved" and many % order.pipeline):
+            # Nothing to add up, a smaller one at the end, or groups of another size: it stands alone.
+            stem, least = (*stem, order.microbatch), order.microbatch
         found = []
         for way in ways:
             if order.microbatch >= self._fails.get(stem, _NEVER):

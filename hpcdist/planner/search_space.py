@@ -117,9 +117,19 @@ def cuts(grid: Layout, wanted: Wanted) -> Iterator[Layout]:
 
 
 def sizes(grid: Layout, global_batch: int, wanted: Wanted) -> tuple[int, ...]:
-    """Return the sizes of micro-batch: divisors of what a replica has, or those that are wanted (local)."""
+    """Return the sizes of micro-batch: the smallest for each number of them, or those that are wanted (local).
+
+    Megatron-LM takes as many samples in each. hpcdist needs that with a pipeline only, for all replicas together.
+    """
+    if wanted.microbatches:
+        return tuple(sorted(set(wanted.microbatches)))
     share = -(-global_batch // grid.data)
-    return tuple(sorted(set(wanted.microbatches))) or divisors(share)
+    if grid.implementation == "megatron":
+        return divisors(share)
+    found = {-(-share // many) for many in range(1, share + 1)}
+    if grid.pipeline > 1:
+        found = {size for size in found if global_batch % -(-global_batch // (grid.data * size)) == 0}
+    return tuple(sorted(found))
 
 
 def orders(description: Description, grid: Layout, wanted: Wanted) -> tuple[tuple[str, int], ...]:

@@ -1,0 +1,306 @@
+"""The search finds what looking at every layout finds, counts what it refuses, and says why."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+
+import pytest
+
+from hpcdist.errors import UsageError
+from hpcdist.planner import cluster_file, limits, search_space, search_value
+from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.description import Description, Shape
+from hpcdist.planner.estimate import Estimate
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.memory import by_rank
+from hpcdist.planner.plan import plan
+from hpcdist.planner.search import Wanted, search
+from hpcdist.planner.shape import describe
+from hpcdist.strategies.schedule.catalogue import SCHEDULES
+
+DEVICES, BATCH, STEPS = 8, 12, 100
+MODEL = describe(Shape(layers=4, hidden=1024, heads=4, vocabulary=16384, context=256, dropout=0.1), "small")
+BASE = Layout(implementation="megatron")
+
+
+@lru_cache
+def cluster(memory_bytes: float) -> Cluster:
+    """Two nodes of four A100, with so much memory."""
+    known = cluster_file.read("a100-selene")
+    node = replace(known.node, devices=4)
+    levels = (replace(known.levels[0], devices=4), *known.levels[1:])
+    site = replace(known.site, device_hour_price=2.0, kwh_price=0.2, currency="EUR")
+    device = replace(known.device, memory_bytes=memory_bytes, reserved_bytes=0.0)
+    return replace(known, devices=DEVICES, node=node, levels=levels, device=device, site=site)
+
+
+def every(base: Layout, devices: int = DEVICES) -> Iterator[Layout]:
+    """Yield every value of every degree and way, whether it makes sense or not."""
+    degrees = [one for one in range(1, devices + 1) if devices % one == 0]
+    for data, pipeline, tensor, context in product(degrees, repeat=4):
+        if data * pipeline * tensor * context != devices:
+            continue
+        for schedule, chunks, microbatch, recompute, strategy, parallel in product(
+            SCHEDULES,
+            (1, 2, 4),
+            range(1, BATCH + 1),
+            ("none", "selective", "full"),
+            ("allreduce", "zero1", "zero2", "zero3"),
+            (False, True),
+        ):
+            # Without a pipeline all orders are that of one micro-batch after the other.
+            if microbatch <= -(-BATCH // data) and (pipeline > 1 or schedule == "1f1b"):
+                yield replace(
+                    base,
+                    data=data,
+                    pipeline=pipeline,
+                    tensor=tensor,
+                    context=context,
+                    schedule=schedule,
+                    chunks=chunks,
+                    microbatch=microbatch,
+                    recompute=recompute,
+                    strategy=strategy,
+                    sequence_parallel=parallel,
+                )
+
+
+@lru_cache
+def possible(implementation: str, memory_bytes: float) -> tuple[Estimate, ...]:
+    """Return the estimates of all layouts that can be: brute force."""
+    on, base = cluster(memory_bytes), replace(BASE, implementation=implementation)
+    return tuple(
+        plan(MODEL, layout, on, BATCH, STEPS) for layout in every(base) if not limits.problems(MODEL, layout, on, BATCH)
+    )
+
+
+def alike(estimate: Estimate) -> tuple[object, ...]:
+    """Return what of a layout makes a difference: a search leaves out choices that make none."""
+    layout = estimate.layout
+    one = layout.data * layout.context == 1
+    same = layout.implementation == "hpcdist" and layout.recompute == "selective"
+    return (
+        *(layout.data, layout.pipeline, layout.tensor, layout.context, layout.microbatches(BATCH)),
+        *(layout.schedule, layout.chunks, layout.sequence_parallel),
+        "none" if same else layout.recompute,
+        "" if one else layout.strategy,
+    )
+
+
+@pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
+@pytest.mark.parametrize("memory_bytes", [0.3e9, 40e9], ids=["tight", "roomy"])
+@pytest.mark.parametrize("objective", search_space.OBJECTIVES)
+def test_search_equals_brute_force(implementation, memory_bytes, objective):
+    """The ten best values of all layouts, each way that makes a difference once."""
+    best: dict[tuple[object, ...], float] = {}
+    for estimate in possible(implementation, memory_bytes):
+        found = search_value.value(estimate, objective)
+        best[alike(estimate)] = min(found, best.get(alike(estimate), found))
+    wanted = Wanted(
+        objective=objective,
+        steps=STEPS,
+        base=replace(BASE, implementation=implementation),
+        chunks=(2, 4),
+        simulate=False,
+    )
+    result = search(MODEL, cluster(memory_bytes), DEVICES, BATCH, wanted)
+    assert len(best) > 10
+    assert [one.value for one in result.found] == pytest.approx(sorted(best.values())[:10], rel=1e-12)
+    assert result.estimated < len(best), "it looked at everything"
+    refused = sum(one.count for one in result.refused if one.of == "layouts")
+    assert result.layouts == result.estimated + refused + result.left_out
+    assert result.left_out >= 0
+
+
+@pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
+@pytest.mark.parametrize("objective", search_space.OBJECTIVES)
+def test_no_layout_is_below_the_bounds_of_its_family_and_order(implementation, objective):
+    on, orders = cluster(40e9), {}
+    for estimate in possible(implementation, 40e9):
+        layout, value = estimate.layout, search_value.value(estimate, objective)
+        family = search_value.family_floor(MODEL, layout, on, BATCH, objective)
+        assert family <= value * (1 + 1e-12), layout
+        order = replace(layout, strategy="allreduce")
+        if layout.strategy == "allreduce":
+            orders[order] = search_value.order_floor(estimate, objective)
+        elif order in orders:
+            assert orders[order] <= value * (1 + 1e-12), layout
+    assert len(orders) > 50
+
+
+def test_memory_grows_with_the_micro_batch_and_activations_are_those_of_any_strategy():
+    """What the search takes for granted."""
+    sizes: dict[Layout, dict[int, float]] = {}
+    alive: dict[Layout, set[tuple[float, ...]]] = {}
+    for estimate in (*possible("megatron", 40e9), *possible("hpcdist", 40e9)):
+        layout, many = estimate.layout, estimate.layout.microbatches(BATCH)
+        is_even = BATCH % (layout.data * layout.microbatch) == 0
+        if many > 1 and is_even and (layout.schedule != "interleaved" or many % layout.pipeline == 0):
+            sizes.setdefault(replace(layout, microbatch=1), {})[layout.microbatch] = estimate.memory.bytes
+        kept = tuple(terms["activations"] for terms in by_rank(MODEL, layout, BATCH))
+        alive.setdefault(replace(layout, strategy="allreduce"), set()).add(kept)
+    assert any(len(one) > 2 for one in sizes.values())
+    for one in sizes.values():
+        assert [one[size] for size in sorted(one)] == sorted(one.values())
+    assert len(alive) > 500
+    assert all(len(one) == 1 for one in alive.values())
+
+
+def test_only_what_runs_where_that_is_wanted():
+    on, base = cluster(40e9), replace(BASE, implementation="hpcdist", precision="float32")
+    on = replace(
+        on, device=replace(on.device, peak_flops={"float32": 19.5e12}, matmul={"float32": on.device.matmul["bfloat16"]})
+    )
+    free = search(MODEL, on, DEVICES, BATCH, Wanted(base=base, contexts=(2,), first=3))
+    assert all(one.estimate.layout.context == 2 for one in free.found)
+    assert all(any("context" in flag for flag in one.estimate.flags) for one in free.found), "flagged as not built"
+    bound = search(MODEL, on, DEVICES, BATCH, Wanted(base=base, runnable=True, first=20))
+    assert len(bound.found) == 20
+    assert all(not limits.unbuilt(one.estimate.layout) for one in bound.found)
+    with_none = search(MODEL, on, DEVICES, BATCH, Wanted(base=base, contexts=(2,), runnable=True))
+    assert with_none.found == ()
+    assert {one.limit for one in with_none.refused} >= {"unbuilt"}
+    assert with_none.nothing
+
+
+def test_compression_is_tried_where_it_is_asked_for_only():
+    on, base = cluster(40e9), replace(BASE, implementation="hpcdist")
+    plain = search(MODEL, on, DEVICES, BATCH, Wanted(base=base, simulate=False))
+    assert {one.estimate.layout.compression for one in plain.found} == {"none"}
+    wanted = Wanted(
+        base=base, compressions=("none", "int8"), tensors=(1,), pipelines=(1,), contexts=(1,), first=100, simulate=False
+    )
+    both = search(MODEL, on, DEVICES, BATCH, wanted)
+    assert {one.estimate.layout.compression for one in both.found} == {"none", "int8"}
+    for one in both.found:
+        assert one.estimate.layout.overlap == (0.0 if one.estimate.layout.compression == "int8" else 1.0)
+
+
+def test_fewer_devices_may_be_better():
+    on = cluster(40e9)
+    all_of_them = search(MODEL, on, DEVICES, BATCH, Wanted(base=BASE, objective="energy", simulate=False))
+    fewer = search(MODEL, on, DEVICES, BATCH, Wanted(base=BASE, objective="energy", fewer=True, simulate=False))
+    assert fewer.found[0].value < all_of_them.found[0].value
+    assert fewer.found[0].estimate.layout.devices < DEVICES
+    assert all(one.estimate.layout.devices == DEVICES for one in all_of_them.found)
+
+
+def test_distinct_keeps_the_best_of_each_grid():
+    on = cluster(40e9)
+    result = search(MODEL, on, DEVICES, BATCH, Wanted(base=BASE, distinct=True, simulate=False))
+    grids = [
+        replace(
+            BASE, **{name: getattr(one.estimate.layout, name) for name in ("data", "pipeline", "tensor", "context")}
+        )
+        for one in result.found
+    ]
+    assert len(set(grids)) == len(grids) == 10
+    every_best: dict[tuple[int, ...], float] = {}
+    for estimate in possible("megatron", 40e9):
+        layout = estimate.layout
+        key = (layout.data, layout.pipeline, layout.tensor, layout.context)
+        every_best[key] = min(estimate.step_s, every_best.get(key, estimate.step_s))
+    assert [one.value for one in result.found] == pytest.approx(sorted(every_best.values())[:10])
+
+
+def test_finalists_are_simulated():
+    on = cluster(40e9)
+    wanted = Wanted(base=BASE, pipelines=(4,), schedules=("1f1b",), first=5)
+    result = search(MODEL, on, DEVICES, BATCH, wanted)
+    values = [one.value for one in result.found]
+    assert values == sorted(values)
+    for one in result.found:
+        again = plan(MODEL, one.estimate.layout, on, BATCH, wanted.steps, simulate=True)
+        assert one.value == again.step_s
+
+
+def test_the_first_are_explained_by_terms():
+    on = cluster(40e9)
+    result = search(MODEL, on, DEVICES, BATCH, Wanted(base=BASE))
+    assert len(result.found) == 10
+    for one, behind in zip(result.found, result.found[1:], strict=False):
+        assert any("instead of" in line for line in one.why), one.why
+        assert one.value <= behind.value
+        assert len(one.limits) == 2
+        assert "memory" in one.limits[1]
+    assert result.found[-1].why == () or "instead of" in result.found[-1].why[0]
+
+
+def test_what_is_refused_is_counted_by_reason():
+    result = search(MODEL, cluster(0.3e9), DEVICES, BATCH, Wanted(base=BASE))
+    reasons = {(one.limit, one.of): one for one in result.refused}
+    assert reasons["heads", "grids"].count == 1  # of all products of 8, that of tensor = 8
+    assert (
+        "does not divide" in reasons["heads", "grids"].example
+        or "more than the 4 heads" in reasons["heads", "grids"].example
+    )
+    assert reasons["layers", "grids"].count >= 1
+    assert reasons["memory", "layouts"].count > 100
+    assert "GB too much" in reasons["memory", "layouts"].example
+
+
+def test_where_nothing_fits_it_says_how_much_is_missing_and_what_would_help():
+    on = cluster(0.12e9)
+    result = search(MODEL, on, DEVICES, BATCH, Wanted(base=BASE))
+    assert result.found == ()
+    assert "missing" in result.nothing[0]
+    # The device that would do is the smallest on which anything does.
+    least = min(estimate.memory.bytes for estimate in possible("megatron", 40e9))
+    assert not search(MODEL, cluster(least - 1), DEVICES, BATCH, Wanted(base=BASE)).found
+    assert search(MODEL, cluster(least), DEVICES, BATCH, Wanted(base=BASE)).found
+    assert any("2 times the devices, as data it would fit" in line for line in result.nothing)
+    twice = replace(on, devices=2 * DEVICES)
+    assert search(MODEL, twice, 2 * DEVICES, BATCH, Wanted(base=BASE)).found
+
+
+def test_where_no_product_is_possible_it_names_the_most_devices_that_are():
+    known = replace(cluster(40e9), devices=1000)
+    result = search(MODEL, known, 997, BATCH, Wanted(base=BASE, contexts=(1,)))
+    assert result.found == ()
+    text = " ".join(result.nothing)
+    found = int(text.split("on ")[-1].split(" devices")[0])
+    assert (
+        search(MODEL, known, found, BATCH, Wanted(base=BASE, contexts=(1,), memory_bytes=0.0, simulate=False)).layouts
+        > 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "changed", "text"),
+    [
+        (0, 8, {}, "at least 1"),
+        (16, 8, {}, "8 more than the 8"),
+        (8, 0, {}, "at least 1"),
+        (8, 8, {"objective": "beauty"}, "choose one of time"),
+        (8, 8, {"strategies": ("zero4",)}, "zero4"),
+        (8, 8, {"recompute": ()}, "none"),
+        (8, 8, {"tensors": (0,)}, "at least 1"),
+        (8, 8, {"first": 0}, "at least 1"),
+        (8, 8, {"memory_bytes": -1.0}, "memory_bytes"),
+    ],
+)
+def test_bad_input(devices, batch, changed, text):
+    with pytest.raises(UsageError, match=text):
+        search(MODEL, cluster(40e9), devices, batch, Wanted(base=BASE, **changed))
+
+
+def test_an_objective_without_numbers_is_refused():
+    on = cluster(40e9)
+    free = replace(on, site=replace(on.site, device_hour_price=None, kwh_price=None))
+    with pytest.raises(UsageError, match="has no prices"):
+        search(MODEL, free, DEVICES, BATCH, Wanted(base=BASE, objective="cost"))
+    dark = replace(on, device=replace(on.device, peak_w=0.0, idle_w=0.0))
+    with pytest.raises(UsageError, match="has no power"):
+        search(MODEL, dark, DEVICES, BATCH, Wanted(base=BASE, objective="energy"))
+
+
+def test_a_model_that_is_no_transformer():
+    from hpcdist.models.config import ModelConfig
+    from hpcdist.planner.shape import of_config
+
+    mlp: Description = of_config(ModelConfig(kind="mlp", layers=4, hidden=256), features=64, classes=10)
+    on = cluster(40e9)
+    result = search(mlp, on, DEVICES, 64, Wanted(base=replace(BASE, implementation="hpcdist")))
+    assert result.found
+    assert all(one.estimate.layout.tensor == one.estimate.layout.context == 1 for one in result.found)
