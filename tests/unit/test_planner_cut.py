@@ -1,0 +1,93 @@
+"""Which units a pipeline rank gets: as Megatron-LM deals them out, and as our own cut does."""
+
+import pytest
+
+from hpcdist import models
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.config import ModelConfig
+from hpcdist.planner.cut import chunks, stages
+from hpcdist.planner.description import Shape
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.models import named
+from hpcdist.planner.shape import describe, of_config
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.costs import unit_costs
+from hpcdist.strategies.partition_memory import States
+from hpcdist.strategies.partition_plan import plan
+from hpcdist.strategies.schedule.schedule_file import generated
+
+
+def blocks(layers: int, layout: Layout) -> list[int]:
+    """Return the blocks of each chunk, in the order of the model."""
+    shape = Shape(layers=layers, hidden=64, heads=4, vocabulary=512, context=32)
+    return [
+        sum(share.times for share in chunk.shares if share.unit.name == "block")
+        for chunk in chunks(describe(shape, "x"), layout)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layers", "parts", "expected"),
+    [
+        (96, 8, [12] * 8),
+        (105, 35, [3] * 35),
+        (22, 8, [2, *[3] * 6, 2]),
+        (30, 8, [3, *[4] * 6, 3]),
+        (46, 16, [2, *[3] * 14, 2]),
+        (62, 32, [1, *[2] * 30, 1]),
+        (126, 16, [7, *[8] * 14, 7]),
+    ],
+)
+def test_megatron_deals_blocks_out_evenly(layers: int, parts: int, expected: list[int]) -> None:
+    # arXiv:2104.04473, table 1; arXiv:2401.10241, section 5.1; arXiv:2407.21783, section 3.3.2
+    layout = Layout(pipeline=parts, implementation="megatron")
+    assert blocks(layers, layout) == expected
+    own = stages(describe(Shape(layers=layers, hidden=64, heads=4, vocabulary=512, context=32), "x"), layout)
+    assert own[0][0].unit.name == "embedding" and own[-1][-1].unit.name == "head"
+    assert sum(share.times for shares in own for share in shares) == layers + 2
+
+
+def test_interleaved_chunks_take_turns() -> None:
+    layout = Layout(pipeline=8, chunks=3, schedule="interleaved", implementation="megatron")
+    assert blocks(22, layout) == [0, *[1] * 22, 0]  # 24 chunks for 24 units
+    found = chunks(describe(named("megatron-175b"), "x"), layout)
+    assert [chunk.rank for chunk in found] == [*range(8)] * 3
+    own = stages(describe(named("megatron-175b"), "x"), layout)
+    assert [[share.times for share in shares] for shares in own[:2]] == [[1, 12], [12]]
+
+
+def test_folded_chunks_go_forth_and_back() -> None:
+    found = chunks(
+        describe(named("megatron-175b"), "x"), Layout(pipeline=4, schedule="zb-v", implementation="megatron")
+    )
+    assert [chunk.rank for chunk in found] == [0, 1, 2, 3, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(("layers", "vocabulary"), [(8, 64), (8, 4000), (13, 1000), (5, 20000)])
+@pytest.mark.parametrize(("schedule", "ranks", "each"), [("1f1b", 2, 1), ("gpipe", 3, 1), ("interleaved", 2, 2)])
+def test_ours_is_the_cut_of_a_run(layers: int, vocabulary: int, schedule: str, ranks: int, each: int) -> None:
+    config = ModelConfig(layers=layers, hidden=64, heads=4, vocabulary=vocabulary)
+    parallel = ParallelConfig(pipeline=ranks, microbatches=6, schedule=schedule, chunks=each)
+    written = generated(parallel.order, ranks, 6, each)
+    model = models.build(config, context=96)
+    made = plan(model, parallel, written, States(per_parameter=16, itemsize=4), 2).placement
+    found = chunks(of_config(config, context=96), Layout(pipeline=ranks, schedule=schedule, chunks=each))
+    assert tuple(chunk.rank for chunk in found) == made.ranks
+    flops = [cost.flop for cost in unit_costs(model, 2)]
+    sizes = [sum(share.times for share in chunk.shares) for chunk in found]
+    ours = [range(sum(sizes[:number]), sum(sizes[: number + 1])) for number in range(len(sizes))]
+    slowest = [
+        max(
+            sum(flops[unit] for chunk, owner in zip(cut, made.ranks, strict=True) if owner == rank for unit in chunk)
+            for rank in range(ranks)
+        )
+        for cut in (ours, made.chunks)
+    ]
+    # Others may be as fast: a run takes the one of them that needs least memory.
+    assert slowest[0] == slowest[1]
+
+
+def test_fewer_units_than_parts_are_refused() -> None:
+    for implementation in ("hpcdist", "megatron"):
+        with pytest.raises(ConfigurationError, match=r"6 parts of a pipeline .* has 5 units"):
+            blocks(3, Layout(pipeline=6, implementation=implementation))

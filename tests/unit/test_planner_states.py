@@ -1,0 +1,94 @@
+"""Bytes a parameter: table 1 of the ZeRO paper to its digits, and the rules of others."""
+
+import pytest
+
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.states import states, whole
+
+# arXiv:1910.02054, table 1: GB on a device with stages 1, 2 and 3; by parameters in units of 1e9, and data ranks.
+TABLE = {
+    (7.5, 1): ("120", "120", "120"),
+    (7.5, 4): ("52.5", "41.3", "30"),
+    (7.5, 16): ("35.6", "21.6", "7.5"),
+    (7.5, 64): ("31.4", "16.6", "1.88"),
+    (7.5, 256): ("30.4", "15.4", "0.47"),
+    (7.5, 1024): ("30.1", "15.1", "0.12"),
+    (128, 1): ("2048", "2048", "2048"),
+    (128, 4): ("896", "704", "512"),
+    (128, 16): ("608", "368", "128"),
+    (128, 64): ("536", "284", "32"),
+    (128, 256): ("518", "263", "8"),
+    (128, 1024): ("513", "257", "2"),
+    (1000, 1): ("16000", "16000", "16000"),
+    (1000, 4): ("7000", "5500", "4000"),
+    (1000, 16): ("4750", "2875", "1000"),
+    (1000, 64): ("4187", "2218", "250"),
+    (1000, 256): ("4046", "2054", "62.5"),
+    (1000, 1024): ("4011", "2013", "15.6"),
+}
+
+
+@pytest.mark.parametrize("implementation", ["hpcdist", "megatron"])
+@pytest.mark.parametrize(("model", "printed"), TABLE.items())
+def test_table_1_of_zero(implementation: str, model: tuple[float, int], printed: tuple[str, ...]) -> None:
+    billions, ranks = model
+    for stage, text in enumerate(printed, start=1):
+        layout = Layout(data=ranks, strategy=f"zero{stage}", main_gradients="working", implementation=implementation)
+        size = billions * states(layout).total
+        # Rounded with a decimal point, cut off without one.
+        shown = f"{size + 1e-9:.{len(text.partition('.')[2])}f}" if "." in text else str(int(size))
+        assert shown == text, (stage, size)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 384])
+@pytest.mark.parametrize(
+    ("keys", "rest", "cut"),
+    [
+        ({"main_gradients": "float32", "implementation": "megatron"}, 18, 0),
+        ({"main_gradients": "float32", "implementation": "megatron", "strategy": "zero1"}, 6, 12),
+        ({"main_gradients": "float32", "implementation": "megatron", "strategy": "zero2"}, 2, 16),
+        ({"main_gradients": "float32", "implementation": "megatron", "strategy": "zero3"}, 0, 18),
+        ({"main_gradients": "working", "implementation": "megatron"}, 16, 0),
+        ({"precision": "float32"}, 16, 0),
+        ({"precision": "float32", "strategy": "zero1"}, 8, 8),
+        ({"precision": "float32", "strategy": "zero2"}, 4, 12),
+        ({"precision": "float32", "strategy": "zero3"}, 0, 16),
+        ({"precision": "float64", "strategy": "zero1"}, 16, 16),
+        ({"precision": "float32", "optimizer_slots": 1}, 12, 0),
+        ({"precision": "float16", "optimizer_slots": 0, "strategy": "zero1"}, 4, 4),
+        ({"precision": "float32", "strategy": "parameter_server"}, 8, 8),
+        ({"precision": "bfloat16", "strategy": "parameter_server", "servers": 3}, 4, 0),
+    ],
+)
+def test_rules(ranks: int, keys: dict[str, object], rest: int, cut: int) -> None:
+    found = states(Layout(data=ranks, **keys))  # type: ignore[arg-type]
+    assert found.total == pytest.approx(rest + cut / ranks, rel=1e-15)
+
+
+def test_a_context_axis_shares_the_states_too() -> None:
+    layout = Layout(data=4, context=8, strategy="zero1", implementation="megatron")
+    assert states(layout).total == 6 + 12 / 32
+
+
+def test_experts_have_fewer_copies() -> None:
+    layout = Layout(data=16, expert=8, strategy="zero1", implementation="megatron")
+    assert states(layout).total == 6 + 12 / 16
+    assert states(layout, experts=True).total == 6 + 12 / 2
+
+
+def test_the_rule_says_which_and_why() -> None:
+    zero = states(Layout(data=64, strategy="zero1", implementation="megatron")).rule
+    assert zero == (
+        "6 + 12/d = 6.188 bytes a parameter, d = 64 (bfloat16: parameter 2, gradient 4, optimizer 12; ZeRO stage 1, "
+        "arXiv:1910.02054)"
+    )
+    assert states(Layout(precision="float32")).rule.startswith("16 bytes a parameter (float32: parameter 4, gradient 4")
+    assert "14/d" in states(Layout(data=2, strategy="zero2")).rule
+    assert states(Layout(data=2, strategy="zero3")).rule.startswith("16/d = 8 bytes")
+    served = states(Layout(data=4, strategy="parameter_server", servers=2)).rule
+    assert served.startswith("worker 2 + 2, server 2 + 2 + 12 of its 1/2")
+
+
+def test_our_16_bit_gradients_are_added_up_in_16_bits() -> None:
+    ours, theirs = (whole(Layout(implementation=name)) for name in ("hpcdist", "megatron"))
+    assert (ours.gradient, theirs.gradient) == (2, 4)

@@ -1,0 +1,59 @@
+"""Operations: the closed forms of the papers, and what they print of them."""
+
+import pytest
+
+from hpcdist.planner.description import Shape
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.models import named, names
+from hpcdist.planner.shape import describe
+from hpcdist.planner.work import work
+
+MEGATRON = [name for name in names() if name.startswith("megatron-")]
+
+
+def of(name: str, recompute: str = "none", implementation: str = "megatron", batch: int = 3) -> tuple[float, float]:
+    found = work(describe(named(name), name), Layout(recompute=recompute, implementation=implementation), batch)
+    return found.model_flops, found.hardware_flops
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_closed_forms(name: str) -> None:
+    # arXiv:2205.05198, appendix A; with full recomputation arXiv:2104.04473, equation 3.
+    shape, batch = named(name), 3
+    s, h, layers, v = shape.context, shape.hidden, shape.layers, shape.vocabulary
+    unit = batch * layers * s * h**2
+    head = v / (12 * h * layers)
+    model = 72 * unit * (1 + s / (6 * h) + head)
+    assert of(name) == pytest.approx((model, model), rel=1e-12)
+    assert of(name, "selective")[1] == pytest.approx(72 * unit * (1 + s / (3 * h) + head), rel=1e-12)
+    assert of(name, "full")[1] == pytest.approx(96 * unit * (1 + s / (6 * h) + v / (16 * layers * h)), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "mfu", "hfu"),
+    [("megatron-22b", 41.5, 43.7), ("megatron-175b", 51.4, 52.8), ("megatron-530b", 56.0, 57.0)],
+)
+def test_utilisations_that_are_printed(name: str, mfu: float, hfu: float) -> None:
+    # arXiv:2205.05198, table 5: both are of the same seconds, so their ratio is that of the operations.
+    model, hardware = of(name, "selective")
+    assert hardware / model == pytest.approx(hfu / mfu, abs=0.05 / mfu * 2)
+
+
+def test_our_attention_computes_scores_again_and_sees_the_past_only() -> None:
+    shape = named("gpt2")
+    found = work(describe(shape, "gpt2"), Layout(), 1)
+    pairs = 4 * shape.layers * shape.hidden * shape.context**2
+    assert found.hardware_flops - found.model_flops == pytest.approx(pairs / 2)
+    unseen = shape.context * (shape.context - 1) // 2 * 4 * shape.layers * shape.hidden
+    assert found.model_flops - found.exact_flops == pytest.approx(3 * unseen)
+    everything = work(describe(named("bert-base"), "b"), Layout(), 1)
+    assert everything.model_flops == everything.exact_flops
+
+
+def test_experts_count_as_often_as_a_token_sees_them() -> None:
+    numbers = {"layers": 1, "hidden": 64, "heads": 4, "vocabulary": 100, "context": 16}
+    dense, mixed = (
+        work(describe(Shape(**numbers, **more), "x"), Layout(), 1).exact_flops  # type: ignore[arg-type]
+        for more in ({}, {"experts": 4, "experts_per_token": 2})
+    )
+    assert mixed - dense == 6 * 16 * (2 * 64 * 256 + 64 * 4)
