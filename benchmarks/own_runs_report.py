@@ -1,0 +1,230 @@
+"""What `validate_own_runs.py` tells: predicted beside measured, as a table, an HDF5 file and a picture."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from own_runs_rows import CALIBRATION, Row
+
+from hpcdist.hdf5 import files
+from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.estimate import Estimate
+
+SCHEMA: Final = "hpcdist.benchmark.own-runs"
+GOALS: Final = {"step": 0.15, "memory": 0.05}
+AGREED_BYTES: Final = 1024  # a step at most: norm, loss and wishes, which the planner does not count
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A training, what was measured of it, and what the planner said. ``bytes`` are NaN where they are no messages."""
+
+    name: str
+    ranks: int
+    where: str
+    step_s: np.ndarray  # of each kept step
+    bubble: float
+    nbytes: float
+    peak_bytes: float
+    by_kind: tuple[float, ...]
+    predicted_s: float
+    predicted_bubble: float
+    predicted_bytes: float
+    predicted_memory: float
+    terms_s: Mapping[str, float]
+    terms_bytes: Mapping[str, float]
+    flags: tuple[str, ...]
+
+    @property
+    def measured_s(self) -> float:
+        """The median."""
+        return float(np.median(self.step_s))
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Relative, of step time and memory."""
+        return {
+            "step": self.predicted_s / self.measured_s - 1,
+            "memory": self.predicted_memory / self.peak_bytes - 1,
+        }
+
+    @property
+    def beside(self) -> float:
+        """Bytes that were sent and not predicted."""
+        return self.nbytes - self.predicted_bytes
+
+
+class Places(NamedTuple):
+    """Where results go."""
+
+    file: Path
+    picture: Path
+    cluster: Path
+
+
+def places(prefix: Path) -> Places:
+    """Return the files, which can be written. Raises StorageError."""
+    found = Places(*(prefix.with_name(prefix.name + end) for end in (".h5", ".png", "-cluster.toml")))
+    for path in found:
+        files.check_place(path)
+    return found
+
+
+def estimate(row: Row, cluster: Cluster) -> Estimate:
+    """Return what the planner says of the recipe of ``row``."""
+    from hpcdist.cli.plan_recipe import translated
+    from hpcdist.planner.plan import plan
+    from hpcdist.training import recipe as recipes
+
+    asked = translated(recipes.load(None, row.texts, {}).recipe, row.name)
+    return plan(asked.description, asked.layout, cluster, asked.global_batch, 1, simulate=True)
+
+
+def compared(row: Row, told: Mapping[str, Any], cluster: Cluster, where: str = "one host") -> Compared:
+    """Return what was ``told`` of ``row`` beside the plan of it."""
+    if told["name"] != row.name:
+        raise SystemExit(f"{told['name']} was measured where {row.name} was asked for")
+    found = estimate(row, cluster)
+    fullest = int(np.argmax(told["peak_bytes"]))
+    return Compared(
+        name=row.name,
+        ranks=row.ranks,
+        where=where,
+        step_s=np.array(told["step_s"]),
+        bubble=float(np.median(told["bubble"])) if row.pipeline else np.nan,
+        nbytes=told["sent_bytes"] if row.counted and not told["unknown_calls"] else np.nan,
+        peak_bytes=told["peak_bytes"][fullest],
+        by_kind=tuple(told["peak_by_kind"][fullest]),
+        predicted_s=found.step_s,
+        predicted_bubble=found.timing.bubble,
+        predicted_bytes=sum(found.timing.bytes.values()) if row.ranks > 1 else 0.0,
+        predicted_memory=found.memory.bytes - found.memory.terms["reserved"],
+        terms_s=dict(found.timing.terms),
+        terms_bytes=dict(found.memory.terms),
+        flags=found.flags,
+    )
+
+
+_COLUMNS: Final[tuple[tuple[str, int, Callable[[Compared], str]], ...]] = (
+    ("training, model, batch", 34, lambda one: one.name),
+    ("ranks", 6, lambda one: str(one.ranks)),
+    ("ms", 8, lambda one: f"{1e3 * one.measured_s:.1f}"),
+    ("planned", 8, lambda one: f"{1e3 * one.predicted_s:.1f}"),
+    ("off", 8, lambda one: _signed(one.errors["step"], "step")),
+    ("MiB", 8, lambda one: f"{one.peak_bytes / 2**20:.1f}"),
+    ("planned", 8, lambda one: f"{one.predicted_memory / 2**20:.1f}"),
+    ("off", 8, lambda one: _signed(one.errors["memory"], "memory")),
+    ("bytes", 12, lambda one: "-" if np.isnan(one.nbytes) else f"{one.nbytes:,.0f}"),
+    ("more", 8, lambda one: "-" if np.isnan(one.nbytes) else f"{one.beside:+,.0f}"),
+    ("bubble", 8, lambda one: "-" if np.isnan(one.bubble) else f"{one.bubble:.1%}"),
+    ("planned", 8, lambda one: "-" if np.isnan(one.bubble) else f"{one.predicted_bubble:.1%}"),
+)
+
+
+def _signed(value: float, goal: str) -> str:
+    return f"{value:+.1%}" + ("" if abs(value) <= GOALS[goal] else "!")
+
+
+def table(found: Sequence[Compared]) -> str:
+    """Return all trainings, "!" behind what misses its goal, and how many meet it."""
+    lines = [
+        "".join(f"{title:<{width}}" if not n else f"{title:>{width}}" for n, (title, width, _) in enumerate(_COLUMNS))
+    ]
+    where = ""
+    for one in found:
+        if one.where != where:
+            where = one.where
+            lines.append(f"-- {where}")
+        cells = [(width, show(one)) for _, width, show in _COLUMNS]
+        lines.append(
+            "".join(f"{text:<{width}}" if not n else f"{text:>{width}}" for n, (width, text) in enumerate(cells))
+        )
+    for goal, most in GOALS.items():
+        errors = np.array([abs(one.errors[goal]) for one in found])
+        met = int((errors <= most).sum())
+        lines.append(
+            f"{goal}: {met} of {len(found)} within {most:.0%}, median {np.median(errors):.1%}, worst {errors.max():.1%}"
+        )
+    counted = [one for one in found if not np.isnan(one.nbytes)]
+    exact = sum(0 <= one.beside <= AGREED_BYTES for one in counted)
+    lines.append(f"bytes: {exact} of {len(counted)} exact but for what ranks agree on (at most {AGREED_BYTES} a step)")
+    return "\n".join(lines)
+
+
+def write(outputs: Places, found: Sequence[Compared], cluster: str, library: str, *, anonymous: bool) -> None:
+    """Write the HDF5 file, the picture and the cluster that the predictions are of."""
+    from hpcdist.arrays.ledger import CATEGORIES
+    from hpcdist.telemetry.provenance import provenance
+
+    steps = max(len(one.step_s) for one in found)
+    times = np.full((len(found), steps), np.nan)
+    for place, one in enumerate(found):
+        times[place, : len(one.step_s)] = one.step_s
+    names = list(dict.fromkeys(name for one in found for name in one.terms_s))
+    memory = list(dict.fromkeys(name for one in found for name in one.terms_bytes))
+    numbers = {
+        "predicted_s": "s", "bubble": "1", "predicted_bubble": "1", "nbytes": "By", "predicted_bytes": "By",
+        "peak_bytes": "By", "predicted_memory": "By",
+    }  # fmt: skip
+    columns = {name: np.array([getattr(one, name) for one in found], np.float64) for name in numbers}
+    files.write_contiguous(
+        outputs.file,
+        {
+            "step_s": times,
+            **columns,
+            "ledger_bytes": np.array([one.by_kind for one in found], np.float64),
+            "predicted_terms_s": np.array([[one.terms_s.get(name, 0.0) for name in names] for one in found]),
+            "predicted_terms_bytes": np.array([[one.terms_bytes.get(name, 0.0) for name in memory] for one in found]),
+        },
+        {
+            **provenance(mpi_library=library, anonymous=anonymous),
+            "trainings": "; ".join(f"{one.where}: {one.name}" for one in found),
+            "ranks": [one.ranks for one in found],
+            "calibration": CALIBRATION,
+            "cluster": cluster,
+        },
+        {
+            "step_s": {"dims": "trainings, steps", "units": "s"},
+            **{name: {"dims": "trainings", "units": unit} for name, unit in numbers.items()},
+            "ledger_bytes": {"dims": "trainings, kinds", "kinds": ",".join(CATEGORIES), "units": "By"},
+            "predicted_terms_s": {"dims": "trainings, terms", "terms": ",".join(names), "units": "s"},
+            "predicted_terms_bytes": {"dims": "trainings, terms", "terms": ",".join(memory), "units": "By"},
+        },
+        schema=SCHEMA,
+        version=1,
+    )
+    outputs.cluster.write_text(cluster, encoding="utf-8")
+    plot(outputs.picture, found)
+    print(f"{outputs.file}, {outputs.picture}, {outputs.cluster}")
+
+
+def plot(path: Path, found: Sequence[Compared]) -> None:
+    """Draw predicted over measured, step time and memory, with the goals as bands."""
+    from hpcdist.bench.collectives_report import check_plot
+
+    figures = check_plot(path)
+    figure = figures.Figure(figsize=(11, 5.2), layout="constrained")
+    panels: list[tuple[str, str, Callable[[Compared], tuple[float, float]]]] = [
+        ("step", "seconds of a step", lambda one: (one.measured_s, one.predicted_s)),
+        ("memory", "peak of the ledger, bytes", lambda one: (one.peak_bytes, one.predicted_memory)),
+    ]
+    groups = list(dict.fromkeys((one.where, one.name.split(",")[0]) for one in found))
+    colours = [f"C{n % 10}" for n in range(len(groups))]
+    markers = "osD^vP*X<>"
+    for axes, (goal, title, pair) in zip(figure.subplots(1, 2), panels, strict=True):
+        values = [pair(one) for one in found]
+        low, high = min(map(min, values)) * 0.8, max(map(max, values)) * 1.25
+        line = np.array([low, high])
+        axes.fill_between(line, line * (1 - GOALS[goal]), line * (1 + GOALS[goal]), color="0.9", label=None)
+        axes.plot(line, line, color="0.6", linewidth=1)
+        for n, group in enumerate(groups):
+            own = [pair(one) for one in found if (one.where, one.name.split(",")[0]) == group]
+            label = group[1] if group[0] == "one host" else f"{group[1]} ({group[0]})"
+            axes.scatter(*zip(*own, strict=True), s=26, color=colours[n], marker=markers[n // 10], label=label)
+        axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), xlabel=f"measured {title}")
+        axes.set_ylabel("planned")
+        axes.set_title(f"{goal}: band of {GOALS[goal]:.0%}", loc="left", fontsize=10)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=7, frameon=False)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,131 @@
+"""Trainings of hpcdist on this machine beside what the planner says of them. One command.
+
+    python benchmarks/validate_own_runs.py -o benchmarks/results/DATE-own-runs --anonymous
+    python benchmarks/validate_own_runs.py --cluster here.toml --only zero3 --turns 3
+
+First the machine is calibrated (`hpcdist plan calibrate` on 2 ranks): products of matrices, copies, steps of small
+models on one rank, messages and collectives. No training below is among these. Then trainings on 1 and 2 ranks, of two
+other models, take turns in one job: three steps each, of which two are kept. Times are medians of steps, from a barrier
+to the end on the slowest rank; bytes are those of messages that the busiest rank sends in a step; memory is the peak of
+the ledger on the fullest rank; a bubble is what the rank that waits longest waits in receives, of its span. The planner
+gets the recipe of each and the calibrated cluster.
+
+Goals: memory within 5 %, step time within 15 %, bytes of messages exact but for the few numbers that ranks agree on.
+Where ranks share memory, bytes are not messages, and none are compared. With --hosts, trainings between hosts with slow
+links follow (`own_runs_hosts.py`, root only).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import own_runs_report as reports
+from own_runs_rows import CALIBRATION, Row, rows
+
+LIMIT_S: Final = 1800.0
+RANKS: Final = (1, 2)
+
+
+def arguments() -> argparse.Namespace:
+    """Return the command line, or end with its help."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cluster", type=Path, help="a file of `hpcdist plan calibrate`; default: calibrate now")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each half of the calibration (default 20)")
+    parser.add_argument("--turns", type=int, default=6, help="of each training, two kept steps each (default 6)")
+    parser.add_argument("--only", action="append", default=[], help="trainings whose names begin so; may be repeated")
+    parser.add_argument("--ranks", type=int, nargs="+", choices=RANKS, default=list(RANKS))
+    parser.add_argument("--hosts", action="store_true", help="also between hosts with slow links (root)")
+    parser.add_argument("-o", "--output", type=Path, help="what .h5, .png and -cluster.toml begin with; must not exist")
+    parser.add_argument("--anonymous", action="store_true", help="leave host names out of the file")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def wanted(options: argparse.Namespace, ranks: int) -> tuple[Row, ...]:
+    """Return the trainings on so many ranks."""
+    found = rows(ranks)
+    return tuple(row for row in found if not options.only or row.name.startswith(tuple(options.only)))
+
+
+def work(options: argparse.Namespace) -> None:
+    """Be one of the ranks."""
+    import own_runs_worker
+
+    from hpcdist.comm import start
+
+    session = start.start()
+    own_runs_worker.work(session, wanted(options, session.comm.size), options.turns, options.worker)
+    session.leave(0)
+
+
+def launched(ranks: int, program: list[str], folder: Path) -> None:
+    """Run ``program`` on so many ranks, with what this prints."""
+    from hpcdist.cli.run import importable
+    from hpcdist.comm import mpirun
+
+    launcher = mpirun.find()
+    settings = {**mpirun.settings(launcher), **importable()}
+    line = mpirun.command(launcher, ranks, [sys.executable, *program], settings)
+    subprocess.run(line, env={**os.environ, **settings}, timeout=LIMIT_S, check=True, cwd=folder)
+
+
+def calibrated(options: argparse.Namespace, folder: Path) -> Path:
+    """Return the cluster's file, measured now where none was given."""
+    if options.cluster is not None:
+        return Path(options.cluster).resolve()
+    path = folder / "here.toml"
+    program = ["-P", "-m", "hpcdist", "plan", "calibrate", "-o", str(path), "--seconds", str(options.seconds)]
+    launched(max(RANKS), program, folder)
+    return path
+
+
+def measured(options: argparse.Namespace, ranks: int, folder: Path) -> dict[str, Any]:
+    """Return what the trainings on so many ranks told."""
+    path = folder / f"ranks-{ranks}.json"
+    program = [str(Path(__file__).resolve()), "--worker", str(path), "--turns", str(options.turns)]
+    for name in options.only:
+        program += ["--only", name]
+    launched(ranks, program, folder)
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def main() -> None:
+    """Calibrate, measure, predict, print and write."""
+    options = arguments()
+    if options.worker is not None:
+        work(options)
+        return
+    from hpcdist.planner import cluster_file
+
+    outputs = None if options.output is None else reports.places(options.output)
+    found: list[reports.Compared] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = calibrated(options, folder)
+        cluster, library = cluster_file.read(str(path)), ""
+        print(f"calibrated by {CALIBRATION}")
+        for ranks in options.ranks:
+            own = wanted(options, ranks)
+            if not own:
+                continue
+            told = measured(options, ranks, folder)
+            library = told["library"]
+            found += [reports.compared(row, one, cluster) for row, one in zip(own, told["rows"], strict=True)]
+        if options.hosts:
+            import own_runs_hosts
+
+            found += own_runs_hosts.compared(options, folder)
+        text = path.read_text(encoding="utf-8")
+    print(reports.table(found))
+    if outputs is not None:
+        reports.write(outputs, found, text, library, anonymous=options.anonymous)
+
+
+if __name__ == "__main__":
+    main()
