@@ -27,18 +27,20 @@ def unbuilt(layout: Layout) -> Reasons:
     """Return what hpcdist itself cannot run of a layout that is possible; nothing where it runs (local)."""
     if layout.implementation == "megatron":
         return ()  # the estimate is of another program
+    overlap = layout.overlap if layout.data > 1 else 0.0
     return (
         *_degrees(layout.context, layout.expert),
         *_pipeline(layout.pipeline, layout.strategy, layout.schedule, layout.chunks, layout.recompute),
         *_tensor(layout.tensor, layout.strategy, layout.sequence_parallel),
-        *_servers(layout.strategy, layout.servers, layout.pipeline, layout.tensor),
+        *_servers(layout.strategy, layout.servers, layout.pipeline, layout.tensor, overlap),
         *_compressor(layout.compression, layout.strategy, layout.precision),
         *_compressed(
             layout.compression,
             layout.tensor,
             layout.sequence_parallel,
             layout.precision,
-            layout.overlap if layout.data > 1 else 0.0,
+            overlap,
+            layout.strategy == "parameter_server",
         ),
     )
 
@@ -83,11 +85,14 @@ def _tensor(tensor: int, strategy: str, sequence_parallel: bool) -> Reasons:
 
 
 @lru_cache(maxsize=1024)
-def _servers(strategy: str, servers: int, pipeline: int, tensor: int) -> Reasons:
+def _servers(strategy: str, servers: int, pipeline: int, tensor: int, overlap: float) -> Reasons:
     if strategy != "parameter_server":
         return ()
     placement = "dedicated" if servers else "colocated"
-    return _said(lambda: ParameterServerConfig(servers=servers, placement=placement).check_beside(pipeline, tensor))
+    found = _said(lambda: ParameterServerConfig(servers=servers, placement=placement).check_beside(pipeline, tensor))
+    if overlap > 0:
+        found += (f"overlap = {overlap} with a parameter server: pushes wait for the backward in this version",)
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -110,7 +115,9 @@ def _compressor(name: str, strategy: str, precision: str) -> Reasons:
 
 
 @lru_cache(maxsize=1024)
-def _compressed(name: str, tensor: int, sequence_parallel: bool, precision: str, overlap: float) -> Reasons:
+def _compressed(
+    name: str, tensor: int, sequence_parallel: bool, precision: str, overlap: float, served: bool
+) -> Reasons:
     """Return what a recipe's check of compression refuses beside the strategy."""
     if name == "none":
         return ()
@@ -122,6 +129,6 @@ def _compressed(name: str, tensor: int, sequence_parallel: bool, precision: str,
         found.append(f"{asked} with precision = 'float64' is not built in this version: what is encoded is float32")
     if tensor > 1 and name in LOW_RANK:
         found.append(f"{asked} with tensor = {tensor}: its factors are of whole tensors, and each device has a part")
-    if overlap > 0:
+    if overlap > 0 and not served:
         found.append(f"{asked} with overlap = {overlap}: nothing compressed travels behind a backward in this version")
     return tuple(found)

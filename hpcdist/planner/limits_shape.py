@@ -82,7 +82,7 @@ def _tensor(description: Description, layout: Layout) -> Iterator[Problem]:
             yield Problem(limit, f"tensor = {ranks} {_left(size, ranks, name)}; choose one of {_divisors(size)}")
     inner = shape.feed_forward or 4 * shape.hidden
     published = layout.implementation == "megatron"
-    if inner % ranks if published else inner < ranks:
+    if shape.heads % ranks == 0 and (inner % ranks if published else inner < ranks):
         yield Problem("feed-forward", f"tensor = {ranks} {_left(inner, ranks, 'columns of the feed-forward')}")
     if not published and shape.vocabulary < ranks:  # the published one pads it
         yield Problem("vocabulary", f"tensor = {ranks} {_left(shape.vocabulary, ranks, 'rows of the embedding')}")
@@ -176,7 +176,7 @@ def _batch(layout: Layout, global_batch: int) -> Iterator[Problem]:
     elif layout.implementation == "megatron" and global_batch % data == 0 and global_batch % (data * microbatch):
         whole = data * microbatch
         yield _undivided(f"data {data} x microbatch {microbatch} = {whole} samples", whole, global_batch)
-    elif pipeline > 1 and global_batch % many:
+    elif pipeline > 1 and layout.implementation != "megatron" and global_batch % many:
         yield Problem(
             "micro-batches",
             f"{many} micro-batches of the pipeline do not divide the global batch of {global_batch}: "

@@ -157,8 +157,8 @@ def ways(grid: Layout, wanted: Wanted) -> tuple[Way, ...]:
 def with_way(order: Layout, way: Way, microbatch: int = 0) -> Layout:
     """Return the layout of an order with a strategy and a compression, and another size of micro-batch (local)."""
     strategy, compression = way
-    # Nothing compressed travels behind the backward in hpcdist.
-    alone = compression != "none" and order.implementation == "hpcdist"
+    # Nothing compressed travels behind the backward in hpcdist, and nothing to a server.
+    alone = order.implementation == "hpcdist" and (compression != "none" or strategy == "parameter_server")
     return replace(
         order,
         strategy=strategy,

@@ -1,0 +1,242 @@
+"""Each limit refuses what breaks it, says by how much, and only that; what hpcdist cannot run is what it refuses."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.config import ModelConfig
+from hpcdist.planner import cluster_file, limits
+from hpcdist.planner.description import Shape
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.memory import memory
+from hpcdist.planner.shape import describe, of_config
+from hpcdist.strategies.schedule.catalogue import SCHEDULES
+from hpcdist.training.recipe import load
+
+CLUSTER = cluster_file.read("a100-selene")
+SHAPE = Shape(layers=96, hidden=12288, heads=96, vocabulary=51200, context=2048, dropout=0.1)
+MODEL = describe(SHAPE, "GPT-3")
+FITS = Layout(data=16, pipeline=8, tensor=8, recompute="full", implementation="megatron")
+OURS = replace(FITS, implementation="hpcdist")
+BATCH = 1536
+
+
+def said(layout: Layout, batch: int = BATCH, model=MODEL, cluster=CLUSTER) -> tuple[str, ...]:
+    return limits.problems(model, layout, cluster, batch)
+
+
+def test_what_can_be_has_no_problems():
+    assert said(FITS) == ()
+    assert said(OURS) == ()
+
+
+@pytest.mark.parametrize(
+    ("changed", "texts"),
+    [
+        ({"tensor": 5, "data": 2}, ("tensor = 5 does not divide the 96 heads: 1 are left over",)),
+        ({"tensor": 128, "data": 1, "pipeline": 2}, ("tensor = 128 is 32 more than the 96 heads",)),
+        ({"pipeline": 10}, ("pipeline 10 does not divide 96 layers: 6 are left over",)),
+        ({"pipeline": 128, "data": 2}, ("128", "32 too few")),
+        (
+            {"schedule": "interleaved", "chunks": 5},
+            ("pipeline 8 x chunks 5 = 40 parts does not divide 96 layers: 16 are left over",),
+        ),
+        ({"data": 7}, ("data = 7 does not divide the global batch of 1536: 3 are left over", "1533 or 1540")),
+        ({"data": 2048, "tensor": 1, "pipeline": 1}, ("512 too few for data = 2048",)),
+        ({"microbatch": 5}, ("data 16 x microbatch 5 = 80 samples does not divide", "16 are left over")),
+        ({"microbatch": 192}, ("microbatch = 192 is 96 more than the 96 samples",)),
+        (
+            {"schedule": "interleaved", "chunks": 2, "data": 128, "pipeline": 16, "tensor": 1},
+            ("12 micro-batches are 4 too few", "pipeline = 16"),
+        ),
+        (
+            {"schedule": "interleaved", "chunks": 2, "data": 128, "tensor": 1},
+            ("12 micro-batches are no multiple of pipeline = 8", "4 are left over"),
+        ),
+        ({"data": 64, "tensor": 16}, ("= 8192 devices, 3712 more than the 4480 of",)),
+        ({"context": 3, "data": 4}, ("context = 3 does not divide the 2048 tokens of a sample: 2 are left over",)),
+        ({"schedule": "zb-h1"}, ("recompute = 'full' with the schedule 'zb-h1'",)),
+        ({"schedule": "sequential"}, ("all stages but one would wait",)),
+        ({"chunks": 2}, ("the schedule '1f1b' has 1 chunk a stage, and not 2",)),
+        ({"schedule": "interleaved"}, ("has 2 or more chunks a stage, and not 1",)),
+        ({"pipeline": 1, "chunks": 2, "schedule": "interleaved", "data": 64}, ("chunks = 2 with pipeline = 1",)),
+        ({"tensor": 1, "sequence_parallel": True}, ("sequence_parallel with tensor = 1 cuts nothing",)),
+        ({"servers": 4}, ("servers = 4 with the strategy 'allreduce' would have nothing to do",)),
+        ({"expert": 2}, ("has no experts to cut",)),
+        ({"precision": "float64"}, ("has no peak for float64",)),
+    ],
+)
+def test_each_limit_says_by_how_much(changed, texts):
+    cluster = replace(CLUSTER, devices=4480)
+    if "precision" in changed:
+        cluster = replace(cluster, device=replace(cluster.device, peak_flops={"bfloat16": 312e12}))
+    found = said(replace(FITS, **changed), cluster=cluster)
+    assert len(found) == 1, found
+    for text in texts:
+        assert text in found[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"data": 0}, "data = 0; it must be at least 1"),
+        ({"microbatch": -1}, "microbatch = -1"),
+        ({"strategy": "zero4"}, "did you mean 'zero3'"),
+        ({"schedule": "1f1"}, "did you mean '1f1b'"),
+        ({"overlap": 1.5}, "from 0 to 1"),
+        ({"servers": -1}, "servers = -1"),
+    ],
+)
+def test_values_that_mean_nothing_come_alone(changed, text):
+    found = said(replace(FITS, tensor=5, **changed))
+    assert len(found) == 1
+    assert text in found[0]
+
+
+def test_all_that_is_wrong_is_told():
+    found = said(replace(FITS, tensor=5, pipeline=7, data=11))
+    assert [sum(word in text for text in found) for word in ("heads", "layers", "global batch")] == [1, 1, 1]
+
+
+def test_heads_of_keys_and_values():
+    model = describe(replace(SHAPE, kv_heads=4), "grouped")
+    found = said(FITS, model=model)
+    assert len(found) == 1
+    assert "tensor = 8 is 4 more than the 4 heads of keys and values" in found[0]
+    assert said(replace(FITS, tensor=4, data=8, pipeline=16), model=model) == ()
+
+
+def test_experts():
+    model = describe(replace(SHAPE, layers=8, hidden=1024, heads=16, experts=8, experts_per_token=2), "experts")
+    layout = replace(FITS, data=16, pipeline=1, tensor=1)
+    assert said(replace(layout, expert=8), model=model) == ()
+    assert any(
+        "does not divide the 8 experts: 2 are left over" in text
+        for text in said(replace(layout, data=48, expert=3), model=model)
+    )
+    assert any(
+        "expert = 8 does not divide data = 12" in text for text in said(replace(layout, data=12, expert=8), model=model)
+    )
+
+
+def test_hpcdist_cuts_between_any_two_units_and_shares_unevenly():
+    assert said(replace(OURS, pipeline=7, data=8)) == (), "98 units in 7 parts; 192 samples a replica"
+    assert "units are 2 too few" in said(replace(OURS, pipeline=100, data=2))[0]
+    alone = replace(OURS, pipeline=1, tensor=96, data=5)
+    assert said(alone, 1536) == (), "a weighted mean"
+    assert "1 too few for data = 5" in said(alone, 4)[0]
+    assert any("do not divide the global batch of 14" in text for text in said(replace(OURS, data=2, microbatch=3), 14))
+
+
+def test_memory_comes_last_with_what_is_missing_and_where():
+    layout = replace(FITS, recompute="none", microbatch=8)
+    needed = memory(MODEL, layout, CLUSTER, BATCH)
+    (text,) = said(layout)
+    assert f"{(needed.bytes - CLUSTER.device.memory_bytes) / 1e9:.2f} GB too much" in text
+    assert needed.breaks_first in text
+    assert len(said(replace(layout, tensor=5))) == 1, "what cannot be needs no memory"
+    problem = limits.memory_problem(needed, 1e9)
+    assert problem is not None
+    assert "device of 1.00 GB" in problem.text
+    assert limits.memory_problem(memory(MODEL, FITS, CLUSTER, BATCH)) is None
+
+
+def test_a_tensor_axis_beyond_a_node_is_possible_and_flagged():
+    wide = replace(FITS, tensor=16, data=8)
+    assert said(wide) == ()
+    assert "wider than a node of 8" in limits.flags(wide, CLUSTER)[0]
+    assert limits.flags(FITS, CLUSTER) == ()
+
+
+def test_a_model_that_is_no_transformer_has_nothing_for_a_tensor_axis():
+    mlp = of_config(ModelConfig(kind="mlp", layers=3, hidden=64), features=32, classes=10)
+    plain = Layout(data=2, precision="float32")
+    assert said(plain, 8, mlp) == ()
+    assert "no heads to cut" in said(replace(plain, tensor=2), 8, mlp)[0]
+    assert "no tokens to cut" in said(replace(plain, context=2), 8, mlp)[0]
+
+
+def test_unbuilt_is_of_hpcdist_alone():
+    assert limits.unbuilt(OURS) == ()
+    assert "context" in limits.unbuilt(replace(OURS, context=2))[0]
+    assert "expert" in limits.unbuilt(replace(OURS, expert=2))[0]
+    assert "selective" in limits.unbuilt(replace(OURS, recompute="selective"))[0]
+    assert limits.unbuilt(replace(FITS, context=2)) == ()
+
+
+def _settings(layout: Layout, model: ModelConfig) -> list[str]:
+    """Return the recipe of a layout, as `--set` writes it."""
+    named = {
+        "model.layers": model.layers,
+        "model.hidden": model.hidden,
+        "model.heads": model.heads,
+        "run.global_batch": 24,
+        "run.steps": 100,
+        "data.context": 32,
+        "parallel.data": layout.data,
+        "parallel.pipeline": layout.pipeline,
+        "parallel.tensor": layout.tensor,
+        "parallel.context": layout.context,
+        "parallel.strategy": layout.strategy,
+        "parallel.schedule": layout.schedule if layout.pipeline > 1 else "auto",
+        "parallel.chunks": layout.chunks,
+        "parallel.microbatches": layout.microbatches(24),
+        "parallel.recompute": str(layout.recompute == "full").lower(),
+        "parallel.sequence_parallel": str(layout.sequence_parallel).lower(),
+        "precision.mode": layout.precision,
+        "communication.compression": layout.compression,
+    }
+    if layout.overlap and layout.data > 1:
+        named["communication.overlap"] = "thread"
+    if layout.strategy == "parameter_server":
+        named["parameter_server.placement"] = "colocated"
+    if layout.compression == "onebit":
+        named["compression.warmup_steps"] = 10
+    return [f"{name}={value}" for name, value in named.items()]
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero3", "parameter_server"])
+def test_what_runs_is_what_a_recipe_may_say(strategy):
+    """The verdict on each layout is that of the recipe that would train it."""
+    config = ModelConfig(layers=4, hidden=32, heads=4)
+    model = of_config(config, context=32)
+    cluster = replace(CLUSTER, devices=64)
+    counts = {True: 0, False: 0}
+    orders = [(name, row.most or chunks) for name, row in SCHEDULES.items() if row.pipelines for chunks in (2, 3)]
+    for pipeline, tensor, (schedule, chunks), recompute, parallel, compression, precision, overlap in product(
+        (1, 2),
+        (1, 2),
+        dict.fromkeys(orders),
+        ("none", "full"),
+        (False, True),
+        ("none", "int8", "powersgd", "onebit"),
+        ("float32", "bfloat16"),
+        (0.0, 1.0),
+    ):
+        if pipeline == 1 and schedule != "1f1b":
+            continue
+        layout = Layout(
+            data=2,
+            pipeline=pipeline,
+            tensor=tensor,
+            schedule=schedule,
+            chunks=chunks,
+            recompute=recompute,
+            sequence_parallel=parallel,
+            compression=compression,
+            precision=precision,
+            strategy=strategy,
+            overlap=overlap,
+            microbatch=2,
+        )
+        refused = tuple(limits.shape_problems(model, layout, cluster, 24)) or limits.unbuilt(layout)
+        try:
+            load(None, _settings(layout, config), environment={})
+            runs = True
+        except ConfigurationError as error:
+            runs, why = False, error
+        assert bool(refused) == (not runs), (layout, refused, None if runs else why)
+        counts[runs] += 1
+    assert min(counts.values()) > 20
