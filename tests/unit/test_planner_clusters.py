@@ -36,7 +36,8 @@ def test_a_shipped_cluster_is_read_and_survives_a_dump(name):
 @pytest.mark.parametrize("name", cluster_file.names())
 def test_a_shipped_cluster_says_where_each_section_is_from(name):
     cluster = cluster_file.read(name)
-    assert set(cluster.sources) == {"device", "matmul", "node", "level", "storage", "failures", "site"}
+    sections = {"device", "matmul", "node", "level", "storage", "failures", "site"}
+    assert set(cluster.sources) == sections | ({"fit"} if cluster.fits else set())
     assert all(len(said) > 20 for said in cluster.sources.values())
     flags = cluster_file.assumptions(cluster)
     assert flags and all("assumption" in flag for flag in flags)
