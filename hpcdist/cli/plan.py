@@ -1,6 +1,7 @@
 """`hpcdist plan`: memory, time, energy and failures of a training, before anything is started. Needs no MPI, no GPU."""
 
 import dataclasses
+import importlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -116,7 +117,8 @@ def command(
 def planned(found: "Subject", cluster: "Cluster", *, simulate: bool = False) -> "Estimate":
     """Return the plan, with the notes among its flags. Raises ConfigurationError for a layout that cannot be.
 
-    One that does not fit into the memory can be: the plan tells what is too much.
+    One that does not fit into the memory can be: the plan tells what is too much. ``simulate``: run the passes of a
+    pipeline one by one, where that is possible here.
     """
     from hpcdist.planner import cluster_file, limits
     from hpcdist.planner.plan import plan
@@ -125,8 +127,20 @@ def planned(found: "Subject", cluster: "Cluster", *, simulate: bool = False) -> 
     wrong = [one.text for one in limits.shape_problems(description, layout, cluster, batch)]
     if wrong:
         raise ConfigurationError(f"this layout cannot be: {'; '.join(wrong)}")
-    answer = plan(description, layout, cluster, batch, found.steps, simulate=simulate)
-    return dataclasses.replace(answer, flags=(*answer.flags, *found.notes, *cluster_file.assumptions(cluster)))
+    runs = simulate and layout.pipeline > 1
+    closed = without_simulator() if runs else ()
+    answer = plan(description, layout, cluster, batch, found.steps, simulate=runs and not closed)
+    flags = (*answer.flags, *closed, *found.notes, *cluster_file.assumptions(cluster))
+    return dataclasses.replace(answer, flags=flags)
+
+
+def without_simulator() -> tuple[str, ...]:
+    """Return why pipelines cannot be simulated here; nothing where they can."""
+    try:
+        importlib.import_module("numba")
+    except ImportError as error:
+        return (f"pipelines are planned by closed forms: their simulator needs numba ({error})",)
+    return ()
 
 
 def checked_plot(file: Path | None) -> None:

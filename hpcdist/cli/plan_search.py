@@ -72,7 +72,7 @@ def command(
     an option of the layout that is given does not. Compression changes what is trained, and is tried where
     --compression names one. --plot draws the best.
     """
-    from hpcdist.cli.plan import checked_plot, draw
+    from hpcdist.cli.plan import checked_plot, draw, without_simulator
     from hpcdist.cli.plan_subject import cluster as read
     from hpcdist.planner import cluster_file, search
     from hpcdist.planner.text_table import searched
@@ -81,9 +81,11 @@ def command(
     on = read(cluster)
     found = _subject(recipe, overrides, options)
     devices = options["devices"] or on.devices
-    result = search.search(found.description, on, devices, found.global_batch, _wanted(found, on, options))
-    notes = (*found.notes, *cluster_file.assumptions(on))
-    click.echo(json.dumps(_jsonable(result, found, on)) if as_json else searched(result, notes))
+    closed = without_simulator() if options["simulate"] else ()
+    sought = _wanted(found, on, {**options, "simulate": options["simulate"] and not closed})
+    result = search.search(found.description, on, devices, found.global_batch, sought)
+    notes = (*closed, *found.notes, *cluster_file.assumptions(on))
+    click.echo(json.dumps(_jsonable(result, found, on, notes)) if as_json else searched(result, notes))
     if plot is not None and result.found:
         best = result.found[0].estimate
         draw(best, dataclasses.replace(found, layout=best.layout), on, plot)
@@ -127,7 +129,7 @@ def _wanted(found: "Subject", cluster: "Cluster", options: Mapping[str, Any]) ->
     return Wanted(base=base, steps=found.steps, **values)
 
 
-def _jsonable(result: "Result", found: "Subject", cluster: "Cluster") -> dict[str, Any]:
+def _jsonable(result: "Result", found: "Subject", cluster: "Cluster", notes: tuple[str, ...]) -> dict[str, Any]:
     from hpcdist.cli.plan_json import finite, jsonable
 
     plans = [
@@ -138,6 +140,6 @@ def _jsonable(result: "Result", found: "Subject", cluster: "Cluster") -> dict[st
     about = {name: getattr(result, name) for name in ("objective", "devices", "layouts", "estimated", "left_out")}
     refused = [dataclasses.asdict(one) for one in result.refused]
     said: dict[str, Any] = finite(
-        {**about, "found": plans, "refused": refused, "nothing": result.nothing, "flags": (*result.flags, *found.notes)}
+        {**about, "found": plans, "refused": refused, "nothing": result.nothing, "flags": (*result.flags, *notes)}
     )
     return said

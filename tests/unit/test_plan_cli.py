@@ -1,0 +1,432 @@
+"""`hpcdist plan` on a login node: without MPI and GPU, answers in words, JSON and pictures, refusals with exit codes."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import click
+import pytest
+
+from hpcdist.cli import main, plan
+from hpcdist.planner import cluster_file
+
+ABSENT = ("mpi4py", "cupy", "numba", "pynvml", "torch")
+GPT = ["--layers", "4", "--hidden", "256", "--heads", "4", "--vocabulary", "1000", "--context", "128", "--batch", "32"]
+NAMED = ["--model", "gpt2", "--batch", "64"]
+ON = ["--cluster", "a100-selene"]
+
+
+def hpcdist(capsys, *arguments):
+    """Run the command here; return its exit code and what it said."""
+    with pytest.raises(SystemExit) as leaving:
+        main.main([*arguments])
+    said = capsys.readouterr()
+    return leaving.value.code or 0, said.out, said.err
+
+
+@pytest.fixture
+def run(capsys):
+    return lambda *arguments: hpcdist(capsys, "plan", *map(str, arguments))
+
+
+@pytest.fixture
+def planned(run):
+    """Return a function that plans, and returns what --json says."""
+
+    def of(*arguments):
+        code, out, err = run(*arguments, "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+    return of
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Return a function that writes a recipe."""
+
+    def write(text, name="mine.toml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+RECIPE = """
+[model]
+layers = 4
+hidden = 64
+heads = 4
+[data]
+context = 64
+[run]
+steps = 50
+global_batch = 16
+"""
+
+
+def in_a_child(code):
+    """Run ``code`` after a function ``run(*words)``, which asserts that the command ends well."""
+    before = (
+        "import sys\nfrom hpcdist.cli.main import main\ndef run(*words):\n    try:\n        main(['plan', *words])\n"
+        "    except SystemExit as leaving:\n        assert not leaving.code, (words, leaving.code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", before + code], capture_output=True, text=True, timeout=480, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_works_where_nothing_heavy_can_be_imported(recipe):
+    path = str(recipe(RECIPE))
+    cut = ["--set", "parallel.pipeline=2", "--set", "parallel.microbatches=4"]
+    commands = [
+        [*GPT, *ON, "--data", "4", "--zero", "1"],
+        [*GPT, "--cluster", "workstation", "--precision", "float32", "--json"],
+        ["search", *GPT, *ON, "--devices", "8", "--first", "2"],
+        ["compare", *GPT, *ON, "--layout", "tensor=2", "--layout", "zero=2,data=2"],
+        ["clusters"],
+        ["models"],
+        [path, "--cluster", "workstation", *cut],
+        [path, "--cluster", "workstation", "--set", "model.kind=mlp", "--set", "model.heads=4"],
+    ]
+    forbidden = f"for name in {ABSENT!r}:\n    sys.modules[name] = None\n"
+    shown = in_a_child(forbidden + "".join(f"run(*{words!r})\n" for words in commands))
+    assert shown.count("closed forms: their simulator needs numba") == 2
+
+
+def test_help_is_instant():
+    helps = "".join(
+        f"run({word}'--help')\n" for word in ("", "'search', ", "'compare', ", "'clusters', ", "'models', ")
+    )
+    loaded = "[name for name in ('numpy', 'mpi4py', 'h5py', 'msgspec', 'numba') if name in sys.modules]"
+    assert in_a_child(f"{helps}print('loaded:', *{loaded})").splitlines()[-1].strip() == "loaded:"
+
+
+@pytest.mark.parametrize("name", [None, *plan.COMMANDS])
+def test_every_option_explains_itself(name):
+    context = click.Context(plan.command)
+    command = plan.command if name is None else plan.command.get_command(context, name)
+    assert command is not None and command.help
+    assert not [one.name for one in command.params if isinstance(one, click.Option) and not one.help]
+
+
+def test_the_help_of_a_command_names_it(run):
+    code, out, _ = run("search", "--help")
+    assert code == 0 and out.startswith("Usage: hpcdist plan search [OPTIONS] [RECIPE]")
+    code, out, _ = run("--help")
+    assert code == 0 and out.startswith("Usage: hpcdist plan [OPTIONS] [RECIPE]") and "\n  compare " in out
+
+
+def test_the_layout_of_the_options_is_planned(planned):
+    found = planned(
+        *(*GPT, *ON, "--pipeline", "2", "--tensor", "2", "--devices", "16", "--zero", "1", "--microbatch", "2"),
+        *("--schedule", "gpipe", "--sequence-parallel", "--recompute", "full", "--compression", "int8"),
+        *("--main-gradients", "working", "--implementation", "megatron", "--overlap", "0.5", "--algorithm", "ring"),
+        *("--activations", "float32", "--optimizer-slots", "1", "--steps", "7"),
+    )
+    layout = found["layout"]
+    expected = {
+        "data": 4,
+        "pipeline": 2,
+        "tensor": 2,
+        "strategy": "zero1",
+        "microbatch": 2,
+        "microbatches": 4,
+        "schedule": "gpipe",
+        "sequence_parallel": True,
+        "recompute": "full",
+        "compression": "int8",
+        "main_gradients": "working",
+        "implementation": "megatron",
+        "overlap": 0.5,
+        "algorithm": "ring",
+        "activations": "float32",
+        "optimizer_slots": 1,
+        "devices": 16,
+        "chunks": 1,
+    }
+    assert {name: layout[name] for name in expected} == expected
+    assert found["run"]["steps"] == 7 and found["global_batch"] == 32
+    assert found["memory"]["bytes"] == pytest.approx(sum(found["memory"]["terms"].values()))
+    assert found["step_s"] == pytest.approx(sum(found["timing"]["terms"].values()))
+    assert found["hfu"] > found["mfu"] > 0
+
+
+def test_every_number_of_a_model_counts(planned):
+    base = planned(*GPT, *ON)["parameters"]
+    hidden, layers, words = 256, 4, 1000
+    assert planned(*GPT, *ON, "--untied")["parameters"] == base + hidden * words
+    assert planned(*GPT, *ON, "--feed-forward", 512)["parameters"] < base
+    assert planned(*GPT, *ON, "--mlp-ratio", 2)["parameters"] == planned(*GPT, *ON, "--feed-forward", 512)["parameters"]
+    assert planned(*GPT, *ON, "--mlp-ratio", 4)["parameters"] == base
+    assert planned(*GPT, *ON, "--kv-heads", 1)["parameters"] < base
+    assert planned(*GPT, *ON, "--gated", "--feed-forward", 1024)["parameters"] > base
+    assert planned(*GPT, *ON, "--no-bias")["parameters"] < base
+    assert planned(*GPT, *ON, "--positions", "rotary")["parameters"] == base - 128 * hidden
+    assert planned(*GPT, *ON, "--norm", "rms")["parameters"] == base - (2 * layers + 1) * hidden
+    experts = planned(*GPT, *ON, "--experts", 4, "--experts-per-token", 2)
+    assert experts["parameters"] > 2.5 * (base - words * hidden)
+    longer = planned(*(word if word != "128" else "256" for word in GPT), *ON)
+    assert longer["tokens"] == 2 * 32 * 128
+    assert planned(*GPT, *ON, "--no-causal")["parameters"] == base
+
+
+def test_a_model_by_name(planned):
+    found = planned(*NAMED, *ON, "--tokens", 64 * 1024 * 10 + 1)
+    assert found["model"] == "gpt2" and found["parameters"] == 124_439_808
+    assert found["run"]["steps"] == 11
+    assert planned(*NAMED, *ON, "--context", 512)["tokens"] == 64 * 512
+
+
+def test_a_recipe_is_planned_as_it_would_run(planned, recipe):
+    path = recipe(RECIPE)
+    found = planned(path, "--cluster", "workstation", "--devices", 2)
+    assert found["model"] == "mine" and found["run"]["steps"] == 50 and found["global_batch"] == 16
+    layout = found["layout"]
+    assert (layout["data"], layout["precision"], layout["overlap"], layout["optimizer_slots"]) == (2, "float32", 0.0, 2)
+    assert (layout["microbatch"], layout["microbatches"]) == (8, 1)
+    cut = planned(
+        *(path, "--cluster", "workstation", "--set", "parallel.pipeline=2", "--set", "parallel.microbatches=4"),
+        *("--set", "parallel.recompute=true", "--set", "optimizer.name=sgd", "--set", "optimizer.momentum=0.0"),
+    )["layout"]
+    assert (cut["pipeline"], cut["microbatch"], cut["schedule"], cut["recompute"]) == (2, 4, "1f1b", "full")
+    assert cut["optimizer_slots"] == 0
+    half = planned(path, *ON, "--set", "precision.mode=bfloat16", "--set", "communication.overlap=thread")["layout"]
+    assert (half["precision"], half["activations"], half["overlap"]) == ("bfloat16", "float32", 1.0)
+
+
+def test_options_take_the_place_of_what_a_recipe_says(planned, recipe):
+    found = planned(recipe(RECIPE), *ON, "--tensor", 2, "--batch", 8, "--zero", 3, "--data", 2, "--steps", 5)
+    layout = found["layout"]
+    assert (layout["tensor"], layout["data"], layout["strategy"], layout["microbatch"]) == (2, 2, "zero3", 4)
+    assert found["global_batch"] == 8 and found["run"]["steps"] == 5
+
+
+def test_parameter_servers_of_a_recipe(planned, recipe):
+    path = recipe(RECIPE + "[parallel]\nstrategy = 'parameter_server'\n[parameter_server]\nservers = 2\n")
+    layout = planned(path, *ON, "--devices", 6)["layout"]
+    assert (layout["servers"], layout["data"], layout["devices"]) == (2, 4, 6)
+    colocated = planned(path, *ON, "--devices", 6, "--set", "parameter_server.placement=colocated")
+    assert (colocated["layout"]["servers"], colocated["layout"]["data"]) == (0, 6)
+    assert any("every rank served" in flag for flag in colocated["flags"])
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("communication.compression=qsgd", "planned as int8"),
+        ("communication.algorithm=circulant", "planned as the fastest"),
+        ("run.batch_warmup=[96, 8]", "run.batch_warmup"),
+    ],
+)
+def test_what_a_plan_leaves_out_of_a_recipe_is_told(key, said, planned, recipe):
+    flags = " ".join(planned(recipe(RECIPE), *ON, "--set", key)["flags"])
+    assert said in flags
+
+
+def test_words_tell_what_is_assumed(run, recipe):
+    code, out, _ = run(recipe(RECIPE), *ON)
+    assert code == 0
+    assert "rule: 16 bytes a parameter" in out and "MFU" in out and "HFU" in out and "GiB" in out
+    assert "assumption" in out
+    told = [line for line in out.splitlines() if "the time of a restart is an assumption" in line]
+    assert len(told) <= 1
+
+
+def test_what_does_not_fit_is_an_answer(run, planned):
+    arguments = ["--model", "gpt3-175b", "--batch", "8", *ON]
+    code, out, _ = run(*arguments)
+    assert code == 0 and "DOES NOT FIT" in out
+    assert planned(*arguments)["memory"]["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ([*GPT], 2, "give --cluster NAME|FILE: a100-selene"),
+        ([*GPT, "--cluster", "a100-selen"], 78, "the nearest is 'a100-selene'"),
+        (["--model", "gpt2-xll", "--batch", "8", *ON], 78, "gpt2-xl"),
+        ([*ON], 2, "give a RECIPE, --model NAME"),
+        (["--model", "gpt2", *ON], 2, "give --batch"),
+        (["--layers", "4", *ON, "--batch", "4"], 2, "--hidden, --heads, --vocabulary, --context"),
+        ([*NAMED, *ON, "--layers", "3"], 2, "--model gpt2 and --layers"),
+        ([*NAMED, *ON, "--set", "run.steps=3"], 2, "--set run.steps=3 changes a recipe"),
+        ([*GPT, *ON, "--feed-forward", "512", "--mlp-ratio", "2"], 2, "--feed-forward and --mlp-ratio"),
+        ([*GPT, *ON, "--mlp-ratio", "1.001"], 2, "no whole width"),
+        ([*GPT, *ON, "--experts-per-token", "2"], 2, "needs --experts"),
+        ([*GPT, *ON, "--steps", "3", "--tokens", "1e6"], 2, "--steps 3 and --tokens 1e+06"),
+        ([*GPT, *ON, "--zero", "2", "--strategy", "allreduce"], 2, "--zero 2 is --strategy zero2"),
+        ([*GPT, *ON, "--servers", "2", "--zero", "1"], 2, "--servers 2 is for --strategy parameter_server"),
+        ([*GPT, *ON, "--schedule", "zb-h1"], 2, "--schedule zb-h1 with one pipeline device"),
+        ([*GPT, *ON, "--chunks", "2"], 2, "--chunks 2 with one pipeline device"),
+        ([*GPT, *ON, "--sequence-parallel"], 2, "cuts nothing"),
+        ([*GPT, *ON, "--devices", "7", "--tensor", "2"], 2, "data ? x pipeline 1 x tensor 2 x context 1"),
+        ([*GPT, *ON, "--devices", "8", "--tensor", "2", "--data", "2"], 2, "the nearest that it makes is 4"),
+        ([*GPT, *ON, "--tensor", "3"], 78, "tensor = 3"),
+        ([*GPT, *ON, "--data", "64"], 78, "a global batch of 32"),
+        ([*GPT, *ON, "--pipeline", "2", "--schedule", "zb-h1", "--recompute", "full"], 78, "recompute"),
+        ([*GPT, "--cluster", "workstation", "--data", "4"], 78, "2 more than the 2 of workstation"),
+        ([*GPT, *ON, "--precision", "int8"], 2, "int8"),
+        ([*GPT, *ON, "--plot", "plan.xls"], 2, "choose .png"),
+        ([*GPT, *ON, "--plot", "/nowhere/plan.png"], 74, "there is no directory /nowhere"),
+        (["no-such-recipe.toml", *ON], 78, "there is no such file"),
+        (["--no-such-option"], 2, "--no-such-option"),
+    ],
+)
+def test_refusals(arguments, code, said, run):
+    found, out, err = run(*arguments)
+    assert (found, out) == (code, ""), err
+    assert said in err and "Traceback" not in err
+
+
+def test_a_recipe_and_a_name_are_two_models(run, recipe):
+    code, _, err = run(recipe(RECIPE), *NAMED, *ON)
+    assert code == 2 and "are two models" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[model]\nkind = 'import'\nfactory = 'a:b'\n", "only the code that makes it knows"),
+        ("[parallel]\nstrategy = 'gossip'\n", "'gossip' cannot be planned"),
+        ("[model]\nkind = 'convnet'\n[data]\npath = 'none.h5'\n", "there is no such file"),
+    ],
+)
+def test_recipes_that_cannot_be_described(text, said, run, recipe):
+    code, _, err = run(recipe(text), *ON)
+    assert code == 78 and said in err
+
+
+def test_pictures(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plan.png"
+    code, _, err = run(*GPT, *ON, "--pipeline", "2", "--microbatch", "4", "--plot", file)
+    assert code == 0, err
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_cluster_of_ones_own(run, planned, tmp_path):
+    own = replace(cluster_file.read("a100-selene"), name="mine", devices=16)
+    path = tmp_path / "mine.toml"
+    path.write_text(cluster_file.dump(own))
+    assert planned(*GPT, "--cluster", path)["cluster"] == "mine"
+    code, _, err = run(*GPT, "--cluster", path, "--data", "32")
+    assert code == 78 and "16 more than the 16 of mine" in err
+    code, out, _ = run("clusters", path)
+    assert code == 0 and out == path.read_text()
+    path.write_text(path.read_text().replace("devices = 16", "devises = 16"))
+    code, _, err = run("clusters", path)
+    assert code == 78 and "devises" in err and str(path) in err
+
+
+def test_lists(run):
+    code, out, _ = run("clusters")
+    assert code == 0 and all(f"{name} " in out for name in cluster_file.names())
+    code, out, _ = run("models", "--json")
+    assert code == 0 and json.loads(out)["gpt2"]["parameters"] == 124_439_808
+    code, out, _ = run("models", "gpt2")
+    assert code == 0 and "layers = 12\n" in out
+    code, out, _ = run("models", "gtp2")
+    assert code == 78
+
+
+def test_a_search_explains_what_it_finds(run, planned, tmp_path):
+    arguments = ["search", *GPT, *ON, "--devices", "16", "--first", "3"]
+    found = planned(*arguments)
+    assert len(found["found"]) == 3
+    steps = [one["step_s"] for one in found["found"]]
+    assert steps == sorted(steps)
+    assert all(one["layout"]["devices"] == 16 for one in found["found"])
+    code, out, err = run(*arguments)
+    assert code == 0, err
+    assert "least time among" in out and "\n 1  " in out and "\n 3  " in out and "refused" in out
+
+
+def test_what_is_given_does_not_vary_in_a_search(planned):
+    found = planned(
+        *("search", *GPT, *ON, "--devices", "16", "--tensor", "2", "--zero", "3", "--recompute", "full"),
+        *("--precision", "float32", "--memory", "40 GB", "--objective", "energy", "--no-simulate", "--distinct"),
+    )
+    assert found["objective"] == "energy" and found["found"]
+    for one in found["found"]:
+        layout = one["layout"]
+        assert (layout["tensor"], layout["recompute"], layout["precision"]) == (2, "full", "float32")
+        assert layout["strategy"] == "zero3"
+        assert one["memory"]["bytes"] <= 40e9
+    values = [one["value"] for one in found["found"]]
+    assert values == sorted(values)
+
+
+def test_a_recipe_keeps_what_a_search_does_not_vary(planned, recipe):
+    found = planned("search", recipe(RECIPE), *ON, "--devices", "4", "--first", "2")
+    layouts = [one["layout"] for one in found["found"]]
+    assert {layout["precision"] for layout in layouts} == {"float32"}
+    assert {layout["overlap"] for layout in layouts} == {0.0}
+    assert {one["run"]["steps"] for one in found["found"]} == {50}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--data", "2", "--devices", "4"], 2, "--data is what a search finds"),
+        (["--devices", "4", "--memory", "80"], 78, "has no unit"),
+        (["--devices", "4", "--memory", "80 Gb"], 78, "bits or bytes"),
+        (["--devices", "4", "--memory", "900 GB"], 2, "more than"),
+        (["--devices", "100000000"], 2, "more than the"),
+    ],
+)
+def test_searches_that_are_refused(arguments, code, said, run):
+    found, out, err = run("search", *GPT, *ON, *arguments)
+    assert (found, out) == (code, ""), err
+    assert said in err
+
+
+def test_nothing_fits(run):
+    code, out, _ = run("search", "--model", "megatron-1t", "--batch", "8", *ON, "--devices", "8", "--first", "2")
+    assert code == 0 and "no layout fits" in out
+
+
+def test_a_comparison_is_a_line_a_plan(run, planned):
+    arguments = ["compare", *GPT, *ON, "--cluster", "h100-hgx", "--layout", "tensor=2", "--layout", "data=4 zero=1"]
+    found = planned(*arguments)
+    assert [(one["cluster"], one["layout"]["tensor"], one["layout"]["data"]) for one in found] == [
+        ("a100-selene", 2, 1),
+        ("a100-selene", 1, 4),
+        ("h100-hgx", 2, 1),
+        ("h100-hgx", 1, 4),
+    ]
+    code, out, _ = run(*arguments)
+    assert code == 0
+    lines = [line for line in out.splitlines() if line.startswith(("a100", "h100"))]
+    assert len(lines) == 4 and "zero1" in lines[1]
+
+
+def test_a_layout_of_a_comparison_may_say_its_devices_and_batch(planned):
+    found = planned("compare", *GPT, *ON, "--layout", "devices=4", "--layout", "devices=8,batch=64")
+    assert [(one["layout"]["data"], one["global_batch"]) for one in found] == [(4, 32), (8, 64)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([*ON, "--layout", "tensor=2"], "compares with nothing"),
+        ([*ON, "--layout", "tensr=2", "--layout", "tensor=2"], "'--tensor'"),
+        ([*ON, "--layout", "tensor=two", "--layout", "tensor=2"], "'two' is not a valid integer"),
+        ([*ON, "--layout", "zero=1,strategy=zero2", "--layout", "tensor=2"], "--zero 1 is --strategy zero1"),
+    ],
+)
+def test_comparisons_that_are_refused(arguments, said, run):
+    code, out, err = run("compare", *GPT, *arguments)
+    assert (code, out) == (2, "") and said in err
+
+
+def test_names_are_completed():
+    parameters = {one.name: one for one in plan.command.params}
+    context = click.Context(plan.command)
+    found = [item.value for item in parameters["cluster"].shell_complete(context, "a100")]
+    assert found == ["a100-selene"]
+    assert "gpt2-xl" in [item.value for item in parameters["model"].shell_complete(context, "gpt2")]
