@@ -6,25 +6,27 @@ the last one is m T and
 
     gpipe, 1f1b    (p-1) T                                              arXiv:1811.06965, arXiv:2104.04473
     interleaved    (p-1) T / v                                          arXiv:2104.04473, section 2.2
-    zb-h1          (p-1) (F + I) - min(m-1, p-1) w                      w = min(W, I)
-    zb-h2          (p-1) (F + I) - min(m/2, p-1) w - min((m-1)/2, p-1) min(W, I - w), quotients without remainder
-    zb-v           the larger of (p-1) (F + I) - (m-1) min(W, (F + I)/2) and (p-1) max(F/2, I/2, F + I - 2 W)
+    zb-h1          (p-1) (F + I) - min(m-1, p-1) w                      w = min(W, I, F)
+    zb-h2          (p-1) (F + I) - min(m/2, p-1) w - min((m-1)/2, p-1) min(W, I - w, F), quotients without remainder
+    zb-v           (p-1) (F + I) - min(m-1, p-1) min(F, 2 W, (F + I)/2) - max(0, m-p) min(W, (F + I)/2), and at least
+                   (p-1) max(F/2, I/2, F + I - 3 W)
 
-Those of zero bubble agree with arXiv:2401.10241, table 1, where that holds: m >= p and W <= I for zb-h1, m >= 2p - 1
-for the others. There they are told by the span of one rank: ranks of zb-h2 and zb-v begin up to (p-1) F / v after each
-other, and end so. Where no step waits for all ranks, as with the "post-validation" of that paper, the next one begins
-meanwhile, and that much is no loss. All are what the simulator finds (`hpcdist.strategies.schedule.simulate`), for any
-m; zb-v for F = I = W, else nearly. Where ranks differ, m T is that of the slowest one, and F, I, W of the rest are the
-means of the others: an approximation.
+That of zb-h1 agrees with arXiv:2401.10241, table 1, where m >= p and W <= I, F. The table tells those of zb-h2 and zb-v
+by the span of one rank, for m >= 2p - 1: their ranks begin up to (p-1) F / v after each other, and end so. Where no
+step waits for all ranks, as with the "post-validation" of that paper, the next one begins meanwhile, and that much is
+no loss. All are what the simulator finds (`hpcdist.strategies.schedule.simulate`) for any m and times; zb-v for
+F = I = W, else within 5 %. Where ranks differ, m T is that of the slowest one, and F, I, W of the rest are the means of
+the others: an approximation.
 
 A message between neighbours that takes x is waited for once on the way there and once back for the first micro-batch;
 1f1b has at most p in flight on the first rank, so it waits again in every round:
 
-    gpipe 2 (p-1) x      1f1b 2 (p-1 + max(0, m-1 - max(1, m/p))) x      interleaved 2 (p v - 1) x
-    zb-h1 4 (p-1) x      zb-h2 (p-1) x                                   zb-v (5 p - 7) x, at least 4 (p-1) x
+    gpipe    2 (p-1) x      1f1b     2 (p-1 + (m-1) (p-1)/p) x      interleaved   2 (p v - 1) x
+    zb-h1    4 (p-1) x      zb-h2    (p-1) x                        zb-v          (5 p - 7) x, at least 4 (p-1) x
 
-as long as x is shorter than a pass; interleaved for m a multiple of p, those of zero bubble for many micro-batches.
-Megatron-LM sends and receives between passes and computes nothing meanwhile: each pass is x longer, 2 (v m + p-1) x.
+as long as x is shorter than a pass, with a quotient without remainder; interleaved for m a multiple of p, those of zero
+bubble about, and for many micro-batches. Megatron-LM sends and receives between passes and computes nothing meanwhile:
+each pass is x longer, which makes 2 (v m + p-1) x.
 """
 
 from collections.abc import Sequence
@@ -102,17 +104,19 @@ def _idle_s(schedule: str, others: Seconds, ranks: int, microbatches: int, chunk
     """Return what is beside m T; others: F, I, W of the rest."""
     forward_s, input_s, weight_s = others
     behind, there_and_back = ranks - 1, (ranks - 1) * (forward_s + input_s)
-    filled_s = min(weight_s, input_s)
+    filled_s = min(others)
     if schedule == "zb-h1":
         return there_and_back - min(microbatches - 1, behind) * filled_s
     if schedule == "zb-h2":
-        rest_s = min(weight_s, input_s - filled_s)
-        return (
-            there_and_back - min(microbatches // 2, behind) * filled_s - min((microbatches - 1) // 2, behind) * rest_s
-        )
+        rest_s = min(weight_s, input_s - filled_s, forward_s)
+        filled_s *= min(microbatches // 2, behind)
+        return there_and_back - filled_s - min((microbatches - 1) // 2, behind) * rest_s
     if schedule == "zb-v":
-        short_s = there_and_back - (microbatches - 1) * min(weight_s, (forward_s + input_s) / 2)
-        return max(short_s, behind * max(forward_s / 2, input_s / 2, forward_s + input_s - 2 * weight_s))
+        mean_s = (forward_s + input_s) / 2
+        filled_s = min(microbatches - 1, behind) * min(forward_s, 2 * weight_s, mean_s)
+        filled_s += max(0, microbatches - ranks) * min(weight_s, mean_s)
+        least_s = max(forward_s / 2, input_s / 2, forward_s + input_s - 3 * weight_s)
+        return max(there_and_back - filled_s, behind * least_s)
     return behind * others.whole_s / chunks
 
 
@@ -124,7 +128,7 @@ def _waits(schedule: str, ranks: int, microbatches: int, chunks: int, blocking: 
     if schedule == "gpipe":
         return 2 * behind
     if schedule == "1f1b":
-        return 2 * (behind + max(0, microbatches - 1 - max(1, microbatches // ranks)))
+        return 2 * (behind + (microbatches - 1) * behind // ranks)
     if schedule == "interleaved":
         return 2 * (ranks * chunks - 1)
     return {"zb-h1": 4 * behind, "zb-h2": behind}.get(schedule, max(5 * ranks - 7, 4 * behind))

@@ -1,0 +1,124 @@
+"""Closed forms of pipelines against the simulator, the formulas of the papers, and what a rank must do at least."""
+
+import pytest
+
+from hpcdist.planner.pipeline import Pipe, Seconds, closed, simulated
+from hpcdist.strategies.schedule import simulate_closed
+from hpcdist.strategies.schedule.catalogue import SCHEDULES, chunks_of
+
+EQUAL = Seconds(1.0, 1.0, 1.0)
+TIMES = [EQUAL, Seconds(1.0, 1.2, 0.8), Seconds(1.0, 2.0, 1.0), Seconds(0.7, 0.9, 1.1), Seconds(1.0, 1.6, 0.5)]
+SIZES = [(2, 2), (2, 7), (3, 1), (4, 3), (4, 8), (5, 9), (8, 8), (8, 24), (8, 31)]
+PLAIN = ["gpipe", "1f1b", "zb-h1", "zb-h2"]
+
+
+def both(schedule: str, seconds: Seconds, ranks: int, m: int, message_s: float = 0.0, each: int = 2) -> tuple:
+    """Return the closed form and the timeline of the simulator."""
+    each = each if schedule == "interleaved" else chunks_of(schedule)
+    found = closed(schedule, seconds, seconds, ranks, m, chunks=each, message_s=message_s)
+    chunk = Seconds(*(part / each for part in seconds))
+    return found, simulated(schedule, [chunk] * ranks * each, ranks, m, message_s=message_s)
+
+
+@pytest.mark.parametrize("seconds", TIMES)
+@pytest.mark.parametrize(("ranks", "m"), SIZES)
+@pytest.mark.parametrize("schedule", PLAIN)
+def test_the_closed_form_is_what_the_simulator_finds(schedule: str, ranks: int, m: int, seconds: Seconds):
+    found, ran = both(schedule, seconds, ranks, m)
+    assert found.whole_s == pytest.approx(ran.computes_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("seconds", TIMES)
+@pytest.mark.parametrize(("ranks", "m"), [(ranks, m) for ranks, m in SIZES if m >= ranks])
+@pytest.mark.parametrize("each", [2, 3, 5])
+def test_interleaved_is_what_the_simulator_finds(ranks: int, m: int, seconds: Seconds, each: int):
+    found, ran = both("interleaved", seconds, ranks, m, each=each)
+    assert found.whole_s == pytest.approx(ran.computes_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(("ranks", "m"), SIZES)
+def test_zb_v_is_what_the_simulator_finds_where_passes_are_equal(ranks: int, m: int):
+    found, ran = both("zb-v", EQUAL, ranks, m)
+    assert found.whole_s == pytest.approx(ran.computes_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("seconds", TIMES)
+@pytest.mark.parametrize(("ranks", "m"), SIZES)
+def test_zb_v_is_within_five_percent_where_they_are_not(ranks: int, m: int, seconds: Seconds):
+    found, ran = both("zb-v", seconds, ranks, m)
+    assert found.whole_s == pytest.approx(ran.computes_s, rel=0.05)
+
+
+@pytest.mark.parametrize("schedule", [*PLAIN, "interleaved", "zb-v"])
+def test_bubbles_are_those_of_the_papers(schedule: str):
+    ranks, m = 4, 8
+    each = 2 if schedule == "interleaved" else chunks_of(schedule)
+    found = closed(schedule, EQUAL, EQUAL, ranks, m, chunks=each)
+    assert found.bubble == pytest.approx(simulate_closed.bubble(schedule, ranks, m, chunks=each))
+    _, ran = both(schedule, EQUAL, ranks, m)
+    assert found.bubble == pytest.approx(ran.bubble)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h2", "zb-v"])
+def test_steps_that_overlap_lose_the_bubble_alone(schedule: str):
+    """arXiv:2401.10241, section 4: without a barrier between steps."""
+    found = closed(schedule, EQUAL, EQUAL, 4, 12, steps_overlap=True)
+    assert found.idle_s == 0.0
+    assert found.bubble == 0.0
+    apart = closed(schedule, EQUAL, EQUAL, 4, 12)
+    assert apart.idle_s == pytest.approx(3 * EQUAL.forward_s / chunks_of(schedule))
+
+
+@pytest.mark.parametrize(("ranks", "m"), SIZES)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_messages_are_waited_for_as_the_simulator_says(schedule: str, ranks: int, m: int):
+    found, ran = both(schedule, Seconds(1.0, 1.2, 0.8), ranks, m, message_s=0.01)
+    assert found.whole_s == pytest.approx(ran.computes_s, rel=1e-9)
+    assert found.message_s > 0
+
+
+@pytest.mark.parametrize(("ranks", "m"), [(2, 2), (4, 8), (4, 12), (8, 24)])
+@pytest.mark.parametrize("each", [2, 3])
+def test_messages_of_interleaved_are_waited_for_once_in_each_chunk(ranks: int, m: int, each: int):
+    found, ran = both("interleaved", Seconds(1.0, 1.2, 0.8), ranks, m, message_s=0.01, each=each)
+    assert found.whole_s == pytest.approx(ran.computes_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "zb-v"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_messages_of_zero_bubble_are_waited_for_nearly_so(schedule: str, ranks: int):
+    without, _ = both(schedule, EQUAL, ranks, 6 * ranks)
+    found, ran = both(schedule, EQUAL, ranks, 6 * ranks, message_s=0.01)
+    assert found.message_s == pytest.approx(ran.computes_s - without.whole_s, abs=0.01 * ranks)
+
+
+@pytest.mark.parametrize(("schedule", "each"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_messages_that_block_lengthen_every_pass(schedule: str, each: int):
+    found = closed(schedule, EQUAL, EQUAL, 4, 8, chunks=each, message_s=0.1, blocking=True)
+    longer = Seconds(1 + 0.1 * each, 1 + 0.1 * each, 1.0)
+    assert found.whole_s == pytest.approx(closed(schedule, longer, longer, 4, 8, chunks=each).whole_s)
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES])
+def test_one_rank_has_neither_bubble_nor_messages(schedule: str):
+    assert closed(schedule, EQUAL, EQUAL, 1, 5, message_s=1.0) == Pipe(15.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("schedule", PLAIN)
+@pytest.mark.parametrize("slow", [0, 1, 3])
+def test_a_slow_rank_decides_and_the_simulator_is_near(schedule: str, slow: int):
+    ranks, m = 4, 16
+    of_ranks = [EQUAL] * ranks
+    of_ranks[slow] = Seconds(1.5, 1.5, 1.5)
+    found = closed(schedule, of_ranks[slow], EQUAL, ranks, m)
+    ran = simulated(schedule, of_ranks, ranks, m)
+    assert found.busy_s == pytest.approx(m * 4.5)
+    assert found.whole_s == pytest.approx(ran.computes_s, rel=0.06)
+    assert ran.computes_s >= found.busy_s
+
+
+def test_folded_chunks_go_forth_and_back():
+    """Of zb-v: the first rank has the first and the last chunk, so a slow first chunk is one of rank 0."""
+    chunks = [Seconds(2.0, 2.0, 2.0)] + [EQUAL] * 7
+    ran = simulated("zb-v", chunks, 4, 12)
+    assert [round(stage.busy_s) for stage in ran.stages] == [12 * 9, 72, 72, 72]
