@@ -1,0 +1,209 @@
+"""Memory of a plan: what runs of ours hold, what a pipeline's own sums say, and the published sums of whole devices."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rank_runs import losses, trainer_of
+
+from hpcdist import models
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.errors import ConfigurationError
+from hpcdist.models.config import ModelConfig
+from hpcdist.planner.cluster import Cluster, Device, Failures, Node, Storage
+from hpcdist.planner.cut import chunks
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.memory import by_rank, memory
+from hpcdist.planner.models import named
+from hpcdist.planner.shape import describe, of_config
+from hpcdist.strategies.config import ParallelConfig
+from hpcdist.strategies.partition_memory import States
+from hpcdist.strategies.partition_plan import plan
+from hpcdist.strategies.schedule.schedule_file import generated
+
+CLUSTER = Cluster(
+    name="test",
+    about="",
+    devices=4096,
+    device=Device(name="x", peak_flops={}, matmul={}, memory_bytes=80e9, memory_bytes_per_s=2e12, reserved_bytes=1.5e9),
+    node=Node(devices=8),
+    levels=(),
+    storage=Storage(write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9),
+    failures=Failures(node_mtbf_s=1e6, restart_s=60),
+)
+BARE = replace(CLUSTER, device=replace(CLUSTER.device, reserved_bytes=0.0))
+
+MODEL = {"layers": 6, "hidden": 64, "heads": 4, "vocabulary": 256}
+RUN: dict[str, object] = {
+    **{f"model.{key}": value for key, value in MODEL.items()},
+    "data.context": 32,
+    "run.steps": 2,
+    "run.global_batch": 8,
+    "optimizer.name": "adamw",
+    "communication.algorithm": "ring",
+}
+OURS = Layout(precision="float32", algorithm="ring")
+PIPELINE = {"pipeline": 2, "microbatch": 2}
+
+# (ranks, keys of the recipe, fields of the layout): 4 samples on each of two replicas, or what is said.
+RUNS: dict[str, tuple[int, dict[str, object], dict[str, Any]]] = {
+    "one rank": (1, {}, {"microbatch": 8}),
+    "accumulation": (1, {"parallel.microbatches": 4}, {"microbatch": 2}),
+    "recomputation": (1, {"parallel.recompute": "true"}, {"microbatch": 8, "recompute": "full"}),
+    "tied": (1, {"model.tied": "true"}, {"microbatch": 8}),
+    "allreduce": (2, {}, {"data": 2, "microbatch": 4}),
+    "zero1": (2, {"parallel.strategy": "zero1"}, {"data": 2, "microbatch": 4, "strategy": "zero1"}),
+    "zero2": (2, {"parallel.strategy": "zero2"}, {"data": 2, "microbatch": 4, "strategy": "zero2"}),
+    "zero3": (2, {"parallel.strategy": "zero3"}, {"data": 2, "microbatch": 4, "strategy": "zero3"}),
+    "bfloat16": (
+        2,
+        {"precision.mode": "bfloat16", "parallel.strategy": "zero1"},
+        {"data": 2, "microbatch": 4, "strategy": "zero1", "precision": "bfloat16", "activations": "float32"},
+    ),
+    "server": (
+        2,
+        {"parallel.strategy": "parameter_server", "parameter_server.placement": "dedicated"},
+        {"data": 1, "microbatch": 8, "strategy": "parameter_server", "servers": 1},
+    ),
+    "gpipe": (2, {"parallel.schedule": "gpipe"}, {**PIPELINE, "schedule": "gpipe"}),
+    "1f1b": (2, {"parallel.schedule": "1f1b"}, PIPELINE),
+    "1f1b, computed again": (2, {"parallel.recompute": "true"}, {**PIPELINE, "recompute": "full"}),
+    "interleaved": (
+        2,
+        {"parallel.schedule": "interleaved", "parallel.chunks": 2},
+        {**PIPELINE, "schedule": "interleaved", "chunks": 2},
+    ),
+    "zb-h1": (2, {"parallel.schedule": "zb-h1"}, {**PIPELINE, "schedule": "zb-h1"}),
+    "zb-v": (2, {"parallel.schedule": "zb-v"}, {**PIPELINE, "schedule": "zb-v"}),
+    "tensor": (2, {"parallel.tensor": 2}, {"tensor": 2, "microbatch": 8}),
+    "sequence": (
+        2,
+        {"parallel.tensor": 2, "parallel.sequence_parallel": "true"},
+        {"tensor": 2, "microbatch": 8, "sequence_parallel": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_our_runs_hold_what_was_planned(name: str) -> None:
+    ranks, keys, fields = RUNS[name]
+    if "pipeline" in fields:
+        keys = {**keys, "parallel.pipeline": 2, "parallel.microbatches": 4}
+
+    def body(comm: Communicator) -> int:
+        trainer = trainer_of(comm, {**RUN, **keys})
+        losses(trainer, 2)
+        return trainer.ledger.peak_total
+
+    measured = max(run_threads(ranks, body))
+    config = ModelConfig(**MODEL, tied=name == "tied")  # type: ignore[arg-type]
+    planned = memory(of_config(config, context=32), replace(OURS, **fields), BARE, 8)
+    assert planned.bytes == pytest.approx(measured, rel=0.05)
+    assert planned.fits and planned.terms["reserved"] == 0
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [
+        *((name, False) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")),
+        *((name, True) for name in ("gpipe", "1f1b", "interleaved")),  # what goes back in one pass
+    ],
+)
+def test_each_rank_of_a_pipeline_has_what_its_table_says(schedule: str, tensor: int, recompute: bool) -> None:
+    config = ModelConfig(layers=11, hidden=64, heads=4, vocabulary=300, tied=True)
+    found, each = of_config(config, context=24), 2 if schedule in ("interleaved", "zb-v") else 1
+    layout = Layout(
+        pipeline=3,
+        tensor=tensor,
+        schedule=schedule,
+        chunks=each,
+        microbatch=2,
+        precision="float32",
+        recompute="full" if recompute else "none",
+    )
+    units = [sum(share.times for share in chunk.shares) for chunk in chunks(found, layout)]
+    parallel = ParallelConfig(
+        pipeline=3,
+        tensor=tensor,
+        microbatches=6,
+        schedule=schedule,
+        chunks=each,
+        recompute=recompute,
+        stage_units=tuple(units),
+    )
+    written = generated(parallel.order, 3, 6, each)
+    made = plan(models.build(config, context=24), parallel, written, States(per_parameter=16, itemsize=4), 2)
+    for rank, (row, terms) in enumerate(zip(made.rows, by_rank(found, layout, 12), strict=True)):
+        states = terms["parameters"] + terms["gradients"] + terms["optimizer"]
+        assert states == pytest.approx(row.bytes["states"], rel=1e-3), rank  # padding
+        assert terms["activations"] == row.bytes["activations"], rank
+        # A border between two chunks of one rank has no message, which the table counts all the same.
+        assert terms["messages"] == row.bytes["messages"], rank
+        assert terms["scratch"] == row.bytes["scratch"], rank
+    fullest = memory(found, layout, BARE, 12)
+    assert fullest.bytes == max(sum(terms.values()) for terms in by_rank(found, layout, 12))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "each"), [("megatron-175b", 8, 3), ("megatron-530b", 35, 3), ("megatron-1t", 64, 1)]
+)
+def test_the_first_stage_of_the_paper(name: str, ranks: int, each: int) -> None:
+    # arXiv:2205.05198, section 4.2.3 and 4.3, with its table 3: sequence parallelism and selective recomputation.
+    shape = named(name)
+    s, h, layers = shape.context, shape.hidden, shape.layers
+    layout = Layout(
+        pipeline=ranks,
+        tensor=8,
+        chunks=each,
+        schedule="interleaved" if each > 1 else "1f1b",
+        sequence_parallel=True,
+        recompute="selective",
+        implementation="megatron",
+    )
+    found = memory(describe(shape, name), layout, CLUSTER, 64 * ranks)
+    deeper = 1 + (ranks - 1) / (ranks * each) if each > 1 else 1
+    # The mask of the embedding is there for each micro-batch of the first chunk, up to twice the ranks.
+    masks = s * h / 8
+    blocks = 34 * s * h / 8 * layers * deeper
+    assert found.stage == 0
+    assert blocks + ranks * masks <= found.terms["activations"] <= blocks + 2 * ranks * masks
+    assert found.terms["reserved"] == 1.5e9
+    parameters = layers / ranks * (12 * h * h / 8 + 7 * h / 8 + 6 * h) + shape.vocabulary * h / 8 + s * h
+    states = found.terms["parameters"] + found.terms["gradients"] + found.terms["optimizer"]
+    assert states == pytest.approx(18 * parameters, rel=1e-12)
+
+
+def test_what_does_not_fit_says_what_breaks_first() -> None:
+    found = describe(named("llama-3-8b"), "llama-3-8b")
+    alone = memory(found, Layout(implementation="megatron", recompute="full"), CLUSTER, 1)
+    assert not alone.fits and alone.breaks_first == "optimizer" and alone.limit_bytes == 80e9
+    cut = memory(found, Layout(implementation="megatron", recompute="full", data=64, strategy="zero1"), CLUSTER, 64)
+    assert cut.fits and "6 + 12/d" in cut.rule
+    all_kept = memory(found, Layout(implementation="megatron", data=64, strategy="zero3"), CLUSTER, 64)
+    assert not all_kept.fits and all_kept.breaks_first == "activations"
+
+
+def test_experts_lie_on_several_ranks() -> None:
+    found = describe(named("mixtral-8x7b"), "mixtral-8x7b")
+    layout = Layout(implementation="megatron", data=64, strategy="zero1", recompute="full")
+    one, eight = (memory(found, replace(layout, expert=expert), CLUSTER, 64).terms for expert in (1, 8))
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert one["parameters"] - eight["parameters"] == pytest.approx(2 * experts * 7 / 8)
+    # Their optimizer is cut over 64 ranks in both: 64 copies of all of them, or 8 of an eighth.
+    assert one["optimizer"] == pytest.approx(eight["optimizer"])
+
+
+def test_a_server_may_need_most() -> None:
+    found = of_config(ModelConfig(**MODEL), context=1)  # type: ignore[arg-type]
+    layout = Layout(data=4, servers=1, strategy="parameter_server", precision="float32")
+    alone = memory(found, layout, BARE, 4)
+    assert alone.terms["activations"] == 0 and alone.terms["optimizer"] == 8 * found.parameters
+    several = memory(found, replace(layout, servers=4), BARE, 4)
+    assert several.terms["activations"] > 0 and several.terms["optimizer"] == 0
+
+
+def test_a_schedule_of_a_file_has_no_closed_form() -> None:
+    with pytest.raises(ConfigurationError, match="'file' has no closed form"):
+        memory(of_config(ModelConfig(), context=8), Layout(pipeline=2, schedule="file"), BARE, 4)
