@@ -39,7 +39,7 @@ def write(path: Path, found: Points, provenance: Mapping[str, Any]) -> None:
             _table(group, {"kind": [row[0] for row in rows], "way": [row[1] for row in rows]}, [row[2] for row in rows])
         _table(
             file.create_group("messages"),
-            {"level": [one.level for one in found.links], "bytes": [one.nbytes for one in found.links]},
+            {name: [getattr(one, name) for one in found.links] for name in ("level", "nbytes", "border")},
             [one.seconds for one in found.links],
         )
         names = ("operation", "algorithm", "level", "ranks", "nbytes")

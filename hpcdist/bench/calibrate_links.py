@@ -27,6 +27,8 @@ BETWEEN: Final = "network"
 TAG: Final = 7003
 LEAST_TURNS, MOST_TURNS = 7, 400
 FLOATS: Final = "float32"
+STEP: Final = 1.2  # times that grow by so much more than sizes, or fall, are a jump
+HALVINGS: Final = 5
 
 
 def levels(comm: Communicator) -> tuple[str, ...]:
@@ -45,29 +47,53 @@ def links(
     for level in names:
         if say is not None and comm.rank == 0:
             say(f"messages, level {level}")
-        across = _across(comm, level)
-        each_s = seconds / len(names) / 2 / len(sizes(least, most))
-        for nbytes in sizes(least, most):
-            times = [_message(comm, pair, nbytes, each_s, on) for pair in (_alone(comm, across, level), across)]
-            found.append(LinkPoint(level, 2, nbytes, Busy(*times)))
+        measure = _Level(comm, level, seconds / len(names) / len(sizes(least, most)), on)
+        plain = [measure.at(nbytes) for nbytes in sizes(least, most)]
+        found += [*plain, *measure.borders(plain)]
     return tuple(found)
 
 
-def _across(comm: Communicator, level: str) -> Communicator | None:
-    """Return the communicator whose ranks 2i and 2i + 1 are joined by links of ``level``; all ranks have one."""
-    nodes = comm.nodes()
-    if level == INSIDE:
-        return nodes.intra
-    return nodes.peers if nodes.uniform else nodes.leaders
+class _Level:
+    """Messages over the links of one level. All of it is collective over ``comm``."""
+
+    def __init__(self, comm: Communicator, level: str, seconds: float, on: str) -> None:
+        nodes = comm.nodes()
+        self._comm, self._name, self._seconds, self._on = comm, level, seconds, on
+        if level == INSIDE:
+            self._across: Communicator | None = nodes.intra
+            first = nodes.index == 0
+        else:
+            self._across = nodes.peers if nodes.uniform else nodes.leaders
+            first = nodes.intra.rank == 0
+        is_first = first and self._across is not None and self._across.rank < 2
+        self._alone = self._across if is_first else None
+
+    def at(self, nbytes: int, *, border: bool = False) -> LinkPoint:
+        """Return messages of ``nbytes``."""
+        pairs = self._alone, self._across
+        times = [_message(self._comm, pair, nbytes, self._seconds / 2, self._on) for pair in pairs]
+        return LinkPoint(self._name, 2, nbytes, Busy(*times), border)
+
+    def borders(self, points: Sequence[LinkPoint]) -> list[LinkPoint]:
+        """Return points to both sides of where times jump between neighbours, by bisection."""
+        found = []
+        for left, right in zip(points, points[1:], strict=False):
+            for _ in range(HALVINGS):
+                between = round((left.nbytes * right.nbytes) ** 0.5 / 8) * 8
+                if not (_jump(left, right) and left.nbytes < between < right.nbytes):
+                    break
+                middle = self.at(between, border=True)
+                found.append(middle)
+                left, right = (middle, right) if _jump(middle, right) > _jump(left, middle) else (left, middle)
+        return found
 
 
-def _alone(comm: Communicator, across: Communicator | None, level: str) -> Communicator | None:
-    """Return ``across`` where its first pair is the only one that is to send: on the first rank, or node."""
-    nodes = comm.nodes()
-    if level == INSIDE:
-        return across if nodes.index == 0 and across is not None and across.rank < 2 else None
-    leads = nodes.intra.rank == 0
-    return across if leads and across is not None and across.rank < 2 else None
+def _jump(left: LinkPoint, right: LinkPoint) -> float:
+    """Return how far the times of two sizes are from any line through them that rises: 0 where it could be one."""
+    grows, sizes_grow = right.seconds.all / left.seconds.all, right.nbytes / left.nbytes
+    if grows > STEP * sizes_grow:
+        return grows / sizes_grow
+    return 1 / grows if grows < 1 / STEP else 0.0
 
 
 def _message(everyone: Communicator, comm: Communicator | None, nbytes: int, seconds: float, on: str) -> float:

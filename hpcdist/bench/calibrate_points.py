@@ -65,12 +65,16 @@ class ModelPoint:
 
 
 class LinkPoint(NamedTuple):
-    """Messages of ``nbytes`` over the links of a level: one way while all pairs send, and one pair alone."""
+    """Messages of ``nbytes`` over the links of a level: one way while all pairs send, and one pair alone.
+
+    ``border``: measured to find where times jump, as an MPI library changes its protocol there.
+    """
 
     level: str
     ranks: int
     nbytes: int
     seconds: Busy
+    border: bool = False
 
 
 class CollectivePoint(NamedTuple):

@@ -172,7 +172,7 @@ def _series(points: "Points") -> Any:
     from hpcdist.planner.calibrate_cluster import MESSAGE, Series
 
     for level in dict.fromkeys(one.level for one in points.links):
-        own = [one for one in points.links if one.level == level]
+        own = sorted((one for one in points.links if one.level == level), key=lambda one: one.nbytes)
         yield Series(
             operation=MESSAGE,
             algorithm="auto",
@@ -181,6 +181,7 @@ def _series(points: "Points") -> Any:
             nbytes=tuple(float(one.nbytes) for one in own),
             seconds=tuple(one.seconds.all for one in own),
             alone_s=tuple(one.seconds.one for one in own),
+            borders=tuple(float(one.nbytes) for one in own if one.border),
         )
     for key in dict.fromkeys((one.operation, one.algorithm, one.level, one.ranks) for one in points.collectives):
         found = [one for one in points.collectives if (one.operation, one.algorithm, one.level, one.ranks) == key]

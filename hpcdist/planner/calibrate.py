@@ -21,7 +21,7 @@ import numpy as np
 
 from hpcdist.errors import UsageError
 
-MOST_PIECES: Final = 5
+MOST_PIECES: Final = 8
 LEAST_POINTS: Final = 2  # of a piece, among those that are fitted
 TURNS: Final = 12  # of reweighting
 HUBER: Final = 0.05  # relative difference from which on a point counts less
@@ -70,14 +70,17 @@ class Pieces:
         return self.from_bytes <= nbytes <= self.until_bytes[-1]
 
 
-def pieces(nbytes: Sequence[float], seconds: Sequence[float], most: int = MOST_PIECES) -> Pieces:
+def pieces(
+    nbytes: Sequence[float], seconds: Sequence[float], most: int = MOST_PIECES, always: Sequence[float] = ()
+) -> Pieces:
     """Return the pieces fitted to every other of the sizes, first and last included, and their error at the rest.
 
-    Several times of a size count as their median. Raises UsageError for fewer than `LEAST_SIZES` sizes, or times that
+    Sizes in ``always`` are fitted besides: those that were measured to find where a library changes its ways. Several
+    times of a size count as their median. Raises UsageError for fewer than `LEAST_SIZES` sizes, or times that
     are none.
     """
     sizes, times = _medians(nbytes, seconds)
-    kept = _fitted(len(sizes))
+    kept = _fitted(np.isin(sizes, always))
     rest = np.setdiff1d(np.arange(len(sizes)), kept)
     found = _best(sizes[kept], times[kept], most)
     errors = [found.seconds(size) / time - 1.0 for size, time in zip(sizes[rest], times[rest], strict=True)]
@@ -106,9 +109,10 @@ def _medians(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[np.ndar
     return sizes, np.array([np.median(time[size == each]) for each in sizes])
 
 
-def _fitted(count: int) -> np.ndarray:
-    """Return which of ``count`` sizes are fitted: every other one, and the last."""
-    return np.unique(np.append(np.arange(0, count, 2), count - 1))
+def _fitted(always: np.ndarray) -> np.ndarray:
+    """Return which of the sizes are fitted: every other one and the last, those ``always`` not counted, and these."""
+    others = np.flatnonzero(~always)
+    return np.unique(np.concatenate([others[::2], others[-1:], np.flatnonzero(always)]))
 
 
 def _best(sizes: np.ndarray, times: np.ndarray, most: int) -> Pieces:

@@ -32,6 +32,7 @@ class Series:
     nbytes: tuple[float, ...]
     seconds: tuple[float, ...]
     alone_s: tuple[float, ...] = ()
+    borders: tuple[float, ...] = ()  # sizes that were measured to find where a library changes its ways
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,7 @@ def _links(base: Cluster, found: Findings, lines: list[str]) -> tuple[tuple[Fit,
     """Return the fits of all series, and the levels that messages were measured on; those of ``base`` without any."""
     fits, levels = [], []
     for series in found.series:
-        pieces = calibrate.pieces(series.nbytes, series.seconds)
+        pieces = calibrate.pieces(series.nbytes, series.seconds, always=series.borders)
         fits.append(_fit(series, pieces))
         first, last = in_units(int(pieces.from_bytes)), in_units(int(pieces.until_bytes[-1]))
         what = series.operation if series.operation == MESSAGE else f"{series.algorithm} {series.operation}"
@@ -145,7 +146,7 @@ def _links(base: Cluster, found: Findings, lines: list[str]) -> tuple[tuple[Fit,
             f"{pieces.error:.0%} off"
         )
         if series.operation == MESSAGE:
-            alone = calibrate.pieces(series.nbytes, series.alone_s or series.seconds)
+            alone = calibrate.pieces(series.nbytes, series.alone_s or series.seconds, always=series.borders)
             levels.append((series.level, pieces, alone))
     if not levels:
         return tuple(fits), base.levels
