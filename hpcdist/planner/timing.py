@@ -22,7 +22,7 @@ from hpcdist.planner.network import NOTHING, Cost, collective, message, span
 from hpcdist.planner.pipeline import SPLIT, Pipe, Seconds, closed, simulated
 from hpcdist.planner.stage_seconds import Load, Sent, chunk_loads, loads, sent
 from hpcdist.planner.update import update_s
-from hpcdist.strategies.schedule.catalogue import FILE, SCHEDULES, check
+from hpcdist.strategies.schedule.catalogue import FILE, SCHEDULES, check, chunks_of
 
 AXES: Final = ("tensor", "context", "expert")
 TOKEN_BYTES: Final = 4  # as samples are stored
@@ -151,7 +151,8 @@ def _simulated(
     chunks = chunk_seconds(description, layout, cluster, m)
     busy_s = m * slowest.seconds.whole_s
     bare = simulated(layout.schedule, chunks, layout.pipeline, m)
-    if blocks(layout):
+    blocked_s = 2 * m * len(chunks) // layout.pipeline * hop_s if blocks(layout) else 0.0
+    if blocked_s:
         chunks = [Seconds(one.forward_s + hop_s, one.input_s + hop_s, one.weight_s) for one in chunks]
         full = simulated(layout.schedule, chunks, layout.pipeline, m)
     else:
@@ -160,7 +161,9 @@ def _simulated(
         bare_s, full_s = (max(stage.span_s for stage in line.stages) for line in (bare, full))
     else:
         bare_s, full_s = bare.computes_s, full.computes_s
-    return Pipe(busy_s, full_s - bare_s, max(0.0, bare_s - busy_s), full.bubble)
+    longest = max(full.stages, key=lambda stage: (round(stage.span_s, 12), stage.bubble))
+    bubble = longest.bubble + blocked_s / longest.span_s
+    return Pipe(busy_s, full_s - bare_s, max(0.0, bare_s - busy_s), bubble)
 
 
 def chunk_seconds(description: Description, layout: Layout, cluster: Cluster, microbatches: int) -> list[Seconds]:
@@ -224,7 +227,7 @@ def _bytes(layout: Layout, m: int, waits: Sent, hop: Cost, swap: Exchange, tied:
     """Return what a rank in the middle of the pipeline sends in a step, by axis."""
     found = {axis: m * nbytes for axis, nbytes in waits.nbytes.items()}
     if layout.pipeline > 1:
-        found["pipeline"] = 2 * m * layout.chunks * hop.nbytes
+        found["pipeline"] = 2 * m * chunks_of(layout.schedule, layout.chunks) * hop.nbytes
     found["data"] = swap.nbytes + tied.nbytes
     return found
 

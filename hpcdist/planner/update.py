@@ -1,15 +1,15 @@
 """What ends a step: the norm of all gradients, and the optimizer, both by what they read and write in memory.
 
-Of each number that a device updates (n, of which ZeRO leaves it its share), with w bytes a parameter, g a gradient, and
-k numbers of the optimizer, with a float32 master where parameters have 16 bits:
+Of each number that a device updates, of which ZeRO leaves it its share, with p bytes a parameter, g a gradient, and k
+numbers of the optimizer:
 
-    norm        g n read, and an allreduce of one number over all devices
-    step        g + 2 (w + 4 k) n, or for 16 bits g + 2 (4 + 4 k) + w n: read and written, gradients only read, working
-                parameters only written
-    Megatron    more passes: gradients of 16 bits are copied to float32 (2 + 4), scaled back and looked through for
-                infinities (8), clipped (8), and set to 0 for the next step (g); 12 kernels' worth of its
-                `megatron/optimizer/optimizer.py`
-    servers     the update of its share is that of a server, the worker waits for it
+    norm        g read, and an allreduce of one number over all devices
+    step        g read, parameter and k numbers read and written: 2 p (1 + k); of 16 bits a float32 master instead,
+                2 x 4 (1 + k), and the working parameter p written
+    Megatron    16-bit gradients are copied to float32 first (2 read, 4 written); they are scaled back and looked
+                through for infinities (8), clipped (8) and, when all is done, set to 0 (g)
+
+Workers wait while parameter servers update, each its share.
 """
 
 from hpcdist.planner.cluster import Cluster

@@ -1,0 +1,272 @@
+"""Seconds of a step by what they are: held against sums by hand, volumes of the papers, and the simulator."""
+
+from dataclasses import replace
+
+import pytest
+
+from hpcdist.errors import ConfigurationError
+from hpcdist.planner.cluster import Cluster, Curve, Device, Failures, Level, Node, Storage
+from hpcdist.planner.compute import unit_seconds
+from hpcdist.planner.description import Description, Product, Shape, Unit
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.network import collective, span
+from hpcdist.planner.shape import describe
+from hpcdist.planner.stage_seconds import chunk_loads, loads
+from hpcdist.planner.timeline import KINDS, timeline
+from hpcdist.planner.timing import border, timing
+from hpcdist.planner.update import bytes_each, owned, update_s
+
+CURVE = Curve(sizes=(16.0, 4096.0), shares=(0.1, 0.7))
+CLUSTER = Cluster(
+    name="test",
+    about="",
+    devices=64,
+    device=Device(
+        name="of a test",
+        peak_flops={"float32": 1e12, "bfloat16": 2e12},
+        matmul={"float32": CURVE, "bfloat16": CURVE},
+        memory_bytes=1e10,
+        memory_bytes_per_s=1e11,
+        kernel_s=1e-6,
+    ),
+    node=Node(devices=8),
+    levels=(
+        Level(name="inside", devices=8, latency_s=1e-6, bytes_per_s=1e11),
+        Level(name="outside", devices=0, latency_s=5e-6, bytes_per_s=1e10),
+    ),
+    storage=Storage(write_bytes_per_s=1e9, read_bytes_per_s=1e9, node_write_bytes_per_s=1e9, node_read_bytes_per_s=1e9),
+    failures=Failures(node_mtbf_s=1e6, restart_s=60.0),
+)
+FAST = replace(CLUSTER, levels=(Level(name="at once", devices=0, latency_s=0.0, bytes_per_s=1e30),))
+SHAPE = Shape(layers=8, hidden=256, heads=8, kv_heads=4, vocabulary=1024, context=128)
+MODEL = describe(SHAPE, "small")
+LAYOUT = Layout(precision="float32", microbatch=2, schedule="1f1b")
+LIKE = Unit(name="layer", count=8, parameters=256 * 256, products=(Product(64, 256, 256),), moved=2e4)
+ALIKE = Description(name="alike", units=(LIKE,), tokens=64, width=256)
+TERMS = {
+    "forward",
+    "backward",
+    "recompute",
+    "tensor",
+    "context",
+    "expert",
+    "pipeline",
+    "bubble",
+    "data",
+    "update",
+    "input",
+}
+BSH = 2 * 128 * 256 * 4  # bytes of a micro-batch between blocks
+
+
+def test_on_one_device_a_step_is_its_units_and_the_update():
+    found = timing(MODEL, LAYOUT, CLUSTER, 6)
+    assert set(found.terms) == TERMS
+    each = [(unit.count, unit_seconds(unit, LAYOUT, CLUSTER)) for unit in MODEL.units]
+    assert found.terms["forward"] == pytest.approx(3 * sum(count * took.forward_s for count, took in each))
+    back_s = 3 * sum(count * (took.input_s + took.weight_s) for count, took in each)
+    add_s = 2 * sum(count * took.add_s for count, took in each)
+    assert found.terms["backward"] == pytest.approx(back_s + add_s), "the first micro-batch adds to nothing"
+    assert found.terms["update"] == pytest.approx(update_s(MODEL.parameters, LAYOUT, CLUSTER))
+    rest = TERMS - {"forward", "backward", "update"}
+    assert {name: found.terms[name] for name in rest} == dict.fromkeys(rest, 0.0)
+    assert found.step_s == pytest.approx(sum(found.terms.values()))
+    assert (found.bubble, found.hidden_s, found.bytes) == (0.0, 0.0, {"data": 0.0})
+
+
+@pytest.mark.parametrize(("recompute", "often"), [("none", 4), ("full", 6)])
+def test_the_tensor_axis_sends_what_megatron_says(recompute: str, often: int):
+    """arXiv:2104.04473, section 3.2: four allreduces of b s h a block, six where it is computed again."""
+    layout = replace(LAYOUT, tensor=4, recompute=recompute)
+    found = timing(MODEL, layout, CLUSTER, 4)
+    one = collective("allreduce", BSH, span(layout, "tensor", CLUSTER), CLUSTER)
+    ends = 2  # the embedding forward, the head back
+    assert found.bytes["tensor"] == pytest.approx(2 * (8 * often + ends) * one.nbytes)
+    assert found.terms["tensor"] == pytest.approx(2 * (8 * often + ends) * one.seconds)
+    assert one.nbytes >= 2 * 3 / 4 * BSH
+
+
+def test_sequence_parallelism_sends_as_much_and_gathers_inputs_once_more():
+    """arXiv:2205.05198, section 4.2.2: an allreduce is a reduce-scatter and an all-gather."""
+    found = timing(MODEL, replace(LAYOUT, tensor=4, sequence_parallel=True), CLUSTER, 2)
+    allreduces = 8 * 4 + 2  # the embedding and the head: one each
+    again = 8 * 2 + 1
+    assert found.bytes["tensor"] == pytest.approx((2 * allreduces + again) * 3 / 4 * BSH)
+
+
+def test_the_tensor_axis_hides_no_more_than_computation_covers():
+    layout = replace(LAYOUT, tensor=4)
+    exposed = timing(MODEL, layout, CLUSTER, 2).terms["tensor"]
+    hidden = timing(MODEL, replace(layout, tensor_overlap=1.0), CLUSTER, 2).terms["tensor"]
+    slow = replace(CLUSTER, levels=(Level(name="slow", devices=0, latency_s=1e-2, bytes_per_s=1e6),))
+    bound = timing(MODEL, replace(layout, tensor_overlap=1.0), slow, 2).terms["tensor"]
+    whole = timing(MODEL, layout, slow, 2).terms["tensor"]
+    one_s = collective("allreduce", BSH, span(layout, "tensor", CLUSTER), CLUSTER).seconds
+    assert exposed - hidden == pytest.approx((8 * 2 + 1) * one_s), "all that goes back"
+    ((load, _),) = loads(MODEL, layout, CLUSTER)
+    assert whole - bound == pytest.approx(load.cover_s), "as much as there is to compute"
+
+
+def test_the_context_axis_gathers_keys_and_values():
+    found = timing(MODEL, replace(LAYOUT, context=2), CLUSTER, 2)
+    keys_and_values = 2 * 128 * 2 * 4 * 32 * 4  # samples, tokens, both, heads, numbers, bytes
+    assert found.bytes["context"] == pytest.approx(8 * 2 * keys_and_values / 2)
+    assert found.terms["context"] > 0
+
+
+def test_the_expert_axis_sends_tokens_to_their_experts_and_back():
+    routed = describe(replace(SHAPE, experts=4, experts_per_token=2), "routed")
+    found = timing(routed, replace(LAYOUT, data=4, expert=4), CLUSTER, 8)
+    assert found.bytes["expert"] == pytest.approx(8 * 4 * 2 * BSH * 3 / 4), "two experts a token, three of four away"
+
+
+def test_messages_between_stages_are_what_lies_between_blocks():
+    layout = replace(LAYOUT, pipeline=4)
+    assert timing(MODEL, layout, CLUSTER, 8).bytes["pipeline"] == 2 * 4 * BSH
+    assert timing(MODEL, replace(layout, schedule="interleaved", chunks=2), CLUSTER, 8).bytes["pipeline"] == 4 * 4 * BSH
+    assert border(MODEL, LAYOUT, CLUSTER).seconds == 0.0
+
+
+def test_megatron_sends_a_part_from_each_tensor_rank_and_gathers_them():
+    layout = replace(LAYOUT, pipeline=2, tensor=4)
+    ours, theirs = (border(MODEL, replace(layout, implementation=name), CLUSTER) for name in ("hpcdist", "megatron"))
+    assert (ours.nbytes, theirs.nbytes) == (BSH, BSH / 4)
+    parts = border(MODEL, replace(layout, sequence_parallel=True, implementation="megatron"), CLUSTER)
+    channels = span(replace(layout, implementation="megatron"), "tensor", CLUSTER)
+    gathered_s = collective("all_gather", BSH, channels, CLUSTER).seconds
+    assert theirs.seconds == pytest.approx(parts.seconds + gathered_s)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"])
+@pytest.mark.parametrize("implementation", ["hpcdist", "megatron"])
+def test_closed_forms_and_simulator_agree_where_stages_are_alike(schedule: str, implementation: str):
+    chunks = 2 if schedule == "interleaved" else 1
+    layout = replace(LAYOUT, pipeline=4, schedule=schedule, chunks=chunks, implementation=implementation)
+    # Those of zero bubble wait for messages nearly as long as is said; see test_planner_pipeline.
+    cluster = FAST if schedule.startswith("zb") else CLUSTER
+    closed, simulated = (timing(ALIKE, layout, cluster, 16, simulate=on) for on in (False, True))
+    # The span of a rank, and so where the next step may begin, is a little longer where W is more than F.
+    is_span = schedule == "zb-h2"
+    assert closed.step_s == pytest.approx(simulated.step_s, rel=0.02 if is_span else 1e-6)
+    assert closed.bubble == pytest.approx(simulated.bubble, abs=0.02 if is_span else 1e-6)
+    assert closed.terms["bubble"] > 0 or schedule == "zb-h2"
+
+
+def test_the_simulator_knows_that_stages_differ():
+    layout = replace(LAYOUT, pipeline=3, schedule="gpipe")
+    closed, simulated = (timing(MODEL, layout, CLUSTER, 16, simulate=on) for on in (False, True))
+    assert simulated.step_s != closed.step_s
+    assert simulated.step_s == pytest.approx(closed.step_s, rel=0.1)
+
+
+def test_a_bubble_shrinks_with_more_micro_batches():
+    layout = replace(LAYOUT, pipeline=4)
+    assert timing(ALIKE, layout, FAST, 8).bubble == pytest.approx(3 / 7)
+    assert timing(ALIKE, layout, FAST, 64).bubble == pytest.approx(3 / 35)
+    assert timing(ALIKE, layout, CLUSTER, 64).bubble > 3 / 35, "messages take time"
+
+
+def test_recomputation_leaves_out_the_ends_of_the_model():
+    took = timing(MODEL, replace(LAYOUT, recompute="full"), CLUSTER, 2).terms
+    block = unit_seconds(MODEL.units[1], LAYOUT, CLUSTER)
+    assert took["recompute"] == pytest.approx(8 * block.forward_s)
+
+
+def test_a_tied_tensor_is_summed_over_both_ends_of_a_pipeline():
+    layout = replace(LAYOUT, pipeline=2)
+    loose = describe(replace(SHAPE, tied=False), "loose")
+    tied, apart = (timing(model, layout, CLUSTER, 8) for model in (MODEL, loose))
+    assert tied.bytes["data"] == 1024 * 256 * 4
+    assert apart.bytes["data"] == 0.0
+    assert tied.terms["data"] > apart.terms["data"] == 0.0
+
+
+def test_gradients_hide_behind_the_last_backward_as_far_as_they_may():
+    layout = replace(LAYOUT, data=8)
+    shown, hidden = (timing(MODEL, replace(layout, overlap=share), CLUSTER, 16) for share in (0.0, 1.0))
+    assert shown.hidden_s == 0.0
+    assert shown.terms["data"] > 0
+    assert hidden.hidden_s > 0
+    assert hidden.terms["data"] + hidden.hidden_s == pytest.approx(shown.terms["data"])
+    assert shown.bytes["data"] == pytest.approx(2 * 7 / 8 * MODEL.parameters * 4)
+
+
+def test_input_that_comes_slower_than_steps_is_waited_for():
+    assert timing(MODEL, LAYOUT, CLUSTER, 2).terms["input"] == 0.0
+    slow = replace(CLUSTER, storage=replace(CLUSTER.storage, node_read_bytes_per_s=10.0))
+    found = timing(MODEL, LAYOUT, slow, 2)
+    assert found.step_s == pytest.approx(2 * 128 * 4 / 10.0), "a step is as long as its data takes"
+
+
+def test_more_devices_than_there_are_is_an_extrapolation():
+    assert any("128 devices" in flag for flag in timing(MODEL, replace(LAYOUT, data=128), CLUSTER, 256).flags)
+    assert not any("devices, and" in flag for flag in timing(MODEL, replace(LAYOUT, data=64), CLUSTER, 256).flags)
+
+
+def test_schedules_that_cannot_run_are_refused():
+    with pytest.raises(ConfigurationError, match="a schedule from a file"):
+        timing(MODEL, replace(LAYOUT, pipeline=2, schedule="file"), CLUSTER, 8)
+    with pytest.raises(ConfigurationError, match="interleaved"):
+        timing(MODEL, replace(LAYOUT, pipeline=4, schedule="interleaved", chunks=2), CLUSTER, 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "nbytes"),
+    [
+        (LAYOUT, 4 + 28),
+        (replace(LAYOUT, optimizer_slots=1), 4 + 20),
+        (replace(LAYOUT, precision="bfloat16"), 2 + 2 + 24 + 2),
+        (replace(LAYOUT, precision="bfloat16", implementation="megatron"), 8 + 4 + 8 + 4 + 24 + 2 + 4),
+        (
+            replace(LAYOUT, precision="float16", implementation="megatron", main_gradients="working"),
+            6 + 8 + 4 + 8 + 4 + 24 + 2 + 2,
+        ),
+    ],
+)
+def test_an_update_moves_states_and_gradients(layout: Layout, nbytes: int):
+    assert bytes_each(layout) == nbytes
+
+
+def test_zero_and_servers_update_a_share():
+    assert owned(1200, replace(LAYOUT, data=4), 4) == 1200
+    assert owned(1200, replace(LAYOUT, data=4, strategy="zero1"), 4) == 300
+    assert owned(1200, replace(LAYOUT, data=4, strategy="parameter_server"), 4) == 300
+    assert owned(1200, replace(LAYOUT, data=4, strategy="parameter_server", servers=2), 4) == 600
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        replace(LAYOUT, data=2, recompute="full"),
+        replace(LAYOUT, data=2, pipeline=4),
+        replace(LAYOUT, pipeline=4, schedule="gpipe", implementation="megatron", tensor=2),
+        replace(LAYOUT, pipeline=2, schedule="interleaved", chunks=2, strategy="zero2", data=2),
+        replace(LAYOUT, pipeline=4, schedule="zb-h1"),
+        replace(LAYOUT, pipeline=4, schedule="zb-v"),
+    ],
+)
+def test_a_timeline_has_every_pass_once_and_ends_with_the_step(layout: Layout):
+    m = layout.microbatches(32)
+    found = timeline(MODEL, layout, CLUSTER, 32)
+    assert found.stages == layout.pipeline
+    assert found.end_s == pytest.approx(timing(MODEL, layout, CLUSTER, 32, simulate=True).step_s)
+    assert {bar.kind for bar in found.bars} <= set(KINDS)
+    chunks = len(chunk_loads(MODEL, layout, CLUSTER)) if layout.pipeline > 1 else 1
+    passes = [(bar.kind, bar.microbatch, bar.chunk) for bar in found.bars if bar.kind == "forward"]
+    assert sorted(passes) == sorted(("forward", one, chunk) for one in range(m) for chunk in range(chunks))
+    for stage in range(found.stages):
+        own = [bar for bar in found.bars if bar.stage == stage and bar.kind != "exchange"]
+        assert all(before.end_s <= bar.begin_s + 1e-12 for before, bar in zip(own, own[1:], strict=False))
+
+
+def test_what_is_known_of_one_layout_is_not_told_of_another():
+    base = timing(MODEL, LAYOUT, CLUSTER, 8).step_s
+    others = [
+        replace(LAYOUT, microbatch=1),
+        replace(LAYOUT, tensor=2),
+        replace(LAYOUT, pipeline=2),
+        replace(LAYOUT, recompute="full"),
+        replace(LAYOUT, precision="bfloat16"),
+        replace(LAYOUT, implementation="megatron"),
+    ]
+    assert len({base, *(timing(MODEL, layout, CLUSTER, 8).step_s for layout in others)}) == 7
