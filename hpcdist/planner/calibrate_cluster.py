@@ -18,6 +18,7 @@ from hpcdist.planner.calibrate_shares import Step
 from hpcdist.planner.cluster import Cluster, Curve, Device, Fit, Level, Node
 
 MESSAGE: Final = "message"
+CLOCK_S: Final = 1e-9  # no clock tells less
 _KEPT: Final = ("storage", "failures", "site")
 
 
@@ -180,7 +181,7 @@ def _fit(series: Series, pieces: Pieces) -> Fit:
         operation=series.operation,
         ranks=series.ranks,
         until_bytes=pieces.until_bytes,
-        latency_s=tuple(line.latency_s for line in pieces.lines),
+        latency_s=tuple(line.latency_s if line.latency_s >= CLOCK_S else 0.0 for line in pieces.lines),
         s_per_byte=tuple(line.s_per_byte for line in pieces.lines),
         algorithm=series.algorithm,
         level=series.level,

@@ -5,10 +5,10 @@ Elementwise operations take
 
     kernels kernel_s + bytes / (memory bandwidth memory_share)
 
-forward, and back with twice the bytes: two constants, in the least squares of relative differences, with Huber's
-weights. Numbers, pairs and kernels are those of `hpcdist.planner.description`, so that `hpcdist.planner.compute`, which
-multiplies with the same, gives back what was measured. How far it is off for a whole step, products included, is told
-of steps that were left out.
+forward, and back with half as many bytes more and kernels for both gradients: two constants, in the least squares of
+relative differences, with Huber's weights. Numbers, pairs and kernels are those of `hpcdist.planner.description`, so
+that `hpcdist.planner.compute`, which multiplies with the same, gives back what was measured. How far it is off for a
+whole step, products included, is told of steps that were left out.
 """
 
 import math
@@ -21,7 +21,7 @@ import numpy as np
 from hpcdist.errors import UsageError
 from hpcdist.planner.calibrate import weighted_line
 from hpcdist.planner.cluster import Cluster
-from hpcdist.planner.compute import ITEM_BYTES, TILED_BACK, unit_seconds
+from hpcdist.planner.compute import ITEM_BYTES, MOVED_BACK, TILED_BACK, unit_seconds
 from hpcdist.planner.description import Description
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.work import attention_flops
@@ -85,7 +85,7 @@ def fit(steps: Sequence[Step], cluster: Cluster, precision: str = "float32") -> 
         attention_share=found.attention_share,
         kernel_s=found.kernel_s,
         errors=tuple(predicted_s(one, named, precision) / one.seconds - 1 for one in unseen),
-        products=tuple(_products_s(one, named, precision) / sum(one.products_s) - 1 for one in steps),
+        products=tuple(products_s(one, named, precision) / sum(one.products_s) - 1 for one in steps),
     )
 
 
@@ -96,8 +96,8 @@ def predicted_s(step: Step, cluster: Cluster, precision: str = "float32") -> flo
     return sum(count * (one.forward_s + one.input_s + one.weight_s) for count, one in found)
 
 
-def _products_s(step: Step, cluster: Cluster, precision: str) -> float:
-    """Return what the planner says of the products of ``step`` alone."""
+def products_s(step: Step, cluster: Cluster, precision: str = "float32") -> float:
+    """Return what the planner says of the products of ``step`` alone, forward and back (local)."""
     bare = [replace(unit, attention=None, moved=0.0, moved_cut=0.0, kernels=0) for unit in step.description.units]
     return predicted_s(step._replace(description=replace(step.description, units=tuple(bare))), cluster, precision)
 
@@ -118,14 +118,18 @@ def _elementwise(steps: Sequence[Step], cluster: Cluster, precision: str) -> tup
     """Return the share of the memory's bandwidth, and the time of a kernel."""
     rows = []
     for step in steps:
-        numbers = step.samples * sum(unit.count * unit.moved for unit in step.description.units)
-        kernels = sum(unit.count * unit.kernels for unit in step.description.units)
-        for factor, took in zip((1.0, 2.0), step.elementwise_s, strict=True):
+        units = step.description.units
+        nbytes = ITEM_BYTES[precision] * step.samples * sum(unit.count * unit.moved for unit in units)
+        forward = sum(unit.count * unit.kernels for unit in units)
+        # Gradients of inputs and of weights, but where only one of them is asked for.
+        back = sum(unit.count * unit.kernels * (1 + bool(unit.products and not unit.first)) for unit in units)
+        for kernels, moved, took in zip(
+            (forward, back), (nbytes, MOVED_BACK * nbytes), step.elementwise_s, strict=True
+        ):
             if took > 0:
-                rows.append((factor * numbers * ITEM_BYTES[precision] / kernels, took / kernels))
+                rows.append((moved / kernels, took / kernels))
     if not rows:
         return cluster.device.memory_share, cluster.device.kernel_s
-    nbytes, seconds = np.array(rows).T
-    line = weighted_line(nbytes, seconds)
+    line = weighted_line(*np.array(rows).T)
     share = 1.0 / (line.s_per_byte * cluster.device.memory_bytes_per_s) if line.s_per_byte else SHARES[1]
     return float(np.clip(share, *SHARES)), min(line.latency_s, MOST_KERNEL_S)

@@ -1,0 +1,317 @@
+"""Fits of measured times: pieces, curves, shares, and the cluster that is made of them."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hpcdist.errors import UsageError
+from hpcdist.models.config import ModelConfig
+from hpcdist.planner import (
+    calibrate,
+    calibrate_cluster,
+    calibrate_curve,
+    calibrate_shares,
+    cluster_file,
+    network,
+    shape,
+)
+from hpcdist.planner.calibrate import Line
+from hpcdist.planner.calibrate_cluster import Findings, Series
+from hpcdist.planner.calibrate_curve import Product
+from hpcdist.planner.calibrate_shares import Step
+from hpcdist.planner.cluster import Cluster, Curve
+from hpcdist.planner.compute import MOVED_BACK, TILED_BACK
+from hpcdist.planner.layout import Layout
+from hpcdist.planner.work import attention_flops
+
+SIZES = tuple(round(1024 * 2 ** (step / 2)) for step in range(31))
+EAGER, RENDEZVOUS = Line(2e-6, 1e-10), Line(9e-6, 1 / 12e9)
+BEYOND_CACHE = Line(0.0, 1 / 4e9)
+
+
+def machine(nbytes: float) -> float:
+    """What a message takes on a machine with a protocol up to 10,000 bytes, and a cache up to 4 MB."""
+    line = EAGER if nbytes <= 10_000 else RENDEZVOUS if nbytes <= 4_000_000 else BEYOND_CACHE
+    return line.at(nbytes)
+
+
+def noisy(seconds: list[float], percent: float, seed: int = 0) -> list[float]:
+    draw = np.random.default_rng(seed)
+    return [value * float(1 + percent / 100 * draw.standard_normal()) for value in seconds]
+
+
+def test_pieces_find_the_protocols_of_a_machine_and_predict_sizes_that_they_have_not_seen():
+    borders = (9_960, 10_040, 3_990_000, 4_010_000)
+    sizes = sorted([*SIZES, *borders])
+    found = calibrate.pieces(sizes, noisy([machine(size) for size in sizes], 2), always=borders)
+    assert len(found.lines) == 3
+    assert found.until_bytes[0] == pytest.approx(10_000, rel=0.005)
+    assert found.until_bytes[1] == pytest.approx(4e6, rel=0.005)
+    assert found.until_bytes[2] == SIZES[-1]
+    assert found.lines[0].latency_s == pytest.approx(2e-6, rel=0.1)
+    assert 1 / found.lines[1].s_per_byte == pytest.approx(12e9, rel=0.1)
+    assert 1 / found.lines[2].s_per_byte == pytest.approx(4e9, rel=0.1)
+    for size in (1500, 7000, 50_000, 1_000_000, 20_000_000):
+        assert found.seconds(size) == pytest.approx(machine(size), rel=0.1)
+    assert len(found.unseen_bytes) == len(SIZES) // 2
+    assert found.error < 0.2
+    assert not set(found.unseen_bytes) & {SIZES[0], SIZES[-1]}
+
+
+def test_one_line_is_one_piece_and_an_interrupted_measurement_does_not_bend_it():
+    times = noisy([Line(5e-6, 1e-9).at(size) for size in SIZES], 1)
+    times[8] *= 12
+    found = calibrate.pieces(SIZES, times)
+    assert len(found.lines) == 1
+    assert found.lines[0].latency_s == pytest.approx(5e-6, rel=0.05)
+    assert found.lines[0].s_per_byte == pytest.approx(1e-9, rel=0.05)
+
+
+def test_errors_are_those_of_sizes_that_were_not_fitted():
+    times = [Line(5e-6, 1e-9).at(size) for size in SIZES]
+    times[7] *= 2  # an odd place: not fitted
+    found = calibrate.pieces(SIZES, times)
+    assert found.errors[found.unseen_bytes.index(SIZES[7])] == pytest.approx(-0.5, abs=0.01)
+    assert found.error == pytest.approx(0.5, abs=0.01)
+
+
+def test_sizes_at_a_border_are_fitted_and_pin_it():
+    sizes = sorted([*SIZES, 9_960, 10_040])
+    plain = calibrate.pieces(SIZES, [machine(size) for size in SIZES])
+    found = calibrate.pieces(sizes, [machine(size) for size in sizes], always=(9_960, 10_040))
+    assert plain.until_bytes[0] == pytest.approx(10_000, rel=0.4)
+    assert found.until_bytes[0] == pytest.approx(10_000, rel=0.005)
+    assert not {9_960, 10_040} & set(found.unseen_bytes)
+    assert found.unseen_bytes == plain.unseen_bytes
+
+
+def test_several_times_of_a_size_count_as_their_median():
+    sizes = [size for size in SIZES for _ in range(3)]
+    times = [Line(5e-6, 1e-9).at(size) * factor for size in SIZES for factor in (1, 1, 50)]
+    found = calibrate.pieces(sizes, times)
+    assert found.lines[0].latency_s == pytest.approx(5e-6)
+
+
+def test_what_a_piece_covers_ends_with_what_was_measured():
+    found = calibrate.pieces(SIZES, [machine(size) for size in SIZES])
+    assert found.covers(SIZES[0])
+    assert found.covers(SIZES[-1])
+    assert not found.covers(SIZES[0] - 1)
+    assert not found.covers(SIZES[-1] + 1)
+    assert found.seconds(10 * SIZES[-1]) == pytest.approx(machine(10 * SIZES[-1]), rel=0.05)
+
+
+def test_constants_are_never_negative():
+    found = calibrate.pieces(SIZES, [1e-3 / (1 + n) for n in range(len(SIZES))])  # a machine that is faster with more
+    assert all(line.latency_s >= 0 and line.s_per_byte >= 0 for line in found.lines)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "said"),
+    [
+        ((1, 2, 3, 4), (1, 1, 1, 1), "5 sizes, got 4"),
+        ((1, 2, 3, 4, 5), (1, 1, 0, 1, 1), "got 0.0 s for 3 bytes"),
+        ((1, 2, 3, 4, 5), (1, 1, math.nan, 1, 1), "got nan s"),
+        ((1, 2, 3, 4, 5), (1, 1, 1), "a time for each size"),
+        ((1, 1, 1, 1, 1), (1, 1, 1, 1, 1), "5 sizes, got 1"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(sizes, seconds, said):
+    with pytest.raises(UsageError, match=said):
+        calibrate.pieces(sizes, seconds)
+
+
+TRUE = Curve(sizes=(16, 64, 256, 1024), shares=(0.02, 0.4, 0.9, 1.0))
+PEAK = 1e11
+
+
+def products() -> list[Product]:
+    found = []
+    for m in (16, 32, 64, 100, 128, 256, 512, 1024):
+        for k, n in ((m, m), (m, 4 * m), (2 * m, 16)):
+            one = Product(m, k, n, 1.0)
+            found.append(one._replace(seconds=one.flops / (PEAK * calibrate_curve.share(TRUE, one.size))))
+    return found
+
+
+def test_a_curve_gives_back_the_times_of_products():
+    whole = products()
+    noise = noisy([one.seconds for one in whole], 3)
+    found = calibrate_curve.fit([one._replace(seconds=took) for one, took in zip(whole, noise, strict=True)])
+    assert found.peak_flops == pytest.approx(PEAK, rel=0.1)
+    assert found.error < 0.1
+    for one in whole:
+        if one.size > 30:
+            assert calibrate_curve.seconds(found, one) == pytest.approx(one.seconds, rel=0.2)
+    assert len(found.unseen) == len(whole) // 3
+    assert all(0 < share <= 1 for share in found.curve.shares)
+    assert list(found.curve.sizes) == sorted(found.curve.sizes)
+
+
+def test_a_declared_peak_is_kept():
+    found = calibrate_curve.fit(products(), peak_flops=2 * PEAK)
+    assert found.peak_flops == 2 * PEAK
+    assert max(found.curve.shares) == pytest.approx(0.5, rel=0.1)
+
+
+def test_products_without_a_time_or_of_one_size_are_refused():
+    with pytest.raises(UsageError, match="took 0 s"):
+        calibrate_curve.fit([*products(), Product(8, 8, 8, 0)])
+    with pytest.raises(UsageError, match="3 sizes"):
+        calibrate_curve.fit([Product(8, 8, 8, 1e-6)] * 9)
+
+
+def known() -> Cluster:
+    """The shipped workstation with constants that a fit has to find again."""
+    base = cluster_file.read("workstation")
+    device = replace(
+        base.device,
+        peak_flops={"float32": PEAK},
+        matmul={"float32": TRUE},
+        memory_bytes_per_s=50e9,
+        memory_share=0.6,
+        attention_share=0.35,
+        kernel_s=7e-6,
+    )
+    return replace(base, device=device)
+
+
+def steps(cluster: Cluster) -> list[Step]:
+    """Steps that take what the planner says of them, by kinds of operation."""
+    found = []
+    for hidden, context, samples in ((128, 64, 1), (128, 64, 4), (256, 128, 2), (256, 128, 8), (256, 256, 1)):
+        description = shape.of_config(
+            ModelConfig(layers=2, hidden=hidden, heads=hidden // 64, vocabulary=64), context=context
+        )
+        device = cluster.device
+        flops = samples * sum(unit.count * attention_flops(unit, exact=True) for unit in description.units)
+        forward_s = flops / (device.peak_flops["float32"] * device.attention_share)
+        moved = 4 * samples * sum(unit.count * unit.moved for unit in description.units)
+        moves = device.memory_bytes_per_s * device.memory_share
+        kernels = sum(unit.count * unit.kernels for unit in description.units)
+        back = sum(unit.count * unit.kernels * (1 + bool(unit.products)) for unit in description.units)
+        bare = Step(description, samples, (1.0, 1.0), (0.0, 0.0), (0.0, 0.0))
+        product_s = calibrate_shares.products_s(bare, cluster) / 3
+        found.append(
+            bare._replace(
+                products_s=(product_s, 2 * product_s),
+                attention_s=(forward_s, TILED_BACK * forward_s),
+                elementwise_s=(
+                    kernels * device.kernel_s + moved / moves,
+                    back * device.kernel_s + MOVED_BACK * moved / moves,
+                ),
+            )
+        )
+    return found
+
+
+def test_shares_and_the_time_of_a_kernel_are_found_again():
+    cluster = known()
+    blank = replace(cluster, device=replace(cluster.device, memory_share=0.9, attention_share=0.9, kernel_s=0.0))
+    found = calibrate_shares.fit(steps(cluster), blank)
+    assert found.memory_share == pytest.approx(0.6, rel=0.02)
+    assert found.attention_share == pytest.approx(0.35, rel=0.02)
+    assert found.kernel_s == pytest.approx(7e-6, rel=0.05)
+    assert len(found.errors) == 1
+    assert found.error < 0.05
+    assert max(map(abs, found.products)) < 0.01
+
+
+def test_shares_need_several_steps():
+    with pytest.raises(UsageError, match="3 measured steps, got 2"):
+        calibrate_shares.fit(steps(known())[:2], known())
+
+
+def findings(series: tuple[Series, ...] = (), hosts: int = 1) -> Findings:
+    return Findings(
+        date="2026-01-02",
+        device="core of a test",
+        hosts=hosts,
+        ranks_per_host=2,
+        devices_per_host=2,
+        memory_bytes=4e9,
+        host_memory_bytes=8e9,
+        products={"float32": products()},
+        moves=[(1e6, 1e6 / 90e9), (2e8, 2e8 / 50e9)],
+        steps=steps(known()),
+        series=series,
+        by="a library",
+    )
+
+
+def measured(operation: str, algorithm: str, level: str, ranks: int, factor: float = 1.0) -> Series:
+    times = tuple(factor * machine(size) for size in SIZES)
+    return Series(
+        operation=operation,
+        algorithm=algorithm,
+        level=level,
+        ranks=ranks,
+        nbytes=tuple(map(float, SIZES)),
+        seconds=times,
+        alone_s=tuple(time / 2 for time in times) if operation == "message" else (),
+    )
+
+
+TWO_LEVELS = (
+    measured("message", "auto", "node", 2),
+    measured("message", "auto", "network", 2, 10),
+    measured("allreduce", "auto", "node", 2, 3),
+    measured("allreduce", "ring", "network", 4, 30),
+)
+
+
+def test_a_calibrated_cluster_is_read_back_as_it_was_written(tmp_path):
+    found = calibrate_cluster.assemble("here", cluster_file.read("workstation"), findings(TWO_LEVELS, hosts=2))
+    path = tmp_path / "here.toml"
+    path.write_text(cluster_file.dump(found.cluster))
+    again = cluster_file.read(str(path))
+    assert again.calibrated == found.cluster.calibrated
+    assert "2026-01-02; 2 hosts" in again.calibrated
+    assert "1.0 KiB to 32.0 MiB" in again.calibrated
+    assert (again.devices, again.node.devices, again.nodes) == (4, 2, 2)
+    assert [(level.name, level.devices) for level in again.levels] == [("node", 2), ("network", 0)]
+    assert again.levels[0].alone_bytes_per_s == pytest.approx(2 * again.levels[0].bytes_per_s, rel=0.01)
+    assert again.levels[0].latency_s == pytest.approx(machine(1024), rel=0.01)
+    assert [(fit.operation, fit.algorithm, fit.level, fit.ranks) for fit in again.fits] == [
+        ("message", "auto", "node", 2),
+        ("message", "auto", "network", 2),
+        ("allreduce", "auto", "node", 2),
+        ("allreduce", "ring", "network", 4),
+    ]
+    assert all(fit.from_bytes == SIZES[0] and fit.until_bytes[-1] == SIZES[-1] for fit in again.fits)
+    assert again.device.memory_bytes_per_s == pytest.approx(50e9)
+    assert again.device.attention_share == pytest.approx(0.35, rel=0.05)
+
+
+def test_what_was_not_measured_is_said_to_be_an_assumption():
+    found = calibrate_cluster.assemble("here", cluster_file.read("workstation"), findings(TWO_LEVELS)).cluster
+    said = " ".join(cluster_file.assumptions(found))
+    assert all(section in said for section in ("storage", "failures", "site", "power"))
+    assert "matmul" not in said
+    assert "fit" not in [one.partition(":")[0] for one in cluster_file.assumptions(found)]
+    assert found.storage == cluster_file.read("workstation").storage
+
+
+def test_one_device_alone_keeps_the_links_of_the_cluster_it_starts_from():
+    base = cluster_file.read("workstation")
+    found = calibrate_cluster.assemble("here", base, findings()).cluster
+    assert found.levels == base.levels
+    assert found.fits == ()
+    assert "assumption" in found.sources["level"]
+
+
+def test_the_planner_takes_what_was_measured_and_flags_what_was_not():
+    found = calibrate_cluster.assemble("here", cluster_file.read("workstation"), findings(TWO_LEVELS)).cluster
+    group = network.span(Layout(data=2), "data", found)
+    inside = network.collective("allreduce", 2e6, group, found)
+    assert inside.seconds == pytest.approx(3 * machine(2e6), rel=0.1)
+    assert inside.flags == ()
+    assert "extrapolated" in network.collective("allreduce", 1e9, group, found).flags[0]
+    assert "extrapolated" in network.collective("allreduce", 100, group, found).flags[0]
+
+
+def test_a_calibration_without_copies_is_refused():
+    with pytest.raises(UsageError, match="bandwidth of memory"):
+        calibrate_cluster.assemble("here", cluster_file.read("workstation"), replace(findings(), moves=()))
