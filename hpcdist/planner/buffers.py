@@ -4,6 +4,7 @@ from typing import Final
 
 from hpcdist.planner.description import Description
 from hpcdist.planner.layout import Layout
+from hpcdist.planner.payloads import payload
 from hpcdist.planner.states import stage_of, whole
 
 BUCKET_BYTES: Final = 4 << 20  # what an allreduce sends at a time, `hpcdist.comm.config`
@@ -30,17 +31,31 @@ def exchanged(layout: Layout, parameters: float, longest: float) -> float:
 
     An allreduce of a bucket has what arrives beside it: half of it by recursive halving, a share by the ring, which is
     the same on two ranks. ZeRO does so with a unit of ``longest`` parameters. A server has a few gradients under way.
+    With compression there are payloads, one that goes and one that comes, in the place of those.
     """
     replicas = layout.data * layout.context
-    if replicas == 1:
-        return 0.0
     size, unit = whole(layout).gradient, longest / layout.tensor
+    coded = 0.0 if layout.compression == "none" else _coded(layout, parameters, unit, replicas)
+    if replicas == 1 or layout.compression not in ("none", "onebit"):  # whose first steps are not compressed
+        return coded
     if layout.strategy == "parameter_server":
-        return 0.0 if layout.servers else AHEAD * size * unit / replicas
-    share = replicas if layout.algorithm in ("ring", "hierarchical") else 2
+        return coded if layout.servers else coded + AHEAD * size * unit / replicas
+    share = {"auto": 2, "tree": 1}.get(layout.algorithm, replicas)
     if stage_of(layout.strategy):
-        return size * unit / share
-    return min(BUCKET_BYTES, size * parameters) / share
+        return coded + size * unit / share
+    return coded + min(BUCKET_BYTES, size * parameters) / share
+
+
+def _coded(layout: Layout, parameters: float, unit: float, replicas: int) -> float:
+    """Return the bytes of payloads that are there at once: of a bucket, a unit, or all that a worker pushes."""
+    size = whole(layout).gradient
+    is_served = layout.strategy == "parameter_server"
+    values = min(BUCKET_BYTES / size, parameters)
+    if is_served or stage_of(layout.strategy):
+        values = parameters if is_served else unit
+    coded = payload(layout.compression, values, replicas)
+    nbytes = 0.0 if coded is None else coded.nbytes * (1 if is_served else 2)
+    return nbytes + (WIDE * values / replicas if size < WIDE else 0.0)  # 16-bit gradients are widened first
 
 
 def server(description: Description, layout: Layout) -> dict[str, float]:

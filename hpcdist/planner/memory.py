@@ -21,7 +21,7 @@ from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Memory
 from hpcdist.planner.inflight import in_flight
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.states import states, whole
+from hpcdist.planner.states import stage_of, states, whole
 from hpcdist.strategies.partition_memory import IN_MESSAGES, Moment
 
 
@@ -102,7 +102,9 @@ def part_terms(description: Description, layout: Layout, microbatches: int, part
     terms["scratch"] = whole_units(layout, part.longest)
     if is_ours:
         terms["messages"] += exchanged(layout, parameters, part.longest)
-        terms["scratch"] += scratch_of(description, layout, part.present, accumulates=microbatches > 1)
+        # Stages 2 and 3 of ZeRO reduce the gradient of each micro-batch at once.
+        accumulates = microbatches > 1 and stage_of(layout.strategy) < 2
+        terms["scratch"] += scratch_of(description, layout, part.present, accumulates=accumulates)
     else:
         terms["scratch"] += samples * max([units[place].again for place in part.present])
     return terms

@@ -13,14 +13,19 @@ Megatron-LM adds micro-batches up in a float32 gradient ("main gradient") and it
 does. This toolkit adds them up in 16 bits: the gradient of a micro-batch is float32 for one unit at a time only, which
 is counted as scratch. Experts that lie on different data ranks are replicated less often: their d is smaller.
 
+Compression keeps what it has lost of a gradient (error feedback): 4 bytes of each parameter of a worker, whatever ZeRO
+cuts, 8 beside 16-bit parameters, and with onebit 4/d more for the sums. They count with the optimizer.
+
 A worker of a parameter server has parameters and gradients; a server has for its part of them the optimizer, the
 parameters and a sum of gradients, and no activations. Where every worker serves, it has all but the sum already.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from hpcdist.planner.layout import Layout
+from hpcdist.planner.layout import HALVES, Layout
+
+FLOAT32: Final = 4  # bytes
 
 
 class Bytes(NamedTuple):
@@ -73,11 +78,30 @@ def states(layout: Layout, *, experts: bool = False) -> States:
         layout.strategy == "parameter_server",
         layout.servers,
         layout.precision,
+        layout.compression,
     )
 
 
 @lru_cache(maxsize=4096)
-def _states(each: Bytes, stage: int, replicas: int, is_served: bool, servers: int, precision: str) -> States:
+def _states(
+    each: Bytes, stage: int, replicas: int, is_served: bool, servers: int, precision: str, compression: str
+) -> States:
+    found = _uncompressed(each, stage, replicas, is_served, servers, precision)
+    if compression == "none":
+        return found
+    owed = _owed(compression, precision, replicas)
+    rule = f"{found.rule}, and {owed:.4g} of what {compression} has lost"
+    return found._replace(optimizer=found.optimizer + owed, rule=rule)
+
+
+def _owed(compression: str, precision: str, replicas: int) -> float:
+    """Return the bytes of a parameter that error feedback keeps, as `hpcdist.training.partitioning` counts them."""
+    if compression == "onebit":
+        return FLOAT32 + FLOAT32 / replicas
+    return FLOAT32 * (2 if precision in HALVES else 1)
+
+
+def _uncompressed(each: Bytes, stage: int, replicas: int, is_served: bool, servers: int, precision: str) -> States:
     parameter, gradient, optimizer = each
     if is_served:
         part = optimizer / replicas

@@ -92,3 +92,14 @@ def test_the_rule_says_which_and_why() -> None:
 def test_our_16_bit_gradients_are_added_up_in_16_bits() -> None:
     ours, theirs = (whole(Layout(implementation=name)) for name in ("hpcdist", "megatron"))
     assert (ours.gradient, theirs.gradient) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("compression", "precision", "owed"),
+    [("int8", "float32", 4), ("topk", "bfloat16", 8), ("onebit", "float32", 4 + 4 / 8), ("none", "bfloat16", 0)],
+)
+def test_compression_keeps_what_it_has_lost(compression: str, precision: str, owed: float) -> None:
+    layout = Layout(data=8, strategy="zero1", precision=precision, compression=compression)
+    with_it, without = states(layout), states(Layout(data=8, strategy="zero1", precision=precision))
+    assert with_it.total - without.total == pytest.approx(owed)
+    assert with_it.rule == without.rule + (f", and {owed:.4g} of what {compression} has lost" if owed else "")
