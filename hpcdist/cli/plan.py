@@ -1,22 +1,24 @@
 """`hpcdist plan`: memory, time, energy and failures of a training, before anything is started. Needs no MPI, no GPU."""
 
 import dataclasses
-import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
 from hpcdist.cli import plan_options
 from hpcdist.cli.lazy import LazyGroup
 from hpcdist.cli.plan_options import SectionedCommand
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, MissingCapabilityError
 
 if TYPE_CHECKING:
     from hpcdist.cli.plan_subject import Subject
     from hpcdist.planner.cluster import Cluster
     from hpcdist.planner.estimate import Estimate
+
+Answer = TypeVar("Answer")
 
 CALIBRATE: Final = "calibrate"
 # Where each command is, and what the overview says of it.
@@ -127,20 +129,22 @@ def planned(found: "Subject", cluster: "Cluster", *, simulate: bool = False) -> 
     wrong = [one.text for one in limits.shape_problems(description, layout, cluster, batch)]
     if wrong:
         raise ConfigurationError(f"this layout cannot be: {'; '.join(wrong)}")
-    runs = simulate and layout.pipeline > 1
-    closed = without_simulator() if runs else ()
-    answer = plan(description, layout, cluster, batch, found.steps, simulate=runs and not closed)
-    flags = (*answer.flags, *closed, *found.notes, *cluster_file.assumptions(cluster))
+    answer, notes = simulated(
+        lambda runs: plan(description, layout, cluster, batch, found.steps, simulate=runs),
+        wanted=simulate and layout.pipeline > 1,
+    )
+    flags = (*answer.flags, *notes, *found.notes, *cluster_file.assumptions(cluster))
     return dataclasses.replace(answer, flags=flags)
 
 
-def without_simulator() -> tuple[str, ...]:
-    """Return why pipelines cannot be simulated here; nothing where they can."""
+def simulated(make: Callable[[bool], Answer], *, wanted: bool) -> tuple[Answer, tuple[str, ...]]:
+    """Return ``make(wanted)``, or where the simulator cannot be loaded what closed forms give, and a note of it."""
     try:
-        importlib.import_module("numba")
+        return make(wanted), ()
     except ImportError as error:
-        return (f"pipelines are planned by closed forms: their simulator needs numba ({error})",)
-    return ()
+        if not wanted:
+            raise
+        return make(False), (f"pipelines are planned by closed forms: the simulator cannot be loaded ({error})",)
 
 
 def checked_plot(file: Path | None) -> None:
@@ -156,5 +160,8 @@ def draw(answer: "Estimate", found: "Subject", cluster: "Cluster", file: Path) -
     from hpcdist.planner import plot
     from hpcdist.planner.timeline import timeline
 
-    steps = timeline(found.description, found.layout, cluster, found.global_batch)
+    try:
+        steps = timeline(found.description, found.layout, cluster, found.global_batch)
+    except ImportError as error:
+        raise MissingCapabilityError(f"--plot {file} needs the simulator, which cannot be loaded: {error}") from error
     plot.draw(answer, steps, found.description.name, cluster, file)

@@ -51,6 +51,7 @@ def command(
     from hpcdist.cli.plan_subject import cluster as read
     from hpcdist.cli.plan_subject import subject
     from hpcdist.planner.text_table import compared
+    from hpcdist.planner.text_units import wrapped
 
     if max(1, len(clusters)) * max(1, len(layouts)) < 2:
         raise UsageError("one layout on one cluster compares with nothing; give --layout or --cluster twice")
@@ -64,12 +65,12 @@ def command(
         )
         return
     click.echo(f"{found[0][1].description.name}, {plans[0][3].parameters:,} parameters")
-    click.echo("\n".join(compared([(on.name, text, answer) for on, text, _, answer in plans])))
+    click.echo("\n".join(compared([(on.name, answer) for on, _, _, answer in plans])))
     flags: dict[str, None] = {}
     for on, _, _, answer in plans:
-        flags |= dict.fromkeys(f"{on.name}: {flag}" for flag in answer.flags)
+        flags |= dict.fromkeys(f"note: {on.name}: {flag}" for flag in answer.flags)
     for flag in flags:
-        click.echo(f"note: {flag}")
+        click.echo("\n".join(wrapped(flag)))
 
 
 @click.command("layout")

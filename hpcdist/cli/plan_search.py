@@ -72,7 +72,7 @@ def command(
     an option of the layout that is given does not. Compression changes what is trained, and is tried where
     --compression names one. --plot draws the best.
     """
-    from hpcdist.cli.plan import checked_plot, draw, without_simulator
+    from hpcdist.cli.plan import checked_plot, draw, simulated
     from hpcdist.cli.plan_subject import cluster as read
     from hpcdist.planner import cluster_file, search
     from hpcdist.planner.text_table import searched
@@ -81,9 +81,13 @@ def command(
     on = read(cluster)
     found = _subject(recipe, overrides, options)
     devices = options["devices"] or on.devices
-    closed = without_simulator() if options["simulate"] else ()
-    sought = _wanted(found, on, {**options, "simulate": options["simulate"] and not closed})
-    result = search.search(found.description, on, devices, found.global_batch, sought)
+    sought = _wanted(found, on, options)
+    result, closed = simulated(
+        lambda runs: search.search(
+            found.description, on, devices, found.global_batch, dataclasses.replace(sought, simulate=runs)
+        ),
+        wanted=sought.simulate,
+    )
     notes = (*closed, *found.notes, *cluster_file.assumptions(on))
     click.echo(json.dumps(_jsonable(result, found, on, notes)) if as_json else searched(result, notes))
     if plot is not None and result.found:

@@ -17,8 +17,10 @@ def lines(planned: "Planned", cluster: str | None) -> list[str]:
     ``cluster`` is what was asked for, else that of the profile is taken. Never raises: a job is not held up by what
     cannot be planned, and the reason is told in the place of the estimate.
     """
+    if planned.recipe is None:
+        return [f"no estimate: --cluster {cluster} is for the training of one recipe"] if cluster else []
     named = cluster or planned.site.cluster
-    if not named or planned.recipe is None:
+    if not named:
         return []
     try:
         return _lines(planned.job, planned.recipe, named)

@@ -1,6 +1,5 @@
 """A plan for a reader at a login node: does it fit, how long, how much, and what breaks first."""
 
-import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -8,10 +7,21 @@ from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Estimate, Memory, Timing
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.text_units import both, decimal, figures, grams, joules, many, nbytes, seconds, share
+from hpcdist.planner.text_units import (
+    LINE,
+    both,
+    decimal,
+    figures,
+    grams,
+    joules,
+    many,
+    nbytes,
+    seconds,
+    share,
+    wrapped,
+)
 
 WIDTH: Final = 60  # characters of the bar of a memory
-_LINE: Final = 108  # of a line beside its heading, longer ones are wrapped
 _HEAD: Final = 11  # of the column of headings
 _NAME: Final = 13  # of that of terms
 _LETTERS: Final = {
@@ -258,15 +268,9 @@ def _lost(terms: Mapping[str, float]) -> tuple[str, float] | None:
 
 
 def _section(heading: str, lines: Iterable[str]) -> list[str]:
-    found = [part for line in lines for part in _wrapped(line)]
+    found = [part for line in lines for part in wrapped(line, width=LINE - _HEAD)]
     heads = [f"{heading:{_HEAD}}", *[" " * _HEAD] * (len(found) - 1)]
     return [head + line for head, line in zip(heads, found, strict=False)]
-
-
-def _wrapped(line: str) -> list[str]:
-    if len(line) <= _LINE:
-        return [line]
-    return textwrap.wrap(line, _LINE, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _counted(number: int, what: str) -> str:

@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from hpcdist.planner.compare import against
 from hpcdist.planner.estimate import Estimate
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.text_units import decimal, figures, many, nbytes, seconds, share
+from hpcdist.planner.text_units import decimal, figures, many, nbytes, seconds, share, wrapped
 
 if TYPE_CHECKING:
     from hpcdist.planner.search import Result
@@ -75,25 +76,36 @@ def searched(result: "Result", notes: Sequence[str] = ()) -> str:
         for place, one in enumerate(result.found, 1):
             value = [figures(one.value, 4)] if result.objective != "time" else []
             rows.append([str(place), *value, *row(one.estimate)])
-        lines += ["", *aligned(heads, rows), "", "why each is where it is"]
+        lines += ["", *aligned(heads, rows), "", "why each is ahead of the next, and what limits it"]
         for place, one in enumerate(result.found, 1):
-            lines.append(f"{place:>2}  {'; '.join([*one.why, *one.limits])}")
-    refused = [f"  {one.limit:12} {many(one.count)} {one.of}, such as: {one.example}" for one in result.refused]
-    lines += ["", "refused", *refused] if refused else []
+            told = [line for said in (*one.why, *one.limits) for line in wrapped(said, "    ")]
+            lines += [f"{place:>2}{told[0][2:]}", *told[1:]] if told else []
+    refused = [f"{one.limit}: {many(one.count)} {one.of}, such as: {one.example}" for one in result.refused]
+    lines += ["", "refused", *(line for said in refused for line in wrapped(said, "  "))] if refused else []
     if any(not one.estimate.memory.fits for one in result.found):
         lines.append("!  does not fit")
-    said = [*result.flags, *notes]
-    return "\n".join([*lines, *(["", *(f"note: {one}" for one in said)] if said else [])])
+    said = [line for one in (*result.flags, *notes) for line in wrapped(f"note: {one}")]
+    return "\n".join([*lines, *(["", *said] if said else [])])
 
 
-def compared(rows: Sequence[tuple[str, str, Estimate]]) -> list[str]:
-    """Return a table of (cluster, layout, estimate), with the time of each relative to the first (local)."""
-    first = rows[0][2].step_s
-    cells = [
-        [cluster, f"{found.layout.devices:,}", *row(found)[:-1], f"{first / found.step_s:.2f}x", row(found)[-1]]
-        for cluster, _, found in rows
-    ]
-    lines = aligned(("cluster", "devices", *HEADS[:-1], "speed", HEADS[-1]), cells)
-    if any(not found.memory.fits for _, _, found in rows):
+def compared(rows: Sequence[tuple[str, Estimate]]) -> list[str]:
+    """Return a table of (cluster, estimate), and what makes the fastest that fits faster than each other (local).
+
+    Rates are relative to the first; steps of other batches take other samples, and are not set against each other.
+    """
+    first = rows[0][1]
+    cells = []
+    for place, (cluster, found) in enumerate(rows, 1):
+        rate = (found.global_batch / found.step_s) / (first.global_batch / first.step_s)
+        *numbers, last = row(found)
+        cells.append([str(place), cluster, f"{found.layout.devices:,}", *numbers, f"{rate:.2f}x", last])
+    lines = aligned(("#", "cluster", "devices", *HEADS[:-1], "speed", HEADS[-1]), cells)
+    if any(not found.memory.fits for _, found in rows):
         lines.append("!  does not fit into the memory of a device")
+    fitting = [place for place, (_, found) in enumerate(rows) if found.memory.fits]
+    if fitting:
+        best = min(fitting, key=lambda place: rows[place][1].step_s / rows[place][1].global_batch)
+        for place, (_, found) in enumerate(rows):
+            if place != best and found.global_batch == rows[best][1].global_batch:
+                lines += wrapped(f"{best + 1} against {place + 1}: {against(rows[best][1], found)}")
     return lines

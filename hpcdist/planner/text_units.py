@@ -5,8 +5,10 @@ GPUs write the one and mean the other.
 """
 
 import math
+import textwrap
 from typing import Final
 
+LINE: Final = 118  # characters of a line of a terminal
 _DECIMAL: Final = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BINARY: Final = ((2.0**50, "Pi"), (2.0**40, "Ti"), (2.0**30, "Gi"), (2.0**20, "Mi"), (2.0**10, "Ki"))
 _LONG: Final = ((365.25 * 86400, "years"), (86400.0, "days"), (3600.0, "h"))
@@ -82,3 +84,15 @@ def many(value: float, count: int = 3) -> str:
 def share(value: float) -> str:
     """Return a share in per cent: 44.1 %."""
     return f"{100 * value:.1f} %"
+
+
+def wrapped(line: str, indent: str = "", width: int = LINE) -> list[str]:
+    """Return ``line`` in lines of at most ``width`` characters, those after the first further to the right."""
+    return textwrap.wrap(
+        line,
+        width,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from made_plans import CLUSTER, DESCRIPTION, ESTIMATE, GB, MEMORY
 
-from hpcdist.planner import text
+from hpcdist.planner import text, text_table
+from hpcdist.planner.search import Found, Refused, Result
 from hpcdist.planner.text_units import both, decimal, figures, grams, joules, many, nbytes, seconds
 
 SHOWN = text.text(ESTIMATE, DESCRIPTION, CLUSTER)
@@ -136,3 +137,45 @@ def test_a_model_whose_samples_are_no_tokens():
     rows = replace(ESTIMATE, tokens=512)
     shown = text.text(rows, replace(DESCRIPTION, tokens=1), CLUSTER)
     assert "512 samples a step" in shown and "10.0 s, 51.2 samples/s" in shown and "tokens" not in shown
+
+
+def test_plans_side_by_side():
+    small = replace(MEMORY, limit_bytes=34 * GB)
+    faster = replace(ESTIMATE, timing=replace(ESTIMATE.timing, terms={"forward": 2.0, "backward": 3.0}))
+    rows = [("boxes", ESTIMATE), ("cabinets", faster), ("cellars", replace(ESTIMATE, memory=small))]
+    lines = text_table.compared(rows)
+    assert "1.00x" in lines[1] and "2.00x" in lines[2] and "68.0 GB!" in lines[3]
+    assert lines[4] == "!  does not fit into the memory of a device"
+    assert lines[5].startswith("2 against 1: 5.00 s (50.0 %) a step faster: 2.00 s less of bubble")
+    assert len({len(line.split("  allreduce")[0]) for line in lines[1:4]}) == 1
+
+
+def test_rates_of_other_batches_count_their_samples():
+    half = replace(ESTIMATE, global_batch=256, tokens=256_000)
+    lines = text_table.compared([("boxes", ESTIMATE), ("boxes", half)])
+    assert "0.50x" in lines[2] and len(lines) == 3
+
+
+def test_a_search_in_words():
+    found = Found(estimate=ESTIMATE, value=3.5, unit="kWh", why=("better by far",), limits=("memory is full",))
+    refused = Refused(limit="heads", count=2000, of="grids", example="tensor = 5 " + "and so on " * 20)
+    result = Result(
+        objective="energy",
+        devices=64,
+        global_batch=512,
+        found=(found, found),
+        refused=(refused,),
+        layouts=123_456,
+        estimated=77,
+        left_out=5,
+        flags=("closed forms hold",),
+    )
+    shown = text_table.searched(result, ("of the recipe",))
+    for said in ("least energy among 123,456 layouts on 64 devices, 77 of them planned", "value (kWh)", "3.500"):
+        assert said in shown
+    assert "\n 1  better by far\n    memory is full\n 2  better by far" in shown
+    assert "\n  heads: 2,000 grids, such as: tensor = 5" in shown
+    assert "note: closed forms hold\nnote: of the recipe" in shown
+    assert max(len(line) for line in shown.splitlines()) <= 160
+    nothing = replace(result, found=(), nothing=("each needs 10 GB more",))
+    assert "no layout fits: each needs 10 GB more" in text_table.searched(nothing)
