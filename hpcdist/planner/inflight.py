@@ -11,7 +11,7 @@ from typing import Final
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.partition_memory import Live, Moment, moments
-from hpcdist.strategies.schedule.catalogue import SCHEDULES
+from hpcdist.strategies.schedule.catalogue import FILE, SCHEDULES, check
 from hpcdist.strategies.schedule.interleaved import group
 from hpcdist.strategies.schedule.pipelines import expand
 
@@ -26,12 +26,12 @@ def in_flight(
     """Return the moments at which ``rank`` may need most, each by its chunks (local).
 
     ``recompute``: chunks keep their input only, and are computed again. Raises ConfigurationError for another schedule
-    than those of the catalogue.
+    than those of the catalogue, and for one that cannot run so.
     """
-    known = SCHEDULES.get(schedule)
-    if known is None:
+    if schedule == FILE:
         raise ConfigurationError(f"the schedule {schedule!r} has no closed form; choose one of {', '.join(SCHEDULES)}")
-    each = known.most or chunks
+    each = check(schedule, ranks, microbatches, chunks)
+    known = SCHEDULES[schedule]
     if ranks * each <= SHORT:
         steady = microbatches
         if schedule != "gpipe" and (schedule != "interleaved" or microbatches % ranks == 0):

@@ -220,6 +220,43 @@ def test_a_server_may_need_most() -> None:
     assert several.terms["activations"] > 0 and several.terms["optimizer"] == 0
 
 
-def test_a_schedule_of_a_file_has_no_closed_form() -> None:
-    with pytest.raises(ConfigurationError, match="'file' has no closed form"):
-        memory(of_config(ModelConfig(), context=8), Layout(pipeline=2, schedule="file"), BARE, 4)
+# arXiv:2205.05198, table 3: tensor and pipeline ranks, chunks, micro-batch.
+PAPER = {
+    "megatron-22b": (8, 1, 1, 4),
+    "megatron-175b": (8, 8, 3, 1),
+    "megatron-530b": (8, 35, 3, 1),
+    "megatron-1t": (8, 64, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_what_the_paper_ran_fits_and_its_baseline_does_not(name: str) -> None:
+    # Its figure 1: tensor parallelism alone is beyond the 80 GB of an A100 in all four, both techniques are below.
+    tensor, ranks, each, samples = PAPER[name]
+    layout = Layout(
+        tensor=tensor,
+        pipeline=ranks,
+        chunks=each,
+        microbatch=samples,
+        schedule="interleaved" if each > 1 else "1f1b",
+        implementation="megatron",
+    )
+    found = describe(named(name), name)
+    assert not memory(found, layout, BARE, 8 * ranks).fits
+    both = replace(layout, sequence_parallel=True, recompute="selective")
+    assert memory(found, both, CLUSTER, 8 * ranks).fits
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"schedule": "file"}, "'file' has no closed form"),
+        ({"schedule": "sequential"}, "all stages but one would wait"),
+        ({"schedule": "interleaved", "chunks": 2, "microbatch": 4}, "as many as there are ranks"),
+        ({"schedule": "1f1b", "chunks": 3}, "parallel.chunks = 3"),
+        ({"pipeline": 9}, "9 parts of a pipeline"),
+    ],
+)
+def test_pipelines_that_cannot_run_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        memory(of_config(ModelConfig(), context=8), replace(Layout(pipeline=2), **fields), BARE, 4)
