@@ -71,7 +71,7 @@ def of_units(description: Description, layout: Layout) -> tuple[Activations, ...
     if layout.implementation == "megatron" and description.shape is not None:
         shape = description.shape
         return _published(shape, layout.tensor, layout.context, size, layout.recompute, by_tokens)
-    return _ours(description, layout.tensor, size, by_tokens)
+    return _ours(description, layout.tensor, size / layout.context, by_tokens)
 
 
 @lru_cache(maxsize=4096)
@@ -117,7 +117,7 @@ def _published_block(shape: Shape, tokens: float, size: int) -> Block:
 
 
 @lru_cache(maxsize=1024)
-def _ours(description: Description, tensor: int, size: int, by_tokens: bool) -> tuple[Activations, ...]:
+def _ours(description: Description, tensor: int, size: float, by_tokens: bool) -> tuple[Activations, ...]:
     split = Split(ranks=tensor, by_tokens=by_tokens)
     found: list[Activations] = []
     for number, unit in enumerate(description.units):
@@ -150,18 +150,18 @@ def _held(unit: Unit) -> tuple[Kept, ...]:
 
 def again_one_by_one(description: Description, layout: Layout) -> float:
     """Return the bytes of a sample where our blocks are computed again one by one, without a pipeline (local)."""
-    return _again(description, layout.tensor, itemsize(layout), layout.sequence_parallel)
+    return _again(description, layout.tensor, layout.sequence_parallel) * itemsize(layout) / layout.context
 
 
 @lru_cache(maxsize=1024)
-def _again(description: Description, tensor: int, size: int, by_tokens: bool) -> float:
+def _again(description: Description, tensor: int, by_tokens: bool) -> int:
     split = Split(ranks=tensor, by_tokens=by_tokens)
     units = []
     for unit in description.units:
         assert unit.counted is not None
         own = replace(unit.counted, kept=tuple(Kept(split.elements(one)) for one in unit.counted.kept))
         units += [own] * unit.count
-    return float(size * kept_again(tuple(units)))
+    return kept_again(tuple(units))
 
 
 def scratch_of(description: Description, layout: Layout, present: tuple[int, ...], *, accumulates: bool) -> float:

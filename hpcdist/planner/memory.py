@@ -9,7 +9,7 @@ gradients (`hpcdist.planner.buffers`). "scratch" are units that are whole for a 
 forget. Batches, what a BLAS takes and cracks of an allocator are with the device's ``reserved_bytes``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -29,8 +29,9 @@ class Part(NamedTuple):
     """What a pipeline rank has: numbers of its parameters, and its units.
 
     ``cut`` parameters are divided by the tensor axis, ``experts`` by the expert axis as well, ``copied`` are tied ones
-    of another rank, and ``longest`` those of its largest unit. ``chunks`` are (place of the first unit, ((place,
-    times), ...)), ``present`` all places, ``borders`` counts the ends of chunks where messages come or go.
+    of another rank, and ``longest`` those of its largest unit, without its ``longest_experts``. ``chunks`` are (place
+    of the first unit, ((place, times), ...)), ``present`` all places, and ``borders`` those of units whose input comes
+    or goes as a message.
     """
 
     rank: int
@@ -39,9 +40,10 @@ class Part(NamedTuple):
     experts: float
     copied: float
     longest: float
+    longest_experts: float
     chunks: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
     present: tuple[int, ...]
-    borders: int
+    borders: tuple[int, ...]
 
 
 def memory(description: Description, layout: Layout, cluster: Cluster, global_batch: int) -> Memory:
@@ -98,10 +100,11 @@ def part_terms(description: Description, layout: Layout, microbatches: int, part
         moments = in_flight(layout.schedule, layout.pipeline, microbatches, layout.chunks, part.rank, recompute=again)
         alive = _alive(part, units, moments)
     terms["activations"] = samples * alive
-    terms["messages"] = samples * _on_their_way(description, layout, part)
-    terms["scratch"] = whole_units(layout, part.longest)
+    terms["messages"] = samples * _on_their_way(description, layout, part, units) if part.borders else 0.0
+    longest = part.longest + part.longest_experts / layout.expert
+    terms["scratch"] = whole_units(layout, longest)
     if is_ours:
-        terms["messages"] += exchanged(layout, parameters, part.longest)
+        terms["messages"] += exchanged(layout, parameters, longest)
         # Stages 2 and 3 of ZeRO reduce the gradient of each micro-batch at once.
         accumulates = microbatches > 1 and stage_of(layout.strategy) < 2
         terms["scratch"] += scratch_of(description, layout, part.present, accumulates=accumulates)
@@ -148,17 +151,33 @@ def _part(description: Description, cut: _Cut, rank: int) -> Part:
     # Biases behind a sum are whole in an expert, too; they are counted as cut.
     divided = [share.times * max(0, share.unit.cut_parameters - share.unit.expert_parameters) for share in shares]
     tied = description.tied_parameters if last in present and 0 not in present else 0
+    longest = max((share.unit for share in shares), key=lambda unit: unit.parameters)
+    order = [(chunk.rank, chunk.shares[0].place) for chunk in chunks(description, cut.layout)]
+    borders = _borders(order, rank) if cut.pipeline > 1 else ()
     return Part(
         rank=rank,
         whole=sum(dense) - sum(divided),
         cut=sum(divided),
         experts=sum(share.times * share.unit.expert_parameters for share in shares),
         copied=tied,
-        longest=max(share.unit.parameters for share in shares),
+        longest=longest.parameters - longest.expert_parameters,
+        longest_experts=longest.expert_parameters,
         chunks=tuple((shares[0].place, tuple((share.place, share.times) for share in shares)) for shares in own),
         present=present,
-        borders=sum((shares[0].place != 0) + (shares[-1].place != last) for shares in own) if cut.pipeline > 1 else 0,
+        borders=tuple(borders),
     )
+
+
+def _borders(firsts: Sequence[tuple[int, int]], rank: int) -> Iterator[int]:
+    """Yield the first units of the chunks of ``rank``, and of those behind them.
+
+    ``firsts`` are (rank, place) of all chunks, in the order of the model.
+    """
+    for number, (owner, place) in enumerate(firsts):
+        if number and owner == rank:
+            yield place
+        if number and firsts[number - 1][0] == rank:
+            yield place
 
 
 def _alive(part: Part, units: Sequence[Activations], moments: Sequence[Moment]) -> float:
@@ -179,7 +198,9 @@ def _alive(part: Part, units: Sequence[Activations], moments: Sequence[Moment]) 
     return worst
 
 
-def _on_their_way(description: Description, layout: Layout, part: Part) -> float:
+def _on_their_way(description: Description, layout: Layout, part: Part, units: Sequence[Activations]) -> float:
     """Return the bytes of a sample that are sent, or posted ahead, at the borders of its chunks."""
+    if layout.implementation == "hpcdist" or description.shape is None:
+        return IN_MESSAGES * sum([units[place].border for place in part.borders])
     size = itemsize(layout) * description.tokens / layout.context * description.width
-    return IN_MESSAGES * part.borders * (size / layout.tensor if layout.sequence_parallel else size)
+    return IN_MESSAGES * len(part.borders) * (size / layout.tensor if layout.sequence_parallel else size)

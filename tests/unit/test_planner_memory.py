@@ -162,6 +162,29 @@ def test_each_rank_of_a_pipeline_has_what_its_table_says(schedule: str, tensor: 
     assert fullest.bytes == max(sum(terms.values()) for terms in by_rank(found, layout, 12))
 
 
+def test_messages_are_as_large_as_what_crosses_the_border() -> None:
+    config = ModelConfig(kind="mlp", layers=5, hidden=64)
+    found = of_config(config, features=32, classes=1000)
+    parallel = ParallelConfig(pipeline=2, microbatches=4, stage_units=(3, 3))
+    written = generated("1f1b", 2, 4, 1)
+    made = plan(
+        models.build(config, features=32, classes=1000), parallel, written, States(per_parameter=16, itemsize=4), 3
+    )
+    for row, terms in zip(
+        made.rows, by_rank(found, Layout(pipeline=2, microbatch=3, precision="float32"), 12), strict=True
+    ):
+        assert terms["messages"] == row.bytes["messages"] == 2 * 3 * 64 * 4
+
+
+def test_a_context_axis_cuts_all_activations() -> None:
+    found = describe(named("llama-3-8b"), "llama-3-8b")
+    for implementation in ("hpcdist", "megatron"):
+        for recompute in ("none", "full"):
+            layout = Layout(implementation=implementation, recompute=recompute)
+            one, four = (memory(found, replace(layout, context=context), BARE, 1).terms for context in (1, 4))
+            assert four["activations"] == pytest.approx(one["activations"] / 4, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "each"), [("megatron-175b", 8, 3), ("megatron-530b", 35, 3), ("megatron-1t", 64, 1)]
 )
