@@ -7,8 +7,8 @@ The story of the field goes from parameter servers through rings, trees and hier
 ZeRO (A. Singh, IJFMR 6(6), 2024, doi 10.36948/ijfmr.2024.v06i06.34214). Here `hpcdist.planner` tells it in numbers, on
 8 to 131,072 devices of a cluster: seconds, bytes, memory, joules and failures of a step, for BERT-large and for a GPT
 of 175 thousand million parameters, with a batch that stays and one that grows. For each architecture and number of
-devices the fastest layout that fits into memory is taken; gradients have 16 bits and hide behind the backward wherever
-the architecture lets them.
+devices the fastest layout that fits into 95 % of the memory is taken; gradients have 16 bits and hide behind the
+backward wherever the architecture lets them.
 
 Goodput is samples a second with saves, failures and restarts (Young/Daly). An architecture stops scaling at the last
 number of devices to which doubling gave 1.5 times the goodput. Of the doubling after that each second is booked: what

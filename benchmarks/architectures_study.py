@@ -22,6 +22,7 @@ from hpcdist.planner.plan import plan
 from hpcdist.planner.shape import describe
 
 STEPS: Final = 10_000_000  # of a run: many saves and failures
+ROOM: Final = 0.95  # of the memory: the rest is for what a plan does not see
 SAME: Final = 0.999  # of the time: what is not faster than this is no better
 STUCK: Final = 100.0  # wall time over steps: a run that does not get on
 STATES: Final = ("parameters", "gradients", "optimizer")
@@ -75,7 +76,7 @@ def best(architecture: Architecture, devices: int, samples: int, description: De
         try:
             needs = memory(description, layout, cluster, samples)
             least = min(least, needs.bytes)
-            if not needs.fits:
+            if needs.bytes > ROOM * needs.limit_bytes:
                 reasons.setdefault("memory")
                 continue
             estimate = plan(description, layout, cluster, samples, STEPS)

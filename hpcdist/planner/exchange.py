@@ -32,6 +32,7 @@ from hpcdist.errors import UsageError
 from hpcdist.planner import payloads
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.layout import STRATEGIES, Layout
+from hpcdist.planner.network import NOTHING as NO_COST
 from hpcdist.planner.network import Cost, collective, span
 from hpcdist.planner.payloads import Matrices
 
@@ -142,14 +143,16 @@ class _Job(NamedTuple):
             return self._result(self._hide(cost.seconds, 1), 0.0, cost)
         nbytes = parameters * gradient_bytes(self.layout)
         buckets = max(1, min(self.units, int(nbytes // BUCKET_BYTES)))
-        found: list[Exchange] = []
-        while True:
+        best, hidden_s = NO_COST, 0.0
+        while buckets:
             cost = self._in_messages("allreduce", nbytes, axis, buckets)
-            late = self.layout.overlap * cost.seconds * (buckets - 1) / buckets
-            found.append(self._result((cost.seconds, min(late, self.backward_s)), 0.0, cost))
-            if buckets == 1 or not self.layout.overlap:
-                return min(found, key=lambda one: one.exposed_s)
+            may_s = self.layout.overlap * cost.seconds * (buckets - 1) / buckets
+            if best is NO_COST or cost.seconds - min(may_s, self.backward_s) < best.seconds - hidden_s:
+                best, hidden_s = cost, min(may_s, self.backward_s)
+            if may_s <= self.backward_s:  # longer ones would begin later, and all that may hide does
+                break
             buckets //= 2
+        return self._result((best.seconds, hidden_s), 0.0, best)
 
     def _zero(self, parameters: float, axis: str) -> Exchange:
         layout, m = self.layout, self.microbatches
