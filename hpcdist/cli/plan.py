@@ -10,7 +10,8 @@ import click
 
 from hpcdist.cli import plan_options
 from hpcdist.cli.lazy import LazyGroup
-from hpcdist.cli.plan_options import SectionedCommand
+from hpcdist.cli.plan_options_layout import layout as layout_options
+from hpcdist.cli.plan_sections import SectionedCommand
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class PlanGroup(LazyGroup):
 @plan_options.recipe
 @plan_options.cluster
 @plan_options.subject
-@plan_options.layout
+@layout_options
 @plan_options.plot
 @plan_options.as_json
 def command(

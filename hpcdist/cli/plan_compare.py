@@ -8,7 +8,9 @@ from typing import Any, Final
 import click
 
 from hpcdist.cli import plan_options
-from hpcdist.cli.plan_options import LAYOUT_OPTIONS, WHERE, Sectioned, SectionedCommand
+from hpcdist.cli.plan_options_layout import LAYOUT_OPTIONS
+from hpcdist.cli.plan_options_layout import layout as layout_options
+from hpcdist.cli.plan_sections import WHERE, Sectioned, SectionedCommand
 from hpcdist.errors import UsageError
 
 EXAMPLES: Final = """\b
@@ -32,7 +34,7 @@ _SIZES: Final = ("devices", "batch")  # what a layout may say beside the options
     help="One layout: options of the layout without their dashes, also devices= and batch=; may be given again.",
 )
 @plan_options.subject
-@plan_options.layout
+@layout_options
 @plan_options.as_json
 def command(
     recipe: Path | None,
@@ -74,7 +76,7 @@ def command(
 
 
 @click.command("layout")
-@plan_options.layout
+@layout_options
 @click.option("--devices", type=click.IntRange(min=1))
 @click.option("--batch", type=click.IntRange(min=1))
 def _options(**options: Any) -> None:

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from hpcdist.arrays.sizes import counted
-from hpcdist.cli.plan_options import LAYOUT_OPTIONS, RENAMED
+from hpcdist.cli.plan_options_layout import LAYOUT_OPTIONS, RENAMED
 from hpcdist.errors import UsageError
-from hpcdist.planner.layout import Layout
+from hpcdist.planner.layout import HALVES, Layout
 from hpcdist.strategies.schedule.catalogue import chunks_of
 
 SERVED: Final = "parameter_server"
@@ -32,6 +32,7 @@ def laid_out(options: Mapping[str, Any], base: Layout) -> Layout:
     values = {RENAMED.get(name, name): options[name] for name in plain if options.get(name) is not None}
     found = dataclasses.replace(base, **values, **strategy_of(options, base))
     _check_pipeline(found, options)
+    _check_effect(found, options)
     found = dataclasses.replace(found, chunks=chunks_of(found.schedule, found.chunks))
     if found.sequence_parallel and found.tensor == 1:
         raise UsageError(
@@ -68,6 +69,21 @@ def _check_pipeline(found: Layout, options: Mapping[str, Any]) -> None:
                     f"{flag(name)} {options[name]} with one pipeline device has no effect; leave it out, or give "
                     "--pipeline 2 or more"
                 )
+
+
+def _check_effect(found: Layout, options: Mapping[str, Any]) -> None:
+    """Raise UsageError for options that would change nothing."""
+    for name in ("main_gradients", "gradient_fusion"):
+        if options.get(name) is not None and found.implementation != "megatron":
+            raise UsageError(
+                f"{flag(name)} is of --implementation megatron, and has no effect with {found.implementation}; leave "
+                "it out, or choose that one"
+            )
+    if options.get("activations") is not None and found.precision not in HALVES:
+        raise UsageError(
+            f"--activations {found.activations} has no effect with the precision {found.precision}; leave it out, or "
+            f"choose --precision {' or '.join(HALVES)}"
+        )
 
 
 def _replicas(options: Mapping[str, Any], found: Layout) -> int:

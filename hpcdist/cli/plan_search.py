@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from hpcdist.cli import plan_options
-from hpcdist.cli.plan_options import Sectioned, SectionedCommand
+from hpcdist.cli.plan_options_layout import layout as layout_options
+from hpcdist.cli.plan_sections import Sectioned, SectionedCommand
 from hpcdist.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def _option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], Call
 @_option("--distinct", is_flag=True, help="Each product of degrees once, with what is best on it.")
 @_option("--first", type=click.IntRange(min=1), default=10, metavar="N", help="How many to show and explain.")
 @_option("--simulate/--no-simulate", default=True, help="Time the finalists by the simulator of pipelines.")
-@plan_options.layout
+@layout_options
 @plan_options.plot
 @plan_options.as_json
 def command(

@@ -3,13 +3,15 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import click
 import pytest
 
 from hpcdist.cli import main, plan
+from hpcdist.cli.plan_options_layout import RENAMED
 from hpcdist.planner import cluster_file
+from hpcdist.planner.layout import Layout
 
 ABSENT = ("mpi4py", "cupy", "numba", "pynvml", "torch")
 GPT = ["--layers", "4", "--hidden", "256", "--heads", "4", "--vocabulary", "1000", "--context", "128", "--batch", "32"]
@@ -99,9 +101,8 @@ def test_works_where_nothing_heavy_can_be_imported(recipe):
 
 
 def test_help_is_instant():
-    helps = "".join(
-        f"run({word}'--help')\n" for word in ("", "'search', ", "'compare', ", "'clusters', ", "'models', ")
-    )
+    names = ("search", "compare", "clusters", "models", "calibrate", "--calibrate")
+    helps = "".join(f"run(*{words!r})\n" for words in [["--help"], *([name, "--help"] for name in names)])
     loaded = "[name for name in ('numpy', 'mpi4py', 'h5py', 'msgspec', 'numba') if name in sys.modules]"
     assert in_a_child(f"{helps}print('loaded:', *{loaded})").splitlines()[-1].strip() == "loaded:"
 
@@ -121,12 +122,18 @@ def test_the_help_of_a_command_names_it(run):
     assert code == 0 and out.startswith("Usage: hpcdist plan [OPTIONS] [RECIPE]") and "\n  compare " in out
 
 
+def test_every_field_of_a_layout_has_an_option():
+    renamed = {field: option for option, field in RENAMED.items()}
+    assert {renamed.get(item.name, item.name) for item in fields(Layout)} <= {one.name for one in plan.command.params}
+
+
 def test_the_layout_of_the_options_is_planned(planned):
     found = planned(
         *(*GPT, *ON, "--pipeline", "2", "--tensor", "2", "--devices", "16", "--zero", "1", "--microbatch", "2"),
         *("--schedule", "gpipe", "--sequence-parallel", "--recompute", "full", "--compression", "int8"),
         *("--main-gradients", "working", "--implementation", "megatron", "--overlap", "0.5", "--algorithm", "ring"),
-        *("--activations", "float32", "--optimizer-slots", "1", "--steps", "7"),
+        *("--activations", "float32", "--optimizer-slots", "1", "--steps", "7", "--library", "mpi"),
+        *("--no-gradient-fusion", "--tensor-overlap", "0.25"),
     )
     layout = found["layout"]
     expected = {
@@ -146,6 +153,9 @@ def test_the_layout_of_the_options_is_planned(planned):
         "algorithm": "ring",
         "activations": "float32",
         "optimizer_slots": 1,
+        "library": "mpi",
+        "gradient_fusion": False,
+        "tensor_overlap": 0.25,
         "devices": 16,
         "chunks": 1,
     }
@@ -264,6 +274,9 @@ def test_what_does_not_fit_is_an_answer(run, planned):
         ([*GPT, *ON, "--schedule", "zb-h1"], 2, "--schedule zb-h1 with one pipeline device"),
         ([*GPT, *ON, "--chunks", "2"], 2, "--chunks 2 with one pipeline device"),
         ([*GPT, *ON, "--sequence-parallel"], 2, "cuts nothing"),
+        ([*GPT, *ON, "--main-gradients", "working"], 2, "is of --implementation megatron"),
+        ([*GPT, *ON, "--no-gradient-fusion"], 2, "is of --implementation megatron"),
+        ([*GPT, *ON, "--activations", "float32", "--precision", "float32"], 2, "no effect with the precision float32"),
         ([*GPT, *ON, "--devices", "7", "--tensor", "2"], 2, "data ? x pipeline 1 x tensor 2 x context 1"),
         ([*GPT, *ON, "--devices", "8", "--tensor", "2", "--data", "2"], 2, "the nearest that it makes is 4"),
         ([*GPT, *ON, "--tensor", "3"], 78, "tensor = 3"),
