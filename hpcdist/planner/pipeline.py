@@ -18,6 +18,15 @@ no loss. All are what the simulator finds (`hpcdist.strategies.schedule.simulate
 F = I = W, else within 5 %. Where ranks differ, m T is that of the slowest one, and F, I, W of the rest are the means of
 the others: an approximation.
 
+Where chunks are computed again, in A, before they wait for their gradients, as ours are, less is idle: with B = I + W,
+T = A + F + B, and m > 1 (interleaved m > p)
+
+    gpipe          (p-1) (F + B)
+    1f1b           (p-1) (F + B) - min(2 A, A + B)
+    interleaved    (p-1) (F + B) / v - min(3 A, A + B) / v
+
+of the slowest rank, or 0, and for m = 1 it is (p-1) (F + B) - A.
+
 A message between neighbours that takes x is waited for once on the way there and once back for the first micro-batch;
 1f1b has at most p in flight on the first rank, so it waits again in every round:
 
@@ -81,17 +90,23 @@ def closed(
     message_s: float = 0.0,
     blocking: bool = False,
     steps_overlap: bool = False,
+    ahead_s: float = 0.0,
 ) -> Pipe:
     """Return the closed form for a pipeline whose ``slowest`` rank takes so long, and the mean of the ``others``.
 
     ``message_s`` is what one between neighbours takes, ``blocking`` where nothing is computed meanwhile;
-    ``steps_overlap`` where a step begins on a rank as soon as the one before it has ended there.
+    ``steps_overlap`` where a step begins on a rank as soon as the one before it has ended there. ``ahead_s`` is what
+    the slowest rank computes again, before it waits for the gradient.
     """
-    busy_s = microbatches * slowest.whole_s
+    busy_s = microbatches * (slowest.whole_s + ahead_s)
     if ranks == 1:
         return Pipe(busy_s, 0.0, 0.0, 0.0)
     chunks = chunks_of(schedule, chunks)
     idle_s = _idle_s(schedule, others, ranks, microbatches, chunks)
+    if ahead_s:
+        back_s = others.whole_s - others.forward_s
+        hidden_s = min({"1f1b": 2, "interleaved": 3}.get(schedule, 0) * ahead_s, ahead_s + back_s) / chunks
+        idle_s = max(0.0, idle_s - (hidden_s if microbatches > 1 else ahead_s))
     span_s = idle_s
     if schedule in ("zb-h2", "zb-v"):
         span_s = max(0.0, idle_s - (ranks - 1) * others.forward_s / chunks)
@@ -141,11 +156,12 @@ def simulated(
     microbatches: int,
     *,
     message_s: float = 0.0,
-    latency_s: float = 0.0,
+    recompute: bool = False,
 ) -> "Timeline":
     """Return the timeline of the passes over ``chunks``, in the order of the model, as the simulator runs them (local).
 
-    A message keeps its link for ``message_s`` and arrives ``latency_s`` later.
+    A message keeps its link for ``message_s``. With ``recompute`` chunks are computed again before they wait for their
+    gradients, in as long as their forward takes.
     """
     from hpcdist.strategies.schedule import simulate, simulate_passes
     from hpcdist.strategies.schedule.simulate_costs import Costs, Link, Rate
@@ -159,6 +175,6 @@ def simulated(
         backward_s=[chunk.input_s + chunk.weight_s for chunk in chunks],
         input_s=[chunk.input_s for chunk in chunks],
         weight_s=[chunk.weight_s for chunk in chunks],
-        link=Link(latency_s, Rate(message_s)),
+        link=Link(carries=Rate(message_s)),
     )
-    return simulate.passes(rows, placement, costs)
+    return simulate.passes(rows, placement, costs, recompute=recompute)

@@ -18,8 +18,8 @@ from hpcdist.planner.description import Description
 from hpcdist.planner.energy import JOULES_PER_KWH, energy, held
 from hpcdist.planner.estimate import Estimate, Timing
 from hpcdist.planner.layout import Layout
+from hpcdist.planner.ranks import stage_of
 from hpcdist.planner.stage_seconds import loads
-from hpcdist.planner.timing import stage_of
 
 FREE: Final = ("data", "update", "input")  # terms of time that a strategy, or a compression, decides
 UNITS: Final = {"time": "s", "energy": "J", "cost": "", "energy-delay": "J s"}

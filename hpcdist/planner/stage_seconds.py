@@ -8,11 +8,17 @@ Of b samples of s tokens and width h the tensor axis sends, in a region of produ
     back            an allreduce for the input of the region; with sequence parallelism an all-gather of the gradient of
                     its output, a reduce-scatter for its input, and the input gathered once more
 
-An embedding whose vocabulary is cut is the end of a region, a head the beginning of one. The allreduce, or the
+An embedding whose vocabulary is cut is the end of a region, a head the beginning of one; the loss of a cut vocabulary
+sums three float32 numbers a token. The allreduce, or the
 reduce-scatter, that goes back may run while the gradients of the weights at the beginning of the region are computed,
 and the second gathering while those of the input are (arXiv:2205.05198, section 6.2): `Layout.tensor_overlap`. The
 context axis gathers keys and values forward, and scatters the sums of their gradients back (arXiv:2407.21783, section
-3.3.2). The expert axis sends each token to its experts and back, and so its gradient.
+3.3.2). The expert axis sends each token to its experts and back, and so its gradient. What is computed again sends
+again what its forward sent.
+
+Megatron-LM computes a block again when its gradient is there. Ours, with a pipeline, computes whole chunks again before
+they wait for it, the ends of the model too, and nothing where the backward follows its forward at once: on the last
+rank of 1f1b (`hpcdist.strategies.schedule.pipelines.expand`).
 """
 
 from collections import Counter
@@ -24,11 +30,14 @@ from hpcdist.planner.compute import ITEM_BYTES, kept, local_experts, local_param
 from hpcdist.planner.cut import Share, chunks, stages
 from hpcdist.planner.description import Description, Unit
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.network import collective, span
+from hpcdist.planner.network import Cost, collective, span
 
 FORWARD: Final = 0
 BACK: Final = 1
 BEHIND: Final = 2  # back, and while gradients are computed that do not wait for it
+AGAIN: Final = 3
+_PLACES: Final = (0, 1, 1, 2)  # of a time in the waits of `Sent`
+LOSS_SUMS: Final = 3  # the maximum, the sum of exponentials, the logit of the right token
 
 
 class Call(NamedTuple):
@@ -43,7 +52,8 @@ class Call(NamedTuple):
 class Load(NamedTuple):
     """Computation of a micro-batch on one rank, or in one chunk; its collectives, and how often; what lies there.
 
-    ``cover_s`` is the computation that collectives may run behind.
+    ``cover_s`` is the computation that collectives may run behind; ``uncut`` are the parameters that all ranks of the
+    tensor axis have.
     """
 
     forward_s: float
@@ -55,15 +65,17 @@ class Load(NamedTuple):
     calls: tuple[tuple[Call, int], ...]
     parameters: float
     expert_parameters: float
+    uncut: float
     units: int
     flags: tuple[str, ...]
 
 
 class Sent(NamedTuple):
-    """Seconds that a micro-batch waits for its collectives forward, back, and when it is computed again, by axis."""
+    """Seconds that a micro-batch waits for its collectives, by axis; bytes, and by which algorithm."""
 
     forward_s: dict[str, float]
     back_s: dict[str, float]
+    again_s: dict[str, float]
     nbytes: dict[str, float]
     algorithms: dict[str, str]
     flags: tuple[str, ...]
@@ -76,11 +88,24 @@ def loads(description: Description, layout: Layout, cluster: Cluster) -> tuple[t
     found: tuple[tuple[Load, int], ...] | None = known.get(key)
     if found is None:
         of_ranks = stages(description, layout)
-        composed = [tuple((share.place, share.times) for share in shares) for shares in of_ranks]
+        composed = [
+            (tuple((share.place, share.times) for share in shares), _repeats(layout, rank))
+            for rank, shares in enumerate(of_ranks)
+        ]
         alike, often = dict(zip(composed, of_ranks, strict=True)), Counter(composed)
-        found = tuple((_load(alike[one], description, layout, cluster), count) for one, count in often.items())
+        found = tuple((_load(alike[one], description, layout, cluster, one[1]), often[one]) for one in often)
         known[key] = found
     return found
+
+
+def ahead(layout: Layout) -> bool:
+    """Whether chunks are computed again before the gradient is there."""
+    return layout.implementation == "hpcdist" and layout.pipeline > 1 and layout.recompute == "full"
+
+
+def _repeats(layout: Layout, rank: int) -> bool:
+    """Whether ``rank`` computes anything again."""
+    return not (ahead(layout) and layout.schedule == "1f1b" and rank == layout.pipeline - 1)
 
 
 def chunk_loads(description: Description, layout: Layout, cluster: Cluster) -> tuple[Load, ...]:
@@ -100,27 +125,33 @@ def together(one: Load, other: Load) -> Load:
         one.calls + other.calls,
         one.parameters + other.parameters,
         one.expert_parameters + other.expert_parameters,
+        one.uncut + other.uncut,
         one.units + other.units,
         tuple(dict.fromkeys(one.flags + other.flags)),
     )
 
 
-def sent(load: Load, layout: Layout, cluster: Cluster) -> Sent:
-    """Return what a micro-batch waits for the collectives of ``load`` (local)."""
-    waits: tuple[dict[str, float], dict[str, float]] = {}, {}
+def sent(load: Load, layout: Layout, cluster: Cluster, known: dict[tuple[str, str, float], Cost] | None = None) -> Sent:
+    """Return what a micro-batch waits for the collectives of ``load`` (local). ``known``: costs of the same layout."""
+    known = {} if known is None else known
+    waits: tuple[dict[str, float], dict[str, float], dict[str, float]] = {}, {}, {}
     nbytes: dict[str, float] = {}
     algorithms: dict[str, str] = {}
     flags: tuple[str, ...] = ()
     behind_s = 0.0
     for call, often in load.calls:
-        cost = collective(call.operation, call.nbytes, span(layout, call.axis, cluster), cluster)
-        nbytes[call.axis] = nbytes.get(call.axis, 0.0) + often * cost.nbytes
-        algorithms[call.axis] = cost.algorithm
+        when, axis, operation, size = call
+        cost = known.get((axis, operation, size))
+        if cost is None:
+            cost = collective(operation, size, span(layout, axis, cluster), cluster)
+            known[axis, operation, size] = cost
+        nbytes[axis] = nbytes.get(axis, 0.0) + often * cost.nbytes
+        algorithms[axis] = cost.algorithm
         flags += cost.flags
-        back = waits[call.when != FORWARD]
-        back[call.axis] = back.get(call.axis, 0.0) + often * cost.seconds
-        if call.when == BEHIND:
+        if when == BEHIND:
             behind_s += often * cost.seconds
+        wait = waits[_PLACES[when]]
+        wait[axis] = wait.get(axis, 0.0) + often * cost.seconds
     if behind_s and layout.tensor_overlap:
         waits[1]["tensor"] -= layout.tensor_overlap * min(behind_s, load.cover_s)
     return Sent(*waits, nbytes, algorithms, tuple(dict.fromkeys(flags)))
@@ -146,16 +177,18 @@ def _key(description: Description, layout: Layout) -> tuple[object, ...]:
     )
 
 
-def _load(shares: Sequence[Share], description: Description, layout: Layout, cluster: Cluster) -> Load:
-    sums = [0.0] * 8
+def _load(
+    shares: Sequence[Share], description: Description, layout: Layout, cluster: Cluster, repeats: bool = True
+) -> Load:
+    sums = [0.0] * 9
     calls: Counter[Call] = Counter()
     flags: dict[str, None] = {}
     ends = 0, len(description.units) - 1
     for unit, count, place in shares:
         seconds = unit_seconds(unit, layout, cluster)
-        # The ends of a model are not computed again: what they keep is needed at once, or is little.
-        is_end = place in ends and unit.attention is None
-        again = not is_end and seconds.again_s > 0
+        # Where blocks are computed again, the ends of the model are not: they keep little, or what is needed at once.
+        is_end = place in ends and unit.attention is None and not ahead(layout)
+        again = repeats and not is_end and seconds.again_s > 0
         whole = (
             seconds.forward_s,
             seconds.input_s,
@@ -165,15 +198,16 @@ def _load(shares: Sequence[Share], description: Description, layout: Layout, clu
             seconds.cover_s,
             local_parameters(unit, layout),
             local_experts(unit, layout),
+            float(unit.parameters - unit.cut_parameters),
         )
         sums = [total + count * each for total, each in zip(sums, whole, strict=True)]
         for call in _calls(unit, description, layout):
             calls[call] += count
             if call.when == FORWARD and again and layout.recompute == "full":
-                calls[call._replace(when=BACK)] += count
+                calls[call._replace(when=AGAIN)] += count
         flags.update(dict.fromkeys(seconds.flags))
     units = sum(share.times for share in shares)
-    forward_s, input_s, weight_s, again_s, add_s, cover_s, parameters, experts = sums
+    forward_s, input_s, weight_s, again_s, add_s, cover_s, parameters, experts, uncut = sums
     return Load(
         forward_s,
         input_s,
@@ -184,6 +218,7 @@ def _load(shares: Sequence[Share], description: Description, layout: Layout, clu
         tuple(calls.items()),
         parameters,
         experts,
+        uncut,
         units,
         tuple(flags),
     )
@@ -202,6 +237,9 @@ def _calls(unit: Unit, description: Description, layout: Layout) -> Iterator[Cal
         yield Call(BACK, "context", "reduce_scatter", whole)
     if layout.tensor > 1:
         yield from _tensor(unit, description, layout, each)
+        if unit.products and unit.products[-1].cut == "columns":  # logits
+            for _ in range(LOSS_SUMS):
+                yield Call(FORWARD, "tensor", "allreduce", description.tokens * each / item * 4)
     if layout.expert > 1 and unit.expert_parameters:
         first = next(product for product in unit.products if product.experts > 1)
         tokens = first.rows * first.experts * first.share / (layout.tensor if layout.sequence_parallel else 1)

@@ -14,8 +14,9 @@ from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.pipeline import Seconds, simulated
-from hpcdist.planner.stage_seconds import Load, chunk_loads, loads, together
-from hpcdist.planner.timing import blocks, border, data_exchange, stage_of, tied_sum, timing
+from hpcdist.planner.ranks import blocks, border, stage_of
+from hpcdist.planner.stage_seconds import Load, ahead, chunk_loads, loads, together
+from hpcdist.planner.timing import data_exchange, rows_sum, tied_sum, timing
 
 if TYPE_CHECKING:
     from hpcdist.strategies.schedule.simulate import Timeline as Simulated
@@ -67,7 +68,7 @@ def timeline(description: Description, layout: Layout, cluster: Cluster, global_
     chunks = [stage_of(load, layout, cluster, m).seconds for load in of_chunks]
     padded = [Seconds(one.forward_s + held_s, one.input_s + held_s, one.weight_s) for one in chunks]
     schedule = layout.schedule if piped else "sequential"
-    ran = simulated(schedule, padded, layout.pipeline, m, message_s=hop_s - held_s)
+    ran = simulated(schedule, padded, layout.pipeline, m, message_s=hop_s - held_s, recompute=ahead(layout))
     begin_s = took.terms["input"]
     bars = [Bar(rank, "input_data", 0.0, begin_s) for rank in range(layout.pipeline) if begin_s]
     bars += _passes(ran, of_chunks, held_s, begin_s)
@@ -76,6 +77,7 @@ def timeline(description: Description, layout: Layout, cluster: Cluster, global_
     for rank, (end_s, load) in enumerate(zip(ends_s, _of_ranks(ran, of_chunks), strict=True)):
         swap = data_exchange(description, layout, cluster, m, stage_of(load, layout, cluster, m))
         after_s = swap.exposed_s + (tied_s if rank in (0, layout.pipeline - 1) else 0.0)
+        after_s += rows_sum(load, layout, cluster).seconds
         if swap.hidden_s or after_s:
             bars.append(Bar(rank, "exchange", end_s - swap.hidden_s, end_s + after_s))
         ready_s = max(ready_s, end_s + after_s)
@@ -89,10 +91,11 @@ def timeline(description: Description, layout: Layout, cluster: Cluster, global_
 
 def _passes(ran: "Simulated", of_chunks: tuple[Load, ...], held_s: float, after_s: float) -> Iterator[Bar]:
     """Yield the passes, without the messages that they hold ranks up for, and these beside them."""
-    from hpcdist.strategies.schedule.simulate_program import BACKWARD, FORWARD, INPUT, WEIGHT
+    from hpcdist.strategies.schedule.simulate_program import AGAIN, BACKWARD, FORWARD, INPUT, WEIGHT
 
-    names = {FORWARD: "forward", BACKWARD: "backward", INPUT: "input", WEIGHT: "weight"}
+    names = {FORWARD: "forward", BACKWARD: "backward", INPUT: "input", WEIGHT: "weight", AGAIN: "recompute"}
     program, times = ran.program, ran.times
+    early = bool((program.work == AGAIN).any())
     for rank in range(program.ranks):
         row = program.row(rank)
         columns = (program.work[row], program.microbatch[row], program.chunk[row], times.begin_s[row], times.end_s[row])
@@ -100,10 +103,10 @@ def _passes(ran: "Simulated", of_chunks: tuple[Load, ...], held_s: float, after_
             if way not in names:
                 continue
             at_s, until_s = begin_s + after_s, end_s + after_s
-            again_s = of_chunks[chunk].again_s if way in (BACKWARD, INPUT) else 0.0
+            again_s = of_chunks[chunk].again_s if way in (BACKWARD, INPUT) and not early else 0.0
             if again_s:
                 yield Bar(rank, "recompute", at_s, at_s + again_s, microbatch, chunk)
-            over_s = until_s - (0.0 if way == WEIGHT else held_s)
+            over_s = until_s - (0.0 if way in (WEIGHT, AGAIN) else held_s)
             yield Bar(rank, names[way], at_s + again_s, over_s, microbatch, chunk)
             if over_s < until_s:
                 yield Bar(rank, "message", over_s, until_s, microbatch, chunk)

@@ -1,39 +1,29 @@
 """Seconds of a step on the critical path: of the slowest rank of the pipeline, and what all wait for besides.
 
 A step of m micro-batches takes m times what the slowest rank computes and sends for one, then what the pipeline is idle
-or waits for its messages (`hpcdist.planner.pipeline`), what the exchange of gradients and parameters leaves exposed
+or waits for its messages (`hpcdist.planner.ranks`), what the exchange of gradients and parameters leaves exposed
 (`hpcdist.planner.exchange`), and the update (`hpcdist.planner.update`). Only the last micro-batch's backward can hide
 the gradients of a step. Data is read ahead, while the step before computes: it is waited for where that is shorter.
 
 With a pipeline the gradients of a tied embedding are summed over its first and its last rank.
 """
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.cluster import Cluster
-from hpcdist.planner.compute import ITEM_BYTES
 from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Timing
 from hpcdist.planner.exchange import Exchange, exchange, gradient_bytes
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.network import NOTHING, Cost, collective, message, span
-from hpcdist.planner.pipeline import SPLIT, Pipe, Seconds, closed, simulated
-from hpcdist.planner.stage_seconds import Load, Sent, chunk_loads, loads, sent
+from hpcdist.planner.ranks import Stage, border, closed_pipe, messages, ranks_of, simulated_pipe
+from hpcdist.planner.stage_seconds import Load, Sent
 from hpcdist.planner.update import update_s
-from hpcdist.strategies.schedule.catalogue import FILE, SCHEDULES, check, chunks_of
+from hpcdist.strategies.schedule.catalogue import FILE, SCHEDULES, check
 
 AXES: Final = ("tensor", "context", "expert")
 TOKEN_BYTES: Final = 4  # as samples are stored
-
-
-class Stage(NamedTuple):
-    """One rank of the pipeline: what it computes and sends for a micro-batch, and both together."""
-
-    load: Load
-    sent: Sent
-    seconds: Seconds
 
 
 def timing(
@@ -47,139 +37,37 @@ def timing(
     m = layout.microbatches(global_batch)
     if layout.pipeline > 1:
         _check(layout, m)
-    found = [(stage_of(load, layout, cluster, m), often) for load, often in loads(description, layout, cluster)]
-    slowest = max((stage for stage, _ in found), key=lambda stage: stage.seconds.whole_s)
+    found = ranks_of(description, layout, cluster, m)
+    slowest = max((stage for stage, _ in found), key=lambda stage: stage.whole_s)
     hop = border(description, layout, cluster)
-    pipe = (_simulated if simulate and layout.pipeline > 1 else _closed)(
-        description, layout, cluster, m, found, slowest, hop.seconds
-    )
+    if simulate and layout.pipeline > 1:
+        pipe = simulated_pipe(description, layout, cluster, m, slowest, hop.seconds)
+    else:
+        pipe = closed_pipe(layout, m, found, slowest, hop.seconds)
     fullest = max((stage for stage, _ in found), key=lambda stage: stage.load.parameters)
     swap = data_exchange(description, layout, cluster, m, fullest)
-    tied = tied_sum(description, layout, cluster)
+    tied, rows = tied_sum(description, layout, cluster), rows_sum(fullest.load, layout, cluster)
     load, waits = slowest.load, slowest.sent
     terms = {
         "forward": m * load.forward_s,
         "backward": m * (load.input_s + load.weight_s) + (m - 1) * load.add_s,
-        "recompute": m * load.again_s,
-        **{axis: m * (waits.forward_s.get(axis, 0.0) + waits.back_s.get(axis, 0.0)) for axis in AXES},
+        "recompute": max(0.0, m * load.again_s - (m * slowest.whole_s - pipe.busy_s)),
+        **{axis: m * sum(wait.get(axis, 0.0) for wait in waits[:3]) for axis in AXES},
         "pipeline": pipe.message_s,
         "bubble": pipe.idle_s,
         "data": swap.exposed_s + tied.seconds,
         "update": update_s(fullest.load.parameters, layout, cluster, fullest.load.expert_parameters),
     }
+    terms["tensor"] += rows.seconds
     terms["input"] = max(0.0, _input_s(description, layout, cluster, global_batch) - sum(terms.values()))
     return Timing(
         terms=terms,
         hidden_s=swap.hidden_s,
         bubble=pipe.bubble,
-        bytes=_bytes(layout, m, waits, hop, swap, tied),
+        bytes=_bytes(layout, m, waits, hop, swap, tied, rows),
         algorithms=_algorithms(waits, swap),
         flags=tuple(dict.fromkeys((*load.flags, *waits.flags, *hop.flags, *swap.flags, *_beyond(layout, cluster)))),
     )
-
-
-def stage_of(load: Load, layout: Layout, cluster: Cluster, microbatches: int) -> Stage:
-    """Return what a rank, or a chunk, with this ``load`` takes for one of so many micro-batches (local)."""
-    waits = sent(load, layout, cluster)
-    add_s = load.add_s * (microbatches - 1) / microbatches
-    seconds = Seconds(
-        load.forward_s + sum(waits.forward_s.values()),
-        load.input_s + load.again_s + sum(waits.back_s.values()),
-        load.weight_s + add_s,
-    )
-    return Stage(load, waits, seconds)
-
-
-def border(description: Description, layout: Layout, cluster: Cluster) -> Cost:
-    """Return what the message of a micro-batch between two ranks of the pipeline takes (local).
-
-    Tokens that are cut over the tensor axis are sent as they are. Where they are not, Megatron-LM sends a part from
-    each tensor rank and gathers the parts behind the wire (arXiv:2104.04473, section 4.1); ours sends the whole.
-    """
-    if layout.pipeline == 1:
-        return NOTHING
-    numbers = layout.microbatch * description.tokens * description.width / layout.context
-    nbytes = numbers * ITEM_BYTES[layout.computes_in]
-    parted = layout.sequence_parallel or layout.implementation == "megatron"
-    cost = message(nbytes / layout.tensor if parted else nbytes, layout, "pipeline", cluster)
-    if layout.sequence_parallel or not parted:
-        return cost
-    gathered = collective("all_gather", nbytes, span(layout, "tensor", cluster), cluster)
-    return cost._replace(seconds=cost.seconds + gathered.seconds)
-
-
-def _closed(
-    description: Description,
-    layout: Layout,
-    cluster: Cluster,
-    m: int,
-    found: Sequence[tuple[Stage, int]],
-    slowest: Stage,
-    hop_s: float,
-) -> Pipe:
-    """Return the closed form of the pipeline."""
-    others = slowest.seconds
-    if layout.pipeline > 1:
-        rest = [0.0, 0.0, 0.0]
-        for stage, often in found:
-            for part, seconds in enumerate(stage.seconds):
-                rest[part] += seconds * (often - (stage is slowest))
-        others = Seconds(*(total / (layout.pipeline - 1) for total in rest))
-    return closed(
-        layout.schedule,
-        slowest.seconds,
-        others,
-        layout.pipeline,
-        m,
-        chunks=layout.chunks,
-        message_s=hop_s,
-        blocking=blocks(layout),
-        steps_overlap=steps_overlap(layout),
-    )
-
-
-def _simulated(
-    description: Description,
-    layout: Layout,
-    cluster: Cluster,
-    m: int,
-    found: Sequence[tuple[Stage, int]],
-    slowest: Stage,
-    hop_s: float,
-) -> Pipe:
-    """Return what the simulator says, once with messages and once without."""
-    chunks = chunk_seconds(description, layout, cluster, m)
-    busy_s = m * slowest.seconds.whole_s
-    bare = simulated(layout.schedule, chunks, layout.pipeline, m)
-    blocked_s = 2 * m * len(chunks) // layout.pipeline * hop_s if blocks(layout) else 0.0
-    if blocked_s:
-        chunks = [Seconds(one.forward_s + hop_s, one.input_s + hop_s, one.weight_s) for one in chunks]
-        full = simulated(layout.schedule, chunks, layout.pipeline, m)
-    else:
-        full = simulated(layout.schedule, chunks, layout.pipeline, m, message_s=hop_s)
-    if steps_overlap(layout):
-        bare_s, full_s = (max(stage.span_s for stage in line.stages) for line in (bare, full))
-    else:
-        bare_s, full_s = bare.computes_s, full.computes_s
-    longest = max(full.stages, key=lambda stage: (round(stage.span_s, 12), stage.bubble))
-    bubble = longest.bubble + blocked_s / longest.span_s
-    return Pipe(busy_s, full_s - bare_s, max(0.0, bare_s - busy_s), bubble)
-
-
-def chunk_seconds(description: Description, layout: Layout, cluster: Cluster, microbatches: int) -> list[Seconds]:
-    """Return the seconds of each chunk for a micro-batch, in the order of the model (local)."""
-    of_chunks = chunk_loads(description, layout, cluster)
-    return [stage_of(load, layout, cluster, microbatches).seconds for load in of_chunks]
-
-
-def blocks(layout: Layout) -> bool:
-    """Whether messages between stages keep ranks from computing."""
-    return layout.implementation == "megatron" and layout.schedule not in SPLIT
-
-
-def steps_overlap(layout: Layout) -> bool:
-    """Whether a step begins where the one before has not ended everywhere: ours agrees on its norm first."""
-    return layout.implementation == "megatron" and layout.schedule in SPLIT
 
 
 def data_exchange(description: Description, layout: Layout, cluster: Cluster, m: int, stage: Stage) -> Exchange:
@@ -216,6 +104,16 @@ def tied_sum(description: Description, layout: Layout, cluster: Cluster) -> Cost
     return message(description.tied_parameters / layout.tensor * gradient_bytes(layout), layout, "pipeline", cluster)
 
 
+def rows_sum(load: Load, layout: Layout, cluster: Cluster) -> Cost:
+    """Return the sum of gradients of what the tensor axis does not cut, each rank having seen its tokens only (local).
+
+    Once a step, with sequence parallelism (arXiv:2205.05198; norms, and biases behind a sum).
+    """
+    if layout.tensor == 1 or not layout.sequence_parallel:
+        return NOTHING
+    return collective("allreduce", load.uncut * gradient_bytes(layout), span(layout, "tensor", cluster), cluster)
+
+
 def _input_s(description: Description, layout: Layout, cluster: Cluster, global_batch: int) -> float:
     """Return how long reading the samples of a step takes; ranks of one replica read them once."""
     nbytes = global_batch * description.tokens * TOKEN_BYTES
@@ -223,11 +121,13 @@ def _input_s(description: Description, layout: Layout, cluster: Cluster, global_
     return nbytes / min(cluster.storage.read_bytes_per_s, nodes * cluster.storage.node_read_bytes_per_s)
 
 
-def _bytes(layout: Layout, m: int, waits: Sent, hop: Cost, swap: Exchange, tied: Cost) -> dict[str, float]:
-    """Return what a rank in the middle of the pipeline sends in a step, by axis."""
+def _bytes(layout: Layout, m: int, waits: Sent, hop: Cost, swap: Exchange, tied: Cost, rows: Cost) -> dict[str, float]:
+    """Return what the busiest rank sends in a step, by axis."""
     found = {axis: m * nbytes for axis, nbytes in waits.nbytes.items()}
+    if rows.nbytes:
+        found["tensor"] += rows.nbytes
     if layout.pipeline > 1:
-        found["pipeline"] = 2 * m * chunks_of(layout.schedule, layout.chunks) * hop.nbytes
+        found["pipeline"] = messages(layout, m) * hop.nbytes
     found["data"] = swap.nbytes + tied.nbytes
     return found
 

@@ -99,6 +99,22 @@ def test_messages_that_block_lengthen_every_pass(schedule: str, each: int):
     assert found.whole_s == pytest.approx(closed(schedule, longer, longer, 4, 8, chunks=each).whole_s)
 
 
+@pytest.mark.parametrize("seconds", [EQUAL, Seconds(1.0, 1.2, 0.8), Seconds(1.0, 0.5, 0.3), Seconds(1.0, 1.0, 1.5)])
+@pytest.mark.parametrize(("ranks", "m"), [(2, 3), (2, 9), (4, 8), (4, 2), (8, 24), (5, 1)])
+@pytest.mark.parametrize(("schedule", "each"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
+def test_chunks_that_are_computed_again_ahead_are_as_the_simulator_says(
+    schedule: str, each: int, ranks: int, m: int, seconds: Seconds
+):
+    if schedule == "interleaved" and m <= ranks:
+        pytest.skip("told for more micro-batches than ranks")
+    again_s = seconds.forward_s
+    found = closed(schedule, seconds, seconds, ranks, m, chunks=each, ahead_s=again_s)
+    chunk = Seconds(*(part / each for part in seconds))
+    ran = simulated(schedule, [chunk] * ranks * each, ranks, m, recompute=True)
+    assert found.busy_s == pytest.approx(m * (seconds.whole_s + again_s))
+    assert found.whole_s == pytest.approx(ran.computes_s, rel=1e-9)
+
+
 @pytest.mark.parametrize("schedule", [*SCHEDULES])
 def test_one_rank_has_neither_bubble_nor_messages(schedule: str):
     assert closed(schedule, EQUAL, EQUAL, 1, 5, message_s=1.0) == Pipe(15.0, 0.0, 0.0, 0.0)

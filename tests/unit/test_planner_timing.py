@@ -10,10 +10,11 @@ from hpcdist.planner.compute import unit_seconds
 from hpcdist.planner.description import Description, Product, Shape, Unit
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.network import collective, span
+from hpcdist.planner.ranks import border, ranks_of
 from hpcdist.planner.shape import describe
 from hpcdist.planner.stage_seconds import chunk_loads, loads
 from hpcdist.planner.timeline import KINDS, timeline
-from hpcdist.planner.timing import border, timing
+from hpcdist.planner.timing import timing
 from hpcdist.planner.update import bytes_each, owned, update_s
 
 CURVE = Curve(sizes=(16.0, 4096.0), shares=(0.1, 0.7))
@@ -81,17 +82,23 @@ def test_the_tensor_axis_sends_what_megatron_says(recompute: str, often: int):
     found = timing(MODEL, layout, CLUSTER, 4)
     one = collective("allreduce", BSH, span(layout, "tensor", CLUSTER), CLUSTER)
     ends = 2  # the embedding forward, the head back
-    assert found.bytes["tensor"] == pytest.approx(2 * (8 * often + ends) * one.nbytes)
-    assert found.terms["tensor"] == pytest.approx(2 * (8 * often + ends) * one.seconds)
+    loss = collective("allreduce", 2 * 128 * 4, span(layout, "tensor", CLUSTER), CLUSTER)
+    assert found.bytes["tensor"] == pytest.approx(2 * (8 * often + ends) * one.nbytes + 2 * 3 * loss.nbytes)
+    assert found.terms["tensor"] == pytest.approx(2 * (8 * often + ends) * one.seconds + 2 * 3 * loss.seconds)
     assert one.nbytes >= 2 * 3 / 4 * BSH
 
 
 def test_sequence_parallelism_sends_as_much_and_gathers_inputs_once_more():
     """arXiv:2205.05198, section 4.2.2: an allreduce is a reduce-scatter and an all-gather."""
-    found = timing(MODEL, replace(LAYOUT, tensor=4, sequence_parallel=True), CLUSTER, 2)
+    layout = replace(LAYOUT, tensor=4, sequence_parallel=True)
+    found = timing(MODEL, layout, CLUSTER, 2)
     allreduces = 8 * 4 + 2  # the embedding and the head: one each
     again = 8 * 2 + 1
-    assert found.bytes["tensor"] == pytest.approx((2 * allreduces + again) * 3 / 4 * BSH)
+    group = span(layout, "tensor", CLUSTER)
+    loss = 3 * collective("allreduce", 2 * 128 * 4, group, CLUSTER).nbytes
+    uncut = sum(unit.count * (unit.parameters - unit.cut_parameters) for unit in MODEL.units)
+    norms = collective("allreduce", uncut * 4, group, CLUSTER).nbytes
+    assert found.bytes["tensor"] == pytest.approx((2 * allreduces + again) * 3 / 4 * BSH + loss + norms)
 
 
 def test_the_tensor_axis_hides_no_more_than_computation_covers():
@@ -122,6 +129,9 @@ def test_the_expert_axis_sends_tokens_to_their_experts_and_back():
 
 def test_messages_between_stages_are_what_lies_between_blocks():
     layout = replace(LAYOUT, pipeline=4)
+    two = replace(LAYOUT, pipeline=2)
+    assert timing(MODEL, two, CLUSTER, 8).bytes["pipeline"] == 4 * BSH, "a rank sends activations, the other gradients"
+    assert timing(MODEL, replace(two, schedule="zb-v"), CLUSTER, 8).bytes["pipeline"] == 2 * 4 * BSH
     assert timing(MODEL, layout, CLUSTER, 8).bytes["pipeline"] == 2 * 4 * BSH
     assert timing(MODEL, replace(layout, schedule="interleaved", chunks=2), CLUSTER, 8).bytes["pipeline"] == 4 * 4 * BSH
     assert border(MODEL, LAYOUT, CLUSTER).seconds == 0.0
@@ -170,6 +180,19 @@ def test_recomputation_leaves_out_the_ends_of_the_model():
     took = timing(MODEL, replace(LAYOUT, recompute="full"), CLUSTER, 2).terms
     block = unit_seconds(MODEL.units[1], LAYOUT, CLUSTER)
     assert took["recompute"] == pytest.approx(8 * block.forward_s)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_our_pipelines_compute_whole_chunks_again_while_they_would_wait(schedule: str, chunks: int):
+    """The ends of the model as well, and nothing on the last rank of 1f1b."""
+    layout = replace(LAYOUT, pipeline=4, schedule=schedule, chunks=chunks, recompute="full")
+    closed, simulated = (timing(ALIKE, layout, FAST, 24, simulate=on) for on in (False, True))
+    assert closed.step_s == pytest.approx(simulated.step_s)
+    assert closed.terms["recompute"] == pytest.approx(closed.terms["forward"])
+    whole_s = closed.terms["forward"] + closed.terms["backward"] + closed.terms["recompute"]
+    assert closed.terms["bubble"] < 3 / chunks * whole_s / 12, "as long as a bubble is that does nothing"
+    of_ranks = [stage.ahead_s for stage, often in ranks_of(MODEL, layout, FAST, 12) for _ in range(often)]
+    assert (min(of_ranks) == 0.0) is (schedule == "1f1b")
 
 
 def test_a_tied_tensor_is_summed_over_both_ends_of_a_pipeline():
@@ -241,6 +264,10 @@ def test_zero_and_servers_update_a_share():
         replace(LAYOUT, data=2, pipeline=4),
         replace(LAYOUT, pipeline=4, schedule="gpipe", implementation="megatron", tensor=2),
         replace(LAYOUT, pipeline=2, schedule="interleaved", chunks=2, strategy="zero2", data=2),
+        replace(LAYOUT, pipeline=4, recompute="full"),
+        replace(LAYOUT, pipeline=2, schedule="interleaved", chunks=2, recompute="full"),
+        replace(LAYOUT, pipeline=2, schedule="gpipe", recompute="full", implementation="megatron"),
+        replace(LAYOUT, tensor=2, sequence_parallel=True),
         replace(LAYOUT, pipeline=4, schedule="zb-h1"),
         replace(LAYOUT, pipeline=4, schedule="zb-v"),
     ],
