@@ -187,7 +187,7 @@ class _Job(NamedTuple):
             group = span(layout, "data", cluster)
             push = collective("all_to_all", pushed, group, cluster)
             pull = collective("all_to_all", pulled, group, cluster)
-            sums_s = pushed * per_byte * 3 / 2  # p shares come in and are read, and a sum written and read
+            sums_s = pushed * per_byte * 3  # each of p shares is read, and the sum so far read and written
             whole = push.seconds + sums_s + coding_s, self._hide(push.seconds, 1)[1]
             return self._result(whole, pull.seconds, push, pull)._replace(algorithm="colocated servers")
         push_s = self._incast(pushed, ranks) + ranks * pushed * per_byte * 3 / self._servers_each
