@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from hpcdist.cli.tune import Bytes
 from hpcdist.errors import OK, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must load neither numpy nor MPI
-    from hpcdist.bench.calibrate_points import ModelPoint, Points
+    from hpcdist.bench.calibrate_points import ModelPoint, Points, Wanted
     from hpcdist.planner.calibrate_cluster import Findings
 
 _FROM: Final = "workstation"
@@ -37,7 +38,10 @@ _DTYPES: Final = ("float32", "float64", "float16")
 @click.option(
     "--dtype", "dtypes", type=click.Choice(_DTYPES), multiple=True, default=("float32",), help="May be repeated."
 )
-@click.option("--seconds", type=click.FloatRange(min=1), default=20.0, help="For the device, and again for the links.")
+@click.option(
+    "--seconds", type=click.FloatRange(min=0.1), default=20.0, help="For the device, and again for the links."
+)
+@click.option("--max-bytes", type=Bytes(), default="32M", help="The longest message, and buffer of a collective.")
 @click.option("--points", type=click.Path(dir_okay=False, path_type=Path), help="HDF5 file for all that was measured.")
 @click.option("--anonymous", is_flag=True, help="Leave the names of hosts out of --points.")
 def command(
@@ -47,6 +51,7 @@ def command(
     device: str,
     dtypes: tuple[str, ...],
     seconds: float,
+    max_bytes: int,
     points: Path | None,
     anonymous: bool,
 ) -> int:
@@ -70,6 +75,7 @@ def command(
         raise UsageError(
             "--dtype float16 with --device cpu: the products of a training are float32 there; leave it out"
         )
+    wanted = _wanted(device, dtypes, seconds, max_bytes)
     session = start.start(device)
     comm = session.comm
 
@@ -80,7 +86,7 @@ def command(
                 files.check_place(path)
 
     place.agree(comm, check)
-    found = calibrate.run(comm, _wanted(device, dtypes, seconds), session.library, _processor(), _say)
+    found = calibrate.run(comm, wanted, session.library, _processor(), _say)
     origin = _provenance(session, anonymous)
     if comm.rank == 0:
         known = cluster_file.read(base)
@@ -108,10 +114,16 @@ def _processor() -> str:
     return f"core of {processor()}"
 
 
-def _wanted(device: str, dtypes: tuple[str, ...], seconds: float) -> Any:
+def _wanted(device: str, dtypes: tuple[str, ...], seconds: float, max_bytes: int) -> "Wanted":
     from hpcdist.bench.calibrate_points import Wanted, default_models
 
-    return Wanted(dtypes=tuple(dict.fromkeys(dtypes)), on=device, models=default_models(), seconds=seconds)
+    return Wanted(
+        dtypes=tuple(dict.fromkeys(dtypes)),
+        on=device,
+        models=default_models(),
+        most_bytes=max_bytes,
+        seconds=seconds,
+    )
 
 
 def _provenance(session: Any, anonymous: bool) -> dict[str, Any]:
