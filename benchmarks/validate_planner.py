@@ -2,6 +2,7 @@
 
     python benchmarks/validate_planner.py
     python benchmarks/validate_planner.py -o validate.h5 --plot validate.png
+    python benchmarks/validate_planner.py --calibrate a100-selene
 
 The rows are in benchmarks/published, with their sources and what had to be assumed. Constants of the shipped clusters
 were chosen with the rows marked "calibration" alone; "test" rows count in the summary; "extra" rows are shown, and
@@ -14,8 +15,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from validate_planner_calibrate import points
 from validate_planner_predict import compared
-from validate_planner_report import lines, plot, said, shapes, summary, write
+from validate_planner_report import lines, plot, said, scaling, summary, write
 from validate_planner_rows import tables
 
 from hpcdist.errors import HpcdistError
@@ -29,6 +31,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--table", nargs="+", help="files in benchmarks/published; default: all")
     parser.add_argument("-o", "--output", type=Path, help="HDF5 file to write; must not exist")
     parser.add_argument("--plot", type=Path, help="picture to write")
+    parser.add_argument(
+        "--calibrate", metavar="CLUSTER", help="errors of its calibration rows over a grid of constants"
+    )
     parser.add_argument("--anonymous", action="store_true", help="leave host names out of the file")
     return parser.parse_args()
 
@@ -40,6 +45,11 @@ def main() -> None:
         if path is not None:
             files.check_place(path)
     known = tables()
+    if options.calibrate:
+        print(f"{'memory share':>12}{'curve x':>9}{'score':>8}{'worst':>8}")
+        for point in sorted(points(known, options.calibrate), key=lambda one: one.score):
+            print(f"{point.share:12.2f}{point.factor:9.2f}{100 * point.score:7.2f}%{100 * point.worst:7.1f}%")
+        return
     chosen = options.table or list(known)
     if missing := [name for name in chosen if name not in known]:
         sys.exit(f"no table {', '.join(missing)}; there are {', '.join(known)}")
@@ -47,10 +57,7 @@ def main() -> None:
     print("\n".join(lines(found, known)))
     if not options.table:
         print("\n".join(said(summary(found))))
-    for name, published, predicted in shapes(found):
-        pairs = zip(published, predicted, strict=True)
-        both = "; ".join(f"{one:.2f} published, {other:.2f} predicted" for one, other in pairs)
-        print(f"strong scaling of {name}, throughput of a device: {both}")
+    print("\n".join(scaling(found)))
     if options.output is not None:
         write(options.output, found, provenance(anonymous=options.anonymous))
         print(f"all comparisons are in {options.output}")

@@ -1,7 +1,7 @@
 """What the planner says to each published number, as `Compared` lines."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
@@ -10,14 +10,13 @@ from validate_planner_rows import Row, Table, unit_of
 
 from hpcdist.planner import cluster_file, states
 from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.compute import ITEM_BYTES, UnitSeconds, unit_seconds
 from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Estimate
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.pipeline import Seconds
+from hpcdist.planner.network import collective, message, span
 from hpcdist.planner.plan import plan
 from hpcdist.planner.shape import describe
-from hpcdist.planner.stage_seconds import loads
-from hpcdist.planner.timing import border, stage_of
 from hpcdist.strategies.schedule import simulate, simulate_passes
 from hpcdist.strategies.schedule.catalogue import SCHEDULES
 from hpcdist.strategies.schedule.simulate_costs import Costs, Link
@@ -39,6 +38,7 @@ class Compared:
     published: float
     predicted: float
     unit: float  # of the last printed digit
+    tflops: float = math.nan  # predicted for a device, what is computed again included; NaN where there is no step
     series: str = ""
 
     @property
@@ -54,13 +54,14 @@ class Compared:
         return abs(self.predicted - self.published) < self.unit
 
 
-def compared(table: Table) -> Iterator[Compared]:
-    """Yield all comparisons of a table."""
+def compared(table: Table, cluster: Cluster | None = None) -> Iterator[Compared]:
+    """Yield all comparisons of a table, on ``cluster`` instead of the shipped one where that is given."""
     if table.key == "zero_table1":
         yield from _states(table)
     elif table.key == "zero_bubble_table5":
         yield from _bubbles(table)
     for row in table.rows:
+        predicted = Predicted(row, cluster or cluster_of(row.cluster))
         for quantity, printed in row.published.items():
             kind = "closed" if quantity in CLOSED else "memory" if quantity.startswith("memory") else row.kind
             yield Compared(
@@ -70,8 +71,9 @@ def compared(table: Table) -> Iterator[Compared]:
                 role="test" if kind == "closed" else row.role,
                 kind=kind,
                 published=float(printed),
-                predicted=_PREDICTED[quantity](row),
+                predicted=getattr(predicted, quantity)(),
                 unit=_unit(row, quantity),
+                tflops=predicted.speed(quantity),
                 series=row.series,
             )
 
@@ -91,98 +93,118 @@ def cluster_of(name: str) -> Cluster:
     return cluster_file.read(name)
 
 
-def estimate(row: Row, layout: Layout | None = None, layers: int = 0) -> Estimate:
-    """Return the plan of a row; of another ``layout`` or with other ``layers`` where these are given."""
-    used = layout or row.layout
-    cluster = cluster_of(row.cluster)
-    if used.devices > cluster.devices:
-        cluster = replace(cluster, devices=used.devices)
-    simulated = used.pipeline > 1
-    return plan(_description(row, layers), used, cluster, row.global_batch, 1, simulate=simulated)
+class Predicted:
+    """What the planner says of a row, by the names of published quantities."""
 
+    def __init__(self, row: Row, cluster: Cluster) -> None:
+        self._row, self._cluster = row, cluster
+        self._known: dict[tuple[Layout, int], Estimate] = {}
 
-def _description(row: Row, layers: int = 0) -> Description:
-    return describe(replace(row.shape, layers=layers) if layers else row.shape, row.name)
+    def tflops(self) -> float:
+        """Return TFLOP/s of a device, what is computed again included."""
+        found = self._estimate()
+        return found.work.hardware_flops / found.step_s / found.layout.devices / 1e12
 
+    def causal_tflops(self) -> float:
+        """Return TFLOP/s of a device in operations of the model, without what a causal mask hides."""
+        found = self._estimate()
+        return found.work.exact_flops / found.step_s / found.layout.devices / 1e12
 
-def _tflops(row: Row) -> float:
-    found = estimate(row)
-    return found.work.hardware_flops / found.step_s / row.layout.devices / 1e12
+    def speed(self, quantity: str) -> float:
+        """Return TFLOP/s of a device, as the table counts operations; NaN for a ``quantity`` that is of no step."""
+        if quantity == "causal_tflops":
+            return self.causal_tflops()
+        return self.tflops() if quantity in ("tflops", "step_s", "samples_per_device_s") else math.nan
 
+    def step_s(self) -> float:
+        """Return seconds of a step."""
+        return self._estimate().step_s
 
-def _causal_tflops(row: Row) -> float:
-    found = estimate(row)
-    return found.work.exact_flops / found.step_s / row.layout.devices / 1e12
+    def samples_per_device_s(self) -> float:
+        """Return samples a second of a device."""
+        found = self._estimate()
+        return found.global_batch / found.step_s / found.layout.devices
 
+    def speedup(self) -> float:
+        """Return how much faster a step is than with the row's other layout."""
+        return self._estimate(self._row.base).step_s / self._estimate().step_s
 
-def _rate(row: Row) -> float:
-    return row.global_batch / estimate(row).step_s / row.layout.devices
+    def block_ms(self) -> float:
+        """Return what a block more adds to a step."""
+        layers = self._row.shape.layers
+        whole, half = (self._estimate(layers=count).timing.terms for count in (layers, layers // 2))
+        seconds = sum(whole.get(name, 0.0) - half.get(name, 0.0) for name in OF_BLOCKS)
+        return 1e3 * seconds / (layers - layers // 2)
 
+    def block_forward_ms(self) -> float:
+        """Return the same of the forward alone, collectives of the tensor axis included."""
+        layout, description = self._row.layout, self._description()
+        sums = ("all_gather", "reduce_scatter") if layout.sequence_parallel else ("allreduce",)
+        nbytes = layout.microbatch * description.tokens * description.width * ITEM_BYTES[layout.computes_in]
+        group = span(layout, "tensor", self._cluster)
+        regions = sum(product.cut == "inner" for product in description.units[1].products)
+        sent_s = regions * sum(collective(one, nbytes, group, self._cluster).seconds for one in sums)
+        return 1e3 * (unit_seconds(description.units[1], layout, self._cluster).forward_s + sent_s)
 
-def _speedup(row: Row) -> float:
-    return estimate(row, row.base).step_s / estimate(row).step_s
+    def stage_ms(self) -> float:
+        """Return what a micro-batch takes on a stage as most are, forward and back."""
+        return self.stage_forward_ms() + self.stage_input_ms() + self.stage_weight_ms()
 
+    def stage_forward_ms(self) -> float:
+        """Return the same of the forward."""
+        return self._blocks_ms(lambda one: one.forward_s)
 
-def _block_ms(row: Row) -> float:
-    """Return what a block more adds to a step."""
-    layers = row.shape.layers
-    whole, half = (estimate(row, layers=count).timing.terms for count in (layers, layers // 2))
-    seconds = sum(whole.get(name, 0.0) - half.get(name, 0.0) for name in OF_BLOCKS)
-    return 1e3 * seconds / (layers - layers // 2)
+    def stage_input_ms(self) -> float:
+        """Return the same of the gradients of inputs."""
+        return self._blocks_ms(lambda one: one.input_s)
 
+    def stage_weight_ms(self) -> float:
+        """Return the same of the gradients of weights, which are added to those of micro-batches before."""
+        return self._blocks_ms(lambda one: one.weight_s + one.add_s)
 
-def _block_forward_ms(row: Row) -> float:
-    """The same of the forward alone, collectives of the tensor axis included."""
-    layers, cluster = row.shape.layers, cluster_of(row.cluster)
-    whole, half = (
-        sum(
-            stage_of(load, row.layout, cluster, 1).seconds.forward_s
-            for load, _ in loads(described, row.layout, cluster)
-        )
-        for described in (_description(row, layers), _description(row, layers // 2))
-    )
-    return 1e3 * (whole - half) / (layers - layers // 2)
+    def _blocks_ms(self, part: Callable[[UnitSeconds], float]) -> float:
+        layout, description = self._row.layout, self._description()
+        blocks = -(-description.units[1].count // layout.pipeline)  # the ends have one less
+        return 1e3 * blocks * part(unit_seconds(description.units[1], layout, self._cluster))
 
+    def message_ms(self) -> float:
+        """Return what a message between two stages takes; no tensor axis cuts it."""
+        layout, description = self._row.layout, self._description()
+        nbytes = layout.microbatch * description.tokens * description.width * ITEM_BYTES[layout.computes_in]
+        return 1e3 * message(nbytes, layout, "pipeline", self._cluster).seconds
 
-def _stage(row: Row) -> Seconds:
-    """Return what a micro-batch takes on a stage as most are."""
-    cluster = cluster_of(row.cluster)
-    microbatches = row.layout.microbatches(row.global_batch)
-    load, _ = max(loads(_description(row), row.layout, cluster), key=lambda one: one[1])
-    return stage_of(load, row.layout, cluster, microbatches).seconds
+    def memory_gb(self) -> float:
+        """Return what PyTorch's allocator has: no driver, no libraries."""
+        terms = self._estimate().memory.terms
+        return sum(nbytes for name, nbytes in terms.items() if name != "reserved") / 1e9
 
+    def parameters_b(self) -> float:
+        """Return billions of parameters."""
+        return self._description().parameters / 1e9
 
-def _memory_gb(row: Row) -> float:
-    """Return what PyTorch's allocator has: no driver, no libraries."""
-    terms = estimate(row).memory.terms
-    return sum(nbytes for name, nbytes in terms.items() if name != "reserved") / 1e9
+    def mfu_percent(self) -> float:
+        """Return MFU with the published time: the operations alone are ours."""
+        return self._percent(self._estimate().work.model_flops)
 
+    def hfu_percent(self) -> float:
+        """Return the same of HFU."""
+        return self._percent(self._estimate().work.hardware_flops)
 
-def _percent(row: Row, flops: str) -> float:
-    """Return MFU or HFU with the published time: the operations alone are ours."""
-    cluster = cluster_of(row.cluster)
-    peak = cluster.device.peak_flops[row.layout.precision] * row.layout.devices
-    return 100 * getattr(estimate(row).work, flops) / (float(row.published["step_s"]) * peak)
+    def _percent(self, flops: float) -> float:
+        return 100 * flops / (float(self._row.published["step_s"]) * self._estimate().peak_flops)
 
+    def _estimate(self, layout: Layout | None = None, layers: int = 0) -> Estimate:
+        used = layout or self._row.layout
+        found = self._known.get((used, layers))
+        if found is None:
+            batch, simulated = self._row.global_batch, used.pipeline > 1
+            found = plan(self._description(layers), used, self._cluster, batch, 1, simulate=simulated)
+            self._known[used, layers] = found
+        return found
 
-_PREDICTED: Final[Mapping[str, Any]] = {
-    "tflops": _tflops,
-    "causal_tflops": _causal_tflops,
-    "step_s": lambda row: estimate(row).step_s,
-    "samples_per_device_s": _rate,
-    "speedup": _speedup,
-    "block_ms": _block_ms,
-    "block_forward_ms": _block_forward_ms,
-    "stage_ms": lambda row: 1e3 * _stage(row).whole_s,
-    "stage_forward_ms": lambda row: 1e3 * _stage(row).forward_s,
-    "stage_input_ms": lambda row: 1e3 * _stage(row).input_s,
-    "stage_weight_ms": lambda row: 1e3 * _stage(row).weight_s,
-    "message_ms": lambda row: 1e3 * border(_description(row), row.layout, cluster_of(row.cluster)).seconds,
-    "memory_gb": _memory_gb,
-    "parameters_b": lambda row: _description(row).parameters / 1e9,
-    "mfu_percent": lambda row: _percent(row, "model_flops"),
-    "hfu_percent": lambda row: _percent(row, "hardware_flops"),
-}
+    def _description(self, layers: int = 0) -> Description:
+        shape = self._row.shape
+        return describe(replace(shape, layers=layers) if layers else shape, self._row.name)
 
 
 def _states(table: Table) -> Iterator[Compared]:

@@ -16,6 +16,11 @@ from hpcdist.hdf5.tables import Column
 SCHEMA, VERSION = "hpcdist.benchmark.validate_planner", 1
 NEAR, FAR = 0.10, 0.20  # what throughput is to be within: most rows, all rows
 MOST: Final = 0.80
+MARKS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "test": {"marker": "o", "markersize": 5},
+    "calibration": {"marker": "o", "markersize": 6, "fillstyle": "none"},
+    "extra": {"marker": "x", "markersize": 5, "alpha": 0.7},
+}
 COLUMNS: Final = (
     Column("comparison", "i4", "1", "number of the comparison"),
     Column("table", "S24", "1", "file in benchmarks/published"),
@@ -26,6 +31,9 @@ COLUMNS: Final = (
     Column("published", "f8", "1", "in the units of the table"),
     Column("predicted", "f8", "1", "the same by the planner"),
     Column("error", "f8", "1", "predicted over published, less one; above 0: faster, or more"),
+    Column("unit", "f8", "1", "of the last digit that is printed, in which closed forms agree"),
+    Column("tflops", "f8", "1", "predicted 1e12 operations a second of a device, what is computed again included"),
+    Column("series", "S16", "1", "of strong scaling that the row belongs to"),
 )
 
 
@@ -88,12 +96,30 @@ def said(result: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
     )
 
 
-def shapes(found: Sequence[Compared]) -> Iterator[tuple[str, list[float], list[float]]]:
-    """Yield each series of strong scaling: a device's throughput over that of the first row, published, predicted."""
+def shapes(found: Sequence[Compared]) -> Iterator[tuple[str, str, list[float], list[float]]]:
+    """Yield each series of strong scaling: its role, and a device's throughput over that of the first row.
+
+    First as published, then as predicted.
+    """
     rows = [one for one in found if one.series and one.kind == "throughput"]
     for name in dict.fromkeys(one.series for one in rows):
         own = [one for one in rows if one.series == name]
-        yield name, [o.published / own[0].published for o in own], [o.predicted / own[0].predicted for o in own]
+        first = own[0]
+        yield (
+            name,
+            first.role,
+            [one.published / first.published for one in own],
+            [one.predicted / first.predicted for one in own],
+        )
+
+
+def scaling(found: Sequence[Compared]) -> Iterator[str]:
+    """Yield a line for each series of strong scaling."""
+    for name, role, published, predicted in shapes(found):
+        pairs = list(zip(published, predicted, strict=True))
+        apart = max(abs(other / one - 1) for one, other in pairs)
+        both = ", ".join(f"{one:.2f} / {other:.2f}" for one, other in pairs[1:])
+        yield f"strong scaling of {name} ({role}), published / predicted: {both}; {apart:.0%} apart at most"
 
 
 def write(path: Path, found: Sequence[Compared], attributes: Mapping[str, Any]) -> None:
@@ -116,13 +142,14 @@ def read(path: Path) -> list[Compared]:
     """Return the comparisons of a file. Raises StorageError."""
     with files.open_read(path, SCHEMA, VERSION) as file:
         rows = tables.read(file, "comparisons")
-    texts = {name: [value.decode() for value in rows[name]] for name in ("table", "row", "quantity", "role", "kind")}
-    numbers = {name: rows[name].tolist() for name in ("published", "predicted")}
-    together = {**texts, **numbers}
-    return [
-        Compared(unit=0.0, **{name: values[at] for name, values in together.items()})
-        for at in range(len(rows["comparison"]))
-    ]
+    names = [column.name for column in COLUMNS if column.name not in ("comparison", "error")]
+    columns = {name: [_plain(value) for value in rows[name]] for name in names}
+    return [Compared(**{name: values[at] for name, values in columns.items()}) for at in range(len(rows["comparison"]))]
+
+
+def _plain(value: Any) -> Any:
+    plain = value.item()
+    return plain.decode() if isinstance(plain, bytes) else plain
 
 
 def plot(path: Path, found: Sequence[Compared], known: Mapping[str, Table]) -> None:
@@ -138,61 +165,41 @@ def plot(path: Path, found: Sequence[Compared], known: Mapping[str, Table]) -> N
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     rows = [one for one in found if one.kind in ("throughput", "layer")]
     colours = {key: f"C{number}" for number, key in enumerate(dict.fromkeys(one.table for one in rows))}
+    named: set[str] = set()
     for key, colour in colours.items():
-        for role in ("calibration", "test", "extra"):
-            own = [one for one in rows if (one.table, one.role) == (key, role)]
-            if not own:
-                continue
-            style: dict[str, Any] = {"color": colour, "linestyle": "none", "markersize": 6}
-            style |= {
-                "calibration": {"marker": "o", "fillstyle": "none"},
-                "test": {"marker": "o"},
-                "extra": {"marker": "x", "alpha": 0.6},
-            }[role]
-            label = known[key].title if role == _first_role(rows, key) else None
-            speeds = np.array([_speed(one) for one in own])
-            left.plot(speeds[:, 0], speeds[:, 1], label=label, **style)
+        for role, style in MARKS.items():
+            own = [one for one in rows if (one.table, one.role) == (key, role) and one.tflops == one.tflops]
+            speeds = np.array([(one.tflops / (1 + one.error), one.tflops) for one in own]).reshape(-1, 2)
+            label = known[key].title if own and key not in named else None
+            named |= {key} if own else set()
+            left.plot(*speeds.T, label=label, color=colour, linestyle="none", **style)
     _bands(left)
     _errors(right, rows, colours)
     figure.savefig(path, dpi=130)
 
 
-def _first_role(rows: Sequence[Compared], key: str) -> str:
-    """Return the role by whose mark a table is named in the legend."""
-    roles = {one.role for one in rows if one.table == key}
-    return next(role for role in ("test", "calibration", "extra") if role in roles)
-
-
-def _speed(one: Compared) -> tuple[float, float]:
-    """Return published and predicted in units of their own, both as rates."""
-    if one.quantity.endswith(("_ms", "step_s")):
-        return 1 / one.published, 1 / one.predicted
-    return one.published, one.predicted
-
-
 def _bands(axes: Any) -> None:
-    ends = np.array(axes.get_xlim())
-    ends = np.array([min(0.005, max(ends[0], 1e-3)), ends[1] * 1.5])
+    ends = np.array([35.0, 700.0])
     for share, alpha in ((FAR, 0.10), (NEAR, 0.18)):
         axes.fill_between(ends, ends * (1 - share), ends * (1 + share), color="grey", alpha=alpha, linewidth=0)
     axes.plot(ends, ends, color="grey", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlim(*ends)
-    axes.set_ylim(*ends)
-    axes.set_xlabel("published (TFLOP/s of a device, samples/s of a device, steps/s, blocks/ms, ratio)")
-    axes.set_ylabel("predicted")
+    for axis, limit in ((axes.xaxis, axes.set_xlim), (axes.yaxis, axes.set_ylim)):
+        limit(*ends)
+        axis.set_ticks([50, 100, 200, 500], ["50", "100", "200", "500"])
+        axis.set_ticks([], minor=True)
+    axes.set_xlabel("published (TFLOP/s of a device, recomputation included)")
+    axes.set_ylabel("predicted (TFLOP/s)")
     axes.legend(fontsize=8, loc="upper left")
     axes.set_title("bands: 10 and 20 %; hollow: calibration; cross: does not count", fontsize=9)
 
 
 def _errors(axes: Any, rows: Sequence[Compared], colours: Mapping[str, str]) -> None:
-    axes.axhspan(-100 * FAR, 100 * FAR, color="grey", alpha=0.10, linewidth=0)
-    axes.axhspan(-100 * NEAR, 100 * NEAR, color="grey", alpha=0.18, linewidth=0)
+    for share, alpha in ((FAR, 0.10), (NEAR, 0.18)):
+        axes.axhspan(-100 * share, 100 * share, color="grey", alpha=alpha, linewidth=0)
     axes.axhline(0, color="grey", linewidth=0.8)
-    marks = {"calibration": ("o", "none"), "test": ("o", "full"), "extra": ("x", "full")}
     for at, one in enumerate(rows):
-        marker, filled = marks[one.role]
-        axes.plot(at, 100 * one.error, marker=marker, fillstyle=filled, color=colours[one.table], markersize=5)
-    axes.set_xlabel("row")
+        axes.plot(at, 100 * one.error, color=colours[one.table], **MARKS[one.role])
+    axes.set_xlabel("row, steps and layers, in the order that is printed")
     axes.set_ylabel("error of throughput (%), above 0: predicted faster")

@@ -1,0 +1,179 @@
+"""Published trainings beside the planner: closed forms are exact, throughput is near, and what is committed holds."""
+
+import importlib
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hpcdist.errors import StorageError
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+RESULT = FOLDER / "results" / "2026-11-22-validate-planner.h5"
+NAMES = ("rows", "predict", "report", "calibrate")
+
+
+@pytest.fixture(scope="module")
+def study() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(FOLDER))
+    try:
+        module = importlib.import_module("validate_planner")
+        for name in NAMES:
+            setattr(module, name, importlib.import_module(f"validate_planner_{name}"))
+        yield module
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def known(study: ModuleType) -> dict[str, Any]:
+    return study.rows.tables()
+
+
+@pytest.fixture(scope="module")
+def found(study: ModuleType, known: dict[str, Any]) -> list[Any]:
+    return [one for table in known.values() for one in study.predict.compared(table)]
+
+
+def test_every_table_names_its_source_and_what_confirmed_it(known: dict[str, Any]) -> None:
+    assert len(known) == 11
+    for table in known.values():
+        assert ("arXiv:" in table.source or "nv-adlr.github.io" in table.source) and table.confirmed and table.assumed
+    assert known["gpipe"].unmodelled
+
+
+def test_rows_of_calibration_and_of_tests_are_apart(known: dict[str, Any]) -> None:
+    roles = {(table.key, row.name): row.role for table in known.values() for row in table.rows}
+    chosen = {name for (key, name), role in roles.items() if role == "calibration" and key == "megatron_sc21_table1"}
+    assert chosen == {"1.7B on 32", "18.4B on 256", "1008B on 3072"}
+    assert all(role == "test" for (key, _), role in roles.items() if key == "korthikanti_table5")
+
+
+def test_layouts_of_a_table_use_as_many_devices_as_it_says(known: dict[str, Any]) -> None:
+    for key in ("megatron_sc21_table1", "megatron_sc21_table2", "llama3_table4"):
+        for row in known[key].rows:
+            assert row.layout.devices == int(row.name.split(" on ")[1].split(",")[0])
+            assert row.global_batch % (row.layout.data * row.layout.microbatch) == 0
+
+
+def test_closed_forms_agree_to_the_last_printed_digit(found: list[Any]) -> None:
+    closed = [one for one in found if one.kind == "closed"]
+    assert len(closed) == 54 + 10 + 1 + 9 + 4
+    assert [one.row for one in closed if not one.exact] == []
+
+
+def test_bubbles_of_profiled_stages_agree_to_the_last_printed_digit(found: list[Any]) -> None:
+    bubbles = [one for one in found if one.kind == "bubble"]
+    assert [one.row for one in bubbles if one.role == "test" and not one.exact] == []
+    # Megatron's interleaved schedule warms up otherwise than ours.
+    assert all(abs(one.predicted - one.published) < 0.004 for one in bubbles if one.role == "extra")
+
+
+def test_memory_is_within_a_twentieth(found: list[Any]) -> None:
+    memory = [one for one in found if (one.kind, one.role) == ("memory", "test")]
+    assert len(memory) == 36
+    assert max(abs(one.error) for one in memory) < 0.05
+
+
+def test_throughput_is_within_a_tenth_mostly_and_within_a_fifth_always(study: ModuleType, found: list[Any]) -> None:
+    whole = study.report.summary(found)["all, throughput, test"]
+    assert whole["rows"] == 65
+    assert whole["near"] >= 0.8 * whole["rows"]
+    assert whole["far"] == whole["rows"]
+
+
+def test_so_it_is_for_every_paper_alone(study: ModuleType, found: list[Any]) -> None:
+    for name, one in study.report.summary(found).items():
+        if name.endswith(", throughput, test"):
+            assert one["far"] == one["rows"] and one["mean"] < 0.1, name
+
+
+def test_strong_scaling_has_the_published_shape(study: ModuleType, found: list[Any]) -> None:
+    series = {name: (role, one, other) for name, role, one, other in study.report.shapes(found)}
+    assert {name: role for name, (role, _, _) in series.items()} == {
+        "175B, PTD-P": "test",
+        "530B, PTD-P": "test",
+        "175B, ZeRO-3": "extra",
+        "530B, ZeRO-3": "extra",
+    }
+    for role, published, predicted in series.values():
+        assert predicted == sorted(predicted, reverse=True), "more devices, less of each"
+        if role == "test":
+            assert predicted == pytest.approx(published, rel=0.05)
+    # Sharded parameters lose much more than tensors and pipelines do, as published.
+    assert series["175B, ZeRO-3"][2][-1] < 0.5 < 0.9 < series["175B, PTD-P"][2][-1]
+
+
+def test_what_is_committed_is_what_the_command_finds(study: ModuleType, found: list[Any]) -> None:
+    kept = study.report.read(RESULT)
+    assert [(one.table, one.row, one.quantity) for one in kept] == [(o.table, o.row, o.quantity) for o in found]
+    for one, other in zip(kept, found, strict=True):
+        assert one.predicted == pytest.approx(other.predicted, rel=0.01), f"{one}: run benchmarks/validate_planner.py"
+    whole, now = (study.report.summary(each)["all, throughput, test"] for each in (kept, found))
+    assert whole["far"] == now["far"] == whole["rows"]
+    assert whole["mean"] == pytest.approx(now["mean"], abs=0.005)
+
+
+def test_the_shipped_constants_are_those_that_the_calibration_rows_choose(
+    study: ModuleType, known: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = study.predict.cluster_of("a100-selene").device.memory_share
+    monkeypatch.setattr(study.calibrate, "SHARES", (shipped - 0.12, shipped, shipped + 0.12))
+    monkeypatch.setattr(study.calibrate, "FACTORS", (0.92, 1.0, 1.08))
+    layers = {key: known[key] for key in ("korthikanti_table4", "megatron_sc21_table1", "zero_bubble_table6")}
+    best = min(study.calibrate.points(layers, "a100-selene"), key=lambda point: point.score)
+    assert (best.share, best.factor) == (shipped, 1.0)
+    assert best.score < 0.03
+
+
+def test_errors_count_speed_and_seconds_alike(study: ModuleType) -> None:
+    rate = study.predict.Compared(
+        table="t",
+        row="r",
+        quantity="tflops",
+        role="test",
+        kind="throughput",
+        published=100.0,
+        predicted=110.0,
+        unit=1.0,
+    )
+    seconds = replace(rate, quantity="step_s", published=1.1, predicted=1.0)
+    assert rate.error == pytest.approx(0.1) and seconds.error == pytest.approx(0.1)
+    assert not rate.exact and replace(rate, predicted=100.9).exact
+    assert study.rows.unit_of("41.3") == 0.1 and study.rows.unit_of("137") == 1.0
+
+
+def test_a_role_that_is_none_is_refused(study: ModuleType, tmp_path: Path) -> None:
+    text = (study.rows.FOLDER / "megatron_v1.toml").read_text(encoding="utf-8")
+    (tmp_path / "megatron_v1.toml").write_text(text.replace('role = "test"', 'role = "tuned"', 1), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"2\.0B on 2 V100: role 'tuned'; choose one of calibration, test, extra"):
+        study.rows.tables(tmp_path)
+    (tmp_path / "megatron_v1.toml").write_text(text.replace("2.0B on 2", "1.2B on 1", 1), encoding="utf-8")
+    with pytest.raises(ValueError, match="rows have the same name"):
+        study.rows.tables(tmp_path)
+
+
+def test_a_file_holds_all_that_was_compared(study: ModuleType, found: list[Any], tmp_path: Path) -> None:
+    path = tmp_path / "compared.h5"
+    study.report.write(path, found, {"created_utc": "now"})
+    again = study.report.read(path)
+    for one, other in zip(again, found, strict=True):
+        assert math.isnan(one.tflops) == math.isnan(other.tflops)
+        assert replace(one, tflops=0.0) == replace(other, tflops=0.0)
+    with pytest.raises(StorageError):
+        study.report.write(path, found, {})
+
+
+def test_lines_and_picture_show_all_tables(
+    study: ModuleType, found: list[Any], known: dict[str, Any], tmp_path: Path
+) -> None:
+    text = "\n".join([*study.report.lines(found, known), *study.report.said(study.report.summary(found))])
+    assert all(table.title in text for table in known.values())
+    assert "closed forms exact: 78 of 78" in text and "54 closed forms agree" in text
+    study.report.plot(tmp_path / "picture.png", found, known)
+    assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
