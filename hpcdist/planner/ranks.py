@@ -86,16 +86,16 @@ def border(description: Description, layout: Layout, cluster: Cluster) -> Cost:
     return cost._replace(seconds=cost.seconds + gathered.seconds)
 
 
-def messages(layout: Layout, microbatches: int) -> int:
-    """Return how many messages the busiest rank sends in a step (local).
+def messages(layout: Layout) -> int:
+    """Return how many messages the busiest rank sends for a micro-batch (local).
 
     One with two neighbours sends an activation and a gradient for each of its chunks; of two ranks each has half of
     what crosses the borders of chunks between them.
     """
     each = chunks_of(layout.schedule, layout.chunks)
     if layout.pipeline > 2:
-        return 2 * microbatches * each
-    return microbatches * (2 * each - (2 if SCHEDULES[layout.schedule].folded else 1))
+        return 2 * each
+    return 2 * each - (2 if SCHEDULES[layout.schedule].folded else 1)
 
 
 def blocks(layout: Layout) -> bool:

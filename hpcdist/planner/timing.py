@@ -1,9 +1,10 @@
 """Seconds of a step on the critical path: of the slowest rank of the pipeline, and what all wait for besides.
 
-A step of m micro-batches takes m times what the slowest rank computes and sends for one, then what the pipeline is idle
-or waits for its messages (`hpcdist.planner.ranks`), what the exchange of gradients and parameters leaves exposed
-(`hpcdist.planner.exchange`), and the update (`hpcdist.planner.update`). Only the last micro-batch's backward can hide
-the gradients of a step. Data is read ahead, while the step before computes: it is waited for where that is shorter.
+A step of m micro-batches takes m times what the slowest rank computes and sends for one (less where the last of them
+is smaller), then what the pipeline is idle or waits for its messages (`hpcdist.planner.ranks`), what the exchange of
+gradients and parameters leaves exposed (`hpcdist.planner.exchange`), and the update (`hpcdist.planner.update`). Only
+the last micro-batch's backward can hide the gradients of a step. Data is read ahead, while the step before computes: it
+is waited for where that is shorter.
 
 With a pipeline the gradients of a tied embedding are summed over its first and its last rank.
 """
@@ -12,6 +13,7 @@ from typing import Final
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.compute import local_parameters
 from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Timing
 from hpcdist.planner.exchange import Exchange, exchange, gradient_bytes
@@ -48,11 +50,12 @@ def timing(
     swap = data_exchange(description, layout, cluster, m, fullest)
     tied, rows = tied_sum(description, layout, cluster), rows_sum(fullest.load, layout, cluster)
     load, waits = slowest.load, slowest.sent
+    full = _samples(layout, global_batch) / layout.microbatch  # micro-batches' worth of them
     terms = {
-        "forward": m * load.forward_s,
-        "backward": m * (load.input_s + load.weight_s) + (m - 1) * load.add_s,
-        "recompute": max(0.0, m * load.again_s - (m * slowest.whole_s - pipe.busy_s)),
-        **{axis: m * sum(wait.get(axis, 0.0) for wait in waits[:3]) for axis in AXES},
+        "forward": full * load.forward_s,
+        "backward": full * (load.input_s + load.weight_s) + (m - 1) * load.add_s,
+        "recompute": max(0.0, full * load.again_s - (m * slowest.whole_s - pipe.busy_s)),
+        **{axis: full * sum(wait.get(axis, 0.0) for wait in waits[:3]) for axis in AXES},
         "pipeline": pipe.message_s,
         "bubble": pipe.idle_s,
         "data": swap.exposed_s + tied.seconds,
@@ -64,7 +67,7 @@ def timing(
         terms=terms,
         hidden_s=swap.hidden_s,
         bubble=pipe.bubble,
-        bytes=_bytes(layout, m, waits, hop, swap, tied, rows),
+        bytes=_bytes(layout, full, waits, hop, swap, tied, rows),
         algorithms=_algorithms(waits, swap),
         flags=tuple(dict.fromkeys((*load.flags, *waits.flags, *hop.flags, *swap.flags, *_beyond(layout, cluster)))),
     )
@@ -72,7 +75,10 @@ def timing(
 
 def data_exchange(description: Description, layout: Layout, cluster: Cluster, m: int, stage: Stage) -> Exchange:
     """Return the exchange of the data axis for the parameters of ``stage``, after ``m`` micro-batches (local)."""
-    load = stage.load
+    load, ends = stage.load, (0.0, 0.0)
+    if layout.pipeline == 1 and layout.implementation == "hpcdist":
+        first, last = (local_parameters(unit, layout) for unit in (description.units[0], description.units[-1]))
+        ends = first, last
     return exchange(
         load.parameters,
         layout,
@@ -82,6 +88,7 @@ def data_exchange(description: Description, layout: Layout, cluster: Cluster, m:
         forward_s=stage.seconds.forward_s,
         units=load.units,
         expert_parameters=load.expert_parameters,
+        ends=ends,
         matrices=_matrices(description, layout) if layout.compression == "powersgd" and layout.pipeline == 1 else (),
     )
 
@@ -104,6 +111,11 @@ def tied_sum(description: Description, layout: Layout, cluster: Cluster) -> Cost
     return message(description.tied_parameters / layout.tensor * gradient_bytes(layout), layout, "pipeline", cluster)
 
 
+def _samples(layout: Layout, global_batch: int) -> int:
+    """Return those of the replica that has most."""
+    return -(-global_batch // layout.data)
+
+
 def rows_sum(load: Load, layout: Layout, cluster: Cluster) -> Cost:
     """Return the sum of gradients of what the tensor axis does not cut, each rank having seen its tokens only (local).
 
@@ -121,13 +133,13 @@ def _input_s(description: Description, layout: Layout, cluster: Cluster, global_
     return nbytes / min(cluster.storage.read_bytes_per_s, nodes * cluster.storage.node_read_bytes_per_s)
 
 
-def _bytes(layout: Layout, m: int, waits: Sent, hop: Cost, swap: Exchange, tied: Cost, rows: Cost) -> dict[str, float]:
+def _bytes(layout: Layout, full: float, waits: Sent, hop: Cost, swap: Exchange, tied: Cost, rows: Cost) -> dict[str, float]:
     """Return what the busiest rank sends in a step, by axis."""
-    found = {axis: m * nbytes for axis, nbytes in waits.nbytes.items()}
+    found = {axis: full * nbytes for axis, nbytes in waits.nbytes.items()}
     if rows.nbytes:
         found["tensor"] += rows.nbytes
     if layout.pipeline > 1:
-        found["pipeline"] = messages(layout, m) * hop.nbytes
+        found["pipeline"] = messages(layout) * full * hop.nbytes
     found["data"] = swap.nbytes + tied.nbytes
     return found
 

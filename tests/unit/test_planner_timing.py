@@ -127,6 +127,13 @@ def test_the_expert_axis_sends_tokens_to_their_experts_and_back():
     assert found.bytes["expert"] == pytest.approx(8 * 4 * 2 * BSH * 3 / 4), "two experts a token, three of four away"
 
 
+def test_a_batch_that_does_not_divide_is_as_long_as_its_largest_share():
+    layout = replace(LAYOUT, data=4)
+    six, eight, seven = (timing(MODEL, layout, CLUSTER, samples) for samples in (12, 16, 13))
+    assert six.terms["forward"] == pytest.approx(3 / 4 * eight.terms["forward"]), "two micro-batches, of 2 and 1"
+    assert seven.terms["forward"] == pytest.approx(eight.terms["forward"]), "one replica has four samples"
+
+
 def test_messages_between_stages_are_what_lies_between_blocks():
     layout = replace(LAYOUT, pipeline=4)
     two = replace(LAYOUT, pipeline=2)
