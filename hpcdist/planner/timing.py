@@ -133,7 +133,9 @@ def _input_s(description: Description, layout: Layout, cluster: Cluster, global_
     return nbytes / min(cluster.storage.read_bytes_per_s, nodes * cluster.storage.node_read_bytes_per_s)
 
 
-def _bytes(layout: Layout, full: float, waits: Sent, hop: Cost, swap: Exchange, tied: Cost, rows: Cost) -> dict[str, float]:
+def _bytes(
+    layout: Layout, full: float, waits: Sent, hop: Cost, swap: Exchange, tied: Cost, rows: Cost
+) -> dict[str, float]:
     """Return what the busiest rank sends in a step, by axis."""
     found = {axis: full * nbytes for axis, nbytes in waits.nbytes.items()}
     if rows.nbytes:
