@@ -8,7 +8,7 @@ from hpcdist.arrays.sizes import counted
 from hpcdist.cli.plan_options_layout import LAYOUT_OPTIONS, RENAMED
 from hpcdist.errors import UsageError
 from hpcdist.planner.layout import HALVES, Layout
-from hpcdist.strategies.schedule.catalogue import chunks_of
+from hpcdist.strategies.schedule.catalogue import SCHEDULES
 
 SERVED: Final = "parameter_server"
 
@@ -33,7 +33,7 @@ def laid_out(options: Mapping[str, Any], base: Layout) -> Layout:
     found = dataclasses.replace(base, **values, **strategy_of(options, base))
     _check_pipeline(found, options)
     _check_effect(found, options)
-    found = dataclasses.replace(found, chunks=chunks_of(found.schedule, found.chunks))
+    found = dataclasses.replace(found, chunks=_chunks(found))
     if found.sequence_parallel and found.tensor == 1:
         raise UsageError(
             "--sequence-parallel with one tensor device cuts nothing; leave it out, or give --tensor 2 or more"
@@ -69,6 +69,22 @@ def _check_pipeline(found: Layout, options: Mapping[str, Any]) -> None:
                     f"{flag(name)} {options[name]} with one pipeline device has no effect; leave it out, or give "
                     "--pipeline 2 or more"
                 )
+
+
+def _chunks(found: Layout) -> int:
+    """Return how many parts of the model a stage has. Raises UsageError where the schedule has others."""
+    row, asked = SCHEDULES[found.schedule], found.chunks
+    if found.pipeline == 1:
+        return 1
+    if row.most is None and asked < row.least:
+        raise UsageError(
+            f"--schedule {found.schedule} needs --chunks, parts of the model on each stage; give {row.least} or more"
+        )
+    if row.most is not None and asked not in (1, row.most):
+        raise UsageError(
+            f"--chunks {asked} with --schedule {found.schedule}, which has {row.most}; leave it out, or try interleaved"
+        )
+    return asked if row.most is None else row.most
 
 
 def _check_effect(found: Layout, options: Mapping[str, Any]) -> None:

@@ -102,7 +102,7 @@ def _layout(recipe: "Recipe", notes: list[str]) -> Layout:
         servers=_servers(recipe, notes),
         microbatch=microbatch,
         schedule="1f1b" if parallel.order == "sequential" else parallel.order,
-        chunks=parallel.chunks_each,
+        chunks=parallel.chunks_each if parallel.pipeline > 1 else 1,
         recompute="full" if parallel.recompute else "none",
         sequence_parallel=parallel.sequence_parallel,
         precision=recipe.precision.mode,
@@ -176,5 +176,7 @@ def _note_states(recipe: "Recipe", notes: list[str]) -> None:
     parallel = recipe.parallel
     if parallel.partition != "flops" or parallel.stage_units or parallel.stage_speeds:
         notes.append("parallel.partition: stages are planned as the default cuts them")
+    if recipe.run.logical_shards:
+        notes.append(f"run.logical_shards = {recipe.run.logical_shards}: the cost of fixed orders of sums is left out")
     if recipe.communication.delayed:
         notes.append("communication.delayed: planned as if a sum had to end within its own step")

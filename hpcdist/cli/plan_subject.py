@@ -91,13 +91,16 @@ def of_recipe(recipe: "Recipe", name: str, options: Mapping[str, Any]) -> Subjec
     if options.get("microbatch") is None:  # a recipe says how many there are, not how large
         many = recipe.parallel.microbatches
         layout = dataclasses.replace(layout, microbatch=max(1, math.ceil(batch / (layout.data * many))))
-    steps, notes = _steps(options, found.description, batch)
+    steps, _ = _steps(options, found.description, batch)
+    notes = list(found.notes)
+    if not (recipe.parallel.data or options.get("data") or options.get("devices")):
+        notes.append("neither parallel.data nor --devices says how many replicas there are: one is planned")
     return Subject(
         description=found.description,
         layout=layout,
         global_batch=batch,
         steps=found.steps if steps is None else steps,
-        notes=(*found.notes, *(() if steps is None else notes)),
+        notes=tuple(notes),
     )
 
 

@@ -71,7 +71,7 @@ def searched(result: "Result", notes: Sequence[str] = ()) -> str:
     lines += [f"no layout fits: {said}" for said in result.nothing]
     if result.found:
         unit = result.found[0].unit
-        heads = ("#", *((f"value ({unit})",) if result.objective != "time" else ()), *HEADS)
+        heads = ("#", *((f"{result.objective} ({unit})",) if result.objective != "time" else ()), *HEADS)
         rows = []
         for place, one in enumerate(result.found, 1):
             value = [figures(one.value, 4)] if result.objective != "time" else []

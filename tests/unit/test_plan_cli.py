@@ -206,6 +206,8 @@ def test_a_recipe_is_planned_as_it_would_run(planned, recipe):
     assert (cut["pipeline"], cut["microbatch"], cut["schedule"], cut["recompute"]) == (2, 4, "1f1b", "full")
     assert cut["optimizer_slots"] == 0
     half = planned(path, *ON, "--set", "precision.mode=bfloat16", "--set", "communication.overlap=thread")["layout"]
+    folded = planned(path, *ON, "--pipeline", 2, "--schedule", "zb-v")["layout"]
+    assert folded["chunks"] == 2
     assert (half["precision"], half["activations"], half["overlap"]) == ("bfloat16", "float32", 1.0)
 
 
@@ -230,6 +232,8 @@ def test_parameter_servers_of_a_recipe(planned, recipe):
     [
         ("communication.compression=qsgd", "planned as int8"),
         ("communication.algorithm=circulant", "planned as the fastest"),
+        ("run.logical_shards=4", "fixed orders of sums"),
+        ("parallel.strategy=zero1", "one is planned"),
         ("run.batch_warmup=[96, 8]", "run.batch_warmup"),
     ],
 )
@@ -273,6 +277,8 @@ def test_what_does_not_fit_is_an_answer(run, planned):
         ([*GPT, *ON, "--servers", "2", "--zero", "1"], 2, "--servers 2 is for --strategy parameter_server"),
         ([*GPT, *ON, "--schedule", "zb-h1"], 2, "--schedule zb-h1 with one pipeline device"),
         ([*GPT, *ON, "--chunks", "2"], 2, "--chunks 2 with one pipeline device"),
+        ([*GPT, *ON, "--pipeline", "2", "--schedule", "interleaved"], 2, "needs --chunks"),
+        ([*GPT, *ON, "--pipeline", "2", "--schedule", "zb-v", "--chunks", "3"], 2, "which has 2"),
         ([*GPT, *ON, "--sequence-parallel"], 2, "cuts nothing"),
         ([*GPT, *ON, "--main-gradients", "working"], 2, "is of --implementation megatron"),
         ([*GPT, *ON, "--no-gradient-fusion"], 2, "is of --implementation megatron"),

@@ -171,7 +171,7 @@ def test_a_search_in_words():
         flags=("closed forms hold",),
     )
     shown = text_table.searched(result, ("of the recipe",))
-    for said in ("least energy among 123,456 layouts on 64 devices, 77 of them planned", "value (kWh)", "3.500"):
+    for said in ("least energy among 123,456 layouts on 64 devices, 77 of them planned", "energy (kWh)", "3.500"):
         assert said in shown
     assert "\n 1  better by far\n    memory is full\n 2  better by far" in shown
     assert "\n  heads: 2,000 grids, such as: tensor = 5" in shown
