@@ -165,14 +165,12 @@ def plot(path: Path, found: Sequence[Compared], known: Mapping[str, Table]) -> N
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     rows = [one for one in found if one.kind in ("throughput", "layer")]
     colours = {key: f"C{number}" for number, key in enumerate(dict.fromkeys(one.table for one in rows))}
-    named: set[str] = set()
     for key, colour in colours.items():
+        right.plot([], [], color=colour, linestyle="none", label=known[key].title, **MARKS["test"])
         for role, style in MARKS.items():
             own = [one for one in rows if (one.table, one.role) == (key, role) and one.tflops == one.tflops]
             speeds = np.array([(one.tflops / (1 + one.error), one.tflops) for one in own]).reshape(-1, 2)
-            label = known[key].title if own and key not in named else None
-            named |= {key} if own else set()
-            left.plot(*speeds.T, label=label, color=colour, linestyle="none", **style)
+            left.plot(*speeds.T, color=colour, linestyle="none", **style)
     _bands(left)
     _errors(right, rows, colours)
     figure.savefig(path, dpi=130)
@@ -191,7 +189,6 @@ def _bands(axes: Any) -> None:
         axis.set_ticks([], minor=True)
     axes.set_xlabel("published (TFLOP/s of a device, recomputation included)")
     axes.set_ylabel("predicted (TFLOP/s)")
-    axes.legend(fontsize=8, loc="upper left")
     axes.set_title("bands: 10 and 20 %; hollow: calibration; cross: does not count", fontsize=9)
 
 
@@ -203,3 +200,4 @@ def _errors(axes: Any, rows: Sequence[Compared], colours: Mapping[str, str]) -> 
         axes.plot(at, 100 * one.error, color=colours[one.table], **MARKS[one.role])
     axes.set_xlabel("row, steps and layers, in the order that is printed")
     axes.set_ylabel("error of throughput (%), above 0: predicted faster")
+    axes.legend(fontsize=8, loc="upper right")
