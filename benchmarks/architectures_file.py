@@ -47,6 +47,7 @@ STOPS: Final = (
     Column("best", "i4", "1", "devices with the most goodput"),
     Column("reason", "S40", "1", "of what there is more after `last`; empty at the end of the range"),
     Column("share", "f8", "1", "of the growth that the reason has"),
+    Column("lost", "S40", "1", "what takes most behind `half`; empty at the end of the range"),
 )
 
 

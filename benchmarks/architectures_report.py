@@ -48,9 +48,14 @@ def text(found: Sequence[Found]) -> str:
     return "\n\n".join(_scenario(one) for one in found)
 
 
+def words(name: str, reason: str) -> str:
+    """Return what a reason means for an architecture."""
+    return _OF.get((name, reason), _WHY.get(reason, reason))
+
+
 def why(name: str, stop: Stop) -> str:
     """Return why an architecture stops, in words."""
-    reason = _OF.get((name, stop.reason), _WHY.get(stop.reason, stop.reason))
+    reason = words(name, stop.reason)
     return f"{reason} ({stop.share:.0%})" if stop.share and stop.share < 0.995 else reason
 
 
@@ -64,6 +69,7 @@ def _scenario(one: Found) -> str:
             f"J a sample at {TIGHT:,} / {SHOWN[-1]:,}",
             "most goodput at",
             "half of the ideal up to",
+            "most is lost to, behind",
             "doubling pays up to",
             "what stops it",
         ]
@@ -103,11 +109,12 @@ def _costs(at: dict[int, Point]) -> list[str]:
 
 def _stop(name: str, stop: Stop, line: Sequence[Point]) -> list[str]:
     if not stop.first:
-        return ["-", "-", "-", why(name, stop)]
+        return ["-", "-", why(name, stop), "-", why(name, stop)]
     end = stop.last == COUNTS[-1]
     return [
         f"{stop.best:,}",
         f"{stop.half:,}" if stop.half else "-",
+        words(name, stop.lost),
         f"{stop.last:,}{' or more' if end else ''}",
         why(name, stop),
     ]
@@ -123,7 +130,7 @@ def _best(one: Found) -> list[str]:
         name, point = max(at, key=lambda each: each[1].goodput)
         estimate = point.estimate
         if estimate is not None:
-            words = (
+            told = (
                 f"{LABELS[name]} ({said(estimate.layout)})",
                 f"{estimate.step_s:.3g} s a step",
                 f"{point.goodput:,.0f} samples/s",
@@ -131,7 +138,7 @@ def _best(one: Found) -> list[str]:
                 f"a failure every {estimate.run.mtbf_s / 3600:.3g} h",
                 f"{1 - 1 / estimate.run.slowdown:.1%} lost to saves and failures",
             )
-            lines.append(f"- {count:,} devices: {', '.join(words)}")
+            lines.append(f"- {count:,} devices: {', '.join(told)}")
     return lines
 
 

@@ -134,8 +134,9 @@ class Stop(NamedTuple):
     """Where an architecture stops scaling, and why.
 
     ``first`` is the least count with a layout, ``last`` the last one to which doubling gave `GAIN` times the goodput,
-    or ``first``; 0 where nothing fits. ``half`` is the last with half of the ideal goodput a device. ``reason`` is what
-    grew most in the doubling after ``last``, or what makes that impossible; "" at the end of the range.
+    or ``first``; 0 where nothing fits. ``reason`` is what grew most in the doubling after ``last``, or what makes that
+    impossible; "" at the end of the range. ``half`` is the last count with half of the ideal goodput a device, and
+    ``lost`` what takes most beside the ideal computation behind it, or what makes that impossible; "" as above.
     """
 
     first: int
@@ -144,6 +145,7 @@ class Stop(NamedTuple):
     best: int  # the count with the most goodput
     reason: str
     share: float  # of the growth that the reason has
+    lost: str
 
 
 GAIN: Final = 1.5
@@ -154,8 +156,11 @@ def stop(points: list[Point], ideal: float) -> Stop:
     able = [point for point in points if point.goodput]
     if not able:
         reasons = [point.reason for point in points]
-        return Stop(0, 0, 0, 0, "memory" if "memory" in reasons else reasons[-1], 1.0)
+        reason = "memory" if "memory" in reasons else reasons[-1]
+        return Stop(0, 0, 0, 0, reason, 1.0, reason)
     half = max((point.devices for point in able if point.goodput >= 0.5 * ideal * point.devices), default=0)
+    behind = next((point for point in points if point.devices > half and point.devices >= able[0].devices), None)
+    lost = "" if behind is None else _lost(behind, ideal)
     most = max(able, key=lambda point: point.goodput).devices
     place = first = points.index(able[0])
     for later in range(first + 1, len(points)):
@@ -163,14 +168,21 @@ def stop(points: list[Point], ideal: float) -> Stop:
             place = later
     here = points[place]
     if place + 1 == len(points):
-        return Stop(able[0].devices, here.devices, half, most, "", 0.0)
+        return Stop(able[0].devices, here.devices, half, most, "", 0.0, lost)
     after = points[place + 1]
     if not after.goodput:
-        return Stop(able[0].devices, here.devices, half, most, after.reason, 1.0)
+        return Stop(able[0].devices, here.devices, half, most, after.reason, 1.0, lost)
     growth = {name: after.losses[name] - here.losses[name] for name in after.losses}
     name = max(growth, key=lambda each: growth[each])
     whole = sum(grown for grown in growth.values() if grown > 0)
-    return Stop(able[0].devices, here.devices, half, most, name, growth[name] / whole)
+    return Stop(able[0].devices, here.devices, half, most, name, growth[name] / whole, lost)
+
+
+def _lost(point: Point, ideal: float) -> str:
+    if not point.goodput:
+        return point.reason
+    more = {**point.losses, "computing": point.losses["computing"] - 1 / ideal}
+    return max(more, key=lambda part: more[part])
 
 
 @dataclass(frozen=True)
