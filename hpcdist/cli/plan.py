@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from hpcdist.cli import plan_options
 from hpcdist.cli.lazy import LazyGroup
@@ -79,8 +80,14 @@ class PlanGroup(LazyGroup):
         self.format_commands(ctx, formatter)
 
 
+def _first_words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the commands that may stand in the place of a recipe, and files."""
+    found = [CompletionItem(name) for name in COMMANDS if name.startswith(incomplete)]
+    return [*found, CompletionItem(incomplete, type="file")]
+
+
 @click.command("plan", cls=PlanGroup, epilog=EXAMPLES)
-@plan_options.recipe
+@click.argument("recipe", type=click.Path(dir_okay=False, path_type=Path), required=False, shell_complete=_first_words)
 @plan_options.cluster
 @plan_options.subject
 @layout_options

@@ -448,4 +448,5 @@ def test_names_are_completed():
     context = click.Context(plan.command)
     found = [item.value for item in parameters["cluster"].shell_complete(context, "a100")]
     assert found == ["a100-selene"]
+    assert [item.value for item in parameters["recipe"].shell_complete(context, "cl")] == ["clusters", "cl"]
     assert "gpt2-xl" in [item.value for item in parameters["model"].shell_complete(context, "gpt2")]
