@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from own_runs_fits import Time
 from own_runs_rows import CALIBRATION, Row
 
 from hpcdist.hdf5 import files
@@ -153,7 +154,9 @@ def table(found: Sequence[Compared]) -> str:
     return "\n".join(lines)
 
 
-def write(outputs: Places, found: Sequence[Compared], cluster: str, library: str, *, anonymous: bool) -> None:
+def write(
+    outputs: Places, found: Sequence[Compared], times: Sequence[Time], cluster: str, library: str, *, anonymous: bool
+) -> None:
     """Write the HDF5 file, the picture and the cluster that the predictions are of."""
     from hpcdist.arrays.ledger import CATEGORIES
     from hpcdist.telemetry.provenance import provenance
@@ -176,17 +179,20 @@ def write(outputs: Places, found: Sequence[Compared], cluster: str, library: str
             **columns,
             "ledger_bytes": np.array([one.by_kind for one in found], np.float64),
             "predicted_terms_s": np.array([[one.terms_s.get(name, 0.0) for name in names] for one in found]),
+            "times": np.array([[one.nbytes, one.measured_s, one.predicted_s] for one in times]).reshape(-1, 3),
             "predicted_terms_bytes": np.array([[one.terms_bytes.get(name, 0.0) for name in memory] for one in found]),
         },
         {
             **provenance(mpi_library=library, anonymous=anonymous),
             "trainings": "; ".join(f"{one.where}: {one.name}" for one in found),
             "ranks": [one.ranks for one in found],
+            "times": "; ".join(f"{one.where}, {one.what}, {one.way}" for one in times),
             "calibration": CALIBRATION,
             "cluster": cluster,
         },
         {
             "step_s": {"dims": "trainings, steps", "units": "s"},
+            "times": {"dims": "times, (bytes, measured s, predicted s)"},
             **{name: {"dims": "trainings", "units": unit} for name, unit in numbers.items()},
             "ledger_bytes": {"dims": "trainings, kinds", "kinds": ",".join(CATEGORIES), "units": "By"},
             "predicted_terms_s": {"dims": "trainings, terms", "terms": ",".join(names), "units": "s"},

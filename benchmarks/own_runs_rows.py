@@ -61,6 +61,21 @@ def rows(ranks: int) -> tuple[Row, ...]:
     return tuple(found)
 
 
+def between() -> tuple[Row, ...]:
+    """Return the trainings on one rank of each of two hosts, whose link is slow."""
+    found = []
+    for model in MODELS:
+        for strategy, algorithm in (
+            ("allreduce", "ring"),
+            ("allreduce", "hierarchical"),
+            ("zero1", "ring"),
+            ("zero3", "ring"),
+        ):
+            keys = {"parallel__strategy": strategy, "communication__algorithm": algorithm}
+            found.append(_row(f"{strategy}, {algorithm}", 2, model, 8, **keys))
+    return tuple(found)
+
+
 def _alone() -> list[Row]:
     found = []
     for model, batch in (("small", 2), ("small", 8), ("large", 4), ("large", 8)):

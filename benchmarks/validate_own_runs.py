@@ -24,8 +24,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
+import own_runs_fits as fits
 import own_runs_report as reports
-from own_runs_rows import CALIBRATION, Row, rows
+from own_runs_rows import CALIBRATION, Row, between, rows
 
 LIMIT_S: Final = 1800.0
 RANKS: Final = (1, 2)
@@ -42,13 +43,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hosts", action="store_true", help="also between hosts with slow links (root)")
     parser.add_argument("-o", "--output", type=Path, help="what .h5, .png and -cluster.toml begin with; must not exist")
     parser.add_argument("--anonymous", action="store_true", help="leave host names out of the file")
+    parser.add_argument("--between", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def wanted(options: argparse.Namespace, ranks: int) -> tuple[Row, ...]:
     """Return the trainings on so many ranks."""
-    found = rows(ranks)
+    found = between() if options.between else rows(ranks)
     return tuple(row for row in found if not options.only or row.name.startswith(tuple(options.only)))
 
 
@@ -74,14 +76,14 @@ def launched(ranks: int, program: list[str], folder: Path) -> None:
     subprocess.run(line, env={**os.environ, **settings}, timeout=LIMIT_S, check=True, cwd=folder)
 
 
-def calibrated(options: argparse.Namespace, folder: Path) -> Path:
-    """Return the cluster's file, measured now where none was given."""
+def calibrated(options: argparse.Namespace, folder: Path) -> tuple[Path, list[fits.Time]]:
+    """Return the cluster's file, measured now where none was given, and what its fits say of unseen sizes."""
     if options.cluster is not None:
-        return Path(options.cluster).resolve()
-    path = folder / "here.toml"
-    program = ["-P", "-m", "hpcdist", "plan", "calibrate", "-o", str(path), "--seconds", str(options.seconds)]
-    launched(max(RANKS), program, folder)
-    return path
+        return Path(options.cluster).resolve(), []
+    path, points = folder / "here.toml", folder / "here.h5"
+    program = ["-P", "-m", "hpcdist", "plan", "calibrate", "-o", str(path), "--points", str(points)]
+    launched(max(RANKS), [*program, "--seconds", str(options.seconds)], folder)
+    return path, fits.unseen(points, "one host")
 
 
 def measured(options: argparse.Namespace, ranks: int, folder: Path) -> dict[str, Any]:
@@ -107,7 +109,7 @@ def main() -> None:
     found: list[reports.Compared] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        path = calibrated(options, folder)
+        path, times = calibrated(options, folder)
         cluster, library = cluster_file.read(str(path)), ""
         print(f"calibrated by {CALIBRATION}")
         for ranks in options.ranks:
@@ -120,11 +122,12 @@ def main() -> None:
         if options.hosts:
             import own_runs_hosts
 
-            found += own_runs_hosts.compared(options, folder)
+            compared, more = own_runs_hosts.measured(options, path, folder)
+            found, times = found + compared, times + more
         text = path.read_text(encoding="utf-8")
-    print(reports.table(found))
+    print("\n".join(filter(None, [reports.table(found), fits.table(times)])))
     if outputs is not None:
-        reports.write(outputs, found, text, library, anonymous=options.anonymous)
+        reports.write(outputs, found, times, text, library, anonymous=options.anonymous)
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def of_collectives(
             kept: list[Configuration] = []
             collectives.run(group, cells, mpi_library, kept.extend, say if comm.rank == 0 else _silent)
             release(group)
-            best = _best(kept, cells.algorithms, operation)
+            best = _best(kept, algorithms, operation)
             found += [
                 CollectivePoint(operation, *key[:1], level, group.size, key[1], value) for key, value in best.items()
             ]
@@ -210,7 +210,7 @@ def _best(kept: Sequence[Configuration], algorithms: Sequence[str], operation: s
         key = (one.key.algorithm, one.key.bytes)
         found[key] = min(time_s, found.get(key, np.inf))
         fastest[one.key.bytes] = min(time_s, fastest.get(one.key.bytes, np.inf))
-    named = {key: value for key, value in found.items() if key[0] in ("auto", "ring")}
-    if operation != "allreduce":
+    named = {key: value for key, value in found.items() if key[0] in algorithms}
+    if operation != "allreduce" and "auto" in algorithms:
         named |= {("auto", nbytes): value for nbytes, value in fastest.items()}
     return named

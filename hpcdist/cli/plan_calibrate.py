@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # late at run time: --help must load neither numpy nor MPI
 _FROM: Final = "workstation"
 _NAME: Final = "here"
 _MATMUL, _ATTENTION = "matmul", "attention"
+_ALGORITHMS: Final = ("auto", "ring", "hierarchical")
 _DTYPES: Final = ("float32", "float64", "float16")
 
 
@@ -42,6 +43,14 @@ _DTYPES: Final = ("float32", "float64", "float16")
     "--seconds", type=click.FloatRange(min=0.1), default=20.0, help="For the device, and again for the links."
 )
 @click.option("--max-bytes", type=Bytes(), default="32M", help="The longest message, and buffer of a collective.")
+@click.option(
+    "--algorithm",
+    "algorithms",
+    type=click.Choice(_ALGORITHMS),
+    multiple=True,
+    default=("auto", "ring"),
+    help="Collectives to measure; may be repeated. auto: what a training chooses.",
+)
 @click.option("--points", type=click.Path(dir_okay=False, path_type=Path), help="HDF5 file for all that was measured.")
 @click.option("--anonymous", is_flag=True, help="Leave the names of hosts out of --points.")
 def command(
@@ -52,6 +61,7 @@ def command(
     dtypes: tuple[str, ...],
     seconds: float,
     max_bytes: int,
+    algorithms: tuple[str, ...],
     points: Path | None,
     anonymous: bool,
 ) -> int:
@@ -75,7 +85,7 @@ def command(
         raise UsageError(
             "--dtype float16 with --device cpu: the products of a training are float32 there; leave it out"
         )
-    wanted = _wanted(device, dtypes, seconds, max_bytes)
+    wanted = _wanted(device, dtypes, seconds, max_bytes, algorithms)
     session = start.start(device)
     comm = session.comm
 
@@ -114,13 +124,16 @@ def _processor() -> str:
     return f"core of {processor()}"
 
 
-def _wanted(device: str, dtypes: tuple[str, ...], seconds: float, max_bytes: int) -> "Wanted":
+def _wanted(
+    device: str, dtypes: tuple[str, ...], seconds: float, max_bytes: int, algorithms: tuple[str, ...]
+) -> "Wanted":
     from hpcdist.bench.calibrate_points import Wanted, default_models
 
     return Wanted(
         dtypes=tuple(dict.fromkeys(dtypes)),
         on=device,
         models=default_models(),
+        algorithms=tuple(dict.fromkeys(algorithms)),
         most_bytes=max_bytes,
         seconds=seconds,
     )
