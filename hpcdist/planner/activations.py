@@ -12,6 +12,7 @@ and t tensor ranks keeps, in 16 bits and with dropout,
 the embedding s h / t (the mask of its dropout), the head 4 s h / t (1 + v / h): norm, linear and float32 logits. The
 sums behind 10, 24 and 5 are written out in `_published_block`, so that they hold for float32 (4 in the place of 2),
 grouped keys, gated feed-forwards, k experts a token and no dropout: 8 + 24 / t + 2 a s / (h t) are left without masks.
+A fused attention (arXiv:2205.14135) keeps no scores and computes them again: that is "selective".
 What a context axis cuts are the tokens of a sample. Between the halves of a split backward 32 s h are kept, the inputs
 of linears and the gradients of their outputs (arXiv:2401.10241, table 1).
 
