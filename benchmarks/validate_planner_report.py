@@ -52,6 +52,8 @@ def lines(found: Sequence[Compared], known: Mapping[str, Table]) -> Iterator[str
         exact = sum(one.exact for one in own if one.kind in ("closed", "bubble"))
         if exact:
             yield f"  {exact} closed forms agree to the last printed digit"
+        for what in known[key].unmodelled:
+            yield f"  not modelled: {what}"
 
 
 def summary(found: Sequence[Compared]) -> dict[str, dict[str, float]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpcdist.errors import StorageError
+from hpcdist.errors import MissingCapabilityError, StorageError
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 RESULT = FOLDER / "results" / "2026-11-22-validate-planner.h5"
@@ -169,11 +169,19 @@ def test_a_file_holds_all_that_was_compared(study: ModuleType, found: list[Any],
         study.report.write(path, found, {})
 
 
-def test_lines_and_picture_show_all_tables(
-    study: ModuleType, found: list[Any], known: dict[str, Any], tmp_path: Path
-) -> None:
+def test_lines_tell_all_tables(study: ModuleType, found: list[Any], known: dict[str, Any]) -> None:
     text = "\n".join([*study.report.lines(found, known), *study.report.said(study.report.summary(found))])
     assert all(table.title in text for table in known.values())
     assert "closed forms exact: 78 of 78" in text and "54 closed forms agree" in text
+    assert "not modelled: AmoebaNet" in text
+
+
+def test_the_picture_is_a_picture(
+    study: ModuleType, found: list[Any], known: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
     study.report.plot(tmp_path / "picture.png", found, known)
     assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingCapabilityError, match=r"hpcdist\[analysis\]"):
+        study.report.plot(tmp_path / "other.png", found, known)
