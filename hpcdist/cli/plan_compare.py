@@ -3,7 +3,7 @@
 import json
 import shlex
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
@@ -11,7 +11,12 @@ from hpcdist.cli import plan_options
 from hpcdist.cli.plan_options_layout import LAYOUT_OPTIONS
 from hpcdist.cli.plan_options_layout import layout as layout_options
 from hpcdist.cli.plan_sections import WHERE, Sectioned, SectionedCommand
-from hpcdist.errors import UsageError
+from hpcdist.errors import ConfigurationError, UsageError
+
+if TYPE_CHECKING:
+    from hpcdist.cli.plan_subject import Subject
+    from hpcdist.planner.cluster import Cluster
+    from hpcdist.planner.estimate import Estimate
 
 EXAMPLES: Final = """\b
 Examples:
@@ -48,31 +53,62 @@ def command(
 
     Options of the layout hold for each --layout that does not say otherwise.
     """
-    from hpcdist.cli.plan import planned
-    from hpcdist.cli.plan_json import jsonable
     from hpcdist.cli.plan_subject import cluster as read
     from hpcdist.cli.plan_subject import subject
-    from hpcdist.planner.text_table import compared
-    from hpcdist.planner.text_units import wrapped
 
     if max(1, len(clusters)) * max(1, len(layouts)) < 2:
         raise UsageError("one layout on one cluster compares with nothing; give --layout or --cluster twice")
     places = [read(named) for named in clusters or (None,)]
     said = [options | _read(text) for text in layouts] or [options]
     found = [(text, subject(recipe, overrides, each)) for text, each in zip(layouts or ("",), said, strict=True)]
-    plans = [(on, text, one, planned(one, on)) for on in places for text, one in found]
-    if as_json:
-        click.echo(
-            json.dumps([jsonable(answer, one.description, on) | {"said": text} for on, text, one, answer in plans])
-        )
-        return
-    click.echo(f"{found[0][1].description.name}, {plans[0][3].parameters:,} parameters")
-    click.echo("\n".join(compared([(on.name, answer) for on, _, _, answer in plans])))
-    flags: dict[str, None] = {}
-    for on, _, _, answer in plans:
-        flags |= dict.fromkeys(f"note: {on.name}: {flag}" for flag in answer.flags)
-    for flag in flags:
-        click.echo("\n".join(wrapped(flag)))
+    plans = [_plan(one, on, text) for on in places for text, one in found]
+    if all(isinstance(plan.answer, str) for plan in plans):
+        raise ConfigurationError("; ".join(dict.fromkeys(str(plan.answer) for plan in plans)))
+    click.echo(json.dumps([_jsonable(plan) for plan in plans]) if as_json else _words(plans))
+
+
+class _Plan(NamedTuple):
+    """A layout on a cluster, as it was said; the answer is the reason where it cannot be."""
+
+    subject: "Subject"
+    cluster: "Cluster"
+    said: str
+    answer: "Estimate | str"
+
+
+def _plan(one: "Subject", on: "Cluster", text: str) -> _Plan:
+    from hpcdist.cli.plan import planned
+
+    try:
+        return _Plan(one, on, text, planned(one, on, simulate=True))
+    except ConfigurationError as error:
+        return _Plan(one, on, text, str(error))
+
+
+def _jsonable(plan: _Plan) -> dict[str, Any]:
+    from hpcdist.cli.plan_json import jsonable
+
+    if isinstance(plan.answer, str):
+        return {"cluster": plan.cluster.name, "said": plan.said, "impossible": plan.answer}
+    return jsonable(plan.answer, plan.subject.description, plan.cluster) | {"said": plan.said, "impossible": None}
+
+
+def _words(plans: list[_Plan]) -> str:
+    """Return the table, what cannot be, and the flags: those of all plans once, others with their cluster."""
+    from hpcdist.planner.text_table import compared
+    from hpcdist.planner.text_units import wrapped
+
+    possible = [(plan.cluster.name, plan.answer) for plan in plans if not isinstance(plan.answer, str)]
+    first = possible[0][1]
+    lines = [f"{plans[0].subject.description.name}, {first.parameters:,} parameters", *compared(possible)]
+    for plan in plans:
+        if isinstance(plan.answer, str):
+            lines += wrapped(f"left out: {plan.said or 'the layout'} on {plan.cluster.name}: {plan.answer}")
+    common = [flag for flag in first.flags if all(flag in answer.flags for _, answer in possible)]
+    others = [f"{name}: {flag}" for name, answer in possible for flag in answer.flags if flag not in common]
+    for flag in dict.fromkeys((*common, *others)):
+        lines += wrapped(f"note: {flag}")
+    return "\n".join(lines)
 
 
 @click.command("layout")

@@ -252,7 +252,7 @@ def breaks_lines(found: Estimate) -> list[str]:
     if lost is not None:
         name, taken = lost
         less = _FASTER.get(name, "another layout")
-        lines.append(f"time: {name}, {share(taken / found.step_s)} of a step; less with {less}")
+        lines.append(f"time: {name}, {share(taken / found.step_s)} of a step; shorter with {less}")
     if found.run.slowdown > 1.05:
         lines.append(f"failures: {share(1 - 1 / found.run.slowdown)} of the run; faster checkpoints and restarts help")
     return lines

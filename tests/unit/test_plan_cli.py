@@ -424,6 +424,22 @@ def test_a_comparison_is_a_line_a_plan(run, planned):
     assert len(lines) == 4 and "zero1" in lines[1] and "4 against 1: " in out
 
 
+def test_what_cannot_be_is_left_out_of_a_comparison(run, planned):
+    arguments = ["compare", *GPT, *ON, "--layout", "tensor=3", "--layout", "tensor=2"]
+    impossible, possible = planned(*arguments)
+    assert "tensor = 3" in impossible["impossible"] and possible["impossible"] is None and possible["step_s"] > 0
+    code, out, _ = run(*arguments)
+    assert code == 0 and "left out: tensor=3 on a100-selene: this layout cannot be: tensor = 3" in out
+    code, out, err = run("compare", *GPT, *ON, "--layout", "tensor=3", "--layout", "tensor=5")
+    assert (code, out) == (78, "") and "tensor = 3" in err and "tensor = 5" in err
+
+
+def test_what_holds_for_all_plans_is_said_once(run):
+    code, out, _ = run("compare", *GPT, *ON, "--cluster", "h100-hgx")
+    assert code == 0 and out.count("neither --steps nor --tokens is given") == 1
+    assert "note: a100-selene: " in out
+
+
 def test_a_layout_of_a_comparison_may_say_its_devices_and_batch(planned):
     found = planned("compare", *GPT, *ON, "--layout", "devices=4", "--layout", "devices=8,batch=64")
     assert [(one["layout"]["data"], one["global_batch"]) for one in found] == [(4, 32), (8, 64)]

@@ -77,7 +77,7 @@ def test_other_units():
         "400 kgCO2e at 400 g/kWh, assumption",
         "price 3,911 EUR",
         "memory: optimizer, 34.9 % of the limit",
-        "time: bubble, 20.0 % of a step; less with more micro-batches",
+        "time: bubble, 20.0 % of a step; shorter with more micro-batches",
         "failures: 9.1 % of the run",
         "flags      the curve is an assumption",
     ],
