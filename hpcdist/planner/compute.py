@@ -179,7 +179,7 @@ class _Unit:
         size = 3 / sum(1 / extent for extent in extents)
         share, beyond = share_of(self.curve, size)
         if beyond:
-            self.flags.add(f"{self.layout.computes_in} products of size {size:.0f}: {beyond}")
+            self.flags.add(f"{self.layout.computes_in} products {beyond}: extrapolated")
         return self.peak * share
 
     def _attention(self, attention: Attention) -> tuple[float, float]:

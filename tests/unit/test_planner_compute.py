@@ -212,7 +212,7 @@ def test_sizes_beyond_the_curve_are_told():
     few = cluster_with(matmul={"float32": curve})
     assert unit_seconds(HEAD, LAYOUT, few).flags == ()
     tiny = Unit(name="layer", count=1, parameters=4, products=(Product(1, 2, 2),))
-    said = "float32 products of size 2: smaller than 100, the smallest on the curve"
+    said = "float32 products smaller than 100, the smallest on the curve: extrapolated"
     assert unit_seconds(tiny, LAYOUT, few).flags == (said,)
 
 
