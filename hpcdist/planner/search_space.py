@@ -11,6 +11,7 @@ sequence parallelism without a tensor axis, selective recomputation where scores
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Final
 
 from hpcdist.errors import UsageError
@@ -28,11 +29,12 @@ class Wanted:
     """What a search is for, and what it may vary. An empty tuple: everything that is possible.
 
     ``objective`` is of a step: its seconds, its joules, its price, or joules times seconds. ``memory_bytes`` is what a
-    device may use, where that is less than it has (0). With ``fewer`` layouts may leave devices unused. ``base`` has
-    what never varies: precision, implementation, overlap, algorithm. Compression changes what is computed, and is tried
-    only where it is asked for. ``runnable``: only what this version of hpcdist runs itself. ``first`` are kept, and
-    with ``simulate`` they, and as many behind them, are timed again by the simulator of schedules. With ``distinct`` a
-    grid is there only once, with what is best on it. ``steps`` are those of the training, for its failures and price.
+    device may use, where that is less than it has (0). With ``fewer`` a layout may use a part of the devices, a number
+    that divides them. ``base`` has what never varies: precision, implementation, overlap, algorithm. Compression
+    changes what is computed, and is tried only where it is asked for. ``runnable``: only what this version of hpcdist
+    runs itself. ``first`` are kept, and with ``simulate`` they, and as many behind them, are timed again by the
+    simulator of schedules. With ``distinct`` a grid is there only once, with what is best on it. ``steps`` are those of
+    the training, for its failures and price.
     """
 
     objective: str = "time"
@@ -84,12 +86,13 @@ class Wanted:
             raise UsageError(f"memory_bytes = {self.memory_bytes}; give bytes of a device, or 0 for all it has")
 
 
-def grids(description: Description, devices: int, global_batch: int, wanted: Wanted) -> Iterator[Layout]:
-    """Yield all products of degrees on ``devices``, possible or not (local)."""
-    for tensor in _degrees(wanted.tensors, _tensors(description, devices, wanted)):
-        for context in _degrees(wanted.contexts, _contexts(description, devices // tensor, wanted)):
-            for pipeline in _degrees(wanted.pipelines, _pipelines(description, devices // (tensor * context), wanted)):
-                for data in _data(devices, tensor * context * pipeline, global_batch, wanted.fewer):
+def grids(devices: int, wanted: Wanted) -> Iterator[Layout]:
+    """Yield all products of degrees on ``devices``, or on what divides them, possible or not (local)."""
+    for tensor in _chosen(divisors(devices), wanted.tensors):
+        for context in _chosen(divisors(devices // tensor), wanted.contexts):
+            for pipeline in _chosen(divisors(devices // (tensor * context)), wanted.pipelines):
+                room = devices // (tensor * context * pipeline)
+                for data in divisors(room) if wanted.fewer else (room,):
                     for expert in wanted.experts:
                         yield replace(
                             wanted.base,
@@ -119,7 +122,8 @@ def cuts(grid: Layout, wanted: Wanted) -> Iterator[Layout]:
 def sizes(grid: Layout, global_batch: int, wanted: Wanted) -> tuple[int, ...]:
     """Return the sizes of micro-batch: the smallest for each number of them, or those that are wanted (local).
 
-    Megatron-LM takes as many samples in each. hpcdist needs that with a pipeline only, for all replicas together.
+    Megatron-LM takes as many samples in each. hpcdist is told their number, and makes them as even as can be; with a
+    pipeline those of all replicas together have to be.
     """
     if wanted.microbatches:
         return tuple(sorted(set(wanted.microbatches)))
@@ -168,41 +172,15 @@ def with_way(order: Layout, way: Way, microbatch: int = 0) -> Layout:
     )
 
 
+@lru_cache(maxsize=65536)
 def divisors(number: int) -> tuple[int, ...]:
     """Return the divisors of ``number``, the smallest first (local)."""
     small = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]
     return tuple(sorted({*small, *(number // one for one in small)}))
 
 
-def _degrees(wanted: tuple[int, ...], possible: tuple[int, ...]) -> tuple[int, ...]:
+def _chosen(possible: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(one for one in possible if one in wanted) if wanted else possible
-
-
-def _tensors(description: Description, devices: int, wanted: Wanted) -> tuple[int, ...]:
-    shape = description.shape
-    if not wanted.fewer or shape is None:
-        return divisors(devices)
-    return tuple(one for one in divisors(shape.heads) if one <= devices)
-
-
-def _contexts(description: Description, devices: int, wanted: Wanted) -> tuple[int, ...]:
-    if not wanted.fewer or description.shape is None:
-        return divisors(devices)
-    return tuple(one for one in divisors(description.tokens) if one <= devices)
-
-
-def _pipelines(description: Description, devices: int, wanted: Wanted) -> tuple[int, ...]:
-    if not wanted.fewer:
-        return divisors(devices)
-    return tuple(range(1, min(devices, description.stages) + 1))
-
-
-def _data(devices: int, others: int, global_batch: int, fewer: bool) -> tuple[int, ...]:
-    """Return the degrees of the data axis that fill the devices, or that divide the batch with fewer."""
-    room = devices // others
-    if not fewer:
-        return (room,) if devices % others == 0 else ()
-    return tuple(one for one in divisors(global_batch) if one <= room)
 
 
 def _chunks(description: Description, grid: Layout, wanted: Wanted) -> tuple[int, ...]:

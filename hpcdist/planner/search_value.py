@@ -2,7 +2,9 @@
 
 A step of a layout takes at least what its units take, and wait for inside, all stages of the pipeline being as busy as
 the average of them: (seconds of all units for a micro-batch) x (micro-batches) / (stages). Nothing is assumed of the
-schedule, the cut, messages between stages, the exchange or the update, so no layout of the family is faster.
+schedule, the cut, messages between stages, the exchange or the update, so no layout of the family is faster. Where one
+of p ranks computes nothing again, it has at most X of S seconds, being one rank, and saves at most X / 2 of the A that
+are computed again: that is the forward, and back takes longer. So p X >= S + A - X / 2.
 
 An order of micro-batches takes at least what it takes without the exchange, the update and the input (`FREE`), for they
 are all that differs between its strategies. Joules and prices of a layout are a sum of what goes with time and what
@@ -19,9 +21,10 @@ from hpcdist.planner.energy import JOULES_PER_KWH, energy, held
 from hpcdist.planner.estimate import Estimate, Timing
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.ranks import stage_of
-from hpcdist.planner.stage_seconds import loads
+from hpcdist.planner.stage_seconds import ahead, loads
 
 FREE: Final = ("data", "update", "input")  # terms of time that a strategy, or a compression, decides
+AGAIN: Final = 0.5  # of what a micro-batch takes is at most computed again
 UNITS: Final = {"time": "s", "energy": "J", "cost": "", "energy-delay": "J s"}
 
 
@@ -75,11 +78,18 @@ def family_floor(
     many = family.microbatches(global_batch)
     alone = replace(family, pipeline=1, chunks=1, schedule="1f1b")  # so every other pipeline asks for the same
     ((load, _),) = loads(description, alone, cluster)
-    whole_s = many * stage_of(load, alone, cluster, many).seconds.whole_s / family.pipeline
+    waits = stage_of(load, alone, cluster, many).sent
+    computes_s = load.forward_s + load.input_s + load.weight_s + load.add_s * (many - 1) / many
+    once_s = computes_s + sum(waits.forward_s.values()) + sum(waits.back_s.values())
+    again_s = load.again_s + sum(waits.again_s.values())
+    each_s = (once_s + again_s) / family.pipeline
+    if ahead(family):  # one rank may compute nothing again
+        each_s = max(once_s / family.pipeline, (once_s + again_s) / (family.pipeline + AGAIN))
+    whole_s = each_s * -(-global_batch // family.data) / family.microbatch  # the last one may be smaller
     if objective == "time":
         return whole_s
-    computes_s = many * (load.forward_s + load.input_s + load.weight_s + load.again_s) / family.pipeline
-    terms = {"forward": min(computes_s, whole_s), "tensor": max(0.0, whole_s - computes_s)}
+    share = (computes_s + load.again_s) / (once_s + again_s)
+    terms = {"forward": share * whole_s, "tensor": (1 - share) * whole_s}
     bare = Timing(terms=terms, hidden_s=0.0, bubble=0.0, bytes={}, algorithms={})
     joules = energy(bare, family, cluster, 0.0).joules
     if objective == "cost":

@@ -94,7 +94,7 @@ class Walk:
         """Put all families into the heap."""
         objective = self.wanted.objective
         nodes = []
-        for grid in search_space.grids(self.description, self.devices, self.global_batch, self.wanted):
+        for grid in search_space.grids(self.devices, self.wanted):
             problem = next(limits.grid_problems(self.description, grid, self.cluster, self.global_batch), None)
             if problem is not None:
                 self.refusals.grid(problem)

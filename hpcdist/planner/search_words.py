@@ -106,7 +106,7 @@ def _no_grid(walk: "Walk") -> Iterator[str]:
     told_ = ", ".join(f"{limit} ({count})" for limit, (count, _) in sorted(counts.items(), key=lambda x: -x[1][0]))
     yield f"no product of degrees on {walk.devices} devices is possible, by what each broke first: {told_}"
     for devices in range(walk.devices - 1, 0, -1):
-        grids = search_space.grids(walk.description, devices, walk.global_batch, walk.wanted)
+        grids = search_space.grids(devices, walk.wanted)
         if any(
             next(known.grid_problems(walk.description, grid, walk.cluster, walk.global_batch), None) is None
             for grid in grids

@@ -49,8 +49,9 @@ def every(base: Layout, devices: int = DEVICES) -> Iterator[Layout]:
             ("allreduce", "zero1", "zero2", "zero3"),
             (False, True),
         ):
-            # Without a pipeline all orders are that of one micro-batch after the other.
-            if microbatch <= -(-BATCH // data) and (pipeline > 1 or schedule == "1f1b"):
+            many = -(-BATCH // (data * microbatch))
+            # Micro-batches are as even as can be; without a pipeline they come one after the other in any order.
+            if microbatch == -(-BATCH // (data * many)) and (pipeline > 1 or schedule == "1f1b"):
                 yield replace(
                     base,
                     data=data,
