@@ -1,6 +1,7 @@
 """The data axis in a step: what is sent for gradients and parameters, how long it takes, how much of it is exposed.
 
-Psi are the bytes of one device's parameters on the wire, p data ranks, m micro-batches; a device sends
+Psi are the bytes of one device's parameters on the wire, p the ranks that have the same ones (those of the data axis,
+times those of the context axis), m micro-batches; a device sends
 
     allreduce           2 Psi (p-1)/p                    once a step
     zero1               Psi (p-1)/p + Psi (p-1)/p        gradients to their owners; parameters back, after the update
@@ -98,9 +99,10 @@ def exchange(
     by_tensor = layout.strategy == "zero3" and layout.implementation == "megatron"
     messages = max(1, units) * (TENSORS if by_tensor else 1)
     job = _Job(layout, cluster, backward_s, forward_s, max(1, microbatches), messages, ends, matrices)
-    found = job.of(common, "data", layout.data)
+    found = job.of(common, "replicas", layout.data * layout.context)
     if layout.expert > 1:
-        found = found.plus(job.of(expert_parameters, "expert_data", layout.data // layout.expert))
+        replicas = layout.data // layout.expert * layout.context
+        found = found.plus(job.of(expert_parameters, "expert_replicas", replicas))
     return found
 
 
@@ -131,7 +133,7 @@ class _Job(NamedTuple):
         if parameters <= 0 or (ranks <= 1 and not (strategy == "parameter_server" and self.layout.servers)):
             return NOTHING
         if strategy == "parameter_server":
-            return self._servers(parameters, ranks)
+            return self._servers(parameters, axis, ranks)
         if strategy == "allreduce":
             return self._allreduce(parameters, axis)
         return self._zero(parameters, axis)
@@ -165,7 +167,7 @@ class _Job(NamedTuple):
                 self._hide(scatter.seconds * often, often), gather.seconds, _times(scatter, often), gather
             )
         again = layout.implementation == "hpcdist" and layout.recompute == "full" and layout.pipeline > 1
-        first, last = (end / parameters for end in self.ends) if axis == "data" else (0.0, 0.0)
+        first, last = (end / parameters for end in self.ends) if axis == "replicas" else (0.0, 0.0)
         uses = (3 if again else 2) * m - m * last - (m - 1) * first
         # One gather goes with each forward; the others, and the gradients, with the backward.
         forward = min(self._hideable(gather.seconds * m), m * self.forward_s)
@@ -175,7 +177,7 @@ class _Job(NamedTuple):
             (backward_s + gather.seconds * m, forward + backward), 0.0, _times(scatter, m), _times(gather, uses)
         )
 
-    def _servers(self, parameters: float, ranks: int) -> Exchange:
+    def _servers(self, parameters: float, axis: str, ranks: int) -> Exchange:
         """Return push and pull in lock-step; the pull waits for the update, of which timing tells."""
         layout, cluster = self.layout, self.cluster
         payload = payloads.payload(layout.compression, parameters, ranks, self.units, self.matrices)
@@ -184,7 +186,7 @@ class _Job(NamedTuple):
         coding_s = 0.0 if payload is None else payload.seconds(cluster)
         per_byte = 1 / (cluster.device.memory_bytes_per_s * cluster.device.memory_share)
         if not layout.servers:
-            group = span(layout, "data", cluster)
+            group = span(layout, axis, cluster)
             push = collective("all_to_all", pushed, group, cluster)
             pull = collective("all_to_all", pulled, group, cluster)
             sums_s = pushed * per_byte * 3  # each of p shares is read, and the sum so far read and written
@@ -206,7 +208,7 @@ class _Job(NamedTuple):
     def _servers_each(self) -> float:
         """Servers of each place on the other axes; less than one where places share."""
         layout = self.layout
-        return layout.servers / (layout.pipeline * layout.tensor * layout.context)
+        return layout.servers / (layout.pipeline * layout.tensor)
 
     def _incast(self, nbytes: float, workers: int) -> float:
         """Return the seconds in which ``workers`` send ``nbytes`` each to all servers, or get them from these."""

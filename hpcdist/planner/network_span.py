@@ -19,7 +19,7 @@ from hpcdist.errors import UsageError
 from hpcdist.planner.cluster import Cluster, Level
 from hpcdist.planner.layout import Layout
 
-AXES: Final = ("tensor", "context", "data", "expert", "expert_data", "pipeline", "all")
+AXES: Final = ("tensor", "context", "data", "replicas", "expert", "expert_replicas", "pipeline", "all")
 
 
 class Tier(NamedTuple):
@@ -68,8 +68,10 @@ class Span:
 
 
 def span(layout: Layout, axis: str, cluster: Cluster) -> Span:
-    """Return the group of an ``axis`` of `AXES`: "all" compute, "expert_data" have the same experts.
+    """Return the group of an ``axis`` of `AXES`.
 
+    "all" are all that compute, "replicas" have the same parameters: the data and the context axis together; of these
+    "expert_replicas" have the same experts, and are taken to be equally far apart.
     Raises UsageError for another name, and where no level of the cluster joins all devices.
     """
     inner = layout.tensor * layout.context
@@ -80,10 +82,12 @@ def span(layout: Layout, axis: str, cluster: Cluster) -> Span:
         size, stride = layout.context, layout.tensor
     elif axis == "data":
         size, stride = layout.data, inner
+    elif axis == "replicas":
+        size, stride = layout.data * layout.context, layout.tensor
     elif axis == "expert":
         size, stride = layout.expert, inner
-    elif axis == "expert_data":
-        size, stride = layout.data // layout.expert, inner * layout.expert
+    elif axis == "expert_replicas":
+        size, stride = layout.data // layout.expert * layout.context, layout.tensor * layout.expert
     elif axis == "pipeline":
         size, stride = layout.pipeline, inner * layout.data
     elif axis == "all":

@@ -236,6 +236,14 @@ def test_experts_are_exchanged_by_those_who_share_them() -> None:
     assert exchange(N, everyone, CLUSTER, 0.0, expert_parameters=N / 2).nbytes == pytest.approx(4 * N * 15 / 16)
 
 
+@pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero3", "parameter_server"])
+def test_ranks_of_the_context_axis_have_the_same_parameters(strategy: str) -> None:
+    """Their gradients are of other tokens: they are summed with those of the data axis."""
+    plain = exchange(N, made(strategy, 32), CLUSTER, 1.0, 2)
+    assert exchange(N, made(strategy, 8, context=4), CLUSTER, 1.0, 2) == plain
+    assert exchange(N, made(strategy, 1, context=32), CLUSTER, 1.0, 2) == plain
+
+
 def test_wire_types_follow_the_implementation() -> None:
     def of(**keys: object) -> int:
         return gradient_bytes(made(**{"precision": "bfloat16", **keys}))

@@ -175,7 +175,9 @@ def test_spans_cross_the_levels_that_the_grid_makes_them() -> None:
     assert [tier.fan for tier in span(layout, "all", DEEP).tiers] == [8, 32]
     experts = Layout(tensor=2, data=16, expert=4)
     assert [tier.fan for tier in span(experts, "expert", DEEP).tiers] == [4]
-    assert [tier.fan for tier in span(experts, "expert_data", DEEP).tiers] == [4]
+    assert [tier.fan for tier in span(experts, "expert_replicas", DEEP).tiers] == [4]
+    replicas = span(layout, "replicas", DEEP)  # data and context
+    assert (replicas.size, replicas.stride, [tier.fan for tier in replicas.tiers]) == (32, 2, [4, 8])
     with pytest.raises(UsageError, match="axis 'rows'"):
         span(layout, "rows", DEEP)
 
