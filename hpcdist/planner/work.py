@@ -13,7 +13,7 @@ summed over the products of each unit, so it holds for grouped keys, gated feed-
 
 The kernels of this toolkit compute the scores of attention once more in their backward, which keeps none of them
 (`hpcdist.models.attention`): half of attention's forward, whatever is recomputed besides, and "selective" has nothing
-to add.
+to add. In a pipeline they repeat whole chunks, with "full", but for a last chunk whose backward follows its forward.
 """
 
 from functools import lru_cache
@@ -25,7 +25,10 @@ from hpcdist.planner.layout import Layout
 
 def work(description: Description, layout: Layout, global_batch: int) -> Work:
     """Return the operations of a step of ``global_batch`` samples, on all devices together (local)."""
-    model, hardware, exact = _of_sample(description, layout.recompute, layout.implementation)
+    is_ours = layout.implementation == "hpcdist"
+    model, hardware, exact = _of_sample(description, layout.recompute, is_ours)
+    if is_ours and layout.recompute == "full":
+        hardware += _again(description, layout)
     return Work(
         model_flops=model * global_batch, hardware_flops=hardware * global_batch, exact_flops=exact * global_batch
     )
@@ -39,6 +42,11 @@ def matrix_flops(unit: Unit) -> float:
     )
 
 
+def forward_flops(unit: Unit) -> float:
+    """Return the operations of one ``unit``, forward, of a sample, with attention over all pairs."""
+    return matrix_flops(unit) + attention_flops(unit)
+
+
 def attention_flops(unit: Unit, *, exact: bool = False) -> float:
     """Return the operations of its attention, forward, of a sample: of all pairs, or those that are looked at."""
     if unit.attention is None:
@@ -47,21 +55,31 @@ def attention_flops(unit: Unit, *, exact: bool = False) -> float:
     return 4.0 * attention.heads * attention.size * (attention.pairs if exact else attention.context**2)
 
 
+def _again(description: Description, layout: Layout) -> float:
+    """Return what our "full" recomputation repeats of the forward of a sample: blocks, or chunks of a pipeline."""
+    from hpcdist.planner.cut import chunks  # which weighs units by what is counted here
+
+    units = description.units
+    if layout.pipeline == 1:
+        return sum([unit.count * forward_flops(unit) for unit in units if unit.attention is not None])
+    every = sum([unit.count * forward_flops(unit) for unit in units])
+    if layout.schedule == "gpipe":
+        return every
+    return every - sum([share.times * forward_flops(share.unit) for share in chunks(description, layout)[-1].shares])
+
+
 @lru_cache(maxsize=1024)
-def _of_sample(description: Description, recompute: str, implementation: str) -> tuple[float, float, float]:
+def _of_sample(description: Description, recompute: str, is_ours: bool) -> tuple[float, float, float]:
     model = hardware = exact = 0.0
     for unit in description.units:
         matrices, scores = matrix_flops(unit), attention_flops(unit)
         back = 1 if unit.first else 2
         each = (1 + back) * matrices + 3 * scores
         again = 0.0
-        if unit.attention is not None:
-            if implementation == "hpcdist":
-                again += scores / 2
-            elif recompute == "selective":
-                again += 3 * scores
-            if recompute == "full":
-                again += matrices + scores
+        if is_ours:
+            again = scores / 2
+        elif unit.attention is not None and recompute != "none":
+            again = 3 * scores if recompute == "selective" else matrices + scores
         model += unit.count * each
         hardware += unit.count * (each + again)
         exact += unit.count * ((1 + back) * matrices + 3 * attention_flops(unit, exact=True))

@@ -1,12 +1,15 @@
 """Operations: the closed forms of the papers, and what they print of them."""
 
+from typing import Any
+
 import pytest
 
+from hpcdist.planner.cut import stages
 from hpcdist.planner.description import Shape
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.models import named, names
 from hpcdist.planner.shape import describe
-from hpcdist.planner.work import work
+from hpcdist.planner.work import forward_flops, work
 
 MEGATRON = [name for name in names() if name.startswith("megatron-")]
 
@@ -48,6 +51,21 @@ def test_our_attention_computes_scores_again_and_sees_the_past_only() -> None:
     assert found.model_flops - found.exact_flops == pytest.approx(3 * unseen)
     everything = work(describe(named("bert-base"), "b"), Layout(), 1)
     assert everything.model_flops == everything.exact_flops
+
+
+def test_our_pipelines_repeat_chunks_whose_backward_comes_later() -> None:
+    found = describe(named("gpt2"), "gpt2")
+    block, head = forward_flops(found.units[1]), forward_flops(found.units[2])
+
+    def again(**fields: Any) -> float:
+        full, none = (work(found, Layout(recompute=way, **fields), 1).hardware_flops for way in ("full", "none"))
+        return full - none
+
+    assert again() == pytest.approx(12 * block)
+    layout = Layout(pipeline=4)
+    last = sum(share.times for share in stages(found, layout)[-1] if share.unit.name == "block")
+    assert again(pipeline=4) == pytest.approx((12 - last) * block)
+    assert again(pipeline=4, schedule="gpipe") == pytest.approx(12 * block + head)
 
 
 def test_experts_count_as_often_as_a_token_sees_them() -> None:
