@@ -15,7 +15,7 @@ from hpcdist.telemetry import report
 
 ENDLESS = 10**6
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
