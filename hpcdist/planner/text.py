@@ -1,5 +1,6 @@
 """A plan for a reader at a login node: does it fit, how long, how much, and what breaks first."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -83,9 +84,10 @@ def short(found: Estimate, cluster: Cluster) -> str:
         f"{verdict}: {nbytes(memory.bytes)} of {nbytes(memory.limit_bytes)}",
         f"{seconds(found.step_s)} a step",
         f"{seconds(run.wall_s)} for {run.steps:,} steps",
-        joules(run.joules),
     ]
-    if run.carbon_g is not None:
+    if math.isfinite(run.joules):
+        parts.append(joules(run.joules))
+    if run.carbon_g is not None and math.isfinite(run.carbon_g):
         parts.append(grams(run.carbon_g))
     return f"{'; '.join(parts)} ({cluster.name})"
 
@@ -208,6 +210,9 @@ def _sent(timing: Timing) -> list[str]:
 def run_lines(found: Estimate, cluster: Cluster) -> list[str]:
     """Return how long all steps take, with what saves and failures cost (local)."""
     run = found.run
+    if not math.isfinite(run.wall_s):
+        costs = f"a checkpoint takes {seconds(run.save_s)}, a restart {seconds(cluster.failures.restart_s)}"
+        return [f"{run.steps:,} steps NEVER END: a failure every {seconds(run.mtbf_s)} on this many nodes, {costs}"]
     tokens = f", {many(run.steps * found.tokens)} tokens" if found.tokens != found.global_batch else ""
     lines = [f"{run.steps:,} steps{tokens}: {seconds(run.wall_s)}, of which {seconds(run.work_s)} are steps"]
     expected = "fewer than 0.01" if run.failures < 0.01 else figures(run.failures)
@@ -226,10 +231,14 @@ def energy_lines(found: Estimate, cluster: Cluster) -> list[str]:
     """Return joules, grams and price, as far as the cluster's file knows what makes them (local)."""
     energy, run, site = found.energy, found.run, cluster.site
     parts = ", ".join(f"{name} {share(size / energy.joules)}" for name, size in energy.terms.items() if size)
-    lines = [f"{joules(run.joules)} for the run, {joules(energy.joules)} a step: {parts}"]
+    endless = not math.isfinite(run.wall_s)
+    whole = "" if endless else f"{joules(run.joules)} for the run, "
+    lines = [f"{whole}{joules(energy.joules)} a step: {parts}"]
     lines.append(f"a device draws {figures(energy.device_w)} W of {figures(cluster.device.peak_w)} W")
     if site.pue is None:
         lines.append("cooling is not counted: the cluster has no site.pue")
+    if endless:
+        return lines
     if run.carbon_g is not None:
         source = f", {site.carbon_source}" if site.carbon_source else ""
         lines.append(f"{grams(run.carbon_g)} at {figures(site.carbon_g_per_kwh or 0.0)} g/kWh{source}")

@@ -127,6 +127,16 @@ def test_missing_is_not_zero():
     assert "CO2e at" not in shown and "CO2e" not in text.short(replace(ESTIMATE, run=run), unknown)
 
 
+def test_a_run_that_fails_faster_than_it_saves_never_ends():
+    endless = dict.fromkeys(("wall_s", "failures", "slowdown", "joules", "carbon_g", "price"), math.inf)
+    found = replace(ESTIMATE, run=replace(ESTIMATE.run, **endless))
+    shown = text.text(found, DESCRIPTION, CLUSTER)
+    assert "10,000 steps NEVER END: a failure every 10.0 h" in shown
+    assert "360 kJ (100 Wh) a step" in shown and "failures: 100.0 % of the run" in shown
+    assert "inf" not in shown and "nan" not in shown
+    assert text.short(found, CLUSTER) == "fits: 68.0 GB of 85.9 GB; 10.0 s a step; for ever for 10,000 steps (boxes)"
+
+
 def test_a_plan_in_one_line():
     assert text.short(ESTIMATE, CLUSTER) == (
         "fits: 68.0 GB of 85.9 GB; 10.0 s a step; 30.6 h for 10,000 steps; 3.60 GJ (1.00 MWh); 400 kgCO2e (boxes)"

@@ -70,6 +70,13 @@ def test_the_cluster_may_be_that_of_the_site(submit, profile):
     assert "(a100-selene)" in submit("--cluster", "a100-selene", site="mine")[1][0]
 
 
+def test_a_profile_shows_its_cluster(submit, profile, capsys):
+    profile("h100-hgx")
+    with pytest.raises(SystemExit):
+        main.main(["site", "show", "mine"])
+    assert 'cluster = "h100-hgx"\n' in capsys.readouterr().out
+
+
 def test_a_file_lies_beside_the_profile(submit, profile):
     folder = profile("ours.toml")
     own = replace(cluster_file.read("a100-selene"), name="ours", devices=8)
