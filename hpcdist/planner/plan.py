@@ -6,7 +6,7 @@ from hpcdist.errors import ConfigurationError
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.energy import energy, unknown
-from hpcdist.planner.estimate import Estimate, Timing, Work
+from hpcdist.planner.estimate import Estimate, Memory, Timing, Work
 from hpcdist.planner.failures import run
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.limits import flags, unbuilt
@@ -17,6 +17,9 @@ from hpcdist.planner.work import work
 
 COMPUTING: Final = ("forward", "backward", "recompute")
 CHECKED_MFU: Final = 0.57  # the most of the published trainings that the planner is held against (benchmarks/published)
+
+FULL: Final = 0.95  # of the memory
+HIDDEN: Final = 0.05  # of a step
 
 
 def plan(
@@ -39,13 +42,14 @@ def plan(
     work_ = work(description, layout, global_batch)
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
     joules = energy(took, layout, cluster, _peak_share(work_, took, peak_flops))
+    needed = memory(description, layout, cluster, global_batch)
     mfu = work_.model_flops / (took.step_s * peak_flops)
     return Estimate(
         layout=layout,
         global_batch=global_batch,
         tokens=global_batch * description.tokens,
         parameters=description.parameters,
-        memory=memory(description, layout, cluster, global_batch),
+        memory=needed,
         timing=took,
         work=work_,
         energy=joules,
@@ -53,6 +57,7 @@ def plan(
         peak_flops=peak_flops,
         flags=(
             *took.flags,
+            *_narrow(needed, took, layout),
             *_unproven(layout, cluster, mfu),
             *flags(layout, cluster),
             *unbuilt(layout),
@@ -77,6 +82,23 @@ def checkpoint_bytes(description: Description, layout: Layout) -> float:
     each = whole(layout)
     is_half = each.parameter < 4  # then the master is with the optimizer's bytes, and the working copy is not saved
     return description.parameters * float(each.optimizer + (0 if is_half else each.parameter))
+
+
+def _narrow(needed: Memory, took: Timing, layout: Layout) -> tuple[str, ...]:
+    """Return what the answer hangs on: memory that is nearly full, messages that have to hide."""
+    found = []
+    if FULL * needed.limit_bytes < needed.bytes <= needed.limit_bytes:
+        found.append(
+            f"memory is {needed.bytes / needed.limit_bytes:.1%} full: an allocator that leaves cracks, or a larger "
+            "batch in evaluation, does not fit any more"
+        )
+    without_s = took.step_s + took.hidden_s
+    if took.hidden_s > HIDDEN * took.step_s:
+        found.append(
+            f"{took.hidden_s / without_s:.0%} of {without_s:.3g} s are messages that hide behind computation "
+            f"(overlap = {layout.overlap:g}): a step takes that long where they do not"
+        )
+    return tuple(found)
 
 
 def _unproven(layout: Layout, cluster: Cluster, mfu: float) -> tuple[str, ...]:

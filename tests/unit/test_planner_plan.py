@@ -72,3 +72,20 @@ def test_what_nothing_has_proven_is_said() -> None:
     assert not any("more than the 57%" in flag or "no training" in flag for flag in slow.flags)
     calibrated = plan(GPT3, replace(LAYOUT, implementation="hpcdist"), replace(SELENE, calibrated="here"), 1536, 10)
     assert not any("no training" in flag for flag in calibrated.flags)
+
+
+def test_what_an_answer_hangs_on_is_said() -> None:
+    layout = Layout(data=512, strategy="zero3", microbatch=1, sequence_parallel=False, overlap=1.0)
+    found = plan(GPT3, layout, SELENE, 1024, 10)
+    none = plan(GPT3, replace(layout, overlap=0.0), SELENE, 1024, 10)
+    assert found.timing.hidden_s > 0.05 * found.step_s
+    assert any("hide behind computation (overlap = 1)" in flag for flag in found.flags)
+    assert none.timing.hidden_s == 0 and not any("hide behind" in flag for flag in none.flags)
+    assert found.step_s + found.timing.hidden_s == pytest.approx(none.step_s, rel=0.02)
+
+    def flags(share: float) -> str:
+        device = replace(SELENE.device, memory_bytes=found.memory.bytes / share)
+        return " ".join(plan(GPT3, layout, replace(SELENE, device=device), 1024, 10).flags)
+
+    assert "memory is 97.0% full" in flags(0.97)
+    assert "full:" not in flags(0.9) and "full:" not in flags(1.1)
