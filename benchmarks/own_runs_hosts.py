@@ -21,6 +21,7 @@ from own_runs_rows import between
 from hpcdist.planner import cluster_file
 
 RATE: Final = "1gbit"
+BURST: Final = "80kb"  # that passes at any speed after a pause: as little as keeps the rate
 HOSTS: Final = 2
 LEAST_BYTES: Final = 1 << 20  # of a collective that is predicted: below, latency under shared cores is all there is
 MAX_BYTES: Final = "16M"
@@ -38,7 +39,7 @@ def measured(options: argparse.Namespace, base: Path, folder: Path) -> tuple[lis
     # HAN, Open MPI's default between hosts, is ten times slower now and then.
     extra = ["--mca", "coll", "^han"] if launcher.vendor == mpirun.OPEN_MPI else []
     where = f"{HOSTS} hosts, {RATE}"
-    with Hosts(HOSTS, RATE) as hosts:
+    with Hosts(HOSTS, RATE, BURST) as hosts:
 
         def run(ranks: int, program: list[str]) -> None:
             line = hosts.command(launcher, ranks, [sys.executable, *program], extra)
@@ -59,7 +60,6 @@ def measured(options: argparse.Namespace, base: Path, folder: Path) -> tuple[lis
         compared = _trainings(options, path, run, folder, where)
         print(f"{where}: links, two ranks of each", flush=True)
         path, points = calibrate(2)
-        times += fits.unseen(points, f"{where}, 2 ranks each")
     cluster = replace(cluster_file.read(str(path)), fits=())
     times += fits.by_formula(points, cluster, f"{where}, 2 ranks each", LEAST_BYTES)
     return compared, times

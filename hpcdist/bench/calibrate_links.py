@@ -1,7 +1,8 @@
 """Seconds of messages between two ranks, level by level, and of the collectives that trainings use, over sizes.
 
 A level is a way from one rank to another: inside a node, and between nodes. On each, pairs of ranks send each other
-messages of all sizes, all pairs at once and then one of them alone; a message's time is half of there and back. The
+messages of all sizes: one of them alone, there and back, of which a message is half, and then all at once, both ways at
+the same time, as in a ring: what links have while all neighbours send as well. The
 collectives are those of `hpcdist.bench.collectives`, with buffers that no cache remembers, among all ranks of a node
 and among all there are.
 """
@@ -27,6 +28,7 @@ BETWEEN: Final = "network"
 TAG: Final = 7003
 LEAST_TURNS, MOST_TURNS = 7, 400
 FLOATS: Final = "float32"
+PACED_S: Final = 1e-3  # messages that take longer begin together; with shorter ones the barrier would be seen
 STEP: Final = 1.2  # times that grow by so much more than sizes, or fall, are a jump
 HALVINGS: Final = 5
 
@@ -70,8 +72,8 @@ class _Level:
 
     def at(self, nbytes: int, *, border: bool = False) -> LinkPoint:
         """Return messages of ``nbytes``."""
-        pairs = self._alone, self._across
-        times = [_message(self._comm, pair, nbytes, self._seconds / 2, self._on) for pair in pairs]
+        given = self._comm, nbytes, self._seconds / 2, self._on
+        times = _message(self._alone, *given), _message(self._across, *given, both_ways=True)
         return LinkPoint(self._name, 2, nbytes, Busy(*times), border)
 
     def borders(self, points: Sequence[LinkPoint]) -> list[LinkPoint]:
@@ -96,37 +98,43 @@ def _jump(left: LinkPoint, right: LinkPoint) -> float:
     return 1 / grows if grows < 1 / STEP else 0.0
 
 
-def _message(everyone: Communicator, comm: Communicator | None, nbytes: int, seconds: float, on: str) -> float:
-    """Return half of there and back, the first quartile, on the slowest pair. Collective over ``everyone``.
+def _message(
+    comm: Communicator | None, everyone: Communicator, nbytes: int, seconds: float, on: str, *, both_ways: bool = False
+) -> float:
+    """Return what a message takes, the first quartile, on the slowest pair. Collective over ``everyone``.
 
-    A rank whose ``comm`` is None, or that has no partner there, looks on.
+    It is half of there and back, or with ``both_ways`` all of both at once. A rank whose ``comm`` is None, or that has
+    no partner there, looks on.
     """
     partner = -1 if comm is None else comm.rank ^ 1
     sends = comm is not None and 0 <= partner < comm.size
-    out = backend.zeros(nbytes if sends else 0, np.dtype(np.uint8), on)
-    taken: list[float] = []
+    out, into = (backend.zeros(nbytes if sends else 0, np.dtype(np.uint8), on) for _ in range(2))
 
     def turn() -> float:
         assert comm is not None
         begin_s = time.perf_counter()
+        if both_ways:
+            comm.sendrecv(out, partner, into, partner, TAG)
+            return time.perf_counter() - begin_s
         if comm.rank < partner:
             comm.send(out, partner, TAG)
-            comm.recv(out, partner, TAG)
+            comm.recv(into, partner, TAG)
         else:
-            comm.recv(out, partner, TAG)
+            comm.recv(into, partner, TAG)
             comm.send(out, partner, TAG)
         return (time.perf_counter() - begin_s) / 2
 
     everyone.barrier()
-    first = turn() if sends else 0.0  # the connection, and the pages
-    if sends:
-        first = turn()
+    first = [turn() for _ in range(2)][-1] if sends else 0.0  # after the connection, and the pages
     slowest = max(everyone.allgather_object(first))
     count = int(np.clip(seconds / max(2 * slowest, 1e-7), LEAST_TURNS, MOST_TURNS))
     everyone.barrier()
-    if sends:
-        taken = [turn() for _ in range(count)]
-    found: float = max(everyone.allgather_object(float(np.percentile(taken, 25)) if taken else 0.0))
+    taken = []
+    for _ in range(count):
+        if both_ways and slowest > PACED_S:
+            everyone.barrier()  # or who is done first leaves the links to the others
+        taken.append(turn() if sends else 0.0)
+    found: float = max(everyone.allgather_object(float(np.percentile(taken, 25))))
     return found
 
 

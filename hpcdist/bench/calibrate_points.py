@@ -65,7 +65,7 @@ class ModelPoint:
 
 
 class LinkPoint(NamedTuple):
-    """Messages of ``nbytes`` over the links of a level: one way while all pairs send, and one pair alone.
+    """Messages of ``nbytes`` over the links of a level: one pair alone, and all pairs at once, both ways.
 
     ``border``: measured to find where times jump, as an MPI library changes its protocol there.
     """
