@@ -60,6 +60,7 @@ _OTHER: Final = "#555555"
 _WIDE: Final = 12.0  # inches
 _MOST_ROWS: Final = 32  # of a timeline; of more stages, evenly chosen ones are drawn
 _ROOM: Final = 150  # bars beside each other; of rows with more, beginning and end are drawn
+_EDGED: Final = 3000  # bars, beyond which lines between them would hide them
 _CHARACTER: Final = 0.007  # of the width
 
 
@@ -143,14 +144,20 @@ def _rows(timeline: "Timeline") -> list[int]:
 
 
 def _windows(timeline: "Timeline") -> list[tuple[float, float]]:
-    """Return the times to draw: all of the step, or its beginning and end where it has too many passes for a page."""
+    """Return the times to draw: all of the step, or its beginning and end where it has too many passes for a page.
+
+    The pipeline has filled within its beginning, and its end is as long.
+    """
     many: dict[int, int] = {}
     for bar in timeline.bars:
         many[bar.stage] = many.get(bar.stage, 0) + 1
     most = max(many.values(), default=0)
     if most <= _ROOM:
         return [(0.0, timeline.end_s)]
-    part = timeline.end_s * _ROOM / most / 2
+    filled_s = max((bar.end_s for bar in timeline.bars if bar.microbatch == 0 and bar.kind != "forward"), default=0.0)
+    part = max(timeline.end_s * _ROOM / most / 2, 1.1 * filled_s)
+    if part > timeline.end_s / 2:
+        return [(0.0, timeline.end_s)]
     return [(0.0, part), (timeline.end_s - part, timeline.end_s)]
 
 
@@ -182,9 +189,10 @@ def _bars(axis: Any, bars: Sequence["Bar"], place: Mapping[int, int]) -> None:
     spans: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for bar in bars:
         spans.setdefault((bar.kind, place[bar.stage]), []).append((bar.begin_s, bar.end_s - bar.begin_s))
+    line = 0.3 if len(bars) <= _EDGED else 0.0
     for (kind, row), widths in spans.items():
         height = (row + 0.26, 0.2) if kind == "exchange" else (row - 0.4, 0.62)
-        axis.broken_barh(widths, height, facecolor=TIMELINE[kind], edgecolor="white", linewidth=0.3)
+        axis.broken_barh(widths, height, facecolor=TIMELINE[kind], edgecolor="white", linewidth=line)
 
 
 def _number(axis: Any, bars: Iterable["Bar"], place: Mapping[int, int], window: tuple[float, float], axes: int) -> None:

@@ -79,6 +79,16 @@ def test_a_long_step_shows_its_beginning_and_its_end(drawn):
     assert "of which the first and the last" in axes[0].get_title(loc="left")
 
 
+def test_a_deep_pipeline_is_drawn_until_it_has_filled(drawn):
+    late = Bar(0, "backward", 300.0, 302.0, 0)
+    long = passes(2, 400)
+    axes = drawn(timeline=replace(long, bars=(*long.bars, late)))[0].axes[2:]
+    assert axes[0].get_xlim()[1] == pytest.approx(1.1 * 302.0)
+    later = Bar(0, "backward", 900.0, 902.0, 0)
+    whole = drawn(timeline=replace(long, bars=(*long.bars, later)))[0].axes[2:]
+    assert len(whole) == 1 and whole[0].get_xlim()[1] == pytest.approx(long.end_s)
+
+
 def test_of_very_many_stages_some_are_drawn(drawn):
     figure, _ = drawn(timeline=passes(100, 2))
     shown = [int(label.get_text()) for label in figure.axes[2].get_yticklabels()]
