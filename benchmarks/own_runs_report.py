@@ -162,9 +162,9 @@ def write(
     from hpcdist.telemetry.provenance import provenance
 
     steps = max(len(one.step_s) for one in found)
-    times = np.full((len(found), steps), np.nan)
+    step_s = np.full((len(found), steps), np.nan)
     for place, one in enumerate(found):
-        times[place, : len(one.step_s)] = one.step_s
+        step_s[place, : len(one.step_s)] = one.step_s
     names = list(dict.fromkeys(name for one in found for name in one.terms_s))
     memory = list(dict.fromkeys(name for one in found for name in one.terms_bytes))
     numbers = {
@@ -175,7 +175,7 @@ def write(
     files.write_contiguous(
         outputs.file,
         {
-            "step_s": times,
+            "step_s": step_s,
             **columns,
             "ledger_bytes": np.array([one.by_kind for one in found], np.float64),
             "predicted_terms_s": np.array([[one.terms_s.get(name, 0.0) for name in names] for one in found]),

@@ -29,7 +29,7 @@ TAG: Final = 7003
 LEAST_TURNS, MOST_TURNS = 7, 400
 FLOATS: Final = "float32"
 PACED_S: Final = 1e-3  # messages that take longer begin together; with shorter ones the barrier would be seen
-STEP: Final = 1.2  # times that grow by so much more than sizes, or fall, are a jump
+STEP: Final = 1.4  # times that grow by so much more than sizes, or fall, are a jump
 HALVINGS: Final = 5
 
 

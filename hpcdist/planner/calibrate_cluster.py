@@ -7,6 +7,7 @@ failures, power, prices) is taken from the cluster that one starts from, and its
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Final
 
 from hpcdist.arrays.sizes import counted, in_units
@@ -18,6 +19,7 @@ from hpcdist.planner.calibrate_shares import Step
 from hpcdist.planner.cluster import Cluster, Curve, Device, Fit, Level, Node
 
 MESSAGE: Final = "message"
+LONG: Final = 8  # messages of at least the longest divided by this tell the bandwidth of a level
 CLOCK_S: Final = 1e-9  # no clock tells less
 _KEPT: Final = ("storage", "failures", "site")
 
@@ -136,7 +138,8 @@ def _device(base: Cluster, found: Findings, lines: list[str]) -> Device:
 
 def _links(base: Cluster, found: Findings, lines: list[str]) -> tuple[tuple[Fit, ...], tuple[Level, ...]]:
     """Return the fits of all series, and the levels that messages were measured on; those of ``base`` without any."""
-    fits, levels = [], []
+    fits: list[Fit] = []
+    levels: list[Series] = []
     for series in found.series:
         pieces = calibrate.pieces(series.nbytes, series.seconds, always=series.borders)
         fits.append(_fit(series, pieces))
@@ -147,32 +150,31 @@ def _links(base: Cluster, found: Findings, lines: list[str]) -> tuple[tuple[Fit,
             f"{pieces.error:.0%} off"
         )
         if series.operation == MESSAGE:
-            alone = calibrate.pieces(series.nbytes, series.alone_s or series.seconds, always=series.borders)
-            levels.append((series.level, pieces, alone))
+            levels.append(series)
     if not levels:
         return tuple(fits), base.levels
-    inner = [
-        _level(name, 0 if at == len(levels) - 1 else found.ranks_per_host, *pieces)
-        for at, (name, *pieces) in enumerate(levels)
-    ]
-    return tuple(fits), tuple(inner)
+    outermost = len(levels) - 1
+    return tuple(fits), tuple(
+        _level(series, 0 if at == outermost else found.ranks_per_host) for at, series in enumerate(levels)
+    )
 
 
-def _level(name: str, devices: int, all_: Pieces, alone: Pieces) -> Level:
-    """Return the level: latency of the shortest message, bandwidth of the longest, the latency left out."""
-    latency_s = all_.seconds(all_.from_bytes)
-    most = all_.until_bytes[-1]
+def _level(series: Series, devices: int) -> Level:
+    """Return the level: latency of the fastest message, and the bandwidth of the longest, the latency left out."""
+    latency_s = min(series.seconds)
+    long_bytes = max(series.nbytes) / LONG
 
-    def rate(pieces: Pieces) -> float:
-        return most / max(pieces.seconds(most) - latency_s, 1e-12)
+    def rate(seconds: Sequence[float]) -> float:
+        pairs = zip(series.nbytes, seconds, strict=True)
+        return median(size / (time - min(seconds)) for size, time in pairs if size >= long_bytes)
 
-    together = rate(all_)
+    together = rate(series.seconds)
     return Level(
-        name=name,
+        name=series.level,
         devices=devices,
         latency_s=latency_s,
         bytes_per_s=together,
-        alone_bytes_per_s=max(together, rate(alone)),
+        alone_bytes_per_s=max(together, rate(series.alone_s or series.seconds)),
     )
 
 

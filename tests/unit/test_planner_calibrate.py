@@ -274,6 +274,7 @@ def test_a_calibrated_cluster_is_read_back_as_it_was_written(tmp_path):
     assert [(level.name, level.devices) for level in again.levels] == [("node", 2), ("network", 0)]
     assert again.levels[0].alone_bytes_per_s == pytest.approx(2 * again.levels[0].bytes_per_s, rel=0.01)
     assert again.levels[0].latency_s == pytest.approx(machine(1024), rel=0.01)
+    assert again.levels[0].bytes_per_s == pytest.approx(4e9, rel=0.01)
     assert [(fit.operation, fit.algorithm, fit.level, fit.ranks) for fit in again.fits] == [
         ("message", "auto", "node", 2),
         ("message", "auto", "network", 2),
