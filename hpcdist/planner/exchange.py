@@ -20,7 +20,7 @@ Each place on the pipeline and tensor axes has servers of its own.
 Gradients are sent while the backward goes on: at most ``overlap`` of them, never those of the unit that is computed
 last (nothing is left to hide behind), and no longer than there is backward. What ZeRO-3 gathers hides in the same way
 behind both passes, but for the first unit of each. Parameters of zero1 and zero2, and what workers pull, come after the
-update: exposed. Compression is `hpcdist.planner.payloads`.
+update: exposed. Compressed sums: `hpcdist.planner.compressed`.
 
 A unit is a message here. For the published implementation ZeRO-3 goes tensor by tensor, `TENSORS` of a block, as
 DeepSpeed did when Megatron-LM was compared with it (arXiv:2104.04473, table 2): that table shows its latencies.
@@ -32,10 +32,11 @@ from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.errors import UsageError
 from hpcdist.planner import payloads
 from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.compressed import Gradients, summed
 from hpcdist.planner.layout import STRATEGIES, Layout
 from hpcdist.planner.network import NOTHING as NO_COST
 from hpcdist.planner.network import Cost, collective, span
-from hpcdist.planner.payloads import Matrices
+from hpcdist.planner.payloads import Matrices, Payload
 
 TENSORS: Final = 12  # of a block: two norms and four products, weight and bias each
 _BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -140,7 +141,7 @@ class _Job(NamedTuple):
 
     def _allreduce(self, parameters: float, axis: str) -> Exchange:
         """Return the fastest of long buckets, which are late, and short ones, whose latencies add up."""
-        if self.layout.compression != "none":
+        if self._payload(parameters) is not None:
             cost = self._gradients("allreduce", parameters, axis)
             return self._result(self._hide(cost.seconds, 1), 0.0, cost)
         nbytes = parameters * gradient_bytes(self.layout)
@@ -154,7 +155,7 @@ class _Job(NamedTuple):
             if may_s <= self.backward_s:  # longer ones would begin later, and all that may hide does
                 break
             buckets //= 2
-        return self._result((best.seconds, hidden_s), 0.0, best)
+        return self._result((best.seconds, hidden_s), 0.0, best._replace(flags=(*best.flags, *self._useless())))
 
     def _zero(self, parameters: float, axis: str) -> Exchange:
         layout, m = self.layout, self.microbatches
@@ -180,7 +181,7 @@ class _Job(NamedTuple):
     def _servers(self, parameters: float, axis: str, ranks: int) -> Exchange:
         """Return push and pull in lock-step; the pull waits for the update, of which timing tells."""
         layout, cluster = self.layout, self.cluster
-        payload = payloads.payload(layout.compression, parameters, ranks, self.units, self.matrices)
+        payload = self._payload(parameters, ranks)
         pushed = parameters * gradient_bytes(layout) if payload is None else payload.nbytes
         pulled = float(parameters * _BYTES[layout.precision])
         coding_s = 0.0 if payload is None else payload.seconds(cluster)
@@ -188,6 +189,7 @@ class _Job(NamedTuple):
         if not layout.servers:
             group = span(layout, axis, cluster)
             push = collective("all_to_all", pushed, group, cluster)
+            push = push if payload else push._replace(flags=(*push.flags, *self._useless()))
             pull = collective("all_to_all", pulled, group, cluster)
             sums_s = pushed * per_byte * 3  # each of p shares is read, and the sum so far read and written
             whole = push.seconds + sums_s + coding_s, self._hide(push.seconds, 1)[1]
@@ -200,7 +202,7 @@ class _Job(NamedTuple):
             hidden,
             pushed,
             "dedicated servers",
-            ("incast: queues at the servers' links, no lost packets",),
+            ("incast: queues at the servers' links, no lost packets", *(() if payload else self._useless())),
             ranks * pulled / self._servers_each,
         )
 
@@ -229,26 +231,26 @@ class _Job(NamedTuple):
 
     def _gradients(self, operation: str, parameters: float, axis: str) -> Cost:
         """Return the sum of gradients, compressed where the layout says so, with encoding and decoding."""
-        layout, cluster = self.layout, self.cluster
-        ranks = span(layout, axis, cluster).size
-        payload = payloads.payload(layout.compression, parameters, ranks, self.units, self.matrices)
-        if payload is None:
-            return self._in_messages(operation, parameters * gradient_bytes(layout), axis, self.units)
-        group = span(layout, axis, cluster)
-        if payload.way == "gathered":
-            cost = collective("all_gather", ranks * payload.nbytes, group, cluster)
-        elif payload.way == "owned":  # shares to their owners, sums back to all
-            there = collective("all_to_all", payload.nbytes, group, cluster)
-            often = 2 if operation == "allreduce" else 1
-            cost = Cost(often * there.seconds, often * there.nbytes, there.algorithm, there.flags)
-        else:
-            cost = collective("allreduce", payload.nbytes, group, cluster, layout.algorithm)
-        return Cost(
-            cost.seconds + payload.seconds(cluster),
-            cost.nbytes,
-            f"{layout.compression} {cost.algorithm}",
-            (*cost.flags, *payload.flags),
-        )
+        plain = self._in_messages(operation, parameters * gradient_bytes(self.layout), axis, self.units)
+        if self._payload(parameters) is None:
+            return plain._replace(flags=(*plain.flags, *self._useless()))
+        given = Gradients(parameters, self.units, self.matrices)
+        cost = summed(operation, given, self.layout, axis, self.cluster)
+        if cost.seconds <= plain.seconds:
+            return cost
+        slower = f"{self.layout.compression} takes {cost.seconds:.3g} s, gradients as they are {plain.seconds:.3g} s"
+        return cost._replace(flags=(*cost.flags, slower))
+
+    def _payload(self, parameters: float, ranks: int = 2) -> Payload | None:
+        """Return what is sent in place of gradients; None where that is no less than they are."""
+        found = payloads.payload(self.layout.compression, parameters, ranks, self.units, self.matrices)
+        if found is None or found.nbytes >= 0.999 * parameters * gradient_bytes(self.layout):
+            return None
+        return found
+
+    def _useless(self) -> tuple[str, ...]:
+        name = self.layout.compression
+        return () if name == "none" else (f"{name}: no fewer bytes than the gradients have; they travel as they are",)
 
     def _in_messages(self, operation: str, nbytes: float, axis: str, messages: int) -> Cost:
         """Return so many collectives one after the other."""

@@ -283,6 +283,39 @@ def test_compression_pays_on_slow_links_and_not_on_fast_ones() -> None:
     assert "square" in exchange(N, made(compression="powersgd"), CLUSTER, 0.0).flags[0]
 
 
+def test_a_node_sums_what_the_network_is_slow_for() -> None:
+    """Between 8 nodes of 8: float32 sums in a node, an eighth of the payload of each rank outside."""
+    near = Level(name="near", devices=8, latency_s=ALPHA, bytes_per_s=300 * RATE)
+    deep = replace(CLUSTER, levels=(near, Level(name="far", devices=0, latency_s=ALPHA, bytes_per_s=RATE)))
+    found = exchange(N, made(p=64, compression="bfloat16"), deep, 0.0)
+    inside, outside = 2 * 4 * N * 7 / 8, 2 * 2 * N / 8 * 7 / 8
+    assert found.algorithm == "bfloat16 owned between nodes"
+    assert found.nbytes == pytest.approx(inside + outside)
+    coding_s = 32 * N / 8 / 1e12
+    assert found.exposed_s == pytest.approx(inside / 300 / RATE + outside / RATE + coding_s, rel=0.01)
+    for name in ("bfloat16", "int8", "int4", "onebit"):
+        dense, coded = (exchange(N, made(p=64, compression=way), deep, 0.0) for way in ("none", name))
+        assert coded.exposed_s < dense.exposed_s and not coded.flags
+    flat = exchange(N, made(p=8, compression="int8"), deep, 0.0)  # one node: nothing is between nodes
+    assert flat.algorithm == "int8 owned"
+
+
+def test_what_compresses_nothing_is_left_out() -> None:
+    keys = {"precision": "bfloat16", "main_gradients": "working"}
+    for strategy in ("allreduce", "zero1", "parameter_server"):
+        plain, cast = (
+            exchange(N, made(strategy, compression=way, **keys), CLUSTER, 1.0) for way in ("none", "bfloat16")
+        )
+        assert cast._replace(flags=()) == plain
+        assert "travel as they are" in cast.flags[0]
+
+
+def test_compression_that_costs_time_is_flagged() -> None:
+    fast = replace(CLUSTER, levels=(Level(name="flat", devices=0, latency_s=ALPHA, bytes_per_s=9e12),))
+    found = exchange(N, made(compression="int8"), fast, 0.0)
+    assert "gradients as they are" in found.flags[0]
+
+
 def test_gathered_payloads_grow_with_the_ranks() -> None:
     """Everybody gets the payloads of everybody: 8 bytes of 1 % from each of p-1 others."""
     for p in (2, 8, 128):
