@@ -74,7 +74,10 @@ def timing(
 
 
 def data_exchange(description: Description, layout: Layout, cluster: Cluster, m: int, stage: Stage) -> Exchange:
-    """Return the exchange of the data axis for the parameters of ``stage``, after ``m`` micro-batches (local)."""
+    """Return the exchange of the data axis for the parameters of ``stage``, after ``m`` micro-batches (local).
+
+    It hides behind computation alone: messages of other axes are taken to need the same links.
+    """
     load, ends = stage.load, (0.0, 0.0)
     if layout.pipeline == 1 and layout.implementation == "hpcdist":
         first, last = (local_parameters(unit, layout) for unit in (description.units[0], description.units[-1]))
@@ -83,9 +86,9 @@ def data_exchange(description: Description, layout: Layout, cluster: Cluster, m:
         load.parameters,
         layout,
         cluster,
-        stage.seconds.input_s + stage.seconds.weight_s,
+        load.input_s + load.weight_s + load.again_s,
         m,
-        forward_s=stage.seconds.forward_s,
+        forward_s=load.forward_s,
         units=load.units,
         expert_parameters=load.expert_parameters,
         ends=ends,

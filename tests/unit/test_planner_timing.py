@@ -221,6 +221,16 @@ def test_gradients_hide_behind_the_last_backward_as_far_as_they_may():
     assert shown.bytes["data"] == pytest.approx(2 * 7 / 8 * MODEL.parameters * 4)
 
 
+@pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "zero3"])
+def test_no_more_hides_than_is_computed_meanwhile(strategy: str):
+    slow = replace(CLUSTER, levels=(Level(name="slow", devices=0, latency_s=1e-3, bytes_per_s=1e6),))
+    layout = replace(LAYOUT, data=4, tensor=2, sequence_parallel=True, strategy=strategy, recompute="full")
+    found = timing(MODEL, layout, slow, 16)
+    computed_s = sum(found.terms[name] for name in ("forward", "backward", "recompute"))
+    assert 0 < found.hidden_s <= computed_s
+    assert found.terms["tensor"] > computed_s, "which is as long as messages of another axis take"
+
+
 def test_input_that_comes_slower_than_steps_is_waited_for():
     assert timing(MODEL, LAYOUT, CLUSTER, 2).terms["input"] == 0.0
     slow = replace(CLUSTER, storage=replace(CLUSTER.storage, node_read_bytes_per_s=10.0))
