@@ -64,7 +64,7 @@ class Work:
     """Operations of a step, of all devices: of the model, and of the hardware, which computes some again.
 
     By the formula of arXiv:2205.05198, appendix A: attention is counted over all pairs, causal or not; ``exact_flops``
-    counts the pairs that are looked at.
+    are those of the model with the pairs that are looked at, and of those are the ``hardware_flops`` of this toolkit.
     """
 
     model_flops: float
@@ -130,6 +130,11 @@ class Estimate:
         return self.work.model_flops / (self.step_s * self.peak_flops)
 
     @property
+    def exact_mfu(self) -> float:
+        """MFU with the pairs only that a causal attention looks at: for long contexts about half of attention."""
+        return self.work.exact_flops / (self.step_s * self.peak_flops)
+
+    @property
     def hfu(self) -> float:
-        """The same with what is computed again."""
+        """Operations of the hardware, with those done again, over the same; of this toolkit those that it executes."""
         return self.work.hardware_flops / (self.step_s * self.peak_flops)

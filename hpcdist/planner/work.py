@@ -11,9 +11,11 @@ pairs, causal or not. With "selective" the paper counts attention twice, back to
 less, s / (4.5 h); the utilisations of the hardware that it prints follow the formula, and so does this. Here it is
 summed over the products of each unit, so it holds for grouped keys, gated feed-forwards and experts, too.
 
-The kernels of this toolkit compute the scores of attention once more in their backward, which keeps none of them
-(`hpcdist.models.attention`): half of attention's forward, whatever is recomputed besides, and "selective" has nothing
-to add. In a pipeline they repeat whole chunks, with "full", but for a last chunk whose backward follows its forward.
+The hardware of this toolkit is counted by what its kernels execute. They skip tokens that a causal attention does not
+look at, so their attention is that of the exact pairs: with a long context it does less than the formula of the model
+says. They compute the scores once more in their backward, which keeps none of them (`hpcdist.models.attention`): half
+of attention's forward, whatever is recomputed besides, and "selective" has nothing to add. In a pipeline they repeat
+whole chunks, with "full", but for a last chunk whose backward follows its forward.
 """
 
 from functools import lru_cache
@@ -42,9 +44,9 @@ def matrix_flops(unit: Unit) -> float:
     )
 
 
-def forward_flops(unit: Unit) -> float:
-    """Return the operations of one ``unit``, forward, of a sample, with attention over all pairs."""
-    return matrix_flops(unit) + attention_flops(unit)
+def forward_flops(unit: Unit, *, exact: bool = False) -> float:
+    """Return the operations of one ``unit``, forward, of a sample: of all pairs, or those that are looked at."""
+    return matrix_flops(unit) + attention_flops(unit, exact=exact)
 
 
 def attention_flops(unit: Unit, *, exact: bool = False) -> float:
@@ -61,26 +63,28 @@ def _again(description: Description, layout: Layout) -> float:
 
     units = description.units
     if layout.pipeline == 1:
-        return sum([unit.count * forward_flops(unit) for unit in units if unit.attention is not None])
-    every = sum([unit.count * forward_flops(unit) for unit in units])
+        return sum([unit.count * forward_flops(unit, exact=True) for unit in units if unit.attention is not None])
+    every = sum([unit.count * forward_flops(unit, exact=True) for unit in units])
     if layout.schedule == "gpipe":
         return every
-    return every - sum([share.times * forward_flops(share.unit) for share in chunks(description, layout)[-1].shares])
+    last = chunks(description, layout)[-1].shares
+    return every - sum([share.times * forward_flops(share.unit, exact=True) for share in last])
 
 
 @lru_cache(maxsize=1024)
 def _of_sample(description: Description, recompute: str, is_ours: bool) -> tuple[float, float, float]:
     model = hardware = exact = 0.0
     for unit in description.units:
-        matrices, scores = matrix_flops(unit), attention_flops(unit)
+        matrices, scores, seen = matrix_flops(unit), attention_flops(unit), attention_flops(unit, exact=True)
         back = 1 if unit.first else 2
         each = (1 + back) * matrices + 3 * scores
-        again = 0.0
+        needed = (1 + back) * matrices + 3 * seen
+        done = each
         if is_ours:
-            again = scores / 2
+            done = needed + seen / 2
         elif unit.attention is not None and recompute != "none":
-            again = 3 * scores if recompute == "selective" else matrices + scores
+            done += 3 * scores if recompute == "selective" else matrices + scores
         model += unit.count * each
-        hardware += unit.count * (each + again)
-        exact += unit.count * ((1 + back) * matrices + 3 * attention_flops(unit, exact=True))
+        hardware += unit.count * done
+        exact += unit.count * needed
     return model, hardware, exact

@@ -36,6 +36,20 @@ def test_a_plan_is_that_of_its_parts(simulate: bool) -> None:
     assert found.run == failures.run(1000, took.step_s, joules, checkpoint_bytes(GPT3, layout), layout, SELENE)
     assert found.mfu == pytest.approx(did.model_flops / took.step_s / (256 * 312e12))
     assert found.hfu == pytest.approx(did.hardware_flops / took.step_s / (256 * 312e12))
+    assert found.exact_mfu == pytest.approx(did.exact_flops / took.step_s / (256 * 312e12))
+
+
+def test_devices_do_not_reach_more_than_their_kernels_do() -> None:
+    """With a long context the pairs that are looked at are half of the square: power follows what is executed."""
+    shape = replace(models.named("llama-3-8b"), context=2**20)
+    layout = Layout(data=1, context=64, recompute="full", precision="bfloat16")
+    found = plan(describe(shape, "long"), layout, SELENE, 1, 10)
+    computing_s = sum(found.timing.terms[name] for name in ("forward", "backward", "recompute"))
+    reached = found.work.hardware_flops / (computing_s * found.peak_flops)
+    best = max(share for curve in SELENE.device.matmul.values() for share in curve.shares)
+    assert 0.3 < reached <= max(best, SELENE.device.attention_share)
+    assert found.exact_mfu < found.hfu < found.mfu
+    assert found.energy == energy(found.timing, layout, SELENE, reached)
 
 
 def test_servers_do_not_compute() -> None:
