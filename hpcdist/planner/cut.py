@@ -3,12 +3,15 @@
 Megatron-LM (arXiv:2104.04473) deals blocks out evenly, and puts the embedding with the first of them and the head with
 the last; where they do not divide, both ends have one block fewer (arXiv:2401.10241, section 5.1; arXiv:2407.21783,
 section 3.3.2). This toolkit makes the time of the slowest rank as small as can be, by operations
-(`hpcdist.strategies.partition`), which takes blocks from the rank that has the head.
+(`hpcdist.strategies.partition`), which takes blocks from the rank that has the head. That programme is quadratic in the
+units: for more than `MANY_UNITS` of them the best time of one chunk a rank is found by halving an interval.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Final, NamedTuple
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.description import Description, Unit
@@ -17,6 +20,9 @@ from hpcdist.planner.work import matrix_flops
 from hpcdist.strategies.costs import attended
 from hpcdist.strategies.partition import Devices, partition
 from hpcdist.strategies.schedule.catalogue import SCHEDULES
+
+MANY_UNITS: Final = 1000  # beyond, the best cut is found by filling parts: a table of all parts would be too large
+ROUNDING: Final = 1e-12  # of a sum of operations
 
 
 class Share(NamedTuple):
@@ -76,6 +82,8 @@ def _chunks(
         each = known.most
     folded = known is not None and known.folded
     parts = ranks * each
+    if parts == 1:
+        return (Chunk(0, tuple(Share(unit, unit.count, place) for place, unit in enumerate(description.units))),)
     owners = [number % ranks for number in range(parts)]
     if folded:
         owners = [*range(ranks), *reversed(range(ranks))]
@@ -88,7 +96,11 @@ def _chunks(
     if implementation == "megatron" and description.shape is not None:
         bounds = _even(description.units[1].count, parts)
     else:
-        bounds = _by_operations([share.unit for share in of_unit], owners, recompute=recompute == "full")
+        operations = [
+            _operations(unit, first=place == 0, recompute=recompute == "full")
+            for place, unit in enumerate(description.units)
+        ]
+        bounds = _by_operations([operations[share.place] for share in of_unit], owners)
     return tuple(
         Chunk(owner, _joined(of_unit[start:stop]))
         for owner, start, stop in zip(owners, bounds, bounds[1:], strict=False)
@@ -107,12 +119,44 @@ def _even(blocks: int, parts: int) -> list[int]:
     return [0, *(1 + blocks // parts * number for number in range(1, parts)), units]
 
 
-def _by_operations(units: Sequence[Unit], owners: Sequence[int], *, recompute: bool) -> list[int]:
-    """Return the bounds whose slowest rank has least to compute."""
-    weights = [_operations(unit, first=number == 0, recompute=recompute) for number, unit in enumerate(units)]
+def _by_operations(weights: Sequence[float], owners: Sequence[int]) -> list[int]:
+    """Return the bounds whose slowest rank has least to compute, of units with so many operations."""
+    if len(weights) > MANY_UNITS and len(set(owners)) == len(owners):
+        return _filled(weights, len(owners))
     found = partition(weights, owners, Devices.alike(max(owners) + 1), None)
     assert found is not None, "there is no limit to keep"
     return [0, *(chunk.stop for chunk in found.chunks)]
+
+
+def _filled(weights: Sequence[float], parts: int) -> list[int]:
+    """Return the bounds of ``parts`` neighbouring parts, none empty, the heaviest as light as can be (local).
+
+    A limit is enough when parts that are filled up to it, from the end, take all; the least limit that is enough is
+    found by halving, to a rounding. What is left for the first parts is less, which have most in flight.
+    """
+    sums = [0.0, *accumulate(weights)]
+
+    def up_to(limit: float) -> list[int] | None:
+        bounds = [len(weights)]
+        for part in range(parts - 1, 0, -1):
+            stop = bounds[-1]
+            start = max(part, bisect_left(sums, sums[stop] - limit))  # those before need one each
+            if start >= stop:
+                return None
+            bounds.append(start)
+        return [0, *reversed(bounds)] if sums[bounds[-1]] <= limit else None
+
+    low, high = max(sums[-1] / parts, *weights), sums[-1]
+    best = up_to(high)
+    assert best is not None, "one part may have all but what the others need"
+    while high - low > ROUNDING * high:
+        middle = (low + high) / 2
+        found = up_to(middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    return best
 
 
 def _operations(unit: Unit, *, first: bool, recompute: bool) -> float:

@@ -1,10 +1,13 @@
 """Which units a pipeline rank gets: as Megatron-LM deals them out, and as our own cut does."""
 
+from itertools import pairwise
+
 import pytest
 
 from hpcdist import models
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
+from hpcdist.planner import cut
 from hpcdist.planner.cut import chunks, stages
 from hpcdist.planner.description import Shape
 from hpcdist.planner.layout import Layout
@@ -12,6 +15,7 @@ from hpcdist.planner.models import named
 from hpcdist.planner.shape import describe, of_config
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.costs import unit_costs
+from hpcdist.strategies.partition import Devices, partition
 from hpcdist.strategies.partition_memory import States
 from hpcdist.strategies.partition_plan import plan
 from hpcdist.strategies.schedule.schedule_file import generated
@@ -85,6 +89,27 @@ def test_ours_is_the_cut_of_a_run(layers: int, vocabulary: int, schedule: str, r
     ]
     # Others may be as fast: a run takes the one of them that needs least memory.
     assert slowest[0] == slowest[1]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize("ends", [(0.0, 0.0), (1.0, 20.0), (300.0, 40.0), (0.0, 900.0)])
+def test_filled_parts_are_as_even_as_can_be(parts: int, ends: tuple[float, float]) -> None:
+    for inner in ([7.0] * 41, [float(3 + number * number % 11) for number in range(60)]):
+        weights = [ends[0], *inner, ends[1]]
+        bounds = cut._filled(weights, parts)
+        assert (bounds[0], bounds[-1], len(bounds)) == (0, len(weights), parts + 1)
+        assert all(start < stop for start, stop in pairwise(bounds)), "nobody is without a unit"
+        best = partition(weights, range(parts), Devices.alike(parts), None)
+        assert best is not None
+        assert max(sum(weights[start:stop]) for start, stop in pairwise(bounds)) == pytest.approx(best.largest)
+
+
+def test_models_of_silly_sizes_are_cut_without_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The programme over all pairs of 10,000 units would take a minute and gigabytes.
+    monkeypatch.setattr("hpcdist.planner.cut.partition", None)
+    assert blocks(10_000, Layout()) == [10_000]
+    found = blocks(10_000, Layout(pipeline=8))
+    assert sum(found) == 10_000 and max(found) - min(found) <= 2 * len(found)
 
 
 def test_fewer_units_than_parts_are_refused() -> None:
