@@ -26,11 +26,16 @@ __all__ = [
     "order_problems",
     "problems",
     "shape_problems",
+    "too_large",
     "unbuilt",
 ]
 
 DEGREES: Final = ("data", "pipeline", "tensor", "context", "expert", "microbatch", "chunks")
 GB: Final = 1e9
+# Beyond what anybody trains: a slip of the keyboard is told at once, and not planned for hours.
+MOST: Final = {"layers": 10_000, "hidden": 1 << 20, "context": 1 << 27, "vocabulary": 1 << 30}
+MOST_SAMPLES: Final = 1 << 40
+MOST_DEVICES: Final = 10_000_000
 _CHOICES: Final = {
     "strategy": known.STRATEGIES,
     "recompute": known.RECOMPUTE,
@@ -66,12 +71,26 @@ def flags(layout: Layout, cluster: Cluster) -> tuple[str, ...]:
 
 def shape_problems(description: Description, layout: Layout, cluster: Cluster, global_batch: int) -> Iterator[Problem]:
     """Yield what is wrong beside memory, of values that mean nothing first, and then of those alone (local)."""
-    wrong = tuple(_values(layout, global_batch))
+    wrong = (*too_large(description, layout.devices, global_batch), *_values(layout, global_batch))
     if wrong:
         yield from wrong
         return
     yield from grid_problems(description, layout, cluster, global_batch)
     yield from order_problems(description, layout, global_batch)
+
+
+def too_large(description: Description, devices: int, global_batch: int) -> Iterator[Problem]:
+    """Yield sizes that nothing has, by how much (local)."""
+    for name, most in MOST.items() if description.shape else ():
+        size = getattr(description.shape, name)
+        if size > most:
+            yield Problem("value", f"{name} = {size}, {size - most} more than the {most} that a plan is made for")
+    if global_batch > MOST_SAMPLES:
+        yield Problem(
+            "value", f"a global batch of {global_batch} samples; a plan is made for at most {MOST_SAMPLES} of them"
+        )
+    if devices > MOST_DEVICES:
+        yield Problem("value", f"{devices} devices; a plan is made for at most {MOST_DEVICES} of them")
 
 
 def memory_problem(memory: Memory, limit_bytes: float = 0.0) -> Problem | None:

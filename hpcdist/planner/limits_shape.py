@@ -187,7 +187,7 @@ def _batch(layout: Layout, global_batch: int) -> Iterator[Problem]:
     if many < pipeline:
         yield Problem(
             "micro-batches",
-            f"{many} micro-batches are {pipeline - many} too few for the schedule 'interleaved' with pipeline = "
+            f"micro-batches: {many}, which is {pipeline - many} too few for the schedule 'interleaved' with pipeline = "
             f"{pipeline}",
         )
     elif layout.implementation == "megatron" and many % pipeline:

@@ -14,6 +14,7 @@ from hpcdist.planner import search_value, search_words
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Estimate
+from hpcdist.planner.limits import too_large
 from hpcdist.planner.plan import plan
 from hpcdist.planner.search_space import OBJECTIVES, Wanted
 from hpcdist.planner.search_walk import Walk
@@ -71,7 +72,7 @@ def search(description: Description, cluster: Cluster, devices: int, global_batc
     Raises UsageError for devices or a batch that are none, or more devices than the cluster has, and for an objective
     that the cluster has no numbers for.
     """
-    _check(cluster, devices, global_batch, wanted)
+    _check(description, cluster, devices, global_batch, wanted)
     spare = SPARE if wanted.simulate else 1
     walk = Walk(description, cluster, devices, global_batch, wanted, keep=spare * wanted.first)
     walk.run()
@@ -88,15 +89,17 @@ def search(description: Description, cluster: Cluster, devices: int, global_batc
         estimated=walk.estimated,
         left_out=walk.layouts - walk.estimated - unfit,
         nothing=() if finalists else search_words.nothing(walk),
-        flags=flags,
+        flags=tuple(dict.fromkeys((*flags, *(flag for _, one in finalists[: wanted.first] for flag in one.flags)))),
     )
 
 
-def _check(cluster: Cluster, devices: int, global_batch: int, wanted: Wanted) -> None:
+def _check(description: Description, cluster: Cluster, devices: int, global_batch: int, wanted: Wanted) -> None:
     if devices < 1 or global_batch < 1:
         raise UsageError(
             f"a search on {devices} devices for a global batch of {global_batch} samples; each must be at least 1"
         )
+    if wrong := next(too_large(description, devices, global_batch), None):
+        raise UsageError(wrong.text)
     if devices > cluster.devices:
         raise UsageError(
             f"a search on {devices} devices, {devices - cluster.devices} more than the {cluster.devices} of "
@@ -127,7 +130,7 @@ def _simulated(walk: Walk) -> tuple[list[tuple[float, Estimate]], tuple[str, ...
 def _explained(finalists: list[tuple[float, Estimate]], wanted: Wanted, cluster: Cluster) -> tuple[Found, ...]:
     unit, found = search_value.unit(wanted.objective, cluster), []
     for number, (value, estimate) in enumerate(finalists[: wanted.first]):
-        behind = finalists[number + 1][1] if number + 1 < len(finalists) else None
+        behind = finalists[number + 1][1] if number + 1 < min(len(finalists), wanted.first) else None
         found.append(
             Found(
                 estimate=estimate,

@@ -29,17 +29,18 @@ class Wanted:
     """What a search is for, and what it may vary. An empty tuple: everything that is possible.
 
     ``objective`` is of a step: its seconds, its joules, its price, or joules times seconds. ``memory_bytes`` is what a
-    device may use, where that is less than it has (0). With ``fewer`` a layout may use a part of the devices, a number
-    that divides them. ``base`` has what never varies: precision, implementation, overlap, algorithm. Compression
-    changes what is computed, and is tried only where it is asked for. ``runnable``: only what this version of hpcdist
-    runs itself. ``first`` are kept, and with ``simulate`` they, and as many behind them, are timed again by the
-    simulator of schedules. With ``distinct`` a grid is there only once, with what is best on it. ``steps`` are those of
-    the training, for its failures and price.
+    device may use; 0: what it has but for the share ``headroom``, since no plan of memory is exact. With ``fewer`` a
+    layout may use a part of the devices, a number that divides them. ``base`` has what never varies: precision,
+    implementation, overlap, algorithm. Compression changes what is computed, and is tried only where it is asked for.
+    ``runnable``: only what this version of hpcdist runs itself. ``first`` are kept, and with ``simulate`` they, and as
+    many behind them, are timed again by the simulator of schedules. With ``distinct`` a grid is there only once, with
+    what is best on it. ``steps`` are those of the training, for its failures and price.
     """
 
     objective: str = "time"
     steps: int = 1000
     memory_bytes: float = 0.0
+    headroom: float = 0.05
     fewer: bool = False
     base: Layout = field(default_factory=Layout)
     strategies: tuple[str, ...] = ("allreduce", "zero1", "zero2", "zero3")
@@ -82,8 +83,17 @@ class Wanted:
             raise UsageError(f"objective = {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
         if self.first < 1 or self.steps < 1:
             raise UsageError(f"first = {self.first}, steps = {self.steps}; each must be at least 1")
+        if not 0 <= self.headroom < 1:
+            raise UsageError(f"headroom = {self.headroom}; it is a share of the memory, from 0 to less than 1")
         if self.memory_bytes < 0:
             raise UsageError(f"memory_bytes = {self.memory_bytes}; give bytes of a device, or 0 for all it has")
+
+
+def limit_bytes(wanted: Wanted, memory_bytes: float) -> float:
+    """Return what a layout may use of a device's ``memory_bytes`` (local)."""
+    if wanted.memory_bytes:
+        return min(wanted.memory_bytes, memory_bytes)
+    return memory_bytes * (1 - wanted.headroom)
 
 
 def grids(devices: int, wanted: Wanted) -> Iterator[Layout]:
@@ -139,7 +149,7 @@ def sizes(grid: Layout, global_batch: int, wanted: Wanted) -> tuple[int, ...]:
 def orders(description: Description, grid: Layout, wanted: Wanted) -> tuple[tuple[str, int], ...]:
     """Return schedules with their chunks; one alone without a pipeline (local)."""
     if grid.pipeline == 1:
-        return (("1f1b", 1),)
+        return (("sequential", 1),)
     found: list[tuple[str, int]] = []
     for name in wanted.schedules:
         row = SCHEDULES[name]

@@ -75,7 +75,8 @@ class Walk:
     _worst: float = float("inf")
 
     def __post_init__(self) -> None:
-        self.room = Room(self.description, self.cluster, self.global_batch, self.wanted.memory_bytes)
+        self.limit_bytes = search_space.limit_bytes(self.wanted, self.cluster.device.memory_bytes)
+        self.room = Room(self.description, self.cluster, self.global_batch, self.limit_bytes)
 
     def run(self) -> None:
         """Walk until nothing that is left can be among the best (local)."""
@@ -156,7 +157,7 @@ class Walk:
             for way in ways:
                 layout = search_space.with_way(order, way)
                 needed = memory(self.description, layout, self.cluster, self.global_batch)
-                if problem := limits.memory_problem(needed, self.wanted.memory_bytes):
+                if problem := limits.memory_problem(needed, self.limit_bytes):
                     return problem
         return Problem("memory", "")
 

@@ -117,7 +117,7 @@ def _no_grid(walk: "Walk") -> Iterator[str]:
 
 def _helps(walk: "Walk", layout: "Layout", needed_bytes: float) -> Iterator[str]:
     """Yield changes to the leanest layout under which it would fit, each tried."""
-    limit = min(walk.cluster.device.memory_bytes, walk.wanted.memory_bytes or walk.cluster.device.memory_bytes)
+    limit = walk.limit_bytes
     yield f"a device of {both(needed_bytes)} would do"
     more = 2
     tried = [("full recomputation", replace(layout, recompute="full"))]

@@ -49,7 +49,7 @@ def test_what_can_be_has_no_problems():
         ({"microbatch": 192}, ("microbatch = 192 is 96 more than the 96 samples",)),
         (
             {"schedule": "interleaved", "chunks": 2, "data": 128, "pipeline": 16, "tensor": 1},
-            ("12 micro-batches are 4 too few", "pipeline = 16"),
+            ("micro-batches: 12, which is 4 too few", "pipeline = 16"),
         ),
         (
             {"schedule": "interleaved", "chunks": 2, "data": 128, "tensor": 1},
@@ -93,6 +93,14 @@ def test_values_that_mean_nothing_come_alone(changed, text):
     found = said(replace(FITS, tensor=5, **changed))
     assert len(found) == 1
     assert text in found[0]
+
+
+def test_sizes_that_nothing_has_are_refused_at_once():
+    found = said(FITS, 1 << 41)
+    assert len(found) == 1
+    assert "a global batch of 2199023255552" in found[0]
+    deep = replace(MODEL, shape=replace(SHAPE, layers=10**6))
+    assert "layers = 1000000, 990000 more than the 10000" in said(FITS, model=deep)[0]
 
 
 def test_all_that_is_wrong_is_told():

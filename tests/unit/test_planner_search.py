@@ -102,6 +102,7 @@ def test_search_equals_brute_force(implementation, memory_bytes, objective):
         objective=objective,
         steps=STEPS,
         base=replace(BASE, implementation=implementation),
+        headroom=0.0,
         chunks=(2, 4),
         simulate=False,
     )
@@ -153,13 +154,13 @@ def test_only_what_runs_where_that_is_wanted():
     on = replace(
         on, device=replace(on.device, peak_flops={"float32": 19.5e12}, matmul={"float32": on.device.matmul["bfloat16"]})
     )
-    free = search(MODEL, on, DEVICES, BATCH, Wanted(base=base, contexts=(2,), first=3))
+    free = search(MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=base, contexts=(2,), first=3))
     assert all(one.estimate.layout.context == 2 for one in free.found)
     assert all(any("context" in flag for flag in one.estimate.flags) for one in free.found), "flagged as not built"
-    bound = search(MODEL, on, DEVICES, BATCH, Wanted(base=base, runnable=True, first=20))
+    bound = search(MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=base, runnable=True, first=20))
     assert len(bound.found) == 20
     assert all(not limits.unbuilt(one.estimate.layout) for one in bound.found)
-    with_none = search(MODEL, on, DEVICES, BATCH, Wanted(base=base, contexts=(2,), runnable=True))
+    with_none = search(MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=base, contexts=(2,), runnable=True))
     assert with_none.found == ()
     assert {one.limit for one in with_none.refused} >= {"unbuilt"}
     assert with_none.nothing
@@ -167,7 +168,7 @@ def test_only_what_runs_where_that_is_wanted():
 
 def test_compression_is_tried_where_it_is_asked_for_only():
     on, base = cluster(40e9), replace(BASE, implementation="hpcdist")
-    plain = search(MODEL, on, DEVICES, BATCH, Wanted(base=base, simulate=False))
+    plain = search(MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=base, simulate=False))
     assert {one.estimate.layout.compression for one in plain.found} == {"none"}
     wanted = Wanted(
         base=base, compressions=("none", "int8"), tensors=(1,), pipelines=(1,), contexts=(1,), first=100, simulate=False
@@ -180,8 +181,10 @@ def test_compression_is_tried_where_it_is_asked_for_only():
 
 def test_fewer_devices_may_be_better():
     on = cluster(40e9)
-    all_of_them = search(MODEL, on, DEVICES, BATCH, Wanted(base=BASE, objective="energy", simulate=False))
-    fewer = search(MODEL, on, DEVICES, BATCH, Wanted(base=BASE, objective="energy", fewer=True, simulate=False))
+    all_of_them = search(MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=BASE, objective="energy", simulate=False))
+    fewer = search(
+        MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=BASE, objective="energy", fewer=True, simulate=False)
+    )
     assert fewer.found[0].value < all_of_them.found[0].value
     assert fewer.found[0].estimate.layout.devices < DEVICES
     assert all(one.estimate.layout.devices == DEVICES for one in all_of_them.found)
@@ -189,7 +192,7 @@ def test_fewer_devices_may_be_better():
 
 def test_distinct_keeps_the_best_of_each_grid():
     on = cluster(40e9)
-    result = search(MODEL, on, DEVICES, BATCH, Wanted(base=BASE, distinct=True, simulate=False))
+    result = search(MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=BASE, distinct=True, simulate=False))
     grids = [
         replace(
             BASE, **{name: getattr(one.estimate.layout, name) for name in ("data", "pipeline", "tensor", "context")}
@@ -207,7 +210,7 @@ def test_distinct_keeps_the_best_of_each_grid():
 
 def test_finalists_are_simulated():
     on = cluster(40e9)
-    wanted = Wanted(base=BASE, pipelines=(4,), schedules=("1f1b",), first=5)
+    wanted = Wanted(headroom=0.0, base=BASE, pipelines=(4,), schedules=("1f1b",), first=5)
     result = search(MODEL, on, DEVICES, BATCH, wanted)
     values = [one.value for one in result.found]
     assert values == sorted(values)
@@ -218,7 +221,7 @@ def test_finalists_are_simulated():
 
 def test_the_first_are_explained_by_terms():
     on = cluster(40e9)
-    result = search(MODEL, on, DEVICES, BATCH, Wanted(base=BASE))
+    result = search(MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=BASE))
     assert len(result.found) == 10
     for one, behind in zip(result.found, result.found[1:], strict=False):
         assert any("instead of" in line for line in one.why), one.why
@@ -229,7 +232,7 @@ def test_the_first_are_explained_by_terms():
 
 
 def test_what_is_refused_is_counted_by_reason():
-    result = search(MODEL, cluster(0.3e9), DEVICES, BATCH, Wanted(base=BASE))
+    result = search(MODEL, cluster(0.3e9), DEVICES, BATCH, Wanted(headroom=0.0, base=BASE))
     reasons = {(one.limit, one.of): one for one in result.refused}
     assert reasons["heads", "grids"].count == 1  # of all products of 8, that of tensor = 8
     assert (
@@ -243,26 +246,28 @@ def test_what_is_refused_is_counted_by_reason():
 
 def test_where_nothing_fits_it_says_how_much_is_missing_and_what_would_help():
     on = cluster(0.12e9)
-    result = search(MODEL, on, DEVICES, BATCH, Wanted(base=BASE))
+    result = search(MODEL, on, DEVICES, BATCH, Wanted(headroom=0.0, base=BASE))
     assert result.found == ()
     assert "missing" in result.nothing[0]
     # The device that would do is the smallest on which anything does.
     least = min(estimate.memory.bytes for estimate in possible("megatron", 40e9))
-    assert not search(MODEL, cluster(least - 1), DEVICES, BATCH, Wanted(base=BASE)).found
-    assert search(MODEL, cluster(least), DEVICES, BATCH, Wanted(base=BASE)).found
+    assert not search(MODEL, cluster(least - 1), DEVICES, BATCH, Wanted(headroom=0.0, base=BASE)).found
+    assert search(MODEL, cluster(least), DEVICES, BATCH, Wanted(headroom=0.0, base=BASE)).found
     assert any("2 times the devices, as data it would fit" in line for line in result.nothing)
     twice = replace(on, devices=2 * DEVICES)
-    assert search(MODEL, twice, 2 * DEVICES, BATCH, Wanted(base=BASE)).found
+    assert search(MODEL, twice, 2 * DEVICES, BATCH, Wanted(headroom=0.0, base=BASE)).found
 
 
 def test_where_no_product_is_possible_it_names_the_most_devices_that_are():
     known = replace(cluster(40e9), devices=1000)
-    result = search(MODEL, known, 997, BATCH, Wanted(base=BASE, contexts=(1,)))
+    result = search(MODEL, known, 997, BATCH, Wanted(headroom=0.0, base=BASE, contexts=(1,)))
     assert result.found == ()
     text = " ".join(result.nothing)
     found = int(text.split("on ")[-1].split(" devices")[0])
     assert (
-        search(MODEL, known, found, BATCH, Wanted(base=BASE, contexts=(1,), memory_bytes=0.0, simulate=False)).layouts
+        search(
+            MODEL, known, found, BATCH, Wanted(headroom=0.0, base=BASE, contexts=(1,), memory_bytes=0.0, simulate=False)
+        ).layouts
         > 0
     )
 
@@ -278,6 +283,8 @@ def test_where_no_product_is_possible_it_names_the_most_devices_that_are():
         (8, 8, {"recompute": ()}, "none"),
         (8, 8, {"tensors": (0,)}, "at least 1"),
         (8, 8, {"first": 0}, "at least 1"),
+        (8, 8, {"headroom": 1.0}, "headroom"),
+        (8, 1 << 50, {}, "a plan is made for at most"),
         (8, 8, {"memory_bytes": -1.0}, "memory_bytes"),
     ],
 )
@@ -290,10 +297,10 @@ def test_an_objective_without_numbers_is_refused():
     on = cluster(40e9)
     free = replace(on, site=replace(on.site, device_hour_price=None, kwh_price=None))
     with pytest.raises(UsageError, match="has no prices"):
-        search(MODEL, free, DEVICES, BATCH, Wanted(base=BASE, objective="cost"))
+        search(MODEL, free, DEVICES, BATCH, Wanted(headroom=0.0, base=BASE, objective="cost"))
     dark = replace(on, device=replace(on.device, peak_w=0.0, idle_w=0.0))
     with pytest.raises(UsageError, match="has no power"):
-        search(MODEL, dark, DEVICES, BATCH, Wanted(base=BASE, objective="energy"))
+        search(MODEL, dark, DEVICES, BATCH, Wanted(headroom=0.0, base=BASE, objective="energy"))
 
 
 def test_a_model_that_is_no_transformer():
@@ -302,6 +309,19 @@ def test_a_model_that_is_no_transformer():
 
     mlp: Description = of_config(ModelConfig(kind="mlp", layers=4, hidden=256), features=64, classes=10)
     on = cluster(40e9)
-    result = search(mlp, on, DEVICES, 64, Wanted(base=replace(BASE, implementation="hpcdist")))
+    result = search(mlp, on, DEVICES, 64, Wanted(headroom=0.0, base=replace(BASE, implementation="hpcdist")))
     assert result.found
     assert all(one.estimate.layout.tensor == one.estimate.layout.context == 1 for one in result.found)
+
+
+def test_a_share_of_the_memory_stays_free():
+    free = search(MODEL, cluster(0.3e9), DEVICES, BATCH, Wanted(base=BASE, headroom=0.2, simulate=False))
+    assert all(one.estimate.memory.bytes <= 0.24e9 for one in free.found)
+    full = search(MODEL, cluster(0.3e9), DEVICES, BATCH, Wanted(base=BASE, headroom=0.0, simulate=False))
+    assert any(one.estimate.memory.bytes > 0.24e9 for one in full.found)
+
+
+def test_the_flags_of_what_was_found_are_there():
+    result = search(MODEL, cluster(40e9), DEVICES, BATCH, Wanted(base=BASE, contexts=(2,), first=3))
+    assert set(result.flags) >= {flag for one in result.found for flag in one.estimate.flags}
+    assert result.found[-1].why == (), "the next one is not shown"
