@@ -110,12 +110,13 @@ def exchange(
 def gradient_bytes(layout: Layout) -> int:
     """Return the bytes of a gradient on the wire, without compression.
 
-    Megatron sums in the type of its main gradients. hpcdist sends 16 bits where ZeRO's owners sum, and float32 else.
+    Megatron sums in the type of its main gradients. hpcdist keeps 16 bits and sends them to servers and to the owners
+    of ZeRO, who sum in float32; the partial sums of its allreduce travel in float32, but with main gradients in the
+    "working" type: then it goes by all_to_all, or by a library that sums 16 bits (`hpcdist.collectives`).
     """
     working = _BYTES[layout.precision]
-    if layout.implementation == "hpcdist" and layout.strategy.startswith("zero"):
-        return working
-    return max(4, working) if layout.main_gradients == "float32" else working
+    has_owners = layout.implementation == "hpcdist" and layout.strategy != "allreduce"
+    return working if has_owners or layout.main_gradients == "working" else max(4, working)
 
 
 class _Job(NamedTuple):

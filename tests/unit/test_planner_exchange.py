@@ -248,7 +248,11 @@ def test_wire_types_follow_the_implementation() -> None:
     def of(**keys: object) -> int:
         return gradient_bytes(made(**{"precision": "bfloat16", **keys}))
 
-    assert of(strategy="zero1") == 2 and of() == 4 and of(main_gradients="working") == 2
+    # What is kept and sent to owners has 16 bits, whatever the main gradients; those of an allreduce have their type.
+    for name in ("float32", "working"):
+        assert of(strategy="zero1", main_gradients=name) == of(strategy="zero3", main_gradients=name) == 2
+        assert of(strategy="parameter_server", main_gradients=name) == 2
+    assert of() == 4 and of(main_gradients="working") == 2
     assert of(strategy="zero1", implementation="megatron") == 4
     assert of(strategy="zero1", implementation="megatron", main_gradients="working") == 2
     assert of(precision="float64") == 8 and of(precision="float32") == 4
