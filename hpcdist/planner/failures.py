@@ -6,6 +6,7 @@ slowdown are Daly's (`hpcdist.strategies.interval`), on whole steps.
 """
 
 import math
+from typing import Final
 
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster import Cluster
@@ -13,6 +14,8 @@ from hpcdist.planner.energy import JOULES_PER_KWH, held, nodes_of, waiting_w
 from hpcdist.planner.estimate import Energy, Run
 from hpcdist.planner.layout import Layout
 from hpcdist.strategies import interval
+
+ENDLESS: Final = 1000.0  # wall time over work, beyond which a run is said never to end
 
 
 def mtbf_s(layout: Layout, cluster: Cluster) -> float:
@@ -37,7 +40,8 @@ def run(steps: int, step_s: float, energy: Energy, checkpoint_bytes: float, layo
     """Return the expected course of ``steps`` steps of ``step_s`` seconds and of ``energy`` each.
 
     ``checkpoint_bytes`` are those of all that is saved. A run that is shorter than the best interval saves once, at its
-    end. Where failures come so fast that no interval gets through, seconds, joules and what follows are infinite.
+    end. Where failures come so fast that a run would last over `ENDLESS` times its work, seconds, joules and what
+    follows are infinite.
     Raises UsageError for less than one step.
     """
     if steps < 1:
@@ -49,6 +53,8 @@ def run(steps: int, step_s: float, energy: Energy, checkpoint_bytes: float, layo
     try:
         slowdown = interval.slowdown(between_s, save, mtbf, restart)
     except OverflowError:
+        slowdown = math.inf
+    if slowdown > ENDLESS:
         slowdown = math.inf
     wall_s = work_s * slowdown
     failures = wall_s / mtbf

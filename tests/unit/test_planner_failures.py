@@ -138,6 +138,21 @@ def test_a_run_that_never_gets_through_is_infinite():
     assert run.price is not None and math.isinf(run.price)
 
 
+def test_a_run_that_hardly_ever_gets_through_is_infinite_too():
+    """A finite number of 95 digits is no answer: beyond a thousand times its work a run is said never to end."""
+    layout, found = Layout(data=8), {}
+    for mtbf in (1.0, 15.0, 30.0, 60.0):
+        bad = dataclasses.replace(H100, failures=Failures(node_mtbf_s=mtbf, restart_s=120.0))
+        run = failures.run(100, 1.0, STEP, 1e9, layout, bad)
+        found[mtbf] = run.slowdown
+        restart = failures.restart_s(1e9, layout, bad)
+        formula = interval.slowdown(run.interval_s, run.save_s, run.mtbf_s, restart)
+        assert math.isfinite(formula), "the formula alone does not tell"
+        assert run.slowdown == (formula if formula <= failures.ENDLESS else math.inf)
+        assert math.isinf(run.wall_s) == math.isinf(run.joules) == (formula > failures.ENDLESS)
+    assert math.isinf(found[1.0]) and math.isinf(found[15.0]) and found[30.0] < failures.ENDLESS
+
+
 def test_a_run_has_a_step():
     with pytest.raises(UsageError, match="a run of 0 steps is none; expected 1 or more"):
         failures.run(0, 10.0, STEP, 1e12, Layout(data=8), H100)
