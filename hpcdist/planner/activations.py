@@ -17,7 +17,9 @@ What a context axis cuts are the tokens of a sample. Between the halves of a spl
 of linears and the gradients of their outputs (arXiv:2401.10241, table 1).
 
 **Ours**: the arrays that `hpcdist.models.counts` names, cut as `hpcdist.strategies.costs.Split` says. Attention keeps
-no scores, so "selective" has nothing to save.
+no scores, so "selective" has nothing to save. A context axis cuts tokens, of what is kept and of scratch, but not the
+tiles of attention; keys and values of one other rank are there at a time, and back the gradients that go with them
+(ring attention, arXiv:2310.01889).
 """
 
 from dataclasses import replace
@@ -173,7 +175,14 @@ def scratch_of(description: Description, layout: Layout, present: tuple[int, ...
     """
     adds = accumulates and layout.computes_in == layout.precision
     return _scratch(
-        description, present, layout.tensor, itemsize(layout), layout.sequence_parallel, layout.microbatch, adds
+        description,
+        present,
+        layout.tensor,
+        layout.context,
+        itemsize(layout),
+        layout.sequence_parallel,
+        layout.microbatch,
+        adds,
     )
 
 
@@ -182,6 +191,7 @@ def _scratch(
     description: Description,
     present: tuple[int, ...],
     tensor: int,
+    context: int,
     size: int,
     by_tokens: bool,
     samples: int,
@@ -192,7 +202,15 @@ def _scratch(
     for number in present:
         unit = description.units[number]
         assert unit.counted is not None
-        found = {name: split.scratch(one, samples) for name, one in unit.counted.scratch.items()}
+        found = {
+            # Of a tile there is as much as there was.
+            name: split.scratch(one if one.most else one._replace(each=-(-one.each // context)), samples)
+            for name, one in unit.counted.scratch.items()
+        }
+        if context > 1 and unit.attention is not None:
+            seen = unit.attention
+            tokens = -(-seen.context // context)
+            found["context.keys"] = samples * split.of(4 * tokens * seen.kv_heads * seen.size)  # and two gradients
         if adds and unit.products:
             found["linear.dweight"] = split.of(max(product.inner * product.columns for product in unit.products))
         for name, elements in found.items():

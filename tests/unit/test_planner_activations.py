@@ -154,3 +154,22 @@ def test_ours_computed_again_are_those_of_the_counts(keys: dict[str, Any], input
     scratch = scratch_of(found, layout, tuple(range(len(found.units))), accumulates=False)
     expected = counts(config, **inputs).activation_bytes(5, recompute=True)
     assert 5 * again_one_by_one(found, layout) + scratch == expected
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_ranks_of_the_context_axis_have_their_own_tokens(tensor: int) -> None:
+    shape = replace(named("llama-3-8b"), context=65536)
+    found, ranks = describe(shape, "long"), 16
+    whole = Layout(tensor=tensor, microbatch=2)
+    cut = replace(whole, context=ranks)
+    for one, other in zip(of_units(found, whole), of_units(found, cut), strict=True):
+        assert other == pytest.approx([number / ranks for number in one])
+    full = replace(whole, recompute="full")
+    again = again_one_by_one(found, full)
+    assert again_one_by_one(found, replace(full, context=ranks)) == pytest.approx(again / ranks)
+    # Scratch of a model with as few tokens, and keys, values and their gradients of one other rank.
+    few = describe(replace(shape, context=shape.context // ranks), "short")
+    own = scratch_of(few, whole, (0, 1, 2), accumulates=True)
+    keys = 2 * 2 * 4 * 4096 * 8 * 128 / tensor
+    assert scratch_of(found, cut, (0, 1, 2), accumulates=True) == pytest.approx(own + keys)
+    assert scratch_of(found, cut, (2,), accumulates=False) == scratch_of(few, whole, (2,), accumulates=False)
