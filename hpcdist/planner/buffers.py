@@ -30,7 +30,8 @@ def exchanged(layout: Layout, parameters: float, longest: float) -> float:
     """Return what our collectives over the data axis take, for ``parameters`` on this device.
 
     An allreduce of a bucket has what arrives beside it: half of it by recursive halving, a share by the ring, which is
-    the same on two ranks. ZeRO does so with a unit of ``longest`` parameters. A server has a few gradients under way.
+    the same on two ranks. Where it sends float32 sums of 16-bit gradients the bucket is there in float32, too, and so
+    is what arrives. ZeRO does so with a unit of ``longest`` parameters, as it is. A server has a few gradients under way.
     With compression there are payloads, one that goes and one that comes, in the place of those.
     """
     replicas = layout.data * layout.context
@@ -43,7 +44,10 @@ def exchanged(layout: Layout, parameters: float, longest: float) -> float:
     share = {"auto": 2, "tree": 1}.get(layout.algorithm, replicas)
     if stage_of(layout.strategy):
         return coded + size * unit / share
-    return coded + min(BUCKET_BYTES, size * parameters) / share
+    bucket = min(BUCKET_BYTES, size * parameters)
+    if size >= WIDE or layout.main_gradients == "working":
+        return coded + bucket / share
+    return coded + WIDE / size * bucket * (1 + 1 / share)
 
 
 def _coded(layout: Layout, parameters: float, unit: float, replicas: int) -> float:

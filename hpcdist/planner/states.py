@@ -10,8 +10,10 @@ and K = 12 for the optimizer: a float32 master and two moments. ZeRO cuts the op
     float32     float32     8           16     8 +  8/d     4 + 12/d     16/d       ours, and anybody's
 
 Megatron-LM adds micro-batches up in a float32 gradient ("main gradient") and its distributed optimizer cuts as stage 1
-does. This toolkit adds them up in 16 bits: the gradient of a micro-batch is float32 for one unit at a time only, which
-is counted as scratch. Experts that lie on different data ranks are replicated less often: their d is smaller.
+does. This toolkit keeps and adds them up in 16 bits, whatever ``main_gradients`` says, which is about what an allreduce
+sends (`hpcdist.planner.exchange.gradient_bytes`). The gradient of a micro-batch is float32 for one unit at a time only,
+and so is a bucket that is summed: the one is counted as scratch, the other with messages. Experts that lie on different
+data ranks are replicated less often: their d is smaller.
 
 Compression keeps what it has lost of a gradient (error feedback): 4 bytes of each parameter of a worker, whatever ZeRO
 cuts, 8 beside 16-bit parameters, and with onebit 4/d more for the sums. They count with the optimizer.

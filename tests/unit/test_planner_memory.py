@@ -11,12 +11,16 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
+from hpcdist.planner import cluster_file
+from hpcdist.planner.buffers import exchanged
 from hpcdist.planner.cluster import Cluster, Device, Failures, Node, Storage
 from hpcdist.planner.cut import chunks
+from hpcdist.planner.exchange import gradient_bytes
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.memory import by_rank, memory
 from hpcdist.planner.models import named
 from hpcdist.planner.shape import describe, of_config
+from hpcdist.planner.states import states
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.partition_memory import States
 from hpcdist.strategies.partition_plan import plan
@@ -283,3 +287,32 @@ def test_what_the_paper_ran_fits_and_its_baseline_does_not(name: str) -> None:
 def test_pipelines_that_cannot_run_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         memory(of_config(ModelConfig(), context=8), replace(Layout(pipeline=2), **fields), BARE, 4)
+
+
+def test_buckets_of_16_bits_are_summed_in_float32() -> None:
+    half = Layout(data=4, precision="bfloat16", algorithm="ring")
+    whole = exchanged(replace(half, precision="float32"), 1e9, 1e6)
+    assert whole == 2**20  # a quarter of 4 MiB arrives
+    # 4 MiB of 16-bit numbers are 8 MiB in float32, and a quarter of those arrives.
+    assert exchanged(half, 1e9, 1e6) == 2**23 + 2**21
+    assert exchanged(half, 100.0, 100.0) == 400 + 100
+    assert gradient_bytes(half) == 4 and states(half).gradient == 2
+    # By an algorithm that sends 16 bits there is no such copy, and what is kept is the same.
+    narrow = replace(half, main_gradients="working")
+    assert exchanged(narrow, 1e9, 1e6) == 2**20
+    assert gradient_bytes(narrow) == 2 and states(narrow).gradient == 2
+
+
+def test_what_is_reserved_counts() -> None:
+    cluster = cluster_file.read("h100-hgx")
+    description, layout = describe(named("gpt2"), "gpt2"), Layout()
+    used = sum(by_rank(description, layout, 1)[0].values())
+
+    def fits(memory_bytes: float, reserved: float) -> bool:
+        device = replace(cluster.device, memory_bytes=memory_bytes, reserved_bytes=reserved)
+        found = memory(description, layout, replace(cluster, device=device), 1)
+        assert found.terms["reserved"] == reserved and found.bytes == used + reserved
+        return found.fits
+
+    assert fits(used, 0) and not fits(used - 1, 0)
+    assert fits(used + 1e9, 1e9) and not fits(used + 1e9 - 1, 1e9)
