@@ -31,7 +31,7 @@ def exchanged(layout: Layout, parameters: float, longest: float) -> float:
 
     An allreduce of a bucket has what arrives beside it: half of it by recursive halving, a share by the ring, which is
     the same on two ranks. Where it sends float32 sums of 16-bit gradients the bucket is there in float32, too, and so
-    is what arrives. ZeRO does so with a unit of ``longest`` parameters, as it is. A server has a few gradients under way.
+    is what arrives. ZeRO does so with a unit of ``longest`` parameters. A server has a few gradients under way.
     With compression there are payloads, one that goes and one that comes, in the place of those.
     """
     replicas = layout.data * layout.context
