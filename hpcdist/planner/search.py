@@ -21,7 +21,7 @@ from hpcdist.planner.search_walk import Walk
 
 __all__ = ["OBJECTIVES", "Found", "Refused", "Result", "Wanted", "search"]
 
-SPARE = 2  # so many times as many finalists as are kept: the simulator may change their order
+SPARE = 3  # finalists more than are shown: the simulator may change their order, and takes most of the time
 PASSES = 200_000  # of all ranks: finalists of more are not simulated, for that takes seconds
 
 
@@ -73,8 +73,8 @@ def search(description: Description, cluster: Cluster, devices: int, global_batc
     that the cluster has no numbers for.
     """
     _check(description, cluster, devices, global_batch, wanted)
-    spare = SPARE if wanted.simulate else 1
-    walk = Walk(description, cluster, devices, global_batch, wanted, keep=spare * wanted.first)
+    spare = SPARE if wanted.simulate else 0
+    walk = Walk(description, cluster, devices, global_batch, wanted, keep=wanted.first + spare)
     walk.run()
     finalists, flags = _simulated(walk) if wanted.simulate else (walk.kept, ())
     refused = _refused(walk)

@@ -32,8 +32,8 @@ class Wanted:
     device may use; 0: what it has but for the share ``headroom``, since no plan of memory is exact. With ``fewer`` a
     layout may use a part of the devices, a number that divides them. ``base`` has what never varies: precision,
     implementation, overlap, algorithm. Compression changes what is computed, and is tried only where it is asked for.
-    ``runnable``: only what this version of hpcdist runs itself. ``first`` are kept, and with ``simulate`` they, and as
-    many behind them, are timed again by the simulator of schedules. With ``distinct`` a grid is there only once, with
+    ``runnable``: only what this version of hpcdist runs itself. ``first`` are kept, and with ``simulate`` they, and a
+    few behind them, are timed again by the simulator of schedules. With ``distinct`` a grid is there only once, with
     what is best on it. ``steps`` are those of the training, for its failures and price.
     """
 
