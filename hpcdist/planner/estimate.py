@@ -63,13 +63,15 @@ class Timing:
 class Work:
     """Operations of a step, of all devices: of the model, and of the hardware, which computes some again.
 
-    By the formula of arXiv:2205.05198, appendix A: attention is counted over all pairs, causal or not; ``exact_flops``
-    are those of the model with the pairs that are looked at, and of those are the ``hardware_flops`` of this toolkit.
+    By the formula of arXiv:2205.05198, appendix A: attention is counted over all pairs, causal or not. ``exact_flops``
+    are those of the model with the pairs that are looked at, ``executed_flops`` those of the hardware, which skips the
+    others where its kernels do.
     """
 
     model_flops: float
     hardware_flops: float
     exact_flops: float
+    executed_flops: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,5 +138,10 @@ class Estimate:
 
     @property
     def hfu(self) -> float:
-        """Operations of the hardware, with those done again, over the same; of this toolkit those that it executes."""
+        """Operations of the hardware, with those done again, over the same."""
         return self.work.hardware_flops / (self.step_s * self.peak_flops)
+
+    @property
+    def exact_hfu(self) -> float:
+        """HFU with the operations only that are executed."""
+        return self.work.executed_flops / (self.step_s * self.peak_flops)

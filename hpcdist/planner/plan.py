@@ -43,7 +43,7 @@ def plan(
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
     joules = energy(took, layout, cluster, _peak_share(work_, took, peak_flops))
     needed = memory(description, layout, cluster, global_batch)
-    mfu = work_.model_flops / (took.step_s * peak_flops)
+    mfu = work_.exact_flops / (took.step_s * peak_flops)  # of a long context, half of attention is not computed
     return Estimate(
         layout=layout,
         global_batch=global_batch,
@@ -122,4 +122,4 @@ def _unproven(layout: Layout, cluster: Cluster, mfu: float) -> tuple[str, ...]:
 def _peak_share(work_: Work, took: Timing, peak_flops: float) -> float:
     """Return the part of their peak that the devices reach while they compute."""
     computing_s = sum(took.terms.get(name, 0.0) for name in COMPUTING)
-    return min(1.0, work_.hardware_flops / (computing_s * peak_flops)) if computing_s else 0.0
+    return min(1.0, work_.executed_flops / (computing_s * peak_flops)) if computing_s else 0.0

@@ -11,11 +11,13 @@ pairs, causal or not. With "selective" the paper counts attention twice, back to
 less, s / (4.5 h); the utilisations of the hardware that it prints follow the formula, and so does this. Here it is
 summed over the products of each unit, so it holds for grouped keys, gated feed-forwards and experts, too.
 
-The hardware of this toolkit is counted by what its kernels execute. They skip tokens that a causal attention does not
-look at, so their attention is that of the exact pairs: with a long context it does less than the formula of the model
-says. They compute the scores once more in their backward, which keeps none of them (`hpcdist.models.attention`): half
-of attention's forward, whatever is recomputed besides, and "selective" has nothing to add. In a pipeline they repeat
-whole chunks, with "full", but for a last chunk whose backward follows its forward.
+The kernels of this toolkit compute the scores once more in their backward, which keeps none of them
+(`hpcdist.models.attention`): half of attention's forward, whatever is recomputed besides, and "selective" has nothing
+to add. In a pipeline they repeat whole chunks, with "full", but for a last chunk whose backward follows its forward.
+
+All of that is counted over all pairs, so that it compares with what is published. Operations that are "exact" are those
+of the model over the pairs that are looked at, "executed" those of the hardware: the kernels of this toolkit skip
+tokens that a causal attention does not look at, the published ones compute and mask them.
 """
 
 from functools import lru_cache
@@ -28,11 +30,15 @@ from hpcdist.planner.layout import Layout
 def work(description: Description, layout: Layout, global_batch: int) -> Work:
     """Return the operations of a step of ``global_batch`` samples, on all devices together (local)."""
     is_ours = layout.implementation == "hpcdist"
-    model, hardware, exact = _of_sample(description, layout.recompute, is_ours)
+    model, hardware, exact, executed = _of_sample(description, layout.recompute, is_ours)
     if is_ours and layout.recompute == "full":
-        hardware += _again(description, layout)
+        hardware += _again(description, layout, exact=False)
+        executed += _again(description, layout, exact=True)
     return Work(
-        model_flops=model * global_batch, hardware_flops=hardware * global_batch, exact_flops=exact * global_batch
+        model_flops=model * global_batch,
+        hardware_flops=hardware * global_batch,
+        exact_flops=exact * global_batch,
+        executed_flops=executed * global_batch,
     )
 
 
@@ -57,34 +63,29 @@ def attention_flops(unit: Unit, *, exact: bool = False) -> float:
     return 4.0 * attention.heads * attention.size * (attention.pairs if exact else attention.context**2)
 
 
-def _again(description: Description, layout: Layout) -> float:
-    """Return what our "full" recomputation repeats of the forward of a sample: blocks, or chunks of a pipeline."""
-    from hpcdist.planner.cut import chunks  # which weighs units by what is counted here
+def _again(description: Description, layout: Layout, *, exact: bool) -> float:
+    """Return what our "full" recomputation repeats of the forward of a sample."""
+    from hpcdist.planner.again import repeated  # which cuts units by what is counted here
 
-    units = description.units
-    if layout.pipeline == 1:
-        return sum([unit.count * forward_flops(unit, exact=True) for unit in units if unit.attention is not None])
-    every = sum([unit.count * forward_flops(unit, exact=True) for unit in units])
-    if layout.schedule == "gpipe":
-        return every
-    last = chunks(description, layout)[-1].shares
-    return every - sum([share.times * forward_flops(share.unit, exact=True) for share in last])
+    shares = [share for chunk in repeated(description, layout) for share in chunk.shares]
+    return sum([share.times * forward_flops(share.unit, exact=exact) for share in shares])
 
 
 @lru_cache(maxsize=1024)
-def _of_sample(description: Description, recompute: str, is_ours: bool) -> tuple[float, float, float]:
-    model = hardware = exact = 0.0
+def _of_sample(description: Description, recompute: str, is_ours: bool) -> tuple[float, float, float, float]:
+    model = hardware = exact = executed = 0.0
     for unit in description.units:
         matrices, scores, seen = matrix_flops(unit), attention_flops(unit), attention_flops(unit, exact=True)
         back = 1 if unit.first else 2
         each = (1 + back) * matrices + 3 * scores
         needed = (1 + back) * matrices + 3 * seen
-        done = each
+        again = 0.0
         if is_ours:
-            done = needed + seen / 2
+            again = scores / 2
         elif unit.attention is not None and recompute != "none":
-            done += 3 * scores if recompute == "selective" else matrices + scores
+            again = 3 * scores if recompute == "selective" else matrices + scores
         model += unit.count * each
-        hardware += unit.count * done
+        hardware += unit.count * (each + again)
         exact += unit.count * needed
-    return model, hardware, exact
+        executed += unit.count * (needed + seen / 2 if is_ours else each + again)
+    return model, hardware, exact, executed

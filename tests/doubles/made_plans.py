@@ -89,7 +89,7 @@ ESTIMATE = Estimate(
     parameters=DESCRIPTION.parameters,
     memory=MEMORY,
     timing=TIMING,
-    work=Work(model_flops=64 * 1e15, hardware_flops=64 * 1.2e15, exact_flops=64 * 0.9e15),
+    work=Work(model_flops=64 * 1e15, hardware_flops=64 * 1.2e15, exact_flops=64 * 0.9e15, executed_flops=64 * 1.1e15),
     energy=Energy(terms={"devices": 250e3, "hosts": 80e3, "network": 0.0, "cooling": 30e3}, device_w=390.0),
     run=RUN,
     peak_flops=64 * 300e12,
