@@ -7,7 +7,7 @@ from typing import Final
 import click
 from click.shell_completion import CompletionItem
 
-from hpcdist.cli.plan_sections import MODEL, WHERE, Command, Sectioned, choice, count
+from hpcdist.cli.plan_sections import MODEL, WHERE, Command, Number, Sectioned, choice, count
 
 # Options that describe a transformer, by the field of `hpcdist.planner.description.Shape`.
 SHAPE: Final = ("layers", "hidden", "heads", "kv_heads", "vocabulary", "feed_forward", "mlp_ratio", "gated", "experts")
@@ -48,7 +48,7 @@ _MODEL_OPTIONS: Final = (
         "--mlp-ratio",
         cls=Sectioned,
         section=MODEL,
-        type=click.FloatRange(min=0.0, min_open=True),
+        type=Number(min=0.0, min_open=True),
         metavar="X",
         help="The same as a multiple of --hidden.  [default: 4]",
     ),
@@ -101,7 +101,7 @@ _WHERE_OPTIONS: Final = (
         "--tokens",
         cls=Sectioned,
         section=WHERE,
-        type=click.FloatRange(min=1.0),
+        type=Number(min=1.0),
         metavar="X",
         help="The same in tokens, e.g. 300e9.",
     ),

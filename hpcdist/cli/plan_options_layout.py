@@ -4,7 +4,7 @@ from typing import Final
 
 import click
 
-from hpcdist.cli.plan_sections import LAYOUT, Command, Sectioned, choice, count
+from hpcdist.cli.plan_sections import LAYOUT, Command, Number, Sectioned, choice, count
 from hpcdist.planner.layout import (
     ALGORITHMS,
     COMPRESSIONS,
@@ -103,7 +103,7 @@ _OPTIONS: Final = (
         "--tensor-overlap",
         cls=Sectioned,
         section=LAYOUT,
-        type=click.FloatRange(0.0, 1.0),
+        type=Number(0.0, 1.0),
         metavar="X",
         help="Share of the tensor messages that may hide behind the backward.  [default: 0]",
     ),
@@ -111,9 +111,9 @@ _OPTIONS: Final = (
         "--overlap",
         cls=Sectioned,
         section=LAYOUT,
-        type=click.FloatRange(0.0, 1.0),
+        type=Number(0.0, 1.0),
         metavar="X",
-        help="Share of the exchange that may hide behind the backward.  [default: 1]",
+        help="Share of the exchange that may hide behind computation.  [default: 1]",
     ),
 )
 

@@ -11,7 +11,7 @@ import click
 from hpcdist.cli import plan_options
 from hpcdist.cli.plan_options_layout import layout as layout_options
 from hpcdist.cli.plan_sections import Sectioned, SectionedCommand
-from hpcdist.errors import UsageError
+from hpcdist.errors import ConfigurationError, UsageError
 
 if TYPE_CHECKING:
     from hpcdist.cli.plan_subject import Subject
@@ -50,7 +50,9 @@ def _option(*names: str, **settings: Any) -> Callable[[Callable[..., Any]], Call
     default="time",
     help="What is to be least: seconds, joules, price, or joules times seconds, of a step.",
 )
-@_option("--memory", metavar="SIZE", help='What a device may use, as "70 GB" or "64 GiB".  [default: all it has]')
+@_option(
+    "--memory", metavar="SIZE", help='What a device may use, as "70 GB" or "64 GiB".  [default: 95 % of all it has]'
+)
 @_option("--fewer", is_flag=True, help="A layout may leave devices unused.")
 @_option("--runnable", is_flag=True, help="Only what this version of hpcdist runs itself.")
 @_option("--distinct", is_flag=True, help="Each product of degrees once, with what is best on it.")
@@ -110,7 +112,6 @@ def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str
 def _wanted(found: "Subject", cluster: "Cluster", options: Mapping[str, Any]) -> "Wanted":
     from hpcdist.cli.plan_layout import strategy_of
     from hpcdist.planner.search import Wanted
-    from hpcdist.planner.units import parse
 
     values: dict[str, Any] = {
         field: (options[name],) for name, field in _FIXED.items() if options.get(name) is not None
@@ -121,17 +122,25 @@ def _wanted(found: "Subject", cluster: "Cluster", options: Mapping[str, Any]) ->
     if "compressions" not in values:  # that of a recipe stays as it is
         values["compressions"] = (found.layout.compression,)
     if options["memory"] is not None:
-        limit = parse(options["memory"], "bytes")
-        if limit > cluster.device.memory_bytes:
-            raise UsageError(
-                f"--memory {options['memory']} is more than the {cluster.device.memory_bytes:,.0f} bytes of a device "
-                f"of {cluster.name}; leave it out, or choose less"
-            )
-        values["memory_bytes"] = limit
+        values["memory_bytes"] = _memory(options["memory"], cluster)
     for name in ("objective", "fewer", "runnable", "distinct", "first", "simulate"):
         values[name] = options[name]
     base = dataclasses.replace(found.layout, data=1, pipeline=1, tensor=1, context=1, servers=0)
     return Wanted(base=base, steps=found.steps, **values)
+
+
+def _memory(said: str, cluster: "Cluster") -> float:
+    """Return the bytes of --memory. Raises UsageError for what are none, or more than there are."""
+    from hpcdist.planner.units import parse
+
+    try:
+        limit = parse(said, "bytes")
+    except ConfigurationError as error:
+        raise UsageError(f"--memory {error}") from error
+    if not 0 < limit <= cluster.device.memory_bytes:
+        size = f"{cluster.device.memory_bytes:,.0f} bytes of a device of {cluster.name}"
+        raise UsageError(f"--memory {said} is none of the {size}; leave it out, or choose more than 0 and no more")
+    return limit
 
 
 def _jsonable(result: "Result", found: "Subject", cluster: "Cluster", notes: tuple[str, ...]) -> dict[str, Any]:

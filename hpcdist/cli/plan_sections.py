@@ -1,5 +1,6 @@
 """Options of `hpcdist plan` that stand under headings of their own in the help."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -33,6 +34,17 @@ class SectionedCommand(click.Command):
         for section in sorted(found, key=lambda name: name == "Options"):
             with formatter.section(section):
                 formatter.write_dl(found[section])
+
+
+class Number(click.FloatRange):
+    """A number in a range; infinity and what is no number are in none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number. Fails, as a usage error, for one that is not finite, or beyond the range."""
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return found
 
 
 def count(*names: str, section: str, text: str, least: int = 1, **settings: Any) -> Callable[[Command], Command]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hpcdist.training.recipe import Recipe
 
 STEPS: Final = 1000  # of a run of which nobody says how long it is
+MOST_STEPS: Final = 10**12  # more is a slip of the keyboard
 _NEEDED: Final = ("layers", "hidden", "heads", "vocabulary", "context")
 _OF_SHAPE: Final = (*SHAPE, "context", *SHAPE_TOO)
 
@@ -110,7 +111,10 @@ def _steps(options: Mapping[str, Any], description: Description, batch: int) -> 
     if steps is not None and tokens is not None:
         raise UsageError(f"--steps {steps} and --tokens {tokens:g} both say how long the run is; keep one")
     if tokens is not None:
-        return max(1, math.ceil(tokens / (batch * description.tokens))), ()
+        steps = max(1, math.ceil(tokens / (batch * description.tokens)))
+    if steps is not None and steps > MOST_STEPS:
+        said = f"--steps {steps}" if tokens is None else f"--tokens {tokens:g}"
+        raise UsageError(f"{said}: a plan is made for at most {MOST_STEPS:,} steps")
     if steps is not None:
         return int(steps), ()
     return None, (f"neither --steps nor --tokens is given: the run is planned with {STEPS} steps",)
