@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hpcdist.planner.again import ahead
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.compute import ITEM_BYTES
 from hpcdist.planner.description import Description
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.network import NOTHING, Cost, collective, message, span
 from hpcdist.planner.pipeline import SPLIT, Pipe, Seconds, closed, simulated
-from hpcdist.planner.stage_seconds import Load, Sent, ahead, chunk_loads, loads, sent
+from hpcdist.planner.stage_seconds import Load, Sent, chunk_loads, loads, sent
 from hpcdist.strategies.schedule.catalogue import SCHEDULES, chunks_of
 
 

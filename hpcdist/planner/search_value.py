@@ -15,13 +15,14 @@ from dataclasses import replace
 from typing import Final
 
 from hpcdist.errors import UsageError
+from hpcdist.planner.again import ahead
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.energy import JOULES_PER_KWH, energy, held
 from hpcdist.planner.estimate import Estimate, Timing
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.ranks import stage_of
-from hpcdist.planner.stage_seconds import ahead, loads
+from hpcdist.planner.stage_seconds import loads
 
 FREE: Final = ("data", "update", "input")  # terms of time that a strategy, or a compression, decides
 AGAIN: Final = 0.5  # of what a micro-batch takes is at most computed again

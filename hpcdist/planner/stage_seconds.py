@@ -9,22 +9,18 @@ Of b samples of s tokens and width h the tensor axis sends, in a region of produ
                     its output, a reduce-scatter for its input, and the input gathered once more
 
 An embedding whose vocabulary is cut is the end of a region, a head the beginning of one; the loss of a cut vocabulary
-sums three float32 numbers a token. The allreduce, or the
-reduce-scatter, that goes back may run while the gradients of the weights at the beginning of the region are computed,
-and the second gathering while those of the input are (arXiv:2205.05198, section 6.2): `Layout.tensor_overlap`. The
-context axis gathers keys and values forward, and scatters the sums of their gradients back (arXiv:2407.21783, section
-3.3.2). The expert axis sends each token to its experts and back, and so its gradient. What is computed again sends
-again what its forward sent.
-
-Megatron-LM computes a block again when its gradient is there. Ours, with a pipeline, computes whole chunks again before
-they wait for it, the ends of the model too, and nothing where the backward follows its forward at once: on the last
-rank of 1f1b (`hpcdist.strategies.schedule.pipelines.expand`).
+sums three float32 numbers a token. The allreduce, or the reduce-scatter, that goes back may run while the gradients of
+the weights at the beginning of the region are computed, and the second gathering while those of the input are
+(arXiv:2205.05198, section 6.2): `Layout.tensor_overlap`. The context axis gathers keys and values forward, and scatters
+the sums of their gradients back (arXiv:2407.21783, section 3.3.2). The expert axis sends each token to its experts and
+back, and so its gradient. What is computed again (`hpcdist.planner.again`) sends again what its forward sent.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from hpcdist.planner.again import repeated
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.compute import ITEM_BYTES, kept, local_experts, local_parameters, unit_seconds
 from hpcdist.planner.cut import Share, chunks, stages
@@ -88,29 +84,25 @@ def loads(description: Description, layout: Layout, cluster: Cluster) -> tuple[t
     found: tuple[tuple[Load, int], ...] | None = known.get(key)
     if found is None:
         of_ranks = stages(description, layout)
+        again: list[Counter[int]] = [Counter() for _ in of_ranks]
+        for rank, shares in repeated(description, layout):
+            again[rank].update({share.place: share.times for share in shares})
         composed = [
-            (tuple((share.place, share.times) for share in shares), _repeats(layout, rank))
-            for rank, shares in enumerate(of_ranks)
+            (tuple((share.place, share.times) for share in shares), tuple(sorted(own.items())))
+            for shares, own in zip(of_ranks, again, strict=True)
         ]
         alike, often = dict(zip(composed, of_ranks, strict=True)), Counter(composed)
-        found = tuple((_load(alike[one], description, layout, cluster, one[1]), often[one]) for one in often)
+        found = tuple((_load(alike[one], dict(one[1]), description, layout, cluster), often[one]) for one in often)
         known[key] = found
     return found
 
 
-def ahead(layout: Layout) -> bool:
-    """Whether chunks are computed again before the gradient is there."""
-    return layout.implementation == "hpcdist" and layout.pipeline > 1 and layout.recompute == "full"
-
-
-def _repeats(layout: Layout, rank: int) -> bool:
-    """Whether ``rank`` computes anything again."""
-    return not (ahead(layout) and layout.schedule == "1f1b" and rank == layout.pipeline - 1)
-
-
 def chunk_loads(description: Description, layout: Layout, cluster: Cluster) -> tuple[Load, ...]:
     """Return the load of each chunk, in the order of the model (local)."""
-    return tuple(_load(chunk.shares, description, layout, cluster) for chunk in chunks(description, layout))
+    return tuple(
+        _load(chunk.shares, {share.place: share.times for share in again.shares}, description, layout, cluster)
+        for chunk, again in zip(chunks(description, layout), repeated(description, layout), strict=True)
+    )
 
 
 def together(one: Load, other: Load) -> Load:
@@ -178,22 +170,22 @@ def _key(description: Description, layout: Layout) -> tuple[object, ...]:
 
 
 def _load(
-    shares: Sequence[Share], description: Description, layout: Layout, cluster: Cluster, repeats: bool = True
+    shares: Sequence[Share], repeats: Mapping[int, int], description: Description, layout: Layout, cluster: Cluster
 ) -> Load:
-    sums = [0.0] * 9
+    """Return the sum of ``shares``; ``repeats``: how many of the units at a place are computed again."""
+    sums, again_s = [0.0] * 8, 0.0
     calls: Counter[Call] = Counter()
     flags: dict[str, None] = {}
-    ends = 0, len(description.units) - 1
+    left = dict(repeats)
     for unit, count, place in shares:
         seconds = unit_seconds(unit, layout, cluster)
-        # Where blocks are computed again, the ends of the model are not: they keep little, or what is needed at once.
-        is_end = place in ends and unit.attention is None and not ahead(layout)
-        again = repeats and not is_end and seconds.again_s > 0
+        again = min(count, left.get(place, 0))
+        left[place] = left.get(place, 0) - again
+        again_s += again * seconds.again_s
         whole = (
             seconds.forward_s,
             seconds.input_s,
             seconds.weight_s,
-            seconds.again_s if again else 0.0,
             seconds.add_s,
             seconds.cover_s,
             local_parameters(unit, layout),
@@ -204,10 +196,10 @@ def _load(
         for call in _calls(unit, description, layout):
             calls[call] += count
             if call.when == FORWARD and again and layout.recompute == "full":
-                calls[call._replace(when=AGAIN)] += count
+                calls[call._replace(when=AGAIN)] += again
         flags.update(dict.fromkeys(seconds.flags))
     units = sum(share.times for share in shares)
-    forward_s, input_s, weight_s, again_s, add_s, cover_s, parameters, experts, uncut = sums
+    forward_s, input_s, weight_s, add_s, cover_s, parameters, experts, uncut = sums
     return Load(
         forward_s,
         input_s,

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from hpcdist.planner.again import ahead
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.pipeline import Seconds, simulated
 from hpcdist.planner.ranks import blocks, border, stage_of
-from hpcdist.planner.stage_seconds import Load, ahead, chunk_loads, loads, together
+from hpcdist.planner.stage_seconds import Load, chunk_loads, loads, together
 from hpcdist.planner.timing import data_exchange, rows_sum, tied_sum, timing
 
 if TYPE_CHECKING:

@@ -202,6 +202,17 @@ def test_our_pipelines_compute_whole_chunks_again_while_they_would_wait(schedule
     assert (min(of_ranks) == 0.0) is (schedule == "1f1b")
 
 
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_a_heavy_head_is_computed_again_where_the_simulator_does(schedule: str, chunks: int):
+    heavy = describe(replace(SHAPE, layers=30, vocabulary=32768), "heavy")
+    layout = replace(LAYOUT, pipeline=2, schedule=schedule, chunks=chunks, recompute="full")
+    closed, simulated = (timing(heavy, layout, FAST, 96, simulate=on) for on in (False, True))
+    assert closed.step_s == pytest.approx(simulated.step_s, rel=2e-3)
+    head_s = unit_seconds(heavy.units[-1], layout, FAST).forward_s
+    with_head = [stage.ahead_s > head_s for stage, _ in ranks_of(heavy, layout, FAST, 48) if stage.load.uncut]
+    assert all(with_head) is (schedule == "gpipe")
+
+
 def test_a_tied_tensor_is_summed_over_both_ends_of_a_pipeline():
     layout = replace(LAYOUT, pipeline=2)
     loose = describe(replace(SHAPE, tied=False), "loose")
