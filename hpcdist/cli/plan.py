@@ -104,7 +104,8 @@ def command(
     """Say whether the training of RECIPE, or of a model in numbers, fits a cluster, how long it takes, what it costs.
 
     Nothing is started, and neither MPI nor a GPU is needed. Without options of the layout, that of the recipe is
-    planned; those that are given take its place. `--calibrate` is `hpcdist plan calibrate`.
+    planned; those that are given take its place. Without a recipe and a model it is the default recipe, which
+    `hpcdist train` trains. `--calibrate` is `hpcdist plan calibrate`.
     """
     from hpcdist.cli.plan_subject import cluster as read
     from hpcdist.cli.plan_subject import subject

@@ -1,6 +1,7 @@
 """What `hpcdist plan` plans: a recipe, a model by name or one in numbers, with its batch and its steps."""
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hpcdist.cli.plan_layout import flag, given, laid_out
 from hpcdist.cli.plan_options import SHAPE, SHAPE_TOO
-from hpcdist.errors import UsageError
+from hpcdist.errors import StorageError, UsageError
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description, Shape
 from hpcdist.planner.layout import Layout
@@ -37,8 +38,9 @@ class Subject:
 def subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> Subject:
     """Return what the arguments and options describe.
 
-    Raises UsageError for options that contradict each other or are missing, ConfigurationError for a recipe or a model
-    that cannot be planned.
+    Without a recipe or a model it is the default recipe, which `hpcdist train` trains. Raises UsageError for options
+    that contradict each other or are missing, ConfigurationError for a recipe or a model that cannot be planned, and
+    StorageError for a recipe that is not there.
     """
     named = options.get("model") is not None
     numbers = given(options, _OF_SHAPE)
@@ -47,11 +49,11 @@ def subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str,
             f"the recipe {path} and {'--model' if named else numbers[0]} are two models; keep one (--set model.KEY="
             "VALUE changes that of the recipe)"
         )
-    if path is None and not named and not numbers and not overrides:
-        raise UsageError("give a RECIPE, --model NAME (see `hpcdist plan models`), or --layers, --hidden and so on")
-    if path is not None or (overrides and not (named or numbers)):
+    if not (named or numbers):
         from hpcdist.training import recipe as recipes
 
+        if path is not None:
+            _check_there(path)
         recipe = recipes.load(path, overrides).recipe
         return of_recipe(recipe, "the default recipe" if path is None else path.stem, options)
     if overrides:
@@ -68,6 +70,20 @@ def subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str,
         steps=STEPS if steps is None else steps,
         notes=notes,
     )
+
+
+def _check_there(path: Path) -> None:
+    """Raise where there is no file ``path``: UsageError for what looks like a command, else StorageError."""
+    if path.exists():
+        return
+    from hpcdist.cli.plan import COMMANDS
+
+    close = difflib.get_close_matches(str(path), COMMANDS, 1)
+    if close:
+        raise UsageError(
+            f"there is no recipe {str(path)!r}, and no command of that name; did you mean `hpcdist plan {close[0]}`?"
+        )
+    raise StorageError(f"recipe {path}: there is no such file")
 
 
 def cluster(named: str | None) -> Cluster:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.planner import cluster_checks, units
 from hpcdist.planner import cluster_fields as fields
 from hpcdist.planner.cluster import Cluster, Curve, Device, Failures, Fit, Level, Node, Site, Storage
@@ -28,14 +28,17 @@ def names() -> tuple[str, ...]:
 
 
 def read(name_or_path: str) -> Cluster:
-    """Return the cluster of a shipped name or of a file. Raises ConfigurationError, which names file and field."""
+    """Return the cluster of a shipped name or of a file.
+
+    Raises ConfigurationError, which names file and field, and StorageError for a file that cannot be read.
+    """
     path = _path_of(name_or_path)
     if "\0" in name_or_path:
         raise ConfigurationError(f"the cluster {name_or_path!r} is no path of a file")
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigurationError(f"the cluster {path} cannot be read: {error.strerror}") from None
+        raise StorageError(f"the cluster {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path} is no TOML: {error}") from None
     try:

@@ -211,6 +211,14 @@ def test_a_recipe_is_planned_as_it_would_run(planned, recipe):
     assert (half["precision"], half["activations"], half["overlap"]) == ("bfloat16", "float32", 1.0)
 
 
+def test_without_a_recipe_the_default_one_is_planned(planned, recipe):
+    found = planned("--cluster", "workstation", "--devices", 2)
+    written = planned(recipe("", "empty.toml"), "--cluster", "workstation", "--devices", 2)
+    assert found["model"] == "the default recipe" and written["model"] == "empty"
+    assert found | {"model": ""} == written | {"model": ""}
+    assert planned("compare", "--cluster", "workstation", "--layout", "data=1", "--layout", "data=2")[1]["step_s"] > 0
+
+
 def test_options_take_the_place_of_what_a_recipe_says(planned, recipe):
     found = planned(recipe(RECIPE), *ON, "--tensor", 2, "--batch", 8, "--zero", 3, "--data", 2, "--steps", 5)
     layout = found["layout"]
@@ -264,7 +272,6 @@ def test_what_does_not_fit_is_an_answer(run, planned):
         ([*GPT], 2, "give --cluster NAME|FILE: a100-selene"),
         ([*GPT, "--cluster", "a100-selen"], 78, "the nearest is 'a100-selene'"),
         (["--model", "gpt2-xll", "--batch", "8", *ON], 78, "gpt2-xl"),
-        ([*ON], 2, "give a RECIPE, --model NAME"),
         (["--model", "gpt2", *ON], 2, "give --batch"),
         (["--layers", "4", *ON, "--batch", "4"], 2, "--hidden, --heads, --vocabulary, --context"),
         ([*NAMED, *ON, "--layers", "3"], 2, "--model gpt2 and --layers"),
@@ -300,7 +307,10 @@ def test_what_does_not_fit_is_an_answer(run, planned):
         ([*GPT, *ON, "--precision", "int8"], 2, "int8"),
         ([*GPT, *ON, "--plot", "plan.xls"], 2, "choose .png"),
         ([*GPT, *ON, "--plot", "/nowhere/plan.png"], 74, "there is no directory /nowhere"),
-        (["no-such-recipe.toml", *ON], 78, "there is no such file"),
+        (["no-such-recipe.toml", *ON], 74, "recipe no-such-recipe.toml: there is no such file"),
+        ([*GPT, "--cluster", "no-such-cluster.toml"], 74, "the cluster no-such-cluster.toml cannot be read"),
+        (["serch", *ON], 2, "did you mean `hpcdist plan search`?"),
+        (["comapre", *ON], 2, "did you mean `hpcdist plan compare`?"),
         (["--no-such-option"], 2, "--no-such-option"),
     ],
 )

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.planner import cluster_fields as fields
 from hpcdist.planner import cluster_file
 from hpcdist.planner.cluster import Curve, Fit
@@ -103,7 +103,7 @@ def test_an_unknown_name_has_its_nearest():
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"none\.toml cannot be read: No such file"):
+    with pytest.raises(StorageError, match=r"none\.toml cannot be read: No such file"):
         cluster_file.read(str(tmp_path / "none.toml"))
 
 
@@ -113,7 +113,7 @@ def test_a_name_that_is_no_path_is_refused():
 
 
 def test_a_folder_is_no_file(tmp_path):
-    with pytest.raises(ConfigurationError, match="cannot be read: Is a directory"):
+    with pytest.raises(StorageError, match="cannot be read: Is a directory"):
         cluster_file.read(f"{tmp_path}/")
 
 
