@@ -6,7 +6,7 @@ gradients and parameters leaves exposed (`hpcdist.planner.exchange`), and the up
 the last micro-batch's backward can hide the gradients of a step. Data is read ahead, while the step before computes: it
 is waited for where that is shorter.
 
-With a pipeline the gradients of a tied embedding are summed over its first and its last rank.
+With a pipeline the gradients of a tied embedding are summed over the ranks of its first and its last stage.
 """
 
 from typing import Final
@@ -108,8 +108,11 @@ def _matrices(description: Description, layout: Layout) -> tuple[tuple[int, int,
 
 
 def tied_sum(description: Description, layout: Layout, cluster: Cluster) -> Cost:
-    """Return the sum of the gradients of a tied tensor over the first and the last rank, which have it (local)."""
-    if layout.pipeline == 1 or not description.tied_parameters:
+    """Return the sum of the gradients of a tied tensor over the first and the last rank, which have it (local).
+
+    A folded schedule puts both ends of the model on the first rank, which needs no message.
+    """
+    if layout.pipeline == 1 or not description.tied_parameters or SCHEDULES[layout.schedule].folded:
         return NOTHING
     return message(description.tied_parameters / layout.tensor * gradient_bytes(layout), layout, "pipeline", cluster)
 

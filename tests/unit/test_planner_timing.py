@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.planner import cut
 from hpcdist.planner.cluster import Cluster, Curve, Device, Failures, Level, Node, Storage
 from hpcdist.planner.compute import unit_seconds
 from hpcdist.planner.description import Description, Product, Shape, Unit
@@ -16,6 +17,7 @@ from hpcdist.planner.stage_seconds import chunk_loads, loads
 from hpcdist.planner.timeline import KINDS, timeline
 from hpcdist.planner.timing import timing
 from hpcdist.planner.update import bytes_each, owned, update_s
+from hpcdist.strategies.schedule.catalogue import SCHEDULES
 
 CURVE = Curve(sizes=(16.0, 4096.0), shares=(0.1, 0.7))
 CLUSTER = Cluster(
@@ -220,6 +222,16 @@ def test_a_tied_tensor_is_summed_over_both_ends_of_a_pipeline():
     assert tied.bytes["data"] == 1024 * 256 * 4
     assert apart.bytes["data"] == 0.0
     assert tied.terms["data"] > apart.terms["data"] == 0.0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"])
+def test_a_tied_tensor_that_one_rank_has_is_not_sent(schedule: str):
+    """A folded pipeline has the embedding and the head on rank 0."""
+    layout = replace(LAYOUT, pipeline=2, schedule=schedule, chunks=SCHEDULES[schedule].least)
+    of_ends = {chunk.rank for chunk in (cut.chunks(MODEL, layout)[0], cut.chunks(MODEL, layout)[-1])}
+    found = timing(MODEL, layout, CLUSTER, 8)
+    assert (found.bytes["data"] > 0) is (found.terms["data"] > 0) is (len(of_ends) > 1)
+    assert (len(of_ends) == 1) is SCHEDULES[schedule].folded
 
 
 def test_gradients_hide_behind_the_last_backward_as_far_as_they_may():
