@@ -63,7 +63,7 @@ class Fit:
 
     The first and the last size that were measured are ``from_bytes`` and the last of ``until_bytes``; ``error`` is the
     largest relative one at sizes that were measured, but not fitted. ``level`` names the links that the ranks use, the
-    outermost of them.
+    outermost of them; ``library`` whose operation it was, as `Layout.library` does: "mpi", "nccl", or "" for any.
     """
 
     operation: str  # "allreduce", "reduce_scatter", "all_gather", "message"
@@ -75,6 +75,7 @@ class Fit:
     level: str = ""
     from_bytes: float = 0.0
     error: float = 0.0
+    library: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import Final
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.cluster import Cluster, Curve, Device, Fit, Level, Site
+from hpcdist.planner.layout import LIBRARIES
 from hpcdist.planner.units import rough
 
 ITEM_BYTES: Final[Mapping[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -120,6 +121,9 @@ def _check_site(site: Site) -> None:
 def _check_fit(fit: Fit, place: str, levels: Sequence[str]) -> None:
     if fit.level and fit.level not in levels:
         raise ConfigurationError(f"{place}: there is no level {fit.level!r}; known are {', '.join(levels)}")
+    if fit.library not in LIBRARIES:
+        known = ", ".join(name for name in LIBRARIES if name)
+        raise ConfigurationError(f"{place}: library {fit.library!r} is none of {known}; leave it out for any")
     lengths = {len(fit.until_bytes), len(fit.latency_s), len(fit.s_per_byte)}
     if len(lengths) != 1:
         raise ConfigurationError(f"{place}: until, latency and slowness have different lengths; one each for a piece")

@@ -82,6 +82,7 @@ FIT: Final = (
     Field("ranks", "ranks", "count", 1, 1e7),
     Field("algorithm", "algorithm", "text", required=False),
     Field("level", "level", "text", required=False),
+    Field("library", "library", "text", required=False),
     Field("from", "from_bytes", "bytes", 0, 1e15, required=False, zero=True),
     Field("error", "error", "number", 0, 100, required=False, zero=True),
 )

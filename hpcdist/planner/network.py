@@ -1,9 +1,10 @@
 """What a collective or a message takes on a cluster: measured where it was, else by formula over the links it crosses.
 
 `span` tells which links a group of an axis crosses, `hpcdist.planner.network_costs` has the formulas with their
-sources. What was measured (`hpcdist.planner.cluster.Fit`) comes first, where it was the same algorithm, on as many
-ranks that lie as the group does: neighbours, over links of the same level. Bytes are those of the whole buffer, in fits
-too.
+sources. What was measured (`hpcdist.planner.cluster.Fit`) comes first, where it was the same algorithm of the same
+library, on as many ranks that lie as the group does: neighbours, over links of the same level. Below the smallest size
+that was measured the formula holds, and nothing takes longer than that size did. Bytes are those of the whole buffer,
+in fits too.
 """
 
 from functools import lru_cache
@@ -45,11 +46,11 @@ def collective(operation: str, nbytes: float, span: Span, cluster: Cluster, algo
         return NOTHING
     if cluster.fits and span.stride == 1:
         for fit in cluster.fits:
-            if (fit.operation, fit.ranks, fit.algorithm) == (operation, span.size, algorithm) and _on(
-                fit, span, cluster
-            ):
-                seconds, flags = _fitted(fit, nbytes)
-                return Cost(seconds, _least_bytes(operation, nbytes, span.size), f"measured {algorithm}", flags)
+            known = (fit.operation, fit.ranks, fit.algorithm) == (operation, span.size, algorithm)
+            if known and _on(fit, span, cluster):
+                sent = _least_bytes(operation, nbytes, span.size)
+                measured = Cost(_fitted(fit, nbytes), sent, f"measured {algorithm}")
+                return _within(fit, nbytes, measured, _cost(operation, nbytes, span, algorithm))
     return _cost(operation, nbytes, span, algorithm)
 
 
@@ -59,27 +60,36 @@ def message(nbytes: float, layout: Layout, axis: str, cluster: Cluster) -> Cost:
     if reach.size <= 1 or nbytes <= 0:
         return NOTHING
     tier = reach.tiers[-1]
+    formula = Cost(tier.latency_s + nbytes * tier.single, nbytes, "message", reach.flags)
     for fit in cluster.fits:
-        if fit.operation == "message" and (_on(fit, reach, cluster) if fit.level else tier.outer == 0):
-            seconds, flags = _fitted(fit, nbytes)
-            return Cost(seconds, nbytes, "measured", flags)
-    return Cost(tier.latency_s + nbytes * tier.single, nbytes, "message", reach.flags)
+        if fit.operation == "message" and _on(fit, reach, cluster) and (fit.level or tier.outer == 0):
+            return _within(fit, nbytes, Cost(_fitted(fit, nbytes), nbytes, "measured"), formula)
+    return formula
 
 
 def _on(fit: Fit, span: Span, cluster: Cluster) -> bool:
-    """Return whether the outermost links of ``span`` are those that were measured."""
+    """Return whether the outermost links of ``span``, and its library, are those that were measured."""
+    if fit.library and (fit.library == "nccl") != span.channels:
+        return False
     return not fit.level or fit.level == cluster.levels[span.tiers[-1].outer].name
 
 
-def _fitted(fit: Fit, nbytes: float) -> tuple[float, tuple[str, ...]]:
-    """Return seconds; flagged beyond the sizes that were measured."""
+def _within(fit: Fit, nbytes: float, measured: Cost, formula: Cost) -> Cost:
+    """Return what was ``measured``, flagged beyond its sizes; below them the ``formula`` (see above)."""
+    if fit.from_bytes <= nbytes <= fit.until_bytes[-1]:
+        return measured
+    sizes = f"measured from {fit.from_bytes:.3g} to {fit.until_bytes[-1]:.3g} bytes"
+    if nbytes > fit.until_bytes[-1]:
+        return measured._replace(flags=(f"extrapolated: {fit.operation} over {fit.ranks} ranks, {sizes}",))
+    flag = f"extrapolated by formula: {fit.operation} over {fit.ranks} ranks, {sizes}"
+    return formula._replace(seconds=min(formula.seconds, _fitted(fit, fit.from_bytes)), flags=(*formula.flags, flag))
+
+
+def _fitted(fit: Fit, nbytes: float) -> float:
+    """Return the seconds of the line that ``nbytes`` lie on."""
     pieces = len(fit.until_bytes)
     piece = next((piece for piece in range(pieces) if nbytes <= fit.until_bytes[piece]), pieces - 1)
-    flags: tuple[str, ...] = ()
-    if not fit.from_bytes <= nbytes <= fit.until_bytes[-1]:
-        measured = f"measured from {fit.from_bytes:.3g} to {fit.until_bytes[-1]:.3g} bytes"
-        flags = (f"extrapolated: {fit.operation} over {fit.ranks} ranks, {measured}",)
-    return fit.latency_s[piece] + nbytes * fit.s_per_byte[piece], flags
+    return fit.latency_s[piece] + nbytes * fit.s_per_byte[piece]
 
 
 def _least_bytes(operation: str, nbytes: float, p: int) -> float:

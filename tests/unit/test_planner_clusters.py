@@ -239,6 +239,7 @@ FITS = (
         level="EDR InfiniBand",
         from_bytes=4096.0,
         error=0.0731,
+        library="mpi",
     ),
     Fit(operation="message", ranks=2, until_bytes=(1e6,), latency_s=(1e-6,), s_per_byte=(1e-10,)),
 )
@@ -274,6 +275,7 @@ def test_numbers_of_numpy_are_dumped_as_numbers():
         ('"1 MB"]', "[]]", "fit 2: until[0] is [], without a unit"),
         ('level = "EDR', 'level = "HDR', "fit 1: there is no level 'HDR InfiniBand'; known are NVLink, EDR InfiniBand"),
         ("from = ", 'from = "1 TB"\n# ', "fit 1: from 1 TB lies above until 67.1 MB"),
+        ('library = "mpi"', 'library = "gloo"', "fit 1: library 'gloo' is none of mpi, nccl; leave it out for any"),
         ("from = ", "form = ", "unknown field fit 1: form; the nearest is 'from'"),
         ('slowness = ["100 ps/B"]', 'slowness = "100 ps/B"', "fit 2: slowness is '100 ps/B'; expected a list"),
     ],

@@ -14,6 +14,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import UsageError
+from hpcdist.planner import cluster_file
 from hpcdist.planner.cluster import Cluster, Device, Failures, Fit, Level, Node, Storage
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.network import collective, group, message, span
@@ -237,8 +238,7 @@ def test_what_was_measured_comes_first() -> None:
         found = collective("allreduce", nbytes, reach, cluster)
         assert (found.seconds, found.nbytes) == (pytest.approx(seconds), pytest.approx(1.5 * nbytes))
         assert found.algorithm == "measured auto" and not found.flags
-    for nbytes in (8.0, 1e7):
-        assert "extrapolated" in collective("allreduce", nbytes, reach, cluster).flags[0]
+    assert "extrapolated" in collective("allreduce", 1e7, reach, cluster).flags[0]
     assert collective("allreduce", 500.0, reach, cluster, "ring").algorithm == "ring"
     assert "measured" not in collective("all_gather", 500.0, reach, cluster).algorithm
     assert "measured" not in collective("allreduce", 500.0, span(Layout(data=8), "data", cluster), cluster).algorithm
@@ -263,6 +263,62 @@ def test_fits_hold_for_links_of_their_level() -> None:
     assert collective("allreduce", 1e6, span(Layout(data=16), "data", cluster), cluster).seconds < 1.0
     wide = made(Level(name="near", devices=16, latency_s=1e-6, bytes_per_s=1e11), FAR, fits=(fit,))
     assert collective("allreduce", 1e6, span(Layout(data=16), "data", wide), wide, "ring").seconds < 1.0
+
+
+def test_small_messages_go_by_the_formula() -> None:
+    """What was measured at megabytes with a long start says nothing of a kilobyte."""
+    blocking = Fit(
+        operation="message",
+        ranks=2,
+        until_bytes=(30e6,),
+        latency_s=(200e-6,),
+        s_per_byte=(16.4e-12,),
+        level="near",
+        from_bytes=10e6,
+    )
+    cluster, layout = made(NEAR, FAR, fits=(blocking,)), Layout(pipeline=2)
+    inside = message(20e6, layout, "pipeline", cluster)
+    assert inside.seconds == pytest.approx(200e-6 + 20e6 * 16.4e-12) and not inside.flags
+    small = message(1e3, layout, "pipeline", cluster)
+    assert small.seconds == message(1e3, layout, "pipeline", DEEP).seconds < 3e-6
+    assert small.algorithm == "message" and "extrapolated by formula" in small.flags[0]
+    assert "extrapolated" in message(1e9, layout, "pipeline", cluster).flags[0]
+
+
+def test_nothing_smaller_takes_longer_than_what_was_measured() -> None:
+    quick = Fit(
+        operation="allreduce", ranks=4, until_bytes=(1e6,), latency_s=(1e-6,), s_per_byte=(1e-12,), from_bytes=1e4
+    )
+    cluster = made(NEAR, FAR, fits=(quick,))
+    reach = span(Layout(data=4), "data", cluster)
+    small = collective("allreduce", 8.0, reach, cluster)
+    assert small.seconds == collective("allreduce", 1e4, reach, cluster).seconds < _formula(8.0)
+    assert small.flags and "measured" not in small.algorithm
+
+
+def _formula(nbytes: float) -> float:
+    return collective("allreduce", nbytes, span(Layout(data=4), "data", DEEP), DEEP).seconds
+
+
+@pytest.mark.parametrize(("library", "holds"), [("mpi", "mpi"), ("nccl", "nccl"), ("", "both")])
+def test_fits_hold_for_their_library(library: str, holds: str) -> None:
+    slow = dict(ranks=2, until_bytes=(1e9,), latency_s=(1.0,), s_per_byte=(0.0,), library=library)
+    cluster = made(NEAR, FAR, fits=(Fit(operation="message", **slow), Fit(operation="allreduce", **slow)))
+    layouts = {"mpi": Layout(pipeline=2), "nccl": Layout(pipeline=2, implementation="megatron")}
+    for name, layout in layouts.items():
+        seconds = message(1e6, layout, "pipeline", cluster).seconds
+        assert (seconds == 1.0) == (holds in (name, "both")), name
+    for name in layouts:
+        reach = span(Layout(data=2, library=name), "data", cluster)
+        assert (collective("allreduce", 1e6, reach, cluster).seconds == 1.0) == (holds in (name, "both")), name
+
+
+def test_a_published_wait_of_pytorch_is_none_of_mpi() -> None:
+    selene = cluster_file.read("a100-selene")
+    theirs = message(20e6, Layout(pipeline=2, implementation="megatron"), "pipeline", selene)
+    ours = message(20e6, Layout(pipeline=2), "pipeline", selene)
+    assert theirs.algorithm == "measured" and ours.algorithm == "message"
+    assert ours.seconds < 0.5 * theirs.seconds
 
 
 def test_a_group_of_one_and_no_bytes_cost_nothing() -> None:
