@@ -85,7 +85,10 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """All units in order, the tokens of a sample (1 where a sample is none), and the shape of a transformer."""
+    """All units in order, the tokens of a sample (1 where a sample is none), and the shape of a transformer.
+
+    ``sample_bytes`` are read for each sample; 0: four for each token, the most that tokens are stored in.
+    """
 
     name: str
     units: tuple[Unit, ...]
@@ -93,6 +96,7 @@ class Description:
     width: int  # numbers a token that go from block to block
     tied_parameters: int = 0  # of the first unit, that the last one uses as well
     shape: Shape | None = None
+    sample_bytes: int = 0
 
     @property
     def parameters(self) -> int:

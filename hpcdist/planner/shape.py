@@ -16,6 +16,7 @@ last two of the products and the activation are there for each expert that a tok
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Final
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.models import counts, counts_units
@@ -24,6 +25,8 @@ from hpcdist.models.convolution import SIZE
 from hpcdist.models.counts_units import Unit as Counted
 from hpcdist.models.counts_units import pairs
 from hpcdist.planner.description import Attention, Description, Product, Shape, Unit
+
+STORED_BYTES: Final = 4  # of a feature
 
 
 def describe(shape: Shape, name: str) -> Description:
@@ -56,6 +59,7 @@ def of_config(
 ) -> Description:
     """Return the units of the model that a recipe names; the inputs are those of `hpcdist.models.build`.
 
+    Features and pictures are taken to be stored as float32, the widest that is usual.
     Raises ConfigurationError for a model that only its own code knows.
     """
     if config.kind in FOREIGN:
@@ -71,6 +75,7 @@ def of_config(
         _positive("the number of classes", classes)
         widths = [features] + [config.hidden] * config.layers + [classes]
         counted = counts.counts(config, features=features, classes=classes).units
+        numbers = features
         units = [
             _dense(one, wide, last=number == config.layers)
             for number, (one, wide) in enumerate(zip(counted, zip(widths, widths[1:], strict=False), strict=True))
@@ -80,9 +85,16 @@ def of_config(
             _positive(f"the {name} of a picture, which a convnet needs,", value)
         picture = {"height": height, "width": width, "channels": channels}
         counted = counts.counts(config, classes=classes, **picture).units
+        numbers = height * width * channels
         units = list(_convolutions(config, counted, channels))
     largest = max(product.columns * product.rows for unit in units for product in unit.products)
-    return Description(name=config.kind, units=tuple(_merged(units)), tokens=1, width=largest)
+    return Description(
+        name=config.kind,
+        units=tuple(_merged(units)),
+        tokens=1,
+        width=largest,
+        sample_bytes=STORED_BYTES * numbers,
+    )
 
 
 def config_of(shape: Shape) -> ModelConfig:

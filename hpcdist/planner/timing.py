@@ -25,7 +25,7 @@ from hpcdist.planner.update import update_s
 from hpcdist.strategies.schedule.catalogue import FILE, SCHEDULES, check
 
 AXES: Final = ("tensor", "context", "expert")
-TOKEN_BYTES: Final = 4  # as samples are stored
+TOKEN_BYTES: Final = 4  # at most, as samples are stored
 
 
 def timing(
@@ -134,7 +134,7 @@ def rows_sum(load: Load, layout: Layout, cluster: Cluster) -> Cost:
 
 def _input_s(description: Description, layout: Layout, cluster: Cluster, global_batch: int) -> float:
     """Return how long reading the samples of a step takes; ranks of one replica read them once."""
-    nbytes = global_batch * description.tokens * TOKEN_BYTES
+    nbytes = global_batch * (description.sample_bytes or description.tokens * TOKEN_BYTES)
     nodes = max(1, min(layout.data, -(-layout.devices // cluster.node.devices)))
     return nbytes / min(cluster.storage.read_bytes_per_s, nodes * cluster.storage.node_read_bytes_per_s)
 

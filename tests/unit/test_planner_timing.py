@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.models.config import ModelConfig
 from hpcdist.planner import cut
 from hpcdist.planner.cluster import Cluster, Curve, Device, Failures, Level, Node, Storage
 from hpcdist.planner.compute import unit_seconds
@@ -12,7 +13,7 @@ from hpcdist.planner.description import Description, Product, Shape, Unit
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.network import collective, span
 from hpcdist.planner.ranks import border, ranks_of
-from hpcdist.planner.shape import describe
+from hpcdist.planner.shape import describe, of_config
 from hpcdist.planner.stage_seconds import chunk_loads, loads
 from hpcdist.planner.timeline import KINDS, timeline
 from hpcdist.planner.timing import timing
@@ -259,6 +260,15 @@ def test_input_that_comes_slower_than_steps_is_waited_for():
     slow = replace(CLUSTER, storage=replace(CLUSTER.storage, node_read_bytes_per_s=10.0))
     found = timing(MODEL, LAYOUT, slow, 2)
     assert found.step_s == pytest.approx(2 * 128 * 4 / 10.0), "a step is as long as its data takes"
+
+
+def test_a_picture_is_read_number_by_number():
+    """224 x 224 pixels of three colours are 602,112 bytes as float32, and features four each."""
+    slow = replace(CLUSTER, storage=replace(CLUSTER.storage, node_read_bytes_per_s=1e3))
+    pictures = of_config(ModelConfig(kind="convnet", hidden=8), height=224, width=224, channels=3, classes=10)
+    assert timing(pictures, LAYOUT, slow, 2).step_s == pytest.approx(2 * 224 * 224 * 3 * 4 / 1e3)
+    features = of_config(ModelConfig(kind="mlp", hidden=8), features=4096, classes=10)
+    assert timing(features, LAYOUT, slow, 2).step_s == pytest.approx(2 * 4096 * 4 / 1e3)
 
 
 def test_more_devices_than_there_are_is_an_extrapolation():
