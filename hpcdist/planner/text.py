@@ -1,16 +1,18 @@
 """A plan for a reader at a login node: does it fit, how long, how much, and what breaks first."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Final
 
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Estimate, Memory, Timing
 from hpcdist.planner.layout import Layout
+from hpcdist.planner.text_run import breaks_lines, energy_lines, run_lines
 from hpcdist.planner.text_units import (
     LINE,
     both,
+    counted,
     decimal,
     figures,
     grams,
@@ -23,6 +25,7 @@ from hpcdist.planner.text_units import (
 )
 
 WIDTH: Final = 60  # characters of the bar of a memory
+PAIRS: Final = 0.05  # of MFU or HFU, that attention to later tokens may make without a word
 _HEAD: Final = 11  # of the column of headings
 _NAME: Final = 13  # of that of terms
 _LETTERS: Final = {
@@ -33,28 +36,6 @@ _LETTERS: Final = {
     "messages": "M",
     "scratch": "S",
     "reserved": "R",
-}
-_LESS: Final = {  # term -> what makes it smaller
-    "parameters": "more tensor or pipeline devices, or ZeRO 3",
-    "gradients": "ZeRO 2 or 3, or more tensor or pipeline devices",
-    "optimizer": "ZeRO 1 to 3, which cut it over the data devices",
-    "activations": "recomputation, a smaller micro-batch, sequence parallelism or more tensor devices",
-    "messages": "more tensor or pipeline devices",
-    "scratch": "a smaller micro-batch or more tensor devices",
-    "reserved": "a device with more memory",
-}
-_FASTER: Final = {  # term -> what makes it shorter
-    "forward": "more devices, or products of larger matrices",
-    "backward": "more devices, or products of larger matrices",
-    "recompute": "less recomputation, where there is memory for it",
-    "tensor": "tensor groups inside a node, or fewer tensor devices",
-    "context": "fewer context devices",
-    "expert": "experts over fewer devices, or faster links",
-    "pipeline": "fewer, or fuller, micro-batches or faster links",
-    "bubble": "more micro-batches, fewer pipeline devices or a schedule with a smaller bubble",
-    "data": "a larger batch, compression, or exchanges behind the backward",
-    "update": "ZeRO, which cuts it over the data devices",
-    "input": "faster storage, or reading ahead",
 }
 
 
@@ -83,7 +64,7 @@ def short(found: Estimate, cluster: Cluster) -> str:
     parts = [
         f"{verdict}: {nbytes(memory.bytes)} of {nbytes(memory.limit_bytes)}",
         f"{seconds(found.step_s)} a step",
-        f"{seconds(run.wall_s)} for {run.steps:,} steps",
+        f"{seconds(run.wall_s)} for {counted(run.steps, 'step')}",
     ]
     if math.isfinite(run.joules):
         parts.append(joules(run.joules))
@@ -103,7 +84,7 @@ def layout_lines(found: Estimate, cluster: Cluster) -> list[str]:
     """Return the degrees, what they are made of, and where that is (local)."""
     layout = found.layout
     boxes = -(-layout.devices // cluster.node.devices)
-    place = f"{_counted(layout.devices, 'device')} on {_counted(boxes, 'node')} of {cluster.name}"
+    place = f"{counted(layout.devices, 'device')} on {counted(boxes, 'node')} of {cluster.name}"
     each = f"{cluster.node.devices} x {cluster.device.name} a node"
     return [f"{equation(layout)}: {place} ({each})", ways(layout, found.global_batch)]
 
@@ -121,9 +102,9 @@ def equation(layout: Layout) -> str:
 def ways(layout: Layout, global_batch: int) -> str:
     """Return how the devices share the work, beside the degrees (local)."""
     count = layout.microbatches(global_batch)
-    samples = _counted(layout.microbatch, "sample")
+    samples = counted(layout.microbatch, "sample")
     schedule = f"{layout.schedule} over " if layout.pipeline > 1 else ""
-    parts = [layout.strategy.replace("_", " "), f"{schedule}{_counted(count, 'micro-batch')} of {samples}"]
+    parts = [layout.strategy.replace("_", " "), f"{schedule}{counted(count, 'micro-batch')} of {samples}"]
     if layout.chunks > 1:
         parts.append(f"{layout.chunks} chunks each")
     if layout.recompute != "none":
@@ -181,20 +162,29 @@ def step_lines(found: Estimate) -> list[str]:
             part = taken / found.step_s
             lines.append(f"{name:{_NAME}}{seconds(taken):>10} {share(part):>7}  {'#' * round(40 * part)}")
     if timing.hidden_s:
-        lines.append(f"behind the backward: {seconds(timing.hidden_s)} of the exchange")
-    lines.append(rates(found))
+        lines.append(f"behind computation: {seconds(timing.hidden_s)} of the exchange")
+    lines += rates(found)
     if found.layout.pipeline > 1:
-        lines.append(f"bubble {share(timing.bubble)} of the span of the longest stage")
+        lines.append(
+            f"bubble {share(timing.bubble)} of the span of the longest stage, as papers count it: what it waits for "
+            "slower stages and for messages is in there, too"
+        )
     return lines + _sent(timing)
 
 
-def rates(found: Estimate) -> str:
-    """Return MFU and HFU, and what they are a device (local)."""
+def rates(found: Estimate) -> list[str]:
+    """Return MFU and HFU, and what they are a device; and both over the pairs of tokens that are looked at (local)."""
     work, devices = found.work, found.layout.devices - found.layout.servers
     model = decimal(work.model_flops / found.step_s / devices, "FLOP/s")
     hardware = decimal(work.hardware_flops / found.step_s / devices, "FLOP/s")
     peak = decimal(found.peak_flops / devices, "FLOP/s")
-    return f"MFU {share(found.mfu)} ({model} of {peak} a device), HFU {share(found.hfu)} ({hardware})"
+    lines = [f"MFU {share(found.mfu)} ({model} of {peak} a device), HFU {share(found.hfu)} ({hardware})"]
+    if abs(found.mfu - found.exact_mfu) > PAIRS * found.mfu or abs(found.hfu - found.exact_hfu) > PAIRS * found.hfu:
+        lines.append(
+            "attention over all pairs, as published; over those that are looked at MFU "
+            f"{share(found.exact_mfu)}, HFU {share(found.exact_hfu)}"
+        )
+    return lines
 
 
 def _sent(timing: Timing) -> list[str]:
@@ -207,81 +197,7 @@ def _sent(timing: Timing) -> list[str]:
     return [f"a device sends {', '.join(said)}"] if said else []
 
 
-def run_lines(found: Estimate, cluster: Cluster) -> list[str]:
-    """Return how long all steps take, with what saves and failures cost (local)."""
-    run = found.run
-    if not math.isfinite(run.wall_s):
-        costs = f"a checkpoint takes {seconds(run.save_s)}, a restart {seconds(cluster.failures.restart_s)}"
-        return [f"{run.steps:,} steps NEVER END: a failure every {seconds(run.mtbf_s)} on this many nodes, {costs}"]
-    tokens = f", {many(run.steps * found.tokens)} tokens" if found.tokens != found.global_batch else ""
-    lines = [f"{run.steps:,} steps{tokens}: {seconds(run.wall_s)}, of which {seconds(run.work_s)} are steps"]
-    expected = "fewer than 0.01" if run.failures < 0.01 else figures(run.failures)
-    lines.append(
-        f"a failure every {seconds(run.mtbf_s)} on this many nodes: {expected} are expected, with "
-        f"{seconds(cluster.failures.restart_s)} for a restart"
-    )
-    when = f"best every {seconds(run.interval_s)} (Young, Daly)" if run.interval_s < run.work_s else "best at the end"
-    lines.append(
-        f"a checkpoint takes {seconds(run.save_s)}, {when}; saves and failures: {share(run.slowdown - 1)} more time"
-    )
-    return lines
-
-
-def energy_lines(found: Estimate, cluster: Cluster) -> list[str]:
-    """Return joules, grams and price, as far as the cluster's file knows what makes them (local)."""
-    energy, run, site = found.energy, found.run, cluster.site
-    parts = ", ".join(f"{name} {share(size / energy.joules)}" for name, size in energy.terms.items() if size)
-    endless = not math.isfinite(run.wall_s)
-    whole = "" if endless else f"{joules(run.joules)} for the run, "
-    lines = [f"{whole}{joules(energy.joules)} a step: {parts}"]
-    lines.append(f"a device draws {figures(energy.device_w)} W of {figures(cluster.device.peak_w)} W")
-    if site.pue is None:
-        lines.append("cooling is not counted: the cluster has no site.pue")
-    if endless:
-        return lines
-    if run.carbon_g is not None:
-        source = f", {site.carbon_source}" if site.carbon_source else ""
-        lines.append(f"{grams(run.carbon_g)} at {figures(site.carbon_g_per_kwh or 0.0)} g/kWh{source}")
-    else:
-        lines.append("carbon: not known, the cluster has no site.carbon_g_per_kwh")
-    if run.price is not None:
-        lines.append(f"price {figures(run.price, 4)} {run.currency}".rstrip())
-    else:
-        lines.append("price: not known, the cluster has no site.device_hour_price")
-    return lines
-
-
-def breaks_lines(found: Estimate) -> list[str]:
-    """Return what limits this layout first, of memory and of time, and what helps (local)."""
-    memory, largest = found.memory, found.memory.breaks_first
-    part = memory.terms[largest] / memory.limit_bytes
-    first = f"memory: {largest}, {share(part)} of the limit; less with {_LESS.get(largest, 'another layout')}"
-    lost = _lost(found.timing.terms)
-    lines = [first]
-    if lost is not None:
-        name, taken = lost
-        less = _FASTER.get(name, "another layout")
-        lines.append(f"time: {name}, {share(taken / found.step_s)} of a step; shorter with {less}")
-    if found.run.slowdown > 1.05:
-        lines.append(f"failures: {share(1 - 1 / found.run.slowdown)} of the run; faster checkpoints and restarts help")
-    return lines
-
-
-def _lost(terms: Mapping[str, float]) -> tuple[str, float] | None:
-    """Return the longest part of a step that computes nothing new; None where there is none."""
-    others = {name: taken for name, taken in terms.items() if name not in ("forward", "backward") and taken > 0}
-    if not others:
-        return None
-    name = max(others, key=lambda one: others[one])
-    return name, others[name]
-
-
 def _section(heading: str, lines: Iterable[str]) -> list[str]:
     found = [part for line in lines for part in wrapped(line, width=LINE - _HEAD)]
     heads = [f"{heading:{_HEAD}}", *[" " * _HEAD] * (len(found) - 1)]
     return [head + line for head, line in zip(heads, found, strict=False)]
-
-
-def _counted(number: int, what: str) -> str:
-    plural = "es" if what.endswith("h") else "s"
-    return f"{number:,} {what}{'' if number == 1 else plural}"

@@ -81,6 +81,12 @@ def many(value: float, count: int = 3) -> str:
     return f"{value:,.0f}"
 
 
+def counted(number: int, what: str) -> str:
+    """Return "1 device", "12,288 devices", "2 micro-batches"."""
+    plural = "es" if what.endswith("h") else "s"
+    return f"{number:,} {what}{'' if number == 1 else plural}"
+
+
 def share(value: float) -> str:
     """Return a share in per cent: 44.1 %."""
     return f"{100 * value:.1f} %"

@@ -66,11 +66,13 @@ def test_other_units():
         "rule: 18 bytes a parameter: 2 + 4 + 12",
         "10.0 s, 51,200 tokens/s",
         "backward         4.00 s  40.0 %  ################\n",
-        "behind the backward: 250 ms of the exchange",
-        "MFU 33.3 % (100 TFLOP/s of 300 TFLOP/s a device), HFU 40.0 % (120 TFLOP/s)",
-        "bubble 20.0 % of the span of the longest stage",
+        "behind computation: 250 ms of the exchange",
+        "MFU 33.3 % (100 TFLOP/s of 300 TFLOP/s a device), HFU 40.0 % (120 TFLOP/s)\n",
+        "attention over all pairs, as published; over those that are looked at MFU 30.0 %, HFU 36.7 %\n",
+        "bubble 20.0 % of the span of the longest stage, as papers count it: what it waits for slower stages",
         "a device sends tensor 12.0 GB (ring), data 3.00 GB (hierarchical)",
         "10,000 steps, 5.12 billion tokens: 30.6 h, of which 27.8 h are steps",
+        "64 devices for that long: 1,960 device hours; 800 tokens/s a device",
         "a failure every 10.0 h on this many nodes: 3.00 are expected, with 5.00 min for a restart",
         "a checkpoint takes 40.0 s, best every 30.0 min (Young, Daly); saves and failures: 10.0 % more time",
         "3.60 GJ (1.00 MWh) for the run, 360 kJ (100 Wh) a step: devices 69.4 %, hosts 22.2 %, cooling 8.3 %",
@@ -84,6 +86,32 @@ def test_other_units():
 )
 def test_all_of_a_plan_is_told(said):
     assert said in SHOWN
+
+
+def test_pairs_that_are_looked_at_are_told_where_they_are_fewer():
+    near = replace(ESTIMATE.work, exact_flops=64 * 0.96e15, executed_flops=64 * 1.19e15)
+    assert "looked at" not in text.text(replace(ESTIMATE, work=near), DESCRIPTION, CLUSTER)
+    skips = replace(near, executed_flops=64 * 1.1e15)
+    shown = text.text(replace(ESTIMATE, work=skips), DESCRIPTION, CLUSTER)
+    assert "over those that are looked at MFU 32.0 %, HFU 36.7 %" in shown
+
+
+def test_devices_that_are_not_used_are_paid_for():
+    twelve = replace(ESTIMATE.layout, data=12, pipeline=1, tensor=1)
+    shown = text.text(replace(ESTIMATE, layout=twelve), DESCRIPTION, CLUSTER)
+    assert "not used" not in SHOWN
+    assert "energy and price are those of 2 nodes: of 16 devices there 4 are not used" in shown
+    seven = replace(twelve, data=7)
+    assert "of 1 node: of 8 devices there 1 is not used" in text.text(
+        replace(ESTIMATE, layout=seven), DESCRIPTION, CLUSTER
+    )
+
+
+def test_one_is_not_many():
+    run = replace(ESTIMATE.run, steps=1)
+    shown = text.text(replace(ESTIMATE, run=run), DESCRIPTION, CLUSTER)
+    assert "1 step, 512,000 tokens: 30.6 h" in shown and "1 steps" not in shown
+    assert "for 1 step;" in text.short(replace(ESTIMATE, run=run), CLUSTER)
 
 
 def test_what_is_nothing_is_not_told():
