@@ -121,7 +121,7 @@ def losses(estimate: Estimate, samples: int, description: Description, cluster: 
         "computing": computing * workers / samples,
         "recompute": terms["recompute"] * each,
         "servers": computing * layout.servers / samples,
-        "tensor": (terms["tensor"] + terms["context"] + terms["expert"]) * each,
+        "tensor": (terms["tensor"] + terms["context"] + terms["expert"] + terms["rows"]) * each,
         "bubble": (terms["bubble"] + terms["pipeline"]) * each,
         "bandwidth": prompt * each,
         "latency": (terms["data"] - prompt) * each,

@@ -27,7 +27,7 @@ MEMORY: Final = 0.6
 MESSAGES: Final = 0.35
 WAITING: Final = 0.15
 COMPUTING: Final = ("forward", "backward", "recompute")
-SENDING: Final = ("tensor", "context", "expert", "pipeline", "data")
+SENDING: Final = ("tensor", "context", "expert", "pipeline", "data", "rows")
 JOULES_PER_KWH: Final = 3.6e6
 ASSUMED: Final = (
     f"energy: assumption: of the power between idle and peak, a device draws {MEMORY:.0%} in updates, "

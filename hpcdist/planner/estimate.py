@@ -41,7 +41,8 @@ class Timing:
 
     "forward", "backward", "recompute": computation; "tensor", "context", "expert": messages of these axes; "pipeline":
     messages between stages that nothing hides; "bubble"; "data": the exchange of gradients and parameters as far as it
-    is exposed; "update"; "input". ``hidden_s`` is the part of the exchange behind the backward. ``bubble`` is the share
+    is exposed; "rows": the sum, once a step, of gradients that sequence parallelism leaves whole on each tensor rank;
+    "update"; "input". ``hidden_s`` is the part of the exchange behind the backward. ``bubble`` is the share
     as in `hpcdist.strategies.schedule.simulate`. ``bytes`` are those that a device sends in a step, by axis.
     ``algorithms`` tells which collective was assumed on each axis.
     """

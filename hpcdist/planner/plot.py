@@ -34,6 +34,7 @@ STEP: Final = {
     "expert": "#86b59b",
     "pipeline": "#b3d6c2",
     "data": "#7a3f77",
+    "rows": "#a97fa7",
     "bubble": "#e8e8e8",
     "update": "#1f3b5c",
     "input": "#f0b35a",

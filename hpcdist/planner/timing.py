@@ -59,9 +59,9 @@ def timing(
         "pipeline": pipe.message_s,
         "bubble": pipe.idle_s,
         "data": swap.exposed_s + tied.seconds,
+        "rows": rows.seconds,
         "update": update_s(fullest.load.parameters, layout, cluster, fullest.load.expert_parameters),
     }
-    terms["tensor"] += rows.seconds
     terms["input"] = max(0.0, _input_s(description, layout, cluster, global_batch) - sum(terms.values()))
     return Timing(
         terms=terms,

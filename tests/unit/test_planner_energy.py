@@ -54,7 +54,18 @@ def test_computing_draws_most_and_waiting_least():
 
 
 def test_every_term_of_a_step_has_a_phase():
-    documented = ("forward", "backward", "recompute", "tensor", "context", "expert", "pipeline", "bubble", "data")
+    documented = (
+        "forward",
+        "backward",
+        "recompute",
+        "tensor",
+        "context",
+        "expert",
+        "pipeline",
+        "bubble",
+        "data",
+        "rows",
+    )
     waiting = [term for term in (*documented, "update", "input") if energy.utilisation(term, 0.5) == energy.WAITING]
     assert waiting == ["bubble", "input"]
 

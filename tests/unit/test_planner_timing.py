@@ -57,6 +57,7 @@ TERMS = {
     "pipeline",
     "bubble",
     "data",
+    "rows",
     "update",
     "input",
 }
@@ -102,6 +103,16 @@ def test_sequence_parallelism_sends_as_much_and_gathers_inputs_once_more():
     uncut = sum(unit.count * (unit.parameters - unit.cut_parameters) for unit in MODEL.units)
     norms = collective("allreduce", uncut * 4, group, CLUSTER).nbytes
     assert found.bytes["tensor"] == pytest.approx((2 * allreduces + again) * 3 / 4 * BSH + loss + norms)
+
+
+def test_what_sequence_parallelism_leaves_whole_is_summed_once_a_step():
+    layout = replace(LAYOUT, tensor=4, sequence_parallel=True)
+    one, many = (timing(MODEL, layout, CLUSTER, samples).terms for samples in (2, 8))
+    uncut = sum(unit.count * (unit.parameters - unit.cut_parameters) for unit in MODEL.units)
+    once = collective("allreduce", uncut * 4, span(layout, "tensor", CLUSTER), CLUSTER)
+    assert one["rows"] == many["rows"] == pytest.approx(once.seconds)
+    assert many["tensor"] == pytest.approx(4 * one["tensor"]), "which is inside of micro-batches alone"
+    assert timing(MODEL, replace(layout, sequence_parallel=False), CLUSTER, 2).terms["rows"] == 0.0
 
 
 def test_the_tensor_axis_hides_no_more_than_computation_covers():
