@@ -40,14 +40,17 @@ def energy(timing: Timing, layout: Layout, cluster: Cluster, peak_share: float) 
 
     ``peak_share`` (0 to 1) is the part of their peak that the devices reach while they compute: operations of the
     hardware over peak and the seconds of the terms `COMPUTING`. Servers of a parameter server send while there is an
-    exchange, and wait else. ``device_w`` of the result is the mean power of a device that computes.
+    exchange, update while their workers wait for that, and wait else. ``device_w`` of the result is the mean power of a
+    device that computes.
     """
     device, nodes, step_s = cluster.device, nodes_of(layout, cluster), timing.step_s
     worker_j = 0.0
     for name, seconds in timing.terms.items():
-        worker_j += seconds * power_w(device, utilisation(name, peak_share))
-    exchange_s = timing.terms.get("data", 0.0)
-    server_j = exchange_s * power_w(device, MESSAGES) + (step_s - exchange_s) * power_w(device, WAITING)
+        is_served = name == "update" and layout.servers
+        worker_j += seconds * power_w(device, WAITING if is_served else utilisation(name, peak_share))
+    exchange_s, update_s = timing.terms.get("data", 0.0), timing.terms.get("update", 0.0)
+    server_j = exchange_s * power_w(device, MESSAGES) + update_s * power_w(device, MEMORY)
+    server_j += (step_s - exchange_s - update_s) * power_w(device, WAITING)
     workers = layout.devices - layout.servers
     unused = held(layout, cluster) - layout.devices
     terms = {}

@@ -84,13 +84,15 @@ def test_a_layout_that_is_larger_than_the_cluster_counts_its_devices():
     assert found.terms["hosts"] == 2 * 40
 
 
-def test_servers_send_in_the_exchange_and_wait_else():
-    took = timing(forward=2.0, data=1.0)
-    without = energy.energy(took, Layout(data=8, strategy="parameter_server"), H100, 0.5)
-    with_servers = energy.energy(took, Layout(data=8, servers=8, strategy="parameter_server"), H100, 0.5)
-    server_j = 115 * 3 + 585 * (energy.MESSAGES * 1 + energy.WAITING * 2)
-    assert with_servers.terms["devices"] - without.terms["devices"] == pytest.approx(8 * server_j)
-    assert with_servers.terms["hosts"] == 2 * without.terms["hosts"]
+def test_servers_send_in_the_exchange_update_and_wait_else():
+    took = timing(forward=2.0, data=1.0, update=0.5)
+    all_serve = energy.energy(took, Layout(data=8, strategy="parameter_server"), H100, 0.5)
+    found = energy.energy(took, Layout(data=8, servers=8, strategy="parameter_server"), H100, 0.5)
+    server_j = 115 * 3.5 + 585 * (energy.MESSAGES * 1 + energy.MEMORY * 0.5 + energy.WAITING * 2)
+    worker_j = all_serve.terms["devices"] / 8 - 585 * (energy.MEMORY - energy.WAITING) * 0.5
+    assert found.terms["devices"] == pytest.approx(8 * server_j + 8 * worker_j), "workers wait for the update"
+    assert found.device_w == pytest.approx(worker_j / 3.5)
+    assert found.terms["hosts"] == 2 * all_serve.terms["hosts"]
 
 
 def test_what_is_not_known_is_left_out_and_said():
