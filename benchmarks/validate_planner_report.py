@@ -78,6 +78,23 @@ def summary(found: Sequence[Compared]) -> dict[str, dict[str, float]]:
     return result
 
 
+def missed(result: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
+    """Return the goals that test rows of a `summary` miss, in words; those of kinds that it lacks are none."""
+    found = []
+    for kind in ("closed", "bubble"):
+        one = result.get(f"all, {kind}, test")
+        if one and one["exact"] < one["rows"]:
+            found.append(f"{one['rows'] - one['exact']:.0f} of {one['rows']:.0f} closed forms ({kind}) are not exact")
+    whole = result.get("all, throughput, test")
+    if whole and whole["near"] < MOST * whole["rows"]:
+        found.append(f"{whole['near']:.0f} of {whole['rows']:.0f} rows within {NEAR:.0%}, wanted {MOST:.0%} of them")
+    if whole and whole["far"] < whole["rows"]:
+        found.append(
+            f"{whole['far']:.0f} of {whole['rows']:.0f} rows within {FAR:.0%}, wanted all; {whole['worst']:.1%}"
+        )
+    return tuple(found)
+
+
 def said(result: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
     """Yield the lines of a `summary`, those over all tables last, and whether the goals are met."""
     yield ""
