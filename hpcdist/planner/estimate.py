@@ -44,7 +44,7 @@ class Timing:
     is exposed; "rows": the sum, once a step, of gradients that sequence parallelism leaves whole on each tensor rank;
     "update"; "input". ``hidden_s`` is the part of the exchange behind the backward. ``bubble`` is the share
     as in `hpcdist.strategies.schedule.simulate`. ``bytes`` are those that a device sends in a step, by axis.
-    ``algorithms`` tells which collective was assumed on each axis.
+    ``algorithms`` tells by which collective most bytes of each axis go.
     """
 
     terms: Mapping[str, float]

@@ -67,7 +67,7 @@ class Load(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Seconds that a micro-batch waits for its collectives, by axis; bytes, and by which algorithm."""
+    """Seconds that a micro-batch waits for its collectives, by axis; bytes, and by which algorithm most of them go."""
 
     forward_s: dict[str, float]
     back_s: dict[str, float]
@@ -130,6 +130,7 @@ def sent(load: Load, layout: Layout, cluster: Cluster, known: dict[tuple[str, st
     nbytes: dict[str, float] = {}
     algorithms: dict[str, str] = {}
     flags: tuple[str, ...] = ()
+    most: dict[str, float] = {}
     behind_s = 0.0
     for call, often in load.calls:
         when, axis, operation, size = call
@@ -138,7 +139,8 @@ def sent(load: Load, layout: Layout, cluster: Cluster, known: dict[tuple[str, st
             cost = collective(operation, size, span(layout, axis, cluster), cluster)
             known[axis, operation, size] = cost
         nbytes[axis] = nbytes.get(axis, 0.0) + often * cost.nbytes
-        algorithms[axis] = cost.algorithm
+        if axis not in algorithms or often * size > most[axis]:
+            algorithms[axis], most[axis] = cost.algorithm, often * size
         flags += cost.flags
         if when == BEHIND:
             behind_s += often * cost.seconds

@@ -128,6 +128,15 @@ def test_the_tensor_axis_hides_no_more_than_computation_covers():
     assert whole - bound == pytest.approx(load.cover_s), "as much as there is to compute"
 
 
+def test_the_algorithm_that_is_told_is_that_of_most_bytes():
+    """Not that of the three sums of the loss, which come last."""
+    layout = replace(LAYOUT, tensor=8, microbatch=4)
+    group = span(layout, "tensor", CLUSTER)
+    blocks, loss = (collective("allreduce", nbytes, group, CLUSTER).algorithm for nbytes in (2 * BSH, 2 * 2 * 128 * 4))
+    assert blocks != loss
+    assert timing(MODEL, layout, CLUSTER, 8).algorithms["tensor"] == blocks
+
+
 def test_the_context_axis_gathers_keys_and_values():
     found = timing(MODEL, replace(LAYOUT, context=2), CLUSTER, 2)
     keys_and_values = 2 * 128 * 2 * 4 * 32 * 4  # samples, tokens, both, heads, numbers, bytes
