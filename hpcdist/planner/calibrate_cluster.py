@@ -21,6 +21,7 @@ from hpcdist.planner.cluster import Cluster, Curve, Device, Fit, Level, Node
 MESSAGE: Final = "message"
 LONG: Final = 8  # messages of at least the longest divided by this tell the bandwidth of a level
 CLOCK_S: Final = 1e-9  # no clock tells less
+_LIBRARY: Final = "mpi"  # messages and collectives of ours
 _KEPT: Final = ("storage", "failures", "site")
 
 
@@ -54,6 +55,7 @@ class Findings:
     steps: Sequence[Step]
     series: Sequence[Series]
     by: str = ""  # libraries and settings
+    busy: str = ""  # how one saw that the machine did something else meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,9 @@ def assemble(name: str, base: Cluster, found: Findings) -> Calibrated:
     """Return the cluster called ``name``; what was not measured is that of ``base`` (local). Raises UsageError."""
     lines: list[str] = []
     device = _device(base, found, lines)
-    fits, levels = _links(base, found, lines)
+    fits, levels, remarks = _links(base, found, lines)
+    if found.busy:
+        lines.append(f"the machine was busy: {found.busy}")
     devices = found.hosts * found.devices_per_host
     cluster = Cluster(
         name=name,
@@ -85,7 +89,7 @@ def assemble(name: str, base: Cluster, found: Findings) -> Calibrated:
         failures=base.failures,
         site=base.site,
         fits=fits,
-        sources=_sources(base, found, measured_links=bool(fits)),
+        sources=_sources(base, found, remarks, measured_links=bool(fits)),
         calibrated=f"{found.date}; {counted(found.hosts, 'host')}; {'; '.join(lines)}",
     )
     return Calibrated(cluster=cluster, lines=tuple(lines))
@@ -136,8 +140,13 @@ def _device(base: Cluster, found: Findings, lines: list[str]) -> Device:
     )
 
 
-def _links(base: Cluster, found: Findings, lines: list[str]) -> tuple[tuple[Fit, ...], tuple[Level, ...]]:
-    """Return the fits of all series, and the levels that messages were measured on; those of ``base`` without any."""
+def _links(
+    base: Cluster, found: Findings, lines: list[str]
+) -> tuple[tuple[Fit, ...], tuple[Level, ...], tuple[str, ...]]:
+    """Return the fits of all series, the levels that messages were measured on, and what is assumed of these.
+
+    Without messages the levels are those of ``base``.
+    """
     fits: list[Fit] = []
     levels: list[Series] = []
     for series in found.series:
@@ -152,21 +161,42 @@ def _links(base: Cluster, found: Findings, lines: list[str]) -> tuple[tuple[Fit,
         if series.operation == MESSAGE:
             levels.append(series)
     if not levels:
-        return tuple(fits), base.levels
-    outermost = len(levels) - 1
-    return tuple(fits), tuple(
-        _level(series, 0 if at == outermost else found.ranks_per_host) for at, series in enumerate(levels)
-    )
+        return tuple(fits), _borrowed(base, found), ()
+    remarks = []
+    if found.hosts > 1 and len(levels) == 1:
+        remarks.append(f"links inside a node are taken as those of {levels[0].level!r}: a node had one rank")
+    inner = [_level(series, found.devices_per_host) for series in levels[:-1]]
+    outer = _level(levels[-1], 0)
+    if inner and outer.bytes_per_s > inner[-1].bytes_per_s:
+        remarks.append(
+            f"links of {outer.name!r} are as fast as those of {inner[-1].name!r}: they were measured to be faster, at "
+            f"{outer.bytes_per_s:.3g} bytes/s"
+        )
+        outer = replace(outer, bytes_per_s=inner[-1].bytes_per_s)
+    return tuple(fits), (*inner, outer), tuple(remarks)
+
+
+def _borrowed(base: Cluster, found: Findings) -> tuple[Level, ...]:
+    """Return the levels of ``base``, or the one that joins its nodes, where the others do not nest in nodes here."""
+    box, devices = found.devices_per_host, found.hosts * found.devices_per_host
+    nest = all(level.devices % box == 0 or box % level.devices == 0 for level in base.levels if level.devices)
+    if nest and (base.levels[-1].devices == 0 or base.levels[-1].devices >= devices):
+        return base.levels
+    joins = (level for level in base.levels if level.devices == 0 or level.devices >= base.node.devices)
+    return (replace(next(joins, base.levels[-1]), devices=0),)
 
 
 def _level(series: Series, devices: int) -> Level:
-    """Return the level: latency of the fastest message, and the bandwidth of the longest, the latency left out."""
+    """Return the level: latency of the fastest message, and the bandwidth of the longest, the latency left out.
+
+    At most half of a long message counts as latency: on a busy machine one of them can be the fastest.
+    """
     latency_s = min(series.seconds)
     long_bytes = max(series.nbytes) / LONG
 
     def rate(seconds: Sequence[float]) -> float:
         pairs = zip(series.nbytes, seconds, strict=True)
-        return median(size / (time - min(seconds)) for size, time in pairs if size >= long_bytes)
+        return median(size / max(time - min(seconds), time / 2) for size, time in pairs if size >= long_bytes)
 
     together = rate(series.seconds)
     return Level(
@@ -187,19 +217,31 @@ def _fit(series: Series, pieces: Pieces) -> Fit:
         s_per_byte=tuple(line.s_per_byte for line in pieces.lines),
         algorithm=series.algorithm,
         level=series.level,
+        library=_LIBRARY,
         from_bytes=pieces.from_bytes,
         error=0.0 if math.isnan(pieces.error) else round(pieces.error, 4),
     )
 
 
-def _sources(base: Cluster, found: Findings, *, measured_links: bool) -> dict[str, str]:
+def _sources(base: Cluster, found: Findings, remarks: Sequence[str], *, measured_links: bool) -> dict[str, str]:
+    """Return what the numbers of each section are from; what has the word assumption is told with each plan."""
     measured = f"measured on {found.date}" + (f" with {found.by}" if found.by else "")
     assumed = f"assumption: as in {base.name}"
+    device, level = [measured, f"power and reserved memory: {assumed}"], [measured if measured_links else assumed]
+    if found.busy:
+        busy = f"assumption: the machine was busy ({found.busy}), all that was measured is of what others left"
+        device.append(busy.replace(";", ","))
+    if found.ranks_per_host < found.devices_per_host:
+        part = f"measured with {found.ranks_per_host} of {counted(found.devices_per_host, 'device')} of a node"
+        device.append(f"assumption: all are as fast at once, {part}")
+        if measured_links:
+            level.append(f"assumption: all send as fast at once, {part}")
+    level += [f"assumption: {one}" for one in remarks]
     return {
-        "device": f"{measured}; power and reserved memory: {assumed}",
+        "device": "; ".join(device),
         "matmul": measured,
         "node": f"devices and memory: {measured}; power: {assumed}",
-        "level": measured if measured_links else assumed,
+        "level": "; ".join(level),
         **dict.fromkeys(_KEPT, assumed),
         **({"fit": measured} if measured_links else {}),
     }

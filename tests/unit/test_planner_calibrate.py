@@ -1,6 +1,7 @@
 """Fits of measured times: pieces, curves, shares, and the cluster that is made of them."""
 
 import math
+import tomllib
 from dataclasses import replace
 
 import numpy as np
@@ -281,6 +282,7 @@ def test_a_calibrated_cluster_is_read_back_as_it_was_written(tmp_path):
         ("allreduce", "auto", "node", 2),
         ("allreduce", "ring", "network", 4),
     ]
+    assert {fit.library for fit in again.fits} == {"mpi"}
     assert all(fit.from_bytes == SIZES[0] and fit.until_bytes[-1] == SIZES[-1] for fit in again.fits)
     assert again.device.memory_bytes_per_s == pytest.approx(50e9)
     assert again.device.attention_share == pytest.approx(0.35, rel=0.05)
@@ -301,6 +303,62 @@ def test_one_device_alone_keeps_the_links_of_the_cluster_it_starts_from():
     assert found.levels == base.levels
     assert found.fits == ()
     assert "assumption" in found.sources["level"]
+
+
+def read_back(cluster: Cluster) -> Cluster:
+    return cluster_file.of_tree(tomllib.loads(cluster_file.dump(cluster)), "here.toml")
+
+
+@pytest.mark.parametrize(("ranks", "devices"), [(3, 8), (2, 2), (2, 3)])
+def test_levels_hold_whole_nodes_however_few_ranks_of_a_node_measured(ranks, devices):
+    known = replace(findings(TWO_LEVELS, hosts=2), ranks_per_host=ranks, devices_per_host=devices)
+    found = read_back(calibrate_cluster.assemble("here", cluster_file.read("workstation"), known).cluster)
+    assert (found.devices, found.node.devices) == (2 * devices, devices)
+    assert [(level.name, level.devices) for level in found.levels] == [("node", devices), ("network", 0)]
+    said = [one for one in cluster_file.assumptions(found) if f"measured with {ranks} of {devices} devices" in one]
+    assert [one.partition(":")[0] for one in said] == (["device", "level"] if ranks < devices else [])
+
+
+def test_a_network_that_was_measured_to_be_faster_than_a_node_is_told_and_read_back():
+    slow = measured("message", "auto", "node", 2, 20)
+    found = calibrate_cluster.assemble(
+        "here", cluster_file.read("workstation"), findings((slow, *TWO_LEVELS[1:]), hosts=2)
+    ).cluster
+    again = read_back(found)
+    assert again.levels[1].bytes_per_s == again.levels[0].bytes_per_s
+    assert [fit.s_per_byte for fit in again.fits] == [fit.s_per_byte for fit in found.fits]
+    assert any("'network' are as fast as those of 'node'" in one for one in cluster_file.assumptions(again))
+
+
+def test_a_longest_message_that_was_the_fastest_gives_a_bandwidth_all_the_same():
+    odd = replace(TWO_LEVELS[0], seconds=(*TWO_LEVELS[0].seconds[:-1], 1e-6), alone_s=())
+    found = calibrate_cluster.assemble("here", cluster_file.read("workstation"), findings((odd,))).cluster
+    assert 1e9 < read_back(found).levels[0].bytes_per_s < 1e11
+
+
+def test_nodes_with_one_rank_each_have_no_links_inside_that_were_measured():
+    alone = replace(findings(TWO_LEVELS[1:2], hosts=2), ranks_per_host=1, devices_per_host=4)
+    again = read_back(calibrate_cluster.assemble("here", cluster_file.read("workstation"), alone).cluster)
+    assert [(level.name, level.devices) for level in again.levels] == [("network", 0)]
+    assert any("links inside a node are taken as those of 'network'" in one for one in cluster_file.assumptions(again))
+
+
+@pytest.mark.parametrize("devices", [1, 3, 6, 64])
+def test_levels_of_another_cluster_are_kept_where_they_nest(devices):
+    alone = replace(findings(), ranks_per_host=1, devices_per_host=devices)
+    for name in cluster_file.names():
+        base = cluster_file.read(name)
+        again = read_back(calibrate_cluster.assemble("here", base, alone).cluster)
+        assert {level.name for level in again.levels} <= {level.name for level in base.levels}
+
+
+def test_a_busy_machine_is_an_assumption_of_each_plan():
+    known = replace(findings(TWO_LEVELS), busy="a load of 7.0; much")
+    found = calibrate_cluster.assemble("here", cluster_file.read("workstation"), known)
+    assert any("the machine was busy (a load of 7.0, much)" in one for one in cluster_file.assumptions(found.cluster))
+    assert any("busy" in one for one in found.lines)
+    quiet = calibrate_cluster.assemble("here", cluster_file.read("workstation"), findings(TWO_LEVELS))
+    assert not any("busy" in one for one in (*cluster_file.assumptions(quiet.cluster), *quiet.lines))
 
 
 def test_the_planner_takes_what_was_measured_and_flags_what_was_not():
