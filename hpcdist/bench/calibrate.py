@@ -3,10 +3,11 @@
 import os
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Final
 
 from hpcdist.arrays.peak import blas
-from hpcdist.bench import calibrate_device, calibrate_links
+from hpcdist.bench import calibrate_device, calibrate_links, calibrate_quiet
 from hpcdist.bench.calibrate_points import Machine, ModelPoint, Points, Wanted
 from hpcdist.comm.communicator import Communicator
 
@@ -22,11 +23,15 @@ def run(comm: Communicator, wanted: Wanted, mpi_library: str, processor: str, sa
     ``processor`` is what the file calls a core; a GPU tells its own name.
     """
     begin_s = time.perf_counter()
+    threads = threads_of_rank()
+    before = calibrate_quiet.look(comm, threads)
 
     def said(text: str) -> None:
         if comm.rank == 0:
             say(text)
 
+    if busy := calibrate_quiet.before(before):
+        said(f"warning: the machine is busy: {busy}; what is measured now is of what the others leave")
     products = {}
     for dtype in wanted.dtypes:
         said(f"products of {dtype} matrices")
@@ -43,6 +48,14 @@ def run(comm: Communicator, wanted: Wanted, mpi_library: str, processor: str, sa
     collectives = calibrate_links.of_collectives(
         comm, wanted.algorithms, bounds, (1 - _LINKS_SHARE) * wanted.seconds, mpi_library, said
     )
+    seconds = time.perf_counter() - begin_s
+    times = [one.seconds for one in moves] + [one.seconds for found in products.values() for one in found]
+    spread = median(one.spread for one in times if one.spread is not None)
+    busy = comm.broadcast_object(
+        calibrate_quiet.meanwhile(before, calibrate_quiet.look(comm, threads), seconds, spread)
+    )
+    if busy:
+        said(f"warning: the machine was busy: {busy}; measure again while nothing else runs")
     return Points(
         machine=machine(comm, wanted.on, mpi_library, processor),
         products=products,
@@ -50,7 +63,8 @@ def run(comm: Communicator, wanted: Wanted, mpi_library: str, processor: str, sa
         models=tuple(models),
         links=links,
         collectives=collectives,
-        seconds=time.perf_counter() - begin_s,
+        seconds=seconds,
+        busy=busy,
     )
 
 

@@ -104,12 +104,13 @@ def both(comm: Communicator, calls: Sequence[Call], seconds: float) -> list[Busy
     first = comm.nodes().intra.rank == 0
     alone = _rounds(comm, calls, seconds / 2, works=first)
     if comm.nodes().intra.size == 1:  # nobody to share anything with
-        return [Busy(one, one) for one in alone]
-    return [Busy(*pair) for pair in zip(alone, _rounds(comm, calls, seconds / 2, works=True), strict=True)]
+        return [Busy(one, one, spread) for one, spread in alone]
+    found = zip(alone, _rounds(comm, calls, seconds / 2, works=True), strict=True)
+    return [Busy(one[0], every[0], max(one[1], every[1])) for one, every in found]
 
 
-def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works: bool) -> list[float]:
-    """Return the first quartile of each call on the slowest of the ranks that work. Collective."""
+def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works: bool) -> list[tuple[float, float]]:
+    """Return each call's first quartile and how far its mean is above, of the slowest rank at work. Collective."""
     taken: list[list[float]] = []
     clock = time.perf_counter
     for call in calls if works else ():
@@ -130,12 +131,12 @@ def _rounds(comm: Communicator, calls: Sequence[Call], seconds: float, *, works:
         if collecting:
             gc.enable()
     comm.barrier()
-    return _slowest(comm, np.percentile(taken, 25, axis=0).tolist() if works else [0.0] * len(calls))
-
-
-def _slowest(comm: Communicator, own: Sequence[float]) -> list[float]:
-    found: list[float] = np.max(comm.allgather_object(list(own)), axis=0).tolist()
-    return found
+    own = np.zeros((2, len(calls)))
+    if works:
+        own[0] = np.percentile(taken, 25, axis=0)
+        own[1] = np.mean(taken, axis=0) / own[0] - 1
+    slowest = np.max(comm.allgather_object(own), axis=0)
+    return list(zip(*slowest.tolist(), strict=True))
 
 
 def model(comm: Communicator, config: ModelConfig, context: int, samples: int, on: str) -> ModelPoint:

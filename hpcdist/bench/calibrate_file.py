@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.bench.calibrate_points import Points
+from hpcdist.bench.calibrate_points import Busy, Points
 from hpcdist.hdf5 import files
 
 SCHEMA: Final = "hpcdist.calibration"
@@ -18,6 +18,7 @@ def write(path: Path, found: Points, provenance: Mapping[str, Any]) -> None:
     """Write a new file, as a whole or not at all. Raises StorageError."""
     with files.edit(path, SCHEMA, VERSION) as file:
         file.attrs.update({**provenance, **asdict(found.machine), "measured_in_s": found.seconds, "NX_class": "NXroot"})
+        file.attrs["busy"] = found.busy
         for dtype, points in found.products.items():
             _table(
                 file.create_group(f"products/{dtype}"),
@@ -46,17 +47,19 @@ def write(path: Path, found: Points, provenance: Mapping[str, Any]) -> None:
         _table(
             file.create_group("collectives"),
             {name: [getattr(one, name) for one in found.collectives] for name in names},
-            [(one.seconds, one.seconds) for one in found.collectives],
+            [Busy(one.seconds, one.seconds) for one in found.collectives],
         )
 
 
-def _table(group: Any, columns: Mapping[str, Sequence[Any]], seconds: Sequence[Sequence[float]]) -> None:
-    """Write columns of one length, and the seconds (rows, one rank at work or all)."""
+def _table(group: Any, columns: Mapping[str, Sequence[Any]], seconds: Sequence[Busy]) -> None:
+    """Write columns of one length, the seconds (rows, one rank at work or all), and their spread, NaN if not kept."""
     for name, values in columns.items():
         group.create_dataset(
             name, data=np.array(values, dtype=object if values and isinstance(values[0], str) else None)
         )
-    times = np.array(seconds, np.float64).reshape(len(seconds), 2)
+    times = np.array([one[:2] for one in seconds], np.float64).reshape(len(seconds), 2)
+    spread = [np.nan if one.spread is None else one.spread for one in seconds]
+    group.create_dataset("spread", data=np.array(spread, np.float64)).attrs["units"] = "1"
     group.create_dataset("seconds", data=times).attrs.update(
         {"units": "s", "columns": "one rank of a node, all of them"}
     )

@@ -15,10 +15,16 @@ MESSAGE: Final = "message"
 
 
 class Busy(NamedTuple):
-    """Median seconds while one rank of a node works, and while all of them do: of the slowest rank."""
+    """Seconds while one rank of a node works, and while all of them do: the first quartile on the slowest rank.
+
+    A calibration is of the machine alone. What else runs there makes repetitions longer and none shorter, so that their
+    first quartile is nearer to that than their median. ``spread`` is how far their mean lies above it, relative; None
+    where that is not kept.
+    """
 
     one: float
     all: float
+    spread: float | None = None
 
 
 class ProductPoint(NamedTuple):
@@ -78,7 +84,10 @@ class LinkPoint(NamedTuple):
 
 
 class CollectivePoint(NamedTuple):
-    """A collective of the ``ranks`` that a level joins, on buffers of ``nbytes``: the slowest rank's median."""
+    """A collective of the ``ranks`` that a level joins, on buffers of ``nbytes``.
+
+    The first quartile of iterations, each of which is that of its slowest rank.
+    """
 
     operation: str
     algorithm: str
@@ -115,6 +124,7 @@ class Points:
     links: tuple[LinkPoint, ...]
     collectives: tuple[CollectivePoint, ...]
     seconds: float  # that measuring took
+    busy: str = ""  # how one sees that the machine did something else meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)

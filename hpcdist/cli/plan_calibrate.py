@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from hpcdist.cli.tune import Bytes
-from hpcdist.errors import OK, UsageError
+from hpcdist.errors import OK, ConfigurationError, StorageError, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help must load neither numpy nor MPI
+    from collections.abc import Mapping
+
     from hpcdist.bench.calibrate_points import ModelPoint, Points, Wanted
     from hpcdist.planner.calibrate_cluster import Findings
 
 _FROM: Final = "workstation"
 _NAME: Final = "here"
+_POINTS: Final = ".points.h5"  # beside a cluster that could not be made
 _MATMUL, _ATTENTION = "matmul", "attention"
 _ALGORITHMS: Final = ("auto", "ring", "hierarchical")
 _DTYPES: Final = ("float32", "float64", "float16")
@@ -71,15 +74,18 @@ def command(
     `hpcdist run -n N`, mpirun or srun all ranks measure the device together and then the links between them: messages
     on each level (inside a node, between nodes) and the collectives of trainings. The file says when, on how many
     hosts and over which range each number was measured, and how far fits are off at sizes they have not seen; a plan
-    flags what lies outside.
+    flags what lies outside, and that fewer ranks than devices of a node were at work.
+
+    A machine that does something else meanwhile is measured for nothing: the load before and after, and repetitions
+    that lie apart, are looked at, and a busy one is warned of and flagged in each plan with the file.
 
     Exit code 0 when the file is written, 2 for usage, 74 when a file cannot be written, which is tried first, and 78
-    for a cluster that --from cannot read.
+    for a cluster that --from cannot read. Measurements that make no cluster (2 or 78) are kept as points.
     """
     from hpcdist.bench import calibrate, place
     from hpcdist.comm import start
     from hpcdist.hdf5 import files
-    from hpcdist.planner import calibrate_cluster, cluster_file
+    from hpcdist.planner import cluster_file
 
     if "float16" in dtypes and device == "cpu":
         raise UsageError(
@@ -98,20 +104,42 @@ def command(
     place.agree(comm, check)
     found = calibrate.run(comm, wanted, session.library, _processor(), _say)
     origin = _provenance(session, anonymous)
-    if comm.rank == 0:
-        known = cluster_file.read(base)
-        calibrated = calibrate_cluster.assemble(name or output.stem, known, findings(found))
-        output.write_text(cluster_file.dump(calibrated.cluster), encoding="utf-8")
-        cluster_file.read(str(output))
-        for line in calibrated.lines:
-            click.echo(line)
-        click.echo(f"{output}: {calibrated.cluster.name}, measured in {found.seconds:.0f} s")
-        if points is not None:
-            from hpcdist.bench import calibrate_file
-
-            calibrate_file.write(points, found, origin)
+    place.agree(comm, lambda: written(found, output, points, base, name or output.stem, origin))
     session.leave(OK)
     return OK
+
+
+def written(
+    found: "Points", output: Path, points: Path | None, base: str, name: str, origin: "Mapping[str, Any]"
+) -> None:
+    """Write the points, then the cluster that they make, after it was read as a plan will read it (local).
+
+    Points that make no cluster are not lost: without ``points`` they are then written beside ``output``. Raises
+    UsageError or ConfigurationError, which say where they are, and StorageError.
+    """
+    import tomllib
+
+    from hpcdist.bench import calibrate_file
+    from hpcdist.planner import calibrate_cluster, cluster_file
+
+    if points is not None:
+        calibrate_file.write(points, found, origin)
+    try:
+        calibrated = calibrate_cluster.assemble(name, cluster_file.read(base), findings(found))
+        text = cluster_file.dump(calibrated.cluster)
+        cluster_file.of_tree(tomllib.loads(text), str(output))
+    except (UsageError, ConfigurationError) as error:
+        kept = points or output.with_name(output.name + _POINTS)
+        if points is None:
+            calibrate_file.write(kept, found, origin)
+        raise type(error)(f"what was measured makes no cluster: {error}; the measurements are kept in {kept}") from None
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{output}: cannot be written: {error.strerror}") from None
+    for line in calibrated.lines:
+        click.echo(line)
+    click.echo(f"{output}: {calibrated.cluster.name}, measured in {found.seconds:.0f} s")
 
 
 def _say(text: str) -> None:
@@ -170,6 +198,7 @@ def findings(points: "Points") -> "Findings":
         moves=[(one.nbytes, one.seconds.all) for one in points.moves if one.operation == "add"],
         steps=[step(one) for one in points.models],
         series=list(_series(points)),
+        busy=points.busy,
         by=f"{machine.mpi_library.partition(',')[0]}; {machine.blas}",
     )
 

@@ -1,30 +1,46 @@
 """What a calibration measures: products, moves, models, messages and collectives, and the file of all of it."""
 
+import os
+from dataclasses import replace
+from pathlib import Path
+
 import h5py
 import numpy as np
 import pytest
 
-from hpcdist.bench import calibrate, calibrate_device, calibrate_file, calibrate_links, collectives_buffers
+from hpcdist.bench import (
+    calibrate,
+    calibrate_device,
+    calibrate_file,
+    calibrate_links,
+    calibrate_quiet,
+    collectives_buffers,
+)
 from hpcdist.bench.calibrate_points import OPERATIONS, Busy, LinkPoint, Wanted, default_models, sizes
+from hpcdist.bench.calibrate_quiet import Look
 from hpcdist.cli import plan_calibrate
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import UsageError
+from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.planner import calibrate_cluster, cluster_file
+from hpcdist.planner.cluster import Cluster
 
 TINY = ModelConfig(layers=1, hidden=16, heads=2, vocabulary=17)
+APART = calibrate_quiet.APART
 FEW = ((8, 8, 8), (16, 16, 16), (16, 32, 64), (64, 64, 64))
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Little is multiplied and moved."""
+    """Little is multiplied and moved, and the machine counts as idle."""
     monkeypatch.setattr(calibrate_device, "shapes", lambda on: FEW)
     monkeypatch.setattr(calibrate_device, "MOVED", {"cpu": (1 << 10, 1 << 14), "gpu": (1 << 10, 1 << 14)})
     monkeypatch.setattr(calibrate_device, "STEPS", 2)
     monkeypatch.setattr(collectives_buffers, "last_level_cache_bytes", lambda: 1 << 16)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(calibrate_quiet, "APART", 1e9)
 
 
 def wanted(**more: object) -> Wanted:
@@ -160,3 +176,123 @@ def test_points_become_a_cluster_and_a_file(tmp_path):
         assert b"matmul" in set(file["models/0/kind"][:])
         assert len(file["messages/nbytes"]) == len(found.links)
         assert len(file["collectives/nbytes"]) == len(found.collectives)
+
+
+def look(load: float, own: int = 2, cores: int = 2) -> tuple[Look, ...]:
+    return (Look(load, own, cores),)
+
+
+def test_load_that_the_ranks_explain_is_not_busy():
+    assert calibrate_quiet.before(look(2.0)) == ""  # what has just ended shows for minutes
+    assert calibrate_quiet.meanwhile(look(0.1), look(1.9), 120, 0.02) == ""
+    assert calibrate_quiet.meanwhile(look(1.9), look(2.2), 60, 0.02) == ""
+    assert calibrate_quiet.meanwhile(look(0.1, 2, 64), look(4.9, 2, 64), 600, 0.02) == ""  # 5 % of the cores
+
+
+def test_load_of_others_is_busy_before_or_meanwhile():
+    assert "a load of 6.9 where 2" in calibrate_quiet.before(look(6.9))
+    assert "a load of 5.0 where 2" in calibrate_quiet.meanwhile(look(0.1), look(5.0), 600, 0.02)
+    assert "a load of 6.9 where 2" in calibrate_quiet.meanwhile(look(6.9), look(0.5), 600, 0.02)
+    quiet = Look(0.0, 2, 2)
+    assert "8.0" in calibrate_quiet.meanwhile((quiet, quiet), (quiet, Look(8.0, 2, 2)), 600, None)
+
+
+def test_what_ran_before_is_taken_off_and_what_began_late_is_not_hidden():
+    # One other process all the while, 45 s: the average has not yet risen to 3.
+    late = 1.0 * np.exp(-45 / 60) + 3.0 * (1 - np.exp(-45 / 60))
+    assert late < 2.5
+    assert "a load of 3.0" in calibrate_quiet.meanwhile(look(1.0), look(late), 45, 0.02)
+    # Much ran until the beginning, within what 8 ranks make themselves; 2 of them now.
+    left = 2.4 * np.exp(-45 / 60) + 2.0 * (1 - np.exp(-45 / 60))
+    assert calibrate_quiet.meanwhile(look(2.4), look(left), 45, 0.02) == ""
+
+
+def test_repetitions_that_lie_apart_are_busy_and_an_unknown_load_is_none(monkeypatch):
+    monkeypatch.setattr(calibrate_quiet, "APART", APART)
+    assert "60% more" in calibrate_quiet.meanwhile(look(0.0), look(0.0), 60, 0.6)
+    assert "60% more" in calibrate_quiet.meanwhile(look(np.nan), look(np.nan), 60, 0.6)
+    assert calibrate_quiet.meanwhile(look(np.nan), look(np.nan), 60, None) == ""
+
+
+def test_spread_is_the_mean_over_the_first_quartile(monkeypatch):
+    now = [0.0]
+    lasts = iter([50.0, *[1.0, 3.0] * 4])  # the first is not kept
+
+    def call() -> None:
+        now[0] += next(lasts)
+
+    monkeypatch.setattr(calibrate_device.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(calibrate_device, "MOST_ROUNDS", 8)
+    (found,) = calibrate_device.both(solo(), [call], 2000.0)
+    assert found == Busy(1.0, 1.0, pytest.approx(1.0))
+
+
+def test_ranks_of_a_machine_are_counted_together(monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.5, 0.0, 0.0))
+    looks = run_threads(3, lambda comm: calibrate_quiet.look(comm, 2))
+    assert looks[0] == looks[2]
+    assert [(one.load, one.own) for one in looks[0]] == [(3.5, 6)]
+
+    def none() -> tuple[float, float, float]:
+        raise OSError
+
+    monkeypatch.setattr(os, "getloadavg", none)
+    assert np.isnan(calibrate_quiet.load())
+
+
+def test_a_busy_machine_is_warned_of_and_flagged_in_the_file(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 0.0, 0.0))
+    said: list[str] = []
+    found = calibrate.run(solo(), wanted(), "a library", "a core", said.append)
+    warnings = [line for line in said if line.startswith("warning")]
+    assert len(warnings) == 2
+    assert all("a load of 9.0" in line for line in warnings)
+    path, points = tmp_path / "here.toml", tmp_path / "here.h5"
+    plan_calibrate.written(found, path, points, "workstation", "here", {})
+    assert any("the machine was busy (a load of 9.0" in one for one in flags(path))
+    assert "the machine was busy" in capsys.readouterr().out
+    with h5py.File(points) as file:
+        assert "a load of 9.0" in file.attrs["busy"]
+        assert file["moves/spread"].shape == file["moves/bytes"].shape
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    quiet = calibrate.run(solo(), wanted(), "a library", "a core", said.append)
+    assert quiet.busy == ""
+
+
+def flags(path: Path) -> tuple[str, ...]:
+    return cluster_file.assumptions(cluster_file.read(str(path)))
+
+
+def test_points_that_make_no_cluster_are_kept(monkeypatch, tmp_path):
+    found = run(solo())
+    path, points = tmp_path / "here.toml", tmp_path / "mine.h5"
+
+    def slow(*given: object) -> calibrate_cluster.Calibrated:
+        made = calibrate_cluster.Calibrated(cluster=cluster_file.read("workstation"), lines=())
+        return replace(made, cluster=replace(made.cluster, devices=0))
+
+    monkeypatch.setattr(calibrate_cluster, "assemble", slow)
+    with pytest.raises(ConfigurationError, match=r"devices.* are kept in .*here\.toml\.points\.h5"):
+        plan_calibrate.written(found, path, None, "workstation", "here", {})
+    assert not path.exists()
+    with h5py.File(tmp_path / "here.toml.points.h5") as file:
+        assert len(file["products/float32/m"]) == len(FEW)
+    with pytest.raises(ConfigurationError, match=r"are kept in .*mine\.h5"):
+        plan_calibrate.written(found, path, points, "workstation", "here", {})
+    assert points.exists()
+
+
+def test_a_cluster_that_cannot_be_written_leaves_its_points(tmp_path):
+    found = run(solo())
+    with pytest.raises(StorageError, match="cannot be written"):
+        plan_calibrate.written(found, tmp_path / "no" / "here.toml", tmp_path / "mine.h5", "workstation", "here", {})
+    assert (tmp_path / "mine.h5").exists()
+
+
+def test_what_is_written_is_the_cluster_that_was_measured(tmp_path, capsys):
+    path = tmp_path / "here.toml"
+    plan_calibrate.written(run(solo()), path, None, "workstation", "here", {})
+    found: Cluster = cluster_file.read(str(path))
+    assert (found.name, found.device.name) == ("here", "a core")
+    assert [one.name for one in tmp_path.iterdir()] == ["here.toml"]
+    assert "here, measured in" in capsys.readouterr().out
