@@ -9,6 +9,7 @@ import numpy as np
 
 from hpcdist.errors import UsageError
 from hpcdist.planner.cluster import Curve
+from hpcdist.planner.compute import share_of
 
 KNOTS_PER_OCTAVE: Final = 1
 TURNS: Final = 20
@@ -52,8 +53,8 @@ class Fitted:
 
 
 def share(curve: Curve, size: float) -> float:
-    """Return the share at ``size``: linear in the logarithm of the size, and constant beyond the ends."""
-    return float(np.interp(math.log(size), np.log(curve.sizes), curve.shares))
+    """Return the share at ``size``, as a plan takes it."""
+    return share_of(curve, size)[0]
 
 
 def seconds(fitted: Fitted, product: Product) -> float:

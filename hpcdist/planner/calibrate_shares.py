@@ -20,8 +20,8 @@ import numpy as np
 
 from hpcdist.errors import UsageError
 from hpcdist.planner.calibrate import weighted_line
-from hpcdist.planner.cluster import Cluster
-from hpcdist.planner.compute import ITEM_BYTES, MOVED_BACK, TILED_BACK, unit_seconds
+from hpcdist.planner.cluster import ITEM_BYTES, Cluster
+from hpcdist.planner.compute import MOVED_BACK, TILED_BACK, unit_seconds
 from hpcdist.planner.description import Description
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.work import attention_flops

@@ -6,6 +6,9 @@ Everything is in base units: bytes (never GiB), seconds, operations a second, wa
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
+
+ITEM_BYTES: Final[Mapping[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,12 @@
 """Whether a cluster's numbers go together: levels that nest, a peak that its memory can feed, curves, prices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Final
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.planner.cluster import Cluster, Curve, Device, Fit, Level, Site
+from hpcdist.planner.cluster import ITEM_BYTES, Cluster, Curve, Device, Fit, Level, Site
 from hpcdist.planner.layout import LIBRARIES
 from hpcdist.planner.units import rough
-
-ITEM_BYTES: Final[Mapping[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def check(cluster: Cluster) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.planner import cluster_checks, units
 from hpcdist.planner import cluster_fields as fields
-from hpcdist.planner.cluster import Cluster, Curve, Device, Failures, Fit, Level, Node, Site, Storage
+from hpcdist.planner.cluster import ITEM_BYTES, Cluster, Curve, Device, Failures, Fit, Level, Node, Site, Storage
 from hpcdist.planner.cluster_fields import Field
 
 FOLDER: Final = Path(__file__).parent / "clusters"
@@ -130,7 +130,7 @@ def _device(tree: Mapping[str, Any]) -> Device:
     flops, matmul = _table(tree, "flops", "device."), _table(tree, "matmul", "device.")
     low, high = fields.FLOPS_BOUNDS
     for place, table in (("device.flops.", flops), ("device.matmul.", matmul)):
-        _known(table, cluster_checks.ITEM_BYTES, place)
+        _known(table, ITEM_BYTES, place)
     peak = {kind: _value(Field(kind, kind, "flops", low, high), said, "device.flops.") for kind, said in flops.items()}
     curves = {}
     for kind in matmul:

@@ -20,11 +20,10 @@ from math import log
 from typing import Any, Final, NamedTuple
 
 from hpcdist.errors import ConfigurationError
-from hpcdist.planner.cluster import Cluster, Curve
+from hpcdist.planner.cluster import ITEM_BYTES, Cluster, Curve
 from hpcdist.planner.description import Attention, Product, Unit
 from hpcdist.planner.layout import Layout
 
-ITEM_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 TILED_BACK: Final = 2.5  # five products instead of two: the scores are computed again
 MOVED_BACK: Final = 1.5  # a gradient and what was kept are read, a gradient is written, where one read and one written
 # What goes over a score in memory, in numbers, and as bytes of the mask of a dropout. Forward: a softmax reads and

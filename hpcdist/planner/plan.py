@@ -5,7 +5,7 @@ from typing import Final
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description
-from hpcdist.planner.energy import energy, unknown
+from hpcdist.planner.energy import COMPUTING, energy, unknown
 from hpcdist.planner.estimate import Estimate, Memory, Timing, Work
 from hpcdist.planner.failures import run
 from hpcdist.planner.layout import Layout
@@ -15,7 +15,6 @@ from hpcdist.planner.states import whole
 from hpcdist.planner.timing import timing
 from hpcdist.planner.work import work
 
-COMPUTING: Final = ("forward", "backward", "recompute")
 CHECKED_MFU: Final = 0.57  # the most of the published trainings that the planner is held against (benchmarks/published)
 
 FULL: Final = 0.95  # of the memory

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hpcdist.planner.again import ahead
-from hpcdist.planner.cluster import Cluster
-from hpcdist.planner.compute import ITEM_BYTES
+from hpcdist.planner.cluster import ITEM_BYTES, Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.network import NOTHING, Cost, collective, message, span

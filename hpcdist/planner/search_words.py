@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from hpcdist.planner import limits as known
 from hpcdist.planner import search_space
 from hpcdist.planner.compare import against, changed
+from hpcdist.planner.energy import COMPUTING
 from hpcdist.planner.estimate import Estimate
 from hpcdist.planner.memory import memory
 from hpcdist.planner.search_value import value
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from hpcdist.planner.layout import Layout
     from hpcdist.planner.search_walk import Walk
 
-COMPUTING: Final = ("forward", "backward", "recompute")
 NEAR: Final = 0.9  # of a memory: above, it is what forbids a larger micro-batch
 SAME: Final = 1e-9
 

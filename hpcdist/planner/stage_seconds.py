@@ -21,8 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from hpcdist.planner.again import repeated
-from hpcdist.planner.cluster import Cluster
-from hpcdist.planner.compute import ITEM_BYTES, kept, local_experts, local_parameters, unit_seconds
+from hpcdist.planner.cluster import ITEM_BYTES, Cluster
+from hpcdist.planner.compute import kept, local_experts, local_parameters, unit_seconds
 from hpcdist.planner.cut import Share, chunks, stages
 from hpcdist.planner.description import Description, Unit
 from hpcdist.planner.layout import Layout

@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from hpcdist.arrays.dtypes import BFLOAT16
 from hpcdist.errors import ConfigurationError
-from hpcdist.planner.cluster import Cluster, Curve, Device, Failures, Level, Node, Storage
+from hpcdist.planner import calibrate_curve
+from hpcdist.planner.cluster import ITEM_BYTES, Cluster, Curve, Device, Failures, Level, Node, Storage
 from hpcdist.planner.compute import local_experts, local_parameters, share_of, unit_seconds
 from hpcdist.planner.description import Attention, Product, Shape, Unit
 from hpcdist.planner.layout import Layout
@@ -226,3 +229,18 @@ def test_what_is_known_of_one_cluster_is_not_told_of_another():
     fast_s, slow_s = (unit_seconds(HEAD, LAYOUT, one).weight_s for one in (free_memory(), slow))
     assert slow_s > fast_s
     assert unit_seconds(HEAD, LAYOUT, slow).weight_s == slow_s
+
+
+def test_a_fitted_curve_is_read_as_a_plan_reads_it():
+    """Below its smallest size, too, where the share falls with the size."""
+    curve = Curve(sizes=(100.0, 1000.0), shares=(0.2, 0.8))
+    for size, share in ((10.0, 0.02), (100.0, 0.2), (100.0 * 10**0.5, 0.5), (1000.0, 0.8), (5000.0, 0.8)):
+        product = calibrate_curve.Product(m=size, k=size, n=size, seconds=1.0)
+        fitted = calibrate_curve.Fitted(peak_flops=1e12, curve=curve, unseen=(), errors=())
+        assert calibrate_curve.seconds(fitted, product) == pytest.approx(product.flops / 1e12 / share)
+        assert share_of(curve, size)[0] == pytest.approx(share)
+
+
+@pytest.mark.parametrize("kind", ITEM_BYTES)
+def test_bytes_of_a_number_are_those_of_its_type(kind: str):
+    assert ITEM_BYTES[kind] == (BFLOAT16 if kind == "bfloat16" else np.dtype(kind)).itemsize
