@@ -76,9 +76,9 @@ def _over(operation: str, given: Gradients, layout: Layout, ranks: Span, cluster
 
 def _sent(operation: str, payload: Payload, ranks: Span, layout: Layout, cluster: Cluster) -> Cost:
     if payload.way == "gathered":
-        return collective("all_gather", ranks.size * payload.nbytes, ranks, cluster)
+        return collective("all_gather", ranks.size * payload.nbytes, ranks, cluster, layout.algorithm)
     if payload.way == "summed":
         return collective("allreduce", payload.nbytes, ranks, cluster, layout.algorithm)
-    there = collective("all_to_all", payload.nbytes, ranks, cluster)
+    there = collective("all_to_all", payload.nbytes, ranks, cluster, layout.algorithm)
     often = 2 if operation == "allreduce" else 1
     return there._replace(seconds=often * there.seconds, nbytes=often * there.nbytes)

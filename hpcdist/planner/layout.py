@@ -19,15 +19,16 @@ class Layout:
     Ranks count as in `hpcdist.strategies.grid`: tensor fastest, then context, then data, then pipeline; ``expert``
     parallelism cuts experts over ranks of the data axis. A micro-batch has ``microbatch`` samples; ``schedule`` and
     ``chunks`` are those of `hpcdist.strategies.schedule`. ``recompute`` "selective" computes attention again
-    (arXiv:2205.05198), "full" whole blocks. ``main_gradients``: "float32", or the "working" type; ``activations`` are
-    kept and sent in the "working" type, or in "float32" as this toolkit does on processors. The optimizer keeps
-    ``optimizer_slots`` numbers a parameter: 2 for Adam and LAMB, 1 for momentum.
+    (arXiv:2205.05198), "full" whole blocks. ``main_gradients``, of "megatron" alone: "float32", or the "working" type;
+    ``activations`` are kept and sent in the "working" type, or in "float32" as this toolkit does on processors. The
+    optimizer keeps ``optimizer_slots`` numbers a parameter: 2 for Adam and LAMB, 1 for momentum.
 
     ``implementation`` says whose memory and kernels: "hpcdist" (`hpcdist.models.counts`: attention in tiles) or
     "megatron" (the published formulas of arXiv:2205.05198, with scores in memory); ``library`` whose collectives: "mpi"
-    (one ring or tree, or a hierarchy), "nccl" (one for each link of a node), "": as the implementation. ``overlap`` is
-    the share of the data axis's messages that may hide behind the backward; what does not fit in there is exposed all
-    the same.
+    (one ring or tree, or a hierarchy), "nccl" (one for each link of a node), "": as the implementation. ``algorithm``
+    is that of the data axis alone: an operation there that has none of the name takes the fastest, and a flag says so.
+    ``overlap`` is the share of the data axis's messages that may hide behind the backward; what does not fit in there
+    is exposed all the same.
     ``tensor_overlap`` is the same for the tensor axis's messages of the backward, behind gradients that do not wait for
     them (arXiv:2205.05198, section 6.2): this toolkit hides none. ``gradient_fusion``: of "megatron" alone, whose
     products add gradients of weights to those of the micro-batches before, since the end of 2021.

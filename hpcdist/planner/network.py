@@ -16,7 +16,19 @@ from hpcdist.planner.layout import ALGORITHMS, Layout
 from hpcdist.planner.network_costs import FORMULAS, WITH_CHANNELS
 from hpcdist.planner.network_span import AXES, Span, Tier, group, span
 
-__all__ = ["AXES", "NOTHING", "OPERATIONS", "Cost", "Span", "Tier", "collective", "group", "message", "span"]
+__all__ = [
+    "AXES",
+    "NOTHING",
+    "OPERATIONS",
+    "Cost",
+    "Span",
+    "Tier",
+    "collective",
+    "group",
+    "message",
+    "span",
+    "substituted",
+]
 
 OPERATIONS: Final = tuple(FORMULAS)
 _NAMES: Final = frozenset(ALGORITHMS) | {name for formulas in FORMULAS.values() for name in formulas}
@@ -39,7 +51,7 @@ def collective(operation: str, nbytes: float, span: Span, cluster: Cluster, algo
 
     ``nbytes`` is the whole buffer: what reduce_scatter begins with, what all_gather ends with, and all that a device
     has in all_to_all, its own part included. "auto" is what was measured, else the fastest formula; where an
-    operation has no such algorithm as is asked for (a tree cannot scatter) it is done as the fastest one, too.
+    operation has no such algorithm as is asked for (a tree cannot scatter) it is done as the fastest one, too: flagged.
     Raises UsageError for names that are none.
     """
     if span.size <= 1 or nbytes <= 0:
@@ -106,8 +118,18 @@ def _cost(operation: str, nbytes: float, span: Span, algorithm: str) -> Cost:
     if algorithm not in _NAMES:
         raise UsageError(f"algorithm {algorithm!r}; choose one of {', '.join(sorted(_NAMES))}")
     known = FORMULAS[operation]
-    names = [algorithm] if algorithm in known else [n for n in known if not span.channels or n in WITH_CHANNELS]
-    return min((_named(operation, name, nbytes, span) for name in names), key=lambda cost: cost.seconds)
+    if algorithm in known:
+        return _named(operation, algorithm, nbytes, span)
+    names = [name for name in known if not span.channels or name in WITH_CHANNELS]
+    best = min((_named(operation, name, nbytes, span) for name in names), key=lambda cost: cost.seconds)
+    if algorithm == "auto":
+        return best
+    return best._replace(flags=(*best.flags, substituted(algorithm, operation, best.algorithm)))
+
+
+def substituted(algorithm: str, operation: str, taken: str) -> str:
+    """Return the flag of an ``operation`` that goes another way than by the ``algorithm`` that was asked for."""
+    return f"algorithm = {algorithm}: {operation} has none of that name, and goes by {taken}"
 
 
 def _named(operation: str, name: str, nbytes: float, span: Span) -> Cost:

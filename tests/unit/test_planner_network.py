@@ -321,6 +321,15 @@ def test_a_published_wait_of_pytorch_is_none_of_mpi() -> None:
     assert ours.seconds < 0.5 * theirs.seconds
 
 
+def test_an_algorithm_that_an_operation_lacks_is_named() -> None:
+    reach = span(Layout(data=16), "data", DEEP)
+    for operation in ("reduce_scatter", "all_gather", "all_to_all"):
+        asked, best = (collective(operation, 1e6, reach, DEEP, name) for name in ("tree", "auto"))
+        assert asked._replace(flags=()) == best and not best.flags
+        assert asked.flags == (f"algorithm = tree: {operation} has none of that name, and goes by {best.algorithm}",)
+    assert not collective("allreduce", 1e6, reach, DEEP, "tree").flags
+
+
 def test_a_group_of_one_and_no_bytes_cost_nothing() -> None:
     assert collective("allreduce", 1e9, span(Layout(), "data", DEEP), DEEP).seconds == 0.0
     assert collective("all_gather", 0.0, span(Layout(data=8), "data", DEEP), DEEP).nbytes == 0.0
