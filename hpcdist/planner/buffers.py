@@ -45,7 +45,7 @@ def exchanged(layout: Layout, parameters: float, longest: float) -> float:
     if stage_of(layout.strategy):
         return coded + size * unit / share
     bucket = min(BUCKET_BYTES, size * parameters)
-    if size >= WIDE or layout.main_gradients == "working":
+    if size >= WIDE:
         return coded + bucket / share
     return coded + WIDE / size * bucket * (1 + 1 / share)
 

@@ -33,13 +33,13 @@ from hpcdist.errors import UsageError
 from hpcdist.planner import payloads
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.compressed import Gradients, summed
-from hpcdist.planner.layout import STRATEGIES, Layout
+from hpcdist.planner.layout import HALVES, STRATEGIES, Layout
 from hpcdist.planner.network import NOTHING as NO_COST
-from hpcdist.planner.network import Cost, collective, span
+from hpcdist.planner.network import Cost, collective, span, substituted
 from hpcdist.planner.payloads import Matrices, Payload
+from hpcdist.planner.wire import BYTES, gradient_bytes
 
 TENSORS: Final = 12  # of a block: two norms and four products, weight and bias each
-_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Exchange(NamedTuple):
@@ -107,18 +107,6 @@ def exchange(
     return found
 
 
-def gradient_bytes(layout: Layout) -> int:
-    """Return the bytes of a gradient on the wire, without compression.
-
-    Megatron sums in the type of its main gradients. hpcdist keeps 16 bits and sends them to servers and to the owners
-    of ZeRO, who sum in float32; the partial sums of its allreduce travel in float32, but with main gradients in the
-    "working" type: then it goes by all_to_all, or by a library that sums 16 bits (`hpcdist.collectives`).
-    """
-    working = _BYTES[layout.precision]
-    has_owners = layout.implementation == "hpcdist" and layout.strategy != "allreduce"
-    return working if has_owners or layout.main_gradients == "working" else max(4, working)
-
-
 class _Job(NamedTuple):
     layout: Layout
     cluster: Cluster
@@ -162,8 +150,10 @@ class _Job(NamedTuple):
         layout, m = self.layout, self.microbatches
         stage = int(layout.strategy[-1])
         often = 1 if stage == 1 else m
-        scatter = self._gradients("reduce_scatter", parameters, axis)
-        gather = self._in_messages("all_gather", parameters * _BYTES[layout.precision], axis, self.units)
+        # To 16-bit gradients our owners come by sending them to each other, whatever the algorithm of the rest is.
+        is_direct = layout.implementation == "hpcdist" and layout.precision in HALVES
+        scatter = self._gradients("all_to_all" if is_direct else "reduce_scatter", parameters, axis)
+        gather = self._in_messages("all_gather", parameters * BYTES[layout.precision], axis, self.units)
         if stage < 3:
             return self._result(
                 self._hide(scatter.seconds * often, often), gather.seconds, _times(scatter, often), gather
@@ -184,12 +174,12 @@ class _Job(NamedTuple):
         layout, cluster = self.layout, self.cluster
         payload = self._payload(parameters, ranks)
         pushed = parameters * gradient_bytes(layout) if payload is None else payload.nbytes
-        pulled = float(parameters * _BYTES[layout.precision])
+        pulled = float(parameters * BYTES[layout.precision])
         coding_s = 0.0 if payload is None else payload.seconds(cluster)
         per_byte = 1 / (cluster.device.memory_bytes_per_s * cluster.device.memory_share)
         if not layout.servers:
             group = span(layout, axis, cluster)
-            push = collective("all_to_all", pushed, group, cluster)
+            push = collective("all_to_all", pushed, group, cluster, layout.algorithm)
             push = push if payload else push._replace(flags=(*push.flags, *self._useless()))
             pull = collective("all_to_all", pulled, group, cluster)
             sums_s = pushed * per_byte * 3  # each of p shares is read, and the sum so far read and written
@@ -203,7 +193,11 @@ class _Job(NamedTuple):
             hidden,
             pushed,
             "dedicated servers",
-            ("incast: queues at the servers' links, no lost packets", *(() if payload else self._useless())),
+            (
+                "incast: queues at the servers' links, no lost packets",
+                *(() if payload else self._useless()),
+                *self._ignored("push and pull", "messages to each server"),
+            ),
             ranks * pulled / self._servers_each,
         )
 
@@ -236,7 +230,8 @@ class _Job(NamedTuple):
         if self._payload(parameters) is None:
             return plain._replace(flags=(*plain.flags, *self._useless()))
         given = Gradients(parameters, self.units, self.matrices)
-        cost = summed(operation, given, self.layout, axis, self.cluster)
+        way = "allreduce" if operation == "allreduce" else "reduce_scatter"
+        cost = summed(way, given, self.layout, axis, self.cluster)
         if cost.seconds <= plain.seconds:
             return cost
         slower = f"{self.layout.compression} takes {cost.seconds:.3g} s, gradients as they are {plain.seconds:.3g} s"
@@ -253,10 +248,15 @@ class _Job(NamedTuple):
         name = self.layout.compression
         return () if name == "none" else (f"{name}: no fewer bytes than the gradients have; they travel as they are",)
 
+    def _ignored(self, operation: str, taken: str) -> tuple[str, ...]:
+        name = self.layout.algorithm
+        return () if name == "auto" else (substituted(name, operation, taken),)
+
     def _in_messages(self, operation: str, nbytes: float, axis: str, messages: int) -> Cost:
         """Return so many collectives one after the other."""
         layout = self.layout
-        one = collective(operation, nbytes / messages, span(layout, axis, self.cluster), self.cluster, layout.algorithm)
+        reach = span(layout, axis, self.cluster)
+        one = collective(operation, nbytes / messages, reach, self.cluster, layout.algorithm)
         return _times(one, messages)
 
     def _hideable(self, seconds: float) -> float:

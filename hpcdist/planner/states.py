@@ -11,7 +11,7 @@ and K = 12 for the optimizer: a float32 master and two moments. ZeRO cuts the op
 
 Megatron-LM adds micro-batches up in a float32 gradient ("main gradient") and its distributed optimizer cuts as stage 1
 does. This toolkit keeps and adds them up in 16 bits, whatever ``main_gradients`` says, which is about what an allreduce
-sends (`hpcdist.planner.exchange.gradient_bytes`). The gradient of a micro-batch is float32 for one unit at a time only,
+sends (`hpcdist.planner.wire`). The gradient of a micro-batch is float32 for one unit at a time only,
 and so is a bucket that is summed: the one is counted as scratch, the other with messages. Experts that lie on different
 data ranks are replicated less often: their d is smaller.
 

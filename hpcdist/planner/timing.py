@@ -16,12 +16,13 @@ from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.compute import local_parameters
 from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Timing
-from hpcdist.planner.exchange import Exchange, exchange, gradient_bytes
+from hpcdist.planner.exchange import Exchange, exchange
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.network import NOTHING, Cost, collective, message, span
 from hpcdist.planner.ranks import Stage, border, closed_pipe, messages, ranks_of, simulated_pipe
 from hpcdist.planner.stage_seconds import Load, Sent
 from hpcdist.planner.update import update_s
+from hpcdist.planner.wire import BYTES, summed_bytes
 from hpcdist.strategies.schedule.catalogue import FILE, SCHEDULES, check
 
 AXES: Final = ("tensor", "context", "expert")
@@ -110,11 +111,16 @@ def _matrices(description: Description, layout: Layout) -> tuple[tuple[int, int,
 def tied_sum(description: Description, layout: Layout, cluster: Cluster) -> Cost:
     """Return the sum of the gradients of a tied tensor over the first and the last rank, which have it (local).
 
-    A folded schedule puts both ends of the model on the first rank, which needs no message.
+    In hpcdist the first one owns it: the gradient comes, the new value goes back (`hpcdist.strategies.pipeline`). A
+    folded schedule puts both ends of the model on the first rank, which needs no message.
     """
     if layout.pipeline == 1 or not description.tied_parameters or SCHEDULES[layout.schedule].folded:
         return NOTHING
-    return message(description.tied_parameters / layout.tensor * gradient_bytes(layout), layout, "pipeline", cluster)
+    own = description.tied_parameters / layout.tensor
+    if layout.implementation == "hpcdist":
+        there = message(own * BYTES[layout.precision], layout, "pipeline", cluster)
+        return there._replace(seconds=2 * there.seconds)
+    return message(own * summed_bytes(layout), layout, "pipeline", cluster)
 
 
 def _samples(layout: Layout, global_batch: int) -> int:
@@ -129,7 +135,7 @@ def rows_sum(load: Load, layout: Layout, cluster: Cluster) -> Cost:
     """
     if layout.tensor == 1 or not layout.sequence_parallel:
         return NOTHING
-    return collective("allreduce", load.uncut * gradient_bytes(layout), span(layout, "tensor", cluster), cluster)
+    return collective("allreduce", load.uncut * summed_bytes(layout), span(layout, "tensor", cluster), cluster)
 
 
 def _input_s(description: Description, layout: Layout, cluster: Cluster, global_batch: int) -> float:

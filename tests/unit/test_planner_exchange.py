@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hpcdist import models
+from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
@@ -20,9 +21,10 @@ from hpcdist.errors import UsageError
 from hpcdist.models.config import ModelConfig
 from hpcdist.optim.config import OptimizerConfig
 from hpcdist.planner.cluster import Cluster, Device, Failures, Level, Node, Storage
-from hpcdist.planner.exchange import Exchange, exchange, gradient_bytes
+from hpcdist.planner.exchange import Exchange, exchange
 from hpcdist.planner.layout import COMPRESSIONS, Layout
 from hpcdist.planner.payloads import payload
+from hpcdist.planner.wire import gradient_bytes, summed_bytes
 from hpcdist.strategies import build
 from hpcdist.strategies.allreduce import AllreduceExchange
 from hpcdist.strategies.config import ParallelConfig
@@ -70,7 +72,7 @@ def test_volumes_are_those_of_the_zero_paper(p: int, m: int) -> None:
 class Run:
     """A small gpt on one rank, with messages that are counted."""
 
-    def __init__(self, comm: Communicator, strategy: str, microbatches: int, dedicated: int):
+    def __init__(self, comm: Communicator, strategy: str, microbatches: int, dedicated: int, working: str):
         config = ParameterServerConfig(servers=dedicated, placement="dedicated" if dedicated else "colocated")
         roles = Roles.of(config, comm.size)
         part = roles.part_of(comm) if strategy == "parameter_server" else comm
@@ -83,6 +85,7 @@ class Run:
             optimizer=OptimizerConfig(learning_rate=1e-2, clip_norm=0.0),
             total_steps=STEPS,
             algorithm="ring",
+            working=dtype_of(working) if working else None,
             computes=strategy != "parameter_server" or comm.rank in roles.workers,
         )
         if strategy == "parameter_server":
@@ -107,12 +110,14 @@ class Run:
         self.executor.run(self.operations, parts, len(data), step, np.zeros(2))
 
 
-def sent(ranks: int, strategy: str, microbatches: int, dedicated: int = 0) -> tuple[list[int], list[int]]:
+def sent(
+    ranks: int, strategy: str, microbatches: int, dedicated: int = 0, working: str = ""
+) -> tuple[list[int], list[int]]:
     """Return the bytes of a step by rank, and the parameters of the units."""
     data = np.random.default_rng(3).integers(0, 256, (16, 9)).astype(np.uint8)
 
     def body(comm: Communicator) -> tuple[int, list[int]]:
-        run = Run(comm, strategy, microbatches, dedicated)
+        run = Run(comm, strategy, microbatches, dedicated, working)
         run.step(data, 1)  # communicators are split, scratch memory is taken
         with recording(comm) as traffic:
             run.step(data, 2)
@@ -248,14 +253,54 @@ def test_wire_types_follow_the_implementation() -> None:
     def of(**keys: object) -> int:
         return gradient_bytes(made(**{"precision": "bfloat16", **keys}))
 
-    # What is kept and sent to owners has 16 bits, whatever the main gradients; those of an allreduce have their type.
+    # Main gradients are Megatron's. To owners of ours 16 bits travel; in an allreduce of ours float32 sums do.
     for name in ("float32", "working"):
         assert of(strategy="zero1", main_gradients=name) == of(strategy="zero3", main_gradients=name) == 2
         assert of(strategy="parameter_server", main_gradients=name) == 2
-    assert of() == 4 and of(main_gradients="working") == 2
-    assert of(strategy="zero1", implementation="megatron") == 4
-    assert of(strategy="zero1", implementation="megatron", main_gradients="working") == 2
+        assert of(main_gradients=name) == summed_bytes(made("zero1", precision="bfloat16", main_gradients=name)) == 4
+    for strategy in ("allreduce", "zero1"):
+        assert of(strategy=strategy, implementation="megatron") == 4
+        assert of(strategy=strategy, implementation="megatron", main_gradients="working") == 2
     assert of(precision="float64") == 8 and of(precision="float32") == 4
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "zero1", "zero2", "parameter_server"])
+def test_16_bit_gradients_travel_as_ours_send_them(strategy: str) -> None:
+    """Float32 sums in an allreduce, 16 bits to owners and servers: bytes that were sent, not a rule."""
+    found, units = sent(4, strategy, 1, working="bfloat16")
+    told = planned(units, made(strategy, 4, algorithm="ring", precision="bfloat16"), 1)
+    assert told.nbytes == pytest.approx(max(found), rel=0.02)
+    assert bool(told.flags) == (strategy != "allreduce")  # what does not go by a ring says so
+
+
+def test_16_bit_gradients_go_to_each_owner() -> None:
+    half, whole = (
+        exchange(1e6, made("zero1", precision=name, algorithm="ring"), CLUSTER, 0.0, units=10)
+        for name in ("bfloat16", "float32")
+    )
+    assert half.algorithm == "pairs + ring" and whole.algorithm == "ring"
+    published = made("zero1", precision="bfloat16", algorithm="ring", implementation="megatron")
+    assert exchange(1e6, published, CLUSTER, 0.0, units=10).algorithm == "ring"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "keys"),
+    [
+        ("zero3", {"algorithm": "tree"}),
+        ("zero1", {"algorithm": "tree", "implementation": "megatron"}),
+        ("parameter_server", {"algorithm": "ring"}),
+        ("parameter_server", {"algorithm": "ring", "servers": 2}),
+        ("allreduce", {"algorithm": "tree", "compression": "int8"}),
+        ("allreduce", {"algorithm": "tree", "compression": "topk"}),
+    ],
+)
+def test_an_algorithm_that_is_not_taken_is_flagged(strategy: str, keys: dict[str, object]) -> None:
+    asked, auto = (
+        exchange(N, made(strategy, **{**keys, **more}), CLUSTER, 1.0) for more in ({}, {"algorithm": "auto"})
+    )
+    said = [flag for flag in asked.flags if flag.startswith(f"algorithm = {keys['algorithm']}: ")]
+    assert said and not any("algorithm =" in flag for flag in auto.flags)
+    assert asked.exposed_s == auto.exposed_s
 
 
 SHAPES = [(1024, 4096), (4096, 1024), (1024, 3072)]
@@ -305,13 +350,18 @@ def test_a_node_sums_what_the_network_is_slow_for() -> None:
 
 
 def test_what_compresses_nothing_is_left_out() -> None:
-    keys = {"precision": "bfloat16", "main_gradients": "working"}
+    keys = {"precision": "bfloat16", "main_gradients": "working", "implementation": "megatron"}
     for strategy in ("allreduce", "zero1", "parameter_server"):
         plain, cast = (
             exchange(N, made(strategy, compression=way, **keys), CLUSTER, 1.0) for way in ("none", "bfloat16")
         )
         assert cast._replace(flags=()) == plain
         assert "travel as they are" in cast.flags[0]
+    # An allreduce of ours sends float32 sums of 16-bit gradients: there is something to save.
+    plain, cast = (
+        exchange(N, made(compression=way, precision="bfloat16"), CLUSTER, 1.0) for way in ("none", "bfloat16")
+    )
+    assert cast.nbytes == pytest.approx(plain.nbytes / 2)
 
 
 def test_compression_that_costs_time_is_flagged() -> None:

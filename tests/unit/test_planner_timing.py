@@ -11,12 +11,12 @@ from hpcdist.planner.cluster import Cluster, Curve, Device, Failures, Level, Nod
 from hpcdist.planner.compute import unit_seconds
 from hpcdist.planner.description import Description, Product, Shape, Unit
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.network import collective, span
+from hpcdist.planner.network import collective, message, span
 from hpcdist.planner.ranks import border, ranks_of
 from hpcdist.planner.shape import describe, of_config
 from hpcdist.planner.stage_seconds import chunk_loads, loads
 from hpcdist.planner.timeline import KINDS, timeline
-from hpcdist.planner.timing import timing
+from hpcdist.planner.timing import tied_sum, timing
 from hpcdist.planner.update import bytes_each, owned, update_s
 from hpcdist.strategies.schedule.catalogue import SCHEDULES
 
@@ -253,6 +253,14 @@ def test_a_tied_tensor_that_one_rank_has_is_not_sent(schedule: str):
     found = timing(MODEL, layout, CLUSTER, 8)
     assert (found.bytes["data"] > 0) is (found.terms["data"] > 0) is (len(of_ends) > 1)
     assert (len(of_ends) == 1) is SCHEDULES[schedule].folded
+
+
+def test_a_tied_tensor_of_ours_goes_to_its_owner_and_comes_back():
+    half = replace(LAYOUT, pipeline=2, precision="bfloat16")
+    ours, theirs = (tied_sum(MODEL, replace(half, implementation=name), CLUSTER) for name in ("hpcdist", "megatron"))
+    one_way = message(1024 * 256 * 2, half, "pipeline", CLUSTER)
+    assert (ours.seconds, ours.nbytes) == (pytest.approx(2 * one_way.seconds), one_way.nbytes)
+    assert theirs == message(1024 * 256 * 4, half, "pipeline", CLUSTER)  # a sum of main gradients
 
 
 def test_gradients_hide_behind_the_last_backward_as_far_as_they_may():
