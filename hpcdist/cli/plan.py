@@ -131,7 +131,7 @@ def planned(found: "Subject", cluster: "Cluster", *, simulate: bool = False) -> 
     One that does not fit into the memory can be: the plan tells what is too much. ``simulate``: run the passes of a
     pipeline one by one, where that is possible here.
     """
-    from hpcdist.planner import cluster_file, limits
+    from hpcdist.planner import limits, text_flags
     from hpcdist.planner.plan import plan
 
     description, layout, batch = found.description, found.layout, found.global_batch
@@ -142,8 +142,8 @@ def planned(found: "Subject", cluster: "Cluster", *, simulate: bool = False) -> 
         lambda runs: plan(description, layout, cluster, batch, found.steps, simulate=runs),
         wanted=simulate and layout.pipeline > 1,
     )
-    flags = (*answer.flags, *notes, *found.notes, *cluster_file.assumptions(cluster))
-    return dataclasses.replace(answer, flags=flags)
+    flags = (*answer.flags, *text_flags.own(answer), *notes, *found.notes, *text_flags.assumed(cluster))
+    return dataclasses.replace(answer, flags=text_flags.ordered(flags, [layout]))
 
 
 def simulated(make: Callable[[bool], Answer], *, wanted: bool) -> tuple[Answer, tuple[str, ...]]:

@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from hpcdist.planner import cluster_file
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Estimate
@@ -17,8 +18,19 @@ def jsonable(found: Estimate, description: Description, cluster: Cluster) -> dic
     plain["memory"] |= {"bytes": memory.bytes, "fits": memory.fits, "breaks_first": memory.breaks_first}
     plain["timing"] |= {"step_s": timing.step_s}
     plain["energy"] |= {"joules": found.energy.joules}
+    plain["assumptions"] = list(cluster_file.assumptions(cluster))
     about = {"model": description.name, "cluster": cluster.name, "device": cluster.device.name}
-    checked: dict[str, Any] = finite({**about, **plain, "step_s": found.step_s, "mfu": found.mfu, "hfu": found.hfu})
+    checked: dict[str, Any] = finite(
+        {
+            **about,
+            **plain,
+            "step_s": found.step_s,
+            "mfu": found.mfu,
+            "hfu": found.hfu,
+            "exact_mfu": found.exact_mfu,
+            "exact_hfu": found.exact_hfu,
+        }
+    )
     return checked
 
 

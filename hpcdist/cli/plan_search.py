@@ -77,7 +77,7 @@ def command(
     """
     from hpcdist.cli.plan import checked_plot, draw, simulated
     from hpcdist.cli.plan_subject import cluster as read
-    from hpcdist.planner import cluster_file, search
+    from hpcdist.planner import search, text_flags
     from hpcdist.planner.text_table import searched
 
     checked_plot(plot)
@@ -91,7 +91,7 @@ def command(
         ),
         wanted=sought.simulate,
     )
-    notes = (*closed, *found.notes, *cluster_file.assumptions(on))
+    notes = (*closed, *found.notes, *text_flags.assumed(on))
     click.echo(json.dumps(_jsonable(result, found, on, notes)) if as_json else searched(result, notes))
     if plot is not None and result.found:
         best = result.found[0].estimate

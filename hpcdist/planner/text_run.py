@@ -28,6 +28,7 @@ _FASTER: Final = {  # term -> what makes it shorter
     "pipeline": "fewer, or fuller, micro-batches or faster links",
     "bubble": "more micro-batches, fewer pipeline devices or a schedule with a smaller bubble",
     "data": "a larger batch, compression, or exchanges behind computation",
+    "rows": "no sequence parallelism, or tensor groups inside a node",
     "update": "ZeRO, which cuts it over the data devices",
     "input": "faster storage, or reading ahead",
 }

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 from hpcdist.planner.compare import against
 from hpcdist.planner.estimate import Estimate
 from hpcdist.planner.layout import Layout
+from hpcdist.planner.text_flags import by_row, own
 from hpcdist.planner.text_units import decimal, figures, many, nbytes, seconds, share, wrapped
 
 if TYPE_CHECKING:
@@ -84,7 +85,9 @@ def searched(result: "Result", notes: Sequence[str] = ()) -> str:
     lines += ["", "refused", *(line for said in refused for line in wrapped(said, "  "))] if refused else []
     if any(not one.estimate.memory.fits for one in result.found):
         lines.append("!  does not fit")
-    said = [line for one in (*result.flags, *notes) for line in wrapped(f"note: {one}")]
+    plans = [one.estimate for one in result.found]
+    flags = by_row([(*one.flags, *own(one)) for one in plans], (*result.flags, *notes), [one.layout for one in plans])
+    said = [line for one in flags for line in wrapped(f"note: {one}")]
     return "\n".join([*lines, *(["", *said] if said else [])])
 
 

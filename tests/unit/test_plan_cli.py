@@ -259,6 +259,19 @@ def test_words_tell_what_is_assumed(run, recipe):
     assert len(told) <= 1
 
 
+def test_flags_are_told_once_and_decisive_first(run, planned):
+    arguments = ["--model", "gpt3-175b", "--batch", "65", "--data", "64", "--tensor-overlap", "0.5", *ON]
+    flags = planned(*arguments)["flags"]
+    assert flags[0].startswith("it does not fit") and flags[-1].startswith("assumed in the file of a100-selene")
+    assert "65 samples on 64 replicas: 1 computes 2 micro-batches while the others, with 1, wait" in flags
+    assert "tensor_overlap = 0.5 has no effect with one tensor device" in flags
+    assert any("attention_share" in one for one in planned(*arguments)["assumptions"])
+    _, out, _ = run("search", *GPT, *ON, "--devices", "16", "--first", "3")
+    told = [line for line in out.splitlines() if line.startswith("note: ")]
+    assert len(told) == len(set(told)) and told[-1].startswith("note: assumed in the file")
+    assert sum("messages that hide" in line for line in told) <= 1
+
+
 def test_what_does_not_fit_is_an_answer(run, planned):
     arguments = ["--model", "gpt3-175b", "--batch", "8", *ON]
     code, out, _ = run(*arguments)
