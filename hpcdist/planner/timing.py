@@ -61,7 +61,7 @@ def timing(
         "bubble": pipe.idle_s,
         "data": swap.exposed_s + tied.seconds,
         "rows": rows.seconds,
-        "update": update_s(fullest.load.parameters, layout, cluster, fullest.load.expert_parameters),
+        "update": _update_s(description, fullest.load, layout, cluster),
     }
     terms["input"] = max(0.0, _input_s(description, layout, cluster, global_batch) - sum(terms.values()))
     return Timing(
@@ -121,6 +121,12 @@ def tied_sum(description: Description, layout: Layout, cluster: Cluster) -> Cost
         there = message(own * BYTES[layout.precision], layout, "pipeline", cluster)
         return there._replace(seconds=2 * there.seconds)
     return message(own * summed_bytes(layout), layout, "pipeline", cluster)
+
+
+def _update_s(description: Description, fullest: Load, layout: Layout, cluster: Cluster) -> float:
+    if layout.strategy == "parameter_server" and layout.servers:
+        return update_s(description.parameters, layout, cluster)
+    return update_s(fullest.parameters, layout, cluster, fullest.expert_parameters)
 
 
 def _samples(layout: Layout, global_batch: int) -> int:

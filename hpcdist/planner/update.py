@@ -9,7 +9,8 @@ numbers of the optimizer:
     Megatron    16-bit gradients are copied to float32 first (2 read, 4 written); they are scaled back and looked
                 through for infinities (8), clipped (8) and, when all is done, set to 0 (g)
 
-Workers wait while parameter servers update, each its share.
+Workers wait while parameter servers update, each its share: of the whole model, which dedicated ones deal out by size
+(`hpcdist.strategies.parameter_server.keys`).
 """
 
 from hpcdist.planner.cluster import Cluster
@@ -21,7 +22,10 @@ WIDE_BYTES = 4  # a master, a moment
 
 
 def update_s(parameters: float, layout: Layout, cluster: Cluster, expert_parameters: float = 0.0) -> float:
-    """Return the seconds of the update of a device with so many ``parameters``, experts among them (local)."""
+    """Return the seconds of the update of a device with so many ``parameters``, experts among them (local).
+
+    With dedicated servers they are those of the whole model.
+    """
     numbers = owned(parameters - expert_parameters, layout, layout.data * layout.context)
     if expert_parameters:
         numbers += owned(expert_parameters, layout, max(1, layout.data * layout.context // layout.expert))
@@ -33,9 +37,7 @@ def update_s(parameters: float, layout: Layout, cluster: Cluster, expert_paramet
 def owned(parameters: float, layout: Layout, replicas: int) -> float:
     """Return how many of ``parameters`` one device, or server, updates (local)."""
     if layout.strategy == "parameter_server":
-        return (
-            parameters * layout.pipeline * layout.tensor / layout.servers if layout.servers else parameters / replicas
-        )
+        return parameters / (layout.servers or replicas)
     return parameters / replicas if stage_of(layout.strategy) else parameters
 
 

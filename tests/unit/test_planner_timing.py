@@ -335,6 +335,15 @@ def test_zero_and_servers_update_a_share():
     assert owned(1200, replace(LAYOUT, data=4, strategy="parameter_server", servers=2), 4) == 600
 
 
+@pytest.mark.parametrize(("pipeline", "tensor"), [(1, 1), (4, 1), (2, 2)])
+def test_dedicated_servers_share_the_whole_model(pipeline: int, tensor: int):
+    """However a pipeline cuts it: the fullest stage has more than its part."""
+    layout = replace(LAYOUT, strategy="parameter_server", servers=4, pipeline=pipeline, tensor=tensor)
+    norm_s = collective("allreduce", 4, span(layout, "all", CLUSTER), CLUSTER).seconds
+    moves_s = MODEL.parameters / 4 * bytes_each(layout) / (1e11 * 0.8)
+    assert timing(MODEL, layout, CLUSTER, 8).terms["update"] == pytest.approx(moves_s + norm_s)
+
+
 @pytest.mark.parametrize(
     "layout",
     [
