@@ -15,10 +15,10 @@ PYTEST = ["-P", "-m", "pytest", "--color=no", "-p", "no:cacheprovider", "-o", "t
 SIZES = [int(size) for size in os.environ.get("HPCDIST_TEST_RANKS", "1,2,3,4").split(",")]  # 3: not a power of two
 
 
-@pytest.mark.timeout(960)
+@pytest.mark.timeout(1560)
 @pytest.mark.parametrize("size", SIZES)
 def test_rank_suite(mpiexec, size):
-    done = mpiexec(size, [*PYTEST, str(TESTS / "ranks")], timeout=900)
+    done = mpiexec(size, [*PYTEST, str(TESTS / "ranks")], timeout=1500)
     print(done.stdout)
     assert done.returncode == 0, f"the rank suite failed at {size} ranks:\n{done.stdout[-20000:]}"
     assert f"ranks: {size}" in done.stdout
