@@ -5,8 +5,9 @@
     python benchmarks/validate_planner.py --calibrate a100-selene
 
 The rows are in benchmarks/published, with their sources and what had to be assumed. Constants of the shipped clusters
-were chosen with the rows marked "calibration" alone; "test" rows count in the summary; "extra" rows are shown, and
-their file tells why they do not count. Closed forms (bytes of ZeRO, parameters, MFU and HFU of a known time, bubbles of
+were chosen with the rows marked "calibration" alone; "test" rows count in the summary; "shared" rows are whole steps of
+runs whose stages or blocks calibrate, and are counted apart; "extra" rows are shown, and their file tells why they do
+not count. Closed forms (bytes of ZeRO, parameters, MFU and HFU of a known time, bubbles of
 known stage times) have to agree to the last digit that is printed. Errors are of throughput: above 0 the planner is
 faster than what was published. The exit code is 1 where a goal is missed: four fifths of the test rows within 10 %, all
 of them within 20 %, closed forms exact.

@@ -9,8 +9,8 @@ from typing import Any, Final
 from validate_planner_rows import Row, Table, unit_of
 
 from hpcdist.planner import cluster_file, states
-from hpcdist.planner.cluster import Cluster
-from hpcdist.planner.compute import ITEM_BYTES, UnitSeconds, unit_seconds
+from hpcdist.planner.cluster import ITEM_BYTES, Cluster
+from hpcdist.planner.compute import UnitSeconds, unit_seconds
 from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Estimate
 from hpcdist.planner.layout import Layout
@@ -68,7 +68,7 @@ def compared(table: Table, cluster: Cluster | None = None) -> Iterator[Compared]
                 table=table.key,
                 row=row.name,
                 quantity=quantity,
-                role="test" if kind == "closed" else row.role,
+                role=_role(row, kind),
                 kind=kind,
                 published=float(printed),
                 predicted=getattr(predicted, quantity)(),
@@ -76,6 +76,13 @@ def compared(table: Table, cluster: Cluster | None = None) -> Iterator[Compared]
                 tflops=predicted.speed(quantity),
                 series=row.series,
             )
+
+
+def _role(row: Row, kind: str) -> str:
+    """Return the role of a number: closed forms have no constants, and memory none that seconds calibrate."""
+    if kind == "closed" or (kind, row.role) == ("memory", "shared"):
+        return "test"
+    return row.role
 
 
 def _unit(row: Row, quantity: str) -> float:

@@ -18,6 +18,7 @@ NEAR, FAR = 0.10, 0.20  # what throughput is to be within: most rows, all rows
 MOST: Final = 0.80
 MARKS: Final[Mapping[str, Mapping[str, Any]]] = {
     "test": {"marker": "o", "markersize": 5},
+    "shared": {"marker": "o", "markersize": 6, "fillstyle": "left"},
     "calibration": {"marker": "o", "markersize": 6, "fillstyle": "none"},
     "extra": {"marker": "x", "markersize": 5, "alpha": 0.7},
 }
@@ -26,7 +27,9 @@ COLUMNS: Final = (
     Column("table", "S24", "1", "file in benchmarks/published"),
     Column("row", "S64", "1", "line of the table"),
     Column("quantity", "S24", "1", "what was published"),
-    Column("role", "S16", "1", "calibration: constants were chosen with it; test; extra: it does not count"),
+    Column(
+        "role", "S16", "1", "calibration: constants were chosen with it; shared: with a part of its run; test; extra"
+    ),
     Column("kind", "S16", "1", "throughput, layer, memory, closed or bubble"),
     Column("published", "f8", "1", "in the units of the table"),
     Column("predicted", "f8", "1", "the same by the planner"),
@@ -66,13 +69,16 @@ def summary(found: Sequence[Compared]) -> dict[str, dict[str, float]]:
     for name in result:
         table, kind, role = name.split(", ")
         own = [o for o in found if table in (o.table, "all") and (o.kind, o.role) == (kind, role)]
-        errors = np.abs([one.error for one in own])
+        signed = np.array([one.error for one in own])
+        errors = np.abs(signed)
         result[name] = {
             "rows": len(own),
             "exact": sum(one.exact for one in own),
             "near": int((errors <= NEAR).sum()),
             "far": int((errors <= FAR).sum()),
             "mean": float(errors.mean()),
+            "signed": float(signed.mean()),
+            "fast": int((signed > 0).sum()),
             "worst": float(errors.max()),
         }
     return result
@@ -98,20 +104,29 @@ def missed(result: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
 def said(result: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
     """Yield the lines of a `summary`, those over all tables last, and whether the goals are met."""
     yield ""
-    yield f"{'table, kind, role':<56}{'rows':>5}{'exact':>7}{'<= 10 %':>9}{'<= 20 %':>9}{'mean':>8}{'worst':>8}"
+    numbers = f"{'rows':>5}{'exact':>7}{'<= 10 %':>9}{'<= 20 %':>9}{'mean':>8}{'worst':>8}{'signed':>9}"
+    yield f"{'table, kind, role':<56}{numbers}"
     for name in sorted(result, key=lambda name: (name.startswith("all"), name)):
         one = result[name]
         is_closed = ", closed" in name or ", bubble" in name
         middle = f"{one['exact']:7.0f}{'':>18}" if is_closed else f"{'':>7}{one['near']:9.0f}{one['far']:9.0f}"
-        ends = "" if is_closed else f"{100 * one['mean']:7.1f}%{100 * one['worst']:7.1f}%"
+        ends = "" if is_closed else f"{100 * one['mean']:7.1f}%{100 * one['worst']:7.1f}%{100 * one['signed']:+8.1f}%"
         yield f"{name:<56}{one['rows']:5.0f}{middle}{ends}"
-    closed, whole = result["all, closed, test"], result["all, throughput, test"]
+    closed = result["all, closed, test"]
     yield ""
     yield f"closed forms exact: {closed['exact']:.0f} of {closed['rows']:.0f}"
-    near, far, rows = whole["near"], whole["far"], whole["rows"]
-    yield (
-        f"throughput of test rows within {NEAR:.0%}: {near:.0f} of {rows:.0f} ({near / rows:.0%}; wanted {MOST:.0%}), "
-        f"within {FAR:.0%}: {far:.0f} of {rows:.0f} (wanted all)"
+    yield _counted(result, ("test",), f"test rows (wanted {MOST:.0%} and all)")
+    yield _counted(result, ("test", "shared"), "with those that share their run with calibration rows")
+
+
+def _counted(result: Mapping[str, Mapping[str, float]], roles: Sequence[str], what: str) -> str:
+    """Return how near the throughput of rows of ``roles`` is, and to which side they lie."""
+    own = [one for role in roles if (one := result.get(f"all, throughput, {role}"))]
+    near, far, fast, rows = (sum(one[key] for one in own) for key in ("near", "far", "fast", "rows"))
+    signed = sum(one["rows"] * one["signed"] for one in own) / rows
+    return (
+        f"throughput, {what}: within {NEAR:.0%} {near:.0f} of {rows:.0f} ({near / rows:.0%}), within {FAR:.0%} "
+        f"{far:.0f}; the mean is {signed:+.1%}, {fast:.0f} of {rows:.0f} are predicted faster than they were"
     )
 
 
@@ -172,7 +187,7 @@ def _plain(value: Any) -> Any:
 
 
 def plot(path: Path, found: Sequence[Compared], known: Mapping[str, Table]) -> None:
-    """Draw predicted against published; calibration rows are hollow, extras small crosses.
+    """Draw predicted against published; calibration rows are hollow, those that share their run half, extras crosses.
 
     Raises MissingCapabilityError without matplotlib.
     """
@@ -208,7 +223,7 @@ def _bands(axes: Any) -> None:
         axis.set_ticks([], minor=True)
     axes.set_xlabel("published (TFLOP/s of a device, recomputation included)")
     axes.set_ylabel("predicted (TFLOP/s)")
-    axes.set_title("bands: 10 and 20 %; hollow: calibration; cross: does not count", fontsize=9)
+    axes.set_title("bands: 10 and 20 %; hollow: calibration; half: shares its run; cross: does not count", fontsize=9)
 
 
 def _errors(axes: Any, rows: Sequence[Compared], colours: Mapping[str, str]) -> None:

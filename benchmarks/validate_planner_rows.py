@@ -1,8 +1,9 @@
 """The rows of published tables in `published/*.toml`: read, checked, and put into the planner's own words.
 
 A file has a [table] (title, source, what confirmed the numbers, what had to be assumed, cluster), a [common] model and
-layout, and a [[row]] for each line of the table: a role (calibration: constants were chosen with it; test; extra:
-shown, and why it does not count is told), model and layout where they differ, and published numbers as printed.
+layout, and a [[row]] for each line of the table: a role, model and layout where they differ, and published numbers as
+printed. Roles: calibration: constants were chosen with it; shared: a part of the same run calibrates, a stage or a
+block of it, so it tests less than others and is counted apart; test; extra: shown, and why it does not count is told.
 """
 
 import tomllib
@@ -15,7 +16,7 @@ from hpcdist.planner.description import Shape
 from hpcdist.planner.layout import Layout
 
 FOLDER: Final = Path(__file__).parent / "published"
-ROLES: Final = ("calibration", "test", "extra")
+ROLES: Final = ("calibration", "shared", "test", "extra")
 PRINTED: Final = ("zero_table1", "zero_bubble_table5")  # files of their own form: no rows to be planned
 
 
