@@ -23,6 +23,7 @@ from hpcdist.strategies.schedule.simulate_costs import Costs, Link
 
 # What a block does, beside what a step does once.
 OF_BLOCKS: Final = ("forward", "backward", "recompute", "tensor")
+TINY: Final = 1e-9  # of a number: what its own arithmetic rounds
 CLOSED: Final = ("parameters_b", "mfu_percent", "hfu_percent", "states_gb", "bubble")
 
 
@@ -40,6 +41,7 @@ class Compared:
     unit: float  # of the last printed digit
     tflops: float = math.nan  # predicted for a device, what is computed again included; NaN where there is no step
     series: str = ""
+    slack: float = 0.0  # how far the rounding of a published number that goes into the prediction may move it
 
     @property
     def error(self) -> float:
@@ -50,8 +52,18 @@ class Compared:
 
     @property
     def exact(self) -> bool:
-        """Whether both agree to the last digit that is printed: less than a unit of it lies between them."""
-        return abs(self.predicted - self.published) < self.unit
+        """Whether the prediction would be printed as what was published: rounded, or with its other digits cut off."""
+        return self.rounded or self.cut
+
+    @property
+    def rounded(self) -> bool:
+        """Whether no more than half a unit of the last printed digit lies between both."""
+        return abs(self.predicted - self.published) <= self.unit / 2 + self.slack + TINY * abs(self.published)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the prediction is printed so with its other digits cut off, and would be otherwise if rounded."""
+        return not self.rounded and 0 <= self.predicted - self.published < self.unit + self.slack
 
 
 def compared(table: Table, cluster: Cluster | None = None) -> Iterator[Compared]:
@@ -72,9 +84,10 @@ def compared(table: Table, cluster: Cluster | None = None) -> Iterator[Compared]
                 kind=kind,
                 published=float(printed),
                 predicted=getattr(predicted, quantity)(),
-                unit=_unit(row, quantity),
+                unit=unit_of(printed),
                 tflops=predicted.speed(quantity),
                 series=row.series,
+                slack=_slack(row, quantity),
             )
 
 
@@ -85,13 +98,12 @@ def _role(row: Row, kind: str) -> str:
     return row.role
 
 
-def _unit(row: Row, quantity: str) -> float:
-    """Return how far two values may lie apart that are printed alike; the time behind an MFU is rounded, too."""
-    unit = unit_of(row.published[quantity])
+def _slack(row: Row, quantity: str) -> float:
+    """Return how far a prediction may be off for the rounding of what it is made of: of MFU and HFU, the time."""
     if not quantity.endswith("_percent"):
-        return unit
+        return 0.0
     step = row.published["step_s"]
-    return unit + float(row.published[quantity]) * unit_of(step) / 2 / float(step)
+    return float(row.published[quantity]) * unit_of(step) / 2 / float(step)
 
 
 @cache

@@ -13,7 +13,7 @@ from hpcdist.errors import MissingCapabilityError
 from hpcdist.hdf5 import files, tables
 from hpcdist.hdf5.tables import Column
 
-SCHEMA, VERSION = "hpcdist.benchmark.validate_planner", 1
+SCHEMA, VERSION = "hpcdist.benchmark.validate_planner", 2
 NEAR, FAR = 0.10, 0.20  # what throughput is to be within: most rows, all rows
 MOST: Final = 0.80
 MARKS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -36,6 +36,7 @@ COLUMNS: Final = (
     Column("error", "f8", "1", "predicted over published, less one; above 0: faster, or more"),
     Column("unit", "f8", "1", "of the last digit that is printed, in which closed forms agree"),
     Column("tflops", "f8", "1", "predicted 1e12 operations a second of a device, what is computed again included"),
+    Column("slack", "f8", "1", "how far what was rounded before may move a closed form"),
     Column("series", "S16", "1", "of strong scaling that the row belongs to"),
 )
 
@@ -55,8 +56,14 @@ def lines(found: Sequence[Compared], known: Mapping[str, Table]) -> Iterator[str
         exact = sum(one.exact for one in own if one.kind in ("closed", "bubble"))
         if exact:
             yield f"  {exact} closed forms agree to the last printed digit"
+        if cut := [f"{one.row} ({one.published:g}, {one.predicted:.6g})" for one in own if _is_cut(one)]:
+            yield f"  {len(cut)} of them as printed with the other digits cut off, not rounded: {'; '.join(cut)}"
         for what in known[key].unmodelled:
             yield f"  not modelled: {what}"
+
+
+def _is_cut(one: Compared) -> bool:
+    return one.kind in ("closed", "bubble") and one.cut
 
 
 def summary(found: Sequence[Compared]) -> dict[str, dict[str, float]]:

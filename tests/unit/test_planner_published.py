@@ -17,6 +17,14 @@ from hpcdist.planner.shape import describe
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 RESULT = FOLDER / "results" / "2026-11-22-validate-planner.h5"
+CUT = (
+    "1T, zero2, data 64",
+    "1T, zero1, data 256",
+    "1T, zero2, data 256",
+    "128B, zero2, data 1024",
+    "1T, zero1, data 1024",
+    "1T, zero2, data 1024",
+)
 NAMES = ("rows", "predict", "report", "calibrate")
 
 
@@ -188,8 +196,42 @@ def test_errors_count_speed_and_seconds_alike(study: ModuleType) -> None:
     )
     seconds = replace(rate, quantity="step_s", published=1.1, predicted=1.0)
     assert rate.error == pytest.approx(0.1) and seconds.error == pytest.approx(0.1)
-    assert not rate.exact and replace(rate, predicted=100.9).exact
     assert study.rows.unit_of("41.3") == 0.1 and study.rows.unit_of("137") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("predicted", "rounded", "cut"),
+    [
+        (41.25, True, False),
+        (41.35, True, False),
+        (41.38, False, True),  # 41.3 if cut
+        (41.41, False, False),
+        (41.22, False, False),  # 41.2 both ways, though less than a unit away
+        (41.2, False, False),
+    ],
+)
+def test_digits_agree_where_they_are_printed_alike(
+    study: ModuleType, predicted: float, rounded: bool, cut: bool
+) -> None:
+    one = study.predict.Compared(
+        table="t",
+        row="r",
+        quantity="states_gb",
+        role="test",
+        kind="closed",
+        published=41.3,
+        predicted=predicted,
+        unit=0.1,
+    )
+    assert (one.rounded, one.cut, one.exact) == (rounded, cut, rounded or cut)
+    assert replace(one, predicted=predicted, slack=0.2).rounded, "what it is made of was rounded by more"
+
+
+def test_what_is_cut_and_not_rounded_is_named(study: ModuleType, found: list[Any], known: dict[str, Any]) -> None:
+    cut = [one for one in found if one.kind in ("closed", "bubble") and one.cut]
+    assert [(one.table, one.row) for one in cut if one.role == "test"] == [("zero_table1", row) for row in CUT]
+    told = "\n".join(study.report.lines(found, known))
+    assert all(one.row in told for one in cut) and "cut off, not rounded: " in told
 
 
 def test_a_role_that_is_none_is_refused(study: ModuleType, tmp_path: Path) -> None:
