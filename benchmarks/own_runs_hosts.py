@@ -19,6 +19,7 @@ from own_runs_fits import Time
 from own_runs_rows import between
 
 from hpcdist.planner import cluster_file
+from hpcdist.planner.cluster import Cluster
 
 RATE: Final = "1gbit"
 BURST: Final = "80kb"  # that passes at any speed after a pause: as little as keeps the rate
@@ -60,9 +61,16 @@ def measured(options: argparse.Namespace, base: Path, folder: Path) -> tuple[lis
         compared = _trainings(options, path, run, folder, where)
         print(f"{where}: links, two ranks of each", flush=True)
         path, points = calibrate(2)
-    cluster = replace(cluster_file.read(str(path)), fits=())
+    cluster = replace(_narrowed(path, 2), fits=())
     times += fits.by_formula(points, cluster, f"{where}, 2 ranks each", LEAST_BYTES)
     return compared, times
+
+
+def _narrowed(path: Path, ranks: int) -> Cluster:
+    """Return the cluster of a file with as many devices of each host as there are ranks, whatever cores it has."""
+    found = cluster_file.read(str(path))
+    levels = (*(replace(level, devices=ranks) for level in found.levels[:-1]), found.levels[-1])
+    return replace(found, devices=HOSTS * ranks, node=replace(found.node, devices=ranks), levels=levels)
 
 
 def _trainings(options: argparse.Namespace, path: Path, run: Any, folder: Path, where: str) -> list[reports.Compared]:
@@ -75,6 +83,6 @@ def _trainings(options: argparse.Namespace, path: Path, run: Any, folder: Path, 
     program += ["--turns", str(options.turns), *(f"--only={name}" for name in options.only)]
     run(1, program)
     found = json.loads(told.read_text(encoding="utf-8"))
-    cluster = cluster_file.read(str(path))
+    cluster = _narrowed(path, 1)
     # The devices are those of the calibration on one host: here, ranks of other processes share the cores.
     return [reports.compared(row, one, cluster, where) for row, one in zip(rows, found["rows"], strict=True)]

@@ -142,7 +142,7 @@ def table(found: Sequence[Compared]) -> str:
         lines.append(
             "".join(f"{text:<{width}}" if not n else f"{text:>{width}}" for n, (width, text) in enumerate(cells))
         )
-    for goal, most in GOALS.items():
+    for goal, most in GOALS.items() if found else ():
         errors = np.array([abs(one.errors[goal]) for one in found])
         met = int((errors <= most).sum())
         lines.append(
@@ -152,6 +152,20 @@ def table(found: Sequence[Compared]) -> str:
     exact = sum(0 <= one.beside <= AGREED_BYTES for one in counted)
     lines.append(f"bytes: {exact} of {len(counted)} exact but for what ranks agree on (at most {AGREED_BYTES} a step)")
     return "\n".join(lines)
+
+
+def missed(found: Sequence[Compared]) -> list[str]:
+    """Return the goals that not every training meets, with how many do not and the worst; a NaN meets none."""
+    said = []
+    for goal, most in GOALS.items():
+        worse = [one for one in found if not abs(one.errors[goal]) <= most]
+        if worse:
+            worst = max(worse, key=lambda one: np.nan_to_num(abs(one.errors[goal]), nan=np.inf))
+            said.append(
+                f"{goal} within {most:.0%} in {len(worse)} of {len(found)} trainings, the worst {worst.name} "
+                f"({worst.where}), {worst.errors[goal]:+.1%}"
+            )
+    return said
 
 
 def write(
