@@ -18,6 +18,7 @@ inputs and of weights are told apart, since schedules of zero bubble do.
 
 from math import log
 from typing import Any, Final, NamedTuple
+from weakref import finalize
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.cluster import ITEM_BYTES, Cluster, Curve
@@ -34,6 +35,7 @@ SCORES_BACK: Final = (5, 1)
 # difference (8), exponential (8), sum (4), quotient (8); back: a factor (8), cast (6).
 LOSS_BYTES: Final = (38, 14)
 SCORE_KERNELS: Final = 4  # two products, a softmax, a dropout; back twice as many
+_KNOWN: Final[dict[int, dict[str, dict[Any, Any]]]] = {}  # by cluster
 
 
 class UnitSeconds(NamedTuple):
@@ -54,9 +56,15 @@ class UnitSeconds(NamedTuple):
 
 
 def kept(cluster: Cluster, what: str) -> dict[Any, Any]:
-    """Return the dictionary of results for this very ``cluster``, which holds mappings and so has no hash."""
-    found: dict[Any, Any] = vars(cluster).setdefault(f"_{what}", {})
-    return found
+    """Return the results ``what`` that are known for this very ``cluster``, which holds mappings and so has no hash.
+
+    They go when the cluster does.
+    """
+    own = _KNOWN.get(id(cluster))
+    if own is None:
+        own = _KNOWN[id(cluster)] = {}
+        finalize(cluster, _KNOWN.pop, id(cluster)).atexit = False
+    return own.setdefault(what, {})
 
 
 def unit_seconds(unit: Unit, layout: Layout, cluster: Cluster) -> UnitSeconds:

@@ -1,14 +1,15 @@
 """Seconds of a step by what they are: held against sums by hand, volumes of the papers, and the simulator."""
 
+import gc
 from dataclasses import replace
 
 import pytest
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
-from hpcdist.planner import cut
+from hpcdist.planner import compute, cut
 from hpcdist.planner.cluster import Cluster, Curve, Device, Failures, Level, Node, Storage
-from hpcdist.planner.compute import unit_seconds
+from hpcdist.planner.compute import kept, unit_seconds
 from hpcdist.planner.description import Description, Product, Shape, Unit
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.network import collective, message, span
@@ -371,6 +372,21 @@ def test_a_timeline_has_every_pass_once_and_ends_with_the_step(layout: Layout):
     for stage in range(found.stages):
         own = [bar for bar in found.bars if bar.stage == stage and bar.kind != "exchange"]
         assert all(before.end_s <= bar.begin_s + 1e-12 for before, bar in zip(own, own[1:], strict=False))
+
+
+def test_what_is_known_of_a_cluster_goes_with_it():
+    cluster = replace(CLUSTER)
+    before = dict(vars(cluster))
+    first = timing(MODEL, LAYOUT, cluster, 8).step_s
+    assert vars(cluster) == before, "nothing is hidden in it"
+    mine, at = kept(cluster, "loads"), id(cluster)
+    assert mine and kept(CLUSTER, "loads") is not mine
+    slower = replace(cluster, device=replace(cluster.device, kernel_s=1.0))
+    assert timing(MODEL, LAYOUT, slower, 8).step_s > first
+    assert at in compute._KNOWN
+    del cluster
+    gc.collect()
+    assert at not in compute._KNOWN
 
 
 def test_what_is_known_of_one_layout_is_not_told_of_another():
