@@ -7,8 +7,9 @@ of p ranks computes nothing again, it has at most X of S seconds, being one rank
 are computed again: that is the forward, and back takes longer. So p X >= S + A - X / 2.
 
 An order of micro-batches takes at least what it takes without the exchange, the update and the input (`FREE`), for they
-are all that differs between its strategies. Joules and prices of a layout are a sum of what goes with time and what
-goes with work, so a step that is shorter by some share saves at most that share of them.
+are all that differs between its strategies. Joules are a sum over the terms of time, each with its own power, so the
+least is what is left without those of the same terms: of a step that is half bubble, an exchange has more than its
+share. Prices are those of these seconds and joules, failures left out.
 """
 
 from dataclasses import replace
@@ -24,7 +25,7 @@ from hpcdist.planner.layout import Layout
 from hpcdist.planner.ranks import stage_of
 from hpcdist.planner.stage_seconds import loads
 
-FREE: Final = ("data", "update", "input")  # terms of time that a strategy, or a compression, decides
+FREE: Final = ("data", "rows", "update", "input")  # terms of time that a strategy, or a compression, decides
 AGAIN: Final = 0.5  # of what a micro-batch takes is at most computed again
 UNITS: Final = {"time": "s", "energy": "J", "cost": "", "energy-delay": "J s"}
 
@@ -60,12 +61,15 @@ def unit(objective: str, cluster: Cluster) -> str:
     return cluster.site.currency if objective == "cost" else UNITS[objective]
 
 
-def order_floor(estimate: Estimate, objective: str) -> float:
+def order_floor(estimate: Estimate, objective: str, cluster: Cluster) -> float:
     """Return the least value of any layout of the same order as ``estimate``'s (local)."""
-    terms, step_s = estimate.timing.terms, estimate.step_s
-    least_s = step_s - sum(terms.get(name, 0.0) for name in FREE)
-    share = least_s / step_s if step_s else 1.0
-    return value(estimate, objective) * (share * share if objective == "energy-delay" else share)
+    timing, layout = estimate.timing, estimate.layout
+    free = {name: timing.terms.get(name, 0.0) for name in FREE}
+    least_s = estimate.step_s - sum(free.values())
+    if objective == "time":
+        return least_s
+    without = energy(replace(timing, terms=free), layout, cluster, 0.0)  # nothing of it computes
+    return _worth(least_s, estimate.energy.joules - without.joules, layout, cluster, objective)
 
 
 def family_floor(
@@ -92,9 +96,13 @@ def family_floor(
     share = (computes_s + load.again_s) / (once_s + again_s)
     terms = {"forward": share * whole_s, "tensor": (1 - share) * whole_s}
     bare = Timing(terms=terms, hidden_s=0.0, bubble=0.0, bytes={}, algorithms={})
-    joules = energy(bare, family, cluster, 0.0).joules
+    return _worth(whole_s, energy(bare, family, cluster, 0.0).joules, family, cluster, objective)
+
+
+def _worth(step_s: float, joules: float, layout: Layout, cluster: Cluster, objective: str) -> float:
+    """Return the value of a step of ``step_s`` and ``joules`` without failures; not for the objective "time"."""
     if objective == "cost":
         site = cluster.site
-        hours = held(family, cluster) * whole_s / 3600
+        hours = held(layout, cluster) * step_s / 3600
         return hours * (site.device_hour_price or 0.0) + joules / JOULES_PER_KWH * (site.kwh_price or 0.0)
-    return joules if objective == "energy" else joules * whole_s
+    return joules if objective == "energy" else joules * step_s

@@ -136,7 +136,7 @@ class Walk:
                 continue
             estimate = self._plan(search_space.with_way(order, fitting[0]))
             if fitting[1:]:
-                bound = search_value.order_floor(estimate, self.wanted.objective)
+                bound = search_value.order_floor(estimate, self.wanted.objective, self.cluster)
                 heapq.heappush(self._heap, Node(bound, next(self._numbers), order, fitting[1:]))
 
     def _runnable(self, order: Layout, ways: tuple[Way, ...]) -> tuple[Way, ...]:

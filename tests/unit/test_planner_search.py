@@ -125,10 +125,64 @@ def test_no_layout_is_below_the_bounds_of_its_family_and_order(implementation, o
         assert family <= value * (1 + 1e-12), layout
         order = replace(layout, strategy="allreduce")
         if layout.strategy == "allreduce":
-            orders[order] = search_value.order_floor(estimate, objective)
+            orders[order] = search_value.order_floor(estimate, objective, on)
         elif order in orders:
             assert orders[order] <= value * (1 + 1e-12), layout
     assert len(orders) > 50
+
+
+def deep(context: int = 1024) -> tuple[Description, Cluster, Wanted]:
+    """A search among pipelines that wait for most of a step, and exchanges that differ much."""
+    shape = Shape(layers=32, hidden=4096, heads=16, vocabulary=1000, context=context)
+    wanted = Wanted(
+        base=BASE,
+        compressions=("none", "int8", "powersgd", "onebit"),
+        contexts=(1,),
+        schedules=("1f1b",),
+        recompute=("none",),
+        first=1,
+        simulate=False,
+    )
+    return describe(shape, "deep"), cluster_file.read("mi250x-frontier"), wanted
+
+
+@pytest.mark.parametrize("objective", ["energy", "energy-delay"])
+def test_pipelines_that_wait_lose_nothing_to_the_bounds_of_their_orders(objective, monkeypatch):
+    model, on, wanted = deep()
+    wanted = replace(wanted, objective=objective)
+    bounded = search(model, on, 2048, 16, wanted)
+    monkeypatch.setattr(search_value, "order_floor", lambda *_: 0.0)
+    unbounded = search(model, on, 2048, 16, wanted)
+    assert [one.value for one in bounded.found] == pytest.approx([one.value for one in unbounded.found], rel=1e-12)
+    assert 2 * bounded.estimated < unbounded.estimated
+
+
+@pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
+@pytest.mark.parametrize("objective", search_space.OBJECTIVES)
+@pytest.mark.parametrize(("pipeline", "tensor", "sequence_parallel"), [(1, 8, True), (8, 1, False), (32, 4, True)])
+def test_every_way_is_above_the_bound_that_any_other_way_gives(
+    implementation, objective, pipeline, tensor, sequence_parallel
+):
+    model, on, wanted = deep(256)
+    on = replace(on, site=replace(on.site, device_hour_price=2.0, kwh_price=0.2, currency="EUR"))
+    order = replace(
+        BASE,
+        implementation=implementation,
+        data=2048 // (pipeline * tensor),
+        pipeline=pipeline,
+        tensor=tensor,
+        sequence_parallel=sequence_parallel,
+    )
+    wanted = replace(wanted, strategies=("allreduce", "zero1", "zero2", "zero3", "parameter_server"))
+    batch = 2 * order.data  # so a pipeline waits for most of a step
+    found = [
+        plan(model, search_space.with_way(order, way), on, batch, STEPS) for way in search_space.ways(order, wanted)
+    ]
+    values = [search_value.value(one, objective) for one in found]
+    bounds = [search_value.order_floor(one, objective, on) for one in found]
+    assert max(bounds) <= min(values) * (1 + 1e-12)
+    assert min(bounds) > 0.3 * min(values), "a bound that says nothing"
+    assert len(set(values)) > 5
 
 
 def test_memory_grows_with_the_micro_batch_and_activations_are_those_of_any_strategy():
