@@ -91,12 +91,14 @@ def _first_words(ctx: click.Context, param: click.Parameter, incomplete: str) ->
 @plan_options.cluster
 @plan_options.subject
 @layout_options
+@click.option("--simulate/--no-simulate", default=True, help="Time a pipeline by the simulator of schedules.")
 @plan_options.plot
 @plan_options.as_json
 def command(
     recipe: Path | None,
     cluster: str | None,
     overrides: tuple[str, ...],
+    simulate: bool,
     plot: Path | None,
     as_json: bool,
     **options: Any,
@@ -114,7 +116,7 @@ def command(
     checked_plot(plot)
     on = read(cluster)
     found = subject(recipe, overrides, options)
-    answer = planned(found, on, simulate=True)
+    answer = planned(found, on, simulate=simulate)
     if plot is not None:
         draw(answer, found, on, plot)
     if as_json:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SEARCH: Final = "Search"
 OBJECTIVES: Final = ("time", "energy", "cost", "energy-delay")
 # Option of the layout -> the field of `Wanted` that has only its value, where it is given.
-_FIXED: Final = {
+FIXED: Final = {
     "schedule": "schedules",
     "chunks": "chunks",
     "recompute": "recompute",
@@ -92,7 +92,11 @@ def command(
         wanted=sought.simulate,
     )
     notes = (*closed, *found.notes, *text_flags.assumed(on))
-    click.echo(json.dumps(_jsonable(result, found, on, notes)) if as_json else searched(result, notes))
+    again = _again(result, recipe, overrides, options | {"cluster": cluster}, found)
+    if as_json:
+        click.echo(json.dumps(_jsonable(result, found, on, notes) | {"again": again}))
+    else:
+        click.echo(searched(result, notes, again))
     if plot is not None and result.found:
         best = result.found[0].estimate
         draw(best, dataclasses.replace(found, layout=best.layout), on, plot)
@@ -105,7 +109,7 @@ def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str
 
     for name in given(options, _FOLLOWS):
         raise UsageError(f"{name} is what a search finds; leave it out, and give --devices")
-    varied = {*_FIXED, "strategy", "zero", "devices"}
+    varied = {*FIXED, "strategy", "zero", "devices"}
     return subject(path, overrides, {name: value for name, value in options.items() if name not in varied})
 
 
@@ -113,9 +117,7 @@ def _wanted(found: "Subject", cluster: "Cluster", options: Mapping[str, Any]) ->
     from hpcdist.cli.plan_layout import strategy_of
     from hpcdist.planner.search import Wanted
 
-    values: dict[str, Any] = {
-        field: (options[name],) for name, field in _FIXED.items() if options.get(name) is not None
-    }
+    values: dict[str, Any] = {field: (options[name],) for name, field in FIXED.items() if options.get(name) is not None}
     strategy = strategy_of(options, found.layout).get("strategy")
     if strategy is not None:
         values["strategies"] = (strategy,)
@@ -141,6 +143,20 @@ def _memory(said: str, cluster: "Cluster") -> float:
         size = f"{cluster.device.memory_bytes:,.0f} bytes of a device of {cluster.name}"
         raise UsageError(f"--memory {said} is none of the {size}; leave it out, or choose more than 0 and no more")
     return limit
+
+
+def _again(
+    result: "Result", path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any], found: "Subject"
+) -> str | None:
+    """Return the command that plans the best layout again; None where nothing was found."""
+    from hpcdist.cli.plan_line import line
+    from hpcdist.planner.search import PASSES, passes
+
+    if not result.found:
+        return None
+    layout = result.found[0].estimate.layout
+    simulate = options["simulate"] and passes(layout, found.global_batch) <= PASSES
+    return line(path, overrides, options, found.layout, layout, simulate=simulate)
 
 
 def _jsonable(result: "Result", found: "Subject", cluster: "Cluster", notes: tuple[str, ...]) -> dict[str, Any]:

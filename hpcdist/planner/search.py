@@ -14,6 +14,7 @@ from hpcdist.planner import search_value, search_words
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Estimate
+from hpcdist.planner.layout import Layout
 from hpcdist.planner.limits import too_large
 from hpcdist.planner.plan import plan
 from hpcdist.planner.search_space import OBJECTIVES, Wanted
@@ -108,13 +109,17 @@ def _check(description: Description, cluster: Cluster, devices: int, global_batc
     search_value.check(wanted.objective, cluster)
 
 
+def passes(layout: Layout, global_batch: int) -> int:
+    """Return how many passes, of all ranks of a pipeline, the simulator would run one by one (local)."""
+    return 2 * layout.pipeline * layout.chunks * layout.microbatches(global_batch)
+
+
 def _simulated(walk: Walk) -> tuple[list[tuple[float, Estimate]], tuple[str, ...]]:
     """Return the finalists timed by the simulator, and what is to be said of those that are too long for it."""
     wanted, found, skipped = walk.wanted, [], 0
     for value, estimate in walk.kept:
         layout = estimate.layout
-        passes = 2 * layout.pipeline * layout.chunks * layout.microbatches(walk.global_batch)
-        if layout.pipeline > 1 and passes <= PASSES:
+        if layout.pipeline > 1 and passes(layout, walk.global_batch) <= PASSES:
             estimate = plan(walk.description, layout, walk.cluster, walk.global_batch, wanted.steps, simulate=True)
             value = search_value.value(estimate, wanted.objective)
         elif layout.pipeline > 1:

@@ -65,8 +65,11 @@ def aligned(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return lines
 
 
-def searched(result: "Result", notes: Sequence[str] = ()) -> str:
-    """Return what a search has found: a table, why each beats the next, and what was refused (local)."""
+def searched(result: "Result", notes: Sequence[str] = (), again: str | None = None) -> str:
+    """Return what a search has found: a table, why each beats the next, and what was refused (local).
+
+    ``again`` is the command that plans the first of them.
+    """
     space = f"{many(result.layouts)} layouts on {result.devices:,} devices, {result.estimated:,} of them planned"
     lines = [f"least {result.objective} among {space}"]
     lines += [f"no layout fits: {said}" for said in result.nothing]
@@ -77,7 +80,11 @@ def searched(result: "Result", notes: Sequence[str] = ()) -> str:
         for place, one in enumerate(result.found, 1):
             value = [figures(one.value, 4)] if result.objective != "time" else []
             rows.append([str(place), *value, *row(one.estimate)])
-        lines += ["", *aligned(heads, rows), "", "why each is ahead of the next, and what limits it"]
+        lines += ["", *aligned(heads, rows), ""]
+        lines += [
+            *((f"row 1 in full: {again}", "") if again else ()),
+            "why each is ahead of the next, and what limits it",
+        ]
         for place, one in enumerate(result.found, 1):
             told = [line for said in (*one.why, *one.limits) for line in wrapped(said, "    ")]
             lines += [f"{place:>2}{told[0][2:]}", *told[1:]] if told else []

@@ -1,6 +1,7 @@
 """`hpcdist plan` on a login node: without MPI and GPU, answers in words, JSON and pictures, refusals with codes."""
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -394,6 +395,45 @@ def test_a_search_explains_what_it_finds(run, planned, tmp_path):
     code, out, err = run(*arguments)
     assert code == 0, err
     assert "least time among" in out and "\n 1  " in out and "\n 3  " in out and "refused" in out
+
+
+PIPELINES = "[parallel]\npipeline = 2\nmicrobatches = 4\nrecompute = true\n"
+SERVED = "[parallel]\nstrategy = 'parameter_server'\n[parameter_server]\nservers = 2\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([*GPT, *ON, "--devices", "16"], None),
+        ([*GPT, *ON, "--devices", "16", "--pipeline", "2", "--schedule", "zb-v"], None),
+        ([*GPT, *ON, "--devices", "16", "--pipeline", "2", "--no-simulate", "--untied", "--kv-heads", "2"], None),
+        ([*GPT, *ON, "--devices", "16", "--pipeline", "2", "--schedule", "interleaved", "--chunks", "2"], None),
+        (
+            [*NAMED, *ON, "--devices", "12", "--zero", "3", "--objective", "energy", "--implementation", "megatron"],
+            None,
+        ),
+        ([*NAMED, *ON, "--devices", "8", "--tensor", "4", "--sequence-parallel", "--overlap", "0.5"], None),
+        ([*NAMED, *ON, "--devices", "8", "--context-ranks", "2", "--tokens", "1e9", "--memory", "60 GB"], None),
+        ([*NAMED, *ON, "--devices", "8", "--compression", "int8", "--precision", "float32"], None),
+        ([*ON, "--devices", "4"], RECIPE),
+        ([*ON, "--devices", "4", "--set", "model.layers=6", "--set", "parallel.sequence_parallel=false"], RECIPE),
+        ([*ON, "--devices", "4", "--pipeline", "1"], RECIPE + PIPELINES),
+        ([*ON, "--devices", "8", "--pipeline", "2", "--recompute", "none"], RECIPE + PIPELINES),
+        ([*ON, "--devices", "8", "--strategy", "parameter_server"], RECIPE + SERVED),
+    ],
+)
+def test_the_best_layout_can_be_planned_again(arguments, text, run, planned, recipe):
+    path = [] if text is None else [recipe(text, "with a space.toml")]
+    found = planned("search", *path, *arguments, "--first", "2")
+    best, words = found["found"][0], shlex.split(found["again"])
+    assert words[:2] == ["hpcdist", "plan"]
+    again = planned(*words[2:])
+    idle = {"schedule": "", "chunks": 1} if best["layout"]["pipeline"] == 1 else {}
+    assert again["layout"] | idle == best["layout"] | idle
+    for name in ("step_s", "memory", "timing", "run", "energy", "parameters", "global_batch", "cluster"):
+        assert again[name] == best[name]
+    _, out, _ = run("search", *path, *arguments, "--first", "2")
+    assert f"row 1 in full: {found['again']}\n" in out
 
 
 def test_what_is_given_does_not_vary_in_a_search(planned):
