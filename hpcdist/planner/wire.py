@@ -7,9 +7,10 @@ allreduce travel in float32 (`hpcdist.collectives.calls`: none of the algorithms
 
 from typing import Final
 
+from hpcdist.planner.cluster import ITEM_BYTES
 from hpcdist.planner.layout import Layout
 
-BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+BYTES: Final = ITEM_BYTES  # as kept
 
 
 def gradient_bytes(layout: Layout) -> int:
