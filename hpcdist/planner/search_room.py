@@ -42,17 +42,17 @@ class Room:
         self._fits: dict[object, int] = {}  # the largest micro-batch that is known to fit
         self._fails: dict[object, int] = {}  # the smallest that is known not to
 
-    def fitting(self, order: Layout, ways: Sequence[Way], least: int) -> tuple[Way, ...]:
+    def fitting(self, order: Layout, ways: Sequence[Way], sizes: Sequence[int]) -> tuple[Way, ...]:
         """Return those of ``ways`` with which ``order`` fits (local).
 
-        ``least`` is the smallest micro-batch that the order could have, and is asked for where this one is too much.
+        ``sizes`` of micro-batch are those that the order could have, the smallest first: the smallest that this one may
+        be compared with is asked for where this one is too much.
         """
         stem: tuple[object, ...] = _STEM(order)
-        many = order.microbatches(self._global_batch)
-        is_uneven = self._global_batch % (order.data * order.microbatch) != 0
-        if many == 1 or is_uneven or (order.schedule == "interleaved" and many % order.pipeline):
-            # Nothing to add up, a smaller one at the end, or groups of another size: it stands alone.
+        if self._is_apart(order, order.microbatch):
             stem, least = (*stem, order.microbatch), order.microbatch
+        else:
+            least = next(size for size in sizes if not self._is_apart(order, size))
         found = []
         for way in ways:
             if order.microbatch >= self._fails.get(stem, _NEVER):
@@ -60,6 +60,12 @@ class Room:
             if self._has_room(order, stem, way, least):
                 found.append(way)
         return tuple(found)
+
+    def _is_apart(self, order: Layout, microbatch: int) -> bool:
+        """Whether nothing follows from other sizes: nothing to add up, a smaller one at the end, or odd groups."""
+        many = -(-self._global_batch // (order.data * microbatch))
+        is_uneven = self._global_batch % (order.data * microbatch) != 0
+        return many == 1 or is_uneven or (order.schedule == "interleaved" and many % order.pipeline != 0)
 
     def _has_room(self, order: Layout, stem: tuple[object, ...], way: Way, least: int) -> bool:
         key, size = (stem, way), order.microbatch

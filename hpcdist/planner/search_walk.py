@@ -121,7 +121,7 @@ class Walk:
 
     def _open(self, family: Layout) -> None:
         """Plan one layout of each order, and let the others wait."""
-        least = search_space.sizes(family, self.global_batch, self.wanted)[0]
+        sizes = search_space.sizes(family, self.global_batch, self.wanted)
         for schedule, chunks in search_space.orders(self.description, family, self.wanted):
             order = replace(family, schedule=schedule, chunks=chunks)
             ways = search_space.ways(order, self.wanted)
@@ -129,7 +129,7 @@ class Walk:
                 self.refusals.layout(problem, len(ways))
                 continue
             ways = self._runnable(order, ways)
-            fitting = self.room.fitting(order, ways, least)
+            fitting = self.room.fitting(order, ways, sizes)
             if len(fitting) < len(ways):
                 self.refusals.layout(self._full(order, ways), len(ways) - len(fitting))
             if not fitting:

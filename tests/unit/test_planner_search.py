@@ -203,6 +203,22 @@ def test_memory_grows_with_the_micro_batch_and_activations_are_those_of_any_stra
     assert all(len(one) == 1 for one in alive.values())
 
 
+@pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
+@pytest.mark.parametrize(("batch", "size", "others"), [(16, 4, (3,)), (16, 8, (5, 7))])
+def test_sizes_that_are_tried_take_nothing_from_each_other(implementation, batch, size, others):
+    """An impossible size of micro-batch, or an uneven one, says nothing of the memory of another."""
+    on = cluster(0.3e9)
+
+    def layouts(*sizes: int) -> set[Layout]:
+        base = replace(BASE, implementation=implementation)
+        wanted = Wanted(headroom=0.0, base=base, microbatches=sizes, first=10_000, simulate=False)
+        return {one.estimate.layout for one in search(MODEL, on, DEVICES, batch, wanted).found}
+
+    each = [layouts(one) for one in (size, *others)]
+    assert len(each[0]) > 10
+    assert layouts(size, *others) == set().union(*each)
+
+
 def test_only_what_runs_where_that_is_wanted():
     on, base = cluster(40e9), replace(BASE, implementation="hpcdist", precision="float32")
     on = replace(
