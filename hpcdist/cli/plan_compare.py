@@ -94,7 +94,8 @@ def _jsonable(plan: _Plan) -> dict[str, Any]:
 
 
 def _words(plans: list[_Plan]) -> str:
-    """Return the table, what cannot be, and the flags: those of all plans once, others with their cluster."""
+    """Return the table, what cannot be, and the flags: those of all plans once, others with their rows."""
+    from hpcdist.planner.text_flags import by_row
     from hpcdist.planner.text_table import compared
     from hpcdist.planner.text_units import wrapped
 
@@ -104,9 +105,8 @@ def _words(plans: list[_Plan]) -> str:
     for plan in plans:
         if isinstance(plan.answer, str):
             lines += wrapped(f"left out: {plan.said or 'the layout'} on {plan.cluster.name}: {plan.answer}")
-    common = [flag for flag in first.flags if all(flag in answer.flags for _, answer in possible)]
-    others = [f"{name}: {flag}" for name, answer in possible for flag in answer.flags if flag not in common]
-    for flag in dict.fromkeys((*common, *others)):
+    answers = [answer for _, answer in possible]
+    for flag in by_row([one.flags for one in answers], layouts=[one.layout for one in answers]):
         lines += wrapped(f"note: {flag}")
     return "\n".join(lines)
 

@@ -95,11 +95,12 @@ def _check_effect(found: Layout, options: Mapping[str, Any]) -> None:
                 f"{flag(name)} is of --implementation megatron, and has no effect with {found.implementation}; leave "
                 "it out, or choose that one"
             )
-    if options.get("activations") is not None and found.precision not in HALVES:
-        raise UsageError(
-            f"--activations {found.activations} has no effect with the precision {found.precision}; leave it out, or "
-            f"choose --precision {' or '.join(HALVES)}"
-        )
+    for name in ("activations", "main_gradients"):
+        if options.get(name) is not None and found.precision not in HALVES:
+            raise UsageError(
+                f"{flag(name)} {options[name]} has no effect with the precision {found.precision}; leave it out, or "
+                f"choose --precision {' or '.join(HALVES)}"
+            )
 
 
 def _replicas(options: Mapping[str, Any], found: Layout) -> int:

@@ -27,7 +27,7 @@ class Layout:
     "megatron" (the published formulas of arXiv:2205.05198, with scores in memory); ``library`` whose collectives: "mpi"
     (one ring or tree, or a hierarchy), "nccl" (one for each link of a node), "": as the implementation. ``algorithm``
     is that of the data axis alone: an operation there that has none of the name takes the fastest, and a flag says so.
-    ``overlap`` is the share of the data axis's messages that may hide behind the backward; what does not fit in there
+    ``overlap`` is the share of the data axis's messages that may hide behind computation; what does not fit in there
     is exposed all the same.
     ``tensor_overlap`` is the same for the tensor axis's messages of the backward, behind gradients that do not wait for
     them (arXiv:2205.05198, section 6.2): this toolkit hides none. ``gradient_fusion``: of "megatron" alone, whose

@@ -310,6 +310,11 @@ def test_what_does_not_fit_is_an_answer(run, planned):
         ([*GPT, *ON, "--pipeline", "2", "--schedule", "zb-v", "--chunks", "3"], 2, "which has 2"),
         ([*GPT, *ON, "--sequence-parallel"], 2, "cuts nothing"),
         ([*GPT, *ON, "--main-gradients", "working"], 2, "is of --implementation megatron"),
+        (
+            [*GPT, *ON, "--main-gradients", "working", "--implementation", "megatron", "--precision", "float32"],
+            2,
+            "--main-gradients working has no effect with the precision float32",
+        ),
         ([*GPT, *ON, "--no-gradient-fusion"], 2, "is of --implementation megatron"),
         ([*GPT, *ON, "--activations", "float32", "--precision", "float32"], 2, "no effect with the precision float32"),
         ([*GPT, *ON, "--devices", "7", "--tensor", "2"], 2, "data ? x pipeline 1 x tensor 2 x context 1"),
@@ -511,7 +516,9 @@ def test_what_cannot_be_is_left_out_of_a_comparison(run, planned):
 def test_what_holds_for_all_plans_is_said_once(run):
     code, out, _ = run("compare", *GPT, *ON, "--cluster", "h100-hgx")
     assert code == 0 and out.count("neither --steps nor --tokens is given") == 1
-    assert "note: a100-selene: " in out
+    assert (
+        "note: row 1: assumed in the file of a100-selene" in out and "note: row 2: assumed in the file of h100" in out
+    )
 
 
 def test_a_layout_of_a_comparison_may_say_its_devices_and_batch(planned):
