@@ -7,7 +7,7 @@ from hpcdist.planner.compare import against
 from hpcdist.planner.estimate import Estimate
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.text_flags import by_row, own
-from hpcdist.planner.text_units import decimal, figures, many, nbytes, seconds, share, wrapped
+from hpcdist.planner.text_units import counted, decimal, figures, many, nbytes, seconds, share, wrapped
 
 if TYPE_CHECKING:
     from hpcdist.planner.search import Result
@@ -70,7 +70,9 @@ def searched(result: "Result", notes: Sequence[str] = (), again: str | None = No
 
     ``again`` is the command that plans the first of them.
     """
-    space = f"{many(result.layouts)} layouts on {result.devices:,} devices, {result.estimated:,} of them planned"
+    space = (
+        f"{many(result.layouts)} layouts on {counted(result.devices, 'device')}, {result.estimated:,} of them planned"
+    )
     lines = [f"least {result.objective} among {space}"]
     lines += [f"no layout fits: {said}" for said in result.nothing]
     if result.found:

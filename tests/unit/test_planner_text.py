@@ -215,5 +215,8 @@ def test_a_search_in_words():
     assert "\n  heads: 2,000 grids, such as: tensor = 5" in shown
     assert "note: closed forms hold\nnote: of the recipe" in shown
     assert max(len(line) for line in shown.splitlines()) <= 160
+    assert "layouts on 1 device, 77" in text_table.searched(replace(result, devices=1))
+    assert "row 1 in full: hpcdist plan it" in text_table.searched(result, again="hpcdist plan it")
+    assert "row 1" not in shown
     nothing = replace(result, found=(), nothing=("each needs 10 GB more",))
     assert "no layout fits: each needs 10 GB more" in text_table.searched(nothing)
