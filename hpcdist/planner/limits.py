@@ -28,9 +28,12 @@ __all__ = [
     "shape_problems",
     "too_large",
     "unbuilt",
+    "value_problems",
 ]
 
 DEGREES: Final = ("data", "pipeline", "tensor", "context", "expert", "microbatch", "chunks")
+COUNTS: Final = ("servers", "optimizer_slots")
+SHARES: Final = ("overlap", "tensor_overlap")
 GB: Final = 1e9
 # Beyond what anybody trains: a slip of the keyboard is told at once, and not planned for hours.
 MOST: Final = {"layers": 10_000, "hidden": 1 << 20, "context": 1 << 27, "vocabulary": 1 << 30}
@@ -46,6 +49,7 @@ _CHOICES: Final = {
     "schedule": tuple(SCHEDULES),
     "main_gradients": ("float32", "working"),
     "activations": ("float32", "working"),
+    "library": known.LIBRARIES,
 }
 
 
@@ -71,7 +75,7 @@ def flags(layout: Layout, cluster: Cluster) -> tuple[str, ...]:
 
 def shape_problems(description: Description, layout: Layout, cluster: Cluster, global_batch: int) -> Iterator[Problem]:
     """Yield what is wrong beside memory, of values that mean nothing first, and then of those alone (local)."""
-    wrong = (*too_large(description, layout.devices, global_batch), *_values(layout, global_batch))
+    wrong = (*too_large(description, layout.devices, global_batch), *value_problems(layout, global_batch))
     if wrong:
         yield from wrong
         return
@@ -93,6 +97,32 @@ def too_large(description: Description, devices: int, global_batch: int) -> Iter
         yield Problem("value", f"{devices} devices; a plan is made for at most {MOST_DEVICES} of them")
 
 
+def value_problems(layout: Layout, global_batch: int) -> Iterator[Problem]:
+    """Yield values that mean nothing anywhere (local)."""
+    for name in DEGREES:
+        value = getattr(layout, name)
+        if value < 1:
+            yield Problem("value", f"{name} = {value}; it must be at least 1")
+    for name in COUNTS:
+        value = getattr(layout, name)
+        if value < 0:
+            yield Problem("value", f"{name} = {value}; it must be at least 0")
+    if global_batch < 1:
+        yield Problem("value", f"a global batch of {global_batch} samples; it must be at least 1")
+    for name in SHARES:
+        value = getattr(layout, name)
+        if not 0.0 <= value <= 1.0:
+            yield Problem("value", f"{name} = {value}; it is a share, from 0 to 1")
+    for name, choices in _CHOICES.items():
+        value = getattr(layout, name)
+        if value not in choices:
+            close = difflib.get_close_matches(str(value), choices, 1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            yield Problem(
+                "value", f"{name} = {value!r}; {hint}choose one of {', '.join(one or repr(one) for one in choices)}"
+            )
+
+
 def memory_problem(memory: Memory, limit_bytes: float = 0.0) -> Problem | None:
     """Return what is too much, where it is, for the device or for a ``limit_bytes`` below it (local). 0: none."""
     limit = min(memory.limit_bytes, limit_bytes) if limit_bytes else memory.limit_bytes
@@ -105,22 +135,3 @@ def memory_problem(memory: Memory, limit_bytes: float = 0.0) -> Problem | None:
         f"{(memory.bytes - limit) / GB:.2f} GB too much, with {largest} of {memory.terms[largest] / GB:.2f} GB the "
         f"most, on stage {memory.stage}",
     )
-
-
-def _values(layout: Layout, global_batch: int) -> Iterator[Problem]:
-    for name in DEGREES:
-        value = getattr(layout, name)
-        if value < 1:
-            yield Problem("value", f"{name} = {value}; it must be at least 1")
-    if layout.servers < 0:
-        yield Problem("value", f"servers = {layout.servers}; it must be at least 0")
-    if global_batch < 1:
-        yield Problem("value", f"a global batch of {global_batch} samples; it must be at least 1")
-    if not 0.0 <= layout.overlap <= 1.0:
-        yield Problem("value", f"overlap = {layout.overlap}; it is a share, from 0 to 1")
-    for name, choices in _CHOICES.items():
-        value = getattr(layout, name)
-        if value not in choices:
-            close = difflib.get_close_matches(str(value), choices, 1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            yield Problem("value", f"{name} = {value!r}; {hint}choose one of {', '.join(choices)}")

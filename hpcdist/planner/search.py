@@ -15,7 +15,7 @@ from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Estimate
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.limits import too_large
+from hpcdist.planner.limits import too_large, value_problems
 from hpcdist.planner.plan import plan
 from hpcdist.planner.search_space import OBJECTIVES, Wanted
 from hpcdist.planner.search_walk import Walk
@@ -70,8 +70,8 @@ class Result:
 def search(description: Description, cluster: Cluster, devices: int, global_batch: int, wanted: Wanted) -> Result:
     """Return the best layouts of ``global_batch`` samples a step on ``devices`` (local).
 
-    Raises UsageError for devices or a batch that are none, or more devices than the cluster has, and for an objective
-    that the cluster has no numbers for.
+    Raises UsageError for devices or a batch that are none, or more devices than the cluster has, for values of
+    ``wanted.base`` that mean nothing, and for an objective that the cluster has no numbers for.
     """
     _check(description, cluster, devices, global_batch, wanted)
     spare = SPARE if wanted.simulate else 0
@@ -99,7 +99,7 @@ def _check(description: Description, cluster: Cluster, devices: int, global_batc
         raise UsageError(
             f"a search on {devices} devices for a global batch of {global_batch} samples; each must be at least 1"
         )
-    if wrong := next(too_large(description, devices, global_batch), None):
+    for wrong in (*too_large(description, devices, global_batch), *value_problems(wanted.base, global_batch)):
         raise UsageError(wrong.text)
     if devices > cluster.devices:
         raise UsageError(
@@ -120,7 +120,8 @@ def _simulated(walk: Walk) -> tuple[list[tuple[float, Estimate]], tuple[str, ...
     for value, estimate in walk.kept:
         layout = estimate.layout
         if layout.pipeline > 1 and passes(layout, walk.global_batch) <= PASSES:
-            estimate = plan(walk.description, layout, walk.cluster, walk.global_batch, wanted.steps, simulate=True)
+            given = walk.description, layout, walk.cluster, walk.global_batch, wanted.steps
+            estimate = plan(*given, simulate=True, limit_bytes=walk.limit_bytes)
             value = search_value.value(estimate, wanted.objective)
         elif layout.pipeline > 1:
             skipped += 1

@@ -86,7 +86,12 @@ def test_each_limit_says_by_how_much(changed, texts):
         ({"strategy": "zero4"}, "did you mean 'zero3'"),
         ({"schedule": "1f1"}, "did you mean '1f1b'"),
         ({"overlap": 1.5}, "from 0 to 1"),
+        ({"overlap": float("nan")}, "from 0 to 1"),
+        ({"tensor_overlap": 5.0}, "tensor_overlap = 5.0; it is a share, from 0 to 1"),
+        ({"tensor_overlap": -0.1}, "from 0 to 1"),
         ({"servers": -1}, "servers = -1"),
+        ({"optimizer_slots": -3}, "optimizer_slots = -3; it must be at least 0"),
+        ({"library": "ncl"}, "did you mean 'nccl'? choose one of '', mpi, nccl"),
     ],
 )
 def test_values_that_mean_nothing_come_alone(changed, text):

@@ -363,6 +363,19 @@ def test_bad_input(devices, batch, changed, text):
         search(MODEL, cluster(40e9), devices, batch, Wanted(base=BASE, **changed))
 
 
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"tensor_overlap": 5.0}, "tensor_overlap = 5.0"),
+        ({"library": "foo"}, "library = 'foo'"),
+        ({"optimizer_slots": -3}, "optimizer_slots = -3"),
+    ],
+)
+def test_a_base_of_values_that_mean_nothing_is_refused(changed, text):
+    with pytest.raises(UsageError, match=text):
+        search(MODEL, cluster(40e9), DEVICES, BATCH, Wanted(base=replace(BASE, **changed)))
+
+
 def test_an_objective_without_numbers_is_refused():
     on = cluster(40e9)
     free = replace(on, site=replace(on.site, device_hour_price=None, kwh_price=None))
