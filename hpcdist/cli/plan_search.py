@@ -77,7 +77,7 @@ def command(
     """
     from hpcdist.cli.plan import checked_plot, draw, simulated
     from hpcdist.cli.plan_subject import cluster as read
-    from hpcdist.planner import search, text_flags
+    from hpcdist.planner import search, text_flags, text_run
     from hpcdist.planner.text_table import searched
 
     checked_plot(plot)
@@ -91,7 +91,8 @@ def command(
         ),
         wanted=sought.simulate,
     )
-    notes = (*closed, *found.notes, *text_flags.assumed(on))
+    paid = {line for one in result.found for line in text_run.unused(one.estimate.layout, on)}
+    notes = (*closed, *sorted(paid), *found.notes, *text_flags.assumed(on))
     again = _again(result, recipe, overrides, options | {"cluster": cluster}, found)
     if as_json:
         click.echo(json.dumps(_jsonable(result, found, on, notes) | {"again": again}))

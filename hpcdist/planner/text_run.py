@@ -7,6 +7,7 @@ from typing import Final
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.energy import held, nodes_of
 from hpcdist.planner.estimate import Estimate
+from hpcdist.planner.layout import Layout
 from hpcdist.planner.text_units import counted, figures, grams, joules, many, seconds, share
 
 _LESS: Final = {  # term -> what makes it smaller
@@ -70,7 +71,7 @@ def energy_lines(found: Estimate, cluster: Cluster) -> list[str]:
     whole = "" if endless else f"{joules(run.joules)} for the run, "
     lines = [f"{whole}{joules(energy.joules)} a step: {parts}"]
     lines.append(f"a device draws {figures(energy.device_w)} W of {figures(cluster.device.peak_w)} W")
-    lines += _unused(found, cluster)
+    lines += unused(found.layout, cluster)
     if site.pue is None:
         lines.append("cooling is not counted: the cluster has no site.pue")
     if endless:
@@ -87,13 +88,13 @@ def energy_lines(found: Estimate, cluster: Cluster) -> list[str]:
     return lines
 
 
-def _unused(found: Estimate, cluster: Cluster) -> list[str]:
-    """Return that idle devices are paid for, where the layout does not fill its nodes."""
-    there = held(found.layout, cluster)
-    idle = there - found.layout.devices
+def unused(layout: Layout, cluster: Cluster) -> list[str]:
+    """Return that idle devices are paid for, where the layout does not fill its nodes (local)."""
+    there = held(layout, cluster)
+    idle = there - layout.devices
     if not idle:
         return []
-    nodes = counted(nodes_of(found.layout, cluster), "node")
+    nodes = counted(nodes_of(layout, cluster), "node")
     waits = "is" if idle == 1 else "are"
     return [f"energy and price are those of {nodes}: of {counted(there, 'device')} there {idle:,} {waits} not used"]
 

@@ -441,6 +441,13 @@ def test_the_best_layout_can_be_planned_again(arguments, text, run, planned, rec
     assert f"row 1 in full: {found['again']}\n" in out
 
 
+def test_a_search_says_which_devices_are_paid_for(planned):
+    arguments = ["search", *GPT, *ON, "--first", "2", "--objective", "cost"]
+    told = "energy and price are those of 2 nodes: of 16 devices there 4 are not used"
+    assert told in planned(*arguments, "--devices", "12")["flags"]
+    assert not any("not used" in flag for flag in planned(*arguments, "--devices", "16")["flags"])
+
+
 def test_what_is_given_does_not_vary_in_a_search(planned):
     found = planned(
         *("search", *GPT, *ON, "--devices", "16", "--tensor", "2", "--zero", "3", "--recompute", "full"),
