@@ -6,6 +6,7 @@ from typing import NamedTuple
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.layout import Layout
+from hpcdist.planner.shape import inner
 from hpcdist.strategies.schedule.catalogue import SCHEDULES
 
 
@@ -80,10 +81,10 @@ def _tensor(description: Description, layout: Layout) -> Iterator[Problem]:
     ):
         if size and size % ranks:
             yield Problem(limit, f"tensor = {ranks} {_left(size, ranks, name)}; choose one of {_divisors(size)}")
-    inner = shape.feed_forward or 4 * shape.hidden
+    columns = inner(shape)
     published = layout.implementation == "megatron"
-    if shape.heads % ranks == 0 and (inner % ranks if published else inner < ranks):
-        yield Problem("feed-forward", f"tensor = {ranks} {_left(inner, ranks, 'columns of the feed-forward')}")
+    if shape.heads % ranks == 0 and (columns % ranks if published else columns < ranks):
+        yield Problem("feed-forward", f"tensor = {ranks} {_left(columns, ranks, 'columns of the feed-forward')}")
     if not published and shape.vocabulary < ranks:  # the published one pads it
         yield Problem("vocabulary", f"tensor = {ranks} {_left(shape.vocabulary, ranks, 'rows of the embedding')}")
     tokens = description.tokens // layout.context

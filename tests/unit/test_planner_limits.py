@@ -11,7 +11,7 @@ from hpcdist.planner import cluster_file, limits
 from hpcdist.planner.description import Shape
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.memory import memory
-from hpcdist.planner.shape import describe, of_config
+from hpcdist.planner.shape import describe, inner, of_config
 from hpcdist.strategies.schedule.catalogue import SCHEDULES
 from hpcdist.training.recipe import load
 
@@ -119,6 +119,20 @@ def test_heads_of_keys_and_values():
     assert len(found) == 1
     assert "tensor = 8 is 4 more than the 4 heads of keys and values" in found[0]
     assert said(replace(FITS, tensor=4, data=8, pipeline=16), model=model) == ()
+
+
+def test_columns_of_a_feed_forward_are_those_of_the_model():
+    """A gated one that is not told is 8/3 as wide as the model, rounded up, and not 4 times."""
+    model = describe(replace(SHAPE, layers=8, hidden=1024, heads=128, gated=True), "gated")
+    columns = inner(model.shape)
+    assert columns < 4 * 1024
+    left = columns % 128
+    assert left
+    wide = replace(FITS, tensor=128, data=1, pipeline=1, microbatch=1)
+    found = said(wide, 16, model)
+    assert len(found) == 1
+    assert f"does not divide the {columns} columns of the feed-forward: {left} are left over" in found[0]
+    assert said(replace(wide, tensor=64), 16, model) == ()
 
 
 def test_experts():
