@@ -166,8 +166,8 @@ def step_lines(found: Estimate) -> list[str]:
     lines += rates(found)
     if found.layout.pipeline > 1:
         lines.append(
-            f"bubble {share(timing.bubble)} of the span of the longest stage, as papers count it: what it waits for "
-            "slower stages and for messages is in there, too"
+            f"bubble {share(timing.bubble)} of the span of the longest stage, as papers count it: its waits for "
+            "slower stages and for messages are in it, too"
         )
     return lines + _sent(timing)
 

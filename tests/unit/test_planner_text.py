@@ -69,7 +69,7 @@ def test_other_units():
         "behind computation: 250 ms of the exchange",
         "MFU 33.3 % (100 TFLOP/s of 300 TFLOP/s a device), HFU 40.0 % (120 TFLOP/s)\n",
         "attention over all pairs, as published; over those that are looked at MFU 30.0 %, HFU 36.7 %\n",
-        "bubble 20.0 % of the span of the longest stage, as papers count it: what it waits for slower stages",
+        "bubble 20.0 % of the span of the longest stage, as papers count it: its waits for slower stages",
         "a device sends tensor 12.0 GB (ring), data 3.00 GB (hierarchical)",
         "10,000 steps, 5.12 billion tokens: 30.6 h, of which 27.8 h are steps",
         "64 devices for that long: 1,960 device hours; 800 tokens/s a device",
