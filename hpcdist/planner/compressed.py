@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from hpcdist.planner import payloads
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.network import Cost, Span, collective, group, span
+from hpcdist.planner.network import Cost, Span, collective, group, span, times
 from hpcdist.planner.payloads import Matrices, Payload
 
 _FLOAT32: Final = 4
@@ -30,10 +30,13 @@ class Gradients(NamedTuple):
     matrices: Matrices
 
 
-def summed(operation: str, given: Gradients, layout: Layout, axis: str, cluster: Cluster) -> Cost:
-    """Return what the compressed sum takes, with encoding and decoding; ``operation``: allreduce or reduce_scatter."""
+def summed(operation: str, given: Gradients, layout: Layout, axis: str, cluster: Cluster, messages: int = 1) -> Cost:
+    """Return what the compressed sum takes in so many ``messages``, with encoding and decoding.
+
+    ``operation`` is allreduce or reduce_scatter.
+    """
     whole = span(layout, axis, cluster)
-    flat = _over(operation, given, layout, whole, cluster)
+    flat = _over(operation, given, layout, whole, cluster, messages)
     inside = _inside(whole, cluster)
     if inside in (1, whole.size) or flat.algorithm.endswith("allreduce"):
         return flat
@@ -41,8 +44,8 @@ def summed(operation: str, given: Gradients, layout: Layout, axis: str, cluster:
     near = group(inside, whole.stride, total, cluster.levels, layout.channels)
     far = group(whole.size // inside, whole.stride * inside, total, cluster.levels, layout.channels)
     halves = ("reduce_scatter", "all_gather") if operation == "allreduce" else ("reduce_scatter",)
-    sums = [collective(half, _FLOAT32 * given.values, near, cluster) for half in halves]
-    between = _over(operation, given._replace(values=given.values / inside), layout, far, cluster)
+    sums = [times(collective(half, _FLOAT32 * given.values / messages, near, cluster), messages) for half in halves]
+    between = _over(operation, given._replace(values=given.values / inside), layout, far, cluster, messages)
     nodes = Cost(
         between.seconds + sum(one.seconds for one in sums),
         between.nbytes + sum(one.nbytes for one in sums),
@@ -62,10 +65,11 @@ def _inside(whole: Span, cluster: Cluster) -> int:
     return inside
 
 
-def _over(operation: str, given: Gradients, layout: Layout, ranks: Span, cluster: Cluster) -> Cost:
+def _over(operation: str, given: Gradients, layout: Layout, ranks: Span, cluster: Cluster, messages: int) -> Cost:
     payload = payloads.payload(layout.compression, given.values, ranks.size, given.units, given.matrices)
     assert payload is not None, "there is something to compress"
-    cost = _sent(operation, payload, ranks, layout, cluster)
+    each = payload._replace(nbytes=payload.nbytes / messages)
+    cost = times(_sent(operation, each, ranks, layout, cluster), messages)
     return Cost(
         cost.seconds + payload.seconds(cluster),
         cost.nbytes,

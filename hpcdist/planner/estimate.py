@@ -42,9 +42,10 @@ class Timing:
     "forward", "backward", "recompute": computation; "tensor", "context", "expert": messages of these axes; "pipeline":
     messages between stages that nothing hides; "bubble"; "data": the exchange of gradients and parameters as far as it
     is exposed; "rows": the sum, once a step, of gradients that sequence parallelism leaves whole on each tensor rank;
-    "update"; "input". ``hidden_s`` is the part of the exchange behind the backward. ``bubble`` is the share
+    "update"; "input". ``hidden_s`` is the part of the exchange behind computation. ``bubble`` is the share
     as in `hpcdist.strategies.schedule.simulate`. ``bytes`` are those that a device sends in a step, by axis.
     ``algorithms`` tells by which collective most bytes of each axis go.
+    ``bucket_bytes`` are those of gradients that an allreduce of the data axis sums at a time, 0 where nothing goes so.
     """
 
     terms: Mapping[str, float]
@@ -53,6 +54,7 @@ class Timing:
     bytes: Mapping[str, float]
     algorithms: Mapping[str, str]
     flags: tuple[str, ...] = ()
+    bucket_bytes: float = 0.0
 
     @property
     def step_s(self) -> float:

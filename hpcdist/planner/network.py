@@ -28,6 +28,7 @@ __all__ = [
     "message",
     "span",
     "substituted",
+    "times",
 ]
 
 OPERATIONS: Final = tuple(FORMULAS)
@@ -44,6 +45,11 @@ class Cost(NamedTuple):
 
 
 NOTHING: Final = Cost(0.0, 0.0, "none")
+
+
+def times(cost: Cost, often: float) -> Cost:
+    """Return what it takes so often, one after the other (local)."""
+    return Cost(cost.seconds * often, cost.nbytes * often, cost.algorithm, cost.flags)
 
 
 def collective(operation: str, nbytes: float, span: Span, cluster: Cluster, algorithm: str = "auto") -> Cost:

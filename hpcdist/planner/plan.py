@@ -3,6 +3,7 @@
 from typing import Final
 
 from hpcdist.errors import ConfigurationError
+from hpcdist.planner.buffers import with_buckets
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.energy import COMPUTING, energy, unknown
@@ -29,19 +30,23 @@ def plan(
     steps: int,
     *,
     simulate: bool = False,
+    limit_bytes: float = 0.0,
 ) -> Estimate:
     """Return what ``steps`` steps of ``global_batch`` samples need, and take (local).
 
     With ``simulate`` the passes of a pipeline are run one by one, with the seconds of each stage; without, its closed
     form is taken. A layout that does not fit into memory has an estimate, too; one that cannot be at all
-    (`hpcdist.planner.limits.problems`) should not come here. Raises ConfigurationError for a precision that the device
-    of ``cluster`` has no peak for.
+    (`hpcdist.planner.limits.problems`) should not come here. Buckets of gradients are longer than by default only where
+    they fit into ``limit_bytes``, or into all the memory (0). Raises ConfigurationError for a precision that the
+    device of ``cluster`` has no peak for.
     """
-    took = timing(description, layout, cluster, global_batch, simulate=simulate)
+    needed = memory(description, layout, cluster, global_batch)
+    spare_bytes = max(0.0, (limit_bytes or needed.limit_bytes) - needed.bytes)
+    took = timing(description, layout, cluster, global_batch, simulate=simulate, spare_bytes=spare_bytes)
+    needed = with_buckets(needed, layout, took.bucket_bytes)
     work_ = work(description, layout, global_batch)
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
     joules = energy(took, layout, cluster, _peak_share(work_, took, peak_flops))
-    needed = memory(description, layout, cluster, global_batch)
     mfu = work_.exact_flops / (took.step_s * peak_flops)  # of a long context, half of attention is not computed
     return Estimate(
         layout=layout,

@@ -162,7 +162,8 @@ class Walk:
         return Problem("memory", "")
 
     def _plan(self, layout: Layout) -> Estimate:
-        estimate = plan(self.description, layout, self.cluster, self.global_batch, self.wanted.steps)
+        steps, limit_bytes = self.wanted.steps, self.limit_bytes
+        estimate = plan(self.description, layout, self.cluster, self.global_batch, steps, limit_bytes=limit_bytes)
         self.estimated += 1
         self._keep(search_value.value(estimate, self.wanted.objective), estimate)
         return estimate

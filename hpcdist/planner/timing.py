@@ -9,6 +9,7 @@ is waited for where that is shorter.
 With a pipeline the gradients of a tied embedding are summed over the ranks of its first and its last stage.
 """
 
+import math
 from typing import Final
 
 from hpcdist.errors import ConfigurationError
@@ -30,11 +31,18 @@ TOKEN_BYTES: Final = 4  # at most, as samples are stored
 
 
 def timing(
-    description: Description, layout: Layout, cluster: Cluster, global_batch: int, *, simulate: bool = False
+    description: Description,
+    layout: Layout,
+    cluster: Cluster,
+    global_batch: int,
+    *,
+    simulate: bool = False,
+    spare_bytes: float = math.inf,
 ) -> Timing:
     """Return where the time of a step goes (local).
 
-    With ``simulate`` the passes of a pipeline are run one by one, each chunk with its own seconds. Raises
+    With ``simulate`` the passes of a pipeline are run one by one, each chunk with its own seconds. ``spare_bytes``:
+    memory that longer buckets of gradients may take. Raises
     ConfigurationError for a schedule or a precision that cannot be.
     """
     m = layout.microbatches(global_batch)
@@ -48,7 +56,7 @@ def timing(
     else:
         pipe = closed_pipe(layout, m, found, slowest, hop.seconds)
     fullest = max((stage for stage, _ in found), key=lambda stage: stage.load.parameters)
-    swap = data_exchange(description, layout, cluster, m, fullest)
+    swap = data_exchange(description, layout, cluster, m, fullest, spare_bytes)
     tied, rows = tied_sum(description, layout, cluster), rows_sum(fullest.load, layout, cluster)
     load, waits = slowest.load, slowest.sent
     full = _samples(layout, global_batch) / layout.microbatch  # micro-batches' worth of them
@@ -71,10 +79,13 @@ def timing(
         bytes=_bytes(layout, full, waits, hop, swap, tied, rows),
         algorithms=_algorithms(waits, swap),
         flags=tuple(dict.fromkeys((*load.flags, *waits.flags, *hop.flags, *swap.flags, *_beyond(layout, cluster)))),
+        bucket_bytes=swap.bucket_bytes,
     )
 
 
-def data_exchange(description: Description, layout: Layout, cluster: Cluster, m: int, stage: Stage) -> Exchange:
+def data_exchange(
+    description: Description, layout: Layout, cluster: Cluster, m: int, stage: Stage, spare_bytes: float = math.inf
+) -> Exchange:
     """Return the exchange of the data axis for the parameters of ``stage``, after ``m`` micro-batches (local).
 
     It hides behind computation alone: messages of other axes are taken to need the same links.
@@ -93,6 +104,7 @@ def data_exchange(description: Description, layout: Layout, cluster: Cluster, m:
         units=load.units,
         expert_parameters=load.expert_parameters,
         ends=ends,
+        spare_bytes=spare_bytes,
         matrices=_matrices(description, layout) if layout.compression == "powersgd" and layout.pipeline == 1 else (),
     )
 

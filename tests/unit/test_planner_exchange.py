@@ -1,5 +1,6 @@
 """The exchange of a plan: volumes of the literature, bytes of our own strategies, what hides behind the backward."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from hpcdist import models
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.comm.recording import recording
 from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
@@ -198,8 +200,42 @@ def test_buckets_are_as_long_as_latencies_ask_for() -> None:
     whole_s = 2 * 4 * N / RATE + 20e-3
     found = exchange(N, layout, CLUSTER, 1.0, units=100)
     assert found.exposed_s < 0.2 * whole_s
-    short = exchange(N, layout, CLUSTER, 0.01, units=100)  # nothing to hide behind: a single one
-    assert short.exposed_s == pytest.approx(whole_s, rel=1e-3)
+    short = exchange(N, layout, CLUSTER, 0.01, units=100)  # little to hide behind: a few
+    assert short.exposed_s < 1.12 * whole_s and short.bucket_bytes > 0.1 * 4 * N
+
+
+def test_longer_buckets_than_the_default_are_asked_for_and_take_memory() -> None:
+    """What is exposed, how long a bucket is and what it takes are those of one and the same plan."""
+    layout = made(p=10_000, overlap=1.0, algorithm="ring")
+    given = {"units": 100, "forward_s": 0.0}
+    found = exchange(N, layout, CLUSTER, 0.1, **given)
+    assert found.bucket_bytes > 4 * BUCKET_BYTES
+    (flag,) = found.flags
+    assert f"needs communication.bucket_bytes = {math.ceil(found.bucket_bytes)}," in flag
+    count = round(4 * N / found.bucket_bytes)
+    whole_s = 2 * 4 * N / RATE + count * 20e-3
+    assert found.exposed_s + found.hidden_s == pytest.approx(whole_s, rel=1e-3)
+    # As far as there is memory for them: a ring has a share of the bucket beside it, here a ten thousandth.
+    spare = (found.bucket_bytes - BUCKET_BYTES) / 10_000
+    assert exchange(N, layout, CLUSTER, 0.1, spare_bytes=spare * 1.001, **given) == found
+    less = exchange(N, layout, CLUSTER, 0.1, spare_bytes=spare * 0.999, **given)
+    assert less.bucket_bytes < found.bucket_bytes and less.exposed_s > found.exposed_s
+    none = exchange(N, layout, CLUSTER, 0.1, spare_bytes=0.0, **given)
+    assert none.bucket_bytes <= BUCKET_BYTES and not none.flags
+    # All hides: no longer than they are by default, and nothing is asked for.
+    calm = exchange(N, made(p=8, overlap=1.0), CLUSTER, 10.0, units=10)
+    assert BUCKET_BYTES / 2 < calm.bucket_bytes <= BUCKET_BYTES and not calm.flags
+    for strategy in ("zero1", "parameter_server"):
+        assert exchange(N, made(strategy), CLUSTER, 1.0).bucket_bytes == 0
+
+
+def test_buckets_of_payloads_have_a_latency_each() -> None:
+    layout = made(p=64, compression="int8")
+    slow = replace(CLUSTER, levels=(Level(name="flat", devices=0, latency_s=1e-3, bytes_per_s=RATE),))
+    free = replace(CLUSTER, levels=(Level(name="flat", devices=0, latency_s=0.0, bytes_per_s=RATE),))
+    late, prompt = (exchange(N, layout, cluster, 0.0, spare_bytes=0.0) for cluster in (slow, free))
+    assert late.exposed_s - prompt.exposed_s == pytest.approx(math.ceil(4 * N / BUCKET_BYTES) * 2 * 63 * 1e-3)
+    assert exchange(N, layout, slow, 0.0).exposed_s < late.exposed_s / 2
 
 
 def test_zero_hides_what_it_may() -> None:
@@ -341,10 +377,12 @@ def test_a_node_sums_what_the_network_is_slow_for() -> None:
     assert found.algorithm == "bfloat16 owned between nodes"
     assert found.nbytes == pytest.approx(inside + outside)
     coding_s = 32 * N / 8 / 1e12
-    assert found.exposed_s == pytest.approx(inside / 300 / RATE + outside / RATE + coding_s, rel=0.01)
+    assert found.exposed_s == pytest.approx(
+        inside / 300 / RATE + outside / RATE + coding_s, rel=0.05
+    )  # and latencies of 4 MiB
     for name in ("bfloat16", "int8", "int4", "onebit"):
         dense, coded = (exchange(N, made(p=64, compression=way), deep, 0.0) for way in ("none", name))
-        assert coded.exposed_s < dense.exposed_s and not coded.flags
+        assert coded.exposed_s < dense.exposed_s
     flat = exchange(N, made(p=8, compression="int8"), deep, 0.0)  # one node: nothing is between nodes
     assert flat.algorithm == "int8 owned"
 
@@ -379,7 +417,7 @@ def test_gathered_payloads_grow_with_the_ranks() -> None:
 
 def test_one_replica_exchanges_nothing() -> None:
     for strategy in ("allreduce", "zero3"):
-        assert exchange(N, made(strategy, 1), CLUSTER, 1.0) == (0.0, 0.0, 0.0, "none", (), 0.0)
+        assert exchange(N, made(strategy, 1), CLUSTER, 1.0) == (0.0, 0.0, 0.0, "none", (), 0.0, 0.0)
     alone = exchange(N, made("parameter_server", 1, servers=1), CLUSTER, 1.0)
     assert alone.nbytes == 4 * N and alone.server_nbytes == 4 * N
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from hpcdist.comm.config import BUCKET_BYTES
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner import cluster_file, failures, models
 from hpcdist.planner.energy import energy
@@ -103,3 +104,23 @@ def test_what_an_answer_hangs_on_is_said() -> None:
 
     assert "memory is 97.0% full" in flags(0.97)
     assert "full:" not in flags(0.9) and "full:" not in flags(1.1)
+
+
+def test_the_buckets_of_its_time_are_in_its_memory() -> None:
+    """Long ones hide latencies of a large ring; float32 sums of 16-bit gradients take twice their bytes, and more."""
+    layout = Layout(data=4096, microbatch=8, algorithm="ring")
+    bert = describe(models.named("bert-large"), "bert-large")
+    bare = memory(bert, layout, SELENE, 32768)
+    found = plan(bert, layout, SELENE, 32768, 10)
+    longer = found.timing.bucket_bytes - BUCKET_BYTES
+    assert longer > 0 and any("communication.bucket_bytes" in flag for flag in found.flags)
+    assert found.memory.bytes - bare.bytes == pytest.approx(2 * longer * (1 + 1 / 4096))
+    # Where memory, or what is wanted of it, is short of a byte of that, they are shorter and the step is longer.
+    for tight, limit in (
+        (replace(SELENE, device=replace(SELENE.device, memory_bytes=found.memory.bytes - 1)), 0.0),
+        (SELENE, found.memory.bytes - 1),
+    ):
+        less = plan(bert, layout, tight, 32768, 10, limit_bytes=limit)
+        assert less.memory.bytes < found.memory.bytes and less.step_s > found.step_s
+    none = plan(bert, layout, SELENE, 32768, 10, limit_bytes=bare.bytes)
+    assert none.memory == bare and not any("communication.bucket_bytes" in flag for flag in none.flags)
