@@ -160,6 +160,16 @@ def test_strong_scaling_has_the_published_shape(study: ModuleType, found: list[A
     assert series["175B, ZeRO-3"][2][-1] < 0.5 < 0.9 < series["175B, PTD-P"][2][-1]
 
 
+def test_zero3_is_as_far_off_as_is_told(found: list[Any]) -> None:
+    """Where ZeRO-3 is planned or discussed the reader is told how much too fast it is."""
+    errors = [one.error for one in found if one.series.endswith("ZeRO-3")]
+    assert len(errors) == 6
+    told = f"{min(errors) * 100:.0f} to {max(errors) * 100:.0f} %"
+    root = FOLDER.parent
+    for path in (FOLDER / "architectures.py", root / "hpcdist" / "planner" / "exchange.py"):
+        assert told in path.read_text(encoding="utf-8"), path
+
+
 def test_what_is_committed_is_what_the_command_finds(study: ModuleType, found: list[Any]) -> None:
     kept = study.report.read(RESULT)
     assert [(one.table, one.row, one.quantity) for one in kept] == [(o.table, o.row, o.quantity) for o in found]
