@@ -10,6 +10,10 @@ of 175 thousand million parameters, with a batch that stays and one that grows. 
 devices the fastest layout that fits into 95 % of the memory is taken; gradients have 16 bits and hide behind the
 backward wherever the architecture lets them.
 
+What computes is the published implementation ("megatron": Megatron-LM's kernels and memory, with attention scores),
+whatever the architecture; what sends is library "nccl", a ring or tree for each link of a node, or "mpi", one ring or a
+hierarchy, as the architecture says. It is not what hpcdist sends: of 16-bit gradients its allreduces sum float32.
+
 Goodput is samples a second with saves, failures and restarts (Young/Daly). An architecture stops scaling at the last
 number of devices to which doubling gave 1.5 times the goodput. Of the doubling after that each second is booked: what
 computes, latency of the exchange (what the same layout would not wait for if messages began at once), its bytes, the

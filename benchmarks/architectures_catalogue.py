@@ -11,8 +11,10 @@ COUNTS: Final = tuple(8 << doubling for doubling in range(15))  # 8 to 131,072 d
 SERVED: Final = 8  # devices for each dedicated server, itself included
 MICROBATCHES: Final = (64, 32, 16, 8, 4, 2, 1)
 DEPTHS: Final = (1, 2, 4, 8, 16, 32, 64)  # of pipelines
-# Gradients travel in the working type everywhere, so that volumes are those of the literature.
-BASE: Final = Layout(precision="bfloat16", main_gradients="working", library="mpi")
+RECOMPUTE: Final = ("none", "selective", "full")
+# Published kernels, and 16-bit gradients everywhere, so that volumes are those of the literature. What hpcdist sends is
+# another thing (`hpcdist.planner.wire`): float32 sums in its allreduces, 16 bits to the owners of ZeRO.
+BASE: Final = Layout(implementation="megatron", precision="bfloat16", main_gradients="working", library="mpi")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from architectures_catalogue import ARCHITECTURES, COUNTS, MICROBATCHES, Architecture, Scenario
+from architectures_catalogue import ARCHITECTURES, COUNTS, MICROBATCHES, RECOMPUTE, Architecture, Scenario
 
 from hpcdist.errors import HpcdistError
 from hpcdist.planner import limits, models
@@ -19,6 +19,7 @@ from hpcdist.planner.exchange import exchange
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.memory import memory
 from hpcdist.planner.plan import plan
+from hpcdist.planner.search_space import divisors
 from hpcdist.planner.shape import describe
 
 STEPS: Final = 10_000_000  # of a run: many saves and failures
@@ -69,17 +70,21 @@ def best(architecture: Architecture, devices: int, samples: int, description: De
     found: Estimate | None = None
     least, reasons = float("inf"), dict[str, None]()
     for layout in _candidates(architecture, devices, samples):
-        problem = next(iter(limits.shape_problems(description, layout, cluster, samples)), None)
+        if samples < layout.data:
+            reasons.setdefault("batch")
+            continue
+        batch = _whole(layout, samples)
+        problem = next(iter(limits.shape_problems(description, layout, cluster, batch)), None)
         if problem is not None:
             reasons.setdefault(problem.limit)
             continue
         try:
-            needs = memory(description, layout, cluster, samples)
+            needs = memory(description, layout, cluster, batch)
             least = min(least, needs.bytes)
             if needs.bytes > ROOM * needs.limit_bytes:
                 reasons.setdefault("memory")
                 continue
-            estimate = plan(description, layout, cluster, samples, STEPS)
+            estimate = plan(description, layout, cluster, batch, STEPS, limit_bytes=ROOM * needs.limit_bytes)
         except HpcdistError as error:  # a schedule that cannot be, for so many micro-batches
             reasons.setdefault(str(error))
             continue
@@ -98,10 +103,18 @@ def best(architecture: Architecture, devices: int, samples: int, description: De
 def _candidates(architecture: Architecture, devices: int, samples: int) -> Iterator[Layout]:
     for grid in architecture.grids(devices):
         each = -(-samples // max(1, grid.data))
-        for microbatch in MICROBATCHES:
-            if microbatch <= each:
-                for recompute in ("none", "full"):
+        for microbatch in sorted({*MICROBATCHES, *divisors(each)}, reverse=True):
+            if microbatch <= min(each, MICROBATCHES[0]):
+                for recompute in RECOMPUTE:
                     yield replace(grid, microbatch=microbatch, recompute=recompute)
+
+
+def _whole(layout: Layout, samples: int) -> int:
+    """Return the samples of a step if all replicas had as many whole micro-batches as the one that has most.
+
+    So workers beside dedicated servers may be 7 of 8: all wait for those that have a sample more.
+    """
+    return layout.data * layout.microbatch * layout.microbatches(samples)
 
 
 def losses(estimate: Estimate, samples: int, description: Description, cluster: Cluster) -> dict[str, float]:
@@ -112,7 +125,7 @@ def losses(estimate: Estimate, samples: int, description: Description, cluster: 
     """
     layout, terms = estimate.layout, estimate.timing.terms
     flat = replace(cluster, levels=tuple(replace(level, latency_s=0.0) for level in cluster.levels))
-    prompt = plan(description, layout, flat, samples, STEPS).timing.terms["data"]
+    prompt = plan(description, layout, flat, estimate.global_batch, STEPS).timing.terms["data"]
     each = layout.devices / samples
     workers = layout.devices - layout.servers
     computing = terms["forward"] + terms["backward"]
@@ -220,7 +233,7 @@ def said(layout: Layout) -> str:
         words.append(layout.schedule)
     words += [layout.strategy, f"micro-batch {layout.microbatch}"]
     if layout.recompute != "none":
-        words.append("recompute")
+        words.append(f"{layout.recompute} recompute")
     if layout.compression != "none":
         words.append(layout.compression)
     return ", ".join([*words, f"{layout.library} {layout.algorithm}"])
