@@ -35,8 +35,8 @@ _OF: Final = {
     ("rings", "latency"): "latency of the ring: 2 (p-1) hops",
     ("hierarchical", "latency"): "latency of the ring of nodes",
     ("zero3", "bandwidth"): "ZeRO-3's volume, 3 Psi for each micro-batch",
-    ("zero3", "latency"): "latency of ZeRO-3's gathers, layer by layer",
-    ("2d", "latency"): "latency of ZeRO-3's gathers, layer by layer",
+    ("zero3", "latency"): "latency of ZeRO-3's gathers, tensor by tensor",
+    ("2d", "latency"): "latency of ZeRO-3's gathers, tensor by tensor",
     ("zero1", "latency"): "latency of messages layer by layer",
     ("zero2", "latency"): "latency of messages layer by layer",
 }
