@@ -7,6 +7,9 @@ limits it. Where nothing fits, the layout that comes nearest is told, by how muc
 would fit.
 """
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hpcdist.errors import UsageError
@@ -76,8 +79,9 @@ def search(description: Description, cluster: Cluster, devices: int, global_batc
     _check(description, cluster, devices, global_batch, wanted)
     spare = SPARE if wanted.simulate else 0
     walk = Walk(description, cluster, devices, global_batch, wanted, keep=wanted.first + spare)
-    walk.run()
-    finalists, flags = _simulated(walk) if wanted.simulate else (walk.kept, ())
+    with _no_cycles():
+        walk.run()
+        finalists, flags = _simulated(walk) if wanted.simulate else (walk.kept, ())
     refused = _refused(walk)
     unfit = sum(one.count for one in refused if one.of == "layouts")
     return Result(
@@ -92,6 +96,18 @@ def search(description: Description, cluster: Cluster, devices: int, global_batc
         nothing=() if finalists else search_words.nothing(walk),
         flags=tuple(dict.fromkeys((*flags, *(flag for _, one in finalists[: wanted.first] for flag in one.flags)))),
     )
+
+
+@contextmanager
+def _no_cycles() -> Iterator[None]:
+    """Pause the collector of cycles: a search makes a million small objects and no cycle, and it looks at them all."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _check(description: Description, cluster: Cluster, devices: int, global_batch: int, wanted: Wanted) -> None:

@@ -1,5 +1,6 @@
 """The search finds what looking at every layout finds, counts what it refuses, and says why."""
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -300,6 +301,22 @@ def test_the_first_are_explained_by_terms():
         assert len(one.limits) == 2
         assert "memory" in one.limits[1]
     assert result.found[-1].why == () or "instead of" in result.found[-1].why[0]
+
+
+def test_cycles_are_collected_again_after_a_search(monkeypatch):
+    on, wanted, was_on = cluster(40e9), Wanted(base=BASE, first=1, simulate=False), []
+
+    def broken(*_: object) -> float:
+        was_on.append(gc.isenabled())
+        raise RuntimeError("broken")
+
+    search(MODEL, on, DEVICES, BATCH, wanted)
+    assert gc.isenabled()
+    monkeypatch.setattr(search_value, "family_floor", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        search(MODEL, on, DEVICES, BATCH, wanted)
+    assert was_on == [False]
+    assert gc.isenabled()
 
 
 def test_what_is_refused_is_counted_by_reason():
