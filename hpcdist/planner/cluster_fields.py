@@ -84,7 +84,7 @@ FIT: Final = (
     Field("level", "level", "text", required=False),
     Field("library", "library", "text", required=False),
     Field("from", "from_bytes", "bytes", 0, 1e15, required=False, zero=True),
-    Field("error", "error", "number", 0, 100, required=False, zero=True),
+    Field("error", "error", "number", 0, 1e9, required=False, zero=True),
 )
 PIECES: Final = (  # of a fit: lists, one number for each piece
     Field("until", "until_bytes", "bytes", 1, 1e15),

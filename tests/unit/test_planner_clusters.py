@@ -306,3 +306,11 @@ def test_the_commented_file_shows_every_field_and_reads_with_all_of_them():
     tables = (fields.TOP, fields.DEVICE, fields.CURVE, fields.NODE, fields.LEVEL, fields.STORAGE, fields.FAILURES)
     known = {field.key for table in (*tables, fields.SITE, fields.FIT, fields.PIECES) for field in table}
     assert known <= {line.split(" = ")[0] for line in lines if " = " in line}
+
+
+def test_a_fit_that_missed_its_unseen_sizes_by_far_is_read() -> None:
+    """A busy machine measures such: its file says so, and is not lost."""
+    cluster = cluster_file.read("a100-selene")
+    fit = dataclasses.replace(cluster.fits[0], error=366.9)
+    said = cluster_file.dump(dataclasses.replace(cluster, fits=(fit,)))
+    assert cluster_file.of_tree(tomllib.loads(said), "here").fits[0].error == pytest.approx(366.9)
