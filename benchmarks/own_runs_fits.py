@@ -52,11 +52,12 @@ def _series(points: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndar
             nbytes, seconds = group["nbytes"][:][own], group["seconds"][:, 1][own]
             order = np.argsort(nbytes)
             yield f"message, {level}", nbytes[order], seconds[order], nbytes[group["border"][:][own]]
-        for key, nbytes, seconds in _collectives(file):
-            yield f"{key[1]} {key[0]}, {key[2]}, {key[3]} ranks", nbytes, seconds, np.zeros(0)
+        for key, nbytes, seconds, borders in _collectives(file):
+            yield f"{key[1]} {key[0]}, {key[2]}, {key[3]} ranks", nbytes, seconds, borders
 
 
-def _collectives(file: Any) -> Iterator[tuple[tuple[str, str, str, int], np.ndarray, np.ndarray]]:
+def _collectives(file: Any) -> Iterator[tuple[tuple[str, str, str, int], np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield operation, algorithm, level and ranks, with sizes, seconds, and the sizes at borders."""
     group = file["collectives"]
     columns = [_texts(group[name]) for name in ("operation", "algorithm", "level")]
     keys = list(zip(*columns, group["ranks"][:].tolist(), strict=True))
@@ -64,7 +65,7 @@ def _collectives(file: Any) -> Iterator[tuple[tuple[str, str, str, int], np.ndar
         own = np.array([one == key for one in keys])
         nbytes, seconds = group["nbytes"][:][own], group["seconds"][:, 0][own]
         order = np.argsort(nbytes)
-        yield key, nbytes[order], seconds[order]
+        yield key, nbytes[order], seconds[order], nbytes[group["border"][:][own]]
 
 
 def _texts(dataset: Any) -> list[str]:
@@ -76,7 +77,7 @@ def by_formula(points: Path, cluster: Cluster, where: str, least_bytes: int) -> 
     found = []
     group = network.span(Layout(data=cluster.devices), "data", cluster)
     with files.open_read(points, SCHEMA, 1) as file:
-        for (operation, algorithm, level, ranks), sizes, times in _collectives(file):
+        for (operation, algorithm, level, ranks), sizes, times, _ in _collectives(file):
             if algorithm == "auto" or level != BETWEEN or ranks != cluster.devices:
                 continue
             for nbytes, seconds in zip(sizes.tolist(), times.tolist(), strict=True):

@@ -43,7 +43,7 @@ def write(path: Path, found: Points, provenance: Mapping[str, Any]) -> None:
             {name: [getattr(one, name) for one in found.links] for name in ("level", "nbytes", "border")},
             [one.seconds for one in found.links],
         )
-        names = ("operation", "algorithm", "level", "ranks", "nbytes")
+        names = ("operation", "algorithm", "level", "ranks", "nbytes", "border")
         _table(
             file.create_group("collectives"),
             {name: [getattr(one, name) for one in found.collectives] for name in names},

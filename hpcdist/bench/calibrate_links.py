@@ -2,9 +2,12 @@
 
 A level is a way from one rank to another: inside a node, and between nodes. On each, pairs of ranks send each other
 messages of all sizes: one of them alone, there and back, of which a message is half, and then all at once, both ways at
-the same time, as in a ring: what links have while all neighbours send as well. The
-collectives are those of `hpcdist.bench.collectives`, with buffers that no cache remembers, among all ranks of a node
-and among all there are.
+the same time, as in a ring: what links have while all neighbours send as well. The collectives are those of
+`hpcdist.bench.collectives`, with buffers that no cache remembers, among all ranks of a node and among all there are.
+
+All sizes are visited several times, in memory that is new each time, and what is told is the first quartile of all
+visits together: what disturbs a machine lasts for seconds, and pages that lie badly for as long as they are held. Where
+times jump between two sizes, more are measured (`calibrate_borders`).
 """
 
 import time
@@ -14,7 +17,8 @@ from typing import Final
 import numpy as np
 
 from hpcdist.arrays import backend
-from hpcdist.bench import collectives
+from hpcdist.bench import calibrate_borders, collectives
+from hpcdist.bench.calibrate_borders import Series
 from hpcdist.bench.calibrate_points import OPERATIONS, Busy, CollectivePoint, LinkPoint, sizes
 from hpcdist.bench.collectives_file import Configuration
 from hpcdist.bench.collectives_plan import ORDINARY, SHARED
@@ -26,11 +30,11 @@ Say = Callable[[str], None]
 INSIDE: Final = "node"
 BETWEEN: Final = "network"
 TAG: Final = 7003
-LEAST_TURNS, MOST_TURNS = 7, 400
+LEAST_TURNS, MOST_TURNS = 4, 400  # of a visit
 FLOATS: Final = "float32"
 PACED_S: Final = 1e-3  # messages that take longer begin together; with shorter ones the barrier would be seen
-STEP: Final = 1.4  # times that grow by so much more than sizes, or fall, are a jump
-HALVINGS: Final = 5
+VISITS: Final = 3
+QUARTILE: Final = 25
 
 
 def levels(comm: Communicator) -> tuple[str, ...]:
@@ -45,13 +49,11 @@ def links(
 ) -> tuple[LinkPoint, ...]:
     """Return messages of sizes from ``least`` to ``most`` bytes on every level. Collective over ``comm``."""
     found: list[LinkPoint] = []
-    names = levels(comm)
+    names, wanted = levels(comm), sizes(least, most)
     for level in names:
         if say is not None and comm.rank == 0:
             say(f"messages, level {level}")
-        measure = _Level(comm, level, seconds / len(names) / len(sizes(least, most)), on)
-        plain = [measure.at(nbytes) for nbytes in sizes(least, most)]
-        found += [*plain, *measure.borders(plain)]
+        found += _Level(comm, level, seconds / len(names) / len(wanted), on).points(wanted)
     return tuple(found)
 
 
@@ -70,41 +72,45 @@ class _Level:
         is_first = first and self._across is not None and self._across.rank < 2
         self._alone = self._across if is_first else None
 
-    def at(self, nbytes: int, *, border: bool = False) -> LinkPoint:
-        """Return messages of ``nbytes``."""
-        given = self._comm, nbytes, self._seconds / 2, self._on
-        times = _message(self._alone, *given), _message(self._across, *given, both_ways=True)
-        return LinkPoint(self._name, 2, nbytes, Busy(*times), border)
+    def points(self, nbytes: Sequence[int]) -> list[LinkPoint]:
+        """Return messages of each of the sizes, and of those around jumps."""
+        found = self._at(nbytes)
 
-    def borders(self, points: Sequence[LinkPoint]) -> list[LinkPoint]:
-        """Return points to both sides of where times jump between neighbours, by bisection."""
-        found = []
-        for left, right in zip(points, points[1:], strict=False):
-            for _ in range(HALVINGS):
-                between = round((left.nbytes * right.nbytes) ** 0.5 / 8) * 8
-                if not (_jump(left, right) and left.nbytes < between < right.nbytes):
-                    break
-                middle = self.at(between, border=True)
-                found.append(middle)
-                left, right = (middle, right) if _jump(middle, right) > _jump(left, middle) else (left, middle)
-        return found
+        def more(between: Sequence[int]) -> Series:
+            new = self._at(between, border=True)
+            found.extend(new)
+            return self._series(new)
+
+        calibrate_borders.borders(self._series(found), more)
+        return sorted(found, key=lambda one: one.nbytes)
+
+    def _series(self, points: Sequence[LinkPoint]) -> Series:
+        return {self._name: {one.nbytes: one.seconds.all for one in points}}
+
+    def _at(self, nbytes: Sequence[int], *, border: bool = False) -> list[LinkPoint]:
+        taken: dict[int, tuple[list[float], list[float]]] = {each: ([], []) for each in nbytes}
+        for _ in range(VISITS):
+            for each, (alone, together) in taken.items():
+                given = self._comm, each, self._seconds / 2 / VISITS, self._on
+                alone += _messages(self._alone, *given)
+                together += _messages(self._across, *given, both_ways=True)
+        told = self._comm.allgather_object({each: tuple(map(_quartile, times)) for each, times in taken.items()})
+        slowest = {each: Busy(*(max(one[each][way] for one in told) for way in range(2))) for each in nbytes}
+        return [LinkPoint(self._name, 2, each, slowest[each], border) for each in nbytes]
 
 
-def _jump(left: LinkPoint, right: LinkPoint) -> float:
-    """Return how far the times of two sizes are from any line through them that rises: 0 where it could be one."""
-    grows, sizes_grow = right.seconds.all / left.seconds.all, right.nbytes / left.nbytes
-    if grows > STEP * sizes_grow:
-        return grows / sizes_grow
-    return 1 / grows if grows < 1 / STEP else 0.0
+def _quartile(taken: Sequence[float]) -> float:
+    """Return the first quartile; 0 of a rank that looked on."""
+    return float(np.percentile(taken, QUARTILE)) if taken else 0.0
 
 
-def _message(
+def _messages(
     comm: Communicator | None, everyone: Communicator, nbytes: int, seconds: float, on: str, *, both_ways: bool = False
-) -> float:
-    """Return what a message takes, the first quartile, on the slowest pair. Collective over ``everyone``.
+) -> list[float]:
+    """Return what each message took on this rank. Collective over ``everyone``.
 
     It is half of there and back, or with ``both_ways`` all of both at once. A rank whose ``comm`` is None, or that has
-    no partner there, looks on.
+    no partner there, looks on, and has none.
     """
     partner = -1 if comm is None else comm.rank ^ 1
     sends = comm is not None and 0 <= partner < comm.size
@@ -133,9 +139,9 @@ def _message(
     for _ in range(count):
         if both_ways and slowest > PACED_S:
             everyone.barrier()  # or who is done first leaves the links to the others
-        taken.append(turn() if sends else 0.0)
-    found: float = max(everyone.allgather_object(float(np.percentile(taken, 25))))
-    return found
+        if sends:
+            taken.append(turn())
+    return taken
 
 
 def groups(comm: Communicator) -> list[tuple[str, Communicator]]:
@@ -166,14 +172,8 @@ def of_collectives(
     whole = groups(comm)
     for level, group in whole:
         for operation in OPERATIONS:
-            cells = _cells(group, operation, algorithms, bounds, seconds / len(whole) / len(OPERATIONS))
-            kept: list[Configuration] = []
-            collectives.run(group, cells, mpi_library, kept.extend, say if comm.rank == 0 else _silent)
-            release(group)
-            best = _best(kept, algorithms, operation)
-            found += [
-                CollectivePoint(operation, *key[:1], level, group.size, key[1], value) for key, value in best.items()
-            ]
+            measure = _Operation(group, operation, algorithms, mpi_library, say if comm.rank == 0 else _silent)
+            found += measure.points(level, bounds, seconds / len(whole) / len(OPERATIONS))
     return tuple(comm.broadcast_object(found))
 
 
@@ -181,44 +181,79 @@ def _silent(text: str) -> None:
     """Say nothing: another group of ranks speaks."""
 
 
-def _cells(
-    group: Communicator, operation: str, algorithms: Sequence[str], bounds: tuple[int, int], seconds: float
-) -> Cells:
-    """Return what is measured of one operation. Collective over ``group``."""
-    wanted = sizes(*bounds, per_octave=1)
-    shares = node_shared.is_available(group) and group.nodes().count == 1
-    named = [name for name in algorithms if name != "auto" or operation == "allreduce"]
-    if "auto" in algorithms and operation != "allreduce":
-        named += ["node_shared"] if shares else []
-        named += ["native"]
-    return Cells(
-        operations=(operation,),
-        algorithms=tuple(dict.fromkeys(named)),
-        bytes=wanted,
-        dtypes=(FLOATS,),
-        buffers=(SHARED,) if shares else (ORDINARY,),
-        seconds=seconds / len(wanted),
-        iterations=None,
-        warmup=2,
-        least=5,
-        check=True,
-        hot=False,
-        seed=0,
-    )
+class _Operation:
+    """One collective among the ranks of ``group``, by several algorithms. All of it is collective over ``group``."""
+
+    def __init__(
+        self, group: Communicator, operation: str, algorithms: Sequence[str], mpi_library: str, say: Say
+    ) -> None:
+        self._group, self._operation, self._algorithms = group, operation, algorithms
+        self._library, self._say = mpi_library, say
+        self._shares = node_shared.is_available(group) and group.nodes().count == 1
+
+    def points(self, level: str, bounds: tuple[int, int], seconds: float) -> list[CollectivePoint]:
+        """Return all sizes between ``bounds``, and those around jumps, on every rank."""
+        wanted = sizes(*bounds)
+        each_s = seconds / len(wanted)
+        known = {name: dict(times) for name, times in self._at(wanted, each_s).items()}
+
+        def more(nbytes: Sequence[int]) -> Series:
+            new = self._at(nbytes, each_s)
+            for name, times in new.items():
+                known[name].update(times)
+            return new
+
+        borders = calibrate_borders.borders(known, more)
+        release(self._group)
+        return [
+            CollectivePoint(self._operation, name, level, self._group.size, nbytes, time_s, nbytes in borders)
+            for name, times in known.items()
+            for nbytes, time_s in sorted(times.items())
+        ]
+
+    def _at(self, nbytes: Sequence[int], seconds: float) -> Series:
+        """Return the seconds of each algorithm at each of the sizes, measured for about ``seconds`` each."""
+        kept: list[Configuration] = []
+        for visit in range(VISITS):
+            cells = self._cells(nbytes, seconds / VISITS, visit)
+            collectives.run(self._group, cells, self._library, kept.extend, self._say)
+        found: Series = self._group.broadcast_object(_best(kept, self._algorithms, self._operation))
+        return found
+
+    def _cells(self, nbytes: Sequence[int], seconds: float, visit: int) -> Cells:
+        named = [name for name in self._algorithms if name != "auto" or self._operation == "allreduce"]
+        if "auto" in self._algorithms and self._operation != "allreduce":
+            named += ["node_shared"] if self._shares else []
+            named += ["native"]
+        return Cells(
+            operations=(self._operation,),
+            algorithms=tuple(dict.fromkeys(named)),
+            bytes=tuple(nbytes),
+            dtypes=(FLOATS,),
+            buffers=(SHARED,) if self._shares else (ORDINARY,),
+            seconds=seconds,
+            iterations=None,
+            warmup=2,
+            least=LEAST_TURNS,
+            check=True,
+            hot=False,
+            seed=visit,
+        )
 
 
-def _best(kept: Sequence[Configuration], algorithms: Sequence[str], operation: str) -> dict[tuple[str, int], float]:
-    """Return seconds by (algorithm, bytes) on the slowest rank, the first quartile; "auto" is the fastest."""
-    found: dict[tuple[str, int], float] = {}
-    fastest: dict[int, float] = {}
+def _best(kept: Sequence[Configuration], algorithms: Sequence[str], operation: str) -> Series:
+    """Return seconds by algorithm and bytes on the slowest rank, the first quartile; "auto" is the fastest."""
+    visits: dict[tuple[str, str, int], list[np.ndarray]] = {}
     for one in kept:
-        if one.reference:
-            continue
-        time_s = float(np.percentile(np.nanmax(one.time_s, axis=1), 25))
-        key = (one.key.algorithm, one.key.bytes)
-        found[key] = min(time_s, found.get(key, np.inf))
-        fastest[one.key.bytes] = min(time_s, fastest.get(one.key.bytes, np.inf))
-    named = {key: value for key, value in found.items() if key[0] in algorithms}
-    if operation != "allreduce" and "auto" in algorithms:
-        named |= {("auto", nbytes): value for nbytes, value in fastest.items()}
-    return named
+        if not one.reference:
+            key = one.key.algorithm, one.key.buffers, one.key.bytes
+            visits.setdefault(key, []).append(np.nanmax(one.time_s, axis=1))
+    found: dict[str, dict[int, float]] = {}
+    for (algorithm, _, nbytes), times in visits.items():
+        names = [algorithm] if algorithm in algorithms else []
+        if operation != "allreduce" and "auto" in algorithms:
+            names.append("auto")
+        for name in names:
+            own = found.setdefault(name, {})
+            own[nbytes] = min(_quartile(np.concatenate(times).tolist()), own.get(nbytes, np.inf))
+    return found

@@ -86,7 +86,7 @@ class LinkPoint(NamedTuple):
 class CollectivePoint(NamedTuple):
     """A collective of the ``ranks`` that a level joins, on buffers of ``nbytes``.
 
-    The first quartile of iterations, each of which is that of its slowest rank.
+    The first quartile of iterations, each of which is that of its slowest rank. ``border``: as in `LinkPoint`.
     """
 
     operation: str
@@ -95,6 +95,7 @@ class CollectivePoint(NamedTuple):
     ranks: int
     nbytes: int
     seconds: float
+    border: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

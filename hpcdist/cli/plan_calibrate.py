@@ -247,4 +247,5 @@ def _series(points: "Points") -> Any:
             ranks=key[3],
             nbytes=tuple(float(one.nbytes) for one in found),
             seconds=tuple(one.seconds for one in found),
+            borders=tuple(float(one.nbytes) for one in found if one.border),
         )
