@@ -225,10 +225,12 @@ def plot(path: Path, found: Sequence[Compared]) -> None:
     from hpcdist.bench.collectives_report import check_plot
 
     figures = check_plot(path)
+    from matplotlib import ticker  # late: only where there is a picture
+
     figure = figures.Figure(figsize=(11, 5.2), layout="constrained")
     panels: list[tuple[str, str, Callable[[Compared], tuple[float, float]]]] = [
-        ("step", "seconds of a step", lambda one: (one.measured_s, one.predicted_s)),
-        ("memory", "peak of the ledger, bytes", lambda one: (one.peak_bytes, one.predicted_memory)),
+        ("step", "step, ms", lambda one: (1e3 * one.measured_s, 1e3 * one.predicted_s)),
+        ("memory", "peak of the ledger, MiB", lambda one: (one.peak_bytes / 2**20, one.predicted_memory / 2**20)),
     ]
     groups = list(dict.fromkeys((one.where, one.name.split(",")[0]) for one in found))
     colours = [f"C{n % 10}" for n in range(len(groups))]
@@ -245,6 +247,10 @@ def plot(path: Path, found: Sequence[Compared]) -> None:
             axes.scatter(*zip(*own, strict=True), s=26, color=colours[n], marker=markers[n // 10], label=label)
         axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), xlabel=f"measured {title}")
         axes.set_ylabel("planned")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(ticker.NullFormatter())
         axes.set_title(f"{goal}: band of {GOALS[goal]:.0%}", loc="left", fontsize=10)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=7, frameon=False)
     figure.savefig(path, dpi=150)
