@@ -37,7 +37,8 @@ def node_shared_allreduce(comm: Communicator, buffer: Array, op: str = "sum", *,
 
     Any dtype, 16-bit floats included: those are summed in float32 and rounded once. The shared memory is taken at the
     first call and kept for ``comm``. Raises UsageError over several nodes, MissingCapabilityError where no memory can
-    be shared, CommunicationError when the ranks bring different buffers or one of them has died.
+    be shared, CommunicationError when the ranks bring different buffers or one of them has died; at the first call,
+    which sends messages, the MPI library tells of a death by an error of its own (see `comm.deaths`).
     """
     check_buffer(buffer)
     check_op(op)

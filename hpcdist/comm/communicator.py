@@ -54,7 +54,10 @@ class SharedBlock(Protocol):
     is_shared: bool
 
     def progress(self) -> None:
-        """Let messages progress, taking none (local): to be called by whoever waits in the memory."""
+        """Let messages progress, taking none (local): to be called by whoever waits in the memory.
+
+        Whoever does must also call `check_alive`, which alone promises to tell of a death.
+        """
         ...
 
     def check_alive(self, since: float) -> None:

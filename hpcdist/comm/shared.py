@@ -16,6 +16,7 @@ import numpy as np
 
 from hpcdist.arrays.ranges import ALIGN_BYTES, align_up
 from hpcdist.comm import gathering, ulfm
+from hpcdist.comm.deaths import is_death
 from hpcdist.comm.recordfile import has_ended, start_ticks
 from hpcdist.errors import RankDiedError
 
@@ -32,15 +33,21 @@ class Members:
         # In containers of their own, a number may be that of another process: its start tells them apart.
         visible = all(start_ticks(pid) == began != 0 for pid, began in announced)
         self.see_each_other = all(gathering.objects(mpi, comm, visible))
-        self._processes = announced if self.see_each_other else []
-        self._dead: list[int] = []  # as the last check saw them
+        self._processes = announced
+        self._is_told = False  # of a death, by MPI
+        self._was_seen = False  # a death, by the last check
 
     def progress(self) -> None:
-        """Let MPI progress; no message is taken (local).
+        """Let MPI progress; no message is taken, and of a death only `check_alive` tells (local).
 
         A rank that waits in shared memory would otherwise never send what another one needs to come there.
         """
-        self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
+        try:
+            self._comm.Iprobe(self._mpi.ANY_SOURCE, self._mpi.ANY_TAG)
+        except self._mpi.Exception as error:
+            if not is_death(error):
+                raise
+            self._is_told = True
 
     def are_given_up(self) -> bool:
         """Whether their communicator was revoked, or left (local)."""
@@ -54,15 +61,26 @@ class Members:
         operation is open in the record.
         """
         self.progress()
-        dead = [rank for rank, (pid, began) in enumerate(self._processes) if has_ended(pid, began)]
-        known, self._dead = self._dead, dead
-        if known:
-            raise RankDiedError(
-                f"rank {', '.join(map(str, dead))} of {self._comm.Get_name()} (process "
-                f"{', '.join(str(self._processes[rank][0]) for rank in dead)}) has died, and this rank waited for it "
-                "in shared memory",
-                dead,
-            )
+        dead = self._dead()
+        known, self._was_seen = self._was_seen, bool(dead) or self._is_told
+        if known and self._was_seen:
+            raise RankDiedError(f"{self._described(dead)}, and this rank waited for it in shared memory", dead)
+
+    def _dead(self) -> list[int]:
+        """Return who has ended, as the kernel shows it, and whom MPI has told of: either may be the first (local)."""
+        dead: set[int] = set()
+        if self.see_each_other:
+            dead.update(rank for rank, (pid, began) in enumerate(self._processes) if has_ended(pid, began))
+        if self._is_told and ulfm.is_enabled(self._mpi):
+            dead.update(ulfm.failed(self._mpi, self._comm))
+        return sorted(dead)
+
+    def _described(self, dead: list[int]) -> str:
+        name = self._comm.Get_name()
+        if not dead:  # whoever revoked it knows more
+            return f"{name} was revoked because a rank had died"
+        processes = ", ".join(str(self._processes[rank][0]) for rank in dead)
+        return f"rank {', '.join(map(str, dead))} of {name} (process {processes}) has died"
 
 
 class MappedBlock:

@@ -12,7 +12,7 @@ import pytest
 from hpcdist.comm import mpirun
 
 PROGRAM = """
-import os, signal, time
+import os, signal, sys, time
 import numpy as np
 from hpcdist.collectives import node_shared
 from hpcdist.comm import start
@@ -24,6 +24,8 @@ buffer = node_shared.allocate(comm, 100_000, np.dtype(np.float32))
 for call in range(50):
     if call == 20 and comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    while call == 20 and "MPI" in sys.argv and not comm.failed():
+        comm.poll(comm.rank)  # MPI is told of a death while it progresses
     try:
         node_shared.node_shared_allreduce(comm, buffer[: (10, 100_000)[call % 2]])
     except CommunicationError as error:
@@ -35,10 +37,12 @@ os._exit(1)
 """
 
 
-def test_survivors_in_shared_memory_name_the_dead(mpi: mpirun.Launcher, launch: Callable) -> None:
+@pytest.mark.parametrize("told_by", ["anybody", "MPI"])
+def test_survivors_in_shared_memory_name_the_dead(mpi: mpirun.Launcher, launch: Callable, told_by: str) -> None:
+    """The kernel and the MPI library tell of a death, and either may be the first, unless that is waited for."""
     if mpi.vendor != mpirun.OPEN_MPI:
         pytest.skip(f"{mpi.vendor} ends a job before its survivors can say anything")
-    ended = launch(3, PROGRAM, options=["--with-ft", "ulfm"])
+    ended = launch(3, PROGRAM, told_by, options=["--with-ft", "ulfm"])
     for rank in (0, 2):
         # Rank 1 may die while another one still waits, in call 19, for the third.
         assert re.search(rf"rank {rank}, call (19|20): rank 1 of world \(process \d+\) has died", ended.stdout), ended

@@ -1,0 +1,120 @@
+"""Whoever waits in shared memory learns who died, whether the kernel or the MPI library says so first."""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from hpcdist.comm import shared, ulfm
+from hpcdist.comm.recordfile import start_ticks
+from hpcdist.comm.shared import Members
+from hpcdist.errors import RankDiedError
+
+
+class _MpiError(Exception):
+    """An error of the stand-in for mpi4py.MPI, of a class."""
+
+    def Get_error_class(self) -> int:
+        return int(self.args[0])
+
+
+MPI = SimpleNamespace(
+    Exception=_MpiError, ERR_PROC_FAILED=54, ERR_PROC_FAILED_PENDING=55, ERR_REVOKED=56, ERR_UNKNOWN=14, ERR_COMM=5,
+    ANY_SOURCE=-1, ANY_TAG=-1,
+)  # fmt: skip
+SELF = os.getpid(), start_ticks(os.getpid())
+
+
+class _World:
+    """Two ranks, which have announced ``processes``; a look for messages raises ``error``, if there is any."""
+
+    def __init__(self, processes: list[tuple[int, int]]) -> None:
+        self.processes = processes
+        self.error: _MpiError | None = None
+
+    def allgather(self, value: object) -> list[object]:
+        return [value] * 2 if isinstance(value, bool) else list(self.processes)
+
+    def Iprobe(self, source: int, tag: int) -> bool:
+        if self.error is not None:
+            raise self.error
+        return False
+
+    def Get_name(self) -> str:
+        return "world"
+
+
+@pytest.fixture(autouse=True)
+def failed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Who is dead as the MPI library has it, which has fault tolerance once the members are known."""
+    dead: list[int] = []
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", MPI)
+    monkeypatch.setattr(ulfm, "failed", lambda mpi, comm: tuple(dead))
+    return dead
+
+
+def members_of(world: _World, monkeypatch: pytest.MonkeyPatch) -> Members:
+    with monkeypatch.context() as making:
+        making.setattr(ulfm, "is_enabled", lambda mpi: False)
+        members = Members(MPI, world)
+    monkeypatch.setattr(ulfm, "is_enabled", lambda mpi: True)
+    return members
+
+
+@pytest.mark.parametrize("kind", [MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING])
+@pytest.mark.parametrize("visible", [True, False])
+def test_a_death_that_mpi_tells_first_is_told_as_one(
+    kind: int, visible: bool, failed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = SELF if visible else (SELF[0], SELF[1] + 1)  # which the kernel shows alive, or not at all
+    world = _World([SELF, other])
+    members = members_of(world, monkeypatch)
+    assert members.see_each_other is visible
+    members.check_alive(0.0)
+    world.error = _MpiError(kind)
+    failed.append(1)
+    members.progress()
+    members.check_alive(0.0)  # what it wrote before its end is looked at once more
+    with pytest.raises(RankDiedError, match=rf"^rank 1 of world \(process {SELF[0]}\) has died, and this") as caught:
+        members.check_alive(0.0)
+    assert caught.value.ranks == (1,)
+
+
+def test_a_death_that_both_tell_is_told_once(failed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    world = _World([SELF, SELF])
+    members = members_of(world, monkeypatch)
+    members._processes = [SELF, (SELF[0], SELF[1] + 1)]  # rank 1 has ended since
+    members.check_alive(0.0)
+    world.error = _MpiError(MPI.ERR_PROC_FAILED)
+    failed.append(1)
+    with pytest.raises(RankDiedError, match=r"^rank 1 of world \(process \d+\) has died") as caught:
+        members.check_alive(0.0)
+    assert caught.value.ranks == (1,)
+
+
+def test_who_waits_in_what_was_revoked_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = _World([SELF, SELF])
+    members = members_of(world, monkeypatch)
+    world.error = _MpiError(MPI.ERR_REVOKED)
+    members.check_alive(0.0)
+    with pytest.raises(RankDiedError, match="^world was revoked because a rank had died, and this rank waited"):
+        members.check_alive(0.0)
+
+
+def test_other_errors_of_mpi_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = _World([SELF, SELF])
+    members = members_of(world, monkeypatch)
+    world.error = _MpiError(MPI.ERR_COMM)
+    for look in (members.progress, lambda: members.check_alive(0.0)):
+        with pytest.raises(_MpiError):
+            look()
+
+
+def test_what_cannot_be_known_any_more_is_not_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = members_of(_World([SELF, SELF]), monkeypatch)
+    for ended in (True, False, True):  # in the midst there was no descriptor to look with
+        monkeypatch.setattr(shared, "has_ended", lambda pid, began, ended=ended: ended)
+        members.check_alive(0.0)
+    with pytest.raises(RankDiedError, match=r"^rank 0, 1 of world \(process \d+, \d+\) has died"):
+        members.check_alive(0.0)
