@@ -56,6 +56,10 @@ class Unit:
     first: bool = False  # its input is data: no gradient
     counted: "Counted | None" = field(default=None, compare=False, repr=False)
 
+    def __hash__(self) -> int:
+        """Tell units apart by a few fields: they are keys of what is known of them, and asked for often."""
+        return hash((self.name, self.count, self.parameters, self.moved))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -97,6 +101,10 @@ class Description:
     tied_parameters: int = 0  # of the first unit, that the last one uses as well
     shape: Shape | None = None
     sample_bytes: int = 0
+
+    def __hash__(self) -> int:
+        """Tell models apart by a few fields: all units would take longer than what is looked up."""
+        return hash((self.name, self.tokens, self.width, self.tied_parameters, len(self.units)))
 
     @property
     def parameters(self) -> int:

@@ -13,7 +13,7 @@ from hpcdist.planner.layout import Layout
 from hpcdist.planner.limits import flags, unbuilt
 from hpcdist.planner.memory import memory
 from hpcdist.planner.states import whole
-from hpcdist.planner.timing import timing
+from hpcdist.planner.timing import Flow, timing
 from hpcdist.planner.work import work
 
 CHECKED_MFU: Final = 0.57  # the most of the published trainings that the planner is held against (benchmarks/published)
@@ -31,22 +31,23 @@ def plan(
     *,
     simulate: bool = False,
     limit_bytes: float = 0.0,
+    known: Flow | None = None,
 ) -> Estimate:
     """Return what ``steps`` steps of ``global_batch`` samples need, and take (local).
 
     With ``simulate`` the passes of a pipeline are run one by one, with the seconds of each stage; without, its closed
     form is taken. A layout that does not fit into memory has an estimate, too; one that cannot be at all
     (`hpcdist.planner.limits.problems`) should not come here. Buckets of gradients are longer than by default only where
-    they fit into ``limit_bytes``, or into all the memory (0). Raises ConfigurationError for a precision that the
-    device of ``cluster`` has no peak for.
+    they fit into ``limit_bytes``, or into all the memory (0). ``known``: as `hpcdist.planner.timing.timing` takes it.
+    Raises ConfigurationError for a precision that the device of ``cluster`` has no peak for.
     """
     needed = memory(description, layout, cluster, global_batch)
     spare_bytes = max(0.0, (limit_bytes or needed.limit_bytes) - needed.bytes)
-    took = timing(description, layout, cluster, global_batch, simulate=simulate, spare_bytes=spare_bytes)
+    took = timing(description, layout, cluster, global_batch, simulate=simulate, spare_bytes=spare_bytes, known=known)
     needed = with_buckets(needed, layout, took.bucket_bytes)
     work_ = work(description, layout, global_batch)
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
-    joules = energy(took, layout, cluster, _peak_share(work_, took, peak_flops))
+    joules = energy(took, layout, cluster, peak_share(work_, took, peak_flops))
     mfu = work_.exact_flops / (took.step_s * peak_flops)  # of a long context, half of attention is not computed
     return Estimate(
         layout=layout,
@@ -123,7 +124,7 @@ def _unproven(layout: Layout, cluster: Cluster, mfu: float) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _peak_share(work_: Work, took: Timing, peak_flops: float) -> float:
-    """Return the part of their peak that the devices reach while they compute."""
+def peak_share(work_: Work, took: Timing | Flow, peak_flops: float) -> float:
+    """Return the part of their peak that the devices reach while they compute (local)."""
     computing_s = sum(took.terms.get(name, 0.0) for name in COMPUTING)
     return min(1.0, work_.executed_flops / (computing_s * peak_flops)) if computing_s else 0.0

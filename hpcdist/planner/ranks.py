@@ -117,9 +117,14 @@ def closed_pipe(layout: Layout, m: int, found: Sequence[tuple[Stage, int]], slow
             for part, seconds in enumerate(stage.seconds):
                 rest[part] += seconds * (often - (stage is slowest))
         others = Seconds(*(total / (layout.pipeline - 1) for total in rest))
+    return closed_form(layout, slowest.seconds, others, m, hop_s, slowest.ahead_s)
+
+
+def closed_form(layout: Layout, slowest: Seconds, others: Seconds, m: int, hop_s: float, ahead_s: float = 0.0) -> Pipe:
+    """Return the closed form of the layout's schedule, for ranks that take so long (local)."""
     return closed(
         layout.schedule,
-        slowest.seconds,
+        slowest,
         others,
         layout.pipeline,
         m,
@@ -127,7 +132,7 @@ def closed_pipe(layout: Layout, m: int, found: Sequence[tuple[Stage, int]], slow
         message_s=hop_s,
         blocking=blocks(layout),
         steps_overlap=steps_overlap(layout),
-        ahead_s=slowest.ahead_s,
+        ahead_s=ahead_s,
     )
 
 

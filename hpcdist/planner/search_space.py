@@ -10,7 +10,7 @@ sequence parallelism without a tensor axis, selective recomputation where scores
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
@@ -104,8 +104,7 @@ def grids(devices: int, wanted: Wanted) -> Iterator[Layout]:
                 room = devices // (tensor * context * pipeline)
                 for data in divisors(room) if wanted.fewer else (room,):
                     for expert in wanted.experts:
-                        yield replace(
-                            wanted.base,
+                        yield wanted.base.but(
                             data=data,
                             pipeline=pipeline,
                             tensor=tensor,
@@ -126,7 +125,7 @@ def cuts(grid: Layout, wanted: Wanted) -> Iterator[Layout]:
         ways = tuple(way for way in ways if way != "selective")
     for recompute in ways:
         for sequence_parallel in both:
-            yield replace(grid, recompute=recompute, sequence_parallel=sequence_parallel)
+            yield grid.but(recompute=recompute, sequence_parallel=sequence_parallel)
 
 
 def sizes(grid: Layout, global_batch: int, wanted: Wanted) -> tuple[int, ...]:
@@ -173,8 +172,7 @@ def with_way(order: Layout, way: Way, microbatch: int = 0) -> Layout:
     strategy, compression = way
     # Nothing compressed travels behind the backward in hpcdist, and nothing to a server.
     alone = order.implementation == "hpcdist" and (compression != "none" or strategy == "parameter_server")
-    return replace(
-        order,
+    return order.but(
         strategy=strategy,
         compression=compression,
         overlap=0.0 if alone else order.overlap,

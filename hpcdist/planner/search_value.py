@@ -6,14 +6,22 @@ schedule, the cut, messages between stages, the exchange or the update, so no la
 of p ranks computes nothing again, it has at most X of S seconds, being one rank, and saves at most X / 2 of the A that
 are computed again: that is the forward, and back takes longer. So p X >= S + A - X / 2.
 
-An order of micro-batches takes at least what it takes without the exchange, the update and the input (`FREE`), for they
-are all that differs between its strategies. Joules are a sum over the terms of time, each with its own power, so the
-least is what is left without those of the same terms: of a step that is half bubble, an exchange has more than its
-share. Prices are those of these seconds and joules, failures left out.
+With a schedule, messages are known, and so is how long the slowest rank is idle, as `hpcdist.planner.pipeline` says, if
+the others are: with F, I, W of the mean of them. That mean is what all ranks have together, without the slowest, over
+p - 1. Were it all of that, the slowest rank included, it would be idle for longer, by no more than it takes itself for
+a micro-batch, X: every form of the time that is idle is (p - 1) times F, I and W, or parts of them, less what fills it,
+which grows with F, I and W. Of the schedules that share T out over v chunks it is X / v. So of m micro-batches a step
+takes at least m X + (idle with all) - X / v, which is least for the least X; and what is idle is not below 0. Computing
+again ahead fills more of it: of A, at most X / 2, one in v of 1F1B, and two of the interleaved schedule.
+
+An order of micro-batches takes at least what it takes without the exchange, the update and the input: they are all that
+differs between its strategies (`hpcdist.planner.timing.Flow`). Joules are a sum over the terms of time, each with its
+own power, so the least is that of these terms. Prices are those of these seconds and joules, failures left out.
 """
 
-from dataclasses import replace
-from typing import Final
+import math
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 from hpcdist.errors import UsageError
 from hpcdist.planner.again import ahead
@@ -22,11 +30,16 @@ from hpcdist.planner.description import Description
 from hpcdist.planner.energy import JOULES_PER_KWH, energy, held
 from hpcdist.planner.estimate import Estimate, Timing
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.ranks import stage_of
-from hpcdist.planner.stage_seconds import loads
+from hpcdist.planner.pipeline import SPLIT, Seconds
+from hpcdist.planner.plan import peak_of, peak_share
+from hpcdist.planner.ranks import closed_form
+from hpcdist.planner.stage_seconds import loads, sent
+from hpcdist.planner.timing import Flow
+from hpcdist.planner.work import work
+from hpcdist.strategies.schedule.catalogue import chunks_of
 
-FREE: Final = ("data", "rows", "update", "input")  # terms of time that a strategy, or a compression, decides
 AGAIN: Final = 0.5  # of what a micro-batch takes is at most computed again
+ROUNDED: Final = 1 - 1e-12  # sums in another order
 UNITS: Final = {"time": "s", "energy": "J", "cost": "", "energy-delay": "J s"}
 
 
@@ -61,42 +74,90 @@ def unit(objective: str, cluster: Cluster) -> str:
     return cluster.site.currency if objective == "cost" else UNITS[objective]
 
 
-def order_floor(estimate: Estimate, objective: str, cluster: Cluster) -> float:
-    """Return the least value of any layout of the same order as ``estimate``'s (local)."""
-    timing, layout = estimate.timing, estimate.layout
-    free = {name: timing.terms.get(name, 0.0) for name in FREE}
-    least_s = estimate.step_s - sum(free.values())
+def order_floor(
+    known: Flow, description: Description, order: Layout, cluster: Cluster, global_batch: int, objective: str
+) -> float:
+    """Return the least value of any layout of an ``order`` whose micro-batches are ``known`` (local)."""
+    least_s = sum(known.terms.values())
     if objective == "time":
         return least_s
-    without = energy(replace(timing, terms=free), layout, cluster, 0.0)  # nothing of it computes
-    return _worth(least_s, estimate.energy.joules - without.joules, layout, cluster, objective)
+    peak_flops = (order.devices - order.servers) * peak_of(cluster, order)
+    reached = peak_share(work(description, order, global_batch), known, peak_flops)
+    return _worth(least_s, _joules(known.terms, order, cluster, reached), order, cluster, objective)
 
 
-def family_floor(
-    description: Description, family: Layout, cluster: Cluster, global_batch: int, objective: str
-) -> float:
+class Whole(NamedTuple):
+    """All units of a family together: what bounds all of its orders.
+
+    ``seconds`` are those of a micro-batch on all ranks, without what is computed again ahead; the slowest rank takes
+    ``each_s`` of one or more, for as many samples as ``full`` of them have. ``computing`` is the share that computes.
+    """
+
+    seconds: Seconds
+    each_s: float
+    full: float
+    computing: float
+
+
+def whole(description: Description, family: Layout, cluster: Cluster, global_batch: int) -> Whole:
+    """Return what is known of all layouts of the family (local)."""
+    many = family.microbatches(global_batch)
+    alone = family.but(pipeline=1, chunks=1, schedule="1f1b")  # so every other pipeline asks for the same
+    ((load, _),) = loads(description, alone, cluster)
+    waits = sent(load, alone, cluster)
+    forward_s = load.forward_s + sum(waits.forward_s.values())
+    input_s = load.input_s + sum(waits.back_s.values())
+    weight_s = load.weight_s + load.add_s * (many - 1) / many
+    once_s = forward_s + input_s + weight_s
+    again_s = load.again_s + sum(waits.again_s.values())
+    each_s = (once_s + again_s) / family.pipeline
+    if ahead(family):  # one rank may compute nothing again
+        each_s = max(once_s / family.pipeline, (once_s + again_s) / (family.pipeline + AGAIN))
+    else:
+        input_s += again_s
+    computes_s = load.forward_s + load.input_s + weight_s + load.again_s
+    full = -(-global_batch // family.data) / family.microbatch  # the last one may be smaller
+    return Whole(Seconds(forward_s, input_s, weight_s), each_s, full, computes_s / (once_s + again_s))
+
+
+def family_floor(of_all: Whole, family: Layout, cluster: Cluster, objective: str) -> float:
     """Return the least value of a step of any layout of the family (local).
 
     All joules beyond those of computing, at the power of products that reach nothing of the peak, and of waiting for
     the messages inside of the units, are left out.
     """
-    many = family.microbatches(global_batch)
-    alone = replace(family, pipeline=1, chunks=1, schedule="1f1b")  # so every other pipeline asks for the same
-    ((load, _),) = loads(description, alone, cluster)
-    waits = stage_of(load, alone, cluster, many).sent
-    computes_s = load.forward_s + load.input_s + load.weight_s + load.add_s * (many - 1) / many
-    once_s = computes_s + sum(waits.forward_s.values()) + sum(waits.back_s.values())
-    again_s = load.again_s + sum(waits.again_s.values())
-    each_s = (once_s + again_s) / family.pipeline
-    if ahead(family):  # one rank may compute nothing again
-        each_s = max(once_s / family.pipeline, (once_s + again_s) / (family.pipeline + AGAIN))
-    whole_s = each_s * -(-global_batch // family.data) / family.microbatch  # the last one may be smaller
+    return _floor(of_all, 0.0, 0.0, family, cluster, objective)
+
+
+def schedule_floor(of_all: Whole, order: Layout, hop_s: float, cluster: Cluster, objective: str) -> float:
+    """Return the least value of any layout of an ``order`` (local). ``hop_s``: a message between two ranks."""
+    ranks = order.pipeline
+    if ranks == 1:
+        return family_floor(of_all, order, cluster, objective)
+    most = Seconds(*(seconds / (ranks - 1) for seconds in of_all.seconds))
+    form = closed_form(order, most, most, math.ceil(of_all.full), hop_s)
+    own = 1.0 if order.schedule in SPLIT else 1 / chunks_of(order.schedule, order.chunks)
+    if ahead(order):
+        own += own * AGAIN * {"1f1b": 1, "interleaved": 2}.get(order.schedule, 0)
+    idle_s = max(0.0, form.idle_s - own * of_all.each_s) if of_all.full >= own else 0.0
+    return ROUNDED * _floor(of_all, idle_s, form.message_s, order, cluster, objective)
+
+
+def _floor(of_all: Whole, idle_s: float, message_s: float, layout: Layout, cluster: Cluster, objective: str) -> float:
+    """Return the value of what the slowest rank takes at least, of so much that is idle, and of such messages."""
+    busy_s = of_all.each_s * of_all.full
+    least_s = busy_s + idle_s + message_s
     if objective == "time":
-        return whole_s
-    share = (computes_s + load.again_s) / (once_s + again_s)
-    terms = {"forward": share * whole_s, "tensor": (1 - share) * whole_s}
+        return least_s
+    inside = {"forward": of_all.computing * busy_s, "tensor": (1 - of_all.computing) * busy_s}
+    joules = _joules({**inside, "bubble": idle_s, "pipeline": message_s}, layout, cluster, 0.0)
+    return _worth(least_s, joules, layout, cluster, objective)
+
+
+def _joules(terms: Mapping[str, float], layout: Layout, cluster: Cluster, reached: float) -> float:
+    """Return the joules of these terms of a step; computing, the devices have ``reached`` that share of their peak."""
     bare = Timing(terms=terms, hidden_s=0.0, bubble=0.0, bytes={}, algorithms={})
-    return _worth(whole_s, energy(bare, family, cluster, 0.0).joules, family, cluster, objective)
+    return energy(bare, layout, cluster, reached).joules
 
 
 def _worth(step_s: float, joules: float, layout: Layout, cluster: Cluster, objective: str) -> float:

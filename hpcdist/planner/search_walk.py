@@ -1,16 +1,17 @@
 """The walk through the space of layouts, best first: branch and bound.
 
 Nodes wait in a heap by a bound that none of their layouts beats (`search_value`). A family that comes up is opened into
-its orders, each with one strategy planned; an order that comes up is opened into its other strategies. When the bound
-on top is no better than the last layout that is kept, nothing that waits can be, and the walk ends. What cannot be is
-refused on the way: degrees before anything else, schedules and batches when a family is opened, and memory last
-(`search_room`).
+its orders; an order that comes up first waits again, by the time that its micro-batches take, and then its strategies
+are planned. When the bound on top is no better than the last layout that is kept, nothing that waits can be, and the
+walk ends. What cannot be is refused on the way: degrees before anything else, schedules and batches when a family is
+opened, and memory last (`search_room`).
 """
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hpcdist.planner import limits, search_space, search_value
@@ -21,17 +22,23 @@ from hpcdist.planner.layout import Layout
 from hpcdist.planner.limits import Problem
 from hpcdist.planner.memory import memory
 from hpcdist.planner.plan import plan
+from hpcdist.planner.ranks import border
 from hpcdist.planner.search_room import Room
 from hpcdist.planner.search_space import Wanted, Way
+from hpcdist.planner.search_value import Whole
+from hpcdist.planner.timing import Flow, flow
+
+Rank = tuple[float, int, int]  # a value; between equal ones that of the order, and of its way, that was first seen
 
 
 class Node(NamedTuple):
-    """What waits: a family (no ways), or an order with the ways that are not planned yet."""
+    """What waits: a family, with all of its units; or an order with its ways, and how its micro-batches flow, later."""
 
     bound: float
-    number: int  # so that nodes of one bound are never compared further
+    number: int  # in the order in which they were first seen, which decides between those of one bound
     layout: Layout
-    ways: tuple[Way, ...] | None
+    known: Whole | Flow | None
+    ways: tuple[Way, ...] = ()
 
 
 @dataclass
@@ -69,10 +76,10 @@ class Walk:
     estimated: int = 0
     refusals: Refusals = field(default_factory=Refusals)
     kept: list[tuple[float, Estimate]] = field(default_factory=list)
-    _best_of: dict[Any, tuple[float, int, Estimate]] = field(default_factory=dict)
+    _best_of: dict[Any, tuple[Rank, Estimate]] = field(default_factory=dict)
     _heap: list[Node] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _worst: float = float("inf")
+    _last: Rank = (math.inf, 0, 0)  # of those that are kept, when there are enough of them
 
     def __post_init__(self) -> None:
         self.limit_bytes = search_space.limit_bytes(self.wanted, self.cluster.device.memory_bytes)
@@ -81,15 +88,16 @@ class Walk:
     def run(self) -> None:
         """Walk until nothing that is left can be among the best (local)."""
         self._sow()
-        while self._heap and self._heap[0].bound < self._worst:
+        while self._heap and self._heap[0].bound < self._last[0]:
             node = heapq.heappop(self._heap)
-            if node.ways is None:
-                self._open(node.layout)
+            if isinstance(node.known, Whole):
+                self._open(node.layout, node.known)
+            elif node.known is None:
+                self._time(node)
             else:
-                for way in node.ways:
-                    self._plan(search_space.with_way(node.layout, way))
-        self.kept = [(found, estimate) for found, _, estimate in sorted(self._best_of.values(), key=lambda x: x[:2])]
-        self.kept = self.kept[: self.keep]
+                for place, way in enumerate(node.ways):
+                    self._plan(search_space.with_way(node.layout, way), node.known, (node.number, place))
+        self.kept = [(rank[0], estimate) for rank, estimate in sorted(self._best_of.values(), key=lambda x: x[0])]
 
     def _sow(self) -> None:
         """Put all families into the heap."""
@@ -111,19 +119,19 @@ class Walk:
                     continue
                 for microbatch in search_space.sizes(cut, self.global_batch, self.wanted):
                     self.layouts += orders * ways
-                    family = replace(cut, microbatch=microbatch)
-                    bound = search_value.family_floor(
-                        self.description, family, self.cluster, self.global_batch, objective
-                    )
-                    nodes.append(Node(bound, next(self._numbers), family, None))
+                    family = cut.but(microbatch=microbatch)
+                    of_all = search_value.whole(self.description, family, self.cluster, self.global_batch)
+                    bound = search_value.family_floor(of_all, family, self.cluster, objective)
+                    nodes.append(Node(bound, next(self._numbers), family, of_all))
         heapq.heapify(nodes)
         self._heap = nodes
 
-    def _open(self, family: Layout) -> None:
-        """Plan one layout of each order, and let the others wait."""
+    def _open(self, family: Layout, of_all: Whole) -> None:
+        """Let the orders wait that can be."""
         sizes = search_space.sizes(family, self.global_batch, self.wanted)
+        hop_s = border(self.description, family, self.cluster).seconds
         for schedule, chunks in search_space.orders(self.description, family, self.wanted):
-            order = replace(family, schedule=schedule, chunks=chunks)
+            order = family.but(schedule=schedule, chunks=chunks)
             ways = search_space.ways(order, self.wanted)
             if problem := next(limits.order_problems(self.description, order, self.global_batch), None):
                 self.refusals.layout(problem, len(ways))
@@ -132,12 +140,21 @@ class Walk:
             fitting = self.room.fitting(order, ways, sizes)
             if len(fitting) < len(ways):
                 self.refusals.layout(self._full(order, ways), len(ways) - len(fitting))
-            if not fitting:
-                continue
-            estimate = self._plan(search_space.with_way(order, fitting[0]))
-            if fitting[1:]:
-                bound = search_value.order_floor(estimate, self.wanted.objective, self.cluster)
-                heapq.heappush(self._heap, Node(bound, next(self._numbers), order, fitting[1:]))
+            if fitting:
+                bound = search_value.schedule_floor(of_all, order, hop_s, self.cluster, self.wanted.objective)
+                self._wait(Node(bound, next(self._numbers), order, None, fitting))
+
+    def _time(self, node: Node) -> None:
+        """Let an order wait by what its micro-batches take."""
+        given = node.layout, self.cluster, self.global_batch
+        known = flow(self.description, *given)
+        bound = search_value.order_floor(known, self.description, *given, self.wanted.objective)
+        self._wait(node._replace(bound=bound, known=known))
+
+    def _wait(self, node: Node) -> None:
+        """Put a node into the heap, unless it is too late for it."""
+        if node.bound < self._last[0]:
+            heapq.heappush(self._heap, node)
 
     def _runnable(self, order: Layout, ways: tuple[Way, ...]) -> tuple[Way, ...]:
         """Return the ways that this version runs, or all where others are wanted as well."""
@@ -161,25 +178,24 @@ class Walk:
                     return problem
         return Problem("memory", "")
 
-    def _plan(self, layout: Layout) -> Estimate:
-        steps, limit_bytes = self.wanted.steps, self.limit_bytes
-        estimate = plan(self.description, layout, self.cluster, self.global_batch, steps, limit_bytes=limit_bytes)
+    def _plan(self, layout: Layout, known: Flow, seen: tuple[int, int]) -> None:
+        given = self.description, layout, self.cluster, self.global_batch, self.wanted.steps
+        estimate = plan(*given, limit_bytes=self.limit_bytes, known=known)
         self.estimated += 1
-        self._keep(search_value.value(estimate, self.wanted.objective), estimate)
-        return estimate
+        self._keep((search_value.value(estimate, self.wanted.objective), *seen), estimate)
 
-    def _keep(self, found: float, estimate: Estimate) -> None:
+    def _keep(self, rank: Rank, estimate: Estimate) -> None:
         """Keep the best layouts, or with ``distinct`` the best one of each grid."""
-        if found >= self._worst:
+        if rank >= self._last:
             return
-        layout, number = estimate.layout, next(self._numbers)
-        key: Any = number
+        layout = estimate.layout
+        key: Any = rank
         if self.wanted.distinct:
             key = (layout.data, layout.pipeline, layout.tensor, layout.context, layout.expert)
-            if key in self._best_of and self._best_of[key][0] <= found:
+            if key in self._best_of and self._best_of[key][0] <= rank:
                 return
-        self._best_of[key] = found, number, estimate
+        self._best_of[key] = rank, estimate
         if len(self._best_of) > self.keep:
-            del self._best_of[max(self._best_of, key=lambda one: self._best_of[one][:2])]
+            del self._best_of[max(self._best_of, key=lambda one: self._best_of[one][0])]
         if len(self._best_of) == self.keep:
-            self._worst = max(one[0] for one in self._best_of.values())
+            self._last = max(rank for rank, _ in self._best_of.values())

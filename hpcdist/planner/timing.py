@@ -10,7 +10,8 @@ With a pipeline the gradients of a tied embedding are summed over the ranks of i
 """
 
 import math
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.planner.cluster import Cluster
@@ -30,21 +31,24 @@ AXES: Final = ("tensor", "context", "expert")
 TOKEN_BYTES: Final = 4  # at most, as samples are stored
 
 
-def timing(
-    description: Description,
-    layout: Layout,
-    cluster: Cluster,
-    global_batch: int,
-    *,
-    simulate: bool = False,
-    spare_bytes: float = math.inf,
-) -> Timing:
-    """Return where the time of a step goes (local).
+class Flow(NamedTuple):
+    """What the micro-batches of a step take, whichever strategy and compression the data axis has.
 
-    With ``simulate`` the passes of a pipeline are run one by one, each chunk with its own seconds. ``spare_bytes``:
-    memory that longer buckets of gradients may take. Raises
-    ConfigurationError for a schedule or a precision that cannot be.
+    ``slowest`` is the rank of the pipeline that takes longest, ``fullest`` the one with most parameters, ``hop`` a
+    message between two ranks; ``terms`` are those of `Timing` up to "bubble".
     """
+
+    slowest: Stage
+    fullest: Stage
+    hop: Cost
+    terms: Mapping[str, float]
+    bubble: float
+
+
+def flow(
+    description: Description, layout: Layout, cluster: Cluster, global_batch: int, *, simulate: bool = False
+) -> Flow:
+    """Return what the micro-batches of a step take (local). Arguments and errors are those of `timing`."""
     m = layout.microbatches(global_batch)
     if layout.pipeline > 1:
         _check(layout, m)
@@ -56,10 +60,8 @@ def timing(
     else:
         pipe = closed_pipe(layout, m, found, slowest, hop.seconds)
     fullest = max((stage for stage, _ in found), key=lambda stage: stage.load.parameters)
-    swap = data_exchange(description, layout, cluster, m, fullest, spare_bytes)
-    tied, rows = tied_sum(description, layout, cluster), rows_sum(fullest.load, layout, cluster)
     load, waits = slowest.load, slowest.sent
-    full = _samples(layout, global_batch) / layout.microbatch  # micro-batches' worth of them
+    full = _full(layout, global_batch)
     terms = {
         "forward": full * load.forward_s,
         "backward": full * (load.input_s + load.weight_s) + (m - 1) * load.add_s,
@@ -67,6 +69,33 @@ def timing(
         **{axis: full * sum(wait.get(axis, 0.0) for wait in waits[:3]) for axis in AXES},
         "pipeline": pipe.message_s,
         "bubble": pipe.idle_s,
+    }
+    return Flow(slowest, fullest, hop, terms, pipe.bubble)
+
+
+def timing(
+    description: Description,
+    layout: Layout,
+    cluster: Cluster,
+    global_batch: int,
+    *,
+    simulate: bool = False,
+    spare_bytes: float = math.inf,
+    known: Flow | None = None,
+) -> Timing:
+    """Return where the time of a step goes (local).
+
+    With ``simulate`` the passes of a pipeline are run one by one, each chunk with its own seconds. ``spare_bytes``:
+    memory that longer buckets of gradients may take. ``known`` is the `flow` of this layout, or of one that has another
+    strategy or compression only. Raises ConfigurationError for a schedule or a precision that cannot be.
+    """
+    if known is None:
+        known = flow(description, layout, cluster, global_batch, simulate=simulate)
+    fullest, waits, hop = known.fullest, known.slowest.sent, known.hop
+    swap = data_exchange(description, layout, cluster, layout.microbatches(global_batch), fullest, spare_bytes)
+    tied, rows = tied_sum(description, layout, cluster), rows_sum(fullest.load, layout, cluster)
+    terms = {
+        **known.terms,
         "data": swap.exposed_s + tied.seconds,
         "rows": rows.seconds,
         "update": _update_s(description, fullest.load, layout, cluster),
@@ -75,10 +104,12 @@ def timing(
     return Timing(
         terms=terms,
         hidden_s=swap.hidden_s,
-        bubble=pipe.bubble,
-        bytes=_bytes(layout, full, waits, hop, swap, tied, rows),
+        bubble=known.bubble,
+        bytes=_bytes(layout, _full(layout, global_batch), waits, hop, swap, tied, rows),
         algorithms=_algorithms(waits, swap),
-        flags=tuple(dict.fromkeys((*load.flags, *waits.flags, *hop.flags, *swap.flags, *_beyond(layout, cluster)))),
+        flags=tuple(
+            dict.fromkeys((*known.slowest.load.flags, *waits.flags, *hop.flags, *swap.flags, *_beyond(layout, cluster)))
+        ),
         bucket_bytes=swap.bucket_bytes,
     )
 
@@ -141,9 +172,9 @@ def _update_s(description: Description, fullest: Load, layout: Layout, cluster: 
     return update_s(fullest.parameters, layout, cluster, fullest.expert_parameters)
 
 
-def _samples(layout: Layout, global_batch: int) -> int:
-    """Return those of the replica that has most."""
-    return -(-global_batch // layout.data)
+def _full(layout: Layout, global_batch: int) -> float:
+    """Return how many full micro-batches the samples would be of the replica that has most."""
+    return -(-global_batch // layout.data) / layout.microbatch
 
 
 def rows_sum(load: Load, layout: Layout, cluster: Cluster) -> Cost:

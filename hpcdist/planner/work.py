@@ -32,8 +32,10 @@ def work(description: Description, layout: Layout, global_batch: int) -> Work:
     is_ours = layout.implementation == "hpcdist"
     model, hardware, exact, executed = _of_sample(description, layout.recompute, is_ours)
     if is_ours and layout.recompute == "full":
-        hardware += _again(description, layout, exact=False)
-        executed += _again(description, layout, exact=True)
+        cut = layout.pipeline, layout.chunks, layout.schedule
+        again, seen = _again(description, *cut)
+        hardware += again
+        executed += seen
     return Work(
         model_flops=model * global_batch,
         hardware_flops=hardware * global_batch,
@@ -63,12 +65,15 @@ def attention_flops(unit: Unit, *, exact: bool = False) -> float:
     return 4.0 * attention.heads * attention.size * (attention.pairs if exact else attention.context**2)
 
 
-def _again(description: Description, layout: Layout, *, exact: bool) -> float:
-    """Return what our "full" recomputation repeats of the forward of a sample."""
+@lru_cache(maxsize=4096)
+def _again(description: Description, pipeline: int, chunks: int, schedule: str) -> tuple[float, float]:
+    """Return what our "full" recomputation repeats of the forward of a sample: of all pairs, of those looked at."""
     from hpcdist.planner.again import repeated  # which cuts units by what is counted here
 
+    layout = Layout(pipeline=pipeline, chunks=chunks, schedule=schedule, implementation="hpcdist", recompute="full")
     shares = [share for chunk in repeated(description, layout) for share in chunk.shares]
-    return sum([share.times * forward_flops(share.unit, exact=exact) for share in shares])
+    every = sum([share.times * forward_flops(share.unit) for share in shares])
+    return every, sum([share.times * forward_flops(share.unit, exact=True) for share in shares])
 
 
 @lru_cache(maxsize=1024)
