@@ -40,14 +40,35 @@ class Chunk(NamedTuple):
     shares: tuple[Share, ...]
 
 
+class Cut(NamedTuple):
+    """What decides which units a rank has: of schedules and recomputation, only what moves a cut."""
+
+    pipeline: int
+    chunks: int
+    schedule: str
+    implementation: str
+    recompute: str
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Cut":
+        """Return that of ``layout`` (local)."""
+        known = SCHEDULES.get(layout.schedule)
+        schedule = "1f1b" if known is not None and known.most == 1 else layout.schedule  # any with one chunk a rank
+        again = "full" if layout.recompute == "full" else "none"
+        return cls(layout.pipeline, layout.chunks, schedule, layout.implementation, again)
+
+    @property
+    def layout(self) -> Layout:
+        """A layout that is cut so."""
+        return Layout(**self._asdict())
+
+
 def stages(description: Description, layout: Layout) -> tuple[tuple[Share, ...], ...]:
     """Return what each pipeline rank has, all of its chunks together, in the order of the model (local).
 
     Raises ConfigurationError where there are fewer units than chunks.
     """
-    return _stages(
-        description, layout.pipeline, layout.chunks, layout.schedule, layout.implementation, layout.recompute
-    )
+    return stages_of_cut(description, Cut.of(layout))
 
 
 def chunks(description: Description, layout: Layout) -> tuple[Chunk, ...]:
@@ -55,28 +76,24 @@ def chunks(description: Description, layout: Layout) -> tuple[Chunk, ...]:
 
     Raises ConfigurationError where there are fewer units than chunks.
     """
-    return _chunks(
-        description, layout.pipeline, layout.chunks, layout.schedule, layout.implementation, layout.recompute
-    )
+    return chunks_of_cut(description, Cut.of(layout))
 
 
 @lru_cache(maxsize=4096)
-def _stages(
-    description: Description, ranks: int, each: int, schedule: str, implementation: str, recompute: str
-) -> tuple[tuple[Share, ...], ...]:
-    if ranks == 1:
+def stages_of_cut(description: Description, cut: Cut) -> tuple[tuple[Share, ...], ...]:
+    """Return the `stages` of any layout that is ``cut`` so (local)."""
+    if cut.pipeline == 1:
         return (tuple(Share(unit, unit.count, place) for place, unit in enumerate(description.units)),)
-    found: list[list[Share]] = [[] for _ in range(ranks)]
-    for rank, shares in _chunks(description, ranks, each, schedule, implementation, recompute):
+    found: list[list[Share]] = [[] for _ in range(cut.pipeline)]
+    for rank, shares in chunks_of_cut(description, cut):
         found[rank] += shares
     return tuple(_joined(own) for own in found)
 
 
 @lru_cache(maxsize=4096)
-def _chunks(
-    description: Description, ranks: int, each: int, schedule: str, implementation: str, recompute: str
-) -> tuple[Chunk, ...]:
-    """Return the chunks in the order of the model."""
+def chunks_of_cut(description: Description, cut: Cut) -> tuple[Chunk, ...]:
+    """Return the `chunks` of any layout that is ``cut`` so (local)."""
+    ranks, each, schedule, implementation, recompute = cut
     known = SCHEDULES.get(schedule)
     if known is not None and known.most is not None and ranks > 1:
         each = known.most

@@ -124,7 +124,13 @@ def group(size: int, stride: int, total: int, levels: tuple[Level, ...], channel
             f"{total} devices, but the levels of the cluster join only {levels[-1].devices if levels else 1} of them; "
             "give its outermost level devices = 0: all there are"
         )
-    return Span(size, stride, tuple(tiers), channels, tuple(flags))
+    return _span(size, stride, tuple(tiers), channels, tuple(flags))
+
+
+@lru_cache(maxsize=1 << 14)
+def _span(size: int, stride: int, tiers: tuple[Tier, ...], channels: bool, flags: tuple[str, ...]) -> Span:
+    """Return the one span of these links: what is known of it holds for all groups that lie so, of any total."""
+    return Span(size, stride, tiers, channels, flags)
 
 
 def _inside(size: int, stride: int, box: int, below: int) -> int:

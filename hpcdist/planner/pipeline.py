@@ -39,11 +39,14 @@ each pass is x longer, which makes 2 (v m + p-1) x.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcdist.strategies.schedule.catalogue import SCHEDULES, chunks_of
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from hpcdist.strategies.schedule.simulate import Timeline
 
 SPLIT = ("zb-h1", "zb-h2", "zb-v")
@@ -163,13 +166,12 @@ def simulated(
     A message keeps its link for ``message_s``. With ``recompute`` chunks are computed again before they wait for their
     gradients, in as long as their forward takes.
     """
-    from hpcdist.strategies.schedule import simulate, simulate_passes
+    from hpcdist.strategies.schedule import simulate
     from hpcdist.strategies.schedule.simulate_costs import Costs, Link, Rate
 
     known = SCHEDULES[schedule]
     each = len(chunks) // ranks
     placement = known.place([range(number, number + 1) for number in range(len(chunks))], ranks)
-    rows = [simulate_passes.compact(known.passes(rank, ranks, microbatches, each)) for rank in range(ranks)]
     costs = Costs(
         forward_s=[chunk.forward_s for chunk in chunks],
         backward_s=[chunk.input_s + chunk.weight_s for chunk in chunks],
@@ -177,4 +179,12 @@ def simulated(
         weight_s=[chunk.weight_s for chunk in chunks],
         link=Link(carries=Rate(message_s)),
     )
-    return simulate.passes(rows, placement, costs, recompute=recompute)
+    return simulate.passes(_rows(schedule, ranks, microbatches, each), placement, costs, recompute=recompute)
+
+
+@lru_cache(maxsize=4)
+def _rows(schedule: str, ranks: int, microbatches: int, each: int) -> "list[np.ndarray]":
+    """Return the passes of all ranks: the last ones, which are asked for with messages and without."""
+    from hpcdist.strategies.schedule.simulate_passes import compact
+
+    return [compact(SCHEDULES[schedule].passes(rank, ranks, microbatches, each)) for rank in range(ranks)]

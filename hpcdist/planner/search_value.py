@@ -26,15 +26,17 @@ from typing import Final, NamedTuple
 from hpcdist.errors import UsageError
 from hpcdist.planner.again import ahead
 from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.compute import kept
 from hpcdist.planner.description import Description
 from hpcdist.planner.energy import JOULES_PER_KWH, energy, held
 from hpcdist.planner.estimate import Estimate, Timing
 from hpcdist.planner.layout import Layout
+from hpcdist.planner.network import span
 from hpcdist.planner.pipeline import SPLIT, Seconds
 from hpcdist.planner.plan import peak_of, peak_share
 from hpcdist.planner.ranks import closed_form
-from hpcdist.planner.stage_seconds import loads, sent
-from hpcdist.planner.timing import Flow
+from hpcdist.planner.stage_seconds import Load, Sent, load_key, loads, sent
+from hpcdist.planner.timing import AXES, Flow
 from hpcdist.planner.work import work
 from hpcdist.strategies.schedule.catalogue import chunks_of
 
@@ -103,8 +105,7 @@ def whole(description: Description, family: Layout, cluster: Cluster, global_bat
     """Return what is known of all layouts of the family (local)."""
     many = family.microbatches(global_batch)
     alone = family.but(pipeline=1, chunks=1, schedule="1f1b")  # so every other pipeline asks for the same
-    ((load, _),) = loads(description, alone, cluster)
-    waits = sent(load, alone, cluster)
+    load, waits = _alone(description, alone, cluster)
     forward_s = load.forward_s + sum(waits.forward_s.values())
     input_s = load.input_s + sum(waits.back_s.values())
     weight_s = load.weight_s + load.add_s * (many - 1) / many
@@ -118,6 +119,17 @@ def whole(description: Description, family: Layout, cluster: Cluster, global_bat
     computes_s = load.forward_s + load.input_s + weight_s + load.again_s
     full = -(-global_batch // family.data) / family.microbatch  # the last one may be smaller
     return Whole(Seconds(forward_s, input_s, weight_s), each_s, full, computes_s / (once_s + again_s))
+
+
+def _alone(description: Description, alone: Layout, cluster: Cluster) -> tuple[Load, Sent]:
+    """Return the load of all units on one rank, and what it waits for: the same where other axes lie otherwise."""
+    spans = (span(alone, axis, cluster) for axis in AXES)
+    key, found = (*load_key(description, alone), alone.tensor_overlap, *spans), kept(cluster, "alone")
+    if key not in found:
+        ((load, _),) = loads(description, alone, cluster)
+        found[key] = load, sent(load, alone, cluster)
+    one: tuple[Load, Sent] = found[key]
+    return one
 
 
 def family_floor(of_all: Whole, family: Layout, cluster: Cluster, objective: str) -> float:

@@ -80,7 +80,7 @@ class Sent(NamedTuple):
 def loads(description: Description, layout: Layout, cluster: Cluster) -> tuple[tuple[Load, int], ...]:
     """Return the different loads that ranks of the pipeline have, and how many ranks have each (local)."""
     known = kept(cluster, "loads")
-    key = _key(description, layout)
+    key = load_key(description, layout)
     found: tuple[tuple[Load, int], ...] | None = known.get(key)
     if found is None:
         of_ranks = stages(description, layout)
@@ -151,7 +151,8 @@ def sent(load: Load, layout: Layout, cluster: Cluster, known: dict[tuple[str, st
     return Sent(*waits, nbytes, algorithms, tuple(dict.fromkeys(flags)))
 
 
-def _key(description: Description, layout: Layout) -> tuple[object, ...]:
+def load_key(description: Description, layout: Layout) -> tuple[object, ...]:
+    """Return all that `loads` depend on (local)."""
     return (
         description,
         layout.pipeline,
