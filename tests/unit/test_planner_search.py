@@ -509,3 +509,13 @@ def test_a_layout_with_other_values_is_what_replace_makes(rng):
         assert hash(layout.but()) == hash(layout)
     with pytest.raises(TypeError, match="beauty"):
         layout.but(data=2, beauty=3)
+
+
+@pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
+def test_memory_of_a_drawn_layout_is_that_of_its_fullest_rank(implementation, rng):
+    """Of all ranks, each on its own: what is shared between layouts, and ranks that are not looked at, hide nothing."""
+    draw = random.Random(int(rng.integers(1 << 62)))
+    for model, layout, on, batch in drawn_layouts(implementation, draw, 100):
+        needed = memory(model, layout, on, batch)
+        fullest = max(sum(terms.values()) for terms in by_rank(model, layout, batch))
+        assert needed.bytes == pytest.approx(fullest + on.device.reserved_bytes, rel=1e-12), layout
