@@ -5,18 +5,21 @@ messages of all sizes: one of them alone, there and back, of which a message is 
 the same time, as in a ring: what links have while all neighbours send as well. The collectives are those of
 `hpcdist.bench.collectives`, with buffers that no cache remembers, among all ranks of a node and among all there are.
 
-All sizes are visited several times, in memory that is new each time, and what is told is the first quartile of all
-visits together: what disturbs a machine lasts for seconds, and pages that lie badly for as long as they are held. Where
-times jump between two sizes, more are measured (`calibrate_borders`).
+All sizes are visited several times, and what is told is the first quartile of all visits together: what disturbs a
+machine lasts for seconds. All of an operation are pieces of one and the same memory, as those of a training are of its
+buffers: how pages lie, and whether they were used before, makes them twice as slow, and memory that is taken for some
+sizes alone tells of its own luck.
+Where times jump between two sizes, more are measured (`calibrate_borders`).
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
 from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array
 from hpcdist.bench import calibrate_borders, collectives
 from hpcdist.bench.calibrate_borders import Series
 from hpcdist.bench.calibrate_points import OPERATIONS, Busy, CollectivePoint, LinkPoint, sizes
@@ -30,10 +33,10 @@ Say = Callable[[str], None]
 INSIDE: Final = "node"
 BETWEEN: Final = "network"
 TAG: Final = 7003
-LEAST_TURNS, MOST_TURNS = 4, 400  # of a visit
+LEAST_TURNS, MOST_TURNS = 3, 400  # of a visit
 FLOATS: Final = "float32"
 PACED_S: Final = 1e-3  # messages that take longer begin together; with shorter ones the barrier would be seen
-VISITS: Final = 3
+VISITS: Final = 4
 QUARTILE: Final = 25
 
 
@@ -53,16 +56,16 @@ def links(
     for level in names:
         if say is not None and comm.rank == 0:
             say(f"messages, level {level}")
-        found += _Level(comm, level, seconds / len(names) / len(wanted), on).points(wanted)
+        found += _Level(comm, level, max(wanted), seconds / len(names) / len(wanted), on).points(wanted)
     return tuple(found)
 
 
 class _Level:
     """Messages over the links of one level. All of it is collective over ``comm``."""
 
-    def __init__(self, comm: Communicator, level: str, seconds: float, on: str) -> None:
+    def __init__(self, comm: Communicator, level: str, most: int, seconds: float, on: str) -> None:
         nodes = comm.nodes()
-        self._comm, self._name, self._seconds, self._on = comm, level, seconds, on
+        self._comm, self._name, self._seconds = comm, level, seconds
         if level == INSIDE:
             self._across: Communicator | None = nodes.intra
             first = nodes.index == 0
@@ -71,32 +74,39 @@ class _Level:
             first = nodes.intra.rank == 0
         is_first = first and self._across is not None and self._across.rank < 2
         self._alone = self._across if is_first else None
+        self._memory = [backend.zeros(most, np.dtype(np.uint8), on) for _ in range(2)]
+        for each in self._memory:
+            each[...] = 1  # pages that nobody has written are one page of zeros, which any cache holds
 
     def points(self, nbytes: Sequence[int]) -> list[LinkPoint]:
         """Return messages of each of the sizes, and of those around jumps."""
-        found = self._at(nbytes)
+        plain = self._at(nbytes)
+        more: list[dict[int, Busy]] = []
 
-        def more(between: Sequence[int]) -> Series:
-            new = self._at(between, border=True)
-            found.extend(new)
-            return self._series(new)
+        def measure(new: Sequence[int]) -> Series:
+            more.append(self._at(new))
+            return self._series(more[-1])
 
-        calibrate_borders.borders(self._series(found), more)
-        return sorted(found, key=lambda one: one.nbytes)
+        found = calibrate_borders.borders(self._series(plain), measure)
+        for again in found.again.get(self._name, ()):
+            plain[again] = Busy(*map(min, plain[again][:2], more[0][again][:2]))
+        between = {each: busy for new in more for each, busy in new.items()}
+        points = [LinkPoint(self._name, 2, each, busy) for each, busy in plain.items()]
+        points += [LinkPoint(self._name, 2, n, between[n], border=True) for n in found.between.get(self._name, ())]
+        return sorted(points, key=lambda one: one.nbytes)
 
-    def _series(self, points: Sequence[LinkPoint]) -> Series:
-        return {self._name: {one.nbytes: one.seconds.all for one in points}}
+    def _series(self, points: Mapping[int, Busy]) -> Series:
+        return {self._name: {nbytes: busy.all for nbytes, busy in points.items()}}
 
-    def _at(self, nbytes: Sequence[int], *, border: bool = False) -> list[LinkPoint]:
+    def _at(self, nbytes: Sequence[int]) -> dict[int, Busy]:
         taken: dict[int, tuple[list[float], list[float]]] = {each: ([], []) for each in nbytes}
         for _ in range(VISITS):
             for each, (alone, together) in taken.items():
-                given = self._comm, each, self._seconds / 2 / VISITS, self._on
+                given = self._comm, self._memory[0][:each], self._memory[1][:each], self._seconds / 2 / VISITS
                 alone += _messages(self._alone, *given)
                 together += _messages(self._across, *given, both_ways=True)
         told = self._comm.allgather_object({each: tuple(map(_quartile, times)) for each, times in taken.items()})
-        slowest = {each: Busy(*(max(one[each][way] for one in told) for way in range(2))) for each in nbytes}
-        return [LinkPoint(self._name, 2, each, slowest[each], border) for each in nbytes]
+        return {each: Busy(*(max(one[each][way] for one in told) for way in range(2))) for each in nbytes}
 
 
 def _quartile(taken: Sequence[float]) -> float:
@@ -105,16 +115,21 @@ def _quartile(taken: Sequence[float]) -> float:
 
 
 def _messages(
-    comm: Communicator | None, everyone: Communicator, nbytes: int, seconds: float, on: str, *, both_ways: bool = False
+    comm: Communicator | None,
+    everyone: Communicator,
+    out: Array,
+    into: Array,
+    seconds: float,
+    *,
+    both_ways: bool = False,
 ) -> list[float]:
-    """Return what each message took on this rank. Collective over ``everyone``.
+    """Return what each message of ``out`` took on this rank. Collective over ``everyone``.
 
     It is half of there and back, or with ``both_ways`` all of both at once. A rank whose ``comm`` is None, or that has
     no partner there, looks on, and has none.
     """
     partner = -1 if comm is None else comm.rank ^ 1
     sends = comm is not None and 0 <= partner < comm.size
-    out, into = (backend.zeros(nbytes if sends else 0, np.dtype(np.uint8), on) for _ in range(2))
 
     def turn() -> float:
         assert comm is not None
@@ -195,28 +210,30 @@ class _Operation:
         """Return all sizes between ``bounds``, and those around jumps, on every rank."""
         wanted = sizes(*bounds)
         each_s = seconds / len(wanted)
-        known = {name: dict(times) for name, times in self._at(wanted, each_s).items()}
-
-        def more(nbytes: Sequence[int]) -> Series:
-            new = self._at(nbytes, each_s)
-            for name, times in new.items():
-                known[name].update(times)
-            return new
-
-        borders = calibrate_borders.borders(known, more)
+        memory = collectives.take(self._group, self._cells(wanted, each_s, 0), [])
+        plain = self._at(wanted, each_s, memory)
+        found = calibrate_borders.borders(plain, lambda new: self._at(new, each_s, memory))
         release(self._group)
+        rows = [
+            (name, nbytes, time_s, is_border)
+            for name, times in plain.items()
+            for more, is_border in (
+                ({**times, **found.again.get(name, {})}, False),
+                (found.between.get(name, {}), True),
+            )
+            for nbytes, time_s in more.items()
+        ]
         return [
-            CollectivePoint(self._operation, name, level, self._group.size, nbytes, time_s, nbytes in borders)
-            for name, times in known.items()
-            for nbytes, time_s in sorted(times.items())
+            CollectivePoint(self._operation, name, level, self._group.size, nbytes, time_s, is_border)
+            for name, nbytes, time_s, is_border in sorted(rows)
         ]
 
-    def _at(self, nbytes: Sequence[int], seconds: float) -> Series:
+    def _at(self, nbytes: Sequence[int], seconds: float, memory: collectives.Memory) -> Series:
         """Return the seconds of each algorithm at each of the sizes, measured for about ``seconds`` each."""
         kept: list[Configuration] = []
         for visit in range(VISITS):
             cells = self._cells(nbytes, seconds / VISITS, visit)
-            collectives.run(self._group, cells, self._library, kept.extend, self._say)
+            collectives.run(self._group, cells, self._library, kept.extend, self._say, memory)
         found: Series = self._group.broadcast_object(_best(kept, self._algorithms, self._operation))
         return found
 
@@ -233,7 +250,7 @@ class _Operation:
             buffers=(SHARED,) if self._shares else (ORDINARY,),
             seconds=seconds,
             iterations=None,
-            warmup=2,
+            warmup=1,
             least=LEAST_TURNS,
             check=True,
             hot=False,

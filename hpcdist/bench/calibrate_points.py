@@ -148,7 +148,7 @@ class Wanted:
             )
 
 
-def sizes(least: int, most: int, per_octave: int = 2) -> tuple[int, ...]:
+def sizes(least: int, most: int, per_octave: int = 4) -> tuple[int, ...]:
     """Return sizes from ``least`` to ``most``, ``per_octave`` between each and its double, multiples of 64 bytes."""
     found, step = [], 0
     while (size := least * 2 ** (step / per_octave)) <= most * 1.0001:

@@ -29,17 +29,26 @@ class Memory:
 
     pieces: dict[str, np.ndarray]
     result: np.ndarray
-    counts: dict[int, int]  # bytes of a cell -> slots
+    cache_bytes: int
+    hot: bool
+
+    def slots(self, nbytes: int) -> int:
+        """Return how many buffers of ``nbytes`` take turns in a piece."""
+        most = self.result.nbytes // align_up(nbytes, ALIGN_BYTES)
+        return min(most, buffers.slots(nbytes, self.cache_bytes, self.result.nbytes, self.hot))
 
 
-def run(comm: Communicator, wanted: Wanted, mpi_library: str, keep: Keep, say: Say) -> None:
+def run(
+    comm: Communicator, wanted: Wanted, mpi_library: str, keep: Keep, say: Say, memory: Memory | None = None
+) -> None:
     """Measure all that is ``wanted``; ``keep`` and ``say`` are called on rank 0. Collective over ``comm``.
 
-    ``keep`` gets the configurations of a cell when it is done. An algorithm that was named and does not run here raises
+    Buffers lie in ``memory``, which several runs may share (`take`), or in some of this run. ``keep`` gets the
+    configurations of a cell when it is done. An algorithm that was named and does not run here raises
     UsageError; one that was not named is left out, and ``say`` told why.
     """
     order, notes = cells(wanted, comm.size)
-    memory = _memory(comm, wanted, order, notes)
+    memory = memory or take(comm, wanted, notes)
     contents = {name: buffers.Contents(comm.size, dtype_of(name)) for name in wanted.dtypes}
     said: set[str] = set()
 
@@ -97,20 +106,23 @@ def _configuration(
     return Configuration(key, is_reference, slots, found.verified, found.wrong, found.time_s, found.start_s, session)
 
 
-def _memory(comm: Communicator, wanted: Wanted, order: Sequence[Cell], notes: list[str]) -> Memory:
-    """Take memory for all cells at once, and touch it. Collective over ``comm``."""
+def take(comm: Communicator, wanted: Wanted, notes: list[str]) -> Memory:
+    """Take memory for all that is ``wanted`` at once, and touch it. Collective over ``comm``.
+
+    ``notes`` gets what is to be said of it. Raises UsageError where there is too little.
+    """
     kinds = dict.fromkeys([ORDINARY, *wanted.buffers])
     limit = int(buffers.MEMORY_SHARE * buffers.available_bytes()) // comm.nodes().intra.size // (len(kinds) + 1)
     cache = buffers.last_level_cache_bytes()
     said = comm.allgather_object((limit, cache or buffers.UNKNOWN_CACHE_BYTES))
     limit, cache_bytes = min(one for one, _ in said), max(one for _, one in said)
-    largest = max(cell.bytes for cell in order)
+    largest = max(wanted.bytes)
     if largest > limit:
         raise UsageError(
             f"a buffer of {in_units(largest)} does not fit: {in_units(limit)} are left for each kind of buffer of a "
             "rank on the fullest node; choose smaller --bytes, or fewer ranks on a node"
         )
-    counts = {cell.bytes: buffers.slots(cell.bytes, cache_bytes, limit, wanted.hot) for cell in order}
+    counts = {nbytes: buffers.slots(nbytes, cache_bytes, limit, wanted.hot) for nbytes in wanted.bytes}
     if not wanted.hot and any(nbytes * count <= cache_bytes for nbytes, count in counts.items()):
         notes.append("the memory left is too small for buffers beyond the last-level cache: some lie in it")
     total = max(align_up(nbytes, ALIGN_BYTES) * count for nbytes, count in counts.items())
@@ -119,11 +131,11 @@ def _memory(comm: Communicator, wanted: Wanted, order: Sequence[Cell], notes: li
         pieces[SHARED] = node_shared.allocate(comm, total, np.dtype(np.uint8))
     result = np.empty(total, np.uint8)
     result.fill(0)
-    return Memory(pieces, result, counts)
+    return Memory(pieces, result, cache_bytes, wanted.hot)
 
 
 def _pools(memory: Memory, cell: Cell) -> dict[str, buffers.Pool]:
-    dtype, count = dtype_of(cell.dtype), memory.counts[cell.bytes]
+    dtype, count = dtype_of(cell.dtype), memory.slots(cell.bytes)
     return {kind: buffers.Pool(piece, memory.result, cell.size, dtype, count) for kind, piece in memory.pieces.items()}
 
 

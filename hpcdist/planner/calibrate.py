@@ -21,7 +21,7 @@ import numpy as np
 
 from hpcdist.errors import UsageError
 
-MOST_PIECES: Final = 8
+MOST_PIECES: Final = 12
 LEAST_POINTS: Final = 2  # of a piece, among those that are fitted
 TURNS: Final = 12  # of reweighting
 HUBER: Final = 0.05  # relative difference from which on a point counts less
