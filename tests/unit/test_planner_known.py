@@ -1,0 +1,111 @@
+"""What a search keeps of one layout for others that share it changes no plan: each is made again from nothing."""
+
+import pkgutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+
+import numpy as np
+import pytest
+
+import hpcdist.planner
+from hpcdist.planner import cluster_file, limits
+from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.description import Shape
+from hpcdist.planner.estimate import Estimate
+from hpcdist.planner.layout import ALGORITHMS, COMPRESSIONS, IMPLEMENTATIONS, LIBRARIES, RECOMPUTE, STRATEGIES, Layout
+from hpcdist.planner.memory import by_rank, memory
+from hpcdist.planner.plan import plan
+from hpcdist.planner.shape import describe
+
+MODELS = (
+    describe(Shape(layers=16, hidden=1024, heads=16, vocabulary=50_000, context=512), "dense"),
+    describe(
+        Shape(layers=8, hidden=512, heads=8, vocabulary=8000, context=256, experts=8, experts_per_token=2), "experts"
+    ),
+)
+CHOICES = {
+    "data": (1, 2, 4, 8),
+    "pipeline": (1, 2, 4),
+    "tensor": (1, 2, 4),
+    "context": (1, 2),
+    "expert": (1, 2),
+    "strategy": STRATEGIES,
+    "servers": (0, 2),
+    "microbatch": (1, 2, 4),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1"),
+    "chunks": (1, 2),
+    "recompute": RECOMPUTE,
+    "sequence_parallel": (False, True),
+    "precision": ("float32", "bfloat16"),
+    "main_gradients": ("float32", "working"),
+    "activations": ("float32", "working"),
+    "optimizer_slots": (0, 1, 2),
+    "compression": COMPRESSIONS,
+    "algorithm": ALGORITHMS,
+    "implementation": IMPLEMENTATIONS,
+    "library": LIBRARIES,
+    "overlap": (0.0, 1.0),
+    "tensor_overlap": (0.0, 1.0),
+    "gradient_fusion": (False, True),
+}
+
+
+def walk(rng: np.random.Generator, cluster: Cluster, many: int) -> Iterator[tuple[int, Layout, int]]:
+    """Yield models, layouts that can be, each a field or two from the one before, and batches."""
+    layout, found = Layout(data=2, implementation="megatron"), 0
+    assert set(CHOICES) == set(vars(layout))
+    while found < many:
+        names = rng.choice(sorted(CHOICES), size=rng.integers(1, 3), replace=False)
+        new = replace(layout, **{str(name): CHOICES[name][rng.integers(len(CHOICES[name]))] for name in names})
+        if (new.schedule == "interleaved") != (new.chunks > 1):
+            continue
+        model, batch = int(rng.integers(len(MODELS))), int(rng.choice([32, 64, 96]))
+        if next(limits.shape_problems(MODELS[model], new, cluster, batch), None) is None:
+            layout = new
+            found += 1
+            yield model, new, batch
+
+
+def forget() -> None:
+    """Empty all that the planner has kept."""
+    for module in pkgutil.iter_modules(hpcdist.planner.__path__, "hpcdist.planner."):
+        import_module(module.name)
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith(("hpcdist.planner.", "hpcdist.strategies.", "hpcdist.models.")):
+            for one in vars(module).values():
+                if hasattr(one, "cache_clear"):
+                    one.cache_clear()
+
+
+def figures(found: Estimate) -> dict[str, object]:
+    return {
+        **{f"memory {name}": value for name, value in found.memory.terms.items()},
+        **{f"time {name}": value for name, value in found.timing.terms.items()},
+        **{f"bytes {name}": value for name, value in found.timing.bytes.items()},
+        "joules": found.energy.joules,
+        "hidden": found.timing.hidden_s,
+        "flags": found.flags,
+    }
+
+
+def test_a_plan_does_not_depend_on_those_before_it(rng: np.random.Generator):
+    cluster = cluster_file.read("a100-selene")
+    asked = list(walk(rng, cluster, 300))
+    warm = [figures(plan(MODELS[model], layout, cluster, batch, 10)) for model, layout, batch in asked]
+    assert len({str(one) for one in warm}) > 150, "these layouts do not differ"
+    for (model, layout, batch), known in zip(asked, warm, strict=True):
+        forget()
+        again = figures(plan(MODELS[model], layout, replace(cluster), batch, 10))
+        assert again == known, layout
+
+
+def test_memory_looks_at_all_fields_that_decide(rng: np.random.Generator):
+    """What is kept is known by some fields of a layout; the terms of each rank are of all of them."""
+    cluster = cluster_file.read("a100-selene")
+    for model, layout, batch in walk(rng, cluster, 400):
+        needed = sum(memory(MODELS[model], layout, cluster, batch).terms.values()) - cluster.device.reserved_bytes
+        fullest = max(sum(terms.values()) for terms in by_rank(MODELS[model], layout, batch))
+        if layout.servers == 0:  # a server may need more
+            assert needed == pytest.approx(fullest, rel=1e-12), layout
