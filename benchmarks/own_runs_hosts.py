@@ -16,6 +16,7 @@ from typing import Any, Final
 import own_runs_fits as fits
 import own_runs_report as reports
 from own_runs_fits import Time
+from own_runs_pin import PINNED
 from own_runs_rows import between
 
 from hpcdist.planner import cluster_file
@@ -25,7 +26,7 @@ RATE: Final = "1gbit"
 BURST: Final = "80kb"  # that passes at any speed after a pause: as little as keeps the rate
 HOSTS: Final = 2
 LEAST_BYTES: Final = 1 << 20  # of a collective that is predicted: below, latency under shared cores is all there is
-MAX_BYTES: Final = "16M"
+MAX_BYTES: Final = {1: "8M", 2: "4M"}  # by ranks of a host, which share its link
 LIMIT_S: Final = 1200.0
 
 
@@ -43,7 +44,7 @@ def measured(options: argparse.Namespace, base: Path, folder: Path) -> tuple[lis
     with Hosts(HOSTS, RATE, BURST) as hosts:
 
         def run(ranks: int, program: list[str]) -> None:
-            line = hosts.command(launcher, ranks, [sys.executable, *program], extra)
+            line = hosts.command(launcher, ranks, [*PINNED, *program], extra)
             done = hosts.run(line, hosts.environment(launcher), LIMIT_S)
             if done.returncode != 0:
                 raise SystemExit(f"between hosts: the ranks ended with {done.returncode}\n{done.stdout}")
@@ -51,7 +52,7 @@ def measured(options: argparse.Namespace, base: Path, folder: Path) -> tuple[lis
         def calibrate(ranks: int) -> tuple[Path, Path]:
             found = folder / f"hosts-{ranks}.toml", folder / f"hosts-{ranks}.h5"
             line = ["-P", "-m", "hpcdist", "plan", "calibrate", "-o", str(found[0]), "--points", str(found[1])]
-            line += ["--from", str(base), "--max-bytes", MAX_BYTES, "--seconds", str(options.seconds)]
+            line += ["--from", str(base), "--max-bytes", MAX_BYTES[ranks], "--seconds", str(options.seconds)]
             run(ranks, [*line, *(f"--algorithm={name}" for name in ("auto", "ring", "hierarchical"))])
             return found
 

@@ -5,10 +5,10 @@
 
 First the machine is calibrated (`hpcdist plan calibrate` on 2 ranks): products of matrices, copies, steps of small
 models on one rank, messages and collectives. No training below is among these. Then trainings on 1 and 2 ranks, of two
-other models, take turns in one job: three steps each, of which two are kept. Times are medians of steps, from a barrier
-to the end on the slowest rank; bytes are those of messages that the busiest rank sends in a step; memory is the peak of
-the ledger on the fullest rank; a bubble is what the rank that waits longest waits in receives, of its span. The planner
-gets the recipe of each and the calibrated cluster.
+other models, each rank on a core of its own, take turns in one job: three steps each, of which two are kept. Times are
+medians of steps, from a barrier to the end on the slowest rank; bytes are those of messages that the busiest rank
+sends in a step; memory is the peak of the ledger on the fullest rank; a bubble is what the rank that waits longest
+waits in receives, of its span. The planner gets the recipe of each and the calibrated cluster.
 
 What is planned comes from a calibration, whose times are first quartiles: of a machine that does nothing else. Steps
 are told by their median, as a training lives with what disturbs it now and then; part of what is off is that.
@@ -30,6 +30,7 @@ from typing import Any, Final
 
 import own_runs_fits as fits
 import own_runs_report as reports
+from own_runs_pin import PINNED
 from own_runs_rows import CALIBRATION, Row, between, rows
 
 LIMIT_S: Final = 1800.0
@@ -76,7 +77,7 @@ def launched(ranks: int, program: list[str], folder: Path) -> None:
 
     launcher = mpirun.find()
     settings = {**mpirun.settings(launcher), **importable()}
-    line = mpirun.command(launcher, ranks, [sys.executable, *program], settings)
+    line = mpirun.command(launcher, ranks, [*PINNED, *program], settings)
     subprocess.run(line, env={**os.environ, **settings}, timeout=LIMIT_S, check=True, cwd=folder)
 
 

@@ -16,7 +16,7 @@ Series = Mapping[str, Times]  # of each algorithm or level
 
 STEP: Final = 1.12  # what times may be off before it counts as a jump
 HALVINGS: Final = 4
-JUMPS: Final = 6  # of a series at most, the greatest ones: on a busy machine everything jumps
+JUMPS: Final = 4  # of a series at most, the greatest ones: on a busy machine everything jumps
 MULTIPLE: Final = 64  # bytes: what all operations can divide
 
 
