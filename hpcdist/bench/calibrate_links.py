@@ -6,10 +6,9 @@ the same time, as in a ring: what links have while all neighbours send as well. 
 `hpcdist.bench.collectives`, with buffers that no cache remembers, among all ranks of a node and among all there are.
 
 All sizes are visited several times, and what is told is the first quartile of all visits together: what disturbs a
-machine lasts for seconds. All of an operation are pieces of one and the same memory, as those of a training are of its
-buffers: how pages lie, and whether they were used before, makes them twice as slow, and memory that is taken for some
-sizes alone tells of its own luck.
-Where times jump between two sizes, more are measured (`calibrate_borders`).
+machine lasts for seconds. All sizes of an operation lie in one and the same memory, as those of a training do: how its
+pages lie, and whether they were used before, makes up to a factor of two, and memory that is taken for some sizes alone
+tells of its own luck. Where times jump between two sizes, more are measured (`calibrate_borders`).
 """
 
 import time
@@ -68,7 +67,7 @@ class _Level:
         self._comm, self._name, self._seconds = comm, level, seconds
         if level == INSIDE:
             self._across: Communicator | None = nodes.intra
-            first = nodes.index == 0
+            first = nodes.index == next(place for place, members in enumerate(nodes.members) if len(members) > 1)
         else:
             self._across = nodes.peers if nodes.uniform else nodes.leaders
             first = nodes.intra.rank == 0
@@ -210,7 +209,10 @@ class _Operation:
         """Return all sizes between ``bounds``, and those around jumps, on every rank."""
         wanted = sizes(*bounds)
         each_s = seconds / len(wanted)
-        memory = collectives.take(self._group, self._cells(wanted, each_s, 0), [])
+        notes: list[str] = []
+        memory = collectives.take(self._group, self._cells(wanted, each_s, 0), notes)
+        for note in notes:
+            self._say(note)
         plain = self._at(wanted, each_s, memory)
         found = calibrate_borders.borders(plain, lambda new: self._at(new, each_s, memory))
         release(self._group)

@@ -1,7 +1,7 @@
 """`hpcdist bench collectives`: measures every contender on every cell, and hands rank 0's results on as they come."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,12 +25,16 @@ Keep = Callable[[Sequence[Configuration]], None]
 
 @dataclass(frozen=True)
 class Memory:
-    """What the pools of all cells lie in, one piece of each kind, and one for results that do not fit in place."""
+    """What the pools of all cells lie in, one piece of each kind, and one for results that do not fit in place.
+
+    It also remembers what "auto" stands for, by dtype and kind of memory: runs that share it compare the same.
+    """
 
     pieces: dict[str, np.ndarray]
     result: np.ndarray
     cache_bytes: int
     hot: bool
+    chosen: dict[tuple[str, str], Choice] = field(default_factory=dict)
 
     def slots(self, nbytes: int) -> int:
         """Return how many buffers of ``nbytes`` take turns in a piece."""
@@ -62,10 +66,10 @@ def run(
     for note in notes:
         say_once(note)
     limits, measured = Limits(wanted.seconds, wanted.iterations, wanted.warmup, wanted.least), False
-    field = _Field(comm, wanted, mpi_library, say_once)
+    known = _Field(comm, wanted, memory.chosen, mpi_library, say_once)
     for number, cell in enumerate(order):
         pools = _pools(memory, cell)
-        taking_part = field.of(cell, pools, contents[cell.dtype])
+        taking_part = known.of(cell, pools, contents[cell.dtype])
         if not taking_part:
             continue
         measured = True
@@ -116,13 +120,14 @@ def take(comm: Communicator, wanted: Wanted, notes: list[str]) -> Memory:
     cache = buffers.last_level_cache_bytes()
     said = comm.allgather_object((limit, cache or buffers.UNKNOWN_CACHE_BYTES))
     limit, cache_bytes = min(one for one, _ in said), max(one for _, one in said)
-    largest = max(wanted.bytes)
+    sizes = {cell.bytes for cell in cells(wanted, comm.size)[0]}  # of some operations, more than was asked for
+    largest = max(sizes)
     if largest > limit:
         raise UsageError(
             f"a buffer of {in_units(largest)} does not fit: {in_units(limit)} are left for each kind of buffer of a "
             "rank on the fullest node; choose smaller --bytes, or fewer ranks on a node"
         )
-    counts = {nbytes: buffers.slots(nbytes, cache_bytes, limit, wanted.hot) for nbytes in wanted.bytes}
+    counts = {nbytes: buffers.slots(nbytes, cache_bytes, limit, wanted.hot) for nbytes in sizes}
     if not wanted.hot and any(nbytes * count <= cache_bytes for nbytes, count in counts.items()):
         notes.append("the memory left is too small for buffers beyond the last-level cache: some lie in it")
     total = max(align_up(nbytes, ALIGN_BYTES) * count for nbytes, count in counts.items())
@@ -142,9 +147,10 @@ def _pools(memory: Memory, cell: Cell) -> dict[str, buffers.Pool]:
 class _Field:
     """Finds who takes part in a cell; what "auto" stands for is found once for each dtype and kind of memory."""
 
-    def __init__(self, comm: Communicator, wanted: Wanted, mpi_library: str, say: Say) -> None:
-        self._comm, self._wanted, self._library, self._say = comm, wanted, mpi_library, say
-        self._chosen: dict[tuple[str, str], Choice] = {}
+    def __init__(
+        self, comm: Communicator, wanted: Wanted, chosen: dict[tuple[str, str], Choice], mpi_library: str, say: Say
+    ) -> None:
+        self._comm, self._wanted, self._chosen, self._library, self._say = comm, wanted, chosen, mpi_library, say
 
     def of(self, cell: Cell, pools: dict[str, buffers.Pool], contents: buffers.Contents) -> list[Contender]:
         """Return the contenders, native first and references last; none where no algorithm runs. Collective."""

@@ -119,6 +119,48 @@ def test_two_ranks_measure_messages_and_collectives_of_all_sizes():
             assert all(one.seconds > 0 and one.ranks == 2 for one in own)
 
 
+def jumping(nbytes: int) -> float:
+    """Seconds on this machine that never was: slow beyond 100,000 bytes."""
+    return 1e-6 + 1e-11 * nbytes + (5e-6 if nbytes > 100_000 else 0.0)
+
+
+def test_points_at_a_jump_of_messages_are_marked_and_those_measured_again_count_with_the_lesser(monkeypatch):
+    level = calibrate_links._Level.__new__(calibrate_links._Level)
+    level._name = "node"
+    wanted, rounds = sizes(1 << 14, 1 << 19), []
+
+    def at(nbytes):
+        rounds.append(list(nbytes))
+        slow = 3.0 if len(rounds) == 1 else 1.0  # once, of one size
+        return {n: Busy(jumping(n) / 2, jumping(n) * (slow if n == wanted[3] else 1.0)) for n in nbytes}
+
+    monkeypatch.setattr(level, "_at", at, raising=False)
+    points = level.points(wanted)
+    assert [one.nbytes for one in points if not one.border] == list(wanted)
+    assert all(one.seconds[:2] == (jumping(one.nbytes) / 2, jumping(one.nbytes)) for one in points)
+    borders = [one.nbytes for one in points if one.border]
+    assert len(borders) == 4
+    assert min(borders) <= 100_000 < max(borders)
+    assert sorted(one.nbytes for one in points) == [one.nbytes for one in points]
+
+
+def test_points_at_a_jump_of_one_algorithm_are_borders_of_that_one_alone(monkeypatch):
+    def timed(self, nbytes, seconds, memory):
+        return {"auto": {n: jumping(n) for n in nbytes}, "ring": {n: 2e-6 + 1e-11 * n for n in nbytes}}
+
+    monkeypatch.setattr(calibrate_links._Operation, "_at", timed)
+    monkeypatch.setattr(calibrate_links.collectives, "take", lambda comm, wanted, notes: notes.append("too small"))
+    said: list[str] = []
+    measure = calibrate_links._Operation(solo(), "all_gather", ("auto", "ring"), "a library", said.append)
+    points = measure.points("node", (1 << 14, 1 << 19), 1.0)
+    assert {one.algorithm for one in points if one.border} == {"auto"}
+    for name in ("auto", "ring"):
+        own = [one for one in points if one.algorithm == name and not one.border]
+        assert [one.nbytes for one in own] == list(sizes(1 << 14, 1 << 19))
+    assert all(one.seconds == jumping(one.nbytes) for one in points if one.algorithm == "auto")
+    assert said == ["too small"]
+
+
 def test_sizes_are_multiples_of_a_cache_line_without_doubles():
     found = sizes(64, 1 << 20)
     assert found[0] == 64

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -113,6 +114,22 @@ def test_buffers_exceed_the_cache_within_the_memory():
     assert collectives_buffers.slots(256 << 20, 32 << 20, 300 << 20, hot=False) == 1
     assert collectives_buffers.slots(1 << 20, 32 << 20, 16 << 20, hot=False) == 16
     assert collectives_buffers.slots(1 << 20, 32 << 20, 1 << 30, hot=True) == 1
+
+
+def test_sizes_that_were_not_asked_for_lie_in_the_memory_that_was_taken():
+    memory = collectives.Memory({}, np.empty(1 << 20, np.uint8), cache_bytes=1 << 14, hot=False)
+    for nbytes in (64, 100, 1 << 13, 1 << 19, 1 << 20):
+        count = memory.slots(nbytes)
+        assert count >= 1
+        assert count * -(-nbytes // 64) * 64 <= 1 << 20
+
+
+def test_memory_holds_what_an_operation_makes_of_a_size():
+    many = SimpleNamespace(size=32, nodes=lambda: SimpleNamespace(intra=SimpleNamespace(size=32)))
+    many.allgather_object = lambda mine: [mine]
+    assert (
+        collectives.take(many, wanted(operations=("all_to_all",), bytes=(8,)), []).slots(128) == 1
+    )  # a float32 for each of 32 ranks
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "float64"])

@@ -31,7 +31,7 @@ from hpcdist.planner import cluster_file
 pytest.importorskip("matplotlib")
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("rows", "fits", "report", "hosts")
+NAMES = ("rows", "fits", "report", "hosts", "pin")
 ONLY = "allreduce, ring"
 
 
@@ -222,3 +222,14 @@ def test_points_of_a_machine_give_back_its_times(bench, tmp_path):
     found = bench.of_fits.unseen(path, "here")
     assert {one.what for one in found} >= {"message, node", "message, network", "ring allreduce, network, 4 ranks"}
     assert max(abs(one.error) for one in found) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "expected"),
+    [([0], 2, [0, 0]), ([0, 1], 1, [0]), ([0, 1], 2, [0, 1]), ([2, 5], 4, [2, 2, 5, 5]), ([0, 1, 2, 3], 2, [0, 1])],
+)
+def test_ranks_have_cores_of_their_own_and_those_of_a_host_share_them(bench, cores, ranks, expected):
+    for rank, size in bench.of_pin.RANKS:
+        found = [bench.of_pin.core(cores, {rank: str(number), size: str(ranks)}) for number in range(ranks)]
+        assert found == expected
+    assert bench.of_pin.core(cores, {}) == cores[0]
