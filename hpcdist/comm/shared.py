@@ -77,8 +77,8 @@ class Members:
 
     def _described(self, dead: list[int]) -> str:
         name = self._comm.Get_name()
-        if not dead:  # whoever revoked it knows more
-            return f"{name} was revoked because a rank had died"
+        if not dead:  # MPI did not say who, or whoever revoked it knows more
+            return f"a rank of {name} has died, or it was revoked because one had"
         processes = ", ".join(str(self._processes[rank][0]) for rank in dead)
         return f"rank {', '.join(map(str, dead))} of {name} (process {processes}) has died"
 
