@@ -18,11 +18,12 @@ from typing import Any, Final, NamedTuple
 from hpcdist.planner.activations import Activations, again_one_by_one, itemsize, of_units, scratch_of
 from hpcdist.planner.buffers import exchanged, server, whole_units
 from hpcdist.planner.cluster import Cluster
+from hpcdist.planner.cut import Cut
 from hpcdist.planner.description import Description
 from hpcdist.planner.estimate import Memory
 from hpcdist.planner.inflight import in_flight
 from hpcdist.planner.layout import Layout
-from hpcdist.planner.parts import Cut, Part, part_of, parts
+from hpcdist.planner.parts import Part, part_of, parts
 from hpcdist.planner.states import stage_of, states, whole
 from hpcdist.strategies.partition_memory import IN_MESSAGES
 
@@ -39,7 +40,7 @@ _lasting_of, _passing_of = attrgetter(*_LASTING), attrgetter(*_PASSING)
 
 
 Count = tuple[int, int, int]  # of units that are alike: inputs, kept, held
-Moment = tuple[tuple[int, Count], ...]  # by their place
+Alive = tuple[tuple[int, Count], ...]  # by their place
 
 
 class Lasting(NamedTuple):
@@ -163,7 +164,7 @@ def _scratch(description: Description, layout: Layout, present: tuple[int, ...])
 
 
 def _passes(
-    description: Description, layout: Layout, part: Part, alive: Sequence[Moment], scratch: tuple[float, float]
+    description: Description, layout: Layout, part: Part, alive: Sequence[Alive], scratch: tuple[float, float]
 ) -> Passing:
     """Return what the micro-batches take of a part whose units are ``alive`` so."""
     samples, units = layout.microbatch, of_units(description, layout)
@@ -183,12 +184,12 @@ def _repeats(description: Description, layout: Layout) -> bool:
 @lru_cache(maxsize=1 << 15)
 def _alive(
     description: Description, cut: Cut, schedule: str, microbatches: int, recompute: bool
-) -> tuple[tuple[Moment, ...], ...]:
+) -> tuple[tuple[Alive, ...], ...]:
     """Return the moments of all parts."""
     return tuple(_moments(cut, part, schedule, microbatches, recompute) for part in parts(description, cut))
 
 
-def _moments(cut: Cut, part: Part, schedule: str, microbatches: int, recompute: bool) -> tuple[Moment, ...]:
+def _moments(cut: Cut, part: Part, schedule: str, microbatches: int, recompute: bool) -> tuple[Alive, ...]:
     """Return how many units of a part are alive at the moments when it may need most."""
     found = []
     for moment in in_flight(schedule, cut.pipeline, microbatches, cut.chunks, part.rank, recompute=recompute):
@@ -203,7 +204,7 @@ def _moments(cut: Cut, part: Part, schedule: str, microbatches: int, recompute: 
     return tuple(found)
 
 
-def _bytes_of(moment: Moment, units: Sequence[Activations]) -> float:
+def _bytes_of(moment: Alive, units: Sequence[Activations]) -> float:
     """Return the bytes of a sample's activations at one moment."""
     return sum(
         [

@@ -16,7 +16,10 @@ again ahead fills more of it: of A, at most X / 2, one in v of 1F1B, and two of 
 
 An order of micro-batches takes at least what it takes without the exchange, the update and the input: they are all that
 differs between its strategies (`hpcdist.planner.timing.Flow`). Joules are a sum over the terms of time, each with its
-own power, so the least is that of these terms. Prices are those of these seconds and joules, failures left out.
+own power, so the least is that of these terms. Before an order is timed, the slowest rank is taken to compute for as
+much of its time as all ranks do together; one that mostly sends takes less power, by less than what hosts and idle
+devices take, of which the bound has none for the exchange and the update. Prices are those of these seconds and joules,
+failures left out.
 """
 
 import math
