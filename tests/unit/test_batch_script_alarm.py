@@ -26,7 +26,7 @@ STAGED = dataclasses.replace(
     warmup=True,
     walltime=None,
 )
-MINUTE = {"walltime": "00:01:00", "signal_s": 59}  # signalled after a second
+MINUTE = {"walltime": "00:01:00", "signal_s": 55}  # signalled after five seconds, when the training can be told
 JOBS = {
     "pbs": (PBS, dataclasses.replace(PLAIN, gpus_per_node=4)),
     "pbs-staged": (PBS, STAGED),
