@@ -63,7 +63,7 @@ LAZY = (
     "tensorboardX",
 )
 
-MODULE_LINES = 300
+MODULE_LINES = 450
 FUNCTION_LINES = 60
 
 
