@@ -13,13 +13,14 @@ from hpcdist.comm.diagnosis import FAIL, OK, WARN, Check
 from hpcdist.comm.diagnosis_facts import THREADS, VISIBLE
 from hpcdist.comm.diagnosis_table import Lint, Row, Table, linted
 from hpcdist.comm.diagnosis_text import spans
+from hpcdist.comm.placement import is_permutation, shown
 
 MOST_SHOWN: Final = 4
 NO_GPU: Final = "ask for GPUs (--gpus-per-node) and install hpcdist[cuda12x] (or 13x), or set run.device = 'cpu'"
 
 
 def check_local_ranks(table: Table) -> Check:
-    """Check that MPI, the launcher and Slurm number the ranks of a node alike: the GPU is chosen by that number."""
+    """Check that the launcher and Slurm number the ranks of a node from 0 on: the GPU is chosen by that number."""
     name = "local ranks"
     lints = (
         Lint(_misannounced, FAIL, "start the job with one launcher, the one that belongs to the MPI library"),
@@ -32,19 +33,19 @@ def check_local_ranks(table: Table) -> Check:
 
 
 def _misannounced(rows: list[Row]) -> str:
-    pairs = [(row.local_rank, row.facts.announced) for row in rows if row.facts.announced not in (None, row.local_rank)]
-    return _numbering(pairs, rows[0].facts.launcher) if pairs else ""
+    return _numbering([row.facts.announced for row in rows], rows[0].facts.launcher)
 
 
 def _misnumbered(rows: list[Row]) -> str:
-    pairs = [(row.local_rank, row.facts.slurm_local) for row in rows]
-    pairs = [pair for pair in pairs if pair[1] not in (None, pair[0])]
-    return _numbering(pairs, "SLURM_LOCALID") if pairs else ""
+    return _numbering([row.facts.slurm_local for row in rows], "SLURM_LOCALID")
 
 
-def _numbering(pairs: Sequence[tuple[int, int | None]], who: str) -> str:
-    shown = ", ".join(f"{mpi} is {other}" for mpi, other in pairs[:MOST_SHOWN])
-    return f"local rank of MPI and of {who}: {shown}{', ...' if len(pairs) > MOST_SHOWN else ''}"
+def _numbering(numbers: Sequence[int | None], who: str) -> str:
+    """Return the fault of the numbers that ``who`` gave to the ranks of a node: any order of 0 .. n - 1 is right."""
+    given = [number for number in numbers if number is not None]
+    if len(given) < len(numbers) or is_permutation(given):
+        return ""
+    return f"{who} numbers the {len(numbers)} ranks of the node {shown(given)}"
 
 
 def check_gpus(table: Table, wanted: str, held: bool) -> Check:

@@ -72,21 +72,21 @@ def test_the_ranks_of_a_job_examine_each_other(mpiexec, tmp_path):
 
 
 # Told in place of the launcher's variables, which the MPI library reads as well.
-SWAPPED = """
+MISNUMBERED = """
 import dataclasses
 from hpcdist.comm import launcher
 said = launcher.announced()
-launcher.announced = lambda: dataclasses.replace(said, local_rank=1 - said.rank)
+launcher.announced = lambda: dataclasses.replace(said, local_rank=1 + said.rank)
 from hpcdist.cli.main import main
 main(["doctor", "--job", "--json", "--device", "cpu"])
 """
 
 
 def test_wrong_local_ranks_are_reported_by_all_together(launch):
-    ended = launch(2, SWAPPED)
+    ended = launch(2, MISNUMBERED)
     assert ended.code == 1, ended.output
     check = report_of(ended.stdout)["local ranks"]
-    assert check["status"] == "FAIL" and "0 is 1, 1 is 0" in check["found"], ended.output
+    assert check["status"] == "FAIL" and "numbers the 2 ranks of the node 1 2" in check["found"], ended.output
     assert "Traceback" not in ended.stderr
 
 

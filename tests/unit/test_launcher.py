@@ -3,7 +3,9 @@
 import pytest
 
 from hpcdist.comm.launcher import Announced, announced
+from hpcdist.comm.placement import locate
 from hpcdist.comm.start import check_world
+from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError
 
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
@@ -64,3 +66,29 @@ def test_singletons_are_refused_with_the_cure() -> None:
         ConfigurationError, match=r"announced 8 ranks, but MPI \(Open MPI v5\) sees a world of 1.*--mpi="
     ):
         check_world(said, 1, "Open MPI v5")
+
+
+@pytest.mark.parametrize("local_ranks", [(0, 1, 2, 3, 4, 5, 6, 7), (0, 2, 4, 6, 1, 3, 5, 7), (7, 6, 5, 4, 3, 2, 1, 0)])
+def test_local_ranks_are_taken_in_the_order_that_the_launcher_chose(local_ranks: tuple[int, ...]) -> None:
+    def body(comm):
+        return locate(comm, Announced("Open MPI mpirun", 8, comm.rank, local_ranks[comm.rank])).local_rank
+
+    assert run_threads(8, body) == list(local_ranks)
+
+
+@pytest.mark.parametrize("local_ranks", [(0, 0, 1, 2), (1, 2, 3, 4), (0, 1, 2, 4)])
+def test_local_ranks_that_are_no_permutation_are_refused(local_ranks: tuple[int, ...]) -> None:
+    def body(comm):
+        return locate(comm, Announced("Open MPI mpirun", 4, comm.rank, local_ranks[comm.rank]))
+
+    with pytest.raises(
+        ConfigurationError, match=f"announced the local ranks {' '.join(map(str, local_ranks))} to the 4"
+    ):
+        run_threads(4, body)
+
+
+def test_a_local_rank_that_nobody_announced_is_the_index_on_the_node() -> None:
+    def body(comm):
+        return locate(comm, Announced("mpiexec", 3, comm.rank, None if comm.rank == 1 else 2)).local_rank
+
+    assert run_threads(3, body) == [0, 1, 2]
