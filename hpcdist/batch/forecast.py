@@ -12,6 +12,7 @@ grid's operator nor that of the cluster can be guessed.
 import bisect
 import csv
 import difflib
+import io
 import itertools
 import math
 import re
@@ -22,7 +23,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.reporting import regular
 
 _TIME: Final = ("time", "datetime", "timestamp")
 # All of them say the unit: a number named "intensity" may as well be g/MJ, or lbs/MWh.
@@ -90,9 +92,11 @@ class Forecast:
 def read(path: Path) -> Forecast:
     """Return the forecast in ``path``, see above. Raises ConfigurationError that names the line, or the file."""
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with io.StringIO(regular.read(path).decode("utf-8-sig"), newline="") as file:
             return _parsed(path, csv.reader(file, strict=True))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except OSError as error:
+        raise StorageError(f"cannot read the forecast {path}: {error.strerror or error}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigurationError(f"cannot read the forecast {path}: {error}; give a CSV file: time,gCO2/kWh") from error
 
 

@@ -15,7 +15,6 @@ A registry of each user, ``$XDG_STATE_HOME/hpcdist/runs.jsonl``, tells which run
 
 import json
 import os
-import stat
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,9 +23,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from hpcdist.errors import StorageError
+from hpcdist.reporting import regular
 
 FILE_NAME: Final = "jobs.jsonl"
 REGISTRY: Final = "runs.jsonl"
+MOST_BYTES: Final = 64 << 20  # that are read of a ledger: a hundred thousand entries
 SUBMITTED: Final = "submitted"
 BEGAN: Final = "began"
 ENDED: Final = "ended"
@@ -202,20 +203,16 @@ def _append(path: Path, values: Mapping[str, Any]) -> None:
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects in ``path``, none where it is missing. Raises OSError."""
     try:
-        # Not to wait for the other end, should it be a pipe.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        data = regular.read(path, MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return
-    with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(0, "it is no regular file")
-        for line in file:
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(value, dict):
-                yield value
+    for line in data.split(b"\n"):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            yield value
 
 
 def _entry(value: dict[str, Any]) -> Entry | None:

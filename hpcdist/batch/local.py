@@ -26,6 +26,7 @@ from typing import Any, Final
 from hpcdist.batch import ledger
 from hpcdist.batch.states import JobState, State
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
+from hpcdist.reporting import regular
 
 PREFIX: Final = "local-"
 BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -220,7 +221,7 @@ def _kept(job: str) -> dict[str, Any] | None:
     if not _ID.fullmatch(job):
         return None
     try:
-        value = json.loads((_home() / job / "job.json").read_text())
+        value = regular.json_value(_home() / job / "job.json")
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
@@ -229,7 +230,7 @@ def _kept(job: str) -> dict[str, Any] | None:
 def _code(job: str) -> tuple[int | None, datetime | None]:
     """Return the exit code of ``job`` and when it ended, None where it has not."""
     try:
-        code, ended_s = (int(word) for word in (_home() / job / "code").read_text().split())
+        code, ended_s = (int(word) for word in regular.text(_home() / job / "code", 64).split())
     except (OSError, ValueError):
         return None, None
     return code, datetime.fromtimestamp(ended_s, UTC)

@@ -16,6 +16,7 @@ import jinja2
 from hpcdist.batch import resources
 from hpcdist.batch.installation import Installation
 from hpcdist.errors import StorageError, UsageError
+from hpcdist.reporting import atomic, regular
 
 NAME: Final = "hpcdist"
 KINDS: Final = {"tcl": "", "lua": ".lua"}  # what the file's name has after the version
@@ -71,15 +72,13 @@ def write(folder: Path, version: str, texts: Mapping[str, str], *, force: bool) 
     """
     paths = {folder / NAME / f"{version}{KINDS[kind]}": text for kind, text in texts.items()}
     try:
-        other = [str(path) for path, text in paths.items() if path.exists() and path.read_bytes() != text.encode()]
+        other = [str(path) for path, text in paths.items() if path.exists() and regular.read(path) != text.encode()]
         if other and not force:
             raise UsageError(f"{', '.join(other)}: exists with another content; --force replaces it")
         (folder / NAME).mkdir(parents=True, exist_ok=True)
         for path, text in paths.items():
             # Not in place: somebody's `module load` may be reading the old one.
-            beside = path.with_name(f".{path.name}.new")
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(path)
+            atomic.write(path, text)
     except OSError as error:
         raise StorageError(f"modulefiles cannot be written to {folder}: {error}") from error
     return list(paths)

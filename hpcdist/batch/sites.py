@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import os
 import shutil
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, get_type_hints
@@ -17,7 +16,8 @@ import msgspec
 from hpcdist.batch import resources, site
 from hpcdist.batch.site import Site
 from hpcdist.comm import mpirun
-from hpcdist.errors import ConfigurationError, MissingCapabilityError
+from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError
+from hpcdist.reporting import regular
 
 VARIABLE: Final = "HPCDIST_SITE"
 BASED_ON: Final = "based_on"
@@ -93,13 +93,12 @@ def recipe_of(named: str, environment: Mapping[str, str] = os.environ) -> tuple[
 
 def _tree(path: Path, environment: Mapping[str, str], above: tuple[Path, ...]) -> dict[str, Any]:
     try:
-        with path.open("rb") as stream:
-            tree = tomllib.load(stream)
+        tree = regular.toml(path)
     except FileNotFoundError:
-        raise ConfigurationError(f"site profile {path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"site profile {path} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+        raise StorageError(f"site profile {path}: there is no such file") from None
+    except OSError as error:
+        raise StorageError(f"site profile {path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
         raise ConfigurationError(f"site profile {path} is not valid TOML: {error}") from error
     named = tree.get("cluster")
     if isinstance(named, str) and (os.sep in named or named.endswith(".toml")):

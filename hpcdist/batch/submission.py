@@ -17,6 +17,7 @@ from hpcdist.batch.job import BatchJob
 from hpcdist.batch.site import Site
 from hpcdist.batch.states import OVER, State
 from hpcdist.errors import StorageError
+from hpcdist.reporting import atomic
 
 # By scheduler: the template of a training, and where the script of a run is kept.
 TEMPLATES: Final = {"slurm": "train.sbatch.j2", "pbs": "train.pbs.j2", "none": "train.sh.j2"}
@@ -118,7 +119,7 @@ def _handed_over(job: BatchJob, text: str, site: Site, folder: Path, after: str 
 def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        atomic.write(path, text)
     except OSError as error:
         raise StorageError(
             f"{path} cannot be written: {error.strerror}; free space there, or choose another --out"

@@ -92,7 +92,7 @@ def locked(path: Path) -> Iterator[None]:
 def _lock(name: Path) -> int:
     """Return the descriptor of the locked file ``name``. Raises BlockingIOError when somebody else has it."""
     while True:
-        held = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        held = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(held), os.stat(name)):

@@ -23,13 +23,13 @@ Keys are those of recipes; values must be of the types that a recipe has. A cond
 import difflib
 import hashlib
 import itertools
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.reporting import regular
 
 TABLES: Final = ("sweep", "recipe", "axes", "trial", "exclude")
 HEAD: Final = ("ranks", "repeats", "recipe")
@@ -98,10 +98,10 @@ class Trial:
 def read(path: Path) -> Sweep:
     """Read a sweep file. Raises ConfigurationError when it is not one."""
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"sweep {path} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+        tree = regular.toml(path)
+    except OSError as error:
+        raise StorageError(f"sweep {path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
         raise ConfigurationError(f"sweep {path} is not valid TOML: {error}") from error
     _check_names(tree, TABLES, f"sweep {path}")
     head = _table(tree, "sweep", path)

@@ -18,7 +18,7 @@ import xxhash
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest
 from hpcdist.errors import StorageError
-from hpcdist.hdf5.overlay import open_regular
+from hpcdist.reporting.regular import open_regular
 
 READ_BYTES: Final = 1 << 19  # read, digested and copied at a time: it stays in the cache of a core (empirical)
 MOST_OPEN: Final = 64  # files; a rank that restores from thousands of shards must not run out of descriptors

@@ -5,7 +5,6 @@ other's place, ``step-N.abandoned`` lies beyond a step from which the run was co
 """
 
 import math
-import os
 import re
 import shutil
 import sys
@@ -15,6 +14,7 @@ from typing import Final
 
 from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.retention import Retention, loss_of
+from hpcdist.reporting import atomic
 
 LATEST: Final = "latest"
 _NAME: Final = re.compile(r"step-(\d+)(\.tmp|\.replaced)?")
@@ -40,7 +40,8 @@ def begin(directory: Path, step: int, inside: Sequence[str] = ()) -> Path:
     """
     if not directory.is_dir():
         directory.mkdir(parents=True)
-        _sync(directory.parent)
+        atomic.sync(directory.parent)
+    atomic.sweep(directory, 0.0)
     for _, path in candidates(directory):
         if path.suffix == ".tmp":
             shutil.rmtree(path)
@@ -57,17 +58,16 @@ def commit(directory: Path, step: int, text: str, keep: int | Retention) -> Path
     Until the rename, the previous checkpoint is the newest; from then on, this one is.
     """
     temporary, final = directory / f"step-{step}.tmp", directory / f"step-{step}"
-    _write(temporary / manifest.FILE_NAME, text)
     for inside in temporary.iterdir():
         if inside.is_dir():
-            _sync(inside)
-    _sync(temporary)
+            atomic.sync(inside)
+    replace(temporary / manifest.FILE_NAME, text)
     replaced = directory / f"step-{step}.replaced"
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     temporary.rename(final)
-    _sync(directory)
+    atomic.sync(directory)
     replace(directory / LATEST, final.name + "\n")
     _prune(directory, step, Retention.of(keep))
     return final
@@ -75,10 +75,7 @@ def commit(directory: Path, step: int, text: str, keep: int | Retention) -> Path
 
 def replace(path: Path, text: str) -> None:
     """Let ``path`` hold ``text``: that or what was there, even where the machine fails meanwhile. Raises OSError."""
-    new = path.with_name(f"{path.name}.tmp")
-    _write(new, text)
-    new.replace(path)
-    _sync(path.parent)
+    atomic.write(path, text, durable=True)
 
 
 def discard(temporary: Path) -> None:
@@ -116,18 +113,3 @@ def remove(path: Path) -> None:
     doomed = path if path.suffix == ".tmp" else path.with_name(f"{path.name.split('.')[0]}.tmp")
     path.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -22,6 +22,7 @@ from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.restore import restore
 from hpcdist.errors import StorageError, UsageError
 from hpcdist.hdf5.overlay import pwrite_all
+from hpcdist.reporting import atomic
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
     for path in paths:
         if path.exists():
             raise StorageError(f"{path}: exists already; remove it, or choose another name")
-    written = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in paths}
+    written = {path: atomic.unfinished(path) for path in paths}
     named: list[Path] = []
     try:
         for folder in {path.parent for path in paths}:
@@ -87,7 +88,7 @@ def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
             temporary.rename(path)
             named.append(path)
         for folder in {path.parent for path in paths}:
-            _sync(folder)
+            atomic.sync(folder)
     except OSError as error:
         for path in named:
             path.unlink(missing_ok=True)
@@ -101,17 +102,9 @@ def new_files(paths: Sequence[Path]) -> Iterator[dict[Path, Path]]:
 
 def write_file(path: Path, write: Callable[[int], None]) -> None:
     """Make the file at ``path``, let ``write`` fill its descriptor, and wait until it is on the disk."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         write(fd)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -31,11 +31,15 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint import torch_state
 from hpcdist.checkpoint.catalogue import Tensor
 from hpcdist.checkpoint.foreign_child import ERROR, size_of
-from hpcdist.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX
+from hpcdist.checkpoint.safetensors import INDEX_SUFFIX, MOST_TENSORS, SUFFIX
 from hpcdist.errors import StorageError, UsageError
 
 PATIENCE_S: Final = 300.0  # for one answer
 MOST_TOLD_BYTES: Final = 256 << 20  # of what a file is said to hold
+# The largest models have some 100,000 tensors of 60 letters. HDF5 moves all names of a group when it has no room for
+# one more, so the time of very many grows with their square.
+MOST_NAMES_BYTES: Final = 16 << 20
+MOST_DEPTH: Final = 16  # groups in one another
 MOST_TIMES: Final = 4  # all tensors together may be so many times the file: some share their bytes
 _KIND: Final = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)*")
 _KEPT: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "HOME")  # of the environment
@@ -206,10 +210,17 @@ class _Remote:
 
 def _why_not(told: list[_Told], file_bytes: int) -> str:
     """Return what of it cannot be, or cannot be kept, as the rest of a sentence; "" when all can."""
+    names_bytes = sum(len(one.name) for one in told)
+    if len(told) > MOST_TENSORS or names_bytes > MOST_NAMES_BYTES:
+        return (
+            f"it has {len(told)} tensors, whose names have {names_bytes} letters; at most {MOST_TENSORS} and "
+            f"{MOST_NAMES_BYTES} are read: is it a model?"
+        )
     total, seen = 0, set()
     for one in told:
         parts = one.name.split("/")
         plain = one.name.isprintable() and len(one.name) <= 512 and not {"", ".", ".."} & set(parts)
+        plain = plain and len(parts) <= MOST_DEPTH
         if not plain or len(one.kind) > 64 or not _KIND.fullmatch(one.kind):
             return f"a tensor is called {one.name[:80]!r} of {one.kind[:80]!r}, which cannot be a name of a dataset"
         if one.dtype not in FLOATS | INTEGERS:

@@ -6,7 +6,6 @@ It confines itself, opens the file, and tells on stdout what is in it; then it a
 """
 
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from hpcdist.checkpoint import safetensors, torch_state
 from hpcdist.checkpoint.catalogue import PARAMETERS
 from hpcdist.checkpoint.sandbox import confine
 from hpcdist.hdf5.overlay import pread_all
+from hpcdist.reporting import regular
 
 ERROR: Final = 1 << 63
 SLACK_BYTES: Final = 1 << 30  # address space beyond twice the file: for the program that reads it
@@ -48,7 +48,7 @@ class SafetensorsSource:
         self.metadata = ""
         self._places: list[tuple[int, safetensors.Place]] = []
         for file in _files(path):
-            fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+            fd = regular.open_regular(file)
             found, metadata = safetensors.read_header(fd)
             self.metadata = self.metadata or metadata.get(safetensors.OURS, "")
             for name, place in found.items():
@@ -71,9 +71,7 @@ def _kind_of(name: str) -> tuple[str, str]:
 def _files(path: Path) -> list[Path]:
     if not path.name.endswith(safetensors.INDEX_SUFFIX):
         return [path]
-    if path.stat().st_size > MOST_INDEX_BYTES:
-        raise ValueError(f"an index of {path.stat().st_size} bytes")
-    told = json.loads(path.read_bytes())
+    told = regular.json_value(path, MOST_INDEX_BYTES)
     names = set(told["weight_map"].values()) if isinstance(told, dict) else set()
     strange = [name for name in names if not isinstance(name, str) or Path(name).name != name or name.startswith(".")]
     if strange or not names:

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from hpcdist.errors import StorageError
+from hpcdist.reporting import atomic, regular
 
 LOCK_FILE: Final = "lock"
+MOST_BYTES: Final = 1 << 16  # of a lock, which has a few hundred
 BEAT_S: Final = 10.0
 STALE_S: Final = 60.0
 
@@ -112,9 +114,9 @@ class Lock:
 
     def _made(self, path: Path) -> bool:
         """Whether the lock is this process's now."""
-        new = path.with_name(f"{LOCK_FILE}.{self._own['host']}.{self._own['pid']}.{threading.get_ident()}")
+        new = atomic.unfinished(path)
         try:
-            new.write_text(json.dumps(self._own) + "\n", encoding="utf-8")
+            atomic.write(new, json.dumps(self._own) + "\n")
             _link_new(new, path)
         except FileExistsError:
             return False
@@ -128,7 +130,7 @@ class Lock:
         assert self._path is not None
         while not self._ended.wait(BEAT_S):
             try:
-                if json.loads(self._path.read_bytes()) != self._own:
+                if regular.json_value(self._path, MOST_BYTES) != self._own:
                     return  # it is another's now: that one touches it
                 os.utime(self._path)
             except (OSError, ValueError):
@@ -152,7 +154,7 @@ def _link_new(new: Path, path: Path) -> None:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
             raise
         with path.open("x", encoding="utf-8") as file:  # a file system without links: whole a moment later
-            file.write(new.read_text(encoding="utf-8"))
+            file.write(regular.text(new, MOST_BYTES))
 
 
 def _identity(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -172,15 +174,15 @@ def _look(path: Path) -> tuple[dict[str, Any] | None, float]:
 
     Both times are those of the file system, whose clock may differ from this machine's.
     """
-    now, age_s = path.with_name(f"{LOCK_FILE}.now.{os.getpid()}.{threading.get_ident()}"), 0.0
+    now, age_s = atomic.unfinished(path), 0.0
     try:
-        now.touch()
+        os.close(atomic.create(now))
         age_s = now.stat().st_mtime - path.stat().st_mtime
-        found = json.loads(path.read_bytes())
+        found = regular.json_value(path, MOST_BYTES)
         return (found if isinstance(found, dict) else {}), age_s
     except FileNotFoundError:
         return None, 0.0
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}, age_s
     finally:
         now.unlink(missing_ok=True)

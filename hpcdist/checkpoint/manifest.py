@@ -22,7 +22,8 @@ from hpcdist.arrays.piece import Box, Runs, first_gap, runs
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint import checks
 from hpcdist.errors import StorageError, UsageError
-from hpcdist.hdf5.overlay import open_regular, pread_all
+from hpcdist.hdf5.overlay import pread_all
+from hpcdist.reporting.regular import open_regular
 
 SCHEMA: Final = "hpcdist.checkpoint"
 VERSION: Final = 2  # 1 has no ``about`` and no ``index``, and all shards in one directory

@@ -23,6 +23,7 @@ SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 OURS: Final = "hpcdist"  # the key of our metadata: see `exporting.told`
 MOST_HEADER_BYTES: Final = 100_000_000  # as the library has it
+MOST_TENSORS: Final = 1 << 18
 SHARD_BYTES: Final = 5 << 30
 _CODES: Final = {
     "float64": "F64",
@@ -122,6 +123,8 @@ def read_header(fd: int) -> tuple[dict[str, Place], dict[str, str]]:
     told = json.loads(pread_all(fd, length, 8), object_pairs_hook=_once)
     if not isinstance(told, dict):
         raise ValueError("the header is no JSON object")
+    if len(told) > MOST_TENSORS:
+        raise ValueError(f"the header names {len(told)} tensors, at most {MOST_TENSORS} are read")
     metadata = told.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ValueError("__metadata__ is not text by name")

@@ -19,6 +19,7 @@ from hpcdist.checkpoint.catalogue import PARAMETERS, Tensor
 from hpcdist.checkpoint.exporting import fill, new_files, told, write_file
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.errors import MissingCapabilityError
+from hpcdist.reporting import atomic
 
 SUFFIXES: Final = (".pt", ".pth", ".bin")
 OURS: Final = "hpcdist"
@@ -48,7 +49,7 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[Tensor], out: Pa
     for tensor in tensors:
         places.append((tensor, position))
         position = align_up(position + tensor.nbytes, _ALIGNED)
-    raw = out.with_name(f".{out.name}.{os.getpid()}.raw")
+    raw = atomic.unfinished(out)
     with new_files([out]) as written:
         try:
             write_file(raw, lambda fd: fill(checkpoint, fd, places))

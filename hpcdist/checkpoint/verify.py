@@ -12,7 +12,7 @@ from hpcdist.checkpoint import catalogue
 from hpcdist.checkpoint.blocks import READ_BYTES, BlockReader
 from hpcdist.checkpoint.manifest import BLOCK_BYTES, Entry, Index
 from hpcdist.errors import StorageError
-from hpcdist.hdf5.overlay import open_regular
+from hpcdist.reporting.regular import open_regular
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """`hpcdist grow`: a training that outlives its ranks takes in more."""
 
-import os
 from pathlib import Path
 
 import click
 
 from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.reporting import atomic
 
 
 @click.command("grow")
@@ -21,10 +21,8 @@ def command(run_dir: Path, ranks: int) -> None:
     from hpcdist.training.survival import GROW_FILE
 
     check(run_dir)
-    new = run_dir / f"{GROW_FILE}.{os.getpid()}"
     try:
-        new.write_text(f"{ranks}\n")
-        new.replace(run_dir / GROW_FILE)
+        atomic.write(run_dir / GROW_FILE, f"{ranks}\n")
     except OSError as error:
         raise StorageError(f"{run_dir / GROW_FILE} cannot be written: {error.strerror}") from error
     click.echo(f"asked for {ranks} more: {run_dir / GROW_FILE} is there until they have come", err=True)
@@ -40,7 +38,7 @@ def check(run_dir: Path) -> None:
         raise ConfigurationError(f"{run_dir} holds no run of hpcdist; give the --out of the training")
     try:
         found = starts.read(run_dir / starts.STARTS_FILE)
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError):
         found = []
     if not found or found[-1].end or not (run_dir / LOCK_FILE).exists():
         raise ConfigurationError(

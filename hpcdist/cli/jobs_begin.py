@@ -12,6 +12,7 @@ import click
 
 from hpcdist.batch import ledger
 from hpcdist.errors import CONFIGURATION, OK, REQUEUE, ConfigurationError, StorageError
+from hpcdist.reporting import regular
 
 GO: Final = "go"
 DONE: Final = "done"
@@ -138,7 +139,7 @@ def _has_ended_well(run_dir: Path, entries: list[ledger.Entry]) -> bool:
         return own[-1].event == ledger.ENDED and own[-1].number("code") == OK
     try:  # trained without jobs
         found = starts.read(run_dir / starts.STARTS_FILE)
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError):
         return False
     return bool(found) and found[-1].end == starts.FINISHED
 
@@ -150,7 +151,7 @@ def _forget_stop(run_dir: Path, job: str) -> None:
     """
     path = run_dir / STOP_FILE
     try:
-        if path.read_text(errors="replace").split() not in ([], [job]):
+        if regular.read(path, 4096).decode(errors="replace").split() not in ([], [job]):
             path.unlink()
     except OSError:
         return

@@ -12,6 +12,7 @@ from hpcdist.cli import jobs_find
 from hpcdist.cli.jobs_begin import STOP_FILE
 from hpcdist.cli.jobs_find import Found, shown
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
+from hpcdist.reporting import atomic
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def _ask_to_save(job: Found) -> None:
 
 def _write(path: Path, job: str) -> None:
     try:
-        path.write_text(f"{job}\n")
+        atomic.write(path, f"{job}\n")
     except OSError as error:
         raise StorageError(
             f"{path} cannot be written: {error.strerror}; the job goes on. End it at once with --now"

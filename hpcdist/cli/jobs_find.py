@@ -12,6 +12,7 @@ import click
 from hpcdist.batch import ledger, queue
 from hpcdist.cli.jobs_begin import RECIPE_FILE
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
+from hpcdist.reporting import regular
 
 JOB: Final = click.argument("word", metavar="JOB|RUN_DIR")
 JOBS: Final = click.argument("words", metavar="[JOB|RUN_DIR]...", nargs=-1)
@@ -113,12 +114,9 @@ def _jobs(run_dir: Path, entries: list[ledger.Entry]) -> list[Found]:
 
 def steps(run_dir: Path) -> int | None:
     """Return how many steps the run in ``run_dir`` is to have, None where its recipe does not say (local)."""
-    import tomllib
-
     try:
-        with (run_dir / RECIPE_FILE).open("rb") as file:
-            found = tomllib.load(file).get("run", {}).get("steps")
-    except (OSError, ValueError, AttributeError, RecursionError):
+        found = regular.toml(run_dir / RECIPE_FILE).get("run", {}).get("steps")
+    except (OSError, ValueError, AttributeError):
         return None
     return found if type(found) is int else None
 

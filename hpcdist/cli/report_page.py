@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
+from hpcdist.errors import HpcdistError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -53,7 +53,7 @@ def _settings(run_dir: Path) -> "tuple[list[Setting], str, int | None]":
         return [], f"The directory has no {path.name}.", None
     try:
         found = recipes.flat(recipes.load_stored(path))
-    except ConfigurationError as error:
+    except HpcdistError as error:
         return [], f"The recipe cannot be read: {error}", None
     known = recipes.defaults()
     rows = [Setting(key, recipes.toml(value), recipes.toml(known[key])) for key, value in found.items()]
@@ -69,7 +69,7 @@ def _costs(run_dir: Path) -> "Callable[[float, float], Mapping[str, Any]]":
 
     try:
         config = recipes.load_stored(run_dir / "recipe.toml").energy
-    except ConfigurationError:
+    except HpcdistError:
         config = EnergyConfig()
     return lambda joules, seconds: accounts.figures(
         joules,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpcdist.errors import StorageError, UsageError
+from hpcdist.reporting import regular
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.bench.pipeline_schedules import Simulated, Wanted
@@ -151,7 +152,7 @@ def _written(names: tuple[str, ...], wanted: "Wanted", chunks: int, source: Path
         found.append((name, schedule_file.generated(name, wanted.stages, wanted.microbatches, many)))
     if source is not None:
         try:
-            text = source.read_text(encoding="utf-8")
+            text = regular.text(source)
         except (OSError, UnicodeDecodeError) as error:
             raise StorageError(f"{source}: cannot be read: {error}") from error
         found.append((source.name, schedule_file.read(text, wanted.stages, wanted.microbatches, str(source))))

@@ -7,7 +7,7 @@ import click
 
 from hpcdist.cli.site_modulefile import command as modulefile
 from hpcdist.cli.site_wheelhouse import command as wheelhouse
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import HpcdistError
 
 
 @click.group("site")
@@ -25,7 +25,7 @@ def profiles() -> None:
     for name, path in sorted(found.items()):
         try:
             said = sites.load(name).description or path
-        except ConfigurationError as error:  # the others can be used all the same
+        except HpcdistError as error:  # the others can be used all the same
             said = f"cannot be used: {error}"
         click.echo(f"{name:{width}}  {said}")
 

@@ -217,7 +217,7 @@ def kept(tuning: Tuning, wanted: Mapping[str, Any]) -> Tuning:
 
 def clear() -> int:
     """Remove all files that are kept, and return how many there were (local). Raises OSError."""
-    found = [path for pattern in ("*.json", "*.unfinished") for path in directory().glob(pattern)]
+    found = [path for pattern in ("*.json", ".*.json.*.new") for path in directory().glob(pattern)]
     for path in found:
         path.unlink(missing_ok=True)
     return len(found)

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from hpcdist.reporting import atomic, regular
+
 LAUNCH_DIR: Final = "HPCDIST_LAUNCH_DIR"  # of this start; where each rank also writes its process id
 SURVIVE: Final = "HPCDIST_SURVIVE"  # "shrink" or "replace": the ranks go on after a death
 SPARES: Final = "HPCDIST_SPARES"  # how many of them wait to replace one
@@ -27,8 +29,8 @@ def say(code: int) -> None:
     if folder:
         path = Path(folder) / ENDED
         with suppress(OSError):  # on another host the directory does not exist
-            own = path.with_suffix(f".{os.getpid()}")
-            own.write_text(str(code))
+            own = atomic.unfinished(path)
+            atomic.write(own, str(code))
             with suppress(FileExistsError):
                 os.link(own, path)
             own.unlink()
@@ -37,6 +39,6 @@ def say(code: int) -> None:
 def said(folder: Path) -> int | None:
     """Return the code that the ranks have said, None where they have not (yet)."""
     try:
-        return int((folder / ENDED).read_text())
+        return int(regular.text(folder / ENDED, 64))
     except (OSError, ValueError):
         return None

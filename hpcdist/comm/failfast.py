@@ -23,6 +23,7 @@ from hpcdist.comm import ending, wording
 from hpcdist.comm.recorder import Recorder
 from hpcdist.comm.wording import lines, summary
 from hpcdist.errors import FAILURE, INTERRUPTED, CommunicationError, DeadlineError, HpcdistError
+from hpcdist.reporting import atomic
 
 FAILURE_DIR: Final = "HPCDIST_FAILURE_DIR"  # set by `hpcdist run`, which shows the first failure last
 PRECEDENCE_S: Final = 1.0  # head start of the rank that failed first over those that failed because of it
@@ -259,9 +260,7 @@ def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> None
     folder = os.environ.get(FAILURE_DIR)
     if folder:
         try:
-            path = Path(folder) / f"rank-{rank}.txt"
-            path.with_suffix(".tmp").write_text(tagged)
-            path.with_suffix(".tmp").replace(path)
+            atomic.write(Path(folder) / f"rank-{rank}.txt", tagged)
             if alone:
                 return
         except OSError as error:

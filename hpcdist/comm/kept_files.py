@@ -8,12 +8,12 @@ import hashlib
 import json
 import os
 import stat
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from hpcdist.errors import StorageError
+from hpcdist.reporting import atomic
 
 LARGEST_BYTES: Final = 1 << 18
 # Variables that change what the MPI library does with a message. Those of its launcher, such as the working directory,
@@ -63,11 +63,4 @@ def read(path: Path) -> str:
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write ``content`` as JSON in the place of what was there, and the directory before (local). Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".unfinished")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-        os.replace(unfinished, path)
-    except BaseException:
-        os.unlink(unfinished)
-        raise
+    atomic.write(path, json.dumps(content, indent=1), mode=0o600)

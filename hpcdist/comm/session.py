@@ -14,6 +14,7 @@ from hpcdist.comm.recorder import Recorder
 from hpcdist.comm.spans import NULL_SPANS, Spans, SpanSink
 from hpcdist.comm.watchdog import Watchdog
 from hpcdist.errors import StorageError
+from hpcdist.reporting import atomic
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Session:
         folder = directory / "recorder"
         if self.comm.rank == 0:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                atomic.own_directory(folder)
                 recordfile.remove_others(folder, self.comm.size)
             except OSError as error:
                 raise StorageError(f"{folder} cannot be created: {error.strerror}; choose another --out") from error

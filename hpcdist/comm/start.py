@@ -21,6 +21,7 @@ from hpcdist.comm.mpi import MpiCommunicator
 from hpcdist.comm.session import Session
 from hpcdist.comm.solo import solo
 from hpcdist.errors import FAILURE, ConfigurationError, MissingCapabilityError
+from hpcdist.reporting import atomic
 
 __all__ = ["CHECK_COLLECTIVES", "Session", "end_alone", "start", "start_alone", "start_joined"]
 
@@ -164,8 +165,7 @@ def announce_pid(name: object) -> None:
     if folder and name is not None:
         path = Path(folder) / f"pid-{name}"
         with contextlib.suppress(OSError):  # on another host the launcher's directory does not exist
-            path.with_suffix(".tmp").write_text(str(os.getpid()))
-            path.with_suffix(".tmp").replace(path)
+            atomic.write(path, str(os.getpid()))
 
 
 def import_mpi() -> Any:

@@ -237,7 +237,7 @@ class _Supervision:
                 self._deadline = self._deadline if passed else time.monotonic() + self._kind.teardown_s
 
     def _announced_pids(self) -> list[int]:
-        return [int(path.read_text()) for path in self._launch_dir.glob("pid-*") if path.suffix != ".tmp"]
+        return [int(path.read_text()) for path in self._launch_dir.glob("pid-*")]
 
     def _is_ours(self, pid: int) -> bool:
         """Whether ``pid``, which may be meant on another host, is a rank of this job here.

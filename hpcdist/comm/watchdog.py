@@ -155,7 +155,8 @@ class Watchdog:
 
 
 def _dump_to(path: Path, headline: str) -> None:
-    with path.open("a") as file:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o666), "a") as file:
         file.write(headline + "\n")
         file.flush()  # faulthandler writes to the descriptor, past the buffer
         faulthandler.dump_traceback(file, all_threads=True)

@@ -7,10 +7,8 @@ then the changes themselves. A full disk is met before the first byte is changed
 in between leaves its journal behind: the next one completes the work, and readers look through the journal until then.
 """
 
-import errno
 import io
 import os
-import stat
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Self
 import xxhash
 
 from hpcdist.arrays.filestore import begin_write_back
+from hpcdist.reporting import atomic, regular
 
 PAGE_BYTES = 4096
 BEGIN_BYTES = 1 << 18  # what is less waits for `fsync`: to ask the disk for it takes as long as to write it
@@ -41,18 +40,6 @@ def pread_all(fd: int, count: int, offset: int) -> bytes:
         parts.append(part)
         count, offset = count - len(part), offset + len(part)
     return b"".join(parts)
-
-
-def open_regular(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor of the file at ``path`` for reading. Raises OSError, also for what is no regular file.
-
-    A pipe in the place of a file would block whoever opens it.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "it is not a regular file")
-    return fd
 
 
 def journal_of(path: Path) -> Path:
@@ -79,7 +66,8 @@ def read_journal(path: Path) -> tuple[int, dict[int, bytes]] | None:
     file holds something else than before or after the commit: it had this name, or this content, at another time.
     """
     try:
-        data = journal_of(path).read_bytes()
+        # Pages of the file and a few bytes for each; what is no file, or holds more, is no journal of it.
+        data = regular.read(journal_of(path), 2 * path.stat().st_size + (1 << 20))
     except FileNotFoundError:
         return None
     body = data[:-16]
@@ -110,7 +98,7 @@ class Overlay(io.RawIOBase):
         super().__init__()
         self._path = path
         mode = os.O_RDONLY if read_only else os.O_RDWR
-        self._fd = os.open(path, mode | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
+        self._fd = os.open(path, mode | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
         self._original = self._size = os.fstat(self._fd).st_size
         self._valid = self._original  # bytes of the disk that still count: a truncation forgets what lay behind
         self._position = 0
@@ -244,7 +232,8 @@ class Overlay(io.RawIOBase):
         self._pages.clear()
 
     def _write_journal(self, pages: Mapping[int, bytearray]) -> None:
-        fd = os.open(journal_of(self._path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        journal_of(self._path).unlink(missing_ok=True)  # or a link that would be followed
+        fd = atomic.create(journal_of(self._path))
         try:
             before = {number: pread_all(self._fd, PAGE_BYTES, number * PAGE_BYTES) for number in pages}
             pwrite_all(fd, encode_journal(self._size, pages, before), 0)

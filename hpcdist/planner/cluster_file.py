@@ -7,7 +7,6 @@ refused with the file's name and the field's.
 import dataclasses
 import difflib
 import os
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +16,7 @@ from hpcdist.planner import cluster_checks, units
 from hpcdist.planner import cluster_fields as fields
 from hpcdist.planner.cluster import ITEM_BYTES, Cluster, Curve, Device, Failures, Fit, Level, Node, Site, Storage
 from hpcdist.planner.cluster_fields import Field
+from hpcdist.reporting import regular
 
 FOLDER: Final = Path(__file__).parent / "clusters"
 ASSUMPTION: Final = "assumption"  # a source that has this word is told as a flag of each plan
@@ -36,14 +36,10 @@ def read(name_or_path: str) -> Cluster:
     if "\0" in name_or_path:
         raise ConfigurationError(f"the cluster {name_or_path!r} is no path of a file")
     try:
-        text = path.read_text(encoding="utf-8")
+        tree = regular.toml(path)
     except OSError as error:
-        raise StorageError(f"the cluster {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{path} is no TOML: {error}") from None
-    try:
-        tree = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # an integer of 5,000 digits, a thousand brackets
+        raise StorageError(f"the cluster {path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:  # also an integer of 5,000 digits, a thousand brackets
         raise ConfigurationError(f"{path} is no TOML: {error}") from None
     return of_tree(tree, str(path))
 

@@ -34,7 +34,7 @@ class Appended:
     def _open(self) -> None:
         self.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
         self._descriptor = os.open(self.path, flags, 0o644)
         if self._header and os.fstat(self._descriptor).st_size == 0:
             self._write(self._header)

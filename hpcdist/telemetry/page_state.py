@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hpcdist.comm import recordfile
+from hpcdist.reporting import regular
 
 STARTS: Final = "starts.json"
 JOBS: Final = "jobs.jsonl"
@@ -116,7 +117,7 @@ def when(seconds: float) -> str:
 def text_of(path: Path) -> str:
     """Return what is in a small file; "" where it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open(regular.open_regular(path), "rb") as file:
             return file.read(MOST_BYTES).decode(errors="replace")
     except OSError:
         return ""
@@ -180,7 +181,7 @@ def _words(folder: Path) -> tuple[list[Word], int, bool]:
 def _head(path: Path) -> _Head | None:
     """Return the begin of a record; None where it is none."""
     try:
-        with path.open("rb") as file:
+        with open(regular.open_regular(path), "rb") as file:
             data = file.read(recordfile.TEXTS)
     except OSError:
         return None

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.errors import MissingCapabilityError
+from hpcdist.reporting import regular
 from hpcdist.telemetry import catalogue, crc
 from hpcdist.telemetry.appended import Appended
 from hpcdist.telemetry.config import TelemetryConfig
@@ -45,7 +46,7 @@ class TensorBoard:
             first.append(self._proto.Event(wall_time=made.wall_time, step=run.resumed_step + 1, session_log=start))
         recipe = run.directory / RECIPE
         if recipe.is_file():
-            text = "".join(f"    {row}\n" for row in recipe.read_text().splitlines())  # indented: code, for Markdown
+            text = "".join(f"    {row}\n" for row in regular.text(recipe).splitlines())  # indented: code, for Markdown
             summary = self._summary.text("recipe", text)
             first.append(self._proto.Event(wall_time=made.wall_time, step=run.resumed_step or 0, summary=summary))
         self._append(first)

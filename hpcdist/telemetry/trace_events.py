@@ -5,15 +5,17 @@ microseconds from the begin of the trace, to the nanosecond.
 """
 
 import gzip
+import io
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
 from hpcdist.errors import StorageError
+from hpcdist.reporting import atomic
 from hpcdist.telemetry.ranklog import Call
 from hpcdist.telemetry.timeline import Timeline, hosts
 from hpcdist.telemetry.trace import Trace, clock_figures
@@ -200,15 +202,14 @@ def write(trace: Trace, file: Path, about: Mapping[str, Any]) -> int:
 
     ``about`` is added to what the file says of itself.
     """
-    part = file.with_name(f".{file.name}.part")
     try:
         with (
-            gzip.open(part, "wt", encoding="utf-8") if file.suffix == ".gz" else part.open("w", encoding="utf-8") as out
+            atomic.replacing(file) as raw,
+            gzip.open(raw, "wb") if file.suffix == ".gz" else nullcontext(raw) as whole,
+            io.TextIOWrapper(whole, encoding="utf-8") as out,
         ):
             count = _write(out, events(trace.timeline), metadata(trace, about))
-        os.replace(part, file)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise StorageError(f"{file}: cannot be written: {error.strerror or error}") from error
     return count
 

@@ -7,6 +7,7 @@ from typing import Any, Final
 from hpcdist import models
 from hpcdist.checkpoint.catalogue import PARAMETERS, Tensor
 from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.reporting import atomic
 from hpcdist.training import recipe as recipes
 from hpcdist.training.directory import RECIPE_FILE
 from hpcdist.training.recipe import Recipe
@@ -26,7 +27,7 @@ def prepare(
         raise ConfigurationError(f"{stored} is there already; choose another directory")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        stored.write_text(recipes.dump(recipe), encoding="utf-8")
+        atomic.write(stored, recipes.dump(recipe))
     except OSError as error:
         raise StorageError(f"{stored} cannot be written: {error.strerror}") from error
 

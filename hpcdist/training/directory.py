@@ -12,6 +12,7 @@ from hpcdist.checkpoint.lock import LOCK_FILE, Lock
 from hpcdist.checkpoint.restore import newest_complete
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError, UsageError
+from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry.metrics import METRICS_FILE
 from hpcdist.training import identity
 from hpcdist.training import recipe as recipes
@@ -78,6 +79,7 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: Lock | None) -
             )
         if lock is not None:
             lock.take(path)
+        atomic.sweep(path)
         if keys:
             _keep(stored)
             names.replace(stored, recipes.dump(recipe))
@@ -112,7 +114,7 @@ def _keep(stored: Path) -> None:
     number = 1
     while (kept := stored.with_stem(f"{stored.stem}-{number}")).exists():
         number += 1
-    names.replace(kept, stored.read_text())
+    names.replace(kept, regular.text(stored))
 
 
 def _begun(path: Path) -> bool:
@@ -123,7 +125,9 @@ def _begun(path: Path) -> bool:
 def _barely_begun(path: Path) -> bool:
     """Whether there is nothing but what a start leaves that was killed before it had kept its recipe, or a job."""
     left = [one.name for one in path.iterdir() if not _JOB_SCRIPT.fullmatch(one.name)]
-    return all(name.startswith((LOCK_FILE, RECIPE_FILE)) or name in (JOBS_FILE, STOP_FILE) for name in left)
+    return all(
+        name.removeprefix(".").startswith((LOCK_FILE, RECIPE_FILE)) or name in (JOBS_FILE, STOP_FILE) for name in left
+    )
 
 
 def _fresh(strategy: str) -> Path:

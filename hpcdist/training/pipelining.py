@@ -1,9 +1,8 @@
 """From the keys of a recipe to a pipeline: in which order its stages work; which are where: see `partitioning`."""
 
-from pathlib import Path
-
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
+from hpcdist.reporting import regular
 from hpcdist.strategies.config import ParallelConfig
 from hpcdist.strategies.pipeline import ties
 from hpcdist.strategies.schedule import schedule_file
@@ -23,7 +22,7 @@ def written(parallel: ParallelConfig, comm: Communicator) -> Written | None:
     text: str | OSError = ""
     if comm.rank == 0:
         try:
-            text = Path(parallel.schedule_file).read_text(encoding="utf-8")
+            text = regular.text(parallel.schedule_file)
         except (OSError, UnicodeDecodeError) as error:
             text = error if isinstance(error, OSError) else OSError(f"not text: {error}")
     text = comm.broadcast_object(text)

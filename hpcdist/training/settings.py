@@ -14,7 +14,8 @@ from typing import Any, Final
 import msgspec
 
 from hpcdist.batch import sites
-from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.errors import ConfigurationError, StorageError, UsageError
+from hpcdist.reporting import regular
 from hpcdist.training.config import written
 
 PREFIX: Final = "HPCDIST_SET__"
@@ -77,15 +78,17 @@ def user(environment: Mapping[str, str], known: Mapping[str, Any]) -> Settings |
 
 
 def file(path: Path, what: str, known: Mapping[str, Any]) -> Settings:
-    """Return the settings in a TOML file; errors call it ``what``."""
+    """Return the settings in a TOML file; errors call it ``what``.
+
+    Raises StorageError where it cannot be read, ConfigurationError for what stands in it.
+    """
     try:
-        with path.open("rb") as stream:
-            tree = tomllib.load(stream)
+        tree = regular.toml(path)
     except FileNotFoundError:
-        raise ConfigurationError(f"{what} {path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{what} {path} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+        raise StorageError(f"{what} {path}: there is no such file") from None
+    except OSError as error:
+        raise StorageError(f"{what} {path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
         raise ConfigurationError(f"{what} {path} is not valid TOML: {error}") from error
     return table(tree, f"{what} {path}", known, path.parent)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hpcdist import errors
+from hpcdist.reporting import regular
 
 STOP_FILE = "stop"
 GROW_FILE = "grow"
@@ -72,7 +73,7 @@ class StopWishes:
         if self.grow_file is None or not self.grow_file.exists():
             return 0.0
         try:
-            return float(max(0, int(self.grow_file.read_text())))
+            return float(max(0, int(regular.text(self.grow_file, 64))))
         except (OSError, ValueError, OverflowError):
             return 0.0  # not ours, or gone
 

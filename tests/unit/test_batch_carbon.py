@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcdist.batch import carbon
-from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.errors import ConfigurationError, StorageError, UsageError
 
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 HOUR = timedelta(hours=1)
@@ -79,7 +79,7 @@ def test_what_is_wrong_is_named_by_its_line(tmp_path, text, words):
 
 
 def test_a_file_that_is_none(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"missing\.csv"):
+    with pytest.raises(StorageError, match=r"missing\.csv"):
         carbon.read(tmp_path / "missing.csv")
     (tmp_path / "bytes.csv").write_bytes(b"time,gCO2/kWh\n\xff\xfe")
     with pytest.raises(ConfigurationError, match=r"bytes\.csv"):

@@ -13,7 +13,7 @@ from job_scripts import PLAIN
 from hpcdist.batch import fitting, resources, script, sites, submission
 from hpcdist.batch.site import LAUNCHERS_OF, Site
 from hpcdist.comm.launchers import KINDS
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, StorageError
 
 SHIPPED = ("cray", "ibrun", "parastation", "pbs", "slurm-mpich", "slurm-openmpi", "workstation")
 
@@ -114,7 +114,7 @@ def test_where_a_profile_is_named(own, tmp_path):
     for environment in ({"HPCDIST_SITE": "mine"}, {"HPCDIST_SITE": str(path)}):
         assert sites.chosen(None, own.environment | environment).description == "ours"
     assert sites.chosen("cray", own.environment | {"HPCDIST_SITE": "mine"}).name == "cray"
-    with pytest.raises(ConfigurationError, match="no such file"):
+    with pytest.raises(StorageError, match="no such file"):
         sites.chosen(str(tmp_path / "none.toml"), own.environment)
 
 

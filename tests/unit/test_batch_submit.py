@@ -122,7 +122,7 @@ def test_a_gpu_is_asked_for_only_by_a_recipe_that_computes_on_one(sbatch):
         (["--nodes=2", "--set=parallel.data=3"], 78, "parallel.data 3 x parallel.pipeline 1"),
         (["--nodes=1", "--set=parallel.strategy=parameter_server"], 78, "at least 1 must compute"),
         (["--nodes=17"], 78, "fewer samples than the 17 data ranks"),
-        (["missing.toml", "--nodes=1"], 78, "missing.toml"),
+        (["missing.toml", "--nodes=1"], 74, "missing.toml"),
         (["--nodes=1", "--time=10:00"], 2, "expected D-HH:MM:SS"),
         (["--nodes=1", "--time=1"], 2, "--signal-seconds 120"),
         (["--nodes=1", "--job-name=a\nb"], 2, "no #SBATCH line can hold"),
@@ -190,7 +190,7 @@ def site(sbatch):
         (["--nodes=1", "--account=a", "--stage-data"], 78, "data.path is empty"),
         (["--nodes=1", "--account=a", "--within=24h"], 2, "--within goes with --carbon"),
         (["--nodes=1", "--account=a", "--power=9"], 2, "--power goes with --carbon"),
-        (["--nodes=1", "--account=a", "--carbon=missing.csv", "--within=2h", "--time=60"], 78, "missing.csv"),
+        (["--nodes=1", "--account=a", "--carbon=missing.csv", "--within=2h", "--time=60"], 74, "missing.csv"),
         (["--site=slurm-mpich", "--nodes=1", "--survive=shrink"], 78, "needs the mpirun of an Open MPI 5"),
         (["--site=ibrun", "--nodes=1", "--restarts=1", "--spare-nodes=1"], 78, "takes all nodes of a job"),
         (
@@ -198,7 +198,7 @@ def site(sbatch):
             78,
             "--nodes 8 and --spare-nodes 1: the site",
         ),
-        (["--site=missing/site.toml", "--nodes=1"], 78, "there is no such file"),
+        (["--site=missing/site.toml", "--nodes=1"], 74, "there is no such file"),
     ],
 )
 def test_what_the_site_cannot_run_is_refused(site, options, code, words):

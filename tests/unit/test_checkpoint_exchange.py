@@ -227,6 +227,11 @@ FORGED = {
     "cannot be a name": forged({"../../w": one()["w"]}),
     r"shape \(-2,\)": forged(one(shape=[-2])),
     "is not text": forged({"__metadata__": {"a": 1}}),
+    "names 300000 tensors": forged(b"{" + b",".join(b'"%d":0' % k for k in range(300_000)) + b"}"),
+    "names have 17920000 letters": forged(
+        {f"{k:0512}": one(shape=[0], data_offsets=[0, 0])["w"] for k in range(35_000)}, b""
+    ),
+    "a/a/a.* cannot be a name": forged({"a/" * 20 + "w": one()["w"]}),
     "RecursionError": forged(b"[" * 100_000 + b"]" * 100_000),
 }
 

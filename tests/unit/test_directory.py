@@ -99,13 +99,15 @@ def test_where_states_lie_may_change_either_way(begun: Path, overrides: tuple[st
 def test_a_start_that_fails_while_it_keeps_another_recipe_loses_none(
     begun: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Path, target: Path) -> None:
+    replace = os.replace
+
+    def fail(new: Path, target: Path) -> None:
         if target.name == "recipe.toml":
             raise OSError(28, "No space left on device")
-        os.replace(self, target)
+        replace(new, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", fail)
+        patch.setattr(os, "replace", fail)
         with pytest.raises(StorageError, match="No space left"):
             prepare(begun, "run.steps=20")
     assert prepare(begun, "run.steps=10").changed == ""

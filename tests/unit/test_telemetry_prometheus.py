@@ -265,7 +265,7 @@ def test_a_directory_that_cannot_be_written_is_refused_with_the_cure(tmp_path, m
     folder.mkdir()
     config = TelemetryConfig(prometheus="textfile", textfile_directory=str(folder))
     if os.geteuid() == 0:  # to whom nothing is closed: the kernel's answer is given by hand
-        monkeypatch.setattr("pathlib.Path.open", refused)
+        monkeypatch.setattr("hpcdist.reporting.atomic.create", refused)
     else:
         folder.chmod(0o500)
     with pytest.raises(StorageError, match=r"Permission denied; choose another telemetry.textfile_directory"):

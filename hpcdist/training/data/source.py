@@ -14,6 +14,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import DataError, HpcdistError
 from hpcdist.models.config import FOREIGN, TRANSFORMERS, ModelConfig
 from hpcdist.models.tokens import check_tokens
+from hpcdist.reporting import regular
 from hpcdist.training.config import DataConfig
 from hpcdist.training.data import arrays, text
 from hpcdist.training.data.masking import Masked
@@ -130,7 +131,7 @@ def _kind(path: Path) -> str:
     if not path.is_file():
         raise DataError(f"data.path = {path} is neither a file nor a directory")
     try:
-        with path.open("rb") as file:
+        with open(regular.open_regular(path), "rb") as file:
             head = file.read(8)
     except OSError as error:
         raise DataError(f"data.path = {path} cannot be read: {error.strerror}") from error

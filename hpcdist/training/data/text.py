@@ -15,6 +15,7 @@ from typing import BinaryIO
 import numpy as np
 
 from hpcdist.errors import DataError, StorageError
+from hpcdist.reporting import atomic, regular
 
 SNIFFED_BYTES = 8192
 # No part of the library: what others installed, and what only this machine made.
@@ -95,26 +96,21 @@ def _concatenated(root: Path, files: list[str]) -> np.ndarray:
 
 def _write(target: Path, files: Iterable[Path]) -> None:
     """Write the text among ``files`` to ``target``, which gets its name when it is complete."""
-    unfinished = target.with_suffix(".unfinished")
-    try:
-        with unfinished.open("wb") as out:
-            for path in files:
-                with _readable(path) as text:
-                    head = text.read(SNIFFED_BYTES)
-                    if b"\0" in head:
-                        continue  # not text
-                    out.write(head)
-                    while block := text.read(1 << 20):
-                        out.write(block)
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with atomic.replacing(target) as out:
+        for path in files:
+            with _readable(path) as text:
+                head = text.read(SNIFFED_BYTES)
+                if b"\0" in head:
+                    continue  # not text
+                out.write(head)
+                while block := text.read(1 << 20):
+                    out.write(block)
 
 
 @contextmanager
 def _readable(path: Path) -> Iterator[BinaryIO]:
     try:
-        file = path.open("rb")
+        file = open(regular.open_regular(path), "rb")  # noqa: SIM115 - errors of opening are the file's own
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     with file:
@@ -124,9 +120,12 @@ def _readable(path: Path) -> Iterator[BinaryIO]:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Keep other processes of this node out; the system frees the lock of a process that dies."""
-    with path.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(held)
 
 
 def cache_directory() -> Path:

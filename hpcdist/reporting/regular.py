@@ -1,0 +1,89 @@
+"""Small files of settings and figures, read whole: regular ones only, up to a size.
+
+A pipe in the place of a file blocks whoever opens it, a device has no end, and a sparse file of a terabyte takes no
+more room on the disk than an empty one. So a file is opened without waiting, looked at, and read up to a limit.
+"""
+
+import errno
+import json
+import os
+import stat
+import struct
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from hpcdist.errors import HpcdistError, StorageError
+
+# What a file leads to whose values are of other types, shapes or sizes than those that were written (h5py raises some).
+BROKEN: Final = (
+    *(OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError),
+    struct.error,
+)
+FIGURES: Final = "one of its files is damaged, or of another program"
+MOST_BYTES: Final = 16 << 20  # more than any file of settings, records or figures needs
+
+
+class DamagedFileError(StorageError):
+    """What is in a file is not what was written there, or not ours: another try will not help."""
+
+
+@contextmanager
+def damage(path: str | os.PathLike[str], what: str = "is damaged") -> Iterator[None]:
+    """Turn whatever a broken file leads to inside into a DamagedFileError, which says ``what`` of ``path``."""
+    try:
+        yield
+    except HpcdistError:
+        raise
+    except BROKEN as error:
+        raise DamagedFileError(f"{path}: {what}: {type(error).__name__}: {error}"[:1000]) from error
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """Return a descriptor of the file at ``path`` for reading. Raises OSError, also for what is no regular file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(code, os.strerror(code) if code == errno.EISDIR else "it is not a regular file", os.fspath(path))
+    return descriptor
+
+
+def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
+    """Return what is in the regular file at ``path``. Raises OSError, also where it has more than ``most_bytes``."""
+    with open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        # A file of /proc or /sys says that it has 0 bytes; one may grow while it is read.
+        data = b"" if size > most_bytes else file.read(most_bytes + 1)
+        size = max(size, len(data))
+    if size > most_bytes:
+        raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {most_bytes} are read", os.fspath(path))
+    return data
+
+
+def text(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
+    """Return the UTF-8 text in the file at ``path``. Raises OSError as `read`, and UnicodeDecodeError."""
+    return read(path, most_bytes).decode()
+
+
+def toml(path: str | os.PathLike[str], most_bytes: int = 1 << 20) -> dict[str, Any]:
+    """Return the tables of the TOML file at ``path``. Raises OSError as `read`, and ValueError for anything else."""
+    return toml_of(text(path, most_bytes))
+
+
+def toml_of(written: str) -> dict[str, Any]:
+    """Return the tables of TOML. Raises ValueError, also for brackets within brackets that Python cannot follow."""
+    try:
+        return tomllib.loads(written)
+    except RecursionError:
+        raise ValueError("its values lie too deep in one another") from None
+
+
+def json_value(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> Any:
+    """Return the value of the JSON file at ``path``. Raises OSError as `read`, and ValueError for anything else."""
+    try:
+        return json.loads(read(path, most_bytes))
+    except RecursionError:
+        raise ValueError("its values lie too deep in one another") from None
