@@ -9,6 +9,7 @@ from typing import Any, Final
 import click
 
 from hpcdist.errors import UsageError
+from hpcdist.reporting import regular
 
 UNITS: Final = ((1e12, "TJ"), (1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ"))
 
@@ -53,8 +54,10 @@ def command(
     given = None
     if carbon_intensity is not None:
         given = Intensity(carbon_intensity, carbon_source or "given on the command line", carbon_date or "")
-    found = figures(run_dir, Options(target_loss, pue, given, carbon, price, currency, slurm))
-    click.echo(json.dumps(found) if as_json else "\n".join(text(found)))
+    with regular.damage(run_dir, regular.FIGURES):
+        found = figures(run_dir, Options(target_loss, pue, given, carbon, price, currency, slurm))
+        told = json.dumps(found) if as_json else "\n".join(text(found))
+    click.echo(told)
 
 
 def _check(intensity: float | None, source: str | None, date: str | None, forecast: Path | None) -> None:

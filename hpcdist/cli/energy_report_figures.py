@@ -1,6 +1,5 @@
 """The figures of `hpcdist energy report`: what a run keeps of its energy, put together. Heavy: imported when called."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +15,12 @@ from hpcdist.energy.accounts import Intensity, number
 from hpcdist.energy.config import EnergyConfig
 from hpcdist.energy.history import Start
 from hpcdist.errors import HpcdistError, StorageError, UsageError
+from hpcdist.reporting import regular
 from hpcdist.telemetry import metrics
 from hpcdist.training import recipe as recipes
 from hpcdist.training import starts as records
 from hpcdist.training.directory import RECIPE_FILE
-from hpcdist.training.energy import USAGE_FILE
+from hpcdist.training.energy import USAGE_FILE, usable
 from hpcdist.training.energy_summary import intensity
 from hpcdist.training.recipe import Recipe
 
@@ -107,39 +107,14 @@ def _usage(run_dir: Path) -> dict[str, Any] | None:
     """Return the record of the run, None where there is none. Raises StorageError for a damaged one."""
     path = run_dir / USAGE_FILE
     try:
-        found = json.loads(path.read_bytes())
-        joules = found["joules"]
-        phases = {
-            str(name): {
-                "joules": _real(row["joules"]),
-                "seconds": float(row["seconds"]),
-                "windows": int(row["windows"]),
-            }
-            for name, row in joules["phases"].items()
-        }
-        by_kind = {str(kind): _real(value) for kind, value in joules["by_kind"].items()}
-        told = {
-            str(name): {
-                "joules": _real(row["joules"]),
-                "error_j": _real(row["error_j"]),
-                "seconds": float(row["seconds"]),
-                "reason": row.get("reason"),
-            }
-            for name, row in found.get("activities", {}).items()
-        }
-        kept = {"phases": phases, "by_kind": by_kind, "reason": joules["reason"], "label": joules.get("label", "")}
-        return {"since_step": int(found["since_step"]), "joules": kept, "activities": told}
+        return usable(regular.json_value(path))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise StorageError(
             f"{path} is no record of energy ({type(error).__name__}: {error}); was it cut off, or is it another "
             "program's? the run writes a new one when it goes on"
         ) from error
-
-
-def _real(value: Any) -> float | None:
-    return None if value is None else float(value)
 
 
 def _total(kept: dict[str, Any] | None, attributes: dict[str, Any]) -> tuple[float, str | None]:
@@ -246,7 +221,7 @@ def _intensity(
     edges = np.array([moment.timestamp() for moment in (*table.times, table.end)])
     try:
         began = [start.began for start in records.read(run_dir / records.STARTS_FILE)]
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError):
         began = []
     if not begun or len(began) <= max(start.session for start in begun):
         return Intensity(), "nobody wrote down when each start of the run began, so no forecast can be looked up"

@@ -9,6 +9,7 @@ import click
 
 from hpcdist.comm.recordfile import Event
 from hpcdist.errors import FAILURE, OK
+from hpcdist.reporting import regular
 from hpcdist.telemetry.alignment import Finding
 from hpcdist.telemetry.hang import RankState, Report, analyse, load
 
@@ -27,8 +28,10 @@ def command(context: click.Context, run_dir: Path, patience: float, as_json: boo
     1 when something is.
     """
     damaged: dict[int, str] = {}
-    report = analyse(load(run_dir, damaged), patience, damaged=damaged)
-    click.echo(json.dumps(as_dict(report)) if as_json else render(report))
+    with regular.damage(run_dir, regular.FIGURES):
+        report = analyse(load(run_dir, damaged), patience, damaged=damaged)
+        text = json.dumps(as_dict(report)) if as_json else render(report)
+    click.echo(text)
     context.exit(FAILURE if report.findings else OK)
 
 

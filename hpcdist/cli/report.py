@@ -8,6 +8,7 @@ import click
 
 from hpcdist.arrays.sizes import in_units
 from hpcdist.errors import StorageError, UsageError
+from hpcdist.reporting import regular
 
 METRICS_FILE: Final = "metrics.h5"  # of a run directory
 _WHAT: Final = "give the directory of a training (its --out), or the results of a benchmark (its --output)"
@@ -87,10 +88,13 @@ def _page(run_dir: Path, file: Path, prompt: str | None, quiet: bool) -> None:
 def _run(run_dir: Path, plot: Path | None, as_json: bool) -> None:
     from hpcdist.telemetry import report as reports  # late: --help must not load h5py
 
-    found = reports.report(run_dir)
-    click.echo(json.dumps(reports.jsonable(found)) if as_json else reports.text(found))
+    with regular.damage(run_dir, regular.FIGURES):
+        found = reports.report(run_dir)
+        text = json.dumps(reports.jsonable(found)) if as_json else reports.text(found)
+    click.echo(text)
     if plot is not None:
-        reports.plot(found, plot)
+        with regular.damage(run_dir, regular.FIGURES):
+            reports.plot(found, plot)
 
 
 def _is_collectives(path: Path) -> bool:

@@ -9,6 +9,7 @@ import click
 
 from hpcdist import __version__
 from hpcdist.errors import StorageError
+from hpcdist.reporting import regular
 
 if TYPE_CHECKING:  # late at run time: --help must not load numpy
     from hpcdist.telemetry.trace import Trace
@@ -76,9 +77,10 @@ def command(
     draw = _prepared(plot)
     if output is not None:
         _check_folder(output)
-    found = trace.collect(run_dir, steps, ranks)
-    figures = trace.figures(found)
-    written = trace_events.write(found, output, _about(run_dir)) if output is not None else 0
+    with regular.damage(run_dir, regular.FIGURES):
+        found = trace.collect(run_dir, steps, ranks)
+        figures = trace.figures(found)
+        written = trace_events.write(found, output, _about(run_dir)) if output is not None else 0
     if as_json:
         click.echo(json.dumps(figures | {"output": None if output is None else str(output), "events": written}))
     else:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Final
 
 from hpcdist.errors import StorageError
+from hpcdist.reporting import regular
 
 MAGIC: Final = b"HPCDREC\0"
+MOST_BYTES: Final = 256 << 20  # that are read of a file, which has one or two million
 VERSION: Final = 1
 # magic, version, rank, world, pid, capacity, start of the process in clock ticks, wall clock, monotonic clock, host
 HEADER: Final = struct.Struct("<8sIIIIIxxxxQqq64s")
@@ -22,6 +24,7 @@ NEXT_BEAT: Final = 17  # when the next was to come,
 TEXT_USED: Final = 18  # and the bytes used in the table of texts
 KINDS: Final = ("raised", "deadline", "finished", "frozen", "stage")
 FINAL: Final = ("raised", "deadline", "finished")
+MOST_RANKS: Final = 1 << 20
 NOTES: Final = 256
 NOTE: Final = struct.Struct("<qI")  # time, bytes of the text that follows
 NOTE_BYTES: Final = 1024
@@ -135,7 +138,7 @@ class RankRecord:
 def read(path: Path) -> RankRecord:
     """Read the file of one rank. Raises StorageError when it is not one."""
     try:
-        data = path.read_bytes()
+        data = regular.read(path, MOST_BYTES)
     except OSError as error:
         raise StorageError(f"cannot read the flight recorder's file {path}: {error}") from error
     return parse(data, path)
@@ -148,6 +151,8 @@ def parse(data: bytes, path: Path) -> RankRecord:
     _, version, rank, world, pid, capacity, ticks, wall, monotonic, host = HEADER.unpack_from(data)
     if version != VERSION or len(data) < size_bytes(capacity):
         raise StorageError(f"{path}: version {version} or size {len(data)} is not what this hpcdist writes ({VERSION})")
+    if not rank < world <= MOST_RANKS:
+        raise StorageError(f"{path} is damaged: it is of rank {rank} of {world}")
     offset = wall - monotonic
     beat, next_beat, used = struct.unpack_from("<qqq", data, BEAT * 8)
     try:

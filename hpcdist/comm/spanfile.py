@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hpcdist.comm.recordfile import MOST_RANKS
 from hpcdist.errors import StorageError
+from hpcdist.reporting import regular
 
 MAGIC: Final = b"HPCDSPN\0"
+MOST_BYTES: Final = 256 << 20  # that are read of a file, which has a few million
 VERSION: Final = 1
 # What the time of a rank goes into. "step" encloses a step from boundary to boundary, so it is no phase beside others.
 PHASES: Final = ("compute", "communication", "update", "data", "checkpoint", "validation", "other", "step")
@@ -69,7 +72,7 @@ class RankSpans:
 def read(path: Path) -> RankSpans:
     """Read the file of one rank. Raises StorageError when it is not one."""
     try:
-        data = path.read_bytes()
+        data = regular.read(path, MOST_BYTES)
     except OSError as error:
         raise StorageError(f"cannot read the spans of a rank in {path}: {error}") from error
     return parse(data, path)
@@ -82,6 +85,8 @@ def parse(data: bytes, path: Path) -> RankSpans:
     _, version, rank, world, capacity, wall, monotonic, host, boot = HEADER.unpack_from(data)
     if version != VERSION or len(data) < size_bytes(capacity):
         raise StorageError(f"{path}: version {version} or size {len(data)} is not what this hpcdist writes ({VERSION})")
+    if not rank < world <= MOST_RANKS:
+        raise StorageError(f"{path} is damaged: it is of rank {rank} of {world}")
     (used,) = struct.unpack_from("<q", data, TEXT_USED * 8)
     host_name, boot_id = (text.rstrip(b"\0").decode(errors="replace") for text in (host, boot))
     spans = _spans(data, capacity, _texts(data, used))

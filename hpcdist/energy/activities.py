@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from hpcdist.energy.mixtures import NAMES
-from hpcdist.energy.report import EARLIER
+from hpcdist.energy.report import EARLIER, amount
 
 ELSEWHERE: Final = ("checkpoint", "validation")  # measured directly, by windows of their own
 ACTIVITIES: Final = tuple(name for name in NAMES if name not in ELSEWHERE)
@@ -78,6 +78,22 @@ def state(told: Mapping[str, Any]) -> dict[str, Any]:
         }
         for name, joules in told["joules"].items()
     }
+
+
+def restored(found: Any) -> dict[str, Any]:
+    """Return a `state` as it was read from somewhere. Raises ValueError or TypeError for anything else."""
+    if not isinstance(found, dict) or not all(isinstance(row, dict) for row in found.values()):
+        raise TypeError(f"activities are {str(found)[:40]}, expected an object of objects")
+    told = {}
+    for name, row in found.items():
+        reason = row.get("reason")
+        if not isinstance(reason, str | None):
+            raise TypeError(f"the reason of {name} is {str(reason)[:40]}, expected text")
+        joules = amount(row.get("joules"), f"joules of {name}", may_lack=True)
+        error_j = amount(row.get("error_j"), f"error of {name}", may_lack=joules is None)
+        seconds = amount(row.get("seconds"), f"seconds of {name}")
+        told[str(name)] = {"joules": joules, "error_j": error_j, "seconds": seconds, "reason": reason}
+    return told
 
 
 def _summed(rows: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -12,8 +12,8 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.energy.report import NODE
-from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files, tables
+from hpcdist.reporting import regular
 
 GROUP: Final = "energy"
 SAMPLES: Final = f"{GROUP}/samples"
@@ -79,22 +79,17 @@ class Start:
 
 def read(path: Path) -> list[Start]:
     """Return the starts of a run, [] where nothing was measured; ``path`` has its metrics. Raises StorageError."""
-    with files.open_read(path) as file:
-        try:
-            if SAMPLES not in file:
-                return []
-            known = _sources(file)
-            found = _samples(file)
-            gaps = _gaps(file)
-        except files.FAILURES as error:
-            raise StorageError(f"{path}: its energy is damaged: {error}; {GROUP} of another program?") from error
-    starts: dict[int, list[Course]] = {}
-    for place, (kind, name, note, declared) in known.items():
-        rows = found.get(place, np.empty((0, 2), np.int64))
-        since = rows - rows[0] if len(rows) else rows
-        course = Course(place[1], kind, name, note, declared, since[:, 0] / 1e9, since[:, 1] / 1e3, place in gaps)
-        starts.setdefault(place[0], []).append(course)
-    return [Start(session, tuple(courses)) for session, courses in sorted(starts.items())]
+    with files.open_read(path) as file, regular.damage(path, f"its {GROUP} is damaged, or of another program"):
+        if SAMPLES not in file:
+            return []
+        known, found, gaps = _sources(file), _samples(file), _gaps(file)
+        starts: dict[int, list[Course]] = {}
+        for place, (kind, name, note, declared) in known.items():
+            rows = found.get(place, np.empty((0, 2), np.int64))
+            since = rows - rows[0] if len(rows) else rows
+            course = Course(place[1], kind, name, note, declared, since[:, 0] / 1e9, since[:, 1] / 1e3, place in gaps)
+            starts.setdefault(place[0], []).append(course)
+        return [Start(session, tuple(courses)) for session, courses in sorted(starts.items())]
 
 
 _Place = tuple[int, int, int]  # session, node, source

@@ -15,6 +15,7 @@ UPDATES: Final = 2  # a difference over fewer steps of a counter says nothing
 NODE: Final = "node"  # the kind of a counter that includes the others
 DECLARED: Final = "declared model, not measured"
 EARLIER: Final = "an earlier start of this run: "
+MOST: Final = 1e30  # joules or seconds that nobody has
 REASONS: Final = 4  # a job of a thousand nodes names the first ones
 
 
@@ -121,6 +122,57 @@ def state(report: Mapping[str, Any]) -> dict[str, Any]:
     }
     by_kind = {kind: _plain(joules) for kind, joules in report["by_kind"].items()}
     return {"by_kind": by_kind, "phases": phases, "reason": report["reason"], "label": report["label"]}
+
+
+def restored(found: Any) -> dict[str, Any]:
+    """Return a `state` as it was read from somewhere. Raises ValueError or TypeError for anything else."""
+    known = _object(found, "joules")
+    label, reason = known.get("label") or "", known.get("reason")
+    if not isinstance(label, str) or not isinstance(reason, str | None):
+        raise TypeError(f"label {str(label)[:40]!r} and reason {str(reason)[:40]!r} are no text")
+    phases = {
+        str(name): {
+            "joules": amount(row.get("joules"), f"joules of {name}", may_lack=True),
+            "seconds": amount(row.get("seconds"), f"seconds of {name}"),
+            "windows": whole(row.get("windows"), f"windows of {name}"),
+        }
+        for name, row in _rows(known.get("phases"), "phases")
+    }
+    by_kind = {
+        str(kind): amount(joules, f"joules of {kind}", may_lack=True)
+        for kind, joules in _object(known.get("by_kind"), "by_kind").items()
+    }
+    return {"by_kind": by_kind, "phases": phases, "reason": reason, "label": label}
+
+
+def _object(found: Any, what: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise TypeError(f"{what} is {str(found)[:40]}, expected an object")
+    return found
+
+
+def _rows(found: Any, what: str) -> Iterable[tuple[str, dict[str, Any]]]:
+    return ((name, _object(row, f"{what}.{name}")) for name, row in _object(found, what).items())
+
+
+def amount(value: Any, what: str, *, may_lack: bool = False) -> float | None:
+    """Return a finite number as it was read, or None where it ``may_lack``. Raises TypeError or ValueError."""
+    if value is None and may_lack:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{what} is {str(value)[:40]!r}, expected a number")
+    if not abs(value) < MOST:
+        raise ValueError(f"{what} is {str(value)[:40]}, which cannot be")
+    return float(value)
+
+
+def whole(value: Any, what: str) -> int:
+    """Return a count as it was read. Raises TypeError or ValueError."""
+    if type(value) is not int:
+        raise TypeError(f"{what} is {str(value)[:40]!r}, expected a whole number")
+    if not 0 <= value < 1 << 53:
+        raise ValueError(f"{what} is {str(value)[:40]}, which cannot be")
+    return value
 
 
 def _plain(value: float) -> float | None:

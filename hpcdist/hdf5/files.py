@@ -18,12 +18,29 @@ from hpcdist.arrays.dtypes import BFLOAT16, name_of
 from hpcdist.errors import StorageError
 from hpcdist.hdf5.making import Maker
 from hpcdist.hdf5.overlay import Overlay, journal_of
+from hpcdist.reporting import atomic
+from hpcdist.reporting.regular import BROKEN, DamagedFileError, damage
 
 LIBVER: Final = ("earliest", "v110")  # "latest" leaves an unreadable file behind when its writer is killed
 WRITE_BYTES: Final = 16 << 20
 ALIGNED_BYTES: Final = 4096  # datasets of a page and more begin at a page
 RETRY_S: Final = 2.0
 FAILURES: Final = (OSError, RuntimeError, ValueError, KeyError, TypeError)  # what h5py raises for broken files
+MOST_TEXT: Final = 1 << 20  # letters of an attribute
+
+
+def attributes_of(file: h5py.File) -> dict[str, float | str]:
+    """Return the root attributes that are one number or text each; what is anything else, or damaged, is left out."""
+    found: dict[str, float | str] = {}
+    for name in file.attrs:
+        try:
+            value = file.attrs[name]
+        except BROKEN:
+            continue
+        value = value.item() if isinstance(value, np.generic) else value
+        if isinstance(value, int | float) or (isinstance(value, str) and len(value) <= MOST_TEXT):
+            found[str(name)] = value
+    return found
 
 
 class Blocks(Protocol):
@@ -62,7 +79,7 @@ def open_read(path: str | os.PathLike[str], schema: str | None = None, version: 
         except OSError as error:
             # Bytes of HDF5 that do not open may be under change; other bytes will not turn into HDF5.
             if time.monotonic() > limit or not _has_signature(path):
-                raise StorageError(f"{path}: cannot be read as HDF5: {error}") from error
+                raise DamagedFileError(f"{path}: cannot be read as HDF5: {error}") from error
             time.sleep(0.05)
     try:
         _check_schema(path, file, schema, version)
@@ -80,10 +97,12 @@ def _has_signature(path: Path) -> bool:
 def _check_schema(path: Path, file: h5py.File, schema: str | None, version: int | None) -> None:
     if schema is None:
         return
-    found = file.attrs.get("schema")
-    if found != schema:
-        raise StorageError(f"{path}: a file of schema {found!r}, expected {schema!r}; is this the right directory?")
-    number = int(file.attrs.get("schema_version", 0))
+    with damage(path, "it is not known of which schema it is"):
+        found = file.attrs.get("schema")
+        number = int(file.attrs.get("schema_version", 0))
+    if not isinstance(found, str) or found != schema:
+        told = repr(found)[:80]
+        raise DamagedFileError(f"{path}: a file of schema {told}, expected {schema!r}; is this the right directory?")
     if version is not None and number > version:
         raise StorageError(f"{path}: {schema} version {number} is newer than the {version} known here; update hpcdist")
 
@@ -92,15 +111,16 @@ def _check_schema(path: Path, file: h5py.File, schema: str | None, version: int 
 def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5py.File]:
     """Change the file at ``path`` (made when missing): all of the changes reach the disk at the end, or none.
 
-    Raises StorageError when the disk is full or the file is not of ``schema``; the file is then as it was before.
+    Raises StorageError when the disk is full, DamagedFileError when the file is not of ``schema``; the file is then as
+    it was before.
     """
     path = Path(path)
     created = not path.exists()
+    if not created and not path.is_file():
+        raise DamagedFileError(f"{path}: it is not a regular file")
     # A new file gets its name when it is complete: a writer killed before that leaves nothing that looks like one.
-    written = path.with_name(path.name + ".new") if created else path
+    written = atomic.unfinished(path) if created else path
     try:
-        if created:
-            written.unlink(missing_ok=True)
         overlay = Overlay(written, create=created)
     except OSError as error:
         raise StorageError(f"{path}: cannot be written: {error.strerror}") from error
@@ -140,7 +160,7 @@ def _edited(path: Path, overlay: Overlay, created: bool) -> h5py.File:
     try:
         return h5py.File(overlay, "w" if created else "r+", libver=LIBVER)
     except FAILURES as error:
-        raise StorageError(f"{path}: cannot be read as HDF5: {error}") from error
+        raise DamagedFileError(f"{path}: cannot be read as HDF5: {error}") from error
 
 
 def storable(array: np.ndarray) -> np.ndarray:

@@ -13,6 +13,8 @@ import numpy as np
 
 CHUNK_BYTES: Final = 64 << 10
 CHUNK_ROWS: Final = 1024
+TIMES: Final = {1: 2, 2: 4096}  # that a column of so many dims may be larger than its file
+SLACK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Column:
 def create(
     file: h5py.File,
     name: str,
-    columns: Sequence[Column],
+    described: Sequence[Column],
     *,
     second: str = "",
     width: int = 0,
@@ -37,15 +39,15 @@ def create(
 ) -> None:
     """Make the table ``name``. The first column is the scale of the rows; ``second`` names that of the second dim."""
     group = file.create_group(name)
-    group.attrs.update({"columns": [column.name for column in columns], "second": second, **(attributes or {})})
-    for column in columns:
+    group.attrs.update({"columns": [column.name for column in described], "second": second, **(attributes or {})})
+    for column in described:
         _dataset(group, column, width)
-    rows = group[columns[0].name]
-    rows.make_scale(columns[0].name)
+    rows = group[described[0].name]
+    rows.make_scale(described[0].name)
     if second:
         group.create_dataset(second, data=np.arange(width), maxshape=(None,), chunks=(CHUNK_ROWS,)).make_scale(second)
-    for column in columns:
-        if column.name != columns[0].name:
+    for column in described:
+        if column.name != described[0].name:
             group[column.name].dims[0].attach_scale(rows)
         if column.wide:
             group[column.name].dims[1].attach_scale(group[second])
@@ -68,8 +70,8 @@ def _dataset(group: h5py.Group, column: Column, width: int) -> None:
 def extend(file: h5py.File, name: str, rows: Mapping[str, np.ndarray]) -> None:
     """Append ``rows`` (all columns, equal lengths); wide ones may be wider or narrower than the table."""
     group = file[name]
-    for column in group.attrs["columns"]:
-        values, dataset = rows[column], group[column]
+    for column, dataset in columns(file, name).items():
+        values = rows[column]
         before = dataset.shape[0]
         if values.ndim == 1:
             dataset.resize((before + len(values),))
@@ -88,14 +90,30 @@ def _widen(scale: h5py.Dataset, width: int) -> None:
 
 def shorten(file: h5py.File, name: str, rows: int) -> None:
     """Keep the first ``rows`` rows, or those that all columns have: a killed writer may leave fewer of some."""
-    columns = [file[name][column] for column in file[name].attrs["columns"]]
-    for column in columns:
-        column.resize(min(rows, *(other.shape[0] for other in columns)), axis=0)
+    found = columns(file, name).values()
+    for column in found:
+        column.resize(min(rows, *(other.shape[0] for other in found)), axis=0)
 
 
-def read(file: h5py.File, name: str) -> dict[str, np.ndarray]:
-    """Return the columns as arrays, cut to the rows that all have (another process may be extending them)."""
-    group = file[name]
-    columns = {column: group[column] for column in group.attrs["columns"]}
-    length = min(dataset.shape[0] for dataset in columns.values())
-    return {column: dataset[:length] for column, dataset in columns.items()}
+def read(file: h5py.File, name: str, most_rows: int | None = None) -> dict[str, np.ndarray]:
+    """Return the columns as arrays, cut to the rows that all have (another process may be extending them).
+
+    At most the first ``most_rows`` rows. Raises what h5py does for a broken file.
+    """
+    found = columns(file, name)
+    lengths = [dataset.shape[0] for dataset in found.values()]
+    length = min(lengths if most_rows is None else [most_rows, *lengths])
+    return {column: dataset[:length] for column, dataset in found.items()}
+
+
+def columns(file: h5py.File, name: str) -> dict[str, h5py.Dataset]:
+    """Return the columns of a table. Raises ValueError where one cannot be what was written: it would fill the memory.
+
+    A column of one number a row is written in full; of a wide one, ranks that were not there may be left out.
+    """
+    group, size = file[name], file.id.get_filesize()
+    found = {str(column): group[column] for column in group.attrs["columns"]}
+    for column, dataset in found.items():
+        if not 1 <= len(dataset.shape) <= 2 or dataset.nbytes > TIMES[len(dataset.shape)] * size + SLACK_BYTES:
+            raise ValueError(f"{name}/{column} has the shape {dataset.shape} in a file of {size} bytes")
+    return found

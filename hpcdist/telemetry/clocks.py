@@ -8,9 +8,9 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.comm.clocks import Hosts, Reading
-from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files, tables
 from hpcdist.hdf5.tables import Column
+from hpcdist.reporting import regular
 from hpcdist.telemetry.metrics import SCHEMA, VERSION
 
 GROUP: Final = "clocks"
@@ -67,14 +67,11 @@ def append(file: Any, session: int, hosts: Hosts, readings: Sequence[Reading], w
 
 def read(path: Path) -> tuple[Session, ...]:
     """Return what the metrics file ``path`` has, by session; nothing without such a table. Raises StorageError."""
-    with files.open_read(path, SCHEMA, VERSION) as file:
-        try:
-            if GROUP not in file:
-                return ()
-            ranks, readings = (tables.read(file, f"{GROUP}/{name}") for name in ("ranks", "readings"))
-        except files.FAILURES as error:
-            raise StorageError(f"{path}: its table of clocks is damaged: {error}") from error
-    return tuple(_session(number, ranks, readings) for number in np.unique(ranks["session"]).tolist())
+    with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its table of clocks is damaged"):
+        if GROUP not in file:
+            return ()
+        ranks, readings = (tables.read(file, f"{GROUP}/{name}") for name in ("ranks", "readings"))
+        return tuple(_session(number, ranks, readings) for number in np.unique(ranks["session"]).tolist())
 
 
 def _session(number: int, ranks: dict[str, np.ndarray], readings: dict[str, np.ndarray]) -> Session:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hpcdist.errors import StorageError
+from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry import catalogue
 from hpcdist.telemetry.catalogue import COUNTER, QUANTITIES
 from hpcdist.telemetry.stream import Event, Run
@@ -30,8 +31,8 @@ class Totals:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._before: dict[str, float] = {}
-        with suppress(OSError, ValueError, AttributeError, TypeError):
-            self._before = {key: float(value) for key, value in json.loads(path.read_bytes()).items()}
+        with suppress(OSError, ValueError, AttributeError, TypeError, OverflowError):
+            self._before = {key: float(value) for key, value in regular.json_value(path).items()}
         self.shown = dict(self._before)
 
     def show(self, key: str, value: float) -> float:
@@ -107,14 +108,10 @@ def write_whole(path: Path, content: bytes, cure: str) -> None:
 
     Raises StorageError, which ends with ``cure``.
     """
-    new = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with new.open("wb") as file:
+        with atomic.replacing(path) as file:
             os.fchmod(file.fileno(), 0o644)  # an exporter runs as another user
             file.write(content)
-        os.replace(new, path)
     except OSError as error:
-        with suppress(OSError):  # where the directory is gone or closed to us: the first error says so
-            new.unlink(missing_ok=True)
         raise StorageError(f"{path} cannot be written: {error.strerror or error}; {cure}") from error

@@ -9,16 +9,17 @@ is what is not known, or no number (NaN, infinity).
 
 import json
 import math
-import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 
 from hpcdist.errors import StorageError
+from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry.appended import Appended
 from hpcdist.telemetry.config import TelemetryConfig
 from hpcdist.telemetry.stream import Event, Run
@@ -27,6 +28,7 @@ FILE: Final = "events.jsonl"
 # Of more ranks than these, lines have no lists: they would be most of the file, and metrics.h5 has them anyway.
 MOST_RANKS: Final = 512
 CURE: Final = "free space, or set telemetry.jsonl = false"
+MOST_LINE_BYTES: Final = 16 << 20
 # What every line begins with; nothing else is looked at when a run goes on.
 _HEAD: Final = re.compile(rb'\{"time":"[^"]*","time_ns":\d+,"kind":"[a-z_]+","step":(-?\d+),"')
 
@@ -89,21 +91,29 @@ def _list(values: np.ndarray) -> str:
 def drop_after(path: Path, step: int) -> None:
     """Drop from ``path`` what was written after ``step``, and lines that are not whole. Raises StorageError.
 
-    The file is replaced by a new one at once, and only where there is something to drop.
+    The file is replaced by a new one at once, and only where there is something to drop. One with a line that is none
+    of ours by its length is set aside.
     """
-    new = path.with_name(f"{path.name}.new")
     try:
-        with path.open("rb") as file:
-            dropped = any(not _stays(row, step) for row in file)
-            if not dropped:
+        with open(regular.open_regular(path), "rb") as file:
+            if all(_stays(row, step) for row in _rows(file)):
                 return
             file.seek(0)
-            with new.open("wb") as kept:
-                kept.writelines(row for row in file if _stays(row, step))
-        os.replace(new, path)
+            with atomic.replacing(path, mode=0o644) as kept:
+                kept.writelines(row for row in _rows(file) if _stays(row, step))
+    except ValueError as error:
+        aside = atomic.set_aside(path)
+        now = "" if aside is None else f"; it is now {aside.name}"
+        print(f"hpcdist: {path} cannot be read ({error}){now}", file=sys.stderr, flush=True)
     except OSError as error:
-        new.unlink(missing_ok=True)
         raise StorageError(f"{path} cannot be shortened to step {step}: {error.strerror or error}; {CURE}") from error
+
+
+def _rows(file: BinaryIO) -> Iterator[bytes]:
+    while row := file.readline(MOST_LINE_BYTES):
+        if len(row) == MOST_LINE_BYTES:
+            raise ValueError(f"it has a line of {MOST_LINE_BYTES} bytes and more")
+        yield row
 
 
 def _stays(row: bytes, step: int) -> bool:

@@ -1,5 +1,6 @@
 """Metrics of a run: one row per step, with the times and bytes of every rank, in ``metrics.h5``."""
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files, tables
 from hpcdist.hdf5.tables import Column
+from hpcdist.reporting import atomic, regular
 
 METRICS_FILE: Final = "metrics.h5"  # of a run directory
 SCHEMA: Final = "hpcdist.metrics"
@@ -46,7 +48,8 @@ class MetricsWriter:
     metrics is refused); a number continues one and drops the rows of later steps. ``attributes`` (numbers and strings)
     become root attributes, as provenance and the entropies of the data (``unigram_nats``, ...).
 
-    Methods raise StorageError when the disk is full or the file is not ours; what was flushed before stays readable.
+    Methods raise StorageError when the disk is full; what was flushed before stays readable. A file that is damaged,
+    or not ours, is set aside, which stderr tells, and another one begun.
     """
 
     def __init__(
@@ -64,22 +67,51 @@ class MetricsWriter:
         self._flushed = time.monotonic()
         if resume_step is None and self.path.exists():
             raise StorageError(f"{path} exists: it holds another run; choose another directory or resume it")
-        with files.edit(self.path, SCHEMA, VERSION) as file:
-            if "steps" not in file:
-                self._create(file)
-            elif resume_step is not None:
-                _drop_after(file, resume_step)
-            self._session = int(file.attrs.get("sessions", 0))
-            steps = file["steps"]["step"]
-            self.last = int(steps[-1]) if len(steps) else 0  # step in the file, when it was opened
-            file.attrs["sessions"] = self._session + 1
-            file.attrs.update(attributes or {})
+        self._session, self.last = 0, 0  # the number of this start; the step in the file, when it was opened
+        self._attributes, self._is_begun = dict(attributes or {}), False
+        self._change(lambda file: self._begin(file, resume_step))
+        self._is_begun = True
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _change(self, change: Callable[[Any], None]) -> None:
+        """Let ``change`` the file. One that is damaged is set aside and begun anew: no reason to end a run."""
+        try:
+            with files.edit(self.path, SCHEMA, VERSION) as file, regular.damage(self.path):
+                change(file)
+        except regular.DamagedFileError as error:
+            aside = atomic.set_aside(self.path)
+            if aside is None:
+                raise
+            print(f"hpcdist: {error}; it is now {aside.name}, and a new one begins here", file=sys.stderr, flush=True)
+            with files.edit(self.path, SCHEMA, VERSION) as file:
+                if self._is_begun:
+                    self._create(file)
+                    self._enter(file)
+                change(file)
+
+    def _begin(self, file: Any, resume_step: int | None) -> None:
+        """Begin this start in an open file, from which rows after ``resume_step`` are dropped."""
+        if "steps" not in file:
+            self._create(file)
+        elif resume_step is not None:
+            _drop_after(file, resume_step)
+        for name, known in (("steps", STEPS), ("evaluations", EVALUATIONS)):
+            strange = set(tables.columns(file, name)) - {column.name for column in known}
+            if strange:  # a row would lack them
+                raise ValueError(f"{name} has columns that are not known here: {sorted(strange)[:3]}")
+        self._session = int(file.attrs.get("sessions", 0))
+        steps = file["steps"]["step"]
+        self.last = int(steps[-1]) if len(steps) else 0
+        self._enter(file)
+
+    def _enter(self, file: Any) -> None:
+        file.attrs["sessions"] = self._session + 1
+        file.attrs.update(self._attributes)
 
     def _create(self, file: Any) -> None:
         plot = {"NX_class": "NXdata", "signal": "loss", "axes": ["step"]}
@@ -131,7 +163,8 @@ class MetricsWriter:
         evaluations, self._evaluations = self._evaluations, []
         self._flushed = time.monotonic()
         if steps or evaluations or appends:
-            with files.edit(self.path, SCHEMA, VERSION) as file:
+
+            def add(file: Any) -> None:
                 for name, columns, rows in (("steps", STEPS, steps), ("evaluations", EVALUATIONS, evaluations)):
                     if rows:
                         data = {c.name: np.array([row[c.name] for row in rows], c.dtype) for c in columns}
@@ -139,15 +172,15 @@ class MetricsWriter:
                 for append in appends:
                     append(file, self._session)
 
+            self._change(add)
+
     def describe(self, **attributes: Any) -> None:
         """Set further root attributes: what was not yet known when the run began."""
-        with files.edit(self.path, SCHEMA, VERSION) as file:
-            file.attrs.update(attributes)
+        self._change(lambda file: file.attrs.update(attributes))
 
     def include(self, append: Callable[[Any, int], None]) -> None:
         """Let ``append(file, session)`` add what another service keeps: its own groups, no others."""
-        with files.edit(self.path, SCHEMA, VERSION) as file:
-            append(file, self._session)
+        self._change(lambda file: append(file, self._session))
 
     def close(self) -> None:
         """Flush; the file is never held open."""
@@ -176,18 +209,14 @@ def read(path: str | Path) -> Metrics:
     for attempt in range(READ_ATTEMPTS):
         with files.open_read(path, SCHEMA, VERSION) as file:
             try:
-                attributes = {name: _plain(value) for name, value in file.attrs.items()}
+                attributes = dict(files.attributes_of(file))
                 return Metrics(tables.read(file, "steps"), tables.read(file, "evaluations"), attributes)
-            except files.FAILURES as error:
+            except regular.BROKEN as error:
                 # Read in the moment in which it was changed? Then it is whole a moment later.
                 if attempt == READ_ATTEMPTS - 1:
                     raise StorageError(f"{path}: is damaged: {error}") from error
         time.sleep(0.05)
     raise AssertionError("unreachable")
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
 def summarise(metrics: Metrics, last: int = 20) -> dict[str, Any]:

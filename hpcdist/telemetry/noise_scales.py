@@ -8,6 +8,7 @@ import numpy as np
 
 from hpcdist.hdf5 import files, tables
 from hpcdist.hdf5.tables import Column
+from hpcdist.reporting import regular
 from hpcdist.telemetry.metrics import SCHEMA, VERSION
 
 TABLE: Final = "noise_scale"
@@ -43,7 +44,7 @@ def append(file: Any, session: int, rows: Sequence[tuple[float, ...]]) -> None:
 
 def last(path: str | Path) -> float | None:
     """Return the last noise scale in a metrics file, None where there is none, or it is not known."""
-    with files.open_read(path, SCHEMA, VERSION) as file:
+    with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its noise scales are damaged"):
         if TABLE not in file or not len(file[TABLE]["step"]):
             return None
         found = float(file[TABLE]["noise_scale"][-1])

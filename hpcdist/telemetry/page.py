@@ -1,9 +1,9 @@
 """The page of a run: its figures, charts and words in one HTML file that needs nothing else."""
 
-import os
 from pathlib import Path
 
 from hpcdist.errors import StorageError
+from hpcdist.reporting import atomic, regular
 from hpcdist.telemetry import page_charts, page_data, page_draw, page_html, page_picture, page_resources
 from hpcdist.telemetry.page_data import Beside, PageData
 
@@ -28,12 +28,10 @@ def write(run_dir: str | Path, file: str | Path, beside: Beside | None = None) -
     MissingCapabilityError without matplotlib.
     """
     page_draw.needed()
-    text = make(page_data.read(Path(run_dir), beside)).encode("utf-8", errors="replace")
+    with regular.damage(run_dir, regular.FIGURES):
+        text = make(page_data.read(Path(run_dir), beside)).encode("utf-8", errors="replace")
     file = Path(file)
-    new = file.with_name(f".{file.name}.{os.getpid()}.new")
     try:
-        new.write_bytes(text)
-        os.replace(new, file)
+        atomic.write(file, text)
     except OSError as error:
-        new.unlink(missing_ok=True)
         raise StorageError(f"{file}: cannot be written: {error.strerror or error}") from error

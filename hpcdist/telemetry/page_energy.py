@@ -12,11 +12,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.errors import StorageError
-from hpcdist.hdf5 import files
+from hpcdist.hdf5 import files, tables
+from hpcdist.reporting import regular
 from hpcdist.telemetry.metrics import SCHEMA, VERSION
 from hpcdist.telemetry.page_state import text_of, values_of
-from hpcdist.telemetry.sampled import BROKEN, spread
+from hpcdist.telemetry.sampled import spread
 
 USAGE: Final = "usage.json"
 SAMPLES: Final = "energy/samples"
@@ -123,20 +123,16 @@ def _dict(value: Any) -> dict[str, Any]:
 
 def _courses(path: Path) -> tuple[dict[str, Course], bool]:
     """Return the course of each kind in the metrics file, and whether a part of the samples was read."""
-    with files.open_read(path, SCHEMA, VERSION) as file:
-        try:
-            if SAMPLES not in file or not file[f"{SAMPLES}/energy_mj"].shape[0]:
-                return {}, False
-            columns = {name: file[f"{SAMPLES}/{name}"] for name in COLUMNS}
-            rows = min(column.shape[0] for column in columns.values())
-            blocks = spread(rows, columns["energy_mj"].chunks[0], MOST_ROWS)
-            read = {
-                name: np.concatenate([column[start:stop] for start, stop in blocks]) for name, column in columns.items()
-            }
-            sources = {name: file[f"{SOURCES}/{name}"][...] for name in ("session", "node", "source", "kind")}
-        except BROKEN as error:
-            raise StorageError(f"{path}: its energy samples are damaged: {error}") from error
-    return courses(read, sources), len(read["session"]) < rows
+    with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its energy samples are damaged"):
+        if SAMPLES not in file or not file[f"{SAMPLES}/energy_mj"].shape[0]:
+            return {}, False
+        columns = {name: file[f"{SAMPLES}/{name}"] for name in COLUMNS}
+        rows = min(column.shape[0] for column in columns.values())
+        blocks = spread(rows, columns["energy_mj"].chunks[0], MOST_ROWS)
+        read = {
+            name: np.concatenate([column[start:stop] for start, stop in blocks]) for name, column in columns.items()
+        }
+        return courses(read, tables.read(file, SOURCES)), len(read["session"]) < rows
 
 
 def courses(samples: Mapping[str, np.ndarray], sources: Mapping[str, np.ndarray]) -> dict[str, Course]:

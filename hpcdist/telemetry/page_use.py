@@ -7,10 +7,10 @@ from typing import Final
 
 import numpy as np
 
-from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
+from hpcdist.reporting import regular
 from hpcdist.telemetry.metrics import SCHEMA, VERSION
-from hpcdist.telemetry.sampled import BROKEN, spread
+from hpcdist.telemetry.sampled import spread
 
 TABLE: Final = "energy/utilisation"
 WHERE: Final = ("session", "node", "t_mono_ns")
@@ -38,19 +38,16 @@ def read(path: Path | None) -> Use | None:
     """Return what the metrics file ``path`` has; None where it has nothing. Raises StorageError."""
     if path is None:
         return None
-    with files.open_read(path, SCHEMA, VERSION) as file:
-        try:
-            if TABLE not in file or not file[f"{TABLE}/t_mono_ns"].shape[0]:
-                return None
-            names = [*WHERE, *(name for name in NAMES if name in file[TABLE])]
-            rows = min(file[f"{TABLE}/{name}"].shape[0] for name in names)
-            blocks = spread(rows, file[f"{TABLE}/t_mono_ns"].chunks[0], MOST_ROWS)
-            found = {
-                name: np.concatenate([file[f"{TABLE}/{name}"][start:stop] for start, stop in blocks]) for name in names
-            }
-        except BROKEN as error:
-            raise StorageError(f"{path}: its table of utilisation is damaged: {error}") from error
-    return over_time(found)
+    with files.open_read(path, SCHEMA, VERSION) as file, regular.damage(path, "its table of utilisation is damaged"):
+        if TABLE not in file or not file[f"{TABLE}/t_mono_ns"].shape[0]:
+            return None
+        names = [*WHERE, *(name for name in NAMES if name in file[TABLE])]
+        rows = min(file[f"{TABLE}/{name}"].shape[0] for name in names)
+        blocks = spread(rows, file[f"{TABLE}/t_mono_ns"].chunks[0], MOST_ROWS)
+        found = {
+            name: np.concatenate([file[f"{TABLE}/{name}"][start:stop] for start, stop in blocks]) for name in names
+        }
+        return over_time(found)
 
 
 def over_time(rows: Mapping[str, np.ndarray]) -> Use:
@@ -63,7 +60,7 @@ def over_time(rows: Mapping[str, np.ndarray]) -> Use:
             seconds[mine] = at + (rows["t_mono_ns"][mine] - rows["t_mono_ns"][mine].min()) / 1e9
         at = float(seconds[own].max())
     # Two samples of a node to a part: none is empty because of where it begins.
-    count = int(np.clip(np.bincount(rows["node"]).max() // 2, 1, BINS))
+    count = int(np.clip(np.unique(rows["node"], return_counts=True)[1].max() // 2, 1, BINS))
     width = max(at, 1e-9) / count
     part = np.minimum((seconds / width).astype(np.int64), count - 1)
     shares = {}

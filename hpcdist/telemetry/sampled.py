@@ -13,6 +13,7 @@ import numpy as np
 
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files, tables
+from hpcdist.reporting import regular
 from hpcdist.telemetry import observations
 from hpcdist.telemetry.metrics import READ_ATTEMPTS, SCHEMA, VERSION, Metrics
 from hpcdist.telemetry.observations import Observations
@@ -21,7 +22,6 @@ WIDE_BYTES: Final = 24 << 20  # of one column of all ranks
 BLOCKS: Final = 1024  # fewer than chunks of a row would be: each is a look into the file's index
 SMALL: Final = ("lives", "loss_scale", "recomputed", "noise_scale", "consensus", "shares")
 SMALL_ROWS: Final = 200_000  # the first so many of a table that has no bound
-BROKEN: Final = (*files.FAILURES, IndexError, AttributeError)  # what a file raises whose tables have another shape
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def read(path: str | Path, wide_bytes: int = WIDE_BYTES) -> Run:
         with files.open_read(path, SCHEMA, VERSION) as file:
             try:
                 return _read(file, wide_bytes)
-            except BROKEN as error:
+            except regular.BROKEN as error:
                 # Read in the moment in which it was changed? Then it is whole a moment later.
                 if attempt == READ_ATTEMPTS - 1:
                     raise StorageError(f"{path}: is damaged: {error}") from error
@@ -59,8 +59,8 @@ def read(path: str | Path, wide_bytes: int = WIDE_BYTES) -> Run:
 
 
 def _read(file: Any, wide_bytes: int) -> Run:
-    group = file["steps"]
-    columns = [str(name) for name in group.attrs["columns"]]
+    group = tables.columns(file, "steps")
+    columns = list(group)
     rows = min(group[name].shape[0] for name in columns)
     ranks = max((group[name].shape[1] for name in columns if group[name].ndim > 1), default=1)
     narrow = {name: group[name][:rows] for name in columns if group[name].ndim == 1}
@@ -69,9 +69,9 @@ def _read(file: Any, wide_bytes: int) -> Run:
     chosen = np.concatenate([np.arange(start, stop) for start, stop in blocks] or [np.zeros(0, np.int64)])
     wide = {name: _blocks(group[name], blocks) for name in columns if group[name].ndim > 1}
     sample = {name: narrow[name][chosen] if name in narrow else wide[name] for name in columns}
-    attributes = {name: _plain(value) for name, value in file.attrs.items()}
+    attributes = files.attributes_of(file)
     evaluations = tables.read(file, "evaluations")
-    small = {name: _head(file, name) for name in SMALL if name in file}
+    small = {name: tables.read(file, name, SMALL_ROWS) for name in SMALL if name in file}
     return Run(narrow, chosen, Metrics(sample, evaluations, attributes), small, observations.read(file))
 
 
@@ -97,14 +97,3 @@ def _blocks(dataset: Any, blocks: list[tuple[int, int]]) -> np.ndarray:
         found[at : at + stop - start] = dataset[start:stop]
         at += stop - start
     return found
-
-
-def _head(file: Any, name: str) -> dict[str, np.ndarray]:
-    group = file[name]
-    columns = {str(column): group[column] for column in group.attrs["columns"]}
-    rows = min(SMALL_ROWS, *(dataset.shape[0] for dataset in columns.values()))
-    return {column: dataset[:rows] for column, dataset in columns.items()}
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

@@ -29,6 +29,7 @@ from hpcdist.energy.sampler import Intervals
 from hpcdist.energy.sources import claim
 from hpcdist.energy.store import NodeRows
 from hpcdist.errors import StorageError
+from hpcdist.reporting import atomic, regular
 from hpcdist.training.energy_summary import described, energy_attributes, summary
 from hpcdist.training.recipe import Recipe
 
@@ -69,8 +70,7 @@ class Energy:
         self._before_j: float | None = 0.0  # the joules of training in these
         if resume_from is not None:
             scalars = manifest.load(resume_from).scalars
-            # A checkpoint of an earlier version has none: then joules are those of the steps from here on.
-            self._restore(_usable(scalars.get("energy")) or {"since_step": scalars["steps"], "joules": None})
+            self._restore(_checkpointed(scalars))
         self._path = None if directory is None else directory / USAGE_FILE
         noted = comm.broadcast_object(_noted(self._path) if self._path is not None and comm.rank == 0 else None)
         if noted is not None:  # later than the checkpoint
@@ -178,10 +178,8 @@ class Energy:
     def _write(self, state: Mapping[str, Any]) -> None:
         if self._path is None or self._comm.rank:
             return
-        new = self._path.with_suffix(".tmp")
         try:
-            new.write_text(json.dumps(state), encoding="utf-8")
-            os.replace(new, self._path)
+            atomic.write(self._path, json.dumps(state))
         except OSError as error:
             raise StorageError(f"{self._path} cannot be written: {error.strerror}") from error
 
@@ -221,28 +219,37 @@ def _counted(source: Intervals, ranks: tuple[int, ...] | None) -> Counted:
     return Counted(source.name, source.kind, source.times_ns, source.energy_mj[:1] + np.cumsum(used), ranks)
 
 
-def _usable(found: Any) -> dict[str, Any] | None:
-    """Return what `Energy.state` once returned, as it was read; None where it is something else.
+def usable(found: Any) -> dict[str, Any]:
+    """Return what `Energy.state` once returned, as it was read. Raises TypeError or ValueError for anything else.
 
     Earlier versions kept no activities.
     """
     if not isinstance(found, dict):
-        return None
-    kept = {name: found.get(name) for name in ("since_step", "joules")}
-    told = found.get("activities")
-    kept["activities"] = told if isinstance(told, dict) else {}
-    return kept if isinstance(kept["since_step"], int) and isinstance(kept["joules"], dict) else None
+        raise TypeError(f"it holds {str(found)[:40]}, expected an object")
+    return {
+        "since_step": reports.whole(found.get("since_step"), "since_step"),
+        "joules": reports.restored(found.get("joules")),
+        "activities": activities.restored(found.get("activities") or {}),
+    }
+
+
+def _checkpointed(scalars: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint keeps. One of an earlier version has none: joules are those of the steps from it on."""
+    try:
+        return usable(scalars.get("energy"))
+    except (TypeError, ValueError):
+        return {"since_step": scalars["steps"], "joules": None}
 
 
 def _noted(path: Path) -> dict[str, Any] | None:
-    """Return what the record says; None where there is none, or it cannot be used."""
+    """Return what the record says; None where there is none, or it cannot be used: it is then set aside."""
     try:
-        found = _usable(json.loads(path.read_bytes()))
-        if found is not None:
-            return found
+        return usable(regular.json_value(path))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError):
-        pass
-    print(f"hpcdist: {path} cannot be read: energy and time count from the checkpoint", file=sys.stderr, flush=True)
+    except (OSError, ValueError, TypeError) as error:
+        aside = atomic.set_aside(path)
+        now = "" if aside is None else f"; it is now {aside.name}"
+        text = f"hpcdist: {path} cannot be read ({error}): energy and time count from the checkpoint{now}"
+        print(text, file=sys.stderr, flush=True)
     return None

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from hpcdist.comm.ending import LAUNCH_DIR, SURVIVE
+from hpcdist.reporting import atomic, regular
 
 STARTS_FILE: Final = "starts.json"
 RENEWED_S: Final = 10.0  # how old the last sign of life may become
+MOST_S: Final = 1e11  # since 1970: no clock shows it
 FINISHED: Final = "finished"
 STOPPED: Final = "stopped"  # saved, and left by somebody's wish
 
@@ -100,18 +102,18 @@ class Starts:
 
     def _seen(self, now: float) -> None:
         self.own = replace(self.own, seen=now)
-        new = self._path.with_suffix(".tmp")
         try:
-            new.write_text(json.dumps([asdict(start) for start in (*self.before, self.own)]), encoding="utf-8")
-            os.replace(new, self._path)
+            atomic.write(self._path, json.dumps([asdict(start) for start in (*self.before, self.own)]))
         except OSError as error:  # no reason to end a run that can go on
             self._tell(f"{self._path} cannot be written ({error.strerror}): this start may count as failed")
 
     def _read(self) -> list[Start]:
         try:
             return read(self._path)
-        except (OSError, ValueError, TypeError, RecursionError):
-            self._tell(f"{self._path} cannot be read: the time between failures counts from this start")
+        except (OSError, ValueError, TypeError) as error:
+            aside = atomic.set_aside(self._path)
+            now = "" if aside is None else f"; it is now {aside.name}"
+            self._tell(f"{self._path} cannot be read ({error}): the time between failures counts from this start{now}")
             return []
 
     def _tell(self, text: str) -> None:
@@ -121,16 +123,25 @@ class Starts:
 
 
 def read(path: Path) -> list[Start]:
-    """Return the starts in the record ``path``, none where there is none. Raises what a damaged one leads to."""
-    return [_checked(each) for each in json.loads(path.read_bytes())] if path.exists() else []
+    """Return the starts in the record ``path``, none where there is none.
+
+    Raises OSError, ValueError or TypeError for a damaged one.
+    """
+    try:
+        found = regular.json_value(path)
+    except FileNotFoundError:
+        return []
+    if not isinstance(found, list):
+        raise TypeError(f"it holds no list of starts, but {str(found)[:40]}")
+    return [_checked(each) for each in found]
 
 
 def _checked(found: Any) -> Start:
     """Return a start as the record has it. Raises TypeError for anything else."""
-    start = Start(**found)
-    numbers = (start.began, start.seen, start.deaths)
-    if not all(isinstance(number, int | float) for number in numbers):
-        raise TypeError(f"{found} is no start")
-    if not all(isinstance(text, str) for text in (start.end, start.launch, start.survives)):
-        raise TypeError(f"{found} is no start")
+    start = Start(**found) if isinstance(found, dict) else None
+    numbers = () if start is None else (start.began, start.seen, start.deaths)
+    texts = () if start is None else (start.end, start.launch, start.survives)
+    right = all(isinstance(number, int | float) and 0 <= number < MOST_S for number in numbers)
+    if start is None or not right or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{str(found)[:200]} is no start")
     return start

@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 
+from hpcdist.cli.main import main
 from hpcdist.errors import StorageError
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter, read, summarise
 
@@ -74,16 +75,95 @@ def test_resume_drops_later_rows_and_takes_another_world(tmp_path, rng):
     assert read(path).evaluations["step"].size == 0
 
 
-def test_another_run_and_foreign_files_are_refused(tmp_path, rng):
+def test_another_run_is_refused_and_what_cannot_be_read_set_aside(tmp_path, rng, capfd):
     path = tmp_path / "metrics.h5"
     write(path, rng, (1,), 1)
     with pytest.raises(StorageError, match="another run"):
         MetricsWriter(path, 1)
     path.write_bytes(b"something else")
-    for call in (lambda: MetricsWriter(path, 1, 1), lambda: read(path)):
-        with pytest.raises(StorageError, match="cannot be read as HDF5"):
-            call()
-    assert path.read_bytes() == b"something else"
+    with pytest.raises(StorageError, match="cannot be read as HDF5"):
+        read(path)
+    write(path, rng, (2,), 1, 1)
+    assert capfd.readouterr().err.count("metrics.h5.damaged-1, and a new one begins here") == 1
+    assert (tmp_path / "metrics.h5.damaged-1").read_bytes() == b"something else"
+    assert read(path).steps["step"].tolist() == [2] and read(path).attributes["sessions"] == 1
+
+
+def forged(path, how):
+    """Damage the metrics file ``path`` in the way ``how`` says."""
+    with h5py.File(path, "r+") as file:
+        steps = file["steps"]
+        if how == "a loop of links":
+            del file["evaluations"]
+            file["evaluations"] = h5py.SoftLink("/evaluations")
+        elif how == "no space":
+            del steps["loss"]
+            steps["loss"] = h5py.Empty("f8")
+        elif how == "too many rows":
+            for name in ("step", "session", "world", "loss", "learning_rate", "tokens"):
+                steps[name].resize((1 << 36,))
+        elif how == "columns that are numbers":
+            steps.attrs["columns"] = np.arange(3)
+        elif how == "a column of ours that is not there":
+            steps.attrs["columns"] = ["step", "nothing"]
+        elif how == "a column of others":
+            steps["other"] = steps["step"][...]
+            steps.attrs["columns"] = [*steps.attrs["columns"], "other"]
+        elif how == "a schema of another type":
+            file.attrs["schema"] = np.arange(4)
+        elif how == "a version that is none":
+            file.attrs["schema_version"] = "new"
+        elif how == "no sessions":
+            file.attrs["sessions"] = h5py.Empty("f8")
+        elif how == "texts for numbers":
+            file.attrs.update(
+                sessions="many", peak_bytes_total="much", lock_step=np.zeros(5), hosts=7, unigram_nats="x"
+            )
+
+
+FORGED = (
+    "a loop of links",
+    "no space",
+    "too many rows",
+    "columns that are numbers",
+    "a column of ours that is not there",
+    "a column of others",
+    "a schema of another type",
+    "a version that is none",
+    "no sessions",
+    "texts for numbers",
+)
+
+
+def code_of(*arguments):
+    with pytest.raises(SystemExit) as left:
+        main(list(map(str, arguments)))
+    return left.value.code
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_a_damaged_file_ends_no_run_and_no_report_with_a_traceback(tmp_path, rng, capfd, how):
+    path = tmp_path / "metrics.h5"
+    write(path, rng, (1, 2), 1)
+    forged(path, how)
+    for command in (("report",), ("report", "--json"), ("energy", "report"), ("trace",)):
+        assert code_of(*command, tmp_path) in ((2,) if command == ("trace",) else (0, 74)), command
+    assert code_of("report", "--html", tmp_path / "page.html", tmp_path) in (0, 74)
+    capfd.readouterr()
+    write(path, rng, (3,), 1, 2)
+    assert "metrics.h5.damaged-1" in capfd.readouterr().err
+    assert read(path).steps["step"].tolist() == [3]
+
+
+def test_a_file_that_is_damaged_while_a_run_goes_on_is_set_aside(tmp_path, rng, capfd):
+    path = tmp_path / "metrics.h5"
+    with MetricsWriter(path, 1, attributes={"strategy": "zero1"}) as writer:
+        writer.append(**row(rng, 1, 1))
+        writer.flush()
+        path.write_bytes(b"\0" * 5000)
+        writer.append(**row(rng, 2, 1))
+    assert "metrics.h5.damaged-1" in capfd.readouterr().err
+    assert read(path).steps["step"].tolist() == [2] and read(path).attributes["strategy"] == "zero1"
 
 
 def test_resume_without_a_file_begins_one(tmp_path, rng):

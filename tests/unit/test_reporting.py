@@ -1,0 +1,180 @@
+"""Files are replaced whole, no link is followed, and only regular files of a sane size are read."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcdist.batch import carbon, sites
+from hpcdist.bench import sweep
+from hpcdist.checkpoint import directory as checkpoints
+from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.lock import LOCK_FILE, Lock
+from hpcdist.comm import recordfile, spanfile
+from hpcdist.comm.solo import solo
+from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
+from hpcdist.hdf5 import files
+from hpcdist.planner import cluster_file
+from hpcdist.reporting import atomic, regular
+from hpcdist.telemetry import page_state
+from hpcdist.telemetry.appended import Appended
+from hpcdist.training import recipe as recipes
+from hpcdist.training import starts
+from hpcdist.training.energy import USAGE_FILE, Energy
+from hpcdist.training.recipe import Recipe
+from hpcdist.training.starts import STARTS_FILE, Starts
+
+
+@pytest.fixture(autouse=True)
+def no_hang() -> Iterator[None]:
+    def fail(number: int, frame: object) -> None:
+        raise AssertionError("it waits for the other end of a pipe")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    atomic.write(path, "one")
+    with pytest.raises(TypeError), atomic.replacing(path) as file:
+        file.write(b"half" * 100_000 + "of another type")  # type: ignore[operator]
+    assert path.read_text() == "one" and os.listdir(tmp_path) == ["file"]
+    atomic.write(path, b"two", durable=True, mode=0o600)
+    assert path.read_text() == "two" and path.stat().st_mode & 0o777 == 0o600 and os.listdir(tmp_path) == ["file"]
+
+
+def test_a_link_at_the_place_is_replaced_and_one_at_a_new_name_refused(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "file"
+    victim.write_text("mine")
+    path.symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        atomic.create(path)
+    atomic.write(path, "new")
+    assert victim.read_text() == "mine" and not path.is_symlink() and path.read_text() == "new"
+
+
+def test_what_a_killed_writer_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
+    old, new, other = atomic.unfinished(tmp_path / "a"), atomic.unfinished(tmp_path / "a"), tmp_path / ".a.new"
+    for path in (old, new, other):
+        path.touch()
+    os.utime(old, (1, 1))
+    os.utime(other, (1, 1))
+    atomic.sweep(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted([new.name, other.name])
+    atomic.sweep(tmp_path, 0.0)
+    assert os.listdir(tmp_path) == [other.name]
+
+
+def test_what_is_set_aside_has_a_name_of_its_own(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / "usage.json").write_text(str(number))
+        assert atomic.set_aside(tmp_path / "usage.json") == tmp_path / f"usage.json.damaged-{number}"
+    assert atomic.set_aside(tmp_path / "usage.json") is None
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["1", "2"]
+
+
+def record_usage(run: Path) -> None:
+    Energy(solo(), Recipe(), None, run).note()
+
+
+def edit_metrics(run: Path) -> None:
+    for _ in range(2):  # made, and then changed by way of a journal
+        with files.edit(run / "metrics.h5", "hpcdist.test", 1) as file:
+            file.attrs["a"] = "b"
+
+
+# Writer -> names beside its file that it once wrote through.
+WRITERS: dict[Callable[[Path], object], tuple[str, ...]] = {
+    lambda run: checkpoints.replace(run / "latest", "step-1\n"): ("latest.tmp", "latest"),
+    lambda run: Starts(run).alive(certainly=True): ("starts.tmp", "starts.json"),
+    record_usage: ("usage.tmp", "usage.json"),
+    edit_metrics: ("metrics.h5.new", "metrics.h5.journal"),
+    lambda run: checkpoints.commit(run, 1, "{}", 1): ("step-1.tmp/manifest.json", "latest.tmp"),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_no_writer_follows_a_link(write: Callable[[Path], object], tmp_path: Path) -> None:
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("mine")
+    for name in WRITERS[write]:
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).symlink_to(victim)
+    write(run)
+    assert victim.read_text() == "mine"
+
+
+def test_a_link_in_the_place_of_a_directory_of_ours_is_not_followed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "recorder").symlink_to(elsewhere)
+    atomic.own_directory(tmp_path / "recorder")
+    (tmp_path / "recorder" / "file").touch()
+    assert os.listdir(elsewhere) == []
+
+
+def lock(path: Path) -> None:
+    """Take the lock of a directory whose lock is a pipe as old as a stale one."""
+    os.utime(path, (1, 1))
+    held = Lock()
+    held.take(path.parent)
+    held.release()
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "recipe.toml": recipes.load_stored,
+    "site.toml": lambda path: sites.load(str(path)),
+    "cluster.toml": lambda path: cluster_file.read(str(path)),
+    "sweep.toml": sweep.read,
+    "forecast.csv": carbon.read,
+    STARTS_FILE: starts.read,
+    USAGE_FILE: lambda path: record_usage(path.parent),
+    LOCK_FILE: lock,
+    "rank-00000.rec": recordfile.read,
+    "rank-00000.spans": spanfile.read,
+    "state.json": page_state.text_of,
+    "metrics.jsonl": lambda path: Appended(path, "choose another"),
+    "manifest.json": lambda path: manifest.load(path.parent),
+}
+TOLERANT = {USAGE_FILE, LOCK_FILE, "state.json"}  # what is no file is set aside, or taken for an empty one
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    if name in TOLERANT:
+        READERS[name](tmp_path / name)
+        return
+    with pytest.raises((HpcdistError, OSError), match=r"regular|No such device|is there"):
+        READERS[name](tmp_path / name)
+
+
+def test_a_device_or_a_sparse_file_is_not_read_to_its_end(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"/dev/zero cannot be read: it is not a regular file"):
+        cluster_file.read("/dev/zero")
+    with (tmp_path / "recipe.toml").open("wb") as file:
+        file.truncate(1 << 38)
+    with pytest.raises(StorageError, match=r"it has 274877906944 bytes, and at most 1048576 are read"):
+        recipes.load_stored(tmp_path / "recipe.toml")
+
+
+def test_a_file_of_the_kernel_that_claims_no_size_is_read() -> None:
+    assert regular.read("/proc/self/stat").startswith(str(os.getpid()).encode())
+
+
+def test_brackets_within_brackets_are_no_traceback(tmp_path: Path) -> None:
+    deep = tmp_path / "deep.toml"
+    deep.write_text("a = " + "[" * 100_000)
+    with pytest.raises(ConfigurationError, match="too deep in one another"):
+        recipes.load_stored(deep)
+    with pytest.raises(ConfigurationError, match="too deep in one another"):
+        sites.load(str(deep))
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="too deep in one another"):
+        regular.json_value(tmp_path / "deep.json")
