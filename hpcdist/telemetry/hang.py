@@ -274,6 +274,11 @@ class Suspects:
         busy = "computes, waits for something that is no message, or took another branch"
         return f"{text}: after {last} it {busy}; its stacks, if it could write them, are in {record.path.stem}.stacks"
 
+    def _is_explained(self, circle: Sequence[int]) -> bool:
+        """Whether a rank of the circle comes no further since it was stopped, or since it alone was killed."""
+        dead = {self.states[rank] for rank in circle} & {"stopped", "silent", "killed"}
+        return "stopped" in dead or (bool(dead) and any(self.states[rank] not in dead for rank in circle))
+
     def deadlock(self) -> list[Finding]:
         """Return a circle of ranks that wait for each other, when nobody else is to blame."""
         if self.culprits:
@@ -284,6 +289,8 @@ class Suspects:
                 following = min(self.waits[path[-1]])
                 if following in path:
                     circle = path[path.index(following) :]
+                    if self._is_explained(circle):
+                        break
                     steps = [self.waits[rank][circle[(i + 1) % len(circle)]] for i, rank in enumerate(circle)]
                     text = "; ".join(f"rank {rank} waits in {step}" for rank, step in zip(circle, steps, strict=True))
                     return [Finding("deadlock", tuple(circle), f"wait for each other: {text}", steps[0])]

@@ -207,6 +207,23 @@ def test_deadlock_of_messages() -> None:
     assert "rank 2 waits in recv #1 on world, 4 x float32, peer 0, at train.py:2 (step)" in report.findings[0].text
 
 
+@pytest.mark.parametrize("state", ["stopped", "silent", "killed"])
+def test_a_rank_that_was_stopped_within_an_exchange_is_no_deadlock(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stories = [Story(rank, 2, pid=1).does("recv", 1, line=rank, peer=1 - rank).beats(90) for rank in range(2)]
+    letters = {0: "S", 1: {"stopped": "T", "silent": None, "killed": ""}[state]}
+    if state == "silent":
+        stories[1].beats(3)
+    monkeypatch.setattr(RankRecord, "process_state", lambda self: letters[self.rank])
+    report = told(*stories, now_s=91)
+    assert [finding.kind for finding in report.findings] == ["killed" if state == "killed" else "stopped"], report
+    assert report.findings[0].ranks == (1,)
+
+
+def test_a_deadlock_whose_ranks_were_all_killed_is_still_one() -> None:
+    stories = [Story(rank, 2).does("recv", 1, line=rank, peer=1 - rank).beats(90) for rank in range(2)]
+    assert "deadlock" in [finding.kind for finding in told(*stories).findings]
+
+
 def test_peers_of_an_axis_are_its_members_in_order() -> None:
     # On axis "tp" ranks 1 and 2 are members 0 and 1.
     stories = [
