@@ -30,9 +30,9 @@ from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint import torch_state
 from hpcdist.checkpoint.catalogue import Tensor
-from hpcdist.checkpoint.foreign_child import ERROR, size_of
+from hpcdist.checkpoint.foreign_child import ERROR, LACKING, size_of
 from hpcdist.checkpoint.safetensors import INDEX_SUFFIX, MOST_TENSORS, SUFFIX
-from hpcdist.errors import StorageError, UsageError
+from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
 PATIENCE_S: Final = 300.0  # for one answer
 MOST_TOLD_BYTES: Final = 256 << 20  # of what a file is said to hold
@@ -83,7 +83,10 @@ def format_of(path: Path) -> tuple[str, Path]:
 
 
 class Foreign:
-    """The file at ``path``, open in a child; a context manager. Raises StorageError for whatever goes wrong there."""
+    """The file at ``path``, open in a child; a context manager.
+
+    Raises MissingCapabilityError without the library that reads it, StorageError for whatever else goes wrong there.
+    """
 
     def __init__(self, path: Path) -> None:
         self.format, self.path = format_of(path)
@@ -157,7 +160,9 @@ class Foreign:
         """Return the next frame. Raises StorageError when there is none, or one of more than ``most`` bytes."""
         length = int.from_bytes(self._read(8), "little")
         if length & ERROR:
-            reason = self._read(min(length & ~ERROR, 2048)).decode(errors="replace")
+            reason = self._read(min(length & ~(ERROR | LACKING), 2048)).decode(errors="replace")
+            if length & LACKING:
+                raise MissingCapabilityError(f"{self.path} cannot be read here: {reason}")
             raise StorageError(f"{self.path} cannot be read as {self.format}: {reason}")
         if length > most:
             raise StorageError(f"{self.path}: an answer of {length} bytes, expected at most {most}")

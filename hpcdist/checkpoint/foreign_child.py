@@ -17,10 +17,12 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.checkpoint import safetensors, torch_state
 from hpcdist.checkpoint.catalogue import PARAMETERS
 from hpcdist.checkpoint.sandbox import confine
+from hpcdist.errors import MissingCapabilityError
 from hpcdist.hdf5.overlay import pread_all
 from hpcdist.reporting import regular
 
 ERROR: Final = 1 << 63
+LACKING: Final = 1 << 62  # beside it: the library is not installed
 SLACK_BYTES: Final = 1 << 30  # address space beyond twice the file: for the program that reads it
 BYTES_PER_CPU_S: Final = 20_000_000
 LEAST_CPU_S: Final = 60
@@ -136,6 +138,8 @@ def main(arguments: Sequence[str]) -> None:
             _say(out, source.read(*json.loads(line)))
     except BrokenPipeError:
         return
+    except MissingCapabilityError as error:
+        _say(out, str(error).encode()[:500], ERROR | LACKING)
     except Exception as error:  # noqa: BLE001 - the parent tells, whatever a hostile file makes of a library
         reason = str(error).strip().splitlines() or [""]
         _say(out, f"{type(error).__name__}: {reason[0][:500]}".encode(), ERROR)

@@ -22,7 +22,7 @@ from hpcdist.checkpoint.restore import newest, restore
 from hpcdist.checkpoint.save import save
 from hpcdist.cli import main
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import StorageError, UsageError
+from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
 
 SHAPES = {"0.table": (7, 5), "1.weight": (33, 19), "1.bias": (5,), "2.scale": ()}
 DTYPES = {"parameters": "float32", "optimizer.m": "float64", "optimizer.half": "bfloat16", "counts": "int64"}
@@ -184,6 +184,25 @@ def test_a_pickle_is_not_executed(tmp_path):
     with pytest.raises(StorageError, match="cannot be read as torch"):
         adopt(tmp_path / "plain.pt", tmp_path / "run")
     assert sorted(os.listdir(tmp_path)) == ["evil.pt", "plain.pt"] and not Path("/harmed").exists()
+
+
+def test_a_state_dict_without_pytorch_is_a_missing_capability(tmp_path, monkeypatch):
+    (tmp_path / "m.pt").write_bytes(b"anything")
+    absent = tmp_path / "absent"
+    absent.mkdir()
+    (absent / "torch.py").write_text("raise ImportError('no PyTorch here')\n")
+    popen = subprocess.Popen
+
+    def without_torch(line, **options):
+        options["env"] = {**options["env"], "PYTHONPATH": f"{absent}:{options['env']['PYTHONPATH']}"}
+        return popen(line, **options)
+
+    monkeypatch.setattr("hpcdist.checkpoint.foreign.subprocess.Popen", without_torch)
+    with pytest.raises(
+        MissingCapabilityError, match=r"m\.pt cannot be read here: .*no PyTorch here.*pip install"
+    ) as found:
+        adopt(tmp_path / "m.pt", tmp_path / "run")
+    assert found.value.exit_code == 69
 
 
 def test_state_dicts_of_others(rng, tmp_path):
