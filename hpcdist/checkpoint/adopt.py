@@ -1,5 +1,6 @@
 """A foreign file becomes a checkpoint: its bytes pass through in blocks, and none of it is believed (local)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,12 @@ class Adopted:
     resumable: bool  # whether it has what a training needs to go on: it is one of our exports, with all that there was
 
 
-def adopt(source: Path, run_dir: Path, step: int | None = None) -> Adopted:
+def adopt(source: Path, run_dir: Path, step: int | None = None, inputs: Mapping[str, int] | None = None) -> Adopted:
     """Save what the file ``source`` holds as the only checkpoint of ``run_dir``.
 
-    ``step`` is that which an export of ours knows, else 0. Raises StorageError where the file cannot be read or the
-    checkpoint not be written, UsageError when there are checkpoints already.
+    ``step`` is that which an export of ours knows, else 0; ``inputs`` are what the data decides of the model, for the
+    file of others. Raises StorageError where the file cannot be read or the checkpoint not be written, UsageError when
+    there are checkpoints already.
     """
     directory = run_dir / "checkpoints"
     if names.candidates(directory):
@@ -39,7 +41,8 @@ def adopt(source: Path, run_dir: Path, step: int | None = None) -> Adopted:
             raise StorageError(f"{file.path} holds no tensors")
         ours = bool(file.metadata)
         number = (file.metadata["step"] if ours else 0) if step is None else step
-        scalars = {**(file.metadata["scalars"] if ours else _of_nobody(number)), "imported": file.path.name}
+        scalars = file.metadata["scalars"] if ours else _of_nobody(number, inputs or {})
+        scalars = {**scalars, "imported": file.path.name}
         path = save(directory, number, file.pieces(), scalars, solo(), keep=1)
         return Adopted(
             path,
@@ -52,6 +55,7 @@ def adopt(source: Path, run_dir: Path, step: int | None = None) -> Adopted:
         )
 
 
-def _of_nobody(step: int) -> dict[str, Any]:
+def _of_nobody(step: int, inputs: Mapping[str, int]) -> dict[str, Any]:
     """Return the scalars of a state of which only the tensors are known: no data is the one that it was made with."""
-    return {"steps": step, "samples": 0, "seed": 0, "data": "", "optimizer": {}, "loss_scale": {}}
+    known = {"model_inputs": dict(inputs)} if inputs else {}
+    return {"steps": step, "samples": 0, "seed": 0, "data": "", "optimizer": {}, "loss_scale": {}, **known}

@@ -89,13 +89,14 @@ def import_(
 
     if overrides and recipe is None:
         raise UsageError("--set changes a key of --recipe; give that too")
+    decided: dict[str, int] = {}
     if recipe is not None:
         from hpcdist.training import adoption
 
         with Foreign(source) as file:
             inputs = file.metadata.get("scalars", {}).get("model_inputs", {})
-            adoption.prepare(run_dir, recipe, overrides, file.tensors, inputs)
-    found = adopt(source, run_dir, step)
+            decided = adoption.prepare(run_dir, recipe, overrides, file.tensors, inputs)
+    found = adopt(source, run_dir, step, decided)
     if as_json:
         click.echo(json.dumps(_figures(found)))
     else:

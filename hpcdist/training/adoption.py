@@ -2,26 +2,33 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from hpcdist import models
 from hpcdist.checkpoint.catalogue import PARAMETERS, Tensor
+from hpcdist.comm.solo import solo
 from hpcdist.errors import ConfigurationError, StorageError
+from hpcdist.models.config import TRANSFORMERS
 from hpcdist.reporting import atomic
+from hpcdist.training import data
 from hpcdist.training import recipe as recipes
+from hpcdist.training.data.source import usable_inputs
 from hpcdist.training.directory import RECIPE_FILE
 from hpcdist.training.recipe import Recipe
 
 
 def prepare(
     run_dir: Path, path: Path, overrides: Iterable[str], tensors: Sequence[Tensor], inputs: Mapping[str, Any]
-) -> None:
-    """Make ``run_dir`` with the recipe ``path`` under ``overrides`` (local).
+) -> dict[str, int]:
+    """Make ``run_dir`` with the recipe ``path`` under ``overrides``; return what the data decides of its model (local).
 
-    Raises ConfigurationError when ``tensors`` are not those of its model, or when the directory has a recipe already.
+    ``inputs`` are what an export knows of that; without them the data of the recipe is asked. Raises ConfigurationError
+    when ``tensors`` are not those of the model, or when the directory has a recipe already, and DataError where the
+    data is needed and cannot be read.
     """
     recipe = recipes.load(path, overrides).recipe
-    check(recipe, tensors, inputs)
+    decided = _decided(recipe, inputs)
+    check(recipe, tensors, decided)
     stored = run_dir / RECIPE_FILE
     if stored.exists():
         raise ConfigurationError(f"{stored} is there already; choose another directory")
@@ -30,19 +37,25 @@ def prepare(
         atomic.write(stored, recipes.dump(recipe))
     except OSError as error:
         raise StorageError(f"{stored} cannot be written: {error.strerror}") from error
+    return decided
 
 
-# What data decides of a model: arguments of `models.build`.
-DECIDED: Final = {"context", "features", "classes", "height", "width", "channels"}
+def _decided(recipe: Recipe, inputs: Mapping[str, Any]) -> dict[str, int]:
+    """Return the arguments of `models.build` that the data decides: ``inputs``, if they are such, or by the recipe."""
+    known = usable_inputs(inputs)
+    if known:
+        return known
+    if recipe.model.kind in TRANSFORMERS:
+        return {"context": recipe.data.context}
+    return data.open_source(recipe.data, recipe.model, solo()).model_inputs()
 
 
-def check(recipe: Recipe, tensors: Sequence[Tensor], inputs: Mapping[str, Any]) -> None:
+def check(recipe: Recipe, tensors: Sequence[Tensor], inputs: Mapping[str, int]) -> None:
     """Raise ConfigurationError, naming one, when ``tensors`` are not the parameters of the model of ``recipe``.
 
-    ``inputs`` are what the data decided of it, where that is known; a gpt has its context from the recipe.
+    ``inputs`` are what the data decides of it.
     """
-    known = inputs if set(inputs) <= DECIDED else {}
-    model = models.build(recipe.model, recipe.precision.computes, **{"context": recipe.data.context, **known})
+    model = models.build(recipe.model, recipe.precision.computes, **inputs)
     found = {one.name: one for one in tensors if one.kind == PARAMETERS}
     for segment in model.layout.segments:
         one, shape = found.pop(segment.key, None), segment.spec.shape

@@ -8,10 +8,12 @@ import sys
 import tracemalloc
 from pathlib import Path
 
+import h5py
 import ml_dtypes
 import numpy as np
 import pytest
 
+from hpcdist import models
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import split
@@ -21,8 +23,11 @@ from hpcdist.checkpoint.foreign import Foreign
 from hpcdist.checkpoint.restore import newest, restore
 from hpcdist.checkpoint.save import save
 from hpcdist.cli import main
+from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
+from hpcdist.training import data, inference
+from hpcdist.training import recipe as recipes
 
 SHAPES = {"0.table": (7, 5), "1.weight": (33, 19), "1.bias": (5,), "2.scale": ()}
 DTYPES = {"parameters": "float32", "optimizer.m": "float64", "optimizer.half": "bfloat16", "counts": "int64"}
@@ -317,3 +322,37 @@ def test_a_confined_process_can_read_and_little_else(tmp_path):
         pytest.skip(f"no filter of system calls here: {found[0]}")
     assert found == ["", "PermissionError", "PermissionError", "PermissionError", "MemoryError", "done"]
     assert done.returncode and (tmp_path / "file").read_text() == "kept"
+
+
+def foreign(path, tensors):
+    """Write a safetensors file as another program does."""
+    header, data = {}, b""
+    for name, array in tensors.items():
+        offsets = [len(data), len(data) + array.nbytes]
+        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": offsets}
+        data += array.tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("mlp", (40, 6)), ("convnet", (40, 8, 8))])
+def test_models_whose_size_the_data_decides_are_imported_with_their_recipe(kind, shape, tmp_path, rng, capsys):
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["x"], file["y"] = rng.standard_normal(shape).astype("f4"), np.arange(40) % 3
+    keys = {"model.kind": kind, "data.path": tmp_path / "data.h5", "run.global_batch": 8, "run.steps": 2}
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
+    inputs = data.open_source(recipe.data, recipe.model, solo()).model_inputs()
+    segments = models.build(recipe.model, **inputs).layout.segments
+    tensors = {one.key: rng.standard_normal(one.spec.shape).astype("f4") for one in segments}
+    foreign(tmp_path / "theirs.safetensors", tensors)
+    (tmp_path / "recipe.toml").write_text(recipes.dump(recipe))
+    line = ("import", tmp_path / "theirs.safetensors", tmp_path / "run", "--recipe", tmp_path / "recipe.toml")
+    code, _, err = hpcdist(capsys, *line)
+    assert code == 0, err
+    trained = inference.load(solo(), tmp_path / "run", recipe)
+    assert trained.scalars["model_inputs"] == inputs
+    assert all(trained.parameters.range(one.range).tobytes() == tensors[one.key].tobytes() for one in segments)
+    tensors[segments[0].key] = np.zeros((1, 2), "f4")
+    foreign(tmp_path / "theirs.safetensors", tensors)
+    code, _, err = hpcdist(capsys, *line[:2], tmp_path / "other", *line[3:])
+    assert code == 78 and f"{segments[0].key} has the shape [1, 2]" in err

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from hpcdist.training.recipe import Recipe
 
 PROBES, PROBE_ELEMENTS = 64, 1024  # what is read to tell data apart
+INPUTS = {"context", "features", "classes", "height", "width", "channels"}  # arguments of `models.build`
+LARGEST = 1 << 40  # of these: products of three of them stay numbers that NumPy has
 HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf")
 
 
@@ -71,6 +73,13 @@ class Source:
             ignored = recipe.model.kind == "encoder"
             check_tokens(batch[1], self.inputs.get("classes", vocabulary), "target", ignored=ignored)
         return backend.place(batch[0], on), backend.place(batch[1], on)
+
+
+def usable_inputs(told: object) -> dict[str, int]:
+    """Return ``told`` if it can be what `Source.model_inputs` once returned, as it was read; else {} (local)."""
+    if not isinstance(told, dict) or not set(told) <= INPUTS:
+        return {}
+    return told if all(type(size) is int and 0 < size < LARGEST for size in told.values()) else {}
 
 
 def open_source(config: DataConfig, model: ModelConfig, comm: Communicator) -> Source:
