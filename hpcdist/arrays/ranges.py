@@ -76,6 +76,18 @@ def coverage(whole: Range, parts: Iterable[Range]) -> list[tuple[Range, int]]:
     return [(piece, sum(piece.start in part for part in within)) for piece in pieces]
 
 
+def gaps(whole: Range, parts: Iterable[Range]) -> list[Range]:
+    """Return the stretches of ``whole`` that none of ``parts`` covers, in order."""
+    found, reached = [], whole.start
+    for part in sorted(part for part in parts if part):
+        if part.start > reached:
+            found.append(Range(reached, min(part.start, whole.stop)))
+        reached = max(reached, part.stop)
+        if reached >= whole.stop:
+            return found
+    return [*found, Range(reached, whole.stop)] if reached < whole.stop else found
+
+
 def align_up(size: int, multiple: int) -> int:
     """Return the least multiple of ``multiple`` that is not below ``size``."""
     return -(-size // multiple) * multiple

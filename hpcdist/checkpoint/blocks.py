@@ -7,7 +7,7 @@ place is slower: the kernel then writes to memory that is in no cache, and the d
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 
 from hpcdist.arrays.dtypes import dtype_of
+from hpcdist.arrays.ranges import Range, cut
 from hpcdist.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest
 from hpcdist.errors import StorageError
 from hpcdist.reporting.regular import open_regular
@@ -66,6 +67,16 @@ class BlockReader:
         if block >= len(entry.digests) or digest != entry.digests[block]:
             raise DamagedError(f"{where} are damaged: the digest does not match")
         return count
+
+    def digest_of(self, name: str, parts: Iterable[Range]) -> tuple[int, str]:
+        """Return how many bytes ``parts`` of the file ``name`` are, and their digest. Raises OSError."""
+        fd, digest, count = self._fd(name), xxhash.xxh3_128(), 0
+        for part in (part for whole in parts for part in cut(whole, READ_BYTES)):
+            view = self._memory.data[: part.size]
+            read = _rest(fd, view, part.start)
+            digest.update(view[:read])
+            count += read
+        return count, digest.hexdigest()
 
     def _pass(self, entry: Entry, offset: int, count: int, take: Take | None) -> tuple[int, str]:
         """Let ``count`` bytes of ``entry`` pass through the memory; return how many there were, and their digest."""

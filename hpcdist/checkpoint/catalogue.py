@@ -95,7 +95,17 @@ def look(path: Path) -> Found:
     except StorageError as error:
         return Found(path, step, NEWER if isinstance(error, manifest.NewerError) else DAMAGED, str(error), None)
     reason = wrong_size(path, found)
+    if step not in (-1, found.step):
+        reason = f"its manifest is of step {found.step}"
     return Found(path, found.step, DAMAGED if reason else COMPLETE, reason, found)
+
+
+def usable(path: Path) -> Manifest:
+    """Return the manifest of the checkpoint at ``path``. Raises StorageError where a run would not go on from it."""
+    found = look(path)
+    if found.manifest is None or found.reason:
+        raise StorageError(f"{path} is {found.state}: {found.reason}")
+    return found.manifest
 
 
 def choose(path: Path) -> Path:

@@ -35,7 +35,10 @@ def problem(manifest: "Manifest") -> str:
     index = manifest.index
     if index is not None and not (index.file == INDEX and 0 <= index.nbytes < MOST and _DIGEST.fullmatch(index.digest)):
         return f"is not valid: the index {_short(index.file)!r}"
-    for entry in manifest.pieces:
+    for name, digest in manifest.outside.items():
+        if name not in manifest.files or not _DIGEST.fullmatch(digest):
+            return f"is not valid: {_short(name)!r} has the digest {_short(digest)!r}"
+    for entry in (*manifest.pieces, *manifest.unused):
         reason = _why_not(entry, manifest.files, manifest.block_bytes)
         if reason:
             return f"is not valid: {_short(entry.name)}: {reason}"
@@ -68,7 +71,7 @@ def _why_not(entry: "Entry", files: dict[str, int], block_bytes: int) -> str:
 
 def _overlap(manifest: "Manifest") -> str:
     """Return which pieces share bytes of a file; "" where none do."""
-    placed = sorted((e.file, e.offset, e.nbytes, e.name) for e in manifest.pieces if e.nbytes)
+    placed = sorted((e.file, e.offset, e.nbytes, e.name) for e in (*manifest.pieces, *manifest.unused) if e.nbytes)
     for (file, start, size, name), (other_file, other, _, other_name) in zip(placed, placed[1:], strict=False):
         if file == other_file and start + size > other:
             return f"is not valid: {_short(name)} and {_short(other_name)} overlap in {file}"

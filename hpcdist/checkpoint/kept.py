@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from hpcdist.checkpoint import shard
 from hpcdist.checkpoint.manifest import Entry
+from hpcdist.checkpoint.shard import Written
 from hpcdist.checkpoint.slots import Slot
 from hpcdist.checkpoint.sources import Source
 from hpcdist.hdf5.overlay import Overlay
@@ -30,7 +31,8 @@ class Kept:
 
     directory: Path | None = None
     entries: dict[Slot, Entry] = field(default_factory=dict)
-    _written: tuple[Path, dict[Slot, Entry]] | None = None  # by the save that is under way
+    shards: Written = field(default_factory=Written)
+    _written: tuple[Path, dict[Slot, Entry], Written] | None = None  # by the save that is under way
 
     def write(
         self,
@@ -40,23 +42,28 @@ class Kept:
         sources: Sequence[Source],
         about: Mapping[str, Any],
         opens: Callable[[Path], Overlay] = Overlay.created,
-    ) -> tuple[dict[str, int], list[Entry]]:
-        """Write the shard ``name`` of what has changed, and link the rest; return sizes by name, and the entries.
+    ) -> Written:
+        """Write the shard ``name`` of what has changed, and link the rest.
 
         ``directories`` are where the checkpoint is made, and where it will lie. The sources are asked for their blocks
         twice. Raises StorageError.
         """
         temporary, final = directories
-        files, linked = self._link(temporary, self._unchanged(slots, sources))
+        shards, linked = self._link(temporary, self._unchanged(slots, sources))
         new = [(slot, source) for slot, source in zip(slots, sources, strict=True) if slot not in linked]
-        written: list[Entry] = []
+        new_shard = Written()
         if new or not linked:
             changed = [slot for slot, _ in new], [source for _, source in new]
-            sizes, written = shard.write(temporary, name, *changed, about, opens)
-            files |= sizes
-        found = dict(zip((slot for slot, _ in new), written, strict=True)) | linked
-        self._written = final, found
-        return files, [found[slot] for slot in slots]
+            new_shard = shard.write(temporary, name, *changed, about, opens)
+        found = dict(zip((slot for slot, _ in new), new_shard.entries, strict=True)) | linked
+        shards = Written(
+            shards.files | new_shard.files,
+            [found[slot] for slot in slots],
+            shards.outside | new_shard.outside,
+            shards.unused,
+        )
+        self._written = final, found, shards
+        return shards
 
     def _unchanged(self, slots: Sequence[Slot], sources: Sequence[Source]) -> dict[Slot, Entry]:
         same = {}
@@ -66,9 +73,11 @@ class Kept:
                 same[slot] = entry
         return same
 
-    def _link(self, temporary: Path, same: dict[Slot, Entry]) -> tuple[dict[str, int], dict[Slot, Entry]]:
+    def _link(self, temporary: Path, same: dict[Slot, Entry]) -> tuple[Written, dict[Slot, Entry]]:
         """Give the shards of ``same`` names in ``temporary``; those that cannot be linked are written again."""
         files: dict[str, int] = {}
+        outside: dict[str, str] = {}
+        unused: list[Entry] = []
         linked: dict[Slot, Entry] = {}
         for name in sorted({entry.file for entry in same.values()}):
             assert self.directory is not None
@@ -80,15 +89,17 @@ class Kept:
                 if used * MOST_DEAD < size:
                     continue
                 os.link(self.directory / name, temporary / again)
-                files[again] = size
             except OSError as error:
                 print(f"hpcdist: {self.directory / name} is written again: {error.strerror}", file=sys.stderr)
                 continue
+            files[again], outside[again] = size, self.shards.outside[name]
             linked |= {slot: replace(entry, file=again) for slot, entry in same.items() if entry.file == name}
-        return files, linked
+            before = [entry for slot, entry in self.entries.items() if slot not in same] + list(self.shards.unused)
+            unused += [replace(entry, file=again) for entry in before if entry.file == name and entry.nbytes]
+        return Written(files, (), outside, unused), linked
 
     def settle(self) -> None:
         """Take note that what was written last is part of a complete checkpoint."""
         if self._written is not None:
-            self.directory, self.entries = self._written
+            self.directory, self.entries, self.shards = self._written
         self._written = None

@@ -7,6 +7,7 @@ ranges of them and never opens them through libhdf5, which can crash on damaged 
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -30,6 +31,17 @@ VERSION: Final = 2  # 1 has no ``about`` and no ``index``, and all shards in one
 FILE_NAME: Final = "manifest.json"
 BLOCK_BYTES: Final = 16 << 20  # a multiple of every item size: no element straddles two blocks
 MOST_BYTES: Final = 1 << 30  # of a manifest that is read: some millions of pieces
+LEAST_BYTES: Final = 16 << 20  # of a manifest that is read in any case
+MOST_FREE_BYTES: Final = 4 << 20  # of the scalars, and of what is told about a checkpoint
+
+# The text of `sealed` has its keys in order, the first one and those around the pieces being these.
+_ABOUT: Final = b'{"about":'
+_SCALARS: Final = b'],"scalars":'
+_SEAL: Final = re.compile(rb',"digest":"([0-9a-f]{32})"}\n\Z')
+_SEAL_BYTES: Final = 46
+
+
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=lambda pairs: _once(pairs))
 
 
 class NewerError(StorageError):
@@ -76,23 +88,39 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What ``manifest.json`` says. ``files`` gives the size of each shard in bytes.
-
-    ``about`` says where the state comes from (topology, recipe, versions), for people and tools.
-    """
+class _Header:
+    """What tells whether the rest can be read."""
 
     schema: str
     version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shards(_Header):
+    """What the manifest says of the shards: nothing in it is free in form."""
+
     step: int
     world: int
     byte_order: str
     block_bytes: int
-    scalars: dict[str, Any]
     files: dict[str, int]
     pieces: tuple[Entry, ...]
-    about: dict[str, Any] = field(default_factory=dict)
     index: Index | None = None
+    outside: dict[str, str] = field(default_factory=dict)
+    unused: tuple[Entry, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(_Shards):
+    """What ``manifest.json`` says. ``files`` gives the size of each shard in bytes.
+
+    ``about`` says where the state comes from (topology, recipe, versions), for people and tools. ``outside`` has by
+    shard the digest of its bytes that lie in no piece, ``unused`` what else lies in shards of earlier checkpoints:
+    with them all bytes of a shard can be verified. Earlier versions wrote neither.
+    """
+
+    scalars: dict[str, Any]
+    about: dict[str, Any] = field(default_factory=dict)
 
 
 def block_digests(data: np.ndarray) -> tuple[str, ...]:
@@ -126,34 +154,50 @@ def build(
             raise StorageError(
                 f"{kind}/{tensor}: no rank saved element {gap} of its {math.prod(shape)}; the checkpoint is refused"
             )
-    return Manifest(SCHEMA, VERSION, step, world, sys.byteorder, BLOCK_BYTES, scalars, files, entries, about or {})
+    return Manifest(
+        schema=SCHEMA,
+        version=VERSION,
+        step=step,
+        world=world,
+        byte_order=sys.byteorder,
+        block_bytes=BLOCK_BYTES,
+        scalars=scalars,
+        files=files,
+        pieces=entries,
+        about=about or {},
+    )
 
 
 def encode(manifest: Manifest) -> str:
-    """Return the text of ``manifest.json``. Raises UsageError when a scalar is not a JSON value."""
-    plain = {"pieces": msgspec.to_builtins(manifest.pieces), "index": msgspec.to_builtins(manifest.index)}
+    """Return the text of ``manifest.json``.
+
+    Raises UsageError when a scalar is not a JSON value, StorageError when the scalars are more than a reader takes.
+    """
+    plain = {name: msgspec.to_builtins(getattr(manifest, name)) for name in ("pieces", "index", "unused")}
     try:
-        text = _canonical(vars(manifest) | plain)
-        return f'{text[:-1]},"digest":"{xxhash.xxh3_128_hexdigest(text.encode())}"}}\n'
+        for name, values in (("scalars", manifest.scalars), ("about", manifest.about)):
+            size = len(_canonical(values))
+            if size > MOST_FREE_BYTES:
+                raise StorageError(f"{name} of {size} bytes, expected at most {MOST_FREE_BYTES} in a checkpoint")
+        return sealed(vars(manifest) | plain)
     except TypeError as error:
         raise UsageError(f"the scalars of a checkpoint must be JSON values: {error}") from error
+
+
+def sealed(body: dict[str, Any]) -> str:
+    """Return the text of a manifest that says ``body``, with the digest at its end: it is checked before all else."""
+    text = _canonical(body)
+    return f'{text[:-1]},"digest":"{xxhash.xxh3_128_hexdigest(text.encode())}"}}\n'
+
+
+def digest_of(body: dict[str, Any]) -> str:
+    """Return the digest of a manifest that says ``body``."""
+    return xxhash.xxh3_128_hexdigest(_canonical(body).encode())
 
 
 def _canonical(body: dict[str, Any]) -> str:
     """Return the text over which the digest is taken."""
     return json.dumps(body, sort_keys=True, separators=(",", ":"))
-
-
-def _digest(body: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(_canonical(body).encode())
-
-
-def _is_whole(data: bytes, body: dict[str, Any], digest: Any) -> bool:
-    """Whether ``digest`` is that of ``body``, which was read from ``data``."""
-    tail = f',"digest":"{digest}"}}\n'.encode()
-    if data.endswith(tail) and xxhash.xxh3_128_hexdigest(data[: -len(tail)] + b"}") == digest:
-        return True  # as `encode` writes it
-    return bool(_digest(body) == digest)
 
 
 def load(directory: Path) -> Manifest:
@@ -165,7 +209,8 @@ def load(directory: Path) -> Manifest:
     path = directory / FILE_NAME
     try:
         data = _read(path)
-        manifest = _converted(path, data, json.loads(data, object_pairs_hook=_once))
+        seal = _SEAL.search(data, max(0, len(data) - _SEAL_BYTES))
+        manifest = _free_form(path, data) if seal is None else _of_sealed(path, data, seal.start(), seal[1].decode())
     except StorageError:
         raise
     except FileNotFoundError:
@@ -190,11 +235,17 @@ def _read(path: Path) -> bytes:
     fd = open_regular(path)
     try:
         size = os.fstat(fd).st_size
-        if size > MOST_BYTES:
-            raise OSError(f"it has {size} bytes, at most {MOST_BYTES} are read")
+        most = MOST_BYTES if size <= LEAST_BYTES else min(MOST_BYTES, LEAST_BYTES + 2 * _shard_bytes(path.parent))
+        if size > most:
+            raise OSError(f"it has {size} bytes, expected at most {most}, as there is no more in its shards")
         return pread_all(fd, size, 0)
     finally:
         os.close(fd)
+
+
+def _shard_bytes(directory: Path) -> int:
+    """Return the bytes of the shards: HDF5 says of each piece about as much there as the manifest."""
+    return sum(path.stat().st_size for pattern in ("*.h5", "*/*.h5") for path in directory.glob(pattern))
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -205,17 +256,63 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _converted(path: Path, data: bytes, body: Any) -> Manifest:
-    """Return what the JSON value ``body`` says, once its digest has been looked at."""
-    if not isinstance(body, dict) or body.get("schema") != SCHEMA:
+def _of_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
+    """Return what ``data`` says, a text of `sealed`; its digest stands behind ``end``.
+
+    Values that are free in form take far more memory than text, so that there are two places for them only, each of a
+    bounded size. All else is read into the types that it must have; what has no place there is passed over.
+    """
+    found = xxhash.xxh3_128(memoryview(data)[:end])
+    found.update(b"}")
+    if found.hexdigest() != digest:
+        raise StorageError(f"{path} is damaged: its digest does not match")
+    if not data.startswith(_ABOUT):
+        return _free_form(path, data)
+    about, start = _value(data, len(_ABOUT))
+    stop = data.find(_SCALARS, start)
+    if stop < 0:
+        raise ValueError("it has no scalars")
+    scalars, end = _value(data, stop + len(_SCALARS))
+    typed = b"".join((b'{"": 0', memoryview(data)[start : stop + 1], memoryview(data)[end:]))
+    try:
+        header = msgspec.json.decode(typed, type=_Header)
+        _check_version(path, header.schema, header.version)
+        shards = msgspec.json.decode(typed, type=_Shards)
+    except msgspec.DecodeError as error:
+        raise StorageError(f"{path} is not valid: {error}") from error
+    if not (isinstance(scalars, dict) and isinstance(about, dict)):
+        raise StorageError(f"{path} is not valid: its scalars, or what is told about it, are no object")
+    return Manifest(**vars(shards), scalars=scalars, about=about)
+
+
+def _value(data: bytes, start: int) -> tuple[Any, int]:
+    """Return the JSON value that begins at the byte ``start``, and where it ends. Raises ValueError."""
+    text = data[start : start + MOST_FREE_BYTES + 1].decode("ascii", "replace")  # as `json.dumps` writes it
+    value, size = _DECODER.raw_decode(text)
+    return value, start + size
+
+
+def _free_form(path: Path, data: bytes) -> Manifest:
+    """Return what ``data`` says, the JSON text of an early or a later version, or of a person."""
+    if len(data) > LEAST_BYTES:
+        raise ValueError(f"it has {len(data)} bytes and is not as this version writes it")
+    body = json.loads(data, object_pairs_hook=_once)
+    if not isinstance(body, dict):
         raise StorageError(f"{path} is not a manifest of {SCHEMA}")
-    version = body.get("version")
-    if type(version) is not int or not 1 <= version <= VERSION:
-        kind = NewerError if type(version) is int and version > VERSION else StorageError
-        raise kind(f"{path} has version {str(version)[:20]}, known here are 1 to {VERSION}; update hpcdist")
-    if not _is_whole(data, body, body.pop("digest", None)):
+    _check_version(path, body.get("schema"), body.get("version"))
+    digest = body.pop("digest", None)
+    if digest_of(body) != digest:
         raise StorageError(f"{path} is damaged: its digest does not match")
     try:
         return msgspec.convert(body, Manifest)
     except msgspec.ValidationError as error:
         raise StorageError(f"{path} is not valid: {error}") from error
+
+
+def _check_version(path: Path, schema: object, version: object) -> None:
+    """Raise StorageError for what is no manifest, `NewerError` for one of a later version."""
+    if schema != SCHEMA:
+        raise StorageError(f"{path} is not a manifest of {SCHEMA}")
+    if type(version) is not int or not 1 <= version <= VERSION:
+        kind = NewerError if type(version) is int and version > VERSION else StorageError
+        raise kind(f"{path} has version {str(version)[:20]}, known here are 1 to {VERSION}; update hpcdist")

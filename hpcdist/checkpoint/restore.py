@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpcdist.arrays.piece import Piece
-from hpcdist.checkpoint import blocks, manifest
+from hpcdist.checkpoint import blocks, catalogue, manifest
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint.blocks import BlockReader, DamagedError
 from hpcdist.checkpoint.filling import fill
@@ -61,10 +61,10 @@ def from_newest(
 
 def _newest(run_dir: str | Path, comm: Communicator, verified: bool, but: Collection[Path] = ()) -> Path | None:
     found = comm.broadcast_object(names.candidates(Path(run_dir) / "checkpoints") if comm.rank == 0 else None)
-    for step, path in found:
+    for _, path in found:
         if path in but:
             continue
-        reason = _why_not(path, step, comm, verified)
+        reason = _why_not(path, comm, verified)
         if not reason:
             return Path(path)
         _tell(path, reason, comm)
@@ -76,27 +76,16 @@ def _tell(path: Path, reason: str, comm: Communicator) -> None:
         print(f"hpcdist: checkpoint {path} is skipped: {reason}", file=sys.stderr, flush=True)
 
 
-def _why_not(path: Path, step: int, comm: Communicator, verified: bool) -> str:
+def _why_not(path: Path, comm: Communicator, verified: bool) -> str:
     """Return why the checkpoint at ``path`` cannot be used, "" when it can; the same on all ranks."""
-    if path.suffix == ".tmp":
-        return "it was not finished"
-    loaded: manifest.Manifest | None = None
-    reason, newer = "", False
-    if comm.rank == 0:
-        try:
-            loaded = manifest.load(path)
-            reason = blocks.wrong_size(path, loaded)
-            if loaded.step != step:
-                reason = f"its manifest is of step {loaded.step}"
-        except StorageError as error:
-            reason, newer = str(error), isinstance(error, manifest.NewerError)
-    reason, newer = comm.broadcast_object((reason, newer))
-    if newer:
+    found = catalogue.look(path) if comm.rank == 0 else None
+    state, reason = comm.broadcast_object(None if found is None else (found.state, found.reason))
+    if state == catalogue.NEWER:
         raise manifest.NewerError(reason)
     if reason or not verified:
         return reason
     reasons: list[str] = comm.allgather_object(
-        blocks.problem(path, comm.broadcast_object(loaded), comm.rank, comm.size)
+        blocks.problem(path, comm.broadcast_object(found and found.manifest), comm.rank, comm.size)
     )
     return next((reason for reason in reasons if reason), "")
 

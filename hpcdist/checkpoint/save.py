@@ -13,8 +13,8 @@ from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint import index, manifest, shard
 from hpcdist.checkpoint.kept import Kept
 from hpcdist.checkpoint.lock import lost
-from hpcdist.checkpoint.manifest import Entry
 from hpcdist.checkpoint.retention import Retention
+from hpcdist.checkpoint.shard import Written
 from hpcdist.checkpoint.slots import Slot
 from hpcdist.checkpoint.sources import Source
 from hpcdist.checkpoint.writers import Delivery, Group, group_of
@@ -25,11 +25,10 @@ from hpcdist.hdf5.overlay import Overlay
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a rank's part: the reason why it failed, or "", and the shard that it wrote, if it did."""
+    """What became of a rank's part: the reason why it failed, or "", and the shards that it has, if it writes."""
 
     error: str = ""
-    files: dict[str, int] | None = None
-    entries: Sequence[Entry] = ()
+    written: Written | None = None
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,8 @@ def write(
     about = {"step": plan.step, "rank": group.index}
     try:
         if kept is not None:
-            return Outcome("", *kept.write((plan.temporary, plan.final), name, slots, sources, about, plan.opens))
-        return Outcome("", *shard.write(plan.temporary, name, slots, sources, about, plan.opens))
+            return Outcome("", kept.write((plan.temporary, plan.final), name, slots, sources, about, plan.opens))
+        return Outcome("", shard.write(plan.temporary, name, slots, sources, about, plan.opens))
     except OSError as failure:
         return Outcome(str(failure))
 
@@ -163,11 +162,14 @@ def commit(plan: Plan, outcomes: Sequence[Outcome]) -> str:
 
 
 def _commit(plan: Plan, outcomes: Sequence[Outcome]) -> str:
-    sizes = {name: size for outcome in outcomes for name, size in (outcome.files or {}).items()}
-    entries = [entry for outcome in outcomes for entry in outcome.entries]
+    shards = [outcome.written for outcome in outcomes if outcome.written is not None]
+    sizes = {name: size for one in shards for name, size in one.files.items()}
+    outside = {name: digest for one in shards for name, digest in one.outside.items()}
     try:
+        entries = [entry for one in shards for entry in one.entries]
         made = manifest.build(plan.step, plan.world, plan.scalars, sizes, entries, plan.about)
-        made = replace(made, index=index.write(plan.temporary, made.pieces, plan.step))
+        unused = tuple(entry for one in shards for entry in one.unused)
+        made = replace(made, index=index.write(plan.temporary, made.pieces, plan.step), outside=outside, unused=unused)
         names.commit(plan.directory, plan.step, manifest.encode(made), plan.keep)
     except StorageError as failure:
         return str(failure)

@@ -56,6 +56,20 @@ def digests(blocks: Iterator[np.ndarray]) -> tuple[str, ...]:
     return tuple(xxhash.xxh3_128_hexdigest(block.data) for block in blocks)
 
 
+@dataclass(frozen=True)
+class Written:
+    """Shards that a checkpoint has of one writer.
+
+    ``files`` has their sizes, ``outside`` the digests of their bytes that lie in no piece, ``unused`` the pieces in
+    them that only earlier checkpoints need.
+    """
+
+    files: dict[str, int] = field(default_factory=dict)
+    entries: Sequence[Entry] = ()
+    outside: dict[str, str] = field(default_factory=dict)
+    unused: Sequence[Entry] = ()
+
+
 @dataclass
 class _Stored:
     """A piece as `hpcdist.hdf5.files.Blocks`, whose digests are there when it has been written."""
@@ -94,8 +108,8 @@ def write(
     sources: Sequence[Source],
     about: Mapping[str, Any],
     opens: Callable[[Path], Overlay] = Overlay.created,
-) -> tuple[dict[str, int], list[Entry]]:
-    """Write the shard ``name`` to the disk; return its size by name, and its entries. Raises StorageError.
+) -> Written:
+    """Write the shard ``name`` to the disk. Raises StorageError.
 
     The sources are asked for their blocks in the order of the slots, each once. ``opens`` makes the file.
     """
@@ -111,9 +125,9 @@ def write(
         }
         for dataset, slot in zip(datasets, slots, strict=True)
     }
-    path = directory / name
+    path, outside = directory / name, xxhash.xxh3_128()
     offsets = files.write_contiguous(
-        path, datasets, about, attributes, schema=SCHEMA, version=manifest.VERSION, opens=opens
+        path, datasets, about, attributes, schema=SCHEMA, version=manifest.VERSION, opens=opens, outside=outside
     )
     entries = [
         Entry(
@@ -130,4 +144,4 @@ def write(
         )
         for slot, (dataset, stored) in zip(slots, datasets.items(), strict=True)
     ]
-    return {name: path.stat().st_size}, entries
+    return Written({name: path.stat().st_size}, entries, {name: outside.hexdigest()})

@@ -1,4 +1,4 @@
-"""Every block of a checkpoint read and compared with its digest, and all damage told, not the first alone (local)."""
+"""Every byte of a checkpoint read and compared with its digest, and all damage told, not the first alone (local)."""
 
 import os
 from collections.abc import Sequence
@@ -8,60 +8,81 @@ from pathlib import Path
 
 import xxhash
 
+from hpcdist.arrays.ranges import Range, gaps
+from hpcdist.arrays.sizes import counted
 from hpcdist.checkpoint import catalogue
 from hpcdist.checkpoint.blocks import READ_BYTES, BlockReader
-from hpcdist.checkpoint.manifest import BLOCK_BYTES, Entry, Index
+from hpcdist.checkpoint.checks import INDEX
+from hpcdist.checkpoint.manifest import BLOCK_BYTES, Entry, Manifest
 from hpcdist.errors import StorageError
 from hpcdist.reporting.regular import open_regular
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a look at every byte found. ``damage`` names file, bytes and tensor of each block that cannot be used."""
+    """What a look at every byte found. ``damage`` names file, bytes and tensor of each block that cannot be used.
+
+    ``not_covered`` says which bytes have no digest, so that nobody knows whether they are what was written.
+    """
 
     path: Path
     state: str
     damage: tuple[str, ...]
     read_bytes: int
+    not_covered: tuple[str, ...] = ()
 
 
 def verify(path: Path) -> Verdict:
     """Read the whole checkpoint at ``path``, its files side by side (xxhash and pread work without the GIL)."""
     found = catalogue.look(path)
-    if found.manifest is None:
+    loaded = found.manifest
+    if loaded is None:
         return Verdict(path, found.state, (found.reason,) if found.state == catalogue.DAMAGED else (), 0)
-    by_file: dict[str, list[Entry]] = {}
-    for entry in found.manifest.pieces:
-        by_file.setdefault(entry.file, []).append(entry)
+    by_file: dict[str, list[Entry]] = {name: [] for name in loaded.files}
+    for entry in (*loaded.pieces, *loaded.unused):
+        by_file[entry.file].append(entry)
     with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
-        results = list(pool.map(lambda entries: _of_file(path, entries), by_file.values()))
+        results = list(pool.map(lambda name: _of_file(path, loaded, name, by_file[name]), by_file))
+    results.append(_of_index(path, loaded))
     # A file of another size may still hold every block, and is damaged all the same: it is not what was written.
     damage = [found.reason] if found.reason else []
     damage += [line for lines, _ in results for line in lines]
-    damage += _of_index(path, found.manifest.index)
     state = catalogue.DAMAGED if damage else catalogue.COMPLETE
-    return Verdict(path, state, tuple(damage), sum(count for _, count in results))
+    return Verdict(path, state, tuple(damage), sum(count for _, count in results), _not_covered(path, loaded))
 
 
-def _of_index(path: Path, index: Index | None) -> list[str]:
-    """Return what is wrong with the file that shows whole tensors to other tools; a restore does not look at it."""
+def _not_covered(path: Path, loaded: Manifest) -> tuple[str, ...]:
+    """Return of which bytes the manifest, of an earlier version, has no digest."""
+    lacking = len(loaded.files.keys() - loaded.outside.keys())
+    lines = [f"HDF5's own bytes in {counted(lacking, 'shard')}"] if lacking else []
+    return (*lines, INDEX) if loaded.index is None and (path / INDEX).exists() else tuple(lines)
+
+
+def _of_index(path: Path, loaded: Manifest) -> tuple[list[str], int]:
+    """Return what is wrong with the file that shows whole tensors to other tools, and the bytes that were read of it.
+
+    A restore does not look at it.
+    """
+    index = loaded.index
     if index is None:
-        return []
-    digest = xxhash.xxh3_128()
+        return [], 0
+    digest, read_bytes = xxhash.xxh3_128(), 0
     try:
         with open(open_regular(path / index.file), "rb") as file:
             if os.fstat(file.fileno()).st_size == index.nbytes:
                 while part := file.read(READ_BYTES):
                     digest.update(part)
+                    read_bytes += len(part)
     except OSError as error:
-        return [f"{path.name}/{index.file} cannot be read: {error.strerror}; a restore does not need it"]
+        return [f"{path.name}/{index.file} cannot be read: {error.strerror}; a restore does not need it"], read_bytes
     if digest.hexdigest() != index.digest:
-        return [f"{path.name}/{index.file} is damaged: its digest does not match; a restore does not need it"]
-    return []
+        reason = f"{path.name}/{index.file} is damaged: its digest does not match; a restore does not need it"
+        return [reason], read_bytes
+    return [], read_bytes
 
 
-def _of_file(path: Path, entries: Sequence[Entry]) -> tuple[list[str], int]:
-    """Return what is wrong with the blocks of ``entries``, which lie in one file, and the bytes that were read."""
+def _of_file(path: Path, loaded: Manifest, name: str, entries: Sequence[Entry]) -> tuple[list[str], int]:
+    """Return what is wrong with the shard ``name``, which holds ``entries``, and the bytes that were read."""
     damage, read_bytes = [], 0
     with BlockReader(path) as reader:
         for entry in entries:
@@ -71,6 +92,18 @@ def _of_file(path: Path, entries: Sequence[Entry]) -> tuple[list[str], int]:
                 except StorageError as error:
                     damage.append(str(error))
                 except OSError as error:  # the file is not there, or may not be read
-                    damage.append(f"{path.name}/{entry.file} cannot be read: {error.strerror}; it holds {entry.name}")
+                    damage.append(f"{path.name}/{name} cannot be read: {error.strerror}; it holds {entry.name}")
                     return damage, read_bytes
+        if name in loaded.outside:
+            places = [Range(entry.offset, entry.offset + entry.nbytes) for entry in entries]
+            try:
+                count, digest = reader.digest_of(name, gaps(Range(0, loaded.files[name]), places))
+            except OSError as error:
+                return [*damage, f"{path.name}/{name} cannot be read: {error.strerror}"], read_bytes
+            read_bytes += count
+            if digest != loaded.outside[name]:
+                damage.append(
+                    f"{path.name}/{name} is damaged outside its tensors: the digest of HDF5's own bytes does not "
+                    "match; a restore does not need them, but other tools do"
+                )
     return damage, read_bytes

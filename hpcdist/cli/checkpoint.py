@@ -55,10 +55,13 @@ def ls(run_dir: Path, as_json: bool) -> None:
 @_JSON
 def show(path: Path, tensors: bool, as_json: bool) -> None:
     """Tell what the checkpoint PATH (.../step-N) holds; of a run directory, its newest complete one."""
-    from hpcdist.checkpoint import catalogue, manifest
+    from hpcdist.checkpoint import catalogue
+    from hpcdist.errors import StorageError
 
     found = catalogue.look(catalogue.choose(path))
-    loaded = manifest.load(found.path)  # raises what is wrong with it
+    loaded = found.manifest
+    if loaded is None:
+        raise StorageError(found.reason)
     figures: dict[str, Any] = catalogue.summary(found) | {"scalars": loaded.scalars}
     if tensors:
         figures["tensors"] = [
@@ -90,10 +93,10 @@ def _print(figures: dict[str, Any]) -> None:
 @_PATH
 @_JSON
 def verify(path: Path, as_json: bool) -> int:
-    """Read every tensor of the checkpoint PATH (.../step-N), or of all that the run directory PATH has.
+    """Read every byte of the checkpoint PATH (.../step-N), or of all that the run directory PATH has.
 
     Each block is compared with its digest; all damage is told with file, bytes and tensor. What a save left unfinished
-    is named, and is no damage.
+    is named, and is no damage; nor is what an earlier version of hpcdist saved without a digest, which is named, too.
 
     Exit code 0 when nothing is damaged, 1 when something is, 74 when there is nothing to verify.
     """
@@ -111,12 +114,20 @@ def verify(path: Path, as_json: bool) -> int:
             click.echo(f"{one.path}: {one.state}, {in_units(one.read_bytes)} read")
             for line in one.damage:
                 click.echo(f"  {line}")
+            for line in one.not_covered:
+                click.echo(f"  not covered: {line}; an earlier version of hpcdist saved no digest of it")
     return FAILURE if any(one.damage for one in verdicts) else OK
 
 
 def _plain(verdicts: "list[Verdict]") -> list[dict[str, Any]]:
     return [
-        {"path": str(one.path), "state": one.state, "damage": list(one.damage), "read_bytes": one.read_bytes}
+        {
+            "path": str(one.path),
+            "state": one.state,
+            "damage": list(one.damage),
+            "read_bytes": one.read_bytes,
+            "not_covered": list(one.not_covered),
+        }
         for one in verdicts
     ]
 

@@ -36,11 +36,11 @@ def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bo
     beside OUT, which needs the space twice.
     """
     from hpcdist.arrays.sizes import counted, in_units
-    from hpcdist.checkpoint import catalogue, exporting, manifest, safetensors, torch_state
+    from hpcdist.checkpoint import catalogue, exporting, safetensors, torch_state
     from hpcdist.errors import UsageError
 
     checkpoint = catalogue.choose(path)
-    loaded = manifest.load(checkpoint)
+    loaded = catalogue.usable(checkpoint)
     tensors = exporting.chosen(loaded, optimizer)
     out = out / "model.safetensors" if out.is_dir() or not out.suffix else out
     if out.suffix == safetensors.SUFFIX:

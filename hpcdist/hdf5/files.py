@@ -4,9 +4,10 @@ Every file of ours has the root attributes ``schema`` and ``schema_version``. Fi
 (``libver=("earliest", "v110")``), and no file is held open for writing: open, change, close.
 """
 
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -15,6 +16,7 @@ import h5py
 import numpy as np
 
 from hpcdist.arrays.dtypes import BFLOAT16, name_of
+from hpcdist.arrays.ranges import Range, cut, gaps
 from hpcdist.errors import StorageError
 from hpcdist.hdf5.making import Maker
 from hpcdist.hdf5.overlay import Overlay, journal_of
@@ -22,7 +24,9 @@ from hpcdist.reporting import atomic
 from hpcdist.reporting.regular import BROKEN, DamagedFileError, damage
 
 LIBVER: Final = ("earliest", "v110")  # "latest" leaves an unreadable file behind when its writer is killed
+CHECKSUMMED: Final = ("v108", "v110")  # metadata has checksums, so readers refuse damage; for files that never change
 WRITE_BYTES: Final = 16 << 20
+OUTSIDE_BYTES: Final = 1 << 18  # digested at a time
 ALIGNED_BYTES: Final = 4096  # datasets of a page and more begin at a page
 RETRY_S: Final = 2.0
 FAILURES: Final = (OSError, RuntimeError, ValueError, KeyError, TypeError)  # what h5py raises for broken files
@@ -41,6 +45,13 @@ def attributes_of(file: h5py.File) -> dict[str, float | str]:
         if isinstance(value, int | float) or (isinstance(value, str) and len(value) <= MOST_TEXT):
             found[str(name)] = value
     return found
+
+
+class Digest(Protocol):
+    """A digest of `xxhash` or `hashlib`."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Take ``data``, which follows what was taken before."""
 
 
 class Blocks(Protocol):
@@ -178,17 +189,19 @@ def write_contiguous(
     schema: str,
     version: int,
     opens: Callable[[Path], Overlay] = Overlay.created,
+    outside: Digest | None = None,
 ) -> dict[str, int]:
     """Write a new file of contiguous datasets to the disk (fsync included) and return the byte offset of each.
 
     Each dataset gets an attribute ``dtype``, which differs from HDF5's for bfloat16. `Blocks` are asked for when they
-    are written. ``opens`` makes the file, through which all is written. Raises StorageError; no file is left then.
+    are written. ``opens`` makes the file, through which all is written. ``outside`` is given the bytes of the file that
+    lie in no dataset, in their order. Raises StorageError; no file is left then.
     """
     path = Path(path)
     try:
         with opens(path) as overlay:
             aligned = {"alignment_threshold": ALIGNED_BYTES, "alignment_interval": ALIGNED_BYTES}
-            with h5py.File(overlay, "w", libver=LIBVER, **aligned) as file:
+            with h5py.File(overlay, "w", libver=CHECKSUMMED, **aligned) as file:
                 file.attrs.update({"schema": schema, "schema_version": version, **attributes})
                 make = Maker(file).contiguous
                 offsets = {}
@@ -196,6 +209,8 @@ def write_contiguous(
                     stored = storable(np.empty(0, array.dtype)).dtype
                     told = {"dtype": name_of(array.dtype), **(dataset_attributes or {}).get(name, {})}
                     offsets[name] = make(name, array.shape, stored, told)
+            if outside is not None:
+                _digest_outside(overlay, [_place(array, offsets[name]) for name, array in datasets.items()], outside)
             overlay.commit(wait=False)
             for name, array in datasets.items():
                 _write_bytes(overlay, array, offsets[name])
@@ -209,6 +224,19 @@ def write_contiguous(
         path.unlink(missing_ok=True)
         raise StorageError(f"{path}: cannot be written: {error.strerror or error}") from error
     return offsets
+
+
+def _place(array: np.ndarray | Blocks, offset: int) -> Range:
+    return Range(offset, offset + math.prod(array.shape) * array.dtype.itemsize)
+
+
+def _digest_outside(overlay: Overlay, places: Sequence[Range], digest: Digest) -> None:
+    """Give ``digest`` what the file will hold outside ``places``: as it is in memory, before a disk has had it."""
+    memory = bytearray(OUTSIDE_BYTES)
+    for gap in gaps(Range(0, overlay.seek(0, os.SEEK_END)), places):
+        overlay.seek(gap.start)
+        for part in cut(gap, OUTSIDE_BYTES):
+            digest.update(memoryview(memory)[: overlay.readinto(memoryview(memory)[: part.size])])
 
 
 def _write_bytes(overlay: Overlay, array: np.ndarray | Blocks, offset: int) -> None:

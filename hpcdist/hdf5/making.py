@@ -48,17 +48,16 @@ class Maker:
         shape: Sequence[int],
         dtype: np.dtype,
         regions: Iterable[Region],
-        fill: float | None,
+        fill: np.ndarray,
         attributes: Mapping[str, Any],
     ) -> None:
-        """Make a virtual dataset out of ``regions``."""
+        """Make a virtual dataset out of ``regions``; where one cannot be read, its elements are that of ``fill``."""
         plan = h5p.create(h5p.DATASET_CREATE)
         plan.set_layout(h5d.VIRTUAL)
         for box, file, dataset, source_shape, source_box in regions:
             here, there = self._boxed(shape, box), self._boxed(source_shape, source_box)
             plan.set_virtual(here, file.encode(), dataset.encode(), there)
-        if fill is not None:
-            plan.set_fill_value(np.array([fill]))
+        plan.set_fill_value(fill)
         made = h5d.create(self._file.id, name.encode(), self._type(dtype), self._space(shape), plan, self._links)
         self._describe(made, attributes)
 

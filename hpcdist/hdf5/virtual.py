@@ -1,6 +1,7 @@
 """A file of virtual datasets: whole tensors out of parts that lie in other files, for h5ls, h5dump, h5py and viewers.
 
-Where such a file is missing, HDF5 shows the fill value without a word: NaN here, so that it is seen.
+Where such a file is missing, HDF5 shows the fill value without a word, so that is one that is seen: NaN, and of
+integers the extreme one.
 """
 
 import math
@@ -14,7 +15,7 @@ import h5py
 import numpy as np
 
 from hpcdist.errors import StorageError
-from hpcdist.hdf5.files import FAILURES, LIBVER, storable
+from hpcdist.hdf5.files import CHECKSUMMED, FAILURES, storable
 from hpcdist.hdf5.making import Box, Maker, Region
 from hpcdist.hdf5.overlay import Overlay
 
@@ -71,7 +72,7 @@ def write(
     path = Path(path)
     try:
         with Overlay(path, create=True) as overlay:
-            with h5py.File(overlay, "w", libver=LIBVER) as file:
+            with h5py.File(overlay, "w", libver=CHECKSUMMED) as file:
                 file.attrs.update({"schema": schema, "schema_version": version, **attributes})
                 maker = Maker(file)
                 for name, whole in wholes.items():
@@ -87,9 +88,18 @@ def write(
 
 
 def _make(maker: Maker, name: str, whole: Whole) -> None:
-    fill = np.nan if whole.dtype.kind == "f" else None
     regions = (region for part in whole.parts for region in _regions(part))
-    maker.virtual(name, whole.shape, storable(np.empty(0, whole.dtype)).dtype, regions, fill, whole.attributes)
+    maker.virtual(
+        name, whole.shape, storable(np.empty(0, whole.dtype)).dtype, regions, _fill(whole.dtype), whole.attributes
+    )
+
+
+def _fill(dtype: np.dtype) -> np.ndarray:
+    """Return what stands, as HDF5 has it, where nothing can be read."""
+    if dtype.kind in "iu":
+        bounds = np.iinfo(dtype)
+        return np.array([bounds.min or bounds.max], dtype)
+    return storable(np.array([np.nan]).astype(dtype))
 
 
 def _regions(part: Part) -> Iterator[Region]:

@@ -2,14 +2,20 @@
 
 import json
 import os
+from contextlib import suppress
+from dataclasses import replace
 
+import h5py
+import numpy as np
 import pytest
 
 from hpcdist.arrays.piece import Piece, whole_box
 from hpcdist.arrays.ranges import Range
 from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.restore import newest_complete
 from hpcdist.checkpoint.retention import VAL_LOSS
 from hpcdist.checkpoint.save import save
+from hpcdist.checkpoint.verify import verify
 from hpcdist.cli import main
 from hpcdist.comm.threads import run_threads
 
@@ -93,7 +99,8 @@ def test_verify_names_all_damage(run, capsys):
     assert len(by_step["20"]["damage"]) == 2
     for entry, line in zip(entries, sorted(by_step["20"]["damage"]), strict=True):
         assert entry.file in line and "parameters/3.w" in line
-    assert by_step["30"]["read_bytes"] == 2 * 96
+    whole = sum(file.stat().st_size for file in (run / "checkpoints/step-30").glob("*.h5"))
+    assert by_step["30"]["read_bytes"] == whole and not by_step["30"]["not_covered"]
     (path / entries[0].file).unlink()
     code, found, _ = figures(capsys, "verify", path)
     assert code == 1 and any("cannot be read" in line for line in found["checkpoints"][0]["damage"])
@@ -107,6 +114,71 @@ def test_the_index_for_other_tools_is_verified_too(run, capsys):
     os.mkfifo(run / "checkpoints/step-30/index.h5")  # which nobody writes to
     code, found, _ = figures(capsys, "verify", run / "checkpoints/step-30")
     assert code == 1 and ["not a regular file" in line for line in found["checkpoints"][0]["damage"]] == [True]
+
+
+def test_a_flipped_bit_anywhere_in_a_checkpoint_is_found(run, rng):
+    path = run / "checkpoints/step-30"
+    assert not verify(path).damage
+    for file in sorted(path.iterdir()):
+        data = file.read_bytes()
+        places = [place for place in rng.integers(0, len(data), 150).tolist() if data[place]]
+        for place in [0, len(data) - 1, *places, *rng.integers(0, len(data), 30).tolist()]:
+            flip(file, place)
+            assert any(file.name in line for line in verify(path).damage), f"byte {place} of {file.name}"
+            file.write_bytes(data)
+
+
+def test_damaged_places_of_tensors_are_not_read_through_the_index(run):
+    """HDF5 would read other bytes where the address of a dataset is damaged, were it not for checksums of metadata."""
+    path, places = run / "checkpoints/step-30", 0
+    for entry in manifest.load(path).pieces:
+        file = path / entry.file
+        data, address = file.read_bytes(), entry.offset.to_bytes(8, "little")
+        start = data.find(address)
+        while start >= 0:
+            flip(file, start)
+            with suppress(OSError, KeyError), h5py.File(path / "index.h5") as index:
+                assert np.isnan(index[entry.name][...]).any(), "read, and not what was saved"
+            file.write_bytes(data)
+            places, start = places + 1, data.find(address, start + 1)
+    assert places >= len(manifest.load(path).pieces)
+
+
+def test_what_earlier_versions_saved_is_complete_and_says_what_has_no_digest(run, capsys):
+    path = run / "checkpoints/step-30"
+    loaded = manifest.load(path)
+    body = json.loads(manifest.encode(loaded))
+    body = {name: body[name] for name in body if name not in ("outside", "unused", "digest")}
+    (path / manifest.FILE_NAME).write_text(manifest.sealed(body))
+    assert manifest.load(path) == replace(loaded, outside={})
+    code, found, _ = figures(capsys, "verify", path)
+    told = found["checkpoints"][0]
+    assert code == 0 and not told["damage"] and told["not_covered"] == ["HDF5's own bytes in 2 shards"]
+    del body["about"], body["index"]  # as version 1 did, which had another order, and no index
+    body["version"] = 1
+    digest = manifest.digest_of(body)
+    (path / manifest.FILE_NAME).write_text(json.dumps({"world": 2, **body, "digest": digest}) + "\n")
+    assert manifest.load(path) == replace(loaded, outside={}, index=None, version=1)
+    assert figures(capsys, "verify", path)[1]["checkpoints"][0]["not_covered"][1] == "index.h5"
+    (path / manifest.FILE_NAME).write_text(json.dumps(body | {"digest": digest, "step": 31}))
+    assert "its digest does not match" in hpcdist(capsys, "verify", path)[1]
+
+
+@pytest.mark.parametrize("swapped", ["", "manifest.json"])
+def test_steps_that_were_swapped_are_refused_as_a_restore_does(swapped, run, tmp_path, capsys):
+    one, other = run / "checkpoints/step-30" / swapped, run / "checkpoints/step-10" / swapped
+    one.rename(tmp_path / "aside")
+    other.rename(one)
+    (tmp_path / "aside").rename(other)
+    code, found, _ = figures(capsys, "ls", run)
+    states = {one["path"].rpartition("-")[2]: (one["state"], one["reason"]) for one in found["checkpoints"]}
+    reason = "its manifest is of step "
+    assert states == {"30": ("damaged", f"{reason}10"), "20": ("complete", ""), "10": ("damaged", f"{reason}30")}
+    code, out, _ = hpcdist(capsys, "verify", run)
+    assert code == 1 and f"{reason}10" in out and f"{reason}30" in out
+    code, _, err = hpcdist(capsys, "export", run / "checkpoints/step-30", tmp_path / "out.safetensors")
+    assert code == 74 and f"step-30 is damaged: {reason}10" in err and not (tmp_path / "out.safetensors").exists()
+    assert newest_complete(run) == run / "checkpoints/step-20"
 
 
 def test_what_is_unfinished_is_no_damage(run, capsys):

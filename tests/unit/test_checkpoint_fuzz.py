@@ -130,8 +130,8 @@ def forge(rng, path):
             parent[last] = copy.deepcopy(at(body, found[int(rng.integers(len(found)))]))
         else:
             parent[last] = copy.deepcopy(NASTY[int(rng.integers(len(NASTY)))])
-    text = json.dumps(body | {"digest": manifest._digest(body)})
     way = int(rng.integers(8))
+    text = json.dumps(body | {"digest": manifest.digest_of(body)}) if way < 4 else manifest.sealed(body)
     if way == 0:
         text = text.replace("{", '{"version": 1, ', 1)  # twice
     elif way == 1:

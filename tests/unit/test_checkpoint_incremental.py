@@ -14,6 +14,7 @@ from hpcdist.checkpoint.background import Background
 from hpcdist.checkpoint.kept import Kept
 from hpcdist.checkpoint.restore import newest, restore
 from hpcdist.checkpoint.save import Plan, make
+from hpcdist.checkpoint.verify import verify
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.training.recipe import load
@@ -44,6 +45,9 @@ def check(path):
     assert (frozen == np.arange(SIZE)).all() and (trained == step["step"]).all()
     with h5py.File(path / "index.h5") as file:
         assert (file["parameters/frozen"][...] == frozen).all() and (file["parameters/trained"][...] == trained).all()
+    verdict = verify(path)
+    assert not verdict.damage and not verdict.not_covered
+    assert verdict.read_bytes == sum(file.stat().st_size for file in path.glob("*.h5")), "each byte once"
     return step["step"]
 
 
@@ -74,6 +78,25 @@ def test_what_has_not_changed_is_linked(tmp_path, way):
     assert inode[0] == inode[1]
     written = (root / "step-4" / "shard-00000.h5").stat().st_size
     assert written < 0.7 * (root / "step-4" / "shard-00000-of-1.h5").stat().st_size
+
+
+def test_what_no_checkpoint_needs_any_more_of_a_linked_shard_is_verified_too(tmp_path):
+    def body(comm):
+        state, kept = State(comm), Kept()
+        for step in (1, 2, 3):
+            state.trained[...] = step
+            make(plan_of(tmp_path, comm, step), state.pieces(), comm, "rank", kept)
+
+    run_threads(2, body)
+    path = tmp_path / "checkpoints" / "step-3"
+    unused = manifest.load(path).unused
+    assert [(entry.file, entry.tensor) for entry in unused] == [
+        (f"shard-{rank:05d}-of-1.h5", "trained") for rank in (0, 1)
+    ]
+    data = bytearray((path / unused[1].file).read_bytes())
+    data[unused[1].offset + 5] ^= 4
+    (path / unused[1].file).write_bytes(data)
+    assert [unused[1].file in line and "parameters/trained" in line for line in verify(path).damage] == [True]
 
 
 def test_a_failed_save_is_never_linked_to(tmp_path, monkeypatch):

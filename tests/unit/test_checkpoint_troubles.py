@@ -40,7 +40,7 @@ def loads(path):
 def rewrite(path, **changed):
     body = json.loads((path / "manifest.json").read_text()) | changed
     body = {key: value for key, value in body.items() if value is not None and key != "digest"}
-    (path / "manifest.json").write_text(json.dumps(body | {"digest": manifest._digest(body)}))
+    (path / "manifest.json").write_text(manifest.sealed(body))
 
 
 def test_a_manifest_of_the_first_version_is_read(tmp_path):

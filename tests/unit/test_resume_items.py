@@ -45,7 +45,7 @@ def rewrite(path: Path, change: Callable[[Body], None]) -> None:
     body = json.loads((path / manifest.FILE_NAME).read_text())
     del body["digest"]
     change(body)
-    (path / manifest.FILE_NAME).write_text(json.dumps(body | {"digest": manifest._digest(body)}))
+    (path / manifest.FILE_NAME).write_text(manifest.sealed(body))
 
 
 def without(*names: str) -> Callable[[Body], None]:
