@@ -288,7 +288,10 @@ def _of_sealed(path: Path, data: bytes, end: int, digest: str) -> Manifest:
 def _value(data: bytes, start: int) -> tuple[Any, int]:
     """Return the JSON value that begins at the byte ``start``, and where it ends. Raises ValueError."""
     text = data[start : start + MOST_FREE_BYTES + 1].decode("ascii", "replace")  # as `json.dumps` writes it
-    value, size = _DECODER.raw_decode(text)
+    try:
+        value, size = _DECODER.raw_decode(text)
+    except ValueError as error:
+        raise ValueError(f"{error}; expected a value of at most {MOST_FREE_BYTES} bytes") from error
     return value, start + size
 
 

@@ -3,15 +3,18 @@
 import gc
 import sys
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+
+import msgspec
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import blocks, catalogue, manifest
 from hpcdist.checkpoint import directory as names
 from hpcdist.checkpoint.blocks import BlockReader, DamagedError
 from hpcdist.checkpoint.filling import fill
-from hpcdist.checkpoint.manifest import Entry
+from hpcdist.checkpoint.manifest import Entry, Manifest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.solo import solo
 from hpcdist.errors import StorageError
@@ -93,14 +96,15 @@ def _why_not(path: Path, comm: Communicator, verified: bool) -> str:
 def restore_together(
     comm: Communicator, directory: str | Path, wanted: Iterable[Piece], optional: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Restore as `restore` does, on all ranks of ``comm``. Collective.
+    """Restore as `restore` does, on all ranks of ``comm``; rank 0 reads the manifest. Collective.
 
     Raises StorageError on all ranks when one of them cannot; `DamagedError` where another checkpoint may be whole.
     """
-    scalars: dict[str, Any] = {}
+    directory = Path(directory)
+    stored = on_first(comm, lambda: _Packed.of(manifest.load(directory)))
     failed: tuple[type[StorageError], str] | None = None
     try:
-        scalars = restore(directory, wanted, optional)
+        _restore(directory, stored, wanted, optional)
     except StorageError as error:
         failed = DamagedError if isinstance(error, DamagedError) else StorageError, str(error)
     found = comm.allgather_object(failed)
@@ -108,7 +112,21 @@ def restore_together(
     if reasons:  # that the recipe is another one than the saved says more than damage
         kind, reason = next((one for one in reasons if one[0] is StorageError), reasons[0])
         raise kind(reason)
-    return scalars
+    return stored.scalars
+
+
+def on_first(comm: Communicator, read: Callable[[], Result]) -> Result:
+    """Return on all ranks what ``read`` returns on rank 0; raise on all the StorageError that it raises. Collective."""
+    verdict: Result | StorageError | None = None
+    if comm.rank == 0:
+        try:
+            verdict = read()
+        except StorageError as error:
+            verdict = error
+    verdict = comm.broadcast_object(verdict)
+    if isinstance(verdict, StorageError):
+        raise verdict
+    return cast("Result", verdict)
 
 
 def restore(directory: str | Path, wanted: Iterable[Piece], optional: Collection[str] = ()) -> dict[str, Any]:
@@ -119,14 +137,38 @@ def restore(directory: str | Path, wanted: Iterable[Piece], optional: Collection
     or a tensor has another shape or dtype; the arrays are then undefined.
     """
     directory = Path(directory)
-    stored = manifest.load(directory)
-    by_tensor: dict[tuple[str, str], list[Entry]] = {}
-    for entry in stored.pieces:
-        by_tensor.setdefault((entry.kind, entry.tensor), []).append(entry)
-    absent = set(optional) - {entry.kind for entry in stored.pieces}
+    stored = _Packed.of(manifest.load(directory))
+    _restore(directory, stored, wanted, optional)
+    return stored.scalars
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """What a restore needs of a manifest. A rank unpacks the entries of the tensors that it wants, and no others."""
+
+    scalars: dict[str, Any]
+    kinds: frozenset[str]
+    packed: dict[tuple[str, str], bytes]
+
+    @classmethod
+    def of(cls, stored: Manifest) -> "_Packed":
+        """Return what of ``stored`` is needed."""
+        by_tensor: dict[tuple[str, str], list[Entry]] = {}
+        for entry in stored.pieces:
+            by_tensor.setdefault((entry.kind, entry.tensor), []).append(entry)
+        packed = {name: msgspec.msgpack.encode(entries) for name, entries in by_tensor.items()}
+        return cls(stored.scalars, frozenset(kind for kind, _ in packed), packed)
+
+    def entries(self, piece: Piece) -> list[Entry]:
+        """Return all that is stored of the tensor of ``piece``."""
+        packed = self.packed.get((piece.kind, piece.tensor))
+        return [] if packed is None else msgspec.msgpack.decode(packed, type=list[Entry])
+
+
+def _restore(directory: Path, stored: _Packed, wanted: Iterable[Piece], optional: Collection[str]) -> None:
+    absent = set(optional) - stored.kinds
     with BlockReader(directory) as reader:
         for piece in wanted:
             if not piece.flat or piece.kind in absent:
                 continue  # nobody saved what has no elements
-            fill(directory, piece, by_tensor.get((piece.kind, piece.tensor), []), reader)
-    return stored.scalars
+            fill(directory, piece, stored.entries(piece), reader)

@@ -17,6 +17,7 @@ import numpy as np
 
 from hpcdist.arrays import device
 from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.restore import on_first
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.machine import boot_id
 from hpcdist.energy import activities
@@ -69,8 +70,7 @@ class Energy:
         self._before: dict[str, Any] | None = None  # the activities of earlier starts, as of `activities.state`
         self._before_j: float | None = 0.0  # the joules of training in these
         if resume_from is not None:
-            scalars = manifest.load(resume_from).scalars
-            self._restore(_checkpointed(scalars))
+            self._restore(_checkpointed(on_first(comm, lambda: manifest.load(resume_from).scalars)))
         self._path = None if directory is None else directory / USAGE_FILE
         noted = comm.broadcast_object(_noted(self._path) if self._path is not None and comm.rank == 0 else None)
         if noted is not None:  # later than the checkpoint

@@ -22,7 +22,7 @@ from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint import manifest
-from hpcdist.checkpoint.restore import from_newest, newest_complete, restore_together
+from hpcdist.checkpoint.restore import from_newest, newest_complete, on_first, restore_together
 from hpcdist.collectives import SHARDED, allreduce
 from hpcdist.comm import failfast, launcher
 from hpcdist.comm.communicator import Communicator
@@ -103,7 +103,7 @@ def _loaded(comm: Communicator, path: Path, found: Path | None, recipe: Recipe) 
     """Return the model of the checkpoint ``found``. Collective; raises `DamagedError` on all ranks or on none."""
     if found is None:
         raise StorageError(f"{path} holds no valid checkpoint; train it first (a run saves one at its end)")
-    scalars = manifest.load(found).scalars
+    scalars = on_first(comm, lambda: manifest.load(found).scalars)
     # The recipe knows as much of a text; checkpoints of the first version leave it to the recipe.
     inputs = scalars.get("model_inputs", {"context": recipe.data.context})
     model = models.build(recipe.model, recipe.precision.computes, **inputs)

@@ -21,7 +21,7 @@ from hpcdist.checkpoint import catalogue, manifest
 from hpcdist.checkpoint.blocks import BlockReader, DamagedError
 from hpcdist.checkpoint.catalogue import PARAMETERS
 from hpcdist.checkpoint.manifest import BLOCK_BYTES, Manifest
-from hpcdist.checkpoint.restore import restore_together
+from hpcdist.checkpoint.restore import on_first, restore_together
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import StorageError
 
@@ -38,8 +38,8 @@ def take(trainer: "Trainer", source: Path, *, partial: bool) -> dict[str, str]:
     there, damaged, or of another shape; without it none are, and StorageError names the first. Collective over the
     world; all ranks return and raise the same.
     """
-    path = _chosen(trainer.comm, source)
-    stored = manifest.load(path)
+    path = on_first(trainer.comm, lambda: catalogue.choose(source))
+    stored = on_first(trainer.comm, lambda: _parameters(path))
     found = {one.name: one.dtype for one in catalogue.tensors(stored, {PARAMETERS})}
     left = _misfits(trainer.model.layout, stored)
     if left and not partial:
@@ -64,19 +64,10 @@ def take(trainer: "Trainer", source: Path, *, partial: bool) -> dict[str, str]:
     return left
 
 
-def _chosen(comm: Communicator, source: Path) -> Path:
-    """Return the checkpoint that ``source`` means. Collective; rank 0 looks."""
-    verdict: Path | StorageError | None = None
-    if comm.rank == 0:
-        try:
-            verdict = catalogue.choose(source)
-        except StorageError as error:
-            verdict = error
-    verdict = comm.broadcast_object(verdict)
-    if isinstance(verdict, StorageError):
-        raise verdict
-    assert verdict is not None
-    return verdict
+def _parameters(path: Path) -> Manifest:
+    """Return what is stored of parameters at ``path`` (local)."""
+    stored = manifest.load(path)
+    return replace(stored, pieces=tuple(entry for entry in stored.pieces if entry.kind == PARAMETERS), unused=())
 
 
 def _misfits(layout: Layout, stored: Manifest) -> dict[str, str]:
@@ -97,9 +88,8 @@ def _misfits(layout: Layout, stored: Manifest) -> dict[str, str]:
 def _damaged(comm: Communicator, path: Path, stored: Manifest) -> dict[str, str]:
     """Return the parameters that cannot be read, with the reason. Collective: the ranks share the reading."""
     own: dict[str, str] = {}
-    parameters = [entry for entry in stored.pieces if entry.kind == PARAMETERS]
     with BlockReader(path) as reader:
-        for entry in parameters[comm.rank :: comm.size]:
+        for entry in stored.pieces[comm.rank :: comm.size]:
             for block in range(-(-entry.nbytes // BLOCK_BYTES)):
                 try:
                     reader.read(entry, block)

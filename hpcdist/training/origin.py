@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import manifest
-from hpcdist.checkpoint.restore import from_newest, restore_together
+from hpcdist.checkpoint.restore import from_newest, on_first, restore_together
 from hpcdist.comm.communicator import Communicator
 from hpcdist.training.directory import refuse_to_begin_again
 
@@ -36,11 +36,17 @@ class Stored:
     """The checkpoint in the directory ``path``."""
 
     path: Path
+    read: Mapping[str, Any] | None = None
+
+    @classmethod
+    def together(cls, comm: Communicator, path: Path) -> "Stored":
+        """Return the checkpoint with its scalars, which rank 0 reads. Collective; raises StorageError on all ranks."""
+        return cls(path, on_first(comm, lambda: manifest.load(path).scalars))
 
     @cached_property
     def scalars(self) -> Mapping[str, Any]:
         """What its manifest says. Raises StorageError."""
-        return manifest.load(self.path).scalars
+        return manifest.load(self.path).scalars if self.read is None else self.read
 
     def fill(self, comm: Communicator, wanted: Sequence[Piece], optional: Collection[str]) -> None:
         """Read what this rank wants. Collective; raises `DamagedError` on all ranks where bytes are damaged."""
@@ -64,7 +70,7 @@ def from_whole(
     def begin(path: Path | None) -> tuple[Result, Origin | None]:
         if path is None:
             refuse_to_begin_again(run_dir)
-        stored = None if path is None else Stored(path)
+        stored = None if path is None else Stored.together(comm, path)
         return take(stored), stored
 
     return from_newest(run_dir, comm, origin.path, begin)

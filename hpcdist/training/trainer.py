@@ -182,7 +182,7 @@ def assemble(
 
     A model that a script has ``given`` takes the place of that of the recipe, and its script brings the batches.
     """
-    origin = Stored(resume_from) if isinstance(resume_from, Path) else resume_from
+    origin = Stored.together(session.comm, resume_from) if isinstance(resume_from, Path) else resume_from
     comm, parallel = session.comm, recipe.parallel
     # In a product every rank computes, and serves what its replicas share: `Seat.members`.
     roles = Roles.of(recipe.parameter_server, comm.size) if parallel.has_roles else None

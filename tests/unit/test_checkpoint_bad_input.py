@@ -1,18 +1,22 @@
 """Directories that are not what they should be, as `hpcdist train` and `hpcdist checkpoint` meet them."""
 
 import json
+import os
 import re
 import shutil
+import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from rank_runs import trainer_of
 
 from hpcdist.arrays.piece import Piece
-from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint import catalogue, manifest
 from hpcdist.checkpoint.directory import LATEST
 from hpcdist.checkpoint.lock import Lock
 from hpcdist.checkpoint.restore import newest, newest_complete
@@ -22,7 +26,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
-from hpcdist.training import directory
+from hpcdist.training import directory, inference
 from hpcdist.training import recipe as recipes
 from hpcdist.training.origin import Stored, from_whole
 
@@ -126,6 +130,87 @@ def test_what_a_later_version_has_saved_is_not_replaced(
     with pytest.raises(SystemExit):
         main.main(["checkpoint", "ls", str(run)])
     assert re.search(r"step-4 .* newer: .*update hpcdist", capsys.readouterr().out)
+
+
+NESTED = "[" + "[]," * 300_000 + "[]]"
+
+
+@pytest.mark.parametrize("place", ["scalars", "about", "another", "pieces", "not sealed", "many bytes"])
+def test_a_manifest_takes_no_more_memory_than_a_checkpoint_can_need(
+    place: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nested JSON takes 25 bytes of memory a byte: a scale model of 16 and 4 MiB, and of manifests of 100."""
+    monkeypatch.setattr(manifest, "LEAST_BYTES", 1 << 19)
+    monkeypatch.setattr(manifest, "MOST_FREE_BYTES", 1 << 16)
+    path = run / "checkpoints" / "step-4"
+    file, shard = path / manifest.FILE_NAME, next(path.glob("shard-*.h5"))
+    body = json.loads(file.read_text())
+    body.pop("digest")
+    if place != "many bytes":
+        os.truncate(shard, 1 << 21)  # with holes: as if its manifest could be of that size
+    if place in ("scalars", "about"):
+        body[place]["x"] = "nested"
+    elif place == "pieces":
+        body[place][0]["x"] = "nested"
+    else:
+        body["zzz"] = "nested"
+    text = json.dumps(body) if place == "not sealed" else manifest.sealed(body)[:-46] + "}"
+    text = text.replace('"nested"', NESTED)
+    if place != "not sealed":
+        text = f'{text[:-1]},"digest":"{xxhash.xxh3_128_hexdigest(text.encode())}"}}\n'
+    file.write_text(text)
+    tracemalloc.start()
+    found = catalogue.look(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 6 * len(text), "the text, a copy of it, and what has a place"
+    if place in ("another", "pieces"):
+        assert "bytes, the manifest says" in found.reason, "nobody asks for it: it is passed over"
+    else:
+        told = r"expected (a value of )?at most \d+( bytes)?|is not as this version writes it"
+        assert found.manifest is None and re.search(told, found.reason)
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["checkpoint", "show", str(path)])
+    assert (leaving.value.code or 0) == (0 if place in ("another", "pieces") else 74)
+
+
+def test_manifests_of_many_small_pieces_are_within_their_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "LEAST_BYTES", 1 << 10)
+    pieces = [Piece.whole("parameters", f"{n}.{'x' * (n % 200)}", np.zeros(n % 2)) for n in range(400)]
+    path = save(tmp_path / "checkpoints", 1, pieces, {}, solo())
+    assert len(manifest.load(path).pieces) == 400
+    assert (path / manifest.FILE_NAME).stat().st_size > 100 << 10
+
+
+def test_scalars_that_no_reader_would_take_are_not_saved(tmp_path: Path) -> None:
+    scalars = {"x": "y" * manifest.MOST_FREE_BYTES}
+    with pytest.raises(StorageError, match="was not saved: scalars of .* bytes, expected at most"):
+        save(tmp_path / "checkpoints", 1, [Piece.whole("parameters", "w", np.zeros(3))], scalars, solo())
+
+
+def test_one_rank_reads_the_manifest(run: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    readers, read = [], manifest._read
+    monkeypatch.setattr(manifest, "_read", lambda path: (readers.append(threading.current_thread()), read(path))[1])
+    path = run / "checkpoints" / "step-4"
+    run_threads(3, lambda comm: trainer_of(comm, keys | {"run.global_batch": 9}, path))
+    assert len(set(readers)) == 1 and len(readers) == 2, "for the scalars, and for the tensors"
+    readers.clear()
+    recipe = recipe_of(keys)
+    run_threads(3, lambda comm: inference.load(comm, run, recipe))
+    assert len(set(readers)) == 1
+
+    def broken(_: Path) -> bytes:
+        raise OSError("gone")
+
+    monkeypatch.setattr(manifest, "_read", broken)
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(StorageError, match="gone"):
+            trainer_of(comm, keys | {"run.global_batch": 9}, path)
+
+    run_threads(3, body)
 
 
 def test_a_truncated_latest_file_is_not_believed(run: Path, keys: Keys) -> None:
