@@ -22,6 +22,8 @@ from hpcdist.models.stage import Saved
 ROOT: Final = 0.7978845608028654  # sqrt(2 / pi)
 CUBIC: Final = 0.044715
 _LINEAR, _CUBE = -2 * ROOT, -2 * ROOT * CUBIC  # of -2 u
+_BOUND: Final = 32.0  # of |x|: exp(-2 |u|) is 0 there in both precisions
+IN_ORDER: Final[Any] = REORDER - {"reassoc"}  # a product with a gate that is 0 comes before one that may overflow
 KINDS: Final = ("gelu", "relu", "swiglu")
 
 
@@ -61,7 +63,7 @@ class LocalActivation:
             device.gelu_backward(x, dy)
         else:
             of = x.dtype.type
-            _gelu_backward(x.reshape(-1), dy.reshape(-1), of(_LINEAR), of(_CUBE), of(3 * _CUBE))
+            _gelu_backward(x.reshape(-1), dy.reshape(-1), of(_LINEAR), of(_CUBE), of(3 * _CUBE), of(_BOUND))
         return x
 
 
@@ -87,13 +89,16 @@ def _gelu(x: Any, y: Any, linear: Any, cube: Any) -> None:
 
 
 @jit(fastmath=REORDER)
-def _gelu_backward(x: Any, dy: Any, linear: Any, cube: Any, slope: Any) -> None:
+def _gelu_backward(x: Any, dy: Any, linear: Any, cube: Any, slope: Any, bound: Any) -> None:
     one = x.dtype.type(1)
     for i in range(x.size):
         v = x[i]
         e = exp(v * (linear + cube * v * v))
         share = one / (one + e)
         rest = one - share if e > one else e * share  # 1 - share, without the rounding of a share near 1
+        # Beyond the bound `rest` or `share` is 0, whatever v is, and the square of v must not overflow. A NaN stays.
+        v = bound if v > bound else v
+        v = -bound if v < -bound else v
         x[i] = dy[i] * share * (one - v * rest * (linear + slope * v * v))
 
 
@@ -107,7 +112,7 @@ def _relu_backward(x: Any, dy: Any) -> None:
 
 # All arrays of SwiGLU's loops are 1-D: `gates` and `values` begin at the first of their kind in the same memory, and
 # follow each other by twice the width. Two views of a row would have the compiler fear that they overlap.
-@jit(fastmath=REORDER)
+@jit(fastmath=IN_ORDER)
 def _swiglu_rows(gates: Any, values: Any, y: Any, width: int) -> None:
     one = y.dtype.type(1)
     for first in range(0, y.size, width):
@@ -116,7 +121,7 @@ def _swiglu_rows(gates: Any, values: Any, y: Any, width: int) -> None:
             out[j] = gate[j] / (one + exp(-gate[j])) * value[j]
 
 
-@jit(fastmath=REORDER)
+@jit(fastmath=IN_ORDER)
 def _swiglu_rows_backward(gates: Any, values: Any, dy: Any, width: int) -> None:
     one = dy.dtype.type(1)
     for first in range(0, dy.size, width):
@@ -127,13 +132,13 @@ def _swiglu_rows_backward(gates: Any, values: Any, dy: Any, width: int) -> None:
             share = one / (one + e)
             rest = one - share if e > one else e * share  # 1 - share
             gate[j] = d * value[j] * share * (one + g * rest)
-            value[j] = d * g * share
+            value[j] = d * (g * share)
 
 
 for _dtype in SAMPLE_DTYPES:
     _one, _line = np.dtype(_dtype).type(1), np.ones(2, _dtype)
     _gelu.sample(lambda x=_line, s=_one: (x, x.copy(), s, s))
-    _gelu_backward.sample(lambda x=_line, s=_one: (x.copy(), x, s, s, s))
+    _gelu_backward.sample(lambda x=_line, s=_one: (x.copy(), x, s, s, s, s))
     _relu_backward.sample(lambda x=_line: (x.copy(), x))
     _swiglu_rows.sample(lambda x=_line: (x, x[1:], x[1:].copy(), 1))
     _swiglu_rows_backward.sample(lambda x=_line: (x.copy(), x[1:].copy(), x[1:], 1))

@@ -16,6 +16,7 @@ from test_gpu_attention import (
 )
 from test_gpu_kernels import (
     test_activations,
+    test_activations_of_huge_numbers,
     test_column_sums,
     test_cross_entropy,
     test_norms,
@@ -28,6 +29,7 @@ from test_gpu_kernels import (
 
 __all__ = [
     "test_activations",
+    "test_activations_of_huge_numbers",
     "test_against_the_formula",
     "test_column_sums",
     "test_cross_entropy",

@@ -75,6 +75,25 @@ def test_activations(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng: n
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_of_huge_numbers(gpu: ModuleType, dtype: str) -> None:
+    largest = 3e4 if dtype == "float16" else 1e300 if dtype == "float64" else 3e38
+    magnitudes = np.logspace(np.log10(2000), np.log10(largest), 40)
+    x = np.concatenate([magnitudes, -magnitudes]).astype(dtype_of(dtype))
+    ones, above = np.ones_like(x), wide(x) > 0
+    y, dx = empty(x.shape, x.dtype), there(x)
+    device.gelu(there(x), y)
+    np.testing.assert_array_equal(wide(y), np.where(above, wide(x), 0))
+    device.gelu_backward(dx, there(ones))
+    np.testing.assert_array_equal(wide(dx), above)
+    pairs, y = np.stack([x, ones], axis=1), empty((x.size, 1), x.dtype)
+    device.swiglu(there(pairs), y)
+    np.testing.assert_array_equal(wide(y)[:, 0], np.where(above, wide(x), 0))
+    dx = there(pairs)
+    device.swiglu_backward(dx, there(ones.reshape(-1, 1)))
+    np.testing.assert_array_equal(wide(dx), np.stack([above, np.where(above, wide(x), 0)], axis=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ROWS)
 def test_swiglu(gpu: ModuleType, dtype: str, shape: tuple[int, int], rng: np.random.Generator) -> None:
     rows, w = shape

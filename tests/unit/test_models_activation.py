@@ -78,6 +78,36 @@ def test_far_arguments_meet_their_limits(kind):
         np.testing.assert_array_equal(dx[:4, 0], slope)
 
 
+def _huge(dtype):
+    """Return numbers of every magnitude up to the largest, with both signs."""
+    powers = np.linspace(0, np.log10(np.finfo(dtype).max) - 0.01, 200)
+    magnitudes = np.append(10**powers, np.finfo(dtype).max).astype(dtype)
+    return np.concatenate([magnitudes, -magnitudes])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gelu_of_huge_numbers(dtype):
+    x, saved = _huge(dtype), Arena().saved(0)
+    far, above = np.abs(x) > 40, x > 0
+    y = LocalActivation().forward(x, "gelu", saved)
+    np.testing.assert_array_equal(y[far], np.where(above, x, 0)[far])
+    slope = LocalActivation().backward(np.ones_like(x), saved)
+    np.testing.assert_array_equal(slope[far], above[far])
+    assert np.isfinite(slope).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("value", "gradient"), [(1e10, 1), (-3e38, 1), (1, 1e10), (1, -3e38), (1e19, 1e19)])
+def test_swiglu_of_huge_gates(dtype, value, gradient):
+    """A closed gate gives 0, whatever it is multiplied with."""
+    gates = _huge(dtype)
+    gates, saved = gates[gates < -1000], Arena().saved(0)
+    x = np.stack([gates, np.full_like(gates, value)], axis=1)
+    y = LocalActivation().forward(x, "swiglu", saved)
+    assert (y == 0).all()
+    assert (LocalActivation().backward(np.full_like(y, gradient), saved) == 0).all()
+
+
 @pytest.mark.parametrize("half", [0, 1])
 def test_swiglu_leaves_nan_visible(half, rng):
     x = rng.standard_normal((6, 20)).astype(np.float32)

@@ -25,6 +25,8 @@ extern "C" __global__ void gelu_backward(REAL* x, const REAL* dy, long long n) {
 #pragma unroll
     for (int j = 0; j < width.value; ++j) {
       ACC v = values.v[j], s = gate(v);
+      // From 32 on 1 - s or s is 0, whatever v is, and the square of v must not overflow. A NaN stays.
+      v = v > ACC(32) ? ACC(32) : v < ACC(-32) ? ACC(-32) : v;
       values.v[j] = d.v[j] * (s + v * s * (1 - s) * (2 * ROOT) * (1 + SLOPE * v * v));
     }
     write<width.value>(x + i, values);
