@@ -104,7 +104,8 @@ class AsynchronousLoop(Loop):
         """
         trainer, parts = self.trainer, self.trainer.recipe.parallel.microbatches
         first, steps = self.exchange.clock, trainer.recipe.run.steps
-        with Prefetcher(trainer.source, trainer.recipe, trainer.data_axis, first, steps) as batches:
+        of = trainer.source, trainer.recipe, trainer.data_axis
+        with Prefetcher(*of, first, steps, rule=trainer.sample_order) as batches:
             for step, batch in enumerate(self.onlookers.awaited(batches), start=first + 1):
                 while self.exchange.meetings.called or self._failure:
                     if self._meet():

@@ -13,6 +13,7 @@ from hpcdist.strategies.delayed import DelayedExchange
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training import partitioning
 from hpcdist.training import recipe as recipes
+from hpcdist.training.data import FEISTEL, RULES
 from hpcdist.training.origin import Origin
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def scalars(trainer: "Trainer", steps: int) -> dict[str, Any]:
         "steps": steps,
         "samples": trainer.recipe.run.batches.samples_before(steps),
         "seed": trainer.recipe.run.seed,
+        "sample_order": trainer.sample_order,
         "world": trainer.comm.size,
         "ranks_per_node": list(trainer.selection.ranks_per_node),
         "algorithm": trainer.exchange.algorithm,
@@ -91,6 +93,11 @@ def take_back(trainer: "Trainer", origin: Origin) -> None:
             f"{origin} was written by a run on other data than {trainer.source.description}; "
             "give back the data it was trained on, or start a new run"
         )
+    order = resumed.get("sample_order", FEISTEL)
+    if order not in RULES:
+        raise StorageError(
+            f"{origin} takes samples by the rule {order!r}, of which this hpcdist knows {RULES}; update it"
+        )
     if resumed["optimizer"].get("pending") and not isinstance(trainer.exchange, DelayedExchange):
         raise ConfigurationError(
             f"{origin} has a gradient that is still to be applied, since it was written with communication.delayed = "
@@ -104,7 +111,7 @@ def take_back(trainer: "Trainer", origin: Origin) -> None:
         )
     trainer.exchange.restore(resumed["optimizer"])
     trainer.executor.loss_scale.restore(resumed.get("loss_scale", {}))
-    trainer.first_step = resumed["steps"]
+    trainer.first_step, trainer.sample_order = resumed["steps"], order
     if trainer.shares is not None:
         trainer.shares.restore(resumed.get("shares", []))
     if trainer.noise is not None:

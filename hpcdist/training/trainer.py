@@ -59,6 +59,7 @@ class Trainer:
     selection: Selection
     compression: Decision
     first_step: int = 0
+    sample_order: int = data.UNIFORM  # the rule, which a run keeps to its end
     shares: data.Shares | None = None  # where they are not even
     balance: data.Balance | None = None
     proof: Proof | None = None  # of the lists of all ranks; None where they were not looked at
@@ -87,7 +88,7 @@ class Trainer:
         """
         reads = self.seat.computes and (self.last_stage or self.seat.units[0] == 0)
         of = self.source, self.recipe, self.data_axis
-        return Prefetcher(*of, self.first_step, steps, reads=reads, shares=self.shares)
+        return Prefetcher(*of, self.first_step, steps, reads=reads, shares=self.shares, rule=self.sample_order)
 
     def place(self, batch: MicroBatch) -> MicroBatch:
         """Return a batch where the model computes (local). Raises DataError on tokens that it does not know."""

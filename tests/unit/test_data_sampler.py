@@ -1,11 +1,16 @@
 """Batches: defined by the global sample index and the seed, whatever the number of ranks."""
 
+import math
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdist.training.data.sampler import Sampler, in_order, microbatches, share
+from hpcdist.training.data import sampler as sampler_module
+from hpcdist.training.data.sampler import DRAWN_SAMPLES, FEISTEL, UNIFORM, Sampler, in_order, microbatches, share
 from hpcdist.training.data.samples import Windows
 
 
@@ -60,11 +65,67 @@ def test_epochs_and_seeds_have_their_own_order_and_shift() -> None:
     assert len({int(shift) for _, shifts in orders for shift in shifts}) > 3
 
 
-def test_the_order_is_pinned() -> None:
+@pytest.mark.parametrize(
+    ("rule", "count", "expected"),
+    [
+        (FEISTEL, 1000, [9, 648, 903, 358, 278, 479, 60, 249, 957, 182]),
+        (UNIFORM, 1000, [675, 648, 686, 90, 209, 48, 91, 937, 351, 55]),
+        (UNIFORM, DRAWN_SAMPLES + 1, [9039, 27976, 32934, 58421, 33318, 40266, 4369, 14156, 53791, 18985]),
+    ],
+)
+def test_the_order_is_pinned(rule: int, count: int, expected: list[int]) -> None:
     # A change here changes every run: what was trained before cannot be resumed bit-equal.
-    numbers, shifts = Sampler(Numbers(1000, 128), 0).batch(995, 10)
-    assert numbers.tolist() == [9, 648, 903, 358, 278, 479, 60, 249, 957, 182]
+    numbers, shifts = Sampler(Numbers(count, 128), 0, rule).batch(count - 5, 10)
+    assert numbers.tolist() == expected
     assert shifts.tolist() == [57] * 5 + [106] * 5
+
+
+def _orders(count: int, seeds: int) -> list[tuple[int, ...]]:
+    return [tuple(Sampler(Numbers(count), seed).batch(0, count)[0].tolist()) for seed in range(seeds)]
+
+
+def _is_odd(order: Sequence[int]) -> bool:
+    """Whether it takes an odd number of exchanges: a cycle of even length is one."""
+    seen, odd = [False] * len(order), False
+    for start in range(len(order)):
+        place, length = start, 0
+        while not seen[place]:
+            seen[place], place, length = True, order[place], length + 1
+        odd ^= length > 0 and length % 2 == 0
+    return odd
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_all_orders_of_few_samples_are_as_likely(count: int) -> None:
+    expected = 50
+    times = expected * math.factorial(count)
+    tally = Counter(_orders(count, times))
+    freedom = math.factorial(count) - 1
+    chi_square = sum((number - expected) ** 2 / expected for number in tally.values())
+    chi_square += expected * (freedom + 1 - len(tally))
+    assert abs(chi_square - freedom) < 4 * math.sqrt(2 * freedom)  # pinned by the seeds: it passes or fails for ever
+
+
+@pytest.mark.parametrize("drawn", [0, DRAWN_SAMPLES])
+@pytest.mark.parametrize("count", [12, 64])
+def test_half_of_all_orders_are_odd(count: int, drawn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler_module, "DRAWN_SAMPLES", drawn)
+    odd = sum(map(_is_odd, _orders(count, 1000)))
+    assert abs(odd - 500) < 4 * math.sqrt(1000) / 2
+
+
+@pytest.mark.parametrize("count", [100, DRAWN_SAMPLES + 1])
+def test_every_place_is_as_likely(count: int) -> None:
+    """First, last and neighbouring samples, and their distances, in 16 equal parts."""
+    indices, seeds = np.array([0, 1, count // 2, count - 2, count - 1]), 1000
+    places = np.stack(
+        [[Sampler(Numbers(count), seed).places(0, int(i), 1)[0][0] for i in indices] for seed in range(seeds)]
+    )
+    distances = (places - np.roll(places, 1, axis=1)) % count
+    for column in np.concatenate([places, distances], axis=1).T:
+        parts = np.bincount(column * 16 // count, minlength=16)
+        expected = np.bincount(np.arange(count) * 16 // count) * seeds / count
+        assert ((parts - expected) ** 2 / expected).sum() < 15 + 6 * math.sqrt(30)
 
 
 @given(size=st.integers(0, 30), count=st.integers(1, 8))

@@ -98,6 +98,7 @@ ITEMS: dict[str, tuple[int, Body, Callable[[Body], None]]] = {
     "the round of the graph": (3, GOSSIP, without("optimizer/count")),
     "the cursor of samples": (2, {}, without("steps")),
     "which data": (2, {}, without("data")),
+    "the rule of their order": (2, {}, without("sample_order")),
     "shares by speed": (3, SHARES, without("shares")),
     "the clock of servers": (3, SERVED, without("optimizer/count")),
     "the state that servers keep": (3, COLOCATED, without("kind:optimizer.m")),

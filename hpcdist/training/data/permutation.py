@@ -1,13 +1,28 @@
-"""A keyed permutation of 0..size-1 that can be asked for any index without ever being stored.
+"""Random orders of 0..size-1: drawn from all of them where they are short, else of a family that needs no memory.
 
-An alternating Feistel network permutes the least power of two that is not below ``size``; an image outside is sent
+`drawn` gives every order the same chance. `permute` can be asked for any index without the order being stored: an
+alternating Feistel network permutes the least power of two that is not below ``size``; an image outside is sent
 through again until it falls inside (cycle walking; Black and Rogaway, CT-RSA 2002). Less than half of the images fall
-outside, so two passes are expected at most.
+outside, so two passes are expected at most. Such a network makes even permutations only; exchanging two places for one
+value of a random bit makes half of all odd, as they should be.
 """
 
 import numpy as np
 
 ROUNDS = 8
+
+
+def drawn(words: np.ndarray) -> np.ndarray:
+    """Return the order (n,) int64 of 0..n-1 in which random ``words`` (n,) uint64 ascend.
+
+    Every order is as likely as any other, as long as no two words are equal: for 2^16 words a chance of 1 in 2^33.
+    """
+    return np.argsort(words, kind="stable")
+
+
+def exchanged(places: np.ndarray) -> np.ndarray:
+    """Return ``places`` (n,) with 0 and 1 in each other's place."""
+    return np.where(places < 2, 1 - places, places)
 
 
 def permute(indices: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:

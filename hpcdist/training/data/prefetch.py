@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcdist.arrays.ranges import Range
 from hpcdist.comm.communicator import Communicator
-from hpcdist.training.data.sampler import Sampler, share
+from hpcdist.training.data.sampler import UNIFORM, Sampler, share
 from hpcdist.training.data.samples import Batch
 from hpcdist.training.data.shares import Shares
 from hpcdist.training.data.source import Source
@@ -106,7 +106,7 @@ class Prefetcher(ReadAhead[Batch]):
 
     No message is sent: which samples a batch holds follows from the recipe, and which are this rank's from its place
     on the data axis, or from ``shares``. With ``reads`` false nothing is read: batches of so many samples have no
-    columns.
+    columns. ``rule`` is that of the order; see `sampler`.
     """
 
     def __init__(
@@ -119,9 +119,10 @@ class Prefetcher(ReadAhead[Batch]):
         *,
         reads: bool = True,
         shares: Shares | None = None,
+        rule: int = UNIFORM,
     ) -> None:
         batches = recipe.run.batches
-        sampler = Sampler(source.training, recipe.run.seed)
+        sampler = Sampler(source.training, recipe.run.seed, rule)
 
         def batch(step: int) -> Batch:
             part = own_samples(recipe, data_axis, step, shares)
