@@ -100,6 +100,96 @@ def open_read(path: str | os.PathLike[str], schema: str | None = None, version: 
     return file
 
 
+def is_dataset(found: Any) -> bool:
+    """Whether ``found`` in a file is a dataset, and no group or named type."""
+    return isinstance(found, h5py.Dataset)
+
+
+def offset_in_file(dataset: h5py.Dataset) -> int | None:
+    """Return the byte of ``dataset.file`` from which on its elements lie one behind the other, as numpy has them.
+
+    None where they must be read through HDF5: chunks, filters, other types, a user block, external or virtual storage,
+    elements that were never written. A link may lead to another file than the one it was asked for in.
+    """
+    properties = dataset.id.get_create_plist()
+    file = dataset.file
+    plain = (
+        dataset.dtype.kind in "iuf"
+        and dataset.dtype.isnative
+        and dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype))
+        and properties.get_layout() == h5py.h5d.CONTIGUOUS
+        and properties.get_external_count() == 0
+        and file.driver == "sec2"  # not one that lays a journal over the file
+        and not file.userblock_size
+    )
+    offset = dataset.id.get_offset() if plain else None
+    return None if offset is None else int(offset)
+
+
+def storage_of(dataset: h5py.Dataset) -> dict[Path, int]:
+    """Return the files that hold elements of ``dataset``, and how long each must be; sources of virtual ones included.
+
+    HDF5 shows zeros for what lies behind the end of a file, and the fill value for a virtual source that is not there.
+    Raises StorageError where a file is missing or too short, or a source has no such dataset.
+    """
+    sizes: dict[Path, int] = {}
+    seen: set[tuple[str, str]] = set()
+    _add_storage(dataset, sizes, seen)
+    for path, needed in sizes.items():
+        check_size(path, needed, dataset.name)
+    return sizes
+
+
+def check_size(path: Path, needed: int, name: str) -> None:
+    """Raise StorageError when the file at ``path``, with elements of the dataset ``name``, is shorter than that."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise StorageError(f"{path}, with elements of dataset {name}: cannot be read: {error.strerror}") from error
+    if size < needed:
+        raise StorageError(
+            f"{path}, with elements of dataset {name}, has {size:,} bytes of {needed:,}: it was cut, or is still being "
+            "written; give back the whole file"
+        )
+
+
+def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[tuple[str, str]]) -> None:
+    own = Path(dataset.file.filename)
+    if dataset.file.driver == "sec2":
+        sizes.setdefault(own, own.stat().st_size)
+    rest = dataset.nbytes
+    for name, offset, size in dataset.external or ():
+        path = _beside(own, name, "HDF5_EXTFILE_PREFIX", Path())
+        used = min(rest, size)  # the last may have no limit
+        sizes[path] = max(sizes.get(path, 0), offset + used)
+        rest -= used
+    for source in dataset.virtual_sources() if dataset.is_virtual else ():
+        key = source.file_name, source.dset_name
+        if key in seen or "%b" in source.file_name + source.dset_name:  # a pattern of names: as many as there are
+            continue
+        seen.add(key)
+        if source.file_name == ".":
+            _add_source(dataset.file, source.dset_name, sizes, seen)
+            continue
+        with open_read(_beside(own, source.file_name, "HDF5_VDS_PREFIX", own.parent)) as file:
+            _add_source(file, source.dset_name, sizes, seen)
+
+
+def _add_source(file: h5py.File, name: str, sizes: dict[Path, int], seen: set[tuple[str, str]]) -> None:
+    source = file.get(name)
+    if not isinstance(source, h5py.Dataset):
+        raise StorageError(f"{file.filename}: no dataset {name}, which is part of a virtual one")
+    _add_storage(source, sizes, seen)
+
+
+def _beside(own: Path, name: str, variable: str, folder: Path) -> Path:
+    """Return where HDF5 looks for the file ``name`` that ``own`` refers to."""
+    prefix = os.environ.get(variable, "").replace("${ORIGIN}", str(own.resolve().parent))
+    places = [Path(prefix) / name] if prefix else []
+    places += [folder / name, Path(name), own.parent / Path(name).name]
+    return next((place for place in places if place.exists()), folder / name)
+
+
 def _has_signature(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(8) == b"\x89HDF\r\n\x1a\n"

@@ -1,13 +1,18 @@
-"""Arrays in files: tokens in .npy and HDF5, tables in HDF5, mapped where they can be."""
+"""Arrays in files: tokens in .npy and HDF5, tables in HDF5, read from the file itself where they can be."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 
 from hpcdist.errors import DataError, StorageError
+from hpcdist.hdf5 import files
+from hpcdist.hdf5.overlay import encode_journal, journal_of
 from hpcdist.training.data import arrays
+from hpcdist.training.data.samples import FileArray, Windows
 
 DTYPES = ("uint8", "uint16", "uint32")
 
@@ -18,25 +23,25 @@ def tokens(rng: np.random.Generator) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_npy_tokens_are_mapped(tmp_path: Path, tokens: np.ndarray, dtype: str) -> None:
+def test_npy_tokens(tmp_path: Path, tokens: np.ndarray, dtype: str) -> None:
     np.save(tmp_path / "a.npy", tokens.astype(dtype))
     got = arrays.npy_tokens(tmp_path / "a.npy")
     assert got.dtype == dtype
-    assert np.array_equal(got, tokens)
-    assert not got.flags.writeable  # type: ignore[attr-defined]
+    assert np.array_equal(got[:], tokens)
+    assert got[-1] == tokens[-1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("options", "mapped"),
+    ("options", "plain"),
     [({}, True), ({"chunks": (1000,)}, False), ({"compression": "gzip"}, False), ({"maxshape": (None,)}, False)],
 )
-def test_hdf5_tokens_in_any_layout(tmp_path: Path, tokens: np.ndarray, dtype: str, options: dict, mapped: bool) -> None:
+def test_hdf5_tokens_in_any_layout(tmp_path: Path, tokens: np.ndarray, dtype: str, options: dict, plain: bool) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("other", data=np.arange(3))
         file.create_dataset("tokens", data=tokens.astype(dtype), **options)
     got = arrays.hdf5_tokens(tmp_path / "a.h5")
-    assert isinstance(got, np.ndarray) is mapped
+    assert isinstance(got, FileArray) is plain
     assert got.dtype == dtype
     assert len(got) == len(tokens)
     assert np.array_equal(got[17:3000], tokens[17:3000])
@@ -48,6 +53,125 @@ def test_hdf5_tokens_behind_a_user_block_and_in_foreign_byte_order(tmp_path: Pat
     got = arrays.hdf5_tokens(tmp_path / "a.h5")
     assert got.dtype == np.uint16
     assert np.array_equal(got[:], tokens)
+
+
+STORAGE = ("link", "chain", "soft", "virtual", "nested", "external")
+
+
+def _store(folder: Path, storage: str, tokens: np.ndarray) -> Path:
+    """Write a file whose dataset ``tokens`` has its elements in another one, at an offset where this one has others."""
+    whole, part = folder / "whole.h5", folder / "part.h5"
+    with h5py.File(part, "w") as file:
+        file["data"] = tokens
+    with h5py.File(folder / "middle.h5", "w") as file:
+        file["a"] = h5py.ExternalLink("part.h5", "/data")
+        layout = h5py.VirtualLayout(tokens.shape, tokens.dtype)
+        layout[:] = h5py.VirtualSource("part.h5", "data", tokens.shape)
+        file.create_virtual_dataset("v", layout)
+    with h5py.File(whole, "w") as file:
+        file["filling"] = np.full(20_000, 65, np.uint8)
+        if storage == "external":
+            raw = [(str(folder / "raw"), 100, tokens.nbytes // 2), (str(folder / "rest"), 0, h5py.h5f.UNLIMITED)]
+            file.create_dataset("tokens", tokens.shape, tokens.dtype, external=raw)[:] = tokens
+        elif storage in ("virtual", "nested"):
+            layout = h5py.VirtualLayout(tokens.shape, tokens.dtype)
+            source = ("part.h5", "data") if storage == "virtual" else ("middle.h5", "v")
+            layout[:] = h5py.VirtualSource(*source, tokens.shape)
+            file.create_virtual_dataset("tokens", layout)
+        else:
+            file["other"] = h5py.ExternalLink("part.h5", "/data")
+            links = {"link": h5py.ExternalLink("part.h5", "/data"), "chain": h5py.ExternalLink("middle.h5", "/a")}
+            file["tokens"] = links.get(storage, h5py.SoftLink("/other"))
+    return whole
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+def test_elements_in_another_file(tmp_path: Path, tokens: np.ndarray, storage: str) -> None:
+    tokens = tokens.astype(np.uint8)
+    got = arrays.hdf5_tokens(_store(tmp_path, storage, tokens))
+    assert np.array_equal(got[:], tokens)
+    assert np.array_equal(Windows(got, 16, shifting=False).take(np.array([7]), 0)[0][0], tokens[112:128])
+
+
+@pytest.mark.parametrize("storage", STORAGE)
+def test_another_file_that_is_not_there(tmp_path: Path, tokens: np.ndarray, storage: str) -> None:
+    """HDF5 itself shows zeros for virtual storage."""
+    path = _store(tmp_path, storage, tokens.astype(np.uint8))
+    (tmp_path / ("rest" if storage == "external" else "part.h5")).unlink()
+    with pytest.raises(DataError, match=r"whole\.h5.*(a link to what is not there|rest|part\.h5)"):
+        arrays.hdf5_tokens(path)
+
+
+@pytest.mark.parametrize("kind", ["npy", "link", "virtual", "external", "foreign", "chunked"])
+def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, tokens: np.ndarray, kind: str) -> None:
+    """No signal, and no zeros."""
+    path = cut = tmp_path / "whole.h5"
+    if kind == "npy":
+        cut = tmp_path / "a.npy"
+        np.save(cut, tokens.astype(np.uint8))
+    elif kind in STORAGE:
+        _store(tmp_path, kind, tokens.astype(np.uint8))
+        cut = tmp_path / ("rest" if kind == "external" else "part.h5")
+    else:
+        with h5py.File(path, "w") as file:
+            data = tokens.astype(">u2" if kind == "foreign" else np.uint8)
+            file.create_dataset("tokens", data=data, chunks=(1000,) if kind == "chunked" else None)
+    got = arrays.npy_tokens(cut) if kind == "npy" else arrays.hdf5_tokens(path)
+    windows = Windows(got, 16, shifting=False)
+    assert np.array_equal(windows.take(np.array([300]), 0)[0][0], tokens[4800:4816])
+    os.truncate(cut, 1500)
+    for read in (lambda: windows.take(np.array([2, 290]), 0), lambda: got[4640:4650]):
+        with pytest.raises(StorageError, match=f"{cut}.* 1,500 bytes.*it was cut"):
+            read()
+
+
+def test_a_journal_over_a_file_is_seen(tmp_path: Path, tokens: np.ndarray) -> None:
+    """What is read from the file itself would be what it was before."""
+    path = tmp_path / "a.h5"
+    with files.edit(path, "test", 1) as file:
+        file["tokens"] = tokens.astype(np.uint8)
+    before = path.read_bytes()
+    with h5py.File(path, "r+") as file:
+        file["tokens"][:] = 7
+    after = path.read_bytes()
+    pages = {number: after[4096 * number :][:4096] for number in range(-(-len(after) // 4096))}
+    path.write_bytes(before)
+    olds = {number: before[4096 * number :][:4096] for number in pages}
+    journal_of(path).write_bytes(encode_journal(len(after), pages, olds))
+    assert (arrays.hdf5_tokens(path)[:] == 7).all()
+
+
+def test_names_in_a_file_that_lead_to_no_elements(tmp_path: Path) -> None:
+    def refused(message: str, target: Any) -> None:
+        with h5py.File(tmp_path / "a.h5", "w") as file:
+            file["tokens"] = target
+            for name in ("x", "y", "other"):
+                file[name] = h5py.SoftLink("/tokens")
+        assert arrays.holds_tokens(tmp_path / "a.h5")
+        for read in (arrays.hdf5_tokens, arrays.hdf5_table):
+            with pytest.raises(DataError, match=message):
+                read(tmp_path / "a.h5")
+
+    refused("cannot be opened: .*too many links", h5py.SoftLink("/other"))
+    refused("is a link to what is not there", h5py.SoftLink("/nothing"))
+    refused("uint8, without a shape", h5py.Empty(np.uint8))
+    refused("no dataset (tokens|x); the file holds", np.dtype(np.uint8))
+    refused("a single value; expected rows", np.uint8(3))
+    refused("expected", np.array([b"a", b"b"]))
+    refused("expected", np.zeros(3, [("a", np.uint8)]))
+
+
+def test_classes_of_many_rows_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "BLOCK_ROWS", 7)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"], file["y"] = np.zeros((40, 2)), np.arange(40) % 23
+    monkeypatch.setattr(FileArray, "__getitem__", lambda self, index: _short(self, index))
+    assert arrays.hdf5_table(tmp_path / "a.h5")[2] == 23
+
+
+def _short(array: FileArray, index: slice) -> np.ndarray:
+    assert index.stop - index.start <= 7, "all rows at once may not fit into memory"
+    return array.gather(np.array([index.start]), min(index.stop, len(array)) - index.start)[0]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +197,17 @@ def test_broken_files_are_refused(tmp_path: Path, tokens: np.ndarray) -> None:
     np.save(tmp_path / "object.npy", np.array([{}]), allow_pickle=True)
     with pytest.raises(DataError, match="cannot be read"):
         arrays.npy_tokens(tmp_path / "object.npy")
+    np.save(tmp_path / "single.npy", np.uint8(3))
+    with pytest.raises(DataError, match=r"uint8\(\); expected one dimension"):
+        arrays.npy_tokens(tmp_path / "single.npy")
+    np.savez(tmp_path / "archive.npy", tokens)
+    (tmp_path / "archive.npy.npz").rename(tmp_path / "archive.npy")
+    with pytest.raises(DataError, match="an archive of several arrays"):
+        arrays.npy_tokens(tmp_path / "archive.npy")
+    for extent in (2**62, 2**63, 2**70, -3):
+        (tmp_path / "a.npy").write_bytes(whole.replace(b"(5000,), ", f"({extent},), ".encode()))
+        with pytest.raises(DataError, match="cannot be read"):
+            arrays.npy_tokens(tmp_path / "a.npy")
     (tmp_path / "a.h5").write_bytes(b"no file of HDF5")
     with pytest.raises(DataError, match=r"a\.h5.* cannot be read as HDF5"):
         arrays.hdf5_tokens(tmp_path / "a.h5")

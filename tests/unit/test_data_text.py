@@ -31,18 +31,17 @@ def folder(tmp_path: Path, rng: np.random.Generator) -> Path:
     return root
 
 
-def test_a_file_is_mapped_as_it_is(tmp_path: Path) -> None:
+def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"caf\xc3\xa9\0\xff")
     tokens, description = text.of_file(tmp_path / "a.txt")
-    assert bytes(tokens) == b"caf\xc3\xa9\0\xff"
-    assert not tokens.flags.writeable
+    assert bytes(tokens[:]) == b"caf\xc3\xa9\0\xff"
     assert "a.txt" in description
 
 
 def test_a_directory_is_its_text_files_by_the_hash_of_their_names(folder: Path) -> None:
     tokens, _ = text.of_directory(folder)
     names = sorted(["a.txt", "b/c.txt", "b/d/e.md"], key=lambda name: hashlib.blake2b(name.encode()).digest())
-    assert bytes(tokens) == b"".join((folder / name).read_bytes() for name in names)
+    assert bytes(tokens[:]) == b"".join((folder / name).read_bytes() for name in names)
 
 
 def test_a_directory_is_put_together_once_and_again_when_it_changes(folder: Path, cache: Path) -> None:
@@ -81,10 +80,10 @@ def test_processes_of_a_node_put_a_directory_together_once(folder: Path, monkeyp
 def test_the_standard_library_is_the_same_source_text_each_time() -> None:
     tokens, description = text.of_standard_library()
     assert len(tokens) > 1_000_000
-    assert b"class OrderedDict" in bytes(tokens)
+    assert b"class OrderedDict" in bytes(tokens[:])
     assert "standard library" in description
     again, _ = text.of_standard_library()
-    assert np.array_equal(tokens, again)
+    assert np.array_equal(tokens[:], again[:])
 
 
 def test_directories_without_text(tmp_path: Path) -> None:

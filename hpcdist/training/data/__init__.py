@@ -1,4 +1,4 @@
-"""Training data: memory-mapped sources, samples by global index, and reading ahead."""
+"""Training data: sources in files, samples by global index, and reading ahead."""
 
 from hpcdist.training.data.prefetch import Prefetcher, own_samples
 from hpcdist.training.data.sampler import FEISTEL, RULES, UNIFORM, microbatches, shards

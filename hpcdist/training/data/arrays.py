@@ -6,17 +6,21 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.errors import DataError, StorageError
-from hpcdist.training.data.samples import Sliceable
+from hpcdist.training.data.samples import FileArray, Sliceable
 
 MOST_CLASSES: Final = 1 << 24
+BLOCK_ROWS: Final = 1 << 22  # of y, looked at together
 TOKEN_TYPES: Final = tuple(np.dtype(name) for name in ("uint8", "uint16", "uint32"))
 
 
 class Dataset:
-    """An HDF5 dataset that is read slice by slice, for what cannot be memory-mapped: chunks, filters, foreign types."""
+    """An HDF5 dataset that is read through HDF5: chunks, filters, foreign types, elements in other files."""
 
     def __init__(self, path: Path, dataset: Any) -> None:
+        from hpcdist.hdf5 import files
+
         self._path, self._dataset = path, dataset
+        self._sizes = files.storage_of(dataset)
         self.dtype = dataset.dtype.newbyteorder("=")
         self.shape = dataset.shape
 
@@ -24,25 +28,51 @@ class Dataset:
         return int(self.shape[0])
 
     def __getitem__(self, index: Any, /) -> Any:
+        found = self._read(index)
+        self._check_sizes()
+        return found
+
+    def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Return (n, length, ...): the elements from each start on."""
+        rows = np.empty((len(starts), length, *self.shape[1:]), self.dtype)
+        for row, start in enumerate(starts.tolist()):
+            rows[row] = self._read(slice(start, start + length))
+        self._check_sizes()
+        return rows
+
+    def _read(self, index: Any) -> Any:
         try:
             return self._dataset[index]
         except (OSError, RuntimeError) as error:  # a damaged chunk, a filter that is not installed
             raise StorageError(f"{self._path}, dataset {self._dataset.name}: cannot be read: {error}") from error
 
+    def _check_sizes(self) -> None:
+        """Raise StorageError when a file was cut: HDF5 has shown zeros then."""
+        from hpcdist.hdf5 import files
+
+        for path, size in self._sizes.items():
+            files.check_size(path, size, self._dataset.name)
+
 
 def npy_tokens(path: Path) -> Sliceable:
-    """Return the tokens of a .npy file, memory-mapped. Raises DataError."""
+    """Return the tokens of a .npy file. Raises DataError."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        if not isinstance(array, np.memmap):
+            raise ValueError("an archive of several arrays, where one is expected")
+        _check_tokens(array, f"data.path = {path}")
+        return FileArray(path, array.dtype, array.offset, array.shape)
+    except DataError:
+        raise
+    except (OSError, ValueError, EOFError, OverflowError, MemoryError) as error:
         raise DataError(f"data.path = {path} cannot be read as .npy: {error}") from error
-    return _checked_tokens(np.asarray(array), f"data.path = {path}")
 
 
 def hdf5_tokens(path: Path) -> Sliceable:
     """Return the dataset ``tokens`` of an HDF5 file. Raises DataError."""
     tokens = _datasets(path, ("tokens",))[0]
-    return _checked_tokens(tokens, f"data.path = {path}, dataset tokens")
+    _check_tokens(tokens, f"data.path = {path}, dataset tokens")
+    return tokens
 
 
 def holds_tokens(path: Path) -> bool:
@@ -51,7 +81,7 @@ def holds_tokens(path: Path) -> bool:
 
     try:
         with files.open_read(path) as file:
-            return "tokens" in file
+            return file.get("tokens", getlink=True) is not None
     except StorageError as error:
         raise DataError(f"data.path = {error}") from error
 
@@ -69,15 +99,17 @@ def hdf5_table(path: Path) -> tuple[Sliceable, Sliceable, int]:
         raise DataError(f"data.path = {path}: x has {len(x)} rows and y has {len(y)}; they must be as many")
     if not len(x) or 0 in x.shape:
         raise DataError(f"data.path = {path}: x has the shape {x.shape}; there is nothing to train on")
-    classes = y[:]
-    if classes.min() < 0:
-        raise DataError(f"data.path = {path}: y holds {classes.min()}; classes count from 0")
-    if classes.max() >= MOST_CLASSES:
+    blocks = (y[start : start + BLOCK_ROWS] for start in range(0, len(y), BLOCK_ROWS))
+    extremes = [(int(block.min()), int(block.max())) for block in blocks]
+    least, most = min(low for low, _ in extremes), max(high for _, high in extremes)
+    if least < 0:
+        raise DataError(f"data.path = {path}: y holds {least}; classes count from 0")
+    if most >= MOST_CLASSES:
         raise DataError(
-            f"data.path = {path}: y holds {classes.max()}, and a model has an output for each class up to that; number "
+            f"data.path = {path}: y holds {most}, and a model has an output for each class up to that; number "
             f"them from 0 on, at most {MOST_CLASSES:,}"
         )
-    return x, y, int(classes.max()) + 1
+    return x, y, most + 1
 
 
 def _datasets(path: Path, names: tuple[str, ...]) -> list[Sliceable]:
@@ -87,29 +119,45 @@ def _datasets(path: Path, names: tuple[str, ...]) -> list[Sliceable]:
         file = files.open_read(path)
     except StorageError as error:
         raise DataError(f"data.path = {error}") from error
-    missing = [name for name in names if not hasattr(file.get(name), "dtype")]
+    missing = [name for name in names if file.get(name, getlink=True) is None]
     if missing:
-        present = ", ".join(file) or "nothing"
-        raise DataError(f"data.path = {path}: no dataset {' and '.join(missing)}; the file holds {present}")
-    return [_mapped(path, file, file[name]) for name in names]
+        raise _no_dataset(path, file, " and ".join(missing))
+    return [_opened(path, file, name) for name in names]
 
 
-def _mapped(path: Path, file: Any, dataset: Any) -> Sliceable:
-    """Return a memory map of a dataset whose elements lie in the file as they are; else read it through HDF5."""
-    offset = dataset.id.get_offset()
-    plain = dataset.chunks is None and dataset.dtype.isnative and dataset.dtype.kind in "iuf"
-    if offset is None or not plain or file.userblock_size:
-        return Dataset(path, dataset)
+def _no_dataset(path: Path, file: Any, names: str) -> DataError:
+    present = ", ".join(file) or "nothing"
+    return DataError(f"data.path = {path}: no dataset {names}; the file holds {present}")
+
+
+def _opened(path: Path, file: Any, name: str) -> Sliceable:
+    """Return the dataset ``name``: of the file that holds it where its elements lie there as they are, else of HDF5."""
+    from hpcdist.hdf5 import files
+
+    what = f"data.path = {path}"
     try:
-        return np.asarray(np.memmap(path, dataset.dtype, "r", offset, dataset.shape))
-    except (OSError, ValueError) as error:
-        raise DataError(f"data.path = {path}, dataset {dataset.name}: cannot be mapped: {error}") from error
+        dataset = file.get(name)
+    except files.FAILURES as error:
+        raise DataError(f"{what}: {name} cannot be opened: {error}") from error
+    if dataset is None:
+        raise DataError(f"{what}: {name} is a link to what is not there; give back the file that it names")
+    if not files.is_dataset(dataset):
+        raise _no_dataset(path, file, name)
+    if not dataset.shape:
+        extent = "a single value" if dataset.shape == () else "without a shape"
+        raise DataError(f"{what}: dataset {name} is {dataset.dtype}, {extent}; expected rows")
+    try:
+        offset = files.offset_in_file(dataset)
+        if offset is None:
+            return Dataset(path, dataset)
+        return FileArray(Path(dataset.file.filename), dataset.dtype, offset, dataset.shape)
+    except files.FAILURES as error:
+        raise DataError(f"{what}, dataset {name}: {error}") from error
 
 
-def _checked_tokens(tokens: Sliceable, what: str) -> Sliceable:
+def _check_tokens(tokens: Sliceable, what: str) -> None:
     if tokens.dtype not in TOKEN_TYPES or len(tokens.shape) != 1:
         names = ", ".join(str(dtype) for dtype in TOKEN_TYPES)
         raise DataError(f"{what} is {tokens.dtype}{tokens.shape}; expected one dimension of {names}")
     if not len(tokens):
         raise DataError(f"{what} is empty")
-    return tokens

@@ -1,8 +1,16 @@
 """How numbered samples are cut out of an array of tokens or of a table."""
 
-from typing import Any, Protocol, TypeAlias
+import math
+import os
+import weakref
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import numpy as np
+
+from hpcdist.arrays.jit import Primitive, jit
+from hpcdist.errors import StorageError
+from hpcdist.hdf5.overlay import open_regular
 
 Batch: TypeAlias = tuple[np.ndarray, np.ndarray]  # inputs (samples, ...), targets (samples, ...)
 
@@ -23,6 +31,88 @@ class Sliceable(Protocol):
     def __getitem__(self, index: Any, /) -> Any: ...
 
 
+def _pread(numba: Any) -> Any:
+    kinds = numba.types
+    # Addresses and sizes as integers: ssize_t pread(int descriptor, void *buffer, size_t count, off_t offset).
+    return kinds.ExternalFunction("pread", kinds.intp(kinds.intc, kinds.uintp, kinds.uintp, kinds.int64))
+
+
+pread = Primitive(_pread, "pread of the C library")
+
+
+@jit
+def _read_blocks(descriptor: Any, offsets: Any, blocks: Any) -> Any:
+    """Fill the rows of ``blocks`` (n, bytes) from ``offsets`` on; return the first that could not be read, else n."""
+    address, size = blocks.ctypes.data, blocks.shape[1]
+    for i in range(len(offsets)):
+        done = 0
+        while done < size:
+            count = pread(descriptor, address + i * size + done, size - done, offsets[i] + done)
+            if count <= 0:
+                return i
+            done += count
+    return len(offsets)
+
+
+_read_blocks.sample(lambda: (0, np.empty(0, np.int64), np.empty((0, 1), np.uint8)))
+
+
+class FileArray:
+    """An array whose elements lie in a file one behind the other, read when a slice of them is asked for.
+
+    It is read and not mapped: a file that another process cuts, or a disk that fails, is an error with a name here, and
+    would be a SIGBUS in a map. Construction raises StorageError where the file cannot be read or is too short.
+    """
+
+    def __init__(self, path: Path, dtype: Any, offset: int, shape: tuple[int, ...]) -> None:
+        self._path, self._offset = path, offset
+        self.dtype, self.shape = np.dtype(dtype), shape
+        self._row_bytes = math.prod(shape[1:]) * self.dtype.itemsize
+        try:
+            self._descriptor = open_regular(path)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+        weakref.finalize(self, os.close, self._descriptor)
+        self._check_size()
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """Return the element, or the elements of a slice that ascends, as a new array."""
+        if not isinstance(index, slice):
+            return self.gather(np.array([range(len(self))[index]]), 1)[0, 0]
+        start, stop, step = index.indices(len(self))
+        return self.gather(np.array([start]), max(0, stop - start))[0, ::step]
+
+    def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Return (n, length, ...): the elements from each start on. Raises StorageError when the file is cut."""
+        rows = np.empty((len(starts), length, *self.shape[1:]), self.dtype)
+        if rows.size:
+            blocks = rows.reshape(len(starts), -1).view(np.uint8)
+            offsets = self._offset + starts.astype(np.int64) * self._row_bytes
+            if (row := _read_blocks(self._descriptor, offsets, blocks)) < len(starts):
+                self._fail(int(offsets[row]), blocks.shape[1])
+        return rows
+
+    def _fail(self, offset: int, size: int) -> NoReturn:
+        """Raise StorageError for bytes that could not be read."""
+        try:
+            os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            raise StorageError(f"{self._path}: byte {offset:,} cannot be read: {error.strerror}") from error
+        self._check_size()
+        raise StorageError(f"{self._path}: {size:,} bytes from byte {offset:,} on cannot be read; try again")
+
+    def _check_size(self) -> None:
+        size, needed = os.fstat(self._descriptor).st_size, self._offset + len(self) * self._row_bytes
+        if size < needed:
+            raise StorageError(
+                f"{self._path} has {size:,} bytes, and its data ends at byte {needed:,}: it was cut, or is still being "
+                "written; give back the whole file"
+            )
+
+
 class Part:
     """Elements ``start`` to ``stop - 1`` of a dataset, read when a slice of them is asked for."""
 
@@ -38,10 +128,24 @@ class Part:
         start, stop, step = index.indices(len(self))
         return self._whole[self._start + start : self._start + stop : step]
 
+    def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Return (n, length, ...): the elements from each start on."""
+        return gather(self._whole, self._start + starts, length)
+
 
 def part(whole: Sliceable, start: int, stop: int) -> Sliceable:
     """Return elements ``start`` to ``stop - 1`` of ``whole`` without reading them."""
     return whole[start:stop] if isinstance(whole, np.ndarray) else Part(whole, start, stop)
+
+
+def gather(whole: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
+    """Return (n, length, ...) as a new array: the elements of ``whole`` from each start on."""
+    if isinstance(whole, FileArray | Part):
+        return whole.gather(starts, length)
+    rows = np.empty((len(starts), length, *whole.shape[1:]), whole.dtype)
+    for row, start in enumerate(starts.tolist()):
+        rows[row] = whole[start : start + length]
+    return rows
 
 
 class Samples(Protocol):
@@ -72,7 +176,7 @@ class Windows:
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
         """Return inputs and targets, both (n, context)."""
-        block = _rows(self._tokens, indices * self._context + shift, self._context + 1)
+        block = gather(self._tokens, indices * self._context + shift, self._context + 1)
         return np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, 1:])
 
 
@@ -88,7 +192,7 @@ class NextToken:
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
         """Return inputs (n, context) and targets (n,)."""
-        block = _rows(self._tokens, indices, self._context + 1)
+        block = gather(self._tokens, indices, self._context + 1)
         return np.ascontiguousarray(block[:, :-1]), np.ascontiguousarray(block[:, -1])
 
 
@@ -108,17 +212,6 @@ class Rows:
 
     def take(self, indices: np.ndarray, shift: int) -> Batch:
         """Return inputs (n, features), or (n, ...), and targets (n,)."""
-        rows = [self._start + int(index) for index in indices]
-        x = np.empty((len(rows), *self._x.shape[1:]), self._x.dtype)
-        y = np.empty(len(rows), self._y.dtype)
-        for place, row in enumerate(rows):
-            x[place], y[place] = self._x[row], self._y[row]
-        return x if self._shaped else x.reshape(len(rows), int(np.prod(x.shape[1:]))), y
-
-
-def _rows(tokens: Sliceable, starts: np.ndarray, length: int) -> np.ndarray:
-    """Return (n, length): the tokens from each start on."""
-    block = np.empty((len(starts), length), tokens.dtype)
-    for row, start in enumerate(starts.tolist()):
-        block[row] = tokens[start : start + length]
-    return block
+        rows = self._start + indices
+        x, y = gather(self._x, rows, 1)[:, 0], gather(self._y, rows, 1)[:, 0]
+        return x if self._shaped else x.reshape(len(rows), math.prod(x.shape[1:])), y

@@ -16,18 +16,19 @@ import numpy as np
 
 from hpcdist.errors import DataError, StorageError
 from hpcdist.reporting import atomic, regular
+from hpcdist.training.data.samples import FileArray
 
 SNIFFED_BYTES = 8192
 # No part of the library: what others installed, and what only this machine made.
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__"}
 
 
-def of_file(path: Path) -> tuple[np.ndarray, str]:
-    """Return the bytes of a text file, memory-mapped, and a description. Raises DataError."""
-    return mapped(path), f"{path}"
+def of_file(path: Path) -> tuple[FileArray, str]:
+    """Return the bytes of a text file, and a description. Raises DataError."""
+    return of_bytes(path), f"{path}"
 
 
-def of_directory(path: Path) -> tuple[np.ndarray, str]:
+def of_directory(path: Path) -> tuple[FileArray, str]:
     """Return the bytes of all text files in and below ``path``, hidden and binary ones left out. Raises DataError."""
     files = [name for name in _walk(path, set()) if not os.path.basename(name).startswith(".")]
     if not files:
@@ -35,7 +36,7 @@ def of_directory(path: Path) -> tuple[np.ndarray, str]:
     return _concatenated(path, files), f"text files in {path}"
 
 
-def of_standard_library() -> tuple[np.ndarray, str]:
+def of_standard_library() -> tuple[FileArray, str]:
     """Return the source text of the Python standard library on this machine. Raises DataError where it has none."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [name for name in _walk(root, LEFT_OUT) if name.endswith(".py")]
@@ -44,14 +45,15 @@ def of_standard_library() -> tuple[np.ndarray, str]:
     return _concatenated(root, files), f"{len(files)} files of the Python {platform.python_version()} standard library"
 
 
-def mapped(path: Path) -> np.ndarray:
-    """Return the bytes of a file as a read-only memory map. Raises DataError when it is empty or cannot be read."""
+def of_bytes(path: Path) -> FileArray:
+    """Return the bytes of a file. Raises DataError when it is empty or cannot be read."""
     try:
-        if path.stat().st_size == 0:
+        size = path.stat().st_size
+        if size == 0:
             raise DataError(f"data.path = {path}: the file is empty")
-        return np.asarray(np.memmap(path, np.uint8, "r"))
+        return FileArray(path, np.uint8, 0, (size,))
     except OSError as error:
-        raise DataError(f"data.path = {path} cannot be read: {error.strerror}") from error
+        raise DataError(f"data.path = {path} cannot be read: {error.strerror or error}") from error
 
 
 def _walk(root: Path, left_out: set[str]) -> list[str]:
@@ -71,8 +73,8 @@ def _walk(root: Path, left_out: set[str]) -> list[str]:
     return sorted(names, key=lambda name: hashlib.blake2b(os.fsencode(name)).digest())
 
 
-def _concatenated(root: Path, files: list[str]) -> np.ndarray:
-    """Return the bytes of ``files`` one behind the other, mapped from a file that the processes of a node share."""
+def _concatenated(root: Path, files: list[str]) -> FileArray:
+    """Return the bytes of ``files`` one behind the other, in a file that the processes of a node share."""
     state = hashlib.blake2b(os.fsencode(root), digest_size=16)
     for name in files:
         status = (root / name).stat()
@@ -91,7 +93,7 @@ def _concatenated(root: Path, files: list[str]) -> np.ndarray:
         ) from error
     if target.stat().st_size == 0:
         raise DataError(f"data.path = {root}: the files of the directory hold no text")
-    return mapped(target)
+    return of_bytes(target)
 
 
 def _write(target: Path, files: Iterable[Path]) -> None:
