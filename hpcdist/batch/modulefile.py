@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpcdist.batch import resources
 from hpcdist.batch.installation import Installation
@@ -132,7 +133,7 @@ def _fits_braces(text: str) -> bool:
 
 def _environment() -> jinja2.Environment:
     """Return the templates, in which an unknown name is an error and not an empty text."""
-    found = jinja2.Environment(
+    found = ImmutableSandboxedEnvironment(
         loader=jinja2.FileSystemLoader(resources.folder(resources.MODULEFILES)),
         undefined=jinja2.StrictUndefined,
         autoescape=False,  # this is no HTML: the filters quote

@@ -5,12 +5,13 @@ import functools
 import re
 import shlex
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any, Final
 
 import jinja2
 import jinja2.nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpcdist import errors
 from hpcdist.batch import carbon, resources
@@ -64,9 +65,22 @@ def environment() -> jinja2.Environment:
     return _environment(resources.folder(resources.TEMPLATES))
 
 
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    """An environment whose templates, blocks of profiles among them, render text and reach nothing else.
+
+    That of Jinja refuses what leads to the interpreter; methods of paths, which read, write and delete files, are
+    refused besides.
+    """
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may have ``value``, the attribute ``attr`` of ``obj``."""
+        of_path = isinstance(obj, PurePath) or (isinstance(obj, type) and issubclass(obj, PurePath))
+        return super().is_safe_attribute(obj, attr, value) and not (of_path and callable(value))
+
+
 @functools.cache
 def _environment(folder: Path) -> jinja2.Environment:
-    found = jinja2.Environment(
+    found = TemplateSandbox(
         loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,
         autoescape=False,  # this is no HTML: the filters quote

@@ -1,18 +1,31 @@
-"""Models that a recipe imports: a function of the user makes them."""
+"""Models that a recipe imports: a function of the user makes them.
+
+A recipe may come from somebody else, and to make its model runs code. So a training seals the file of its factory: a
+digest of path and content, keyed with 32 random bytes that only this user can read. Who looks at the run later executes
+the factory where the seal is that of the training, and asks the user otherwise: neither a changed file nor a run
+directory that somebody else has made can carry a valid seal. Modules that the file imports are not part of it.
+"""
 
 import contextlib
+import hashlib
+import hmac
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from hpcdist.errors import ConfigurationError
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
+
+KEY_FILE: Final = "factory.key"  # in $XDG_STATE_HOME/hpcdist
+_KEY_BYTES: Final = 32
 
 
 def make(config: ModelConfig, dtype: str, inputs: Mapping[str, int]) -> Model:
@@ -48,6 +61,69 @@ def make(config: ModelConfig, dtype: str, inputs: Mapping[str, int]) -> Model:
             f"{dtype}; convert the model, or change the mode"
         )
     return made
+
+
+def seal(factory: str) -> str:
+    """Return the seal of the file of ``factory``; "" where there is no such file, or no place for a key (local).
+
+    Nothing of the file, or of packages above it, is executed.
+    """
+    try:
+        path = _file_of(factory)
+        key = _key(_state_folder())
+        content = b"" if path is None else path.read_bytes()
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: a user without a home
+        return ""
+    if path is None or len(key) != _KEY_BYTES:
+        return ""
+    return hashlib.blake2b(os.fsencode(path) + b"\0" + content, key=key, digest_size=16).hexdigest()
+
+
+def is_sealed(factory: str, known: object) -> bool:
+    """Whether ``known``, what a checkpoint says, is the seal of the file of ``factory`` as it is now (local)."""
+    now = seal(factory)
+    return bool(now) and isinstance(known, str) and hmac.compare_digest(now.encode(), known.encode())
+
+
+def _file_of(factory: str) -> Path | None:
+    """Return the absolute path of the file that ``factory`` names, None where there is none."""
+    place = factory.rpartition(":")[0]
+    if place.endswith(".py"):
+        return Path(place).resolve()
+    top, *below = place.split(".")
+    spec = importlib.util.find_spec(top) if top else None  # executes nothing for a name without a dot
+    name = top
+    for part in below:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        name = f"{name}.{part}"
+        spec = importlib.machinery.PathFinder.find_spec(name, list(spec.submodule_search_locations))
+    return Path(spec.origin).resolve() if spec is not None and spec.has_location and spec.origin else None
+
+
+def _state_folder() -> Path:
+    base = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "hpcdist"
+
+
+def _key(folder: Path) -> bytes:
+    """Return the key of this user, made where there is none. Raises OSError."""
+    path = folder / KEY_FILE
+    if not path.exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        new = folder / f"{KEY_FILE}.{os.urandom(8).hex()}"
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+            file.write(os.urandom(_KEY_BYTES))
+        try:
+            with contextlib.suppress(FileExistsError):  # another training was first: its key counts
+                os.link(new, path)
+        finally:
+            new.unlink()
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        state = os.fstat(file.fileno())
+        if state.st_uid != os.geteuid() or state.st_mode & 0o077:
+            return b""  # somebody else may have made it, or read it
+        return file.read(_KEY_BYTES + 1)
 
 
 def _function(named: str) -> Callable[..., Any]:

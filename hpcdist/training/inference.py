@@ -28,6 +28,7 @@ from hpcdist.comm import failfast, launcher
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.start import Session, start, start_alone
 from hpcdist.errors import DataError, MissingCapabilityError, StorageError, UsageError
+from hpcdist.models import factory
 from hpcdist.models.arena import Arena
 from hpcdist.models.model import Model
 from hpcdist.optim import kernels
@@ -91,19 +92,28 @@ class Trained:
         return float(sums[0] / sums[1]) if sums[1] else float("nan")
 
 
-def load(comm: Communicator, path: Path, recipe: Recipe) -> Trained:
+def load(comm: Communicator, path: Path, recipe: Recipe, trust: bool = False) -> Trained:
     """Return the model of the newest checkpoint in the run directory ``path`` whose parameters are whole.
 
-    Collective over ``comm``. Raises StorageError when there is none.
+    Collective over ``comm``. Raises StorageError when there is none, and UsageError where ``recipe`` names a factory
+    that is not the one of the training, unless the caller says to ``trust`` it.
     """
-    return from_newest(path, comm, newest_complete(path, comm), lambda found: _loaded(comm, path, found, recipe))
+    newest = newest_complete(path, comm)
+    return from_newest(path, comm, newest, lambda found: _loaded(comm, path, found, recipe, trust))
 
 
-def _loaded(comm: Communicator, path: Path, found: Path | None, recipe: Recipe) -> Trained:
+def _loaded(comm: Communicator, path: Path, found: Path | None, recipe: Recipe, trust: bool) -> Trained:
     """Return the model of the checkpoint ``found``. Collective; raises `DamagedError` on all ranks or on none."""
     if found is None:
         raise StorageError(f"{path} holds no valid checkpoint; train it first (a run saves one at its end)")
-    scalars = on_first(comm, lambda: manifest.load(found).scalars)
+
+    def read() -> tuple[dict[str, Any], object]:
+        stored = manifest.load(found)
+        return stored.scalars, stored.about.get("factory")
+
+    scalars, factory_seal = on_first(comm, read)
+    if recipe.model.kind == "import" and not trust:
+        _check_factory(comm, path, recipe.model.factory, factory_seal)
     # The recipe knows as much of a text; checkpoints of the first version leave it to the recipe.
     inputs = scalars.get("model_inputs", {"context": recipe.data.context})
     model = models.build(recipe.model, recipe.precision.computes, **inputs)
@@ -118,6 +128,20 @@ def _loaded(comm: Communicator, path: Path, found: Path | None, recipe: Recipe) 
         kernels.round_into(parameters.array, working)
         kernels.widen(working, parameters.array)
     return Trained(comm, found, recipe, model, parameters, scalars, ledger)
+
+
+def _check_factory(comm: Communicator, path: Path, named: str, seal: object) -> None:
+    """Raise UsageError where to make the model would run code other than that of the training. Collective."""
+    if not comm.broadcast_object(factory.is_sealed(named, seal) if comm.rank == 0 else None):
+        why = (
+            "is not the file that this user trained it with"
+            if seal
+            else "was not recorded by its training, so nobody knows whether it is the same file"
+        )
+        raise UsageError(
+            f"the recipe of {path} names code, model.factory = {named!r}, which {why}; read it, and add --trust to "
+            "execute it"
+        )
 
 
 def where_it_can(recipe: Recipe) -> Recipe:
@@ -145,9 +169,9 @@ class Look:
         self._records = _folder_for_records(self.session.comm, path)
         self.session.record(self._records, communication.deadline_s)
 
-    def load(self) -> Trained:
-        """Return the model of the newest valid checkpoint. Raises StorageError when there is none."""
-        return load(self.session.comm, self.path, self.recipe)
+    def load(self, trust: bool = False) -> Trained:
+        """Return the model of the newest valid checkpoint; see `load`. Collective."""
+        return load(self.session.comm, self.path, self.recipe, trust)
 
     def __enter__(self) -> Self:
         return self

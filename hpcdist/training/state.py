@@ -64,7 +64,7 @@ def about(trainer: "Trainer") -> dict[str, Any]:
         "topology": {name: getattr(trainer.grid, name) for name in axes} | {"world": trainer.comm.size},
         "recipe": recipes.flat(trainer.recipe),
         "versions": _versions(),
-    }
+    } | ({"factory": trainer.factory_seal} if trainer.factory_seal else {})
 
 
 @functools.cache

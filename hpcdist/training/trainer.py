@@ -15,6 +15,7 @@ from hpcdist.checkpoint.save import make as save
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.solo import solo
 from hpcdist.comm.start import Session
+from hpcdist.models import factory as models_factory
 from hpcdist.models.model import Model
 from hpcdist.models.recompute import recomputing
 from hpcdist.optim import rates, scaling
@@ -65,6 +66,7 @@ class Trainer:
     proof: Proof | None = None  # of the lists of all ranks; None where they were not looked at
     noise: NoiseMeter | None = None
     plan: Plan | None = None  # of the stages, where there are several
+    factory_seal: str = ""  # of the file that makes an imported model, on rank 0
 
     @property
     def model(self) -> Model:
@@ -185,6 +187,8 @@ def assemble(
     """
     origin = Stored.together(session.comm, resume_from) if isinstance(resume_from, Path) else resume_from
     comm, parallel = session.comm, recipe.parallel
+    imports = recipe.model.kind == "import" and comm.rank == 0
+    factory_seal = models_factory.seal(recipe.model.factory) if imports else ""  # of what is about to be executed
     # In a product every rank computes, and serves what its replicas share: `Seat.members`.
     roles = Roles.of(recipe.parameter_server, comm.size) if parallel.has_roles else None
     grid = Grid.of(
@@ -220,7 +224,7 @@ def assemble(
         None if schedule is None else schedule.passes,
     )
     trainer = Trainer(comm, recipe, grid, seat, source, exchange, executor, operations, ledger, selection, compression)
-    trainer.plan = plan
+    trainer.plan, trainer.factory_seal = plan, factory_seal
     trainer.noise = noise_meter(executor, operations, recipe.run.noise_scale_every_steps)
     if exchange.lock_step:  # else no two ranks share a step
         trainer.proof = build.prove(

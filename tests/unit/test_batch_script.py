@@ -353,3 +353,24 @@ def test_a_site_replaces_a_block_and_may_keep_what_was_there():
 def test_a_block_that_is_none_is_refused(blocks, words):
     with pytest.raises(ConfigurationError, match=words):
         script.render(PLAIN, dataclasses.replace(GENERIC, blocks=blocks))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ cycler.__init__.__globals__.os.system('touch reached') }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ('{0.__class__.__init__}').format(job) }}",
+        "{{ job.run_dir.write_text('reached') }}",
+        "{{ [job.run_dir] | map(attribute='touch') | first }}",
+        "{{ (job.run_dir | attr('parent')).cwd() }}",
+        "{{ site.environment.variables.update(a='b') }}",
+        "{{ job.sbatch_args.__class__ }}",
+    ],
+)
+def test_a_block_reaches_nothing_but_text(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = dataclasses.replace(PLAIN, run_dir=tmp_path / "reached")
+    with pytest.raises(ConfigurationError, match=r"\[blocks\] of the site .*cannot be rendered"):
+        script.render(job, dataclasses.replace(GENERIC, blocks={"variables": text + "\n"}))
+    assert not list(tmp_path.iterdir())

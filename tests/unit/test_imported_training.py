@@ -1,13 +1,16 @@
 """Recipes that import their model: trained, saved, looked at, on text, tables and pictures."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 
+from hpcdist.checkpoint import manifest
 from hpcdist.comm.solo import solo
 from hpcdist.comm.start import start_alone
+from hpcdist.errors import UsageError
 from hpcdist.training import data
 from hpcdist.training import recipe as recipes
 from hpcdist.training.inference import load
@@ -38,13 +41,33 @@ def pictures(height, width, channels, classes):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, rng: np.random.Generator) -> Path:
+def folder(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     (tmp_path / "own.py").write_text(SOURCE)
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
     for name, shape in (("table", (90, 6)), ("pictures", (90, 4, 3))):
         with h5py.File(tmp_path / f"{name}.h5", "w") as file:
             file["x"], file["y"] = rng.standard_normal(shape).astype(np.float32), rng.integers(0, 3, 90)
     return tmp_path
+
+
+def refuses_other_code(folder: Path, recipe: recipes.Recipe) -> None:
+    """The file of the training makes the model; another one, or one that nobody sealed, is not executed."""
+    own, run = folder / "own.py", folder / "run"
+    own.write_text(f"{SOURCE}\nopen({str(folder / 'executed')!r}, 'w').close()\n")
+    with pytest.raises(UsageError, match=r"own.py:.* is not the file that this user trained it with; .* --trust"):
+        load(solo(), run, recipe)
+    path = run / "checkpoints" / "step-12" / "manifest.json"
+    sealed = path.read_text()
+    stored = manifest.load(path.parent)
+    old = {name: value for name, value in stored.about.items() if name != "factory"}
+    path.write_text(manifest.encode(replace(stored, about=old)))
+    own.write_text(SOURCE)
+    with pytest.raises(UsageError, match="was not recorded by its training"):
+        load(solo(), run, recipe)
+    assert not (folder / "executed").exists()
+    load(solo(), run, recipe, trust=True)
+    path.write_text(sealed)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +99,7 @@ def test_it_trains_and_is_found_again(kind, file, shape, shown, folder):
     trainer.save(folder / "run" / "checkpoints", 12)
     (folder / "run" / "recipe.toml").write_text(recipes.dump(recipe))
     trained = load(solo(), folder / "run", recipe)
+    refuses_other_code(folder, recipe)
     source = data.open_source(recipe.data, recipe.model, solo())
     inputs, targets = next(source.validation_batches(recipe, 1, 0))
     expected = trainer.executor.evaluate(inputs, targets)

@@ -6,6 +6,7 @@ import pytest
 
 from hpcdist import models
 from hpcdist.errors import ConfigurationError
+from hpcdist.models import factory
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
 from hpcdist.training import recipe as recipes
@@ -101,3 +102,41 @@ def test_a_file_counts_from_the_recipe_that_names_it(tmp_path):
     assert recipes.load(path, environment={}).recipe.model.factory == f"{tmp_path}/my_model.py:build"
     path.write_text('[model]\nkind = "import"\nfactory = "package.my_model:build"\n')
     assert recipes.load(path, environment={}).recipe.model.factory == "package.my_model:build"
+
+
+def test_a_seal_is_of_path_content_and_user(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "mine"))
+    known = factory.seal(f"{file}:build")
+    assert len(known) == 32 and factory.is_sealed(f"{file}:build", known)
+    assert factory.is_sealed(f"{file}:other", known)  # of the same file
+    elsewhere = tmp_path / "elsewhere" / file.name
+    elsewhere.parent.mkdir()
+    elsewhere.write_text(SOURCE)
+    assert not factory.is_sealed(f"{elsewhere}:build", known)
+    for forged in ("", None, 3, "0" * 32, "é"):
+        assert not factory.is_sealed(f"{file}:build", forged)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "theirs"))
+    assert not factory.is_sealed(f"{file}:build", known)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "mine"))
+    file.write_text(SOURCE + "\n")
+    assert not factory.is_sealed(f"{file}:build", known)
+    assert not list((tmp_path / "mine" / "hpcdist").glob("*.key.*"))
+
+
+def test_a_key_that_others_can_read_seals_nothing(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert factory.seal(f"{file}:build") and factory.seal(f"{tmp_path}/nowhere.py:build") == ""
+    (tmp_path / "hpcdist" / factory.KEY_FILE).chmod(0o644)
+    assert factory.seal(f"{file}:build") == ""
+
+
+def test_a_module_is_sealed_without_being_executed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    package = tmp_path / "sealed_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('executed')\n")
+    (package / "model.py").write_text("raise RuntimeError('executed')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert factory.seal("sealed_package.model:build") == factory.seal(f"{package}/model.py:build") != ""
+    for nowhere in ("sealed_package.other:build", "no_such.module:build", "sys:exit", ":build", "build"):
+        assert factory.seal(nowhere) == ""
