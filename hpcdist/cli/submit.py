@@ -86,7 +86,8 @@ def command(
     file may change.
 
     The same recipe is the same run: submitted again, it goes on from its newest checkpoint, and while a job of it waits
-    or runs, the number of that job is printed and nothing submitted.
+    or runs, the number of that job is printed and nothing submitted. Where the recipe says nothing of when to save,
+    the job saves at the interval of Daly, by how often nodes of the cluster fail or by the walltime.
 
     A start that fails ends the job, with its exit code, unless --restarts says otherwise; see `hpcdist run --help` for
     when it is not repeated.
@@ -98,7 +99,7 @@ def command(
     from hpcdist.cli import submit_estimate
     from hpcdist.cli import submit_plan as plan
 
-    planned = submit_kinds.planned(recipe, overrides, options)
+    planned = submit_kinds.planned(recipe, overrides, options | {"cluster": cluster})
     for line in (*planned.told, *submit_estimate.lines(planned, cluster)):
         click.echo(line, err=True)
     links = submission.chain(planned.job, planned.site)

@@ -18,7 +18,8 @@ from hpcdist.batch.site import Site
 from hpcdist.cli.degrees import equation
 from hpcdist.cli.jobs_begin import RECIPE_FILE
 from hpcdist.cli.run import mpi_options, outside_python
-from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.errors import ConfigurationError, HpcdistError, UsageError
+from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
 from hpcdist.training import identity
 from hpcdist.training import recipe as recipes
 
@@ -31,6 +32,8 @@ _FIELDS: Final = (
     *("restarts", "spare_nodes", "survive", "most_fruitless", "check", "warmup", "mpi_args", "sbatch_args"),
 )
 _STRIPE: Final = "checkpoint.stripe"
+_SAVES: Final = 20  # in a run whose steps nobody can time
+_DAY_S: Final = 86400.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ def training(
     _refuse_another_run(run_dir, resolved.recipe)
     resolved = _striped(resolved, path, overrides, site, options["site"], run_dir)
     shared, told = fields(options, site)
-    recipe, local = resolved.recipe, _local(options, site, run_dir)
+    recipe, saves = _protected(resolved, options, site)
+    local = _local(options, site, run_dir)
     data = _data(options["stage_data"], recipe)
     if data is not None and local is not None:
         staged = dataclasses.replace(recipe.data, staged=str(local / "data" / data.name))
@@ -85,7 +89,7 @@ def training(
     size = f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}"
     shape = f"{size}: {equation(recipe, job.ranks)}"
     return Planned(
-        job, site, (f"site {site.name}; {shape}", *told), tuple(hidden(job, site, [recipe.data.path])), recipe
+        job, site, (f"site {site.name}; {shape}", *told, *saves), tuple(hidden(job, site, [recipe.data.path])), recipe
     )
 
 
@@ -131,6 +135,46 @@ def _striped(
     if root is None or not root.stripe or not resolved.origin[_STRIPE].startswith((recipes.DEFAULT, "site profile")):
         return resolved
     return _resolved(path, (*overrides, f"{_STRIPE}={root.stripe}"), site, named)
+
+
+def _protected(resolved: "Resolved", options: Mapping[str, Any], site: Site) -> tuple["Recipe", list[str]]:
+    """Return the recipe with periodic checkpoints where nobody has said when to save, and what is told of that.
+
+    A job may lose a node at any time. Failures come as often as the file of the cluster says, or else are taken to come
+    once in a walltime; what a save costs is measured by the run, whose interval is that of Daly.
+    """
+    recipe = resolved.recipe
+    if any(resolved.origin[f"checkpoint.{key}"] != recipes.DEFAULT for key in ("every_steps", "mtbf_s")):
+        return recipe, []
+    strategy = recipe.parallel.strategy
+    if strategy in DECENTRALISED or (strategy == "parameter_server" and not recipe.parameter_server.lock_step):
+        every = max(1, recipe.run.steps // _SAVES)  # replicas that drift apart meet in a save
+        checkpoint = dataclasses.replace(recipe.checkpoint, every_steps=every)
+        said = f"every_steps = {every}: {_SAVES} times in the run"
+    else:
+        mtbf_s, why = _mtbf_s(options, site)
+        checkpoint = dataclasses.replace(recipe.checkpoint, mtbf_s=mtbf_s)
+        said = f"mtbf_s = {mtbf_s:.10g}: Daly's interval for {why}"
+    told = f"when to save is not set, so checkpoint.{said}; checkpoint.every_steps=0 saves at the end alone"
+    return dataclasses.replace(recipe, checkpoint=checkpoint), [told]
+
+
+def _mtbf_s(options: Mapping[str, Any], site: Site) -> tuple[float, str]:
+    """Return the mean seconds between failures of the job, and where they are from."""
+    named = options["cluster"] or site.cluster
+    if named:
+        from hpcdist.planner import cluster_file
+
+        try:
+            found = cluster_file.read(named).failures.node_mtbf_s / options["nodes"]
+            return float(round(found)), f"{counted(options['nodes'], 'node')} of {named}"
+        except HpcdistError:  # the estimate says why that file cannot be used
+            pass
+    partition = site.partitions.get(options["partition"] or "", site.limits)
+    walltime = options["walltime"] or partition.max_walltime or site.limits.max_walltime
+    if walltime:
+        return float(walltime_s(walltime)), f"a failure in each walltime of {walltime}"
+    return _DAY_S, "a failure a day, as no walltime is known"
 
 
 def run_dir_of(out: Path | None, name: str, run_id: str) -> Path:

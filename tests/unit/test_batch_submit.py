@@ -4,12 +4,15 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hpcdist.batch import ledger, resources, slurm
+from hpcdist.cli import main
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
+from hpcdist.planner import cluster_file
 from hpcdist.training import identity
 from hpcdist.training import recipe as recipes
 
@@ -67,7 +70,8 @@ def test_the_number_alone_is_on_stdout(sbatch):
 def test_the_recipe_of_the_script_is_the_one_that_was_resolved(sbatch, monkeypatch):
     """Of the file, the user, the environment and the options, with every key; as training itself would read it."""
     (sbatch / "in").mkdir()
-    (sbatch / "in" / "recipe.toml").write_text('[run]\nsteps = 5\n[data]\npath = "it\'s.txt"\n')
+    text = '[run]\nsteps = 5\n[checkpoint]\nevery_steps = 0\n[data]\npath = "it\'s.txt"\n'
+    (sbatch / "in" / "recipe.toml").write_text(text)
     (sbatch / "config" / "hpcdist").mkdir(parents=True)
     (sbatch / "config" / "hpcdist" / "config.toml").write_text("[run]\nseed = 3\nsteps = 4\n")
     given = {"HPCDIST_SET__RUN__GLOBAL_BATCH": "12"}
@@ -81,6 +85,44 @@ def test_the_recipe_of_the_script_is_the_one_that_was_resolved(sbatch, monkeypat
     assert recipes.load_stored(sbatch / "hpcdist-7.toml") == expected
     assert (expected.run.seed, expected.run.steps, expected.run.global_batch, expected.model.layers) == (3, 5, 12, 3)
     assert expected.data.path == str(sbatch / "in" / "it's.txt")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "value", "told"),
+    [
+        (["--time=2-00:00:00"], "mtbf_s", 172800.0, "mtbf_s = 172800: Daly.* a failure in each walltime of 2-00:00:00"),
+        ([], "mtbf_s", 86400.0, "a failure a day, as no walltime is known"),
+        (["--time=30", "--cluster=h100-hgx"], "mtbf_s", None, "2 nodes of h100-hgx"),
+        (["--time=30", "--set=checkpoint.every_steps=0"], "every_steps", 0, ""),
+        (["--time=30", "--set=checkpoint.every_steps=7"], "every_steps", 7, ""),
+        (["--time=30", "--set=checkpoint.mtbf_s=observed"], "mtbf_s", "observed", ""),
+        (
+            [
+                "--set=parallel.strategy=parameter_server",
+                "--set=parameter_server.consistency=asp",
+                "--set=run.steps=100",
+            ],
+            "every_steps",
+            5,
+            "every_steps = 5: 20 times in the run",
+        ),
+    ],
+)
+def test_a_job_saves_now_and_then_unless_told_when(arguments, key, value, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["submit", "--nodes=2", "--site=slurm-openmpi", "--dry-run", *arguments])
+    said = capsys.readouterr()
+    assert not leaving.value.code, said.err
+    written = said.out[said.out.index("[model]") : said.out.index("[survival]")]
+    checkpoint = tomllib.loads(written)["checkpoint"]
+    if value is None:
+        value = float(round(cluster_file.read("h100-hgx").failures.node_mtbf_s / 2))
+    assert checkpoint[key] == value
+    assert bool(checkpoint["every_steps"]) + bool(checkpoint["mtbf_s"]) == (value != 0)
+    lines = [line for line in said.err.splitlines() if line.startswith("when to save is not set")]
+    assert len(lines) == bool(told) and all(re.search(told, line) for line in lines), said.err
 
 
 def test_options_reach_the_script(sbatch):

@@ -18,6 +18,8 @@ context = 64
 [run]
 steps = 50
 global_batch = 16
+[checkpoint]
+every_steps = 10
 """
 
 
