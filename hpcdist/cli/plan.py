@@ -13,7 +13,7 @@ from hpcdist.cli import plan_options
 from hpcdist.cli.lazy import LazyGroup
 from hpcdist.cli.plan_options_layout import layout as layout_options
 from hpcdist.cli.plan_sections import SectionedCommand
-from hpcdist.errors import ConfigurationError, MissingCapabilityError
+from hpcdist.errors import FAILURE, ConfigurationError, MissingCapabilityError
 
 if TYPE_CHECKING:
     from hpcdist.cli.plan_subject import Subject
@@ -107,15 +107,16 @@ def command(
 
     Nothing is started, and neither MPI nor a GPU is needed. Without options of the layout, that of the recipe is
     planned; those that are given take its place. Without a recipe and a model it is the default recipe, which
-    `hpcdist train` trains. `--calibrate` is `hpcdist plan calibrate`.
+    `hpcdist train` trains. `--calibrate` is `hpcdist plan calibrate`. A training that does not fit into the memory ends
+    with exit code 1.
     """
     from hpcdist.cli.plan_subject import cluster as read
-    from hpcdist.cli.plan_subject import subject
+    from hpcdist.cli.plan_subject import subject, with_kernels
     from hpcdist.planner import text
 
     checked_plot(plot)
     on = read(cluster)
-    found = subject(recipe, overrides, options)
+    found = with_kernels(subject(recipe, overrides, options), on)
     answer = planned(found, on, simulate=simulate)
     if plot is not None:
         draw(answer, found, on, plot)
@@ -125,6 +126,8 @@ def command(
         click.echo(json.dumps(jsonable(answer, found.description, on)))
     else:
         click.echo(text.text(answer, found.description, on))
+    if not answer.memory.fits:
+        click.get_current_context().exit(FAILURE)
 
 
 def planned(found: "Subject", cluster: "Cluster", *, simulate: bool = False) -> "Estimate":

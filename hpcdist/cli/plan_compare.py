@@ -11,7 +11,7 @@ from hpcdist.cli import plan_options
 from hpcdist.cli.plan_options_layout import LAYOUT_OPTIONS
 from hpcdist.cli.plan_options_layout import layout as layout_options
 from hpcdist.cli.plan_sections import WHERE, Sectioned, SectionedCommand
-from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.errors import FAILURE, ConfigurationError, UsageError
 
 if TYPE_CHECKING:
     from hpcdist.cli.plan_subject import Subject
@@ -54,17 +54,19 @@ def command(
     Options of the layout hold for each --layout that does not say otherwise.
     """
     from hpcdist.cli.plan_subject import cluster as read
-    from hpcdist.cli.plan_subject import subject
+    from hpcdist.cli.plan_subject import subject, with_kernels
 
     if max(1, len(clusters)) * max(1, len(layouts)) < 2:
         raise UsageError("one layout on one cluster compares with nothing; give --layout or --cluster twice")
     places = [read(named) for named in clusters or (None,)]
     said = [options | _read(text) for text in layouts] or [options]
     found = [(text, subject(recipe, overrides, each)) for text, each in zip(layouts or ("",), said, strict=True)]
-    plans = [_plan(one, on, text) for on in places for text, one in found]
+    plans = [_plan(with_kernels(one, on), on, text) for on in places for text, one in found]
     if all(isinstance(plan.answer, str) for plan in plans):
         raise ConfigurationError("; ".join(dict.fromkeys(str(plan.answer) for plan in plans)))
     click.echo(json.dumps([_jsonable(plan) for plan in plans]) if as_json else _words(plans))
+    if not any(not isinstance(plan.answer, str) and plan.answer.memory.fits for plan in plans):
+        click.get_current_context().exit(FAILURE)
 
 
 class _Plan(NamedTuple):
@@ -96,12 +98,16 @@ def _jsonable(plan: _Plan) -> dict[str, Any]:
 def _words(plans: list[_Plan]) -> str:
     """Return the table, what cannot be, and the flags: those of all plans once, others with their rows."""
     from hpcdist.planner.text_flags import by_row
-    from hpcdist.planner.text_table import compared
+    from hpcdist.planner.text_table import capped, compared
     from hpcdist.planner.text_units import wrapped
 
     possible = [(plan.cluster.name, plan.answer) for plan in plans if not isinstance(plan.answer, str)]
     first = possible[0][1]
-    lines = [f"{plans[0].subject.description.name}, {first.parameters:,} parameters", *compared(possible)]
+    lines = [
+        *capped([one for _, one in possible]),
+        f"{plans[0].subject.description.name}, {first.parameters:,} parameters",
+        *compared(possible),
+    ]
     for plan in plans:
         if isinstance(plan.answer, str):
             lines += wrapped(f"left out: {plan.said or 'the layout'} on {plan.cluster.name}: {plan.answer}")

@@ -26,6 +26,8 @@ def jsonable(found: Estimate, description: Description, cluster: Cluster) -> dic
             **plain,
             "step_s": found.step_s,
             "mfu": found.mfu,
+            "modelled_mfu": found.modelled_mfu,
+            "is_capped": found.is_capped,
             "hfu": found.hfu,
             "exact_mfu": found.exact_mfu,
             "exact_hfu": found.exact_hfu,

@@ -84,7 +84,7 @@ _OPTIONS: Final = (
         "--implementation",
         section=LAYOUT,
         of=IMPLEMENTATIONS,
-        text="Whose kernels and memory.  [default: hpcdist]",
+        text="Whose kernels and memory.  [default: megatron on a GPU that nobody has measured, else hpcdist]",
     ),
     choice(
         "--library",

@@ -11,7 +11,7 @@ import click
 from hpcdist.cli import plan_options
 from hpcdist.cli.plan_options_layout import layout as layout_options
 from hpcdist.cli.plan_sections import Sectioned, SectionedCommand
-from hpcdist.errors import ConfigurationError, UsageError
+from hpcdist.errors import FAILURE, ConfigurationError, UsageError
 
 if TYPE_CHECKING:
     from hpcdist.cli.plan_subject import Subject
@@ -73,16 +73,19 @@ def command(
 
     What varies: data x pipeline x tensor x context devices, the stage of ZeRO, micro-batch, schedule and recomputation;
     an option of the layout that is given does not. Compression changes what is trained, and is tried where
-    --compression names one. --plot draws the best.
+    --compression names one. --plot draws the best. Where nothing fits the exit code is 1.
     """
     from hpcdist.cli.plan import checked_plot, draw, simulated
     from hpcdist.cli.plan_subject import cluster as read
+    from hpcdist.cli.plan_subject import with_kernels
     from hpcdist.planner import search, text_flags, text_run
     from hpcdist.planner.text_table import searched
 
     checked_plot(plot)
     on = read(cluster)
     found = _subject(recipe, overrides, options)
+    if not options["runnable"]:  # else this toolkit's own kernels are what is asked for
+        found = with_kernels(found, on, always=True)
     devices = options["devices"] or on.devices
     sought = _wanted(found, on, options)
     result, closed = simulated(
@@ -93,7 +96,8 @@ def command(
     )
     paid = {line for one in result.found for line in text_run.unused(one.estimate.layout, on)}
     notes = (*closed, *sorted(paid), *found.notes, *text_flags.assumed(on))
-    again = _again(result, recipe, overrides, options | {"cluster": cluster}, found)
+    kernels = found.layout.implementation if options["runnable"] and on.device.is_accelerator else found.kernels
+    again = _again(result, recipe, overrides, options | {"cluster": cluster, "implementation": kernels}, found)
     if as_json:
         click.echo(json.dumps(_jsonable(result, found, on, notes) | {"again": again}))
     else:
@@ -101,6 +105,8 @@ def command(
     if plot is not None and result.found:
         best = result.found[0].estimate
         draw(best, dataclasses.replace(found, layout=best.layout), on, plot)
+    if not result.found:
+        click.get_current_context().exit(FAILURE)
 
 
 def _subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> "Subject":

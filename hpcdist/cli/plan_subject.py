@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hpcdist.cli.plan_layout import flag, given, laid_out
 from hpcdist.cli.plan_options import SHAPE, SHAPE_TOO
 from hpcdist.errors import StorageError, UsageError
+from hpcdist.planner import limits
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description, Shape
 from hpcdist.planner.layout import Layout
@@ -33,6 +34,28 @@ class Subject:
     global_batch: int
     steps: int
     notes: tuple[str, ...] = ()
+    kernels: str | None = None  # whose were asked for
+    of_recipe: bool = False  # this toolkit will train it
+
+
+def with_kernels(found: Subject, on: Cluster, *, always: bool = False) -> Subject:
+    """Return ``found`` with the kernels of published trainings, where nobody has measured others on such a device.
+
+    Those are the only ones that estimates for a GPU were held against. Not for what is no transformer, for kernels that
+    were asked for, nor for a layout that these cannot have, unless ``always``.
+    """
+    is_measured = on.calibrated or not on.device.is_accelerator
+    if is_measured or found.kernels is not None or found.description.shape is None:
+        return found
+    library = found.layout.library or ("mpi" if found.of_recipe else "")
+    layout = dataclasses.replace(found.layout, implementation="megatron", library=library)
+    if not always and any(limits.shape_problems(found.description, layout, on, found.global_batch)):
+        return found
+    note = (
+        f"kernels and memory are those of published trainings, and this toolkit's unmeasured on {on.device.name}: "
+        "--implementation hpcdist plans them all the same"
+    )
+    return dataclasses.replace(found, layout=layout, notes=(*found.notes, note, *limits.unbuilt(found.layout)))
 
 
 def subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> Subject:
@@ -69,6 +92,7 @@ def subject(path: Path | None, overrides: tuple[str, ...], options: Mapping[str,
         global_batch=options["batch"],
         steps=STEPS if steps is None else steps,
         notes=notes,
+        kernels=options.get("implementation"),
     )
 
 
@@ -118,6 +142,8 @@ def of_recipe(recipe: "Recipe", name: str, options: Mapping[str, Any]) -> Subjec
         global_batch=batch,
         steps=found.steps if steps is None else steps,
         notes=tuple(notes),
+        kernels=options.get("implementation"),
+        of_recipe=True,
     )
 
 

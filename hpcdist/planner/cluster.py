@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+ACCELERATOR_FLOPS: Final = 10e12
 ITEM_BYTES: Final[Mapping[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of a number
 
 
@@ -29,7 +30,9 @@ class Device:
 
     ``peak_flops`` and ``matmul`` go by the type of the numbers. ``memory_share`` is the part of the memory's bandwidth
     that elementwise kernels reach, ``attention_share`` that of the peak in a fused attention, ``kernel_s`` what lies
-    between two kernels, ``reserved_bytes`` what driver, libraries and the allocator's cracks take.
+    between two kernels, ``reserved_bytes`` what driver, libraries and the allocator's cracks take. ``best_mfu`` is
+    the best MFU of a published training on such devices, 0 where none is known: no plan promises more before the
+    device is measured (`Cluster.calibrated`).
     """
 
     name: str
@@ -43,6 +46,12 @@ class Device:
     reserved_bytes: float = 0.0
     idle_w: float = 0.0
     peak_w: float = 0.0
+    best_mfu: float = 0.0
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Whether it is a GPU or the like: no socket of plain cores has such a peak."""
+        return max(self.peak_flops.values(), default=0.0) >= ACCELERATOR_FLOPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +149,11 @@ class Cluster:
     fits: tuple[Fit, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     calibrated: str = ""
+
+    @property
+    def most_mfu(self) -> float:
+        """The MFU that no plan may go beyond, 0 where there is none: measured devices speak for themselves."""
+        return 0.0 if self.calibrated else self.device.best_mfu
 
     @property
     def nodes(self) -> int:

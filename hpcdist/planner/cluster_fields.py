@@ -40,6 +40,7 @@ DEVICE: Final = (
     Field("reserved", "reserved_bytes", "bytes", 0, 1e12, required=False, zero=True),
     Field("idle", "idle_w", "power", 0, 5e3, required=False, zero=True),
     Field("peak", "peak_w", "power", 0.1, 20e3, required=False, zero=True),
+    Field("best_mfu", "best_mfu", "number", 0.01, 1, required=False, zero=True),
 )
 FLOPS_BOUNDS: Final = (100e6, 1e18)
 LEVEL: Final = (

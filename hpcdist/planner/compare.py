@@ -11,7 +11,7 @@ from hpcdist.planner.estimate import Estimate
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.limits import problems, shape_problems
 from hpcdist.planner.plan import plan
-from hpcdist.planner.text_units import figures, joules, nbytes, seconds, share
+from hpcdist.planner.text_units import between, figures, joules, nbytes, seconds, share
 
 SMALL: Final = 0.005  # of a step: differences below are not told
 # What a person changes, in the order in which layouts are told.
@@ -42,7 +42,8 @@ class Comparison:
             [name, *(str(getattr(row.layout, name)) for row in self.rows)]
             for name in _changing([row.layout for row in self.rows])
         ]
-        cells.append(["step", *("-" if one is None else seconds(one.step_s) for one in found)])
+        steps = ("-" if one is None else seconds(one.step_s) + between(one.step_range_s) for one in found)
+        cells.append(["step", *steps])
         cells += [
             [f"  {name}", *("-" if one is None else seconds(one.timing.terms.get(name, 0.0)) for one in found)]
             for name in _terms(one.timing.terms for one in found if one)

@@ -3,7 +3,7 @@
 A device draws between its idle and its peak power, linear in a utilisation, which is that of the phase:
 
     computing   COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * share of the peak that is reached
-    update      MEMORY: elementwise kernels, which the memory's bandwidth bounds
+    update      MEMORY: elementwise kernels, which the memory's bandwidth bounds; so, too, what is unproven
     messages    MESSAGES: exposed ones, when a device sends and computes nothing
     waiting     WAITING: the bubble of a pipeline, the input, saves and restarts
 
@@ -19,7 +19,7 @@ leaves out idle. What is not known is left out, and `unknown` says so.
 from typing import Final
 
 from hpcdist.planner.cluster import Cluster, Device
-from hpcdist.planner.estimate import Energy, Timing
+from hpcdist.planner.estimate import UNPROVEN, Energy, Timing
 from hpcdist.planner.layout import Layout
 
 COMPUTE_FLOOR: Final = 0.75
@@ -69,7 +69,7 @@ def utilisation(term: str, peak_share: float) -> float:
     """Return how busy a device is during a term of `Timing`, 0 to 1."""
     if term in COMPUTING:
         return COMPUTE_FLOOR + (1 - COMPUTE_FLOOR) * min(1.0, max(0.0, peak_share))
-    if term == "update":
+    if term in ("update", UNPROVEN):
         return MEMORY
     return MESSAGES if term in SENDING else WAITING
 

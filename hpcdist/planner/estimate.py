@@ -2,8 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from hpcdist.planner.layout import Layout
+
+UNPROVEN: Final = "unproven"  # a term of `Timing`
+# How much longer published steps with ZeRO-3 took than planned ones: `hpcdist.planner.exchange`.
+ZERO3_ERROR: Final = (1.26, 1.92)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,7 @@ class Timing:
     as in `hpcdist.strategies.schedule.simulate`. ``bytes`` are those that a device sends in a step, by axis.
     ``algorithms`` tells by which collective most bytes of each axis go.
     ``bucket_bytes`` are those of gradients that an allreduce of the data axis sums at a time, 0 where nothing goes so.
+    "unproven": what is missing up to ``least_s``, a step with the best MFU that was published for such devices.
     """
 
     terms: Mapping[str, float]
@@ -55,11 +61,17 @@ class Timing:
     algorithms: Mapping[str, str]
     flags: tuple[str, ...] = ()
     bucket_bytes: float = 0.0
+    least_s: float = 0.0
 
     @property
     def step_s(self) -> float:
         """All of it."""
-        return sum(self.terms.values())
+        return self.least_s if UNPROVEN in self.terms else sum(self.terms.values())
+
+    @property
+    def modelled_s(self) -> float:
+        """What the formulas alone give."""
+        return sum(seconds for name, seconds in self.terms.items() if name != UNPROVEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,12 +134,23 @@ class Estimate:
     energy: Energy
     run: Run
     peak_flops: float  # of all devices that compute
+    step_range_s: tuple[float, float] | None = None  # of seconds, where such plans are known to be too fast
     flags: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float:
         """Seconds of a step, without saves and failures."""
         return self.timing.step_s
+
+    @property
+    def modelled_mfu(self) -> float:
+        """MFU by the formulas alone."""
+        return self.work.model_flops / (self.timing.modelled_s * self.peak_flops)
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether formulas gave more than the best MFU that was published for such devices."""
+        return UNPROVEN in self.timing.terms
 
     @property
     def mfu(self) -> float:

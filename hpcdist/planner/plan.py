@@ -1,5 +1,6 @@
 """The whole answer for one layout: memory, time, operations, energy and the course of a run, each by its own module."""
 
+from dataclasses import replace
 from typing import Final
 
 from hpcdist.errors import ConfigurationError
@@ -7,7 +8,7 @@ from hpcdist.planner.buffers import with_buckets
 from hpcdist.planner.cluster import Cluster
 from hpcdist.planner.description import Description
 from hpcdist.planner.energy import COMPUTING, energy, unknown
-from hpcdist.planner.estimate import Estimate, Memory, Timing, Work
+from hpcdist.planner.estimate import UNPROVEN, ZERO3_ERROR, Estimate, Memory, Timing, Work
 from hpcdist.planner.failures import run
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.limits import flags, unbuilt
@@ -47,6 +48,7 @@ def plan(
     needed = with_buckets(needed, layout, took.bucket_bytes)
     work_ = work(description, layout, global_batch)
     peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
+    took = _capped(took, least_s(work_, layout, cluster))
     joules = energy(took, layout, cluster, peak_share(work_, took, peak_flops))
     mfu = work_.exact_flops / (took.step_s * peak_flops)  # of a long context, half of attention is not computed
     return Estimate(
@@ -60,15 +62,38 @@ def plan(
         energy=joules,
         run=run(steps, took.step_s, joules, checkpoint_bytes(description, layout), layout, cluster),
         peak_flops=peak_flops,
+        step_range_s=_step_range_s(took, layout, cluster),
         flags=(
             *took.flags,
             *_narrow(needed, took, layout),
             *_unproven(layout, cluster, mfu),
+            *_errors(took, layout, cluster, work_.model_flops / (took.modelled_s * peak_flops)),
             *flags(layout, cluster),
             *unbuilt(layout),
             *unknown(cluster),
         ),
     )
+
+
+def _step_range_s(took: Timing, layout: Layout, cluster: Cluster) -> tuple[float, float] | None:
+    if not errors_known(layout, cluster):
+        return None
+    least, most = (max(took.step_s, error * took.modelled_s) for error in ZERO3_ERROR)
+    return least, most
+
+
+def least_s(work_: Work, layout: Layout, cluster: Cluster) -> float:
+    """Return the seconds of a step with the most MFU that a plan on ``cluster`` may have; 0 where there is no limit."""
+    if not cluster.most_mfu:
+        return 0.0
+    peak_flops = (layout.devices - layout.servers) * peak_of(cluster, layout)
+    return work_.model_flops / (cluster.most_mfu * peak_flops)
+
+
+def _capped(took: Timing, least: float) -> Timing:
+    """Return ``took`` with what is missing up to ``least`` seconds."""
+    missing = least - took.step_s
+    return replace(took, terms={**took.terms, UNPROVEN: missing}, least_s=least) if missing > 0 else took
 
 
 def peak_of(cluster: Cluster, layout: Layout) -> float:
@@ -116,12 +141,34 @@ def _unproven(layout: Layout, cluster: Cluster, mfu: float) -> tuple[str, ...]:
             f"no training of this toolkit on {cluster.device.name} was held against an estimate; published ones were, "
             "of the implementation 'megatron'"
         )
-    if mfu > CHECKED_MFU:
+    if mfu > CHECKED_MFU and not cluster.most_mfu:
         found.append(
             f"an MFU of {mfu:.0%} is more than the {CHECKED_MFU:.0%} of the best training that estimates were compared "
             "with"
         )
     return tuple(found)
+
+
+def _errors(took: Timing, layout: Layout, cluster: Cluster, modelled_mfu: float) -> tuple[str, ...]:
+    """Return what is known of how far such estimates are off."""
+    found = []
+    if UNPROVEN in took.terms:
+        found.append(
+            f"MFU is limited to {cluster.most_mfu:.1%}, the best published training on such devices: the formulas give "
+            f"{modelled_mfu:.1%}, which nobody has measured; `hpcdist plan calibrate` measures yours"
+        )
+    if errors_known(layout, cluster):
+        least, most = ZERO3_ERROR
+        found.append(
+            f"ZeRO-3: published steps took {least:g} to {most:g} times as long as their plans; its range is beside the "
+            "step"
+        )
+    return tuple(found)
+
+
+def errors_known(layout: Layout, cluster: Cluster) -> bool:
+    """Whether estimates of such layouts are known to be too fast: ZeRO-3 on devices that nobody has measured."""
+    return layout.strategy == "zero3" and layout.data * layout.context > 1 and not cluster.calibrated
 
 
 def peak_share(work_: Work, took: Timing | Flow, peak_flops: float) -> float:

@@ -142,7 +142,7 @@ def _simulated(walk: Walk) -> tuple[list[tuple[float, Estimate]], tuple[str, ...
         elif layout.pipeline > 1:
             skipped += 1
         found.append((value, estimate))
-    found.sort(key=lambda one: one[0])
+    found.sort(key=lambda one: search_value.both(one[1], wanted.objective))
     text = (
         f"{skipped} of {len(found)} finalists have more than {PASSES} passes, and are not simulated: closed forms hold"
     )

@@ -74,6 +74,18 @@ def value(estimate: Estimate, objective: str) -> float:
     return joules if objective == "energy" else joules * estimate.step_s
 
 
+def both(estimate: Estimate, objective: str) -> tuple[float, float]:
+    """Return the value, and for the objective "time" what decides between equal ones: seconds without a limit of MFU.
+
+    With the most that plans like it are known to be too fast. The limit and that only add to a step, so every bound of
+    the formulas' value is one of this pair's.
+    """
+    found = value(estimate, objective)
+    if objective != "time":
+        return found, found
+    return found, estimate.step_range_s[1] if estimate.step_range_s else estimate.timing.modelled_s
+
+
 def unit(objective: str, cluster: Cluster) -> str:
     """Return what the values are in (local)."""
     return cluster.site.currency if objective == "cost" else UNITS[objective]

@@ -21,20 +21,22 @@ from hpcdist.planner.estimate import Estimate
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.limits import Problem
 from hpcdist.planner.memory import memory
-from hpcdist.planner.plan import plan
+from hpcdist.planner.plan import least_s, plan
 from hpcdist.planner.ranks import border
 from hpcdist.planner.search_room import Room
 from hpcdist.planner.search_space import Wanted, Way
 from hpcdist.planner.search_value import Whole
 from hpcdist.planner.timing import Flow, flow
+from hpcdist.planner.work import work
 
-Rank = tuple[float, int, int]  # a value; between equal ones that of the order, and of its way, that was first seen
+Bound = tuple[float, float]  # of a value, and of what the formulas alone give where an MFU is limited
+Rank = tuple[float, float, int, int]  # both; between equal ones the order, and its way, that were first seen
 
 
 class Node(NamedTuple):
     """What waits: a family, with all of its units; or an order with its ways, and how its micro-batches flow, later."""
 
-    bound: float
+    bound: Bound
     number: int  # in the order in which they were first seen, which decides between those of one bound
     layout: Layout
     known: Whole | Flow | None
@@ -79,7 +81,8 @@ class Walk:
     _best_of: dict[Any, tuple[Rank, Estimate]] = field(default_factory=dict)
     _heap: list[Node] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _last: Rank = (math.inf, 0, 0)  # of those that are kept, when there are enough of them
+    _least_s: dict[int, float] = field(default_factory=dict)  # `plan.least_s`, by devices
+    _last: Rank = (math.inf, 0.0, 0, 0)  # of those that are kept, when there are enough of them
 
     def __post_init__(self) -> None:
         self.limit_bytes = search_space.limit_bytes(self.wanted, self.cluster.device.memory_bytes)
@@ -88,7 +91,7 @@ class Walk:
     def run(self) -> None:
         """Walk until nothing that is left can be among the best (local)."""
         self._sow()
-        while self._heap and self._heap[0].bound < self._last[0]:
+        while self._heap and self._heap[0].bound < self._last[:2]:
             node = heapq.heappop(self._heap)
             if isinstance(node.known, Whole):
                 self._open(node.layout, node.known)
@@ -122,7 +125,7 @@ class Walk:
                     family = cut.but(microbatch=microbatch)
                     of_all = search_value.whole(self.description, family, self.cluster, self.global_batch)
                     bound = search_value.family_floor(of_all, family, self.cluster, objective)
-                    nodes.append(Node(bound, next(self._numbers), family, of_all))
+                    nodes.append(Node(self._bound(bound, family), next(self._numbers), family, of_all))
         heapq.heapify(nodes)
         self._heap = nodes
 
@@ -142,18 +145,32 @@ class Walk:
                 self.refusals.layout(self._full(order, ways), len(ways) - len(fitting))
             if fitting:
                 bound = search_value.schedule_floor(of_all, order, hop_s, self.cluster, self.wanted.objective)
-                self._wait(Node(bound, next(self._numbers), order, None, fitting))
+                self._wait(Node(self._bound(bound, order), next(self._numbers), order, None, fitting))
 
     def _time(self, node: Node) -> None:
         """Let an order wait by what its micro-batches take."""
         given = node.layout, self.cluster, self.global_batch
         known = flow(self.description, *given)
         bound = search_value.order_floor(known, self.description, *given, self.wanted.objective)
-        self._wait(node._replace(bound=bound, known=known))
+        self._wait(node._replace(bound=self._bound(bound, node.layout), known=known))
+
+    def _bound(self, floor: float, layout: Layout) -> Bound:
+        """Return the bound of layouts whose value by the formulas is ``floor`` at least.
+
+        A limit of MFU makes a step no shorter than on any other layout of as many devices: so many are equal, and the
+        formulas decide between them.
+        """
+        if self.wanted.objective != "time" or not self.cluster.most_mfu:
+            return floor, floor
+        workers = layout.devices - layout.servers
+        if workers not in self._least_s:
+            done = work(self.description, layout, self.global_batch)
+            self._least_s[workers] = least_s(done, layout, self.cluster)
+        return max(floor, self._least_s[workers]), floor
 
     def _wait(self, node: Node) -> None:
         """Put a node into the heap, unless it is too late for it."""
-        if node.bound < self._last[0]:
+        if node.bound < self._last[:2]:
             heapq.heappush(self._heap, node)
 
     def _runnable(self, order: Layout, ways: tuple[Way, ...]) -> tuple[Way, ...]:
@@ -182,7 +199,7 @@ class Walk:
         given = self.description, layout, self.cluster, self.global_batch, self.wanted.steps
         estimate = plan(*given, limit_bytes=self.limit_bytes, known=known)
         self.estimated += 1
-        self._keep((search_value.value(estimate, self.wanted.objective), *seen), estimate)
+        self._keep((*search_value.both(estimate, self.wanted.objective), *seen), estimate)
 
     def _keep(self, rank: Rank, estimate: Estimate) -> None:
         """Keep the best layouts, or with ``distinct`` the best one of each grid."""

@@ -11,6 +11,7 @@ from hpcdist.planner.layout import Layout
 from hpcdist.planner.text_run import breaks_lines, energy_lines, run_lines
 from hpcdist.planner.text_units import (
     LINE,
+    between,
     both,
     counted,
     decimal,
@@ -42,6 +43,7 @@ _LETTERS: Final = {
 def text(found: Estimate, description: Description, cluster: Cluster) -> str:
     """Return all of a plan in lines of a terminal (local)."""
     lines = [
+        *([f"LIMITED: {flag}" for flag in found.flags if flag.startswith("MFU is limited")]),
         *_section("model", [model_line(found, description)]),
         *_section("layout", layout_lines(found, cluster)),
         "",
@@ -61,9 +63,10 @@ def short(found: Estimate, cluster: Cluster) -> str:
     """Return a plan in one line: what it needs of a device, a step, the run, its energy (local)."""
     memory, run = found.memory, found.run
     verdict = "fits" if memory.fits else "DOES NOT FIT"
+    limited = f" (MFU limited to the published {share(found.mfu)})" if found.is_capped else ""
     parts = [
         f"{verdict}: {nbytes(memory.bytes)} of {nbytes(memory.limit_bytes)}",
-        f"{seconds(found.step_s)} a step",
+        f"{seconds(found.step_s)}{between(found.step_range_s)} a step{limited}",
         f"{seconds(run.wall_s)} for {counted(run.steps, 'step')}",
     ]
     if math.isfinite(run.joules):
@@ -156,7 +159,7 @@ def step_lines(found: Estimate) -> list[str]:
     """Return the terms of a step, the rates that follow, and what devices send (local)."""
     timing = found.timing
     each, what = (found.tokens, "tokens") if found.tokens != found.global_batch else (found.global_batch, "samples")
-    lines = [f"{seconds(found.step_s)}, {figures(each / found.step_s)} {what}/s"]
+    lines = [f"{seconds(found.step_s)}{between(found.step_range_s)}, {figures(each / found.step_s)} {what}/s"]
     for name, taken in timing.terms.items():
         if taken:
             part = taken / found.step_s

@@ -16,7 +16,7 @@ _FIRST: Final = (
     ("does not fit into the memory",),
     ("extrapolated",),
     ("not built in this version", "in this version"),
-    ("was held against an estimate", "estimates were compared"),
+    ("was held against an estimate", "estimates were compared", "MFU is limited", "ZeRO-3: published"),
     ("an allocator that leaves cracks", "messages that hide"),
 )
 _LAST: Final = (("neither --steps nor --tokens",), ("not known", "left out"), ("assumption",), ("assumed in the file",))

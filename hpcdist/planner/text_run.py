@@ -32,6 +32,7 @@ _FASTER: Final = {  # term -> what makes it shorter
     "rows": "no sequence parallelism, or tensor groups inside a node",
     "update": "ZeRO, which cuts it over the data devices",
     "input": "faster storage, or reading ahead",
+    "unproven": "a measurement of the device: hpcdist plan calibrate",
 }
 
 

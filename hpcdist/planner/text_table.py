@@ -7,7 +7,7 @@ from hpcdist.planner.compare import against
 from hpcdist.planner.estimate import Estimate
 from hpcdist.planner.layout import Layout
 from hpcdist.planner.text_flags import by_row, own
-from hpcdist.planner.text_units import counted, decimal, figures, many, nbytes, seconds, share, wrapped
+from hpcdist.planner.text_units import between, counted, decimal, figures, many, nbytes, seconds, share, wrapped
 
 if TYPE_CHECKING:
     from hpcdist.planner.search import Result
@@ -21,8 +21,8 @@ def row(found: Estimate) -> list[str]:
     """Return the cells of an estimate, in the order of HEADS (local)."""
     layout, memory = found.layout, found.memory
     return [
-        seconds(found.step_s),
-        share(found.mfu),
+        seconds(found.step_s) + between(found.step_range_s),
+        share(found.mfu) + ("*" if found.is_capped else ""),
         share(found.hfu),
         nbytes(memory.bytes) + ("" if memory.fits else "!"),
         nbytes(memory.limit_bytes),
@@ -73,7 +73,7 @@ def searched(result: "Result", notes: Sequence[str] = (), again: str | None = No
     space = (
         f"{many(result.layouts)} layouts on {counted(result.devices, 'device')}, {result.estimated:,} of them planned"
     )
-    lines = [f"least {result.objective} among {space}"]
+    lines = [*capped([one.estimate for one in result.found]), f"least {result.objective} among {space}"]
     lines += [f"no layout fits: {said}" for said in result.nothing]
     if result.found:
         unit = result.found[0].unit
@@ -98,6 +98,18 @@ def searched(result: "Result", notes: Sequence[str] = (), again: str | None = No
     flags = by_row([(*one.flags, *own(one)) for one in plans], (*result.flags, *notes), [one.layout for one in plans])
     said = [line for one in flags for line in wrapped(f"note: {one}")]
     return "\n".join([*lines, *(["", *said] if said else [])])
+
+
+def capped(plans: Sequence[Estimate]) -> list[str]:
+    """Return in one line which rows have an MFU that nobody has measured; nothing where there is none (local)."""
+    rows = [str(place) for place, one in enumerate(plans, 1) if one.is_capped]
+    if not rows:
+        return []
+    most = max(one.modelled_mfu for one in plans)
+    limit = " and ".join(dict.fromkeys(share(one.mfu) for one in plans if one.is_capped))
+    whose = f"row{'s' if len(rows) > 1 else ''} {', '.join(rows)}"
+    line = f"* MFU of {whose} limited to {limit}, the best published on such devices: formulas give up to {share(most)}"
+    return [line]
 
 
 def compared(rows: Sequence[tuple[str, Estimate]]) -> list[str]:

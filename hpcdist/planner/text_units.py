@@ -46,6 +46,11 @@ def both(value: float) -> str:
     return nbytes(value)
 
 
+def between(ends: tuple[float, float] | None) -> str:
+    """Return a range of times behind one: " (1.3 s to 1.9 s)"; nothing for None."""
+    return "" if ends is None else f" ({seconds(ends[0])} to {seconds(ends[1])})"
+
+
 def seconds(value: float) -> str:
     """Return a time: 3.20 us, 45.0 ms, 12.3 s, 4.2 min, 2.1 h, 14.3 days, 1.20 years."""
     if not math.isfinite(value):

@@ -37,9 +37,9 @@ def run(capsys):
 def planned(run):
     """Return a function that plans, and returns what --json says."""
 
-    def of(*arguments):
+    def of(*arguments, expected=0):
         code, out, err = run(*arguments, "--json")
-        assert code == 0, err
+        assert code == expected, err
         return json.loads(out)
 
     return of
@@ -262,11 +262,11 @@ def test_words_tell_what_is_assumed(run, recipe):
 
 def test_flags_are_told_once_and_decisive_first(run, planned):
     arguments = ["--model", "gpt3-175b", "--batch", "65", "--data", "64", "--tensor-overlap", "0.5", *ON]
-    flags = planned(*arguments)["flags"]
+    flags = planned(*arguments, expected=1)["flags"]
     assert flags[0].startswith("it does not fit") and flags[-1].startswith("assumed in the file of a100-selene")
     assert "65 samples on 64 replicas: 1 computes 2 micro-batches while the others, with 1, wait" in flags
     assert "tensor_overlap = 0.5 has no effect with one tensor device" in flags
-    assert any("attention_share" in one for one in planned(*arguments)["assumptions"])
+    assert any("attention_share" in one for one in planned(*arguments, expected=1)["assumptions"])
     _, out, _ = run("search", *GPT, *ON, "--devices", "16", "--first", "3")
     told = [line for line in out.splitlines() if line.startswith("note: ")]
     assert len(told) == len(set(told)) and told[-1].startswith("note: assumed in the file")
@@ -276,8 +276,11 @@ def test_flags_are_told_once_and_decisive_first(run, planned):
 def test_what_does_not_fit_is_an_answer(run, planned):
     arguments = ["--model", "gpt3-175b", "--batch", "8", *ON]
     code, out, _ = run(*arguments)
-    assert code == 0 and "DOES NOT FIT" in out
-    assert planned(*arguments)["memory"]["fits"] is False
+    assert code == 1 and "DOES NOT FIT" in out
+    assert planned(*arguments, expected=1)["memory"]["fits"] is False
+    each = ["compare", *arguments, "--layout", "zero=1"]
+    assert run(*each, "--layout", "zero=2")[0] == 1
+    assert run(*each, "--layout", "tensor=8,pipeline=8,recompute=full")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -444,7 +447,7 @@ def test_the_best_layout_can_be_planned_again(arguments, text, run, planned, rec
 def test_a_search_says_which_devices_are_paid_for(planned):
     arguments = ["search", *GPT, *ON, "--first", "2", "--objective", "cost"]
     told = "energy and price are those of 2 nodes: of 16 devices there 4 are not used"
-    assert told in planned(*arguments, "--devices", "12")["flags"]
+    assert told in planned(*arguments, "--devices", "12", "--implementation", "hpcdist")["flags"]
     assert not any("not used" in flag for flag in planned(*arguments, "--devices", "16")["flags"])
 
 
@@ -492,7 +495,7 @@ def test_searches_that_are_refused(arguments, code, said, run):
 
 def test_nothing_fits(run):
     code, out, _ = run("search", "--model", "megatron-1t", "--batch", "8", *ON, "--devices", "8", "--first", "2")
-    assert code == 0 and "no layout fits" in out
+    assert code == 1 and "no layout fits" in out
 
 
 def test_a_comparison_is_a_line_a_plan(run, planned):
@@ -554,3 +557,52 @@ def test_names_are_completed():
     assert found == ["a100-selene"]
     assert [item.value for item in parameters["recipe"].shell_complete(context, "cl")] == ["clusters", "cl"]
     assert "gpt2-xl" in [item.value for item in parameters["model"].shell_complete(context, "gpt2")]
+
+
+SEVEN = ["--layers", "32", "--hidden", "4096", "--heads", "32", "--vocabulary", "32000", "--context", "2048"]
+SEVEN += ["--batch", "512", "--devices", "64", "--cluster", "h100-hgx"]
+OURS = ["--implementation", "hpcdist"]
+
+
+def test_an_mfu_that_nobody_has_measured_is_limited_and_said_first(run, planned):
+    arguments = [*SEVEN, *OURS, "--zero", "1", "--microbatch", "4"]
+    found = planned(*arguments)
+    assert found["is_capped"] and found["mfu"] == pytest.approx(0.4644) and found["modelled_mfu"] > 0.6
+    assert sum(found["timing"]["terms"].values()) == pytest.approx(found["step_s"])
+    assert run(*arguments)[1].startswith("LIMITED: MFU is limited to 46.4%, the best published training on such")
+    table = ["--layout", "zero=1", "--layout", "tensor=8,microbatch=1"]
+    assert run("compare", *SEVEN, *OURS, "--microbatch", "4", *table)[1].startswith("* MFU of row 1 limited to 46.4 %")
+    _, out, _ = run("search", *SEVEN, *OURS, "--first", "2", "--no-simulate")
+    assert out.startswith("* MFU of rows 1, 2 limited to 46.4 %") and "zero3" not in out.split("row 1 in full")[0]
+
+
+def test_a_gpu_that_nobody_has_measured_is_planned_with_published_kernels(planned, recipe, tmp_path):
+    arguments = [*SEVEN, "--zero", "1", "--recompute", "full"]
+    found = planned(*arguments)
+    assert found["layout"]["implementation"] == "megatron" and not found["is_capped"]
+    assert planned(*arguments, *OURS)["layout"]["implementation"] == "hpcdist"
+    text = cluster_file.dump(replace(cluster_file.read("h100-hgx"), calibrated="here, today"))
+    (tmp_path / "own.toml").write_text(text)
+    own = [*arguments[: arguments.index("h100-hgx")], tmp_path / "own.toml", *arguments[arguments.index("--zero") :]]
+    assert planned(*own)["layout"]["implementation"] == "hpcdist"
+    said = planned(recipe(RECIPE), "--cluster", "h100-hgx", "--devices", "4", "--precision", "bfloat16")
+    assert (said["layout"]["implementation"], said["layout"]["library"]) == ("megatron", "mpi")
+    assert any("this toolkit's unmeasured" in flag for flag in said["flags"])
+    assert planned(recipe(RECIPE), "--cluster", "workstation")["layout"]["implementation"] == "hpcdist"
+    own_kernels = planned("search", *SEVEN, "--first", "1", "--runnable", "--no-simulate")
+    assert own_kernels["found"][0]["layout"]["implementation"] == "hpcdist"
+    assert "--implementation hpcdist" in own_kernels["again"]
+
+
+def test_zero3_carries_its_known_error(run, planned):
+    arguments = [*SEVEN, "--microbatch", "1", "--zero", "3"]
+    found = planned(*arguments)
+    assert found["step_range_s"] == pytest.approx([1.26 * found["step_s"], 1.92 * found["step_s"]])
+    told = "3.95 s (4.98 s to 7.59 s)"
+    assert f"step       {told}, " in run(*arguments)[1]
+    assert told in run("compare", *SEVEN, "--microbatch", "1", "--layout", "zero=3", "--layout", "zero=1")[1]
+    (best,) = planned("search", *SEVEN, "--zero", "3", "--first", "1", "--no-simulate")["found"]
+    modelled_s = best["step_s"] - best["timing"]["terms"]["unproven"]
+    assert best["is_capped"] and best["step_range_s"] == pytest.approx([1.26 * modelled_s, 1.92 * modelled_s])
+    assert planned(*SEVEN, "--zero", "1")["step_range_s"] is None
+    assert planned(*SEVEN, "--zero", "3", "--data", "1", "--tensor", "8", "--pipeline", "8")["step_range_s"] is None

@@ -79,11 +79,15 @@ def test_what_nothing_has_proven_is_said() -> None:
     ours = plan(GPT3, replace(LAYOUT, implementation="hpcdist", recompute="none"), SELENE, 1536, 10)
     assert any("no training of this toolkit on A100-SXM4-80GB" in flag for flag in ours.flags)
     shares = {kind: replace(curve, shares=(0.95,) * len(curve.shares)) for kind, curve in SELENE.device.matmul.items()}
-    quick = replace(SELENE, device=replace(SELENE.device, matmul=shares))
+    quick = replace(SELENE, device=replace(SELENE.device, matmul=shares, best_mfu=0.0))
     fast = plan(GPT3, replace(LAYOUT, recompute="none", sequence_parallel=True), quick, 1536, 10)
     slow = plan(GPT3, LAYOUT, SELENE, 1536, 10)
     assert fast.mfu > 0.57 > slow.mfu
     assert any("more than the 57%" in flag for flag in fast.flags)
+    limited = plan(GPT3, fast.layout, replace(quick, device=replace(quick.device, best_mfu=0.57)), 1536, 10)
+    assert limited.mfu == pytest.approx(0.57, rel=1e-12) and limited.modelled_mfu == fast.mfu
+    assert any(flag.startswith("MFU is limited to 57.0%") for flag in limited.flags)
+    assert limited.energy.joules > fast.energy.joules and limited.run.wall_s > fast.run.wall_s
     assert not any("more than the 57%" in flag or "no training" in flag for flag in slow.flags)
     calibrated = plan(GPT3, replace(LAYOUT, implementation="hpcdist"), replace(SELENE, calibrated="here"), 1536, 10)
     assert not any("no training" in flag for flag in calibrated.flags)

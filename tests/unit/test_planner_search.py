@@ -29,13 +29,13 @@ BASE = Layout(implementation="megatron")
 
 
 @lru_cache
-def cluster(memory_bytes: float) -> Cluster:
-    """Two nodes of four A100, with so much memory."""
+def cluster(memory_bytes: float, best_mfu: float = 0.0) -> Cluster:
+    """Two nodes of four A100, with so much memory, and a limit of MFU or none."""
     known = cluster_file.read("a100-selene")
     node = replace(known.node, devices=4)
     levels = (replace(known.levels[0], devices=4), *known.levels[1:])
     site = replace(known.site, device_hour_price=2.0, kwh_price=0.2, currency="EUR")
-    device = replace(known.device, memory_bytes=memory_bytes, reserved_bytes=0.0)
+    device = replace(known.device, memory_bytes=memory_bytes, reserved_bytes=0.0, best_mfu=best_mfu)
     return replace(known, devices=DEVICES, node=node, levels=levels, device=device, site=site)
 
 
@@ -117,6 +117,27 @@ def test_search_equals_brute_force(implementation, memory_bytes, objective):
     refused = sum(one.count for one in result.refused if one.of == "layouts")
     assert result.layouts == result.estimated + refused + result.left_out
     assert result.left_out >= 0
+
+
+@pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
+@pytest.mark.parametrize("objective", search_space.OBJECTIVES)
+def test_a_limit_of_mfu_loses_nothing(implementation, objective):
+    """Most of the best layouts are at the limit, and equal: the formulas decide between them."""
+    mfus = sorted(estimate.mfu for estimate in possible(implementation, 40e9))
+    on = cluster(40e9, 0.9999 * mfus[-len(mfus) // 50])
+    best: dict[tuple[object, ...], tuple[float, float]] = {}
+    for estimate in possible(implementation, 40e9):
+        limited = plan(MODEL, estimate.layout, on, BATCH, STEPS)
+        assert limited.is_capped == (estimate.mfu > on.most_mfu)
+        found = search_value.both(limited, objective)
+        assert found[0] >= search_value.value(estimate, objective)
+        best[alike(estimate)] = min(found, best.get(alike(estimate), found))
+    wanted = Wanted(objective=objective, steps=STEPS, base=replace(BASE, implementation=implementation), headroom=0.0)
+    result = search(MODEL, on, DEVICES, BATCH, replace(wanted, chunks=(2, 4), simulate=False))
+    told = [search_value.both(one.estimate, objective) for one in result.found]
+    assert told == [pytest.approx(pair, rel=1e-12) for pair in sorted(best.values())[:10]]
+    assert result.found[0].estimate.is_capped or objective != "time"
+    assert result.estimated < len(best), "it looked at everything"
 
 
 @pytest.mark.parametrize("implementation", ["megatron", "hpcdist"])
