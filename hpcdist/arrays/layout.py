@@ -27,6 +27,9 @@ class TensorSpec:
     Of a tensor that is cut, a rank has the box ``box`` (per dim, half-open) of the shape ``whole``; both are empty
     where it has all. ``room`` are the elements that its layout keeps free for it, the most that any of the ranks has:
     so the layouts of all of them agree.
+
+    ``stacked`` tensors of one shape lie one behind the other along the first dim, as query, key and value do: their
+    biases (3, h) are vectors, and no matrix.
     """
 
     layer: int
@@ -37,6 +40,12 @@ class TensorSpec:
     whole: tuple[int, ...] = ()
     box: tuple[tuple[int, int], ...] = ()
     room: int = 0
+    stacked: int = 1
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has rows and columns, or dims that can be read so, and is no stack of vectors."""
+        return len(self.shape) - (self.stacked > 1) > 1
 
     @property
     def key(self) -> str:

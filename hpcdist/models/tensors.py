@@ -16,10 +16,14 @@ def norm_specs(layer: int, name: str, width: int, kind: str) -> tuple[TensorSpec
 
 
 def column_specs(layer: int, name: str, inputs: int, *outputs: int, bias: bool = True) -> tuple[TensorSpec, ...]:
-    """Return weight and bias that tensor parallelism cuts by outputs, along the last dim of those."""
+    """Return weight and bias that tensor parallelism cuts by outputs, along the last dim of those.
+
+    ``outputs`` are those of one linear, or before them how many are stacked.
+    """
     last = len(outputs) - 1
-    weight = TensorSpec(layer, f"{name}.weight", (*outputs, inputs), cut=last)
-    return (weight, TensorSpec(layer, f"{name}.bias", outputs, False, cut=last)) if bias else (weight,)
+    stacked = outputs[0] if last else 1
+    weight = TensorSpec(layer, f"{name}.weight", (*outputs, inputs), cut=last, stacked=stacked)
+    return (weight, TensorSpec(layer, f"{name}.bias", outputs, False, cut=last, stacked=stacked)) if bias else (weight,)
 
 
 def row_specs(layer: int, name: str, inputs: int, outputs: int, *, bias: bool = True) -> tuple[TensorSpec, ...]:

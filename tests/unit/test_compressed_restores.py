@@ -8,6 +8,7 @@ import pytest
 from rank_runs import losses, trainer_of
 from resume_runs import HALF, SMALL, bits, steps
 
+from hpcdist.arrays.layout import TensorSpec
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.strategies.compressed.decision import Decision
@@ -83,6 +84,26 @@ def test_another_compressor_takes_over_what_is_owed(
         np.testing.assert_array_equal(first, one[2], "nothing is left out")
         if now is not FACTORS and "compression.rank" in now:
             assert not factors and not then.any(), "where nothing is encoded, all is paid with the next gradient"
+
+
+def test_biases_that_had_factors_are_paid_what_they_are_owed(
+    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of a version that took stacked biases for matrices."""
+
+    def resumed(comm: Communicator, path: Path) -> tuple[np.ndarray, np.ndarray]:
+        trainer = trainer_of(comm, keys | FACTORS, path)
+        assert not [key for key, _ in bits(trainer) if "powersgd" in key and "bias" in key]
+        bias = trainer.model.layout.by_key["1.qkv.bias"].range
+        first = owed(trainer)[bias.slice].copy()
+        steps(trainer, HALF, HALF + 1)
+        return first, owed(trainer)[bias.slice]
+
+    with monkeypatch.context() as before:
+        before.setattr(TensorSpec, "is_matrix", property(lambda spec: len(spec.shape) > 1))
+        found = run_threads(2, lambda comm: begun(comm, keys | FACTORS, tmp_path))
+    for first, then in run_threads(2, lambda comm: resumed(comm, found[0][0])):
+        assert first.any() and not then.any()
 
 
 def test_one_rank_alone_pays_what_two_ranks_owed(keys: dict[str, Any], tmp_path: Path) -> None:

@@ -333,3 +333,28 @@ def test_draws_of_no_two_pieces_have_the_same_name(
 
     run_threads(3, run)
     assert len(found) == len(set(found)) > 100
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_powersgd_sends_stacked_biases_as_they_are(rng: np.random.Generator, rank: int) -> None:
+    """Three biases of (3, h) would be a matrix by their shape, and lose two thirds of what they have at rank 1."""
+    config = ModelConfig(kind="gpt", layers=1, hidden=16, heads=2, vocabulary=32, kv_heads=1)
+    for made in (config, replace(config, kv_heads=0)):
+        layout = models.build(made, context=8).layout
+        given = rng.standard_normal((2, layout.size)).astype(np.float32)
+        biases = [segment for segment in layout.segments if segment.spec.name in ("qkv.bias", "kv.bias")]
+        assert biases and all(len(segment.spec.shape) == 2 for segment in biases)
+
+        def run(comm: Communicator, layout: Layout = layout, given: np.ndarray = given) -> tuple[np.ndarray, set[str]]:
+            parts = list(layout.units.values())
+            way, found = LowRank(comm, layout, parts, rank, 3, "ring"), given[comm.rank].copy()
+            for part in parts:
+                way.allreduce(found[part.slice], part)
+            return found, set(way.matrices)
+
+        for found, matrices in run_threads(2, run):
+            assert {key for key in matrices if key.endswith((".bias", ".scale"))} == set()
+            assert any("weight" in key for key in matrices)
+            for segment in biases:
+                exact = given[:, segment.range.slice].sum(axis=0)
+                np.testing.assert_allclose(found[segment.range.slice], exact, rtol=1e-6, atol=1e-6)

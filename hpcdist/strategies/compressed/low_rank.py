@@ -49,7 +49,8 @@ class LowRank:
             for segment, where in layout.within(part):
                 assert where == segment.range, f"{segment.key} is cut"
                 shape, place = segment.spec.shape, segment.range.start // _LINE
-                if clamped := powersgd.rank_of(shape, rank):
+                clamped = powersgd.rank_of(shape, rank) if segment.spec.is_matrix else 0
+                if clamped:
                     self.matrices[segment.key] = powersgd.LowRank(shape, clamped, seed=seed, tensor=place, on=on)
         self.owes = False  # whether there may be residuals of tensors that travel as they are
         self._owing: dict[str, Array] = {}  # residuals of this step, by tensor
@@ -69,7 +70,8 @@ class LowRank:
         """Return each tensor of ``part``, and where it has its values in the messages of both rounds (local)."""
         found, ends = [], [0, 0]
         for segment, _ in self.layout.within(part):
-            sizes = powersgd.round_elements(segment.spec.shape, self.rank)
+            is_thin = segment.key in self.matrices
+            sizes = powersgd.round_elements(segment.spec.shape, self.rank) if is_thin else (segment.spec.size, 0)
             first, second = (Range(end, end + size) for end, size in zip(ends, sizes, strict=True))
             ends = [first.stop, second.stop]
             found.append((segment, first, second))
