@@ -15,7 +15,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -39,17 +39,8 @@ def make(config: ModelConfig, dtype: str, inputs: Mapping[str, int]) -> Model:
             "model.kind = 'given' is the model of a script, which made this run and has it; run that, or name the "
             "function that makes the model: model.kind = 'import', model.factory = 'file.py:function'"
         )
-    function = _function(config.factory)
-    try:
-        with contextlib.suppress(ValueError):  # compiled ones need not tell what they take
-            inspect.signature(function).bind(**inputs)
-    except TypeError as error:
-        given = ", ".join(f"{name}={value}" for name, value in inputs.items())
-        raise ConfigurationError(
-            f"model.factory = {config.factory!r} cannot be called with what this data decides, {given}: {error}; give "
-            "the function these parameters, or **inputs"
-        ) from None
-    made = function(**inputs)
+    with _siblings(config.factory):
+        made = _call(config, inputs)
     if not isinstance(made, Model):
         raise ConfigurationError(
             f"model.factory = {config.factory!r} returned a {type(made).__name__}; return what "
@@ -124,6 +115,41 @@ def _key(folder: Path) -> bytes:
         if state.st_uid != os.geteuid() or state.st_mode & 0o077:
             return b""  # somebody else may have made it, or read it
         return file.read(_KEY_BYTES + 1)
+
+
+@contextlib.contextmanager
+def _siblings(named: str) -> Iterator[None]:
+    """Let a file that is named import the modules beside it, as the script of a Python process does.
+
+    Meanwhile its folder comes first on `sys.path`. Afterwards it comes last, for imports within a forward: there no
+    module of the user takes the place of one that hpcdist loads late.
+    """
+    file = Path(named.rpartition(":")[0])
+    if file.suffix != ".py" or not file.is_file():
+        yield
+        return
+    folder = str(file.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
+def _call(config: ModelConfig, inputs: Mapping[str, int]) -> Any:
+    function = _function(config.factory)
+    try:
+        with contextlib.suppress(ValueError):  # compiled ones need not tell what they take
+            inspect.signature(function).bind(**inputs)
+    except TypeError as error:
+        given = ", ".join(f"{name}={value}" for name, value in inputs.items())
+        raise ConfigurationError(
+            f"model.factory = {config.factory!r} cannot be called with what this data decides, {given}: {error}; give "
+            "the function these parameters, or **inputs"
+        ) from None
+    return function(**inputs)
 
 
 def _function(named: str) -> Callable[..., Any]:

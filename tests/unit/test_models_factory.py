@@ -1,5 +1,7 @@
 """Models that a recipe imports: made by the user's function, and clear words where there is none."""
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,29 @@ def test_the_function_gets_what_the_data_decides(file, monkeypatch):
 def test_what_is_no_factory_is_refused(factory, told, file):
     with pytest.raises(ConfigurationError, match=told):
         build(factory.format(file=file), features=2)
+
+
+def test_a_file_imports_what_lies_beside_it(tmp_path, monkeypatch):
+    """At its top, in its function, and later, as in a forward; its folder is the first place only meanwhile."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("beside_top", "beside_inside", "beside_later"):
+        (tmp_path / f"{name}.py").write_text(f"HIDDEN = {len(name)}\n")
+    (tmp_path / "my_model.py").write_text(
+        "import beside_top\n"
+        "def build(features):\n"
+        "    import beside_inside\n"
+        "    from hpcdist import models\n"
+        "    from hpcdist.models.config import ModelConfig\n"
+        "    hidden = beside_top.HIDDEN + beside_inside.HIDDEN\n"
+        "    return models.build(ModelConfig(kind='mlp', hidden=hidden, layers=1), features=features, classes=3)\n"
+    )
+    before = sys.path[0]
+    made = build(f"{tmp_path}/my_model.py:build", features=2)
+    assert made.layout.segments[0].spec.shape == (len("beside_top") + len("beside_inside"), 2)
+    assert (sys.path[0], sys.path[-1]) == (before, str(tmp_path))
+    assert len("beside_later") == importlib.import_module("beside_later").HIDDEN
+    for name in ("beside_top", "beside_inside", "beside_later"):
+        del sys.modules[name]
 
 
 def test_what_the_function_raises_is_its_own(file):
