@@ -1,7 +1,7 @@
 """A foreign file becomes a checkpoint: its bytes pass through in blocks, and none of it is believed (local)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,19 @@ class Adopted:
     resumable: bool  # whether it has what a training needs to go on: it is one of our exports, with all that there was
 
 
-def adopt(source: Path, run_dir: Path, step: int | None = None, inputs: Mapping[str, int] | None = None) -> Adopted:
+def adopt(
+    source: Path,
+    run_dir: Path,
+    step: int | None = None,
+    inputs: Mapping[str, int] | None = None,
+    keys: Mapping[str, str] | None = None,
+) -> Adopted:
     """Save what the file ``source`` holds as the only checkpoint of ``run_dir``.
 
-    ``step`` is that which an export of ours knows, else 0; ``inputs`` are what the data decides of the model, for the
-    file of others. Raises StorageError where the file cannot be read or the checkpoint not be written, UsageError when
-    there are checkpoints already.
+    ``step`` is that which an export of ours knows, else 0. Where a recipe is known, ``inputs`` are what the data decides
+    of its model, and ``keys`` the names that the tensors get, by those in the file; other tensors are left out. Raises
+    StorageError where the file cannot be read or the checkpoint not be written, UsageError when there are checkpoints
+    already.
     """
     directory = run_dir / "checkpoints"
     if names.candidates(directory):
@@ -43,7 +50,10 @@ def adopt(source: Path, run_dir: Path, step: int | None = None, inputs: Mapping[
         number = (file.metadata["step"] if ours else 0) if step is None else step
         scalars = file.metadata["scalars"] if ours else _of_nobody(number, inputs or {})
         scalars = {**scalars, "imported": file.path.name}
-        path = save(directory, number, file.pieces(), scalars, solo(), keep=1)
+        pieces = file.pieces()
+        if keys is not None:
+            pieces = [replace(piece, tensor=keys[piece.tensor]) for piece in pieces if piece.tensor in keys]
+        path = save(directory, number, pieces, scalars, solo(), keep=1)
         return Adopted(
             path,
             file.format,

@@ -1,6 +1,7 @@
 """PyTorch state dicts (``torch.save``): written from a checkpoint, and read with ``weights_only``: no code is run.
 
-A file of parameters alone is a dict of tensors by name, ready for ``load_state_dict``. With the optimizer's state it is
+A file of parameters alone is a dict of tensors by name, ready for ``load_state_dict``: those of a user's own modules
+have the names of the modules, without the layer in front. With the optimizer's state it is
 a dict of such dicts by kind (``parameters``, ``optimizer.m``, ...) and ``hpcdist``, what `exporting.told` says.
 torch is imported late, and only here.
 """
@@ -19,6 +20,7 @@ from hpcdist.checkpoint.catalogue import PARAMETERS, Tensor
 from hpcdist.checkpoint.exporting import fill, new_files, told, write_file
 from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.errors import MissingCapabilityError
+from hpcdist.models.config import FOREIGN
 from hpcdist.reporting import atomic
 
 SUFFIXES: Final = (".pt", ".pth", ".bin")
@@ -54,9 +56,11 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[Tensor], out: Pa
         try:
             write_file(raw, lambda fd: fill(checkpoint, fd, places))
             state: dict[str, Any] = {}
+            names = {} if nested else module_names(loaded, tensors)
             for tensor, start in places:
                 group = state.setdefault(tensor.kind, {}) if nested else state
-                group[tensor.name] = _mapped(module, raw, tensor, start)
+                values = _mapped(module, raw, tensor, start)
+                group.update(dict.fromkeys(names.get(tensor.name, (tensor.name,)), values))
             if nested:
                 state[OURS] = told(loaded)
             module.save(state, written[out])
@@ -70,6 +74,23 @@ def write(checkpoint: Path, loaded: Manifest, tensors: Sequence[Tensor], out: Pa
         finally:
             raw.unlink(missing_ok=True)
     return [out]
+
+
+def module_names(loaded: Manifest, tensors: Sequence[Tensor]) -> dict[str, tuple[str, ...]]:
+    """Return the names of ``tensors`` in the modules that were wrapped, a tied tensor having several (local).
+
+    Empty for a model of the library, and where names without their layer are not those of one tensor each.
+    """
+    recipe, tied = loaded.about.get("recipe"), loaded.about.get("tied")
+    if not isinstance(recipe, dict) or recipe.get("model.kind") not in FOREIGN:
+        return {}
+    names: dict[str, tuple[str, ...]] = {tensor.name: (tensor.name.partition(".")[2],) for tensor in tensors}
+    if len(set(names.values())) < len(names) or ("",) in names.values():
+        return {}
+    for name, key in tied.items() if isinstance(tied, dict) else ():
+        if key in names:
+            names[key] += (name,)
+    return names
 
 
 def _mapped(module: ModuleType, raw: Path, tensor: Tensor, start: int) -> Any:

@@ -31,7 +31,8 @@ def export(path: Path, out: Path, optimizer: bool, shard_bytes: int, as_json: bo
     """Write the parameters of the checkpoint PATH, or of a run's newest, to OUT.
 
     OUT ends with .safetensors, or with .pt, .pth or .bin for a state dict of PyTorch; a directory gets a
-    model.safetensors. Tensors are whole and called by layer and name, as 3.qkv.weight. Bytes are verified as they are
+    model.safetensors. Tensors are whole and called by layer and name, as 3.qkv.weight; in a state dict of a model of
+    your own they have the names of its modules, so that `load_state_dict` takes them. Bytes are verified as they are
     read, and pass through in blocks, so that a model may be larger than memory; for PyTorch they pass through a file
     beside OUT, which needs the space twice.
     """
@@ -89,14 +90,14 @@ def import_(
 
     if overrides and recipe is None:
         raise UsageError("--set changes a key of --recipe; give that too")
-    decided: dict[str, int] = {}
+    inputs, keys = None, None
     if recipe is not None:
         from hpcdist.training import adoption
 
         with Foreign(source) as file:
-            inputs = file.metadata.get("scalars", {}).get("model_inputs", {})
-            decided = adoption.prepare(run_dir, recipe, overrides, file.tensors, inputs)
-    found = adopt(source, run_dir, step, decided)
+            known = file.metadata.get("scalars", {}).get("model_inputs", {})
+            inputs, keys = adoption.prepare(run_dir, recipe, overrides, file.tensors, known)
+    found = adopt(source, run_dir, step, inputs, keys)
     if as_json:
         click.echo(json.dumps(_figures(found)))
     else:

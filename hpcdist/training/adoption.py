@@ -9,6 +9,7 @@ from hpcdist.checkpoint.catalogue import PARAMETERS, Tensor
 from hpcdist.comm.solo import solo
 from hpcdist.errors import ConfigurationError, StorageError
 from hpcdist.models.config import TRANSFORMERS
+from hpcdist.models.model import Model
 from hpcdist.reporting import atomic
 from hpcdist.training import data
 from hpcdist.training import recipe as recipes
@@ -19,8 +20,10 @@ from hpcdist.training.recipe import Recipe
 
 def prepare(
     run_dir: Path, path: Path, overrides: Iterable[str], tensors: Sequence[Tensor], inputs: Mapping[str, Any]
-) -> dict[str, int]:
-    """Make ``run_dir`` with the recipe ``path`` under ``overrides``; return what the data decides of its model (local).
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Make ``run_dir`` with the recipe ``path`` under ``overrides`` (local).
+
+    Returns what the data decides of its model, and the names of ``tensors`` in it by those in the file.
 
     ``inputs`` are what an export knows of that; without them the data of the recipe is asked. Raises ConfigurationError
     when ``tensors`` are not those of the model, or when the directory has a recipe already, and DataError where the
@@ -28,7 +31,7 @@ def prepare(
     """
     recipe = recipes.load(path, overrides).recipe
     decided = _decided(recipe, inputs)
-    check(recipe, tensors, decided)
+    keys = check(recipe, tensors, decided)
     stored = run_dir / RECIPE_FILE
     if stored.exists():
         raise ConfigurationError(f"{stored} is there already; choose another directory")
@@ -37,7 +40,7 @@ def prepare(
         atomic.write(stored, recipes.dump(recipe))
     except OSError as error:
         raise StorageError(f"{stored} cannot be written: {error.strerror}") from error
-    return decided
+    return decided, keys
 
 
 def _decided(recipe: Recipe, inputs: Mapping[str, Any]) -> dict[str, int]:
@@ -50,13 +53,15 @@ def _decided(recipe: Recipe, inputs: Mapping[str, Any]) -> dict[str, int]:
     return data.open_source(recipe.data, recipe.model, solo()).model_inputs()
 
 
-def check(recipe: Recipe, tensors: Sequence[Tensor], inputs: Mapping[str, int]) -> None:
-    """Raise ConfigurationError, naming one, when ``tensors`` are not the parameters of the model of ``recipe``.
+def check(recipe: Recipe, tensors: Sequence[Tensor], inputs: Mapping[str, int]) -> dict[str, str]:
+    """Return the name that a run of ``recipe`` has for each of ``tensors``, by the name in the file (local).
 
-    ``inputs`` are what the data decides of it.
+    Those of a user's modules, as a state dict has them, are known too. ``inputs`` are what the data decides of the
+    model. Raises ConfigurationError, naming one, when ``tensors`` are not its parameters.
     """
     model = models.build(recipe.model, recipe.precision.computes, **inputs)
-    found = {one.name: one for one in tensors if one.kind == PARAMETERS}
+    names = _names(model, [tensor.name for tensor in tensors])
+    found = {names[one.name]: one for one in tensors if one.kind == PARAMETERS and one.name in names}
     for segment in model.layout.segments:
         one, shape = found.pop(segment.key, None), segment.spec.shape
         if one is None:
@@ -72,3 +77,13 @@ def check(recipe: Recipe, tensors: Sequence[Tensor], inputs: Mapping[str, int]) 
         raise ConfigurationError(
             f"{next(iter(found))} is no tensor of the recipe's model; change [model], or rename it"
         )
+    return names
+
+
+def _names(model: Model, names: Sequence[str]) -> dict[str, str]:
+    """Return the key of each tensor by its name in a file: the same, or that of the module's tensor of this name."""
+    keys = {segment.spec.name: segment.key for segment in model.layout.segments}
+    if len(keys) < len(model.layout.segments) or not set(keys) <= set(names) or set(keys.values()) <= set(names):
+        return {name: name for name in names}
+    tied = {name for stage in model.stages for name in stage.tied}  # values of another one, under a second name
+    return {name: keys.get(name, name) for name in names if name not in tied}

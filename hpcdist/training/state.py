@@ -56,11 +56,13 @@ def plan(trainer: "Trainer", directory: Path, steps: int, kept: Mapping[str, Any
 
 
 def about(trainer: "Trainer") -> dict[str, Any]:
-    """Return topology, recipe and versions, for people and tools: a restore asks for none of it (local)."""
+    """Return topology, recipe, versions and tied names, for people and tools: a restore asks for none of it (local)."""
     if trainer.comm.rank:
         return {}  # those of rank 0 count
     axes = ("data", "pipeline", "tensor", "context")
+    tied = {name: key for stage in trainer.model.stages for name, key in stage.tied.items()}
     return {
+        "tied": tied,
         "topology": {name: getattr(trainer.grid, name) for name in axes} | {"world": trainer.comm.size},
         "recipe": recipes.flat(trainer.recipe),
         "versions": _versions(),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hpcdist.checkpoint import manifest
+from hpcdist.cli import checkpoint_exchange
 from hpcdist.comm.solo import solo
 from hpcdist.comm.start import start_alone
 from hpcdist.errors import UsageError
@@ -39,6 +40,22 @@ def pictures(height, width, channels, classes):
     return wrap(model, nn.CrossEntropyLoss())
 """
 
+TIED = """
+import torch
+from torch import nn
+from hpcdist.adapters.torch import wrap
+
+def modules():
+    model = nn.Sequential(nn.Embedding(256, 16), nn.Linear(16, 16), nn.Linear(16, 256, bias=False))
+    model[2].weight = model[0].weight
+    return model
+
+def build(context):
+    torch.manual_seed(6)
+    loss = lambda y, t: nn.functional.cross_entropy(y.flatten(0, 1), t.flatten())
+    return wrap(modules(), loss, tokens_per_sample=context, example=torch.zeros(1, context, dtype=torch.long))
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -47,7 +64,8 @@ def folder(tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyP
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
     for name, shape in (("table", (90, 6)), ("pictures", (90, 4, 3))):
         with h5py.File(tmp_path / f"{name}.h5", "w") as file:
-            file["x"], file["y"] = rng.standard_normal(shape).astype(np.float32), rng.integers(0, 3, 90)
+            x = rng.standard_normal(shape).astype(np.float32)
+            file["x"], file["y"] = x, x.reshape(90, -1)[:, :3].argmax(axis=1)
     return tmp_path
 
 
@@ -87,6 +105,7 @@ def test_it_trains_and_is_found_again(kind, file, shape, shown, folder):
         "run.global_batch": 8,
         "run.steps": 12,
         "optimizer.warmup_steps": 1,
+        "optimizer.learning_rate": 0.02,
     }
     recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], environment={}).recipe
     trainer = assemble(start_alone(), recipe)
@@ -107,3 +126,40 @@ def test_it_trains_and_is_found_again(kind, file, shape, shown, folder):
     chosen = logits[np.arange(len(logits)), targets.reshape(-1).astype(np.int64)]
     summed = float((np.log(np.exp(logits).sum(axis=1)) - chosen).sum())
     assert expected == pytest.approx(summed, rel=1e-5)
+
+
+def test_a_state_dict_of_a_users_modules_has_their_names(folder):
+    """An export loads into the modules that were wrapped, tied tensors too, and is imported by their names again."""
+    import torch
+
+    (folder / "tied.py").write_text(TIED)
+    keys = {
+        "model.kind": "import",
+        "model.factory": f"{folder}/tied.py:build",
+        "data.path": folder / "text.txt",
+        "data.context": 12,
+        "run.global_batch": 8,
+        "run.steps": 1,
+    }
+    recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], environment={}).recipe
+    trainer = assemble(start_alone(), recipe)
+    trainer.save(folder / "run" / "checkpoints", 0)
+    (folder / "run" / "recipe.toml").write_text(recipes.dump(recipe))
+
+    def run(command, *arguments):
+        command.main(list(map(str, arguments)), standalone_mode=False)
+
+    run(checkpoint_exchange.export, folder / "run", folder / "model.pt")
+    from tied import modules  # beside the factory, which put its folder on the path
+
+    torch.manual_seed(99)
+    own = modules()
+    own.load_state_dict(torch.load(folder / "model.pt"))
+    store = {piece.tensor: piece.array for piece in trainer.exchange.pieces() if piece.kind == "parameters"}
+    np.testing.assert_array_equal(own[1].weight.detach().numpy().reshape(-1), store["1.1.weight"])
+    assert own[2].weight is own[0].weight
+    run(checkpoint_exchange.import_, folder / "model.pt", folder / "again", "--recipe", folder / "run/recipe.toml")
+    again = load(solo(), folder / "again", recipe)
+    tokens = np.arange(24, dtype=np.uint8).reshape(2, 12)
+    expected = load(solo(), folder / "run", recipe).logits(tokens)
+    np.testing.assert_array_equal(again.logits(tokens), expected)
