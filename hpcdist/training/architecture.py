@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from hpcdist.models.config import FOREIGN
 from hpcdist.strategies.decentralised.replicas import Replicas
 from hpcdist.strategies.owner import OwnerExchange
 from hpcdist.strategies.parameter_server.roles import Roles
@@ -10,6 +11,7 @@ from hpcdist.strategies.tensor.model import CutModel
 from hpcdist.strategies.zero_config import STAGES, ZeroConfig
 from hpcdist.training.trainer import Trainer
 
+MOST_OF_A_RANK: Final = 0.75  # of its parameters in one stage: sharding these saves little of their memory
 OVERLAPPED: Final = {"thread": "overlapped by a thread", "poll": "overlapped by polling"}
 
 
@@ -87,3 +89,25 @@ def _where_states_lie(zero: ZeroConfig, trainer: Trainer) -> list[str]:
         if place != "none":
             parts.append(f"{what} {'in files' if place == 'file' else 'on the host'}")
     return parts
+
+
+def gathered_whole(trainer: Trainer) -> str:
+    """Return a warning where ZeRO-3 gathers most of this rank's parameters at once; "" where it does not (local).
+
+    A model of the library is cut already: the warning is for that of a user, who can cut it.
+    """
+    model, ranges = trainer.model, trainer.seat.ranges
+    if trainer.recipe.model.kind not in FOREIGN or not trainer.exchange.gathers:
+        return ""
+    largest = max(ranges, key=lambda unit: ranges[unit].size)
+    share = ranges[largest].size / sum(part.size for part in ranges.values())
+    if share < MOST_OF_A_RANK:
+        return ""
+    stage = model.stages[largest]
+    called = getattr(stage, "name", "")
+    return (
+        f"ZeRO-3 gathers stage by stage, and stage {stage.layer}{called and f', {called},'} has {share:.0%} of the "
+        "parameters of this rank: within a step they are whole on every rank, and their gradients too; only the state "
+        "of the optimizer stays cut. Wrap a list of smaller stages, such as [embedding, *blocks, head], of which each "
+        "takes one tensor and returns one"
+    )

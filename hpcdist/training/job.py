@@ -165,6 +165,9 @@ def _introduce(
         warning = spread_groups(grid, nodes)
         if warning:
             progress.say(f"warning: {warning}")
+    gathered = architecture.gathered_whole(trainer)
+    if gathered:
+        progress.say(f"warning: {gathered}")
     if trainer.recipe.chaos.on:
         progress.say(f"chaos: {trainer.recipe.chaos.described()}")
     scaled = scaling.described(trainer.recipe.optimizer, trainer.recipe.run.batches)

@@ -5,11 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpcdist import models
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import Session
 from hpcdist.comm.threads import run_threads
-from hpcdist.training import architecture
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.model import Model
+from hpcdist.training import architecture, settings
 from hpcdist.training import recipe as recipes
 from hpcdist.training.trainer import assemble
 
@@ -141,3 +144,20 @@ def test_one_line_says_it_all(
         return architecture.described(assemble(Session(comm, locate(comm, None), "test", lambda code: None), recipe))
 
     assert run_threads(ranks, body) == [expected] * ranks
+
+
+@pytest.mark.parametrize(("kind", "layers", "warned"), [("given", 1, True), ("given", 4, False), ("import", 1, True)])
+def test_zero3_warns_where_one_stage_is_all_of_it(kind: str, layers: int, warned: bool) -> None:
+    """A module of a user's own that is no list of stages is gathered as one: nothing of its parameters is saved."""
+
+    def body(comm: Communicator) -> str:
+        stages = models.build(ModelConfig(kind="mlp", layers=layers, hidden=9), features=5, classes=3).stages
+        given = Model(stages[:1] if layers == 1 else stages, "float32", tokens_per_sample=1)
+        keys = {"model": {"kind": kind, "factory": "a:b" if kind == "import" else ""}, "parallel.strategy": "zero3"}
+        recipe = recipes.load(settings.table(keys, "here", recipes.defaults(), Path()), environment={}).recipe
+        session = Session(comm, locate(comm, None), "test", lambda code: None)
+        return architecture.gathered_whole(assemble(session, recipe, given=given))
+
+    told = run_threads(2, body)
+    assert told[0] == told[1] and bool(told[0]) == warned
+    assert not warned or "stage 0 has 100% of the parameters of this rank" in told[0]
