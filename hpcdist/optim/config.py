@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Final, Literal, get_args
 
 from hpcdist.errors import ConfigurationError
@@ -20,13 +22,60 @@ OF: Final[dict[str, tuple[Name, ...]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Group:
+    """Tensors with options of their own: those whose names ``LAYER.NAME`` match one of ``patterns``.
+
+    ``weight_decay`` takes the place of that of the section, for biases and norm scales too; None: as without a group.
+    ``rate_factor`` multiplies the learning rate.
+    """
+
+    patterns: tuple[str, ...]
+    weight_decay: float | None = None
+    rate_factor: float = 1.0
+
+    @classmethod
+    def of(cls, text: str) -> "Group":
+        """Return the group that ``text`` describes: patterns, a colon, and options ``name=value``."""
+        names, _, options = text.rpartition(":")
+        values: dict[str, float] = {}
+        try:
+            for option in options.split():
+                name, _, value = option.partition("=")
+                if name not in ("weight_decay", "rate_factor") or name in values:
+                    raise ValueError(name)
+                values[name] = float(value)
+        except ValueError:
+            values = {}
+        if not names.split() or not values or not all(math.isfinite(value) and value >= 0 for value in values.values()):
+            raise ConfigurationError(
+                f"optimizer.groups has {text!r}; write patterns of names LAYER.NAME, a colon, and weight_decay=NUMBER, "
+                "rate_factor=NUMBER or both, of at least 0, such as '*.bias *.norm.weight: weight_decay=0.0'"
+            )
+        return cls(patterns=tuple(names.split()), **values)
+
+    def has(self, name: str) -> bool:
+        """Whether the tensor ``name`` belongs to it."""
+        return name in self._names or any(fnmatchcase(name, pattern) for pattern in self._wildcards)
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.patterns)
+
+    @cached_property
+    def _wildcards(self) -> tuple[str, ...]:
+        return tuple(pattern for pattern in self.patterns if set(pattern) & set("*?["))
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Which optimizer, its constants, and the schedule of its learning rate.
 
     ``momentum`` belongs to sgd and lars, ``nesterov`` to sgd, ``momentum_correction`` and ``trust_coefficient`` to
     lars; ``beta1``, ``beta2`` and ``bias_correction`` to adamw and lamb; ``trust_ratio_min`` and ``trust_ratio_max``
     (0: no bound) to lamb; ``epsilon`` to all but sgd. ``weight_decay`` touches matrices only, never biases and norm
-    scales. The gradient is first divided by its norm, with ``normalize_gradient``; ``clip_norm`` bounds the norm that
+    scales. ``groups`` give tensors options of their own: each is a text of patterns of names ``LAYER.NAME``, a colon,
+    and ``weight_decay=``, which then touches all that match, ``rate_factor=``, or both; the first that matches a tensor
+    counts. The gradient is first divided by its norm, with ``normalize_gradient``; ``clip_norm`` bounds the norm that
     it has then (0 is off).
 
     The rate rises linearly over ``warmup_steps`` updates, or over the updates that take ``warmup_samples`` samples, to
@@ -59,6 +108,7 @@ class OptimizerConfig:
     decay: Decay = "cosine"
     final_fraction: float = 0.1
     power: float = 1.0
+    groups: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _one_of("name", self.name, get_args(Name))
@@ -88,7 +138,13 @@ class OptimizerConfig:
                 f"optimizer.trust_ratio_max = {self.trust_ratio_max} is not above optimizer.trust_ratio_min = "
                 f"{self.trust_ratio_min}; lower the second, or set the first to 0 for no upper bound"
             )
+        _ = self.parsed_groups  # or it raises
         self._check_batch()
+
+    @property
+    def parsed_groups(self) -> tuple[Group, ...]:
+        """The groups, in their order."""
+        return tuple(map(Group.of, self.groups))
 
     def _check_batch(self) -> None:
         if (self.scaling == "none") != (self.base_batch == 0):

@@ -49,8 +49,9 @@ class ElementWise(SegmentWise):
     ) -> None:
         """Step ``master`` on ``piece`` along the scaled gradient, and round it into ``working`` when given."""
         assert master.dtype == self.dtype, f"the master weights are {master.dtype}, the optimizer's {self.dtype}"
-        rate = self.learning_rate
+        common_rate = self.learning_rate
         for _, spec, where in self._tensors(piece):
+            rate = common_rate * self._rate_factor(spec)
             if self._before:
                 kernels.descend(master.range(where), direction.range(where), rate)
                 if working is not None:

@@ -31,7 +31,7 @@ class Lamb(LayerWise):
     def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
         adamw.direction(self, where, weights, gradient, scale, decay)
 
-    def _ratio(self, weight_norm: float, step_norm: float) -> float:
+    def _ratio(self, weight_norm: float, step_norm: float, decay: float) -> float:
         if not (weight_norm > 0.0 and step_norm > 0.0):
             return 1.0
         config, ratio = self.config, weight_norm / step_norm

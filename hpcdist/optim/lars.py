@@ -52,11 +52,11 @@ class Lars(LayerWise):
     def _direction(self, where: Range, weights: Array, gradient: Array, scale: float, decay: float) -> None:
         kernels.scale_in_place(gradient, scale)
 
-    def _ratio(self, weight_norm: float, step_norm: float) -> float:
+    def _ratio(self, weight_norm: float, step_norm: float, decay: float) -> float:
         if not (weight_norm > 0.0 and step_norm > 0.0):
             return 1.0
         config = self.config
-        return config.trust_coefficient * weight_norm / (step_norm + config.weight_decay * weight_norm + config.epsilon)
+        return config.trust_coefficient * weight_norm / (step_norm + decay * weight_norm + config.epsilon)
 
     def _update(self, where: Range, weights: Array, step: Array, rate: float, decay: float) -> None:
         kernels.descend_with_velocity(

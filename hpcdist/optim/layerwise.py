@@ -41,10 +41,11 @@ class LayerWise(SegmentWise):
     ) -> None:
         """Move ``master`` along ``direction`` on ``piece``, and round it into ``working`` when given."""
         assert norms is not None, "the reduced partial norms are missing"
-        rate = self.learning_rate
+        common_rate = self.learning_rate
         for index, spec, where in self._tensors(piece):
-            ratio = self._ratio(*(norms[index] ** 0.5).tolist()) if spec.adapted else 1.0
-            decay = self._decay(spec)
+            decay, rate = self._decay(spec), common_rate * self._rate_factor(spec)
+            weight_norm, step_norm = (norms[index] ** 0.5).tolist()
+            ratio = self._ratio(weight_norm, step_norm, decay) if spec.adapted else 1.0
             for block in _blocks(where, direction.array) if working is not None else (where,):
                 weights = master.range(block)
                 self._update(block, weights, direction.range(block), rate * ratio, decay)
@@ -56,8 +57,8 @@ class LayerWise(SegmentWise):
         """Turn the gradient of one stretch of a tensor into the direction, in place."""
 
     @abstractmethod
-    def _ratio(self, weight_norm: float, step_norm: float) -> float:
-        """Return the layer-wise factor of an adapted tensor with these norms."""
+    def _ratio(self, weight_norm: float, step_norm: float, decay: float) -> float:
+        """Return the layer-wise factor of an adapted tensor with these norms and its weight decay."""
 
     def _update(self, where: Range, weights: Array, step: Array, rate: float, decay: float) -> None:
         """Move the weights of one stretch at the ``rate`` of its tensor."""

@@ -11,9 +11,9 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
-from hpcdist.errors import UsageError
+from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.optim import rates
-from hpcdist.optim.config import OptimizerConfig
+from hpcdist.optim.config import Group, OptimizerConfig
 from hpcdist.optim.norms import ExactNorms, Norms
 
 
@@ -54,6 +54,7 @@ class SegmentWise(ABC):
         self._total_steps = total_steps
         self._index = {segment.range.start: index for index, segment in enumerate(layout.segments)}
         self._norms: Norms | ExactNorms = Norms(len(layout.segments), on)
+        self._groups = grouped(config, layout)
 
     def _slots_of(self, config: OptimizerConfig) -> tuple[str, ...]:
         return self.slot_names
@@ -105,4 +106,32 @@ class SegmentWise(ABC):
             yield self._index[segment.range.start], segment.spec, where
 
     def _decay(self, spec: TensorSpec) -> float:
+        group = self._groups.get(spec.key) if self._groups else None
+        if group is not None and group.weight_decay is not None:
+            return group.weight_decay
         return self.config.weight_decay if spec.adapted else 0.0
+
+    def _rate_factor(self, spec: TensorSpec) -> float:
+        group = self._groups.get(spec.key) if self._groups else None
+        return 1.0 if group is None else group.rate_factor
+
+
+def grouped(config: OptimizerConfig, layout: Layout) -> dict[str, Group]:
+    """Return the group of each tensor of ``layout`` that has one, by its name (local).
+
+    Raises ConfigurationError for a group without a tensor.
+    """
+    groups = config.parsed_groups
+    found: dict[str, Group] = {}
+    for key in (segment.key for segment in layout.segments) if groups else ():
+        group = next((group for group in groups if group.has(key)), None)
+        if group is not None:
+            found[key] = group
+    for text, group in zip(config.groups, groups, strict=True):
+        if not any(group is taken for taken in found.values()):
+            raise ConfigurationError(
+                f"optimizer.groups has {text!r}, which no tensor matches that an earlier group has not taken; names "
+                f"are such as {', '.join(segment.key for segment in layout.segments[:4])}: `hpcdist checkpoint show "
+                "--tensors` lists those of a run"
+            )
+    return found

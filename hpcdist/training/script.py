@@ -24,6 +24,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
+from hpcdist.adapters.torch_recipe import DEFAULTS
 from hpcdist.arrays import backend
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
@@ -70,7 +71,7 @@ class Training:
             raise UsageError(f"resume = {resume!r}; choose 'auto' or 'never'")
         if resume == "auto" and out is None:
             raise UsageError("resume = 'auto' needs out: the directory of the run that goes on")
-        self.recipe = _recipe_of(recipe)
+        self.recipe = _recipe_of(recipe, model)
         self._wishes = wishes = StopWishes(ends=end_of_job(time_limit_s, time.time(), os.environ))
         wishes.listen()
         communication = self.recipe.communication
@@ -237,12 +238,21 @@ class Training:
         return own_samples(self.recipe, self._trainer.data_axis, self._done, self._trainer.shares)
 
 
-def _recipe_of(given: Mapping[str, Any] | str | os.PathLike[str] | None) -> recipes.Recipe:
-    """Return the recipe of a file or of keys, for a model that is given (local)."""
+def _recipe_of(given: Mapping[str, Any] | str | os.PathLike[str] | None, model: Model) -> recipes.Recipe:
+    """Return the recipe of a file or of keys, for a ``model`` that is given (local).
+
+    Keys that follow from the model, as those of `hpcdist.adapters.torch.recipe_of`, give way to all others.
+    """
     kept = settings.Settings({"model.kind": KIND}, {"model.kind": "the script's model"})
     if not isinstance(given, Mapping):
         return _checked(recipes.load(given, kept).recipe)
-    keys = settings.table(given, "the keys given to Training", recipes.defaults(), Path())
+    known, explicit = recipes.defaults(), {key: value for key, value in given.items() if key != DEFAULTS}
+    keys = settings.Settings()
+    if DEFAULTS in given:
+        keys = settings.table(given[DEFAULTS](model), "the optimizer given to recipe_of", known, Path())
+    own = settings.table(explicit, "the keys given to Training", known, Path())
+    keys.values |= own.values
+    keys.origin |= own.origin
     return _checked(recipes.load(keys, kept).recipe)
 
 

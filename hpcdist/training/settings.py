@@ -29,6 +29,7 @@ PATHS: Final = (
     "run.init_from",
     "model.factory",
 )  # keys that hold the path of a file or directory
+GROUPS: Final = "optimizer.groups"
 NUMBERED: Final = ("checkpoint.writers",)  # keys of texts that may be numbers
 TEXTS: Final = (
     "chaos.kill",
@@ -36,6 +37,7 @@ TEXTS: Final = (
     "chaos.corrupt",
     "chaos.disk",
     "compression.candidates",
+    GROUPS,
 )  # keys of lists of texts
 WORDS: Final = {"checkpoint.mtbf_s": "observed"}  # what may stand in the place of a number
 TYPES: Final = {
@@ -146,7 +148,7 @@ def _put(settings: Settings, key: str, value: Any, place: str, known: Mapping[st
     except msgspec.ValidationError:
         expected, example = TYPES[kind], _example(known[key])
         if key in TEXTS:
-            expected, example = "a list of texts", "['1@20']"
+            expected, example = "a list of texts", "['*.bias: weight_decay=0.0']" if key == GROUPS else "['1@20']"
         elif key in WORDS:
             expected += f" or {WORDS[key]!r}"
         raise ConfigurationError(

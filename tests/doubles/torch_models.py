@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,15 @@ from hpcdist.strategies.seat import Seat
 
 VOCABULARY, CONTEXT, HIDDEN = 23, 6, 16
 RATE, BETAS, EPSILON, DECAY = 3e-3, (0.9, 0.95), 1e-8, 0.1
+NORMS = {"weight_decay": 0.5, "rate_factor": 2.0}  # of norm scales and their biases, a group of their own
 OPTIMIZER = OptimizerConfig(
-    learning_rate=RATE, weight_decay=DECAY, clip_norm=0.0, warmup_steps=0, decay="constant", epsilon=EPSILON
+    learning_rate=RATE,
+    weight_decay=DECAY,
+    clip_norm=0.0,
+    warmup_steps=0,
+    decay="constant",
+    epsilon=EPSILON,
+    groups=(f"*norm*: {' '.join(f'{name}={value}' for name, value in NORMS.items())}",),
 )
 
 
@@ -104,9 +111,14 @@ def wrapped(module: Any, x: np.ndarray, **options: Any) -> Model:
 
 def plain(module: nn.Module, batches: list[tuple[np.ndarray, np.ndarray]]) -> list[float]:
     """Train ``module`` as a script of PyTorch's own would; return the losses."""
+    norms = [parameter for name, parameter in module.named_parameters() if "norm" in name]
     matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in module.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    others = [p for name, p in module.named_parameters() if p.dim() < 2 and "norm" not in name]
+    groups = [
+        {"params": matrices, "weight_decay": DECAY},
+        {"params": others, "weight_decay": 0.0},
+        {"params": norms, "weight_decay": NORMS["weight_decay"], "lr": RATE * NORMS["rate_factor"]},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPSILON)
     losses = []
     for x, y in batches:
@@ -139,12 +151,13 @@ class Training:
         self.comm, self.model, self.layout = comm, model, layout
         self.grid = Grid.of(comm.size, data=0, pipeline=layout.pipeline)
         axes = Axes(self.grid, comm)
+        has_norms = any("norm" in segment.key for segment in model.layout.segments)
         self.seat = Seat(
             world=comm,
             data=axes.data,
             pipeline=axes.pipeline,
             model=model,
-            optimizer=OPTIMIZER,
+            optimizer=OPTIMIZER if has_norms else replace(OPTIMIZER, groups=()),
             total_steps=100,
             algorithm="native",
             working=None if layout.working is None else dtype_of(layout.working),

@@ -24,6 +24,7 @@ KEYS: dict[str, object] = {
     "run.validation_samples": 20,
     "optimizer.warmup_steps": 3,
     "optimizer.clip_norm": 0.7,
+    "optimizer.groups": "['*bias*: weight_decay=0.3 rate_factor=0.5', '2.*: rate_factor=2.0']",
     "precision.mode": "float64",
 }
 BY_ROWS: dict[str, object] = {"parallel.sequence_parallel": "true"}

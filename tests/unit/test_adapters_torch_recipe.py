@@ -1,51 +1,116 @@
 """Optimizers of PyTorch as keys of a recipe: the updates are the same, and what cannot be the same is refused."""
 
+import copy
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from hpcdist.arrays.layout import Layout, TensorSpec
+from hpcdist import models
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError
+from hpcdist.models.config import ModelConfig
 from hpcdist.optim import optimizer as optimizers
 from hpcdist.optim import rates
 from hpcdist.optim.config import OptimizerConfig
+from hpcdist.training.script import Training
 
 torch = pytest.importorskip("torch")
 
-from hpcdist.adapters.torch_recipe import recipe_of
+from torch import nn
+
+from hpcdist.adapters.torch import recipe_of, wrap
+from hpcdist.adapters.torch_recipe import DEFAULTS
+
+
+def modules() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 5), nn.Linear(5, 2)).double()
+
+
+def no_decay(module):
+    """Groups as most scripts make them: biases and norms without decay."""
+    short = [parameter for parameter in module.parameters() if parameter.dim() < 2]
+    long = [parameter for parameter in module.parameters() if parameter.dim() > 1]
+    return [{"params": long}, {"params": short, "weight_decay": 0.0}]
+
+
+def by_layer(module):
+    """A rate of its own for each layer, and a decay of its own for one; the first does not move at all."""
+    return [
+        {"params": module[0].parameters(), "lr": 0.0},
+        {"params": module[1].parameters()},
+        {"params": [module[2].weight], "lr": 0.007, "weight_decay": 0.5},
+        {"params": [module[2].bias], "weight_decay": 0.25},
+        {"params": module[3].parameters(), "lr": 0.05},
+    ]
+
 
 MADE = {
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=2e-2, betas=(0.8, 0.97), eps=1e-6, weight_decay=0.3),
-    "adam": lambda groups: torch.optim.Adam([{**group, "weight_decay": 0.0} for group in groups], lr=1e-2),
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.02),
-    "plain": lambda groups: torch.optim.SGD(groups, lr=0.1, weight_decay=0.02),
+    "adamw": lambda m: torch.optim.AdamW(no_decay(m), lr=2e-2, betas=(0.8, 0.97), eps=1e-6, weight_decay=0.3),
+    "adamw that decays all": lambda m: torch.optim.AdamW(m.parameters(), lr=2e-2, weight_decay=0.3),
+    "adamw by layer": lambda m: torch.optim.AdamW(by_layer(m), lr=2e-2, weight_decay=0.3),
+    "adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2),
+    "sgd": lambda m: torch.optim.SGD(no_decay(m), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.02),
+    "sgd by layer": lambda m: torch.optim.SGD(by_layer(m), lr=0.1, momentum=0.9, weight_decay=0.02),
+    "plain": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.02),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-2, alpha=0.95, eps=1e-7),
 }
+
+
+def config_of(keys) -> OptimizerConfig:
+    values = {key.removeprefix("optimizer."): value for key, value in keys.items()}
+    return OptimizerConfig(**values | {"groups": tuple(values["groups"])})
 
 
 @pytest.mark.parametrize("kind", MADE)
 def test_updates_are_the_same(kind, rng):
-    weight, bias = (torch.tensor(rng.standard_normal(shape), requires_grad=True) for shape in ((3, 4), (4,)))
-    theirs = MADE[kind]([{"params": [weight]}, {"params": [bias], "weight_decay": 0.0}])
-    keys = {key.removeprefix("optimizer."): value for key, value in recipe_of(theirs).items()}
-    config = OptimizerConfig(**keys)
-    layout = Layout.of([TensorSpec(0, "weight", (3, 4)), TensorSpec(0, "bias", (4,), False)])
-    store, gradient = FlatStore(layout, np.dtype("float64")), FlatStore(layout, np.dtype("float64"))
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        store.view(f"0.{name}")[...] = tensor.detach().numpy()
-    whole = Range(0, layout.size)
-    ours = optimizers.build(config, layout, whole, np.dtype("float64"), total_steps=5)
+    module = modules()
+    theirs = MADE[kind](module)
+    model = wrap(copy.deepcopy(module), nn.functional.mse_loss)
+    config = config_of(recipe_of(MADE[kind](own := modules()))[DEFAULTS](wrap(own, nn.functional.mse_loss)))
+    store, gradient = (FlatStore(model.layout, np.dtype("float64")) for _ in range(2))
+    model.initialise(store, 0)
+    whole = Range(0, model.layout.size)
+    ours = optimizers.build(config, model.layout, whole, np.dtype("float64"), total_steps=5)
+    named = dict(module.named_parameters())
     for step in range(1, 6):
-        for name, tensor in (("weight", weight), ("bias", bias)):
+        for segment in model.layout.segments:
+            tensor = named[segment.spec.name]
             tensor.grad = torch.tensor(rng.standard_normal(tensor.shape))
-            gradient.view(f"0.{name}")[...] = tensor.grad.numpy()
+            gradient.view(segment.key)[...] = tensor.grad.numpy()
         assert rates.learning_rate(config, step, 5) == config.learning_rate
         ours.begin_step()
         ours.direction(whole, store, gradient)
         ours.apply(whole, store, gradient)
         theirs.step()
-        for name, tensor in (("weight", weight), ("bias", bias)):
-            np.testing.assert_allclose(store.view(f"0.{name}"), tensor.detach().numpy(), rtol=1e-12)
+        for segment in model.layout.segments:
+            values = named[segment.spec.name].detach().numpy()
+            np.testing.assert_allclose(store.view(segment.key), values, rtol=1e-12, err_msg=segment.key)
+
+
+def test_groups_are_few_patterns():
+    module = modules()
+    keys = recipe_of(torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.3))[DEFAULTS](
+        wrap(module, nn.functional.mse_loss)
+    )
+    assert keys["optimizer.groups"] == ["*.bias 1.1.weight: weight_decay=0.3"]
+    assert keys["optimizer.weight_decay"] == 0.3
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_keys_beside_an_optimizer_win_whatever_their_order(first, tmp_path):
+    module = modules()
+    derived = recipe_of(torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.3))
+    own = {"optimizer.clip_norm": 0.5, "optimizer": {"learning_rate": 7e-3}}
+    keys = {"run.steps": 1, "run.global_batch": 2, "precision.mode": "float64"}
+    keys |= {**own, **derived} if first else {**derived, **own}
+    model = wrap(module, nn.functional.mse_loss)
+    with Training(model, keys, out=tmp_path / "run") as training:
+        found = training.recipe.optimizer
+        assert (found.clip_norm, found.learning_rate, found.beta2) == (0.5, 7e-3, 0.999)
+        training.step(np.ones((2, 4)), np.ones((2, 2)))
 
 
 @pytest.mark.parametrize(
@@ -54,21 +119,30 @@ def test_updates_are_the_same(kind, rng):
         (lambda w, b: torch.optim.Adagrad([w]), "Adagrad has no counterpart"),
         (lambda w, b: torch.optim.AdamW([w], amsgrad=True), "amsgrad = True"),
         (lambda w, b: torch.optim.SGD([w], momentum=0.9, dampening=0.1), "dampening = 0.1"),
-        (lambda w, b: torch.optim.AdamW([w, b]), "decays 1 tensors of one dim"),
         (lambda w, b: torch.optim.Adam([w], weight_decay=0.1), "use AdamW"),
+        (lambda w, b: torch.optim.RMSprop([w], weight_decay=0.1), "adds it to the gradient"),
+        (lambda w, b: torch.optim.RMSprop([w], momentum=0.1), "RMSprop with momentum = 0.1"),
+        (lambda w, b: torch.optim.RMSprop([w], centered=True), "centered = True"),
         (
-            lambda w, b: torch.optim.SGD([{"params": [w]}, {"params": [b], "lr": 2.0}], lr=1.0),
-            "groups with lr = 1.0 and",
+            lambda w, b: torch.optim.SGD([{"params": [w]}, {"params": [b], "momentum": 0.5}], lr=1.0),
+            "groups with momentum = 0 and 0.5",
         ),
+        (lambda w, b: torch.optim.AdamW([w]), r"lacks 1 of the 2 tensors of the model, such as 0\.bias,"),
         (
-            lambda w, b: torch.optim.SGD(
-                [{"params": [w]}, {"params": [w.clone().detach()], "weight_decay": 1.0}], lr=1
-            ),
-            "weight decays",
+            lambda w, b: torch.optim.AdamW([w, b, nn.Parameter(torch.ones(7))]),
+            r"a tensor of shape \(7,\) that is no parameter of the wrapped modules",
         ),
     ],
 )
 def test_what_has_no_counterpart_is_refused(make, told):
-    weight, bias = torch.ones(2, 2, requires_grad=True), torch.ones(2, requires_grad=True)
+    module = nn.Linear(2, 2)
+    model = wrap(module, nn.functional.mse_loss)
     with pytest.raises(ConfigurationError, match=told):
-        recipe_of(make(weight, bias))
+        recipe_of(make(module.weight, module.bias))[DEFAULTS](model)
+
+
+def test_a_model_that_is_none_of_pytorch_names_its_optimizer_itself(tmp_path: Path):
+    keys = recipe_of(torch.optim.AdamW(nn.Linear(2, 2).parameters()))
+    built = models.build(ModelConfig(kind="mlp", layers=1, hidden=4), features=5, classes=3)
+    with pytest.raises(ConfigurationError, match="recipe_of is for modules"):
+        Training(built, keys, out=tmp_path / "run")

@@ -11,7 +11,7 @@ from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.ranges import Range, cut, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.errors import UsageError
+from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.optim import clip, elementwise, kernels, layerwise, optimizer, rates, updates
 from hpcdist.optim.config import OptimizerConfig
 
@@ -26,6 +26,9 @@ SPECS = [
     TensorSpec(2, "head", (11, 13)),
 ]
 LAYOUT = Layout.of(SPECS)
+# (weight decay, factor of the rate) of tensors in a group: 1.scale and 1.bias are not adapted
+GROUPS = ("1.scale *.head: weight_decay=0.3 rate_factor=0.5", "1.bias 2.*: rate_factor=2.0", "0.*: weight_decay=0.0")
+OWN = {"1.scale": (0.3, 0.5), "2.head": (0.3, 0.5), "1.bias": (0.0, 2.0), "0.embedding": (0.0, 1.0)}
 CONFIGS = {
     "sgd": dict(name="sgd", learning_rate=0.05, momentum=0.9, weight_decay=0.01),
     "sgd-nesterov": dict(name="sgd", learning_rate=0.05, momentum=0.8, nesterov=True, weight_decay=0.01),
@@ -51,6 +54,12 @@ CONFIGS = {
         trust_ratio_min=0.9,
         trust_ratio_max=1.1,
     ),
+    "adamw-groups": dict(name="adamw", learning_rate=0.01, weight_decay=0.1, groups=GROUPS),
+    "sgd-groups": dict(name="sgd", learning_rate=0.05, momentum=0.9, weight_decay=0.01, groups=GROUPS),
+    "lars-groups": dict(
+        name="lars", learning_rate=2.0, momentum=0.9, weight_decay=0.01, trust_coefficient=0.02, groups=GROUPS
+    ),
+    "lamb-groups": dict(name="lamb", learning_rate=0.02, weight_decay=0.1, epsilon=1e-6, groups=GROUPS),
 }
 LAYERWISE = [name for name in CONFIGS if name.startswith(("lars", "lamb"))]
 ELEMENTWISE = [name for name in CONFIGS if name not in LAYERWISE]
@@ -90,11 +99,13 @@ def reference(config, weights, drawn, scale=1.0):
     b = {key: np.zeros_like(value) for key, value in w.items()}
     before = None  # the rate of the last update
     for t, step in enumerate(drawn, 1):
-        rate = rate_at(config, t)
+        common_rate = rate_at(config, t)
         for spec in SPECS:
             key = spec.key
             g = scale * step[key]
-            decay = config.weight_decay if spec.adapted else 0.0
+            usual = config.weight_decay if spec.adapted else 0.0
+            decay, factor = OWN.get(key, (usual, 1.0)) if config.groups else (usual, 1.0)
+            rate = factor * common_rate
             w_norm = np.sqrt(np.sum(w[key] ** 2))
             if config.name == "sgd":
                 g = g + decay * w[key]
@@ -106,7 +117,7 @@ def reference(config, weights, drawn, scale=1.0):
                 if spec.adapted and w_norm > 0 and g_norm > 0:
                     local = config.trust_coefficient * w_norm / (g_norm + decay * w_norm + config.epsilon)
                 if config.momentum_correction:
-                    a[key] *= rate / (before or rate)
+                    a[key] *= common_rate / (before or common_rate)
                 a[key] = config.momentum * a[key] + rate * local * (g + decay * w[key])
                 w[key] = w[key] - a[key]
             else:
@@ -121,7 +132,7 @@ def reference(config, weights, drawn, scale=1.0):
                 if layerwise and config.trust_ratio_max:
                     ratio = np.clip(ratio, config.trust_ratio_min, config.trust_ratio_max)
                 w[key] = w[key] - rate * ratio * u
-        before = rate
+        before = common_rate
     return w
 
 
@@ -190,6 +201,24 @@ def test_equals_the_plain_formula_over_100_steps(rng, name, path):
     assert distance(got, expected) < 1e-12
     for key in expected:
         np.testing.assert_allclose(got[key], expected[key], rtol=1e-11, atol=1e-12, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("*.bias", "write patterns"),
+        ("*.bias:", "write patterns"),
+        (": weight_decay=0", "write patterns"),
+        ("*: momentum=0.5", "write patterns"),
+        ("*: weight_decay=-1", "write patterns"),
+        ("*: weight_decay=nan", "write patterns"),
+        ("*: weight_decay=1 weight_decay=2", "write patterns"),
+        ("9.*: weight_decay=0", "which no tensor matches"),
+    ],
+)
+def test_groups_that_say_nothing_are_refused(text, told):
+    with pytest.raises(ConfigurationError, match=told):
+        optimizer.build(config_of("adamw", groups=(text,)), LAYOUT, whole(), FLOAT64, total_steps=STEPS)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 5])
@@ -414,14 +443,14 @@ def test_equals_torch(rng, name):
 @pytest.mark.parametrize("name", LAYERWISE)
 def test_ratio_is_one_where_a_norm_is_zero(name):
     built = optimizer.build(config_of(name), LAYOUT, whole()[0], FLOAT64, total_steps=1)
-    assert [built._ratio(*norms) for norms in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0))] == [1.0, 1.0, 1.0]
-    assert built._ratio(2.0, 4.0) != 1.0
+    assert [built._ratio(*norms, 0.0) for norms in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0))] == [1.0, 1.0, 1.0]
+    assert built._ratio(2.0, 4.0, 0.0) != 1.0
 
 
 def test_the_ratio_of_lamb_is_kept_within_its_bounds_and_the_type():
     def ratio(*norms, **options):
         config = config_of("lamb", **options)
-        return optimizer.build(config, LAYOUT, whole()[0], FLOAT64, total_steps=1)._ratio(*norms)
+        return optimizer.build(config, LAYOUT, whole()[0], FLOAT64, total_steps=1)._ratio(*norms, 0.0)
 
     both = {"trust_ratio_min": 0.01, "trust_ratio_max": 10.0}  # DeepSpeed's
     assert [ratio(w, 1.0, **both) for w in (1e-3, 0.5, 300.0)] == [0.01, 0.5, 10.0]
@@ -439,7 +468,7 @@ def test_layerwise_rates_of_extreme_tensors_in_float32(name):
     piece, after = Range(0, layout.size), {}
     given = {"huge": (1e25, 1e17), "tiny": (1e-30, 1e-42), "one": (-3.0, 2.0), "zero": (0.0, 1.0)}
     for dtype in (FLOAT64, np.dtype("float32")):
-        built = optimizer.build(config_of(name, warmup_steps=0), layout, piece, dtype, total_steps=STEPS)
+        built = optimizer.build(config_of(name, warmup_steps=0, groups=()), layout, piece, dtype, total_steps=STEPS)
         weights, gradient = FlatStore(layout, dtype), FlatStore(layout, dtype)
         for key, (w, g) in given.items():
             weights.view(f"0.{key}")[...], gradient.view(f"0.{key}")[...] = w, g
