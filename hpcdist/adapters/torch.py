@@ -8,7 +8,7 @@ checkpoints work on the same bytes. A gradient is written to its place in one pa
 ``parameter.grad`` is that place afterwards, whatever ``zero_grad(set_to_none=True)`` did before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from hpcdist.adapters.torch_modules import check, cuts
 from hpcdist.adapters.torch_recipe import recipe_of
 from hpcdist.adapters.torch_stage import TorchStage
 from hpcdist.adapters.torch_state import load
+from hpcdist.arrays import backend
 from hpcdist.errors import UsageError
 from hpcdist.models.model import Model
 
@@ -50,8 +51,12 @@ def wrap(
       "sum", with ``tokens_per_sample`` predictions a sample. A step reports, and follows the gradient of, the mean over
       the predictions of its whole batch.
     - ``example``, an input (samples, ...) as tensor or array, tells the shapes between stages, which a pipeline has to
-      know. As a tuple, input and targets, it also lets ``parallel.partition = "measured"`` run the loss; without those
-      it gives the loss zeros, integers in the shape of the last output but for its last dim.
+      know. As a tuple of two, input and targets, it also lets ``parallel.partition = "measured"`` run the loss; without
+      those (or with None) it gives the loss zeros, integers in the shape of the last output but for its last dim.
+    - A batch may have several inputs, as tokens and their mask, in a tuple or a dict: all are arguments of the first
+      module, positional or by name. What later stages need of them has to be part of what it returns; a model whose
+      layers all take the mask is one stage. As an example they are a dict, or the tuple in ``((tokens, mask), None)``.
+      Several targets come to the loss as they are.
     - ``adapted(name, parameter)`` says whether weight decay and layer-wise rates apply; by default to all of two dims
       and more.
 
@@ -79,9 +84,9 @@ def wrap(
     judge = TorchLoss(loss, reduction, tokens_per_sample)
     if example is not None:
         x, targets = example if isinstance(example, tuple) and len(example) == 2 else (example, None)
-        _trace(stages, _array(x), binding)
+        _trace(stages, _arrays(x), binding)
         if targets is not None:
-            judge.take_example(_array(targets))
+            judge.take_example(_arrays(targets))
     return Model(
         stages,
         str(binding.dtype).removeprefix("torch."),
@@ -96,6 +101,15 @@ def _adapted(name: str, parameter: "torch.nn.Parameter") -> bool:
     return parameter.dim() > 1
 
 
+def _arrays(example: Any) -> Any:
+    """Return an array, or the several of a tuple or a dict."""
+    if isinstance(example, tuple | Mapping) and len(example):
+        values = example.values() if isinstance(example, Mapping) else example
+        arrays = dict(zip(example, map(_array, values), strict=True)) if isinstance(example, Mapping) else None
+        return backend.adopt(arrays or tuple(map(_array, values)))
+    return _array(example)
+
+
 def _array(example: Any) -> np.ndarray:
     if isinstance(example, library().Tensor):
         example = example.detach().cpu().numpy()
@@ -104,10 +118,11 @@ def _array(example: Any) -> np.ndarray:
     return example
 
 
-def _trace(stages: list[TorchStage], example: np.ndarray, binding: Binding) -> None:
+def _trace(stages: list[TorchStage], example: Any, binding: Binding) -> None:
     """Run all stages on ``example``, without a graph, and leave the modules in the mode that they were in."""
     modes = [{module: module.training for module in stage.cut.every()} for stage in stages]
-    x = computable(example, binding.dtype).to(binding.device)
+    x = computable(example, binding.dtype)
+    x = x.map(lambda one: one.to(binding.device)) if isinstance(x, backend.Several) else x.to(binding.device)
     try:
         for stage in stages:
             x = stage.trace(x)

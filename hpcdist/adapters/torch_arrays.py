@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from hpcdist.arrays import device
-from hpcdist.arrays.backend import Array, is_device
+from hpcdist.arrays.backend import Array, Several, each, is_device
 from hpcdist.errors import MissingCapabilityError
 from hpcdist.models.dropout import Draw
 
@@ -67,11 +67,13 @@ def array_of(tensor: "torch.Tensor") -> Array:
     return found
 
 
-def computable(array: Array, dtype: "torch.dtype") -> "torch.Tensor":
+def computable(array: Array | Several, dtype: "torch.dtype") -> Any:
     """Return data in a type that PyTorch computes with: integers as int64, real numbers as ``dtype``, truths as such.
 
-    Data of that type already is not copied.
+    Data of that type already is not copied. Of several arrays, several tensors.
     """
+    if isinstance(array, Several):
+        return array.map(lambda one: computable(one, dtype))
     if np.issubdtype(array.dtype, np.integer):
         return tensor_of(array.astype(np.int64, copy=False))
     tensor = tensor_of(array)
@@ -81,7 +83,7 @@ def computable(array: Array, dtype: "torch.dtype") -> "torch.Tensor":
 @contextlib.contextmanager
 def same_stream(array: Array) -> Iterator[None]:
     """Let PyTorch launch its kernels on the stream on which ``array`` is written: then neither waits for the other."""
-    if not is_device(array):
+    if not is_device(each(array)[0]):
         yield
         return
     torch, pointer = library(), device.current_stream().ptr

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from hpcdist.adapters.torch_arrays import array_of, computable, library, same_stream, tensor_of
-from hpcdist.arrays.backend import Array, Scalar
+from hpcdist.arrays.backend import Array, Scalar, Several
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.model import Loss
 from hpcdist.models.operations import Operations
@@ -24,12 +24,17 @@ class Losses:
     """The loss of a micro-batch: what it was computed from, and itself with its graph, times what makes it a sum."""
 
     outputs: "torch.Tensor"
-    targets: "torch.Tensor"
+    targets: "torch.Tensor | Several"
     total: "torch.Tensor | None"  # None: nothing was recorded
 
 
 class TorchLoss(Loss):
-    """``function(outputs, targets)`` returns one number: the mean over the samples it is given, or the sum."""
+    """``function(outputs, targets)`` returns one number: the mean over the samples it is given, or the sum.
+
+    Targets that are several come to it as they were given: as a tuple, or a dict.
+    """
+
+    takes_several: Final = True
 
     def __init__(self, function: Callable[..., Any], reduction: str, tokens_per_sample: int) -> None:
         if not callable(function):
@@ -42,9 +47,9 @@ class TorchLoss(Loss):
         self._function, self._reduction, self._tokens = function, reduction, tokens_per_sample
         self._is_known = False  # whether the reduction has been looked at
 
-    def take_example(self, targets: np.ndarray) -> None:
+    def take_example(self, targets: Any) -> None:
         """Let targets of any number of samples be made of these: those that a measurement of passes asks for."""
-        self.example_targets: Callable[[int], np.ndarray] = lambda samples: targets[np.arange(samples) % len(targets)]
+        self.example_targets: Callable[[int], Any] = lambda samples: targets[np.arange(samples) % len(targets)]
 
     def forward(self, logits: Array, targets: Array, operations: Operations, saved: Saved) -> Scalar:
         """Return the sum over samples and their predictions, in float64; the outputs stay as they are."""
@@ -108,8 +113,8 @@ class TorchLoss(Loss):
         total = self._one(losses.outputs, losses.targets)
         return total * (len(losses.outputs) * self._tokens) if self._reduction == "mean" else total
 
-    def _one(self, outputs: "torch.Tensor", targets: "torch.Tensor") -> "torch.Tensor":
-        loss = self._function(outputs, targets)
+    def _one(self, outputs: "torch.Tensor", targets: "torch.Tensor | Several") -> "torch.Tensor":
+        loss = self._function(outputs, targets.given if isinstance(targets, Several) else targets)
         if not isinstance(loss, library().Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             got = tuple(loss.shape) if isinstance(loss, library().Tensor) else type(loss).__name__
             raise UsageError(f"the loss function returns {got}; it has to return one number, as a tensor")

@@ -1,13 +1,14 @@
 """A user's modules as a `hpcdist.models.stage.Stage`: parameters and gradients lie in the memory of the run."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hpcdist.adapters.torch_arrays import array_of, computable, counting, drawn, library, same_stream, tensor_of
 from hpcdist.adapters.torch_binding import Binding
 from hpcdist.adapters.torch_modules import Cut
-from hpcdist.arrays.backend import Array
+from hpcdist.arrays.backend import Array, Several, each
 from hpcdist.arrays.layout import TensorSpec
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.dropout import Draw
@@ -17,17 +18,19 @@ from hpcdist.models.stage import Gradients, Parameters, Saved, StreamOf
 if TYPE_CHECKING:
     import torch
 
+Inputs: TypeAlias = "torch.Tensor | Several"  # of the first stage several, if its user gives them
+
 
 @dataclass
 class Run:
     """A forward that a backward can follow: input and output, the latter with its graph."""
 
-    x: "torch.Tensor"
+    x: Any  # a tensor, or of the first stage several
     y: "torch.Tensor | None"  # None: nothing was recorded, as in an evaluation
 
 
 class TorchStage:
-    """One or more modules that run one after the other.
+    """One or more modules that run one after the other. Several inputs are arguments of the first module of a model.
 
     In a step each module is in the mode that the user gave it, in an evaluation none trains. What they draw at random
     follows from (seed, step, first sample of the micro-batch, layer).
@@ -43,7 +46,8 @@ class TorchStage:
         )
         self._output: tuple[int, ...] | None = None
         self._buffers = dict(cut.buffers())
-        self._example: torch.Tensor | None = None
+        self._example: Inputs | None = None
+        self.takes_several = layer == 0
         self._inside = False  # of a pass of the run
         self.forward_flops: float | None = None  # a sample, of products; None: not known without an example
 
@@ -64,7 +68,8 @@ class TorchStage:
         """Return an input of so many samples: that of the example, again and again."""
         if self._example is None:
             raise ConfigurationError(f"there is no input for stage {self.layer}, {self.name}; pass wrap example=x")
-        return array_of(self._example[[number % len(self._example) for number in range(samples)]])
+        chosen = self._example[[number % len(self._example) for number in range(samples)]]
+        return chosen.map(array_of) if isinstance(chosen, Several) else array_of(chosen)  # type: ignore[return-value]
 
     def initialise(self, parameters: Parameters, rng_of: StreamOf) -> None:
         """Take the values that the modules had when they were wrapped."""
@@ -73,7 +78,7 @@ class TorchStage:
 
     def forward(self, parameters: Parameters, x: Array, operations: Operations, saved: Saved) -> Array:
         """Return the output of the last module for x (samples, ...)."""
-        self.binding.bind(self.cut, parameters, x)
+        self.binding.bind(self.cut, parameters, each(x)[0])
         with same_stream(x):
             leaf = computable(x, self.binding.dtype) if self.layer == 0 else tensor_of(x)
             if saved.draw is None:
@@ -98,7 +103,8 @@ class TorchStage:
             y = self._recorded(run.x, None) if run.y is None else run.y
             if not y.requires_grad:
                 raise UsageError(f"the output of stage {self.layer}, {self.name}, depends on no parameter of it")
-            run.x.grad = None
+            if self.layer > 0:
+                run.x.grad = None
             with self.binding.collect(self.cut, gradients) as written:
                 y.backward(tensor_of(dy))
             self._check_written(written)
@@ -118,19 +124,19 @@ class TorchStage:
         for _, module in self.cut.modules:
             module.register_forward_pre_hook(check)
 
-    def trace(self, x: "torch.Tensor") -> "torch.Tensor":
+    def trace(self, x: "Inputs") -> "torch.Tensor":
         """Return the output for ``x``; know its shape, and what it takes to compute, from now on."""
         with counting() as counter:
             y = self._evaluated(x)
         self._example, self.forward_flops = x, counter.get_total_flops() / len(x)
         return self._checked(y, x)
 
-    def _evaluated(self, x: "torch.Tensor") -> "torch.Tensor":
+    def _evaluated(self, x: "Inputs") -> "torch.Tensor":
         self._set_mode(training=False)
         with library().no_grad():
             return self._run(x)
 
-    def _recorded(self, x: "torch.Tensor", draw: Draw | None) -> "torch.Tensor":
+    def _recorded(self, x: Any, draw: Draw | None) -> "torch.Tensor":
         """Run with a graph; without a ``draw`` as in an evaluation."""
         torch = library()
         self._set_mode(training=draw is not None)
@@ -139,22 +145,22 @@ class TorchStage:
         with torch.enable_grad(), self.binding.saving(self.cut):
             if draw is None:
                 return self._run(x)
-            with drawn(draw, self.layer, x.device):
+            with drawn(draw, self.layer, self.binding.device):
                 return self._run(x)
 
-    def _run(self, x: "torch.Tensor") -> "torch.Tensor":
+    def _run(self, x: "Inputs") -> "torch.Tensor":
         self._inside = True
         try:
             return self._through(x)
         finally:
             self._inside = False
 
-    def _through(self, x: "torch.Tensor") -> "torch.Tensor":
+    def _through(self, x: "Inputs") -> "torch.Tensor":
         before = [buffer._version for buffer in self._buffers.values()]
-        y = x
+        y: Any = x
         for prefix, module in self.cut.modules:
             try:
-                y = module(y)
+                y = self._call(prefix, module, y)
             except RuntimeError as error:
                 if "leaf Variable" not in str(error):
                     raise
@@ -170,7 +176,24 @@ class TorchStage:
         self._check_buffers(before)
         return y
 
-    def _checked(self, y: "torch.Tensor", x: "torch.Tensor") -> "torch.Tensor":
+    def _call(self, prefix: str, module: "torch.nn.Module", x: "Inputs") -> Any:
+        if not isinstance(x, Several):
+            return module(x)
+        names = () if x.names is None else x.names
+        arguments = () if x.names is not None else x.arrays
+        named = dict(zip(names, x.arrays, strict=True)) if names else {}
+        try:
+            inspect.signature(module.forward).bind(*arguments, **named)
+        except TypeError as error:
+            given = f"by name: {', '.join(names)}" if names else f"{len(arguments)} of them"
+            raise UsageError(
+                f"stage {self.layer}, {self.name}: its first module, {prefix or 'module'} ({type(module).__name__}), "
+                f"cannot be called with the inputs of the batch, {given}: {error}; it gets all inputs, and what later "
+                "stages need of them has to be part of what it returns"
+            ) from None
+        return module(*arguments, **named)
+
+    def _checked(self, y: "torch.Tensor", x: "Inputs") -> "torch.Tensor":
         """Return the output ``y``, where it is what the next stage expects, in memory of its own."""
         expected = y.shape[1:] if self._output is None else self._output
         if y.dim() == 0 or tuple(y.shape) != (len(x), *expected):
@@ -185,7 +208,8 @@ class TorchStage:
             )
         self._output = tuple(y.shape[1:])
         shared = y.untyped_storage().data_ptr()
-        if y.numel() and (shared == x.untyped_storage().data_ptr() or self.binding.holds(self.cut, shared)):
+        starts = {tensor.untyped_storage().data_ptr() for tensor in each(x)}
+        if y.numel() and (shared in starts or self.binding.holds(self.cut, shared)):
             return y.detach().clone()  # that memory is given back earlier than this
         return y
 

@@ -1,5 +1,7 @@
 """Which library owns a buffer: asked of the buffer itself, never of a module global."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -12,6 +14,37 @@ from hpcdist.errors import UsageError
 
 Array: TypeAlias = np.ndarray  # or cupy.ndarray: the part of the interface that both have
 Scalar: TypeAlias = float | Array  # a number of the host, or an array () that is still to be computed on a GPU
+
+
+@dataclass(frozen=True)
+class Several:
+    """Several arrays (samples, ...) that go together, as tokens and their mask: cut, counted and placed as one.
+
+    ``names`` are those of a dict, None for a tuple.
+    """
+
+    arrays: tuple[Any, ...]
+    names: tuple[str, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.arrays[0])
+
+    def __getitem__(self, samples: Any) -> "Several":
+        return self.map(lambda array: array[samples])
+
+    def map(self, function: Callable[[Any], Any]) -> "Several":
+        """Return what ``function`` makes of each."""
+        return replace(self, arrays=tuple(map(function, self.arrays)))
+
+    @property
+    def given(self) -> tuple[Any, ...] | dict[str, Any]:
+        """The arrays as they were given: a tuple, or a dict."""
+        return self.arrays if self.names is None else dict(zip(self.names, self.arrays, strict=True))
+
+
+def each(values: Any) -> tuple[Any, ...]:
+    """Return the arrays in ``values``: of `Several` all, else the one."""
+    return values.arrays if isinstance(values, Several) else (values,)
 
 
 def is_device(array: Any) -> bool:
@@ -37,6 +70,8 @@ def to_host(array: Any) -> np.ndarray:
 
 def place(array: Any, on: str) -> Array:
     """Return ``array`` on ``"cpu"`` or ``"gpu"``: itself where it is there already, else an explicit copy."""
+    if isinstance(array, Several):
+        return array.map(lambda one: place(one, on))  # type: ignore[return-value]
     if on == "gpu":
         return array if is_device(array) else device.cupy().asarray(array)
     return to_host(array)
@@ -45,10 +80,22 @@ def place(array: Any, on: str) -> Array:
 def adopt(values: Any) -> Array:
     """Return ``values``, an array or tensor of any library, as an array over the same memory, on either side.
 
-    Raises UsageError for what is neither, such as a tensor that another library still differentiates.
+    A tuple or a dict of them becomes `Several`, which must have as many samples each. Raises UsageError for what is
+    neither, such as a tensor that another library still differentiates.
     """
     if isinstance(values, np.ndarray):
         return values
+    if isinstance(values, tuple | Mapping) and len(values):
+        given = values.values() if isinstance(values, Mapping) else values
+        names = tuple(map(str, values)) if isinstance(values, Mapping) else None
+        if any(isinstance(one, tuple | Mapping) for one in given):
+            raise UsageError(f"a {type(values).__name__} of tuples or dicts; several arrays go together in one of them")
+        several = Several(tuple(map(adopt, given)), names)
+        sizes = {name: len(array) for name, array in zip(names or range(len(values)), several.arrays, strict=True)}
+        if len(set(sizes.values())) > 1:
+            told = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+            raise UsageError(f"what goes together has unequally many samples ({told}); the first dim is theirs")
+        return several  # type: ignore[return-value]
     try:
         # Asked of the object: PyTorch's type has it, and its tensors on the host do not.
         if hasattr(values, "__cuda_array_interface__"):

@@ -35,7 +35,7 @@ def adopt(
 ) -> Adopted:
     """Save what the file ``source`` holds as the only checkpoint of ``run_dir``.
 
-    ``step`` is that which an export of ours knows, else 0. Where a recipe is known, ``inputs`` are what the data decides
+    ``step`` is that which an export of ours knows, else 0. With a recipe, ``inputs`` are what the data decides
     of its model, and ``keys`` the names that the tensors get, by those in the file; other tensors are left out. Raises
     StorageError where the file cannot be read or the checkpoint not be written, UsageError when there are checkpoints
     already.

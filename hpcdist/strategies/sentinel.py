@@ -1,7 +1,8 @@
-"""The replica sentinel: are parameters that must be identical still so?
+"""The replica sentinel: are parameters, and batches, that must be identical so?
 
-A silent difference (a skipped reduction, a race, a bad memory cell) ruins a run long before its loss shows it. The
-check costs one pass over the parameters and one small message.
+A silent difference (a skipped reduction, a race, a bad memory cell, a script that draws other samples on each rank)
+ruins a run long before its loss shows it. The check costs one pass over the parameters, or over the batch, and one
+small message.
 """
 
 import numpy as np
@@ -9,11 +10,12 @@ import xxhash
 
 from hpcdist import collectives
 from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array
 from hpcdist.arrays.layout import Segment
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import DivergenceError
+from hpcdist.errors import DataError, DivergenceError
 
 
 def check_replicas(comm: Communicator, store: FlatStore, step: int, algorithm: str = "native") -> None:
@@ -42,6 +44,30 @@ def check_tensor_axis(comm: Communicator, store: FlatStore, step: int, algorithm
         _name_the_first(comm, store, whole, step)
 
 
+def check_batch(comm: Communicator, replica: int, inputs: Array, targets: Array, what: str, *, looks: bool) -> None:
+    """Raise DataError on every rank of the world ``comm`` unless all ranks of each replica bring the same batch.
+
+    Collective over ``comm``. ``replica`` is that of this rank, ``what`` the batch that messages name. Where a rank does
+    not look at its batch, in the middle of a pipeline, anything may be in it.
+    """
+    row = np.array([replica, _digest_batch(inputs), _digest_batch(targets)], np.int64)
+    every = np.zeros((comm.size, row.size), np.int64)
+    every[comm.rank] = row if looks else -1
+    comm.all_gather(every.reshape(-1), [Range(rank * row.size, (rank + 1) * row.size) for rank in range(comm.size)])
+    for number in sorted({*every[:, 0].tolist()} - {-1}):
+        ranks = np.flatnonzero(every[:, 0] == number)
+        for column, name in ((1, "inputs"), (2, "targets")):
+            digests = every[ranks, column]
+            others = ranks[digests != digests[0]]
+            if len(others):
+                raise DataError(
+                    f"{what}: rank(s) {', '.join(map(str, others))} bring other {name} than rank {ranks[0]}, and all "
+                    f"of them compute replica {number}, on the same samples; draw by training.data_rank of "
+                    "training.data_size and seed alike, not by training.rank of training.world, or let a DataLoader of "
+                    "PyTorch take batch_sampler=training.sampler(dataset)"
+                )
+
+
 def _agree(comm: Communicator, digest: int, algorithm: str) -> bool:
     """Whether all ranks bring the same digest. Collective."""
     number = digest >> 1  # 63 bits fit an int64
@@ -67,6 +93,15 @@ def _name_the_first(comm: Communicator, store: FlatStore, tensors: list[tuple[Se
                 "not one model any more. Restart from the last checkpoint, and look for a skipped reduction or a "
                 "faulty node"
             )
+
+
+def _digest_batch(values: Array) -> int:
+    """Return 63 bits of the values, types and shapes of an array, or of several (local)."""
+    digest = xxhash.xxh3_64()
+    for array in map(backend.to_host, backend.each(values)):
+        digest.update(f"{array.dtype} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.intdigest() >> 1
 
 
 def _digest(data: np.ndarray) -> int:

@@ -15,7 +15,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ import numpy as np
 
 from hpcdist.adapters.torch_recipe import DEFAULTS
 from hpcdist.arrays import backend
+from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.lock import Lock
@@ -35,15 +36,18 @@ from hpcdist.comm.start import start
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.model import Model
 from hpcdist.strategies.exchange import pieces_of
+from hpcdist.strategies.schedule.executor import MicroBatch
+from hpcdist.strategies.sentinel import check_batch
 from hpcdist.training import directory, settings
 from hpcdist.training import recipe as recipes
 from hpcdist.training.config import written
-from hpcdist.training.data import own_samples
+from hpcdist.training.data import Order, own_samples
 from hpcdist.training.job import Job, Result
 from hpcdist.training.origin import Stored
 from hpcdist.training.pace import end_of_job
 from hpcdist.training.survival import EXIT_CODES, StopWishes
 
+COMPARED_FIRST: Final = 3  # steps, and evaluations, whose batches are compared along a replica
 KIND: Final = "given"  # what the recipe of such a run has as model.kind
 SAMPLES: Final = "validation_samples"
 
@@ -72,6 +76,7 @@ class Training:
         if resume == "auto" and out is None:
             raise UsageError("resume = 'auto' needs out: the directory of the run that goes on")
         self.recipe = _recipe_of(recipe, model)
+        self._model = model
         self._wishes = wishes = StopWishes(ends=end_of_job(time_limit_s, time.time(), os.environ))
         wishes.listen()
         communication = self.recipe.communication
@@ -89,7 +94,7 @@ class Training:
         self._open.enter_context(self._loop.energy.monitor)
         self._open.enter_context(self._loop.energy.window("training"))
         self._loop.begin()
-        self._done, self._ended = self._trainer.first_step, False
+        self._done, self._ended, self._evaluations = self._trainer.first_step, False, 0
         self._left_ns = now_ns()
         if self._trainer.exchange.gathers or self._trainer.grid.pipeline > 1:
             for stage in model.stages:
@@ -106,6 +111,16 @@ class Training:
     def world(self) -> int:
         """How many ranks there are (local)."""
         return self._session.comm.size
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's replica of the model: ranks that have it alike bring the same samples (local)."""
+        return self._trainer.data_axis.rank
+
+    @property
+    def data_size(self) -> int:
+        """How many replicas there are, each with samples of its own (local)."""
+        return self._trainer.data_axis.size
 
     @property
     def path(self) -> Path:
@@ -131,13 +146,30 @@ class Training:
         """Which of the ``run.global_batch`` samples of the coming step this rank brings (local)."""
         return self._share().slice
 
+    def sampler(self, dataset: Sized, *, shuffle: bool = True) -> "ReplicaSampler":
+        """Return what gives a DataLoader of PyTorch, as its ``batch_sampler``, the samples of this rank's replica.
+
+        It yields the indices of its share of each step that is left, drawn from the seed of the run alone: the same on
+        all ranks of a replica, and after a resume. Each epoch takes every sample of ``dataset`` once, in an order of
+        its own with ``shuffle``. Local.
+        """
+        if self._trainer.shares is not None:
+            raise UsageError(
+                "data.shares = 'measured' shares a batch only when its step comes, and a DataLoader reads ahead; take "
+                "rows `training.share` of each batch, or set data.shares = 'even'"
+            )
+        return ReplicaSampler(self, len(dataset), shuffle)
+
     def step(self, inputs: Any, targets: Any) -> float:
         """Make a step on this rank's share of its samples; return the mean loss over all of them.
 
         ``inputs`` and ``targets`` have a sample a row: arrays or tensors, on the host or on the GPU. All ranks of a
-        pipeline bring the share of their replica, and only its ends look at it. Where somebody wished to stop (a
-        signal, the job's time), everything is saved and this process leaves with exit code 75 or 130. Raises UsageError
-        after the last step of the recipe, or where a share has another size than `share` says.
+        replica bring its share, the same values on each: in a pipeline its ends look at it. That is compared in the
+        first steps, and with the replicas (``run.sentinel_every_steps``), and DataError tells of ranks that differ. A
+        model of PyTorch also takes tuples and dicts of them: its first module gets the inputs as arguments, positional
+        or by name, its loss the targets as they are. Where somebody wished to stop (a signal, the job's time),
+        everything is saved and this process leaves with exit code 75 or 130. Raises UsageError after the last step of
+        the recipe, or where a share has another size than `share` says.
         """
         if self._ended or self._done >= self.recipe.run.steps:
             self.close()
@@ -145,13 +177,14 @@ class Training:
                 f"all of run.steps = {self.recipe.run.steps} are made, those before a resume included, and saved in "
                 f"{self.path}; loop over `training.steps`, which has those that are left, or set more"
             )
-        x, y, expected = backend.adopt(inputs), backend.adopt(targets), self._share().size
+        x, y, expected = *self._adopted(inputs, targets), self._share().size
         if not len(x) == len(y) == expected:
             raise UsageError(
                 f"step {self._done + 1}: rank {self.rank} got {len(x)} inputs and {len(y)} targets, and its share of "
                 f"{self._trainer.samples(self._done + 1)} samples is {expected}; give rows `training.share` of the "
                 "step's samples"
             )
+        self._compare(f"step {self._done + 1}", x, y, self._done - self._trainer.first_step, self._done + 1)
         self._loop.onlookers.waited(self._left_ns)  # for what the script does between its steps
         self._loop.step(self._done + 1, (x, y))
         self._done += 1
@@ -171,7 +204,10 @@ class Training:
         """
         trainer = self._trainer
         trainer.flush()
-        batch = trainer.place((backend.adopt(inputs), backend.adopt(targets)))
+        x, y = self._adopted(inputs, targets)
+        self._compare(f"evaluation {self._evaluations + 1}", x, y, self._evaluations, self._evaluations + 1)
+        self._evaluations += 1
+        batch = trainer.place((x, y))
         losses = [trainer.executor.evaluate(*batch)] if trainer.seat.computes else []
         speaks = trainer.seat.computes and trainer.last_stage and trainer.seat.tensor.rank == 0
         seen = len(batch[0]) * trainer.model.tokens_per_sample if speaks else 0
@@ -236,6 +272,50 @@ class Training:
 
     def _share(self) -> Range:
         return own_samples(self.recipe, self._trainer.data_axis, self._done, self._trainer.shares)
+
+    def _adopted(self, inputs: Any, targets: Any) -> MicroBatch:
+        """Return a batch as arrays (local). Raises UsageError for several of them where the model takes one."""
+        x, y = backend.adopt(inputs), backend.adopt(targets)
+        for several, taker, what in ((x, self._model.stages[0], "input"), (y, self._model.loss, "target")):
+            if isinstance(several, backend.Several) and not getattr(taker, "takes_several", False):
+                raise UsageError(
+                    f"got {len(several.arrays)} arrays as {what}, and {type(taker).__name__} takes one; models of "
+                    "hpcdist.adapters.torch take a tuple or a dict, others one array or tensor"
+                )
+        return x, y
+
+    def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
+        """Hold the batch against those of the other ranks of the replica, where it is due. Collective then."""
+        trainer, every = self._trainer, self.recipe.run.sentinel_every_steps
+        if trainer.grid.pipeline * trainer.grid.tensor == 1 or not every:
+            return
+        if before < COMPARED_FIRST or number % every == 0:
+            looks = trainer.seat.computes and (trainer.last_stage or trainer.seat.units[0] == 0)
+            check_batch(trainer.comm, self.data_rank, x, y, what, looks=looks)
+
+
+class ReplicaSampler:
+    """The indices of the samples that a replica takes in each step that is left, for a DataLoader of PyTorch."""
+
+    def __init__(self, training: Training, samples: int, shuffle: bool) -> None:
+        if not samples:
+            raise UsageError("the dataset has no samples; a sampler needs at least one")
+        self._training, self._samples, self._shuffle = training, samples, shuffle
+
+    def __len__(self) -> int:
+        return self._training.recipe.run.steps - self._training.done
+
+    def __iter__(self) -> Iterator[list[int]]:
+        training = self._training
+        recipe, batches, trainer = training.recipe, training.recipe.run.batches, training._trainer
+        order = Order(recipe.run.seed, self._samples, trainer.sample_order)
+        for step in range(training.done, recipe.run.steps):
+            part = own_samples(recipe, trainer.data_axis, step)
+            first = batches.samples_before(step) + part.start
+            if self._shuffle:
+                yield order.indices(first, part.size)
+            else:
+                yield [index % self._samples for index in range(first, first + part.size)]
 
 
 def _recipe_of(given: Mapping[str, Any] | str | os.PathLike[str] | None, model: Model) -> recipes.Recipe:

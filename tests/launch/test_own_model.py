@@ -11,6 +11,7 @@ import pytest
 
 import hpcdist
 from hpcdist.training import recipe as recipes
+from hpcdist.training.data import Order
 
 torch = pytest.importorskip("torch")
 
@@ -73,3 +74,81 @@ def test_the_twin_makes_the_same_steps(
     (run,) = (tmp_path / "runs").iterdir()
     assert recipes.load_stored(run / "recipe.toml").model.kind == "given"
     assert (run / "checkpoints" / "step-100" / "manifest.json").exists()
+
+
+# Tokens and a mask by name, a DataLoader, and an optimizer that decays biases at a rate of their own.
+SEVERAL = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+tokens, mask, classes = torch.randint(11, (60, 4)), torch.rand(60, 4) < 0.7, torch.randint(3, (60,))
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+
+    def forward(self, tokens, mask):
+        return (self.table(tokens) * mask.unsqueeze(-1)).sum(dim=1)
+
+model = nn.Sequential(Masked(), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+loss_of = nn.CrossEntropyLoss()
+biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+others = [parameter for name, parameter in model.named_parameters() if not name.endswith("bias")]
+optimizer = torch.optim.AdamW([{"params": others}, {"params": biases, "lr": 0.05, "weight_decay": 0.3}], lr=0.01)
+dataset = [(tokens[i], mask[i], classes[i]) for i in range(60)]
+"""
+ON_RANKS = """
+import sys
+from hpcdist.training.pytorch import Training, recipe_of, wrap
+
+keys = {"run.steps": 8, "run.global_batch": 16, "parallel.strategy": "zero3", "parallel.pipeline": 2}
+keys |= {"parallel.microbatches": 2, "optimizer.clip_norm": 0.8, **recipe_of(optimizer)}
+example = {"tokens": tokens[:1], "mask": mask[:1]}, None
+with Training(wrap(model, loss_of, example=example), keys, out="run") as training:
+    assert training.world == training.data_size * 2 and 0 <= training.data_rank < training.data_size
+    batches = torch.utils.data.DataLoader(dataset, batch_sampler=training.sampler(dataset))
+    for step, (some, masked, targets) in zip(training.steps, batches):
+        if "alone" in sys.argv and step == 2:
+            torch.manual_seed(1000 + training.rank)
+            some = torch.randint(11, some.shape)
+        loss = training.step({"tokens": some, "mask": masked}, targets)
+        if training.rank == 0:
+            print(f"step {step + 1}: loss {loss:.6f}", flush=True)
+"""
+
+
+def several(mpiexec: Callable, folder: Path, ranks: int, *arguments: str):
+    (folder / "train.py").write_text(SEVERAL + ON_RANKS)
+    root = str(Path(hpcdist.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    return mpiexec(ranks, ["train.py", *arguments], cwd=folder, env={"PYTHONPATH": path})
+
+
+def test_masks_groups_and_a_sampler_in_a_pipeline_of_shards(mpiexec: Callable, tmp_path: Path) -> None:
+    done = several(mpiexec, tmp_path, 4)
+    assert done.returncode == 0, done.stdout
+    scope: dict = {}
+    exec(compile(SEVERAL, "train_plain.py", "exec"), scope)
+    model, dataset, optimizer = scope["model"], scope["dataset"], scope["optimizer"]
+    expected = []
+    for step in range(8):
+        chosen = [dataset[index] for index in Order(0, 60).indices(16 * step, 16)]
+        tokens, mask, classes = map(torch.stack, zip(*chosen, strict=True))
+        optimizer.zero_grad()
+        loss = scope["loss_of"](model[3](model[2](model[1](model[0](tokens, mask)))), classes)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.8)
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    np.testing.assert_allclose(losses(done.stdout), expected, rtol=2e-5)
+
+
+def test_ranks_of_a_pipeline_that_draw_other_samples_are_named(mpiexec: Callable, tmp_path: Path) -> None:
+    """The first two steps are right: the third ends the run before it trains on inputs and targets of two draws."""
+    done = several(mpiexec, tmp_path, 2, "alone")
+    assert done.returncode == 78, done.stdout
+    assert len(losses(done.stdout)) == 2
+    assert "step 3: rank(s) 1 bring other inputs than rank 0" in done.stdout, done.stdout
+    assert "training.sampler(dataset)" in done.stdout

@@ -17,10 +17,13 @@ from torch import nn
 from torch.nn import functional
 
 from hpcdist.adapters.torch import load, wrap
+from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
+from hpcdist.errors import UsageError
 from hpcdist.models.arena import Arena
 from hpcdist.models.dropout import Draw
 from hpcdist.models.model import Model
+from hpcdist.training.data import microbatches as microbatches_of
 
 
 class Bench:
@@ -47,7 +50,7 @@ class Bench:
         for one in self.gradients:
             one.begin_step()
         total, scale = 0.0, 1 / (len(x) * self.model.tokens_per_sample)
-        parts = zip(np.array_split(x, microbatches), np.array_split(y, microbatches), strict=True)
+        parts = microbatches_of((x, y), microbatches)
         for microbatch, (some, targets) in enumerate(parts):
             total += self.loss(self.forward(some, draw, microbatch), targets, microbatch)
             self.backward(scale, microbatch)
@@ -524,3 +527,62 @@ def test_a_step_works_in_the_memory_of_the_last_one():
     faults = [int(word) for word in done.stdout.split()]
     assert faults[0] > 20_000, "the activations are smaller than this test thinks"
     assert sorted(faults[3:])[2] < 500, faults
+
+
+class Masked(nn.Module):
+    """Tokens and their mask to sums of embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, 5)
+
+    def forward(self, tokens, mask, scale=None):
+        found = self.table(tokens) * mask.unsqueeze(-1)
+        return (found if scale is None else found * scale[:, None, None]).sum(dim=1)
+
+
+def masked(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(Masked(), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict"])
+def test_several_inputs_and_targets(kind, rng):
+    """All are arguments of the first module, cut into micro-batches together; targets come to the loss as they are."""
+    seed = seed_of(rng)
+    arrays = {"tokens": rng.integers(0, 11, (6, 4)), "mask": rng.random((6, 4)) < 0.7, "scale": rng.random(6)}
+    y = {"classes": rng.integers(0, 3, 6), "weights": rng.random(6).astype(np.float32)}
+    given = (arrays, y) if kind == "dict" else (tuple(arrays.values()), tuple(y.values()))
+
+    def loss(outputs, targets):
+        classes, weights = targets.values() if kind == "dict" else targets
+        return (functional.cross_entropy(outputs, classes, reduction="none") * weights).mean()
+
+    model = wrap(masked(seed), loss, example=given)
+    assert model.stages[0].output_shape(7) == (7, 5)
+    assert len(model.stages[0].example_input(9)) == len(model.loss.example_targets(9)) == 9
+    bench = Bench(model)
+    x, targets = map(backend.adopt, given)
+    found = bench.step(x, targets, 3, Draw(0, 1, 0))
+    twin = masked(seed)
+    tensors = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    expected = loss(
+        twin[1](twin[0](**tensors | {"scale": tensors["scale"].float()})),
+        {name: torch.from_numpy(values) for name, values in y.items()}
+        if kind == "dict"
+        else tuple(map(torch.from_numpy, y.values())),
+    )
+    expected.backward()
+    assert found == pytest.approx(expected.item(), rel=1e-5)
+    for segment in model.layout.segments:
+        theirs = dict(twin.named_parameters())[segment.spec.name].grad.numpy()
+        np.testing.assert_allclose(bench.sums.view(segment.key), theirs, atol=1e-6)
+
+
+def test_inputs_that_the_first_module_does_not_take(rng):
+    bench = Bench(wrap(masked(0), functional.cross_entropy))
+    tokens, mask = rng.integers(0, 11, (6, 4)), np.ones((6, 4), np.float32)
+    with pytest.raises(UsageError, match=r"first module, 0 \(Masked\), cannot be called .* by name: tokens, maske: "):
+        bench.forward(backend.adopt({"tokens": tokens, "maske": mask}))
+    with pytest.raises(UsageError, match=r"cannot be called with the inputs of the batch, 4 of them: too many"):
+        bench.forward(backend.adopt((tokens, mask, mask[:, 0], mask)))

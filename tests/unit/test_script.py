@@ -205,3 +205,37 @@ def test_a_script_that_fails_leaves_nothing_behind(tmp_path, rng):
     with Training(_model(), KEYS, out=tmp_path / "run", resume="auto") as training:
         losses = [training.step(*_batches(rng, 1)[0]) for _ in training.steps]
     assert len(losses) == 6 and {thread.name for thread in threading.enumerate()} <= threads
+
+
+def test_a_sampler_takes_every_sample_once_an_epoch_and_goes_on(tmp_path, rng):
+    """Steps of 12 of 30 samples: an epoch ends within the third; the same seed draws the same, after a resume too."""
+
+    def drawn(out, steps, **more):
+        with Training(_model(), KEYS, out=tmp_path / out, **more) as training:
+            assert (training.data_rank, training.data_size) == (0, 1)
+            sampler = training.sampler(range(30))
+            assert len(sampler) == 6 - training.done
+            found = []
+            for indices, _ in zip(sampler, range(steps), strict=False):
+                found.append(indices)
+                training.step(*_batches(rng, 1)[0])
+        return found
+
+    whole = drawn("whole", 6)
+    flat = [index for indices in whole for index in indices]
+    assert [len(indices) for indices in whole] == [12] * 6
+    assert sorted(flat[:30]) == sorted(flat[30:60]) == list(range(30)) != flat[:30] != flat[30:60]
+    assert drawn("halved", 2) + drawn("halved", 4, resume="auto") == whole
+    training = Training(_model(), KEYS | {"run.steps": 1}, out=tmp_path / "in order")
+    assert list(training.sampler(range(9), shuffle=False)) == [[0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2]]
+    with pytest.raises(UsageError, match="has no samples"):
+        training.sampler([])
+    x, y = _batches(rng, 1)[0]
+    with pytest.raises(UsageError, match=r"got 2 arrays as input, and \w+ takes one; models of hpcdist.adapters.torch"):
+        training.step((x, x), y)
+    with pytest.raises(UsageError, match="unequally many samples .0: 12, 1: 3."):
+        training.step((x, x[:3]), y)
+    with pytest.raises(UsageError, match="a dict of tuples or dicts"):
+        training.step({"a": (x,)}, y)
+    training.step(x, y)
+    training.close()

@@ -11,8 +11,8 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.restore import newest_complete
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import DivergenceError
-from hpcdist.strategies.sentinel import check_replicas
+from hpcdist.errors import DataError, DivergenceError
+from hpcdist.strategies.sentinel import check_batch, check_replicas
 
 LAYOUT = Layout.of([TensorSpec(0, "tokens", (10, 4)), TensorSpec(1, "weight", (50,)), TensorSpec(2, "bias", (3,))])
 
@@ -26,6 +26,32 @@ def test_equal_replicas_pass(size: int, algorithm: str) -> None:
         check_replicas(comm, store, 5, algorithm)
 
     run_threads(size, body)
+
+
+@pytest.mark.parametrize(
+    ("odd", "column", "told"),
+    [
+        (None, 0, ""),
+        (4, 0, ""),  # in the middle of the pipeline: nobody looks at it
+        (2, 0, "step 7: rank(s) 2 bring other inputs than rank 0, and all of them compute replica 0"),
+        (3, 1, "step 7: rank(s) 3 bring other targets than rank 1, and all of them compute replica 1"),
+    ],
+)
+def test_the_ranks_of_a_replica_bring_the_same_batch(odd: int | None, column: int, told: str) -> None:
+    """Two replicas, each of its own samples: ranks 0 and 2 compute the one, 1 and 3 the other, 4 looks at nothing."""
+
+    def body(comm: Communicator) -> str:
+        replica = comm.rank % 2
+        batch = [np.full((3, 2), replica, np.float32), np.full(3, replica + 5)]
+        batch[column][-1] += comm.rank == odd
+        try:
+            check_batch(comm, replica, *batch, "step 7", looks=comm.rank != 4)
+        except DataError as error:
+            return str(error)
+        return ""
+
+    messages = run_threads(5, body)
+    assert len(set(messages)) == 1 and messages[0].startswith(told) and bool(messages[0]) == bool(told)
 
 
 def test_one_flipped_bit_names_tensor_and_rank_everywhere() -> None:

@@ -1,7 +1,7 @@
 """Training data: sources in files, samples by global index, and reading ahead."""
 
 from hpcdist.training.data.prefetch import Prefetcher, own_samples
-from hpcdist.training.data.sampler import FEISTEL, RULES, UNIFORM, microbatches, shards
+from hpcdist.training.data.sampler import FEISTEL, RULES, UNIFORM, Order, microbatches, shards
 from hpcdist.training.data.script import of_script
 from hpcdist.training.data.shares import Balance, Shares
 from hpcdist.training.data.source import Source, open_source
@@ -11,6 +11,7 @@ __all__ = [
     "RULES",
     "UNIFORM",
     "Balance",
+    "Order",
     "Prefetcher",
     "Shares",
     "Source",

@@ -36,13 +36,42 @@ def shards(batch: Batch, each: int, count: int) -> list[Batch]:
     return [(x[first : first + each], y[first : first + each]) for first in range(0, count * each, each)]
 
 
+class Order:
+    """The order of so many samples in each epoch, by seed and rule: asked for any part of it, in any epoch."""
+
+    def __init__(self, seed: int, samples: int, rule: int = UNIFORM) -> None:
+        assert rule in RULES
+        self._seed, self._samples, self._rule = seed, samples, rule
+        self._epoch, self._drawn = -1, np.empty(0, np.int64)  # the order that was drawn last
+
+    def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
+        """Return the samples (count,) from ``start`` on in the order of ``epoch``, and one more random word of it."""
+        # Raw words of the generator, which no version of numpy changes.
+        generator = rng.stream(self._seed, ORDER_STREAM, epoch).bit_generator
+        words = generator.random_raw(ROUNDS + 2)
+        keys, word, swap = words[:ROUNDS], int(words[ROUNDS]), int(words[ROUNDS + 1]) & 1
+        if self._rule == UNIFORM and self._samples <= DRAWN_SAMPLES:
+            if epoch != self._epoch:
+                self._epoch, self._drawn = epoch, drawn(generator.random_raw(self._samples))
+            return self._drawn[start : start + count], word
+        places = permute(np.arange(start, start + count), self._samples, keys)
+        return exchanged(places) if self._rule == UNIFORM and swap else places, word
+
+    def indices(self, first: int, count: int) -> list[int]:
+        """Return ``count`` samples from the global index ``first`` on: each epoch takes every one once."""
+        indices: list[int] = []
+        while len(indices) < count:
+            epoch, start = divmod(first + len(indices), self._samples)
+            part = min(count - len(indices), self._samples - start)
+            indices += self.places(epoch, start, part)[0].tolist()
+        return indices
+
+
 class Sampler:
     """Endless training samples: each epoch takes every sample once, in its own order, at its own shift and masks."""
 
     def __init__(self, samples: Samples, seed: int, rule: int = UNIFORM) -> None:
-        assert rule in RULES
-        self._samples, self._seed, self._rule = samples, seed, rule
-        self._epoch, self._order = -1, np.empty(0, np.int64)  # the order that was drawn last
+        self._samples, self._seed, self._order = samples, seed, Order(seed, samples.count, rule)
 
     def batch(self, first: int, count: int) -> Batch:
         """Return ``count`` samples from the global index ``first`` on, counted from the start of the run."""
@@ -63,16 +92,8 @@ class Sampler:
 
     def places(self, epoch: int, start: int, count: int) -> tuple[np.ndarray, int]:
         """Return the samples (count,) from ``start`` on in the order of ``epoch``, and the shift of that epoch."""
-        # Raw words of the generator, which no version of numpy changes.
-        generator = rng.stream(self._seed, ORDER_STREAM, epoch).bit_generator
-        raw = generator.random_raw(ROUNDS + 2)
-        shift, total = int(raw[ROUNDS]) % self._samples.shifts, self._samples.count
-        if self._rule == UNIFORM and total <= DRAWN_SAMPLES:
-            if epoch != self._epoch:
-                self._epoch, self._order = epoch, drawn(generator.random_raw(total))
-            return self._order[start : start + count], shift
-        order = permute(np.arange(start, start + count), total, raw[:ROUNDS])
-        return exchanged(order) if self._rule == UNIFORM and raw[ROUNDS + 1] & np.uint64(1) else order, shift
+        places, word = self._order.places(epoch, start, count)
+        return places, word % self._samples.shifts
 
 
 def in_order(samples: Samples, limit: int, parts: int, part: int, longest: int) -> Iterator[Batch]:
