@@ -83,11 +83,12 @@ def refuse_beside_16_bits(recipe: "Recipe") -> None:
         others["parameter_server.mirrored"] = (servers.mirrored, False)
         if recipe.communication.algorithm == "hierarchical":
             others["communication.algorithm"] = ("hierarchical", "native")  # a node would round before the server does
-    if recipe.precision.activations == "working":  # a processor multiplies no such numbers
-        others["run.device"] = (recipe.run.device, "gpu")
-        others["parallel.microbatches"] = (recipe.parallel.microbatches, 1)  # sums of gradients would be rounded
-        others["parallel.tensor"] = (recipe.parallel.tensor, 1)  # so would the softmax's, over the ranks' vocabularies
-    recipe.precision.check_beside(recipe.parallel.strategy, others)
+    stages = {
+        "run.device": (recipe.run.device, "gpu"),  # a processor multiplies no such numbers
+        "parallel.microbatches": (recipe.parallel.microbatches, 1),  # sums of gradients would be rounded
+        "parallel.tensor": (recipe.parallel.tensor, 1),  # so would the softmax's, over the ranks' vocabularies
+    }
+    recipe.precision.check_beside(recipe.parallel.strategy, others, stages)
 
 
 def refuse_beside_tensor(recipe: "Recipe") -> None:

@@ -131,10 +131,13 @@ class PrecisionConfig:
                     "stays as it is; remove one of them"
                 )
 
-    def check_beside(self, strategy: str, others: Mapping[str, tuple[Any, Any]]) -> None:
+    def check_beside(
+        self, strategy: str, others: Mapping[str, tuple[Any, Any]], stages: Mapping[str, tuple[Any, Any]]
+    ) -> None:
         """Raise ConfigurationError where 16-bit working copies do not go with the rest of a recipe.
 
-        ``others`` are keys with the value that each has, and the only one that goes with 16 bits.
+        ``others`` are keys with the value that each has, and the only one that goes with 16 bits; ``stages`` are those
+        of stages that compute in the 16-bit type.
         """
         if self.working is None:
             return
@@ -147,6 +150,13 @@ class PrecisionConfig:
             if value != only:
                 raise ConfigurationError(
                     f"{key} = {written(value)} with {built}; set {key} = {written(only)}, or precision.mode = 'float32'"
+                )
+        for key, (value, only) in stages.items():
+            if self.activations == "working" and value != only:
+                raise ConfigurationError(
+                    f"{key} = {written(value)} with precision.activations = 'working' is not built in this version; "
+                    f"precision.mode = {self.mode!r} is, with precision.activations = 'float32': set that, or {key} = "
+                    f"{written(only)}"
                 )
 
 

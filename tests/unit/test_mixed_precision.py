@@ -430,7 +430,11 @@ def test_what_is_evaluated_is_the_working_copy(text: Path, tmp_path: Path) -> No
         (["precision.mode=float16", "precision.hysteresis=0"], "precision.hysteresis"),
         (["precision.activations=half"], "precision.activations = 'half'"),
         (["precision.activations=working"], "there are no working copies"),
-        (["precision.mode=float16", "precision.activations=working"], "run.device = 'cpu'"),
+        (
+            ["precision.mode=bfloat16", "precision.activations=working"],
+            r"^run.device = 'cpu' with precision.activations = 'working' is not built .* precision.mode = 'bfloat16' is, "
+            "with precision.activations = 'float32'",
+        ),
         (
             [
                 "precision.mode=float16",
@@ -447,7 +451,7 @@ def test_what_is_evaluated_is_the_working_copy(text: Path, tmp_path: Path) -> No
                 "run.device=gpu",
                 "parallel.tensor=2",
             ],
-            "parallel.tensor = 2 with precision.mode",
+            "parallel.tensor = 2 with precision.activations",
         ),
     ],
 )
