@@ -140,9 +140,13 @@ class Metrics:
             self._writer.include(append)
 
     def finish(self, steps: int, val_loss: float, **figures: float | str) -> None:
-        """Write what is known at the end of the run (rank 0 does, the others have nothing to do)."""
+        """Write what is known at the end of a start (rank 0 does, the others have nothing to do).
+
+        ``val_loss`` is NaN where the start was stopped, or where there is no validation data: no evaluation then.
+        """
         if self._writer is not None:
-            self._writer.evaluation(steps, val_loss)
+            if not math.isnan(val_loss):
+                self._writer.evaluation(steps, val_loss)
             self._writer.describe(val_loss=val_loss, **figures)
             self._streaming.evaluated(steps, val_loss)
             self._streaming.end()

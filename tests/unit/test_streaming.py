@@ -190,3 +190,16 @@ def test_flushes_that_cost_much_become_seldom(settings: dict[str, object], tmp_p
     assert [due_after(seconds, 0.001) for seconds in (4.9, 5.1)] == [False, True]
     assert [due_after(seconds, 0.1) for seconds in (24.9, 25.1)] == [False, True]
     assert [due_after(seconds, 100.0) for seconds in (59.9, 60.1)] == [False, True]
+
+
+def test_a_start_that_is_stopped_evaluates_nothing(settings: dict[str, object], tmp_path: Path) -> None:
+    """What was known before it is still the last validation loss, also beside the NaN of an earlier version."""
+    (tmp_path / "stop").touch()
+    (loop,) = run_threads(1, lambda comm: trained(comm, settings, tmp_path))
+    assert loop.outcome.wish is not None and 0 < loop.outcome.done < STEPS
+    found = metrics.read(tmp_path / "metrics.h5")
+    assert len(found.evaluations["step"]) == 0 and metrics.summarise(found)["val_loss"] is None
+    with metrics.MetricsWriter(tmp_path / "metrics.h5", 1, loop.outcome.done) as writer:
+        writer.evaluation(STEPS, 2.5)
+        writer.evaluation(STEPS, math.nan)
+    assert metrics.summarise(metrics.read(tmp_path / "metrics.h5"))["val_loss"] == 2.5
