@@ -127,7 +127,7 @@ def as_rank(out: str, *settings: str) -> None:
             before.update({name: (watch.seconds, watch.calls) for name, watch in watches.items()})
 
     def told(job: Job, loop: Loop, result: Result) -> int:
-        own_s, empty = sum(loop.outcome.step_s[1:]), cost_s()
+        own_s, empty = loop.outcome.steps.sums["step_s"], cost_s()
         found = {
             name: (watch.seconds - before[name][0] - empty * (watch.calls - before[name][1])) / own_s
             for name, watch in watches.items()
@@ -135,8 +135,12 @@ def as_rank(out: str, *settings: str) -> None:
         busy_s, lasted_s = loop.energy.monitor.sampler.overhead()
         if lasted_s:
             found[SAMPLER] = busy_s / lasted_s
-        calls = {name: watch.calls / len(loop.outcome.step_s) for name, watch in watches.items()}
-        figures = {"shares": found, "calls": calls, "step_s": statistics.median(loop.outcome.step_s[1:])}
+        calls = {name: watch.calls / loop.outcome.steps.count for name, watch in watches.items()}
+        figures = {
+            "shares": found,
+            "calls": calls,
+            "step_s": statistics.median(step_s for step_s, _ in loop.outcome.steps.sample),
+        }
         sys.stdout.write(f"\n{FOUND}{json.dumps(figures)}\n")  # one write: ranks share the stream
         sys.stdout.flush()
         return finish(job, loop, result)

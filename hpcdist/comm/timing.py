@@ -14,6 +14,7 @@ _now: Final = time.perf_counter_ns  # bound once: a look-up less, twice an event
 _ITEM_BYTES: Final = {name: dtype.itemsize for name, dtype in (FLOATS | INTEGERS).items()}
 _STARTED: Final = frozenset({"isend", "irecv", "iallreduce"})  # they end when somebody waits for them
 _STARTED_ENDINGS: Final = ("_iallreduce", "_ireduce_scatter", "_iall_gather")
+_RECEIVING: Final = frozenset({"recv", "irecv", "probe", "barrier", "flush"})  # what they bring, another rank has sent
 
 # The lowest bits of a token say what its end has to do; the rest is the token of the inner sink, or a number.
 _OUTERMOST, _STARTED_ONLY = 1, 2
@@ -31,12 +32,30 @@ class Total(NamedTuple):
     bytes: float
 
 
+class Moved(NamedTuple):
+    """Bytes that left a rank, by the way they took.
+
+    ``messages`` are sent by algorithms of this package. ``shared`` are buffers of operations that send none: other
+    ranks of the node read them in memory. ``unknown`` are buffers that were handed to collectives of a library: how
+    much it sends for them, it does not tell.
+    """
+
+    messages: int = 0
+    shared: float = 0.0
+    unknown: float = 0.0
+
+    def since(self, before: "Moved") -> "Moved":
+        """Return what was moved since ``before``."""
+        return Moved(self.messages - before.messages, self.shared - before.shared, self.unknown - before.unknown)
+
+
 class _Kind:
     """What one thread has added up of one kind of operation."""
 
-    __slots__ = ("bytes", "calls", "is_started", "ns")
+    __slots__ = ("bytes", "calls", "is_library", "is_started", "ns", "receives")
 
     def __init__(self, op: str) -> None:
+        self.receives, self.is_library = op in _RECEIVING, op.startswith("nccl")
         self.is_started = op in _STARTED or op.endswith(_STARTED_ENDINGS)
         self.calls = self.ns = 0
         self.bytes: float = 0
@@ -45,11 +64,13 @@ class _Kind:
 class _OfThread:
     """What one thread has added up, which no other one writes, and the outermost operation that it is in."""
 
-    __slots__ = ("began", "inside", "kinds", "sent_bytes", "size", "unknown_calls")
+    __slots__ = ("began", "inside", "kinds", "sends", "sent_bytes", "shared", "size", "unknown", "unknown_calls")
 
     def __init__(self) -> None:
         self.kinds: dict[str, _Kind] = {}
         self.sent_bytes = self.unknown_calls = 0
+        self.shared = self.unknown = 0.0
+        self.sends = False  # the outermost operation, or one within it, sends or receives
         self.inside: _Kind | None = None
         self.size: float = 0
         self.began = 0
@@ -84,8 +105,11 @@ class Timing:
             mine.sent_bytes += sent_bytes
         elif sent_bytes == UNKNOWN_BYTES:
             mine.unknown_calls += 1
+            if count:  # objects have none: their size is not known, and small
+                mine.unknown += count * _ITEM_BYTES.get(dtype, 1)
         token = self._inner_begin(comm, op, dtype, count, sent_bytes, peer, tag)
         if mine.inside is not None:
+            mine.sends = True
             return token << 2
         kind = mine.kinds.get(op) or mine.kinds.setdefault(op, _Kind(op))
         size = count * _ITEM_BYTES.get(dtype, math.nan) if count or sent_bytes != UNKNOWN_BYTES else math.nan
@@ -93,6 +117,7 @@ class Timing:
             number = self._number() << 2 | _STARTED_ONLY
             self._under_way[number] = token, op, size, _now()
             return number
+        mine.sends = sent_bytes != 0 or kind.receives
         mine.inside, mine.size, mine.began = kind, size, _now()
         return token << 2 | _OUTERMOST
 
@@ -108,6 +133,11 @@ class Timing:
             mine = self._new_thread()  # a thread may end what another one has started
         if token & _OUTERMOST:
             inner, kind, size, began, mine.inside = token >> 2, mine.inside, mine.size, mine.began, None
+            if not mine.sends and kind is not None:
+                if kind.is_library:
+                    mine.unknown += size
+                else:
+                    mine.shared += size
         else:
             inner, op, size, began = self._under_way.pop(token)
             kind = mine.kinds.get(op) or mine.kinds.setdefault(op, _Kind(op))
@@ -135,6 +165,11 @@ class Timing:
     def sent_bytes(self) -> int:
         """Bytes sent as messages since the start, of operations whose algorithm is known."""
         return sum(mine.sent_bytes for mine in self._threads.copy())
+
+    def moved(self) -> Moved:
+        """Return what left this rank since the start, by the way it took (local)."""
+        threads = self._threads.copy()
+        return Moved(self.sent_bytes, sum(mine.shared for mine in threads), sum(mine.unknown for mine in threads))
 
     @property
     def unknown_calls(self) -> int:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,8 @@ GIVE_UP_NS: Final = 2_000_000_000
 EDGE_ATTEMPTS: Final = 3
 EDGE_PAUSE_S: Final = 0.01
 HANGING_S: Final = 5.0  # a driver that has not answered for so long is not waited for
+MOST_ROWS: Final = 1 << 15  # of a kind, that wait for `drain`: at more, every second one goes (5 MB)
+Row: TypeAlias = tuple[int, int, int]  # time in ns, source, value
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,11 @@ class Sampler:
         self._interval_s, self._look_s = interval_s, look_s
         self._look, self._tell = look, tell
         self._lock = threading.Lock()
-        self._samples: list[tuple[int, int, int]] = []
-        self._recent: list[tuple[int, int, int]] = []  # for `intervals`, the last one of each source before them
+        self._samples: list[Row] = []
+        self._recent: list[Row] = []  # for `intervals`, the last one of each source before them
         self._recent_known = 0  # how many of them were there at the last `drain`
-        self._powers: list[tuple[int, int, int]] = []
-        self._gaps: list[tuple[int, int]] = []
+        self._powers: list[Row] = []
+        self._gaps: set[tuple[int, int]] = set()
         self._recent_gaps: set[tuple[int, int]] = set()
         self._edge_gaps = [0] * len(self.tracks)
         self._looks: list[tuple[int, np.ndarray]] = []
@@ -150,11 +152,21 @@ class Sampler:
                 self._samples.append(row)
                 self._recent.append(row)
                 if track.gaps != gaps:
-                    self._gaps.append(row[:2])
+                    self._gaps.add(row[:2])
                     self._recent_gaps.add(row[:2])
+                self._bound()
         finally:
             self._lock.release()
         return value
+
+    def _bound(self) -> None:
+        """Let go of what nobody has asked for in a long time: counters go on counting, so that no energy is lost."""
+        if len(self._samples) > MOST_ROWS:
+            self._samples, self._gaps = _halved(self._samples, self._gaps)
+        if len(self._recent) > MOST_ROWS:
+            known = self._recent[self._recent_known :][:1]
+            self._recent, self._recent_gaps = _halved(self._recent, self._recent_gaps)
+            self._recent_known = sum(row < known[0] for row in self._recent) if known else len(self._recent)
 
     def _run(self) -> None:
         began_ns = powers_ns = looked_ns = time.monotonic_ns()
@@ -184,6 +196,8 @@ class Sampler:
             power = self.tracks[source].power_mw()
             if power is not None:
                 self._powers.append((now_ns, source, power))
+                if len(self._powers) > MOST_ROWS:
+                    self._powers, _ = _halved(self._powers, set())
 
     def _look_around(self, look: Callable[[], np.ndarray]) -> None:
         try:
@@ -195,6 +209,8 @@ class Sampler:
             return
         with self._lock:
             self._looks.append((time.monotonic_ns(), found))
+            if len(self._looks) > MOST_ROWS:
+                del self._looks[::2]
 
     def _tell_once(self, source: int) -> None:
         track = self.tracks[source]
@@ -211,7 +227,7 @@ class Sampler:
         with self._lock:
             samples, self._samples = self._samples, []
             powers, self._powers = self._powers, []
-            gaps, self._gaps = self._gaps, []
+            gaps, self._gaps = self._gaps, set()
             looks, self._looks = self._looks, []
             self._recent = self._recent[self._recent_known :]
             self._recent_known = len(self._recent)
@@ -219,7 +235,7 @@ class Sampler:
         return Drained(
             np.array(samples, np.int64).reshape(-1, 3),
             np.array(powers, np.int64).reshape(-1, 3),
-            np.array(gaps, np.int64).reshape(-1, 2),
+            np.array(sorted(gaps), np.int64).reshape(-1, 2),
             np.array([now_ns for now_ns, _ in looks], np.int64),
             np.array([shares for _, shares in looks]) if looks else np.empty((0, 0)),
         )
@@ -240,3 +256,22 @@ class Sampler:
             known = np.array([row[:2] not in gaps for row in own[1:]], bool)
             found.append(Intervals(track.name, track.kind, track.about, times, energy, known))
         return found
+
+
+def _halved(rows: list[Row], gaps: set[tuple[int, int]]) -> tuple[list[Row], set[tuple[int, int]]]:
+    """Return every second one of the rows of each source, its last one too, and the gaps in front of these."""
+    left: list[Row] = []
+    unknown: set[tuple[int, int]] = set()
+    later: dict[int, Row] = {}  # by source: the next row that stays
+    skips: set[int] = set()  # sources of which the row before is to go
+    for row in reversed(rows):
+        source = row[1]
+        if source in skips:
+            skips.discard(source)
+        else:
+            skips.add(source)
+            later[source] = row
+            left.append(row)
+        if row[:2] in gaps:
+            unknown.add(later[source][:2])
+    return left[::-1], unknown

@@ -23,8 +23,8 @@ def append(file: Any, session: int, distances: Mapping[int, float]) -> None:
     if TABLE not in file:
         tables.create(file, TABLE, COLUMNS)
     steps = np.array(list(distances))
-    known = tables.read(file, TABLE)["step"]
-    later = np.flatnonzero(known >= steps[0])
-    tables.shorten(file, TABLE, int(later[0]) if later.size else len(known))
+    known = file[TABLE]["step"]
+    if len(known) and known[-1] >= steps[0]:
+        tables.shorten(file, TABLE, int(np.flatnonzero(known[...] >= steps[0])[0]))
     rows = {"step": steps, "session": np.full(len(steps), session), "distance": np.array(list(distances.values()))}
     tables.extend(file, TABLE, rows)

@@ -235,7 +235,9 @@ def summarise(metrics: Metrics, last: int = 20) -> dict[str, Any]:
     result["train_loss"] = _number(loss[-1]) if count else None
     result["train_loss_mean"] = _number(np.mean(loss)) if count else None
     evaluated = metrics.evaluations["val_loss"]
-    evaluated = evaluated[np.isfinite(evaluated)]  # files of earlier versions have a NaN for each start that was stopped
+    evaluated = evaluated[
+        np.isfinite(evaluated)
+    ]  # files of earlier versions have a NaN for each start that was stopped
     result["val_loss"] = float(evaluated[-1]) if len(evaluated) else None
     # The first step of a session is the one whose predecessor is of another.
     warm = np.flatnonzero(np.diff(steps["session"], prepend=-1) == 0)

@@ -55,6 +55,7 @@ class AsynchronousLoop(Loop):
         self._saved_at = self.outcome.first
         self._boundary = time.perf_counter()
         self._counted = self._sent_before = self.traffic.sent_bytes
+        self._shared = self.traffic.moved().shared
         exchange.meetings.wants, exchange.meetings.meanwhile = self._wants, self._attend
         self._plan_checkpoint()
         self.metrics.note_clocks()
@@ -145,24 +146,24 @@ class AsynchronousLoop(Loop):
         exchange, outcome = self.exchange, self.outcome
         targets = samples * self.trainer.model.tokens_per_sample if exchange.taken else 0
         self._last = loss, targets
-        outcome.targets.append(targets)
-        outcome.dropped += not exchange.taken
-        outcome.staleness.append(exchange.staleness)
-        outcome.sent_bytes.append(float(self.traffic.sent_bytes - self._counted))
-        self._counted = self.traffic.sent_bytes
+        moved = self.traffic.moved()
+        sent, shared = float(moved.messages - self._counted), moved.shared - self._shared
+        self._counted, self._shared = moved.messages, moved.shared
         now = time.perf_counter()
         begun, self._boundary = self._boundary, now
-        outcome.step_s.append(now - begun)
-        self.pace.stepped(outcome.step_s[-1])
+        step_s, communication_s = now - begun, found.seconds["communication_s"]
+        figures = {"communication_s": communication_s, "messages": sent, "shared": shared, "unknown": 0.0}
+        outcome.steps.add(step_s, sent, targets=targets, staleness=exchange.staleness, **figures)
+        outcome.dropped += not exchange.taken
+        outcome.stalest = max(outcome.stalest, exchange.staleness)
+        self.pace.stepped(step_s)
         self.onlookers.stepped(step, begun, now)
         self.streaming.stepped(step, found, self.onlookers.waited_s)
-        seconds = {**found.seconds, "step_s": outcome.step_s[-1]}
-        self.metrics.add(step, loss, exchange.learning_rate, targets, seconds, outcome.sent_bytes[-1])
+        seconds = {**found.seconds, "step_s": step_s}
+        self.metrics.add(step, loss, exchange.learning_rate, targets, seconds, sent)
         if exchange.clock > step:
             self._note_missed()
-        outcome.communication_s.append(found.seconds["communication_s"])
-        share = found.seconds["communication_s"] / outcome.step_s[-1]
-        self.progress.step(exchange.clock, loss, self._targets_of_all(), share)
+        self.progress.step(exchange.clock, loss, self._targets_of_all(), communication_s / step_s)
 
     def _note_missed(self) -> None:
         """Others made the steps up to this worker's clock: the last of them has no times of this worker (local)."""
@@ -238,13 +239,13 @@ class AsynchronousLoop(Loop):
         self.exchange.meet_at = (self._saved_at // every + 1) * every if every else 0
 
     def _count_what_was_served(self) -> None:
-        """On a rank that serves, replace the bytes of its own steps, if it has any, by a mean. Collective.
+        """On a rank that serves, note a mean in the place of the bytes of its own steps, if it has any. Collective.
 
         It also sends while it waits for a meeting, in none of its own steps. The mean is over as many steps as were
         made in this start by a worker, in the mean of those that made any.
         """
         outcome, exchange = self.outcome, self.exchange
-        made = self.trainer.comm.allgather_object(len(outcome.step_s))
+        made = self.trainer.comm.allgather_object(outcome.steps.count)
         steps = [count for count in made if count]
         if exchange.shard is not None and steps:
-            outcome.sent_bytes = [(self.traffic.sent_bytes - self._sent_before) / statistics.mean(steps)]
+            outcome.served_bytes = (self.traffic.sent_bytes - self._sent_before) / statistics.mean(steps)

@@ -15,7 +15,8 @@ def note(metrics: Metrics, trainer: Trainer) -> None:
     """Write the consensus distances that were measured since the last call (rank 0 does, the others forget them)."""
     if isinstance(trainer.exchange, Replicas):
         new = trainer.exchange.taken()
-        metrics.include(lambda file, session: consensus.append(file, session, new))
+        if new:
+            metrics.include(lambda file, session: consensus.append(file, session, new))
 
 
 def figures(trainer: Trainer) -> dict[str, Any]:

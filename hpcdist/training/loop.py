@@ -131,10 +131,11 @@ class Loop:
 
     def _step(self, step: int, batches: list[MicroBatch]) -> None:
         trainer = self.trainer
-        sent, unknown = self.traffic.sent_bytes, self.traffic.unknown_calls
+        before, unknown = self.traffic.moved(), self.traffic.unknown_calls
         rate = trainer.learning_rate(step - trainer.executor.loss_scale.skipped)  # of the update that is due
         found = self._train(step, batches)
-        bytes_sent = float(self.traffic.sent_bytes - sent) if self.traffic.unknown_calls == unknown else float("nan")
+        moved = self.traffic.moved().since(before)
+        bytes_sent = float(moved.messages) if self.traffic.unknown_calls == unknown else math.nan
         targets = trainer.samples(step) * trainer.model.tokens_per_sample
         # From row to row: waiting for data is part of a step, and what came after the one before it (metrics, sentinel,
         # checkpoint) too, so that the steps of a run add up to its time.
@@ -150,17 +151,18 @@ class Loop:
             trainer.noise.after(step, found)
         outcome = self.outcome
         outcome.done, outcome.loss, outcome.wish = step, found.loss, agreed(found.wishes)
-        outcome.step_s.append(step_s)
-        outcome.communication_s.append(found.seconds["communication_s"])
-        outcome.sent_bytes.append(bytes_sent)
+        figures = {"communication_s": found.seconds["communication_s"], **moved._asdict()}
         if trainer.exchange.overlap is not None:
-            outcome.overlapped.append(trainer.exchange.overlap.taken())
-            outcome.fetched.append(fetched := trainer.exchange.overlap.fetched())
-            self.streaming.overlapped(*outcome.overlapped[-1], fetched.hits, fetched.misses)
+            exposed_s, total_s = trainer.exchange.overlap.taken()
+            fetched = trainer.exchange.overlap.fetched()
+            figures |= {"reductions_s": total_s, "reductions_exposed_s": exposed_s}
+            figures |= {"hits": fetched.hits, "misses": fetched.misses, "fetches_exposed_s": fetched.exposed_s}
+            self.streaming.overlapped(exposed_s, total_s, fetched.hits, fetched.misses)
+        outcome.steps.add(step_s, bytes_sent, **figures)
         outcome.checkpoint = None
         if found.wishes[len(Wish)] > 0:
             self.metrics.flush()
-            noise.note(self.metrics, trainer)
+            self._note_measured()
         if found.wishes[len(Wish)] > 1:
             self.metrics.note_clocks()
         self.pace.stepped(step_s - self._held_s)
@@ -233,13 +235,17 @@ class Loop:
             if self.saver.waits or self.saver.is_busy:  # then the one before becomes complete here
                 self.metrics.flush()
             self.outcome.checkpoint = self.saver.save(step, energy=used, **kept)
-            consensus.note(self.metrics, self.trainer)
-            noise.note(self.metrics, self.trainer)
+            self._note_measured()
         held_s = time.perf_counter() - self._began
         self._held_s += held_s
         self._save_s = held_s
         self.pace.saved(held_s)
         self._note_complete()
+
+    def _note_measured(self) -> None:
+        """Write what was measured in some steps alone, which waits in memory until then."""
+        consensus.note(self.metrics, self.trainer)
+        noise.note(self.metrics, self.trainer)
 
     def _validated(self) -> dict[str, float | None]:
         """Return what a checkpoint keeps of how good it is, where the best of them stay."""

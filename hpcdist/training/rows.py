@@ -17,6 +17,7 @@ from hpcdist.training.streaming import Streaming
 # Of a message: 2.3 kB, which MPI libraries take over at once, so that no sender has to wait for rank 0.
 ROWS: Final = 32
 COLUMNS: Final = 4 + len(PER_RANK)  # a `Common`, and the figures of one rank
+LEAD: Final = 1 << 16  # steps ahead of the slowest worker of which rows wait: 20 MB a worker on rank 0
 
 
 class UnevenMetrics(Metrics):
@@ -29,7 +30,8 @@ class UnevenMetrics(Metrics):
 
     The loss of a row is the mean over the workers' batches of that step, each under the parameters its worker had then.
     Times and bytes of a dedicated server, which has no steps, are NaN. Of steps that a worker had made beyond the
-    checkpoint from which a run goes on, there are the rows of the slower workers only.
+    checkpoint from which a run goes on, or more than `LEAD` steps ahead of the slowest one, there are the rows of the
+    slower workers only.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class UnevenMetrics(Metrics):
         self._messages = 0  # that this rank has sent, since the start
         self._taken: Counter[int] = Counter()  # messages that rank 0 has taken, by sender
         self._last: dict[int, int] = {}  # worker -> the last step of which rank 0 knows
-        self._waiting: dict[int, dict[int, list[float]]] = {}  # step -> worker -> its row; on rank 0
+        self._waiting: dict[int, dict[int, np.ndarray]] = {}  # step -> worker -> its row; on rank 0
 
     def begin(self, clocks: Mapping[int, int]) -> None:
         """Take note of the step from which each worker goes on (local)."""
@@ -99,9 +101,10 @@ class UnevenMetrics(Metrics):
         self._keep(message.source, rows.reshape(-1, COLUMNS))
 
     def _keep(self, worker: int, rows: np.ndarray) -> None:
-        for row in rows.tolist():
-            self._last[worker] = int(row[0])
-            self._waiting.setdefault(self._last[worker], {})[worker] = row
+        for row in rows:
+            self._last[worker] = step = int(row[0])
+            if step <= min(self._last.values()) + LEAD:
+                self._waiting.setdefault(step, {})[worker] = row
 
     def _write(self, writer: MetricsWriter) -> None:
         """Append the rows of the steps that all workers have made."""

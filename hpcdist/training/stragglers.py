@@ -1,6 +1,5 @@
 """What a run says of its slow ranks, at its end."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,9 +23,11 @@ def figures(trainer: Trainer, workers: Sequence[Mapping[str, Any]]) -> dict[str,
     found["servers_fullest"] = exchange.fullest
     if isinstance(exchange, BackupExchange):
         return found | {"dropped_gradients": sum(rank["dropped"] for rank in workers)}
-    staleness = [value for rank in workers for value in rank["staleness"]]
-    mean = statistics.mean(staleness) if staleness else None
-    return found | {"staleness_mean": mean, "staleness_most": max(staleness, default=None)}
+    count = sum(rank["count"] for rank in workers)
+    if not count:
+        return found | {"staleness_mean": None, "staleness_most": None}
+    total = sum(rank[part].get("staleness", 0) for rank in workers for part in ("first", "sums"))
+    return found | {"staleness_mean": total / count, "staleness_most": max(rank["stalest"] for rank in workers)}
 
 
 def described(summary: Mapping[str, Any]) -> list[str]:

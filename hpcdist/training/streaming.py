@@ -25,6 +25,7 @@ from hpcdist.training.trainer import Trainer
 
 JOB_VARIABLES: Final = ("SLURM_JOB_ID", "PBS_JOBID")
 FEW: Final = 512  # of so many ranks at most, the figures of each go with a step
+WAITING: Final = 1 << 16  # steps of this rank whose rows wait for those of slower workers
 _DATA: Final = catalogue.key("phase_seconds", "data")
 _OTHER: Final = catalogue.key("phase_seconds", "other")
 Say = Callable[[str], None]
@@ -99,6 +100,8 @@ class Streaming:
         self._made += 1
         if self._stream is not None:
             self._steps[step] = time.time_ns(), found.gradient_norm
+            if len(self._steps) > WAITING:
+                del self._steps[next(iter(self._steps))]
             figures = {"loss_scale": found.loss_scale} if found.loss_scale != self._scale else {}
             self._scale = found.loss_scale
             if found.skipped:

@@ -5,10 +5,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 from hpcdist.arrays.sizes import counted
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.timing import Moved
 from hpcdist.strategies.grid import ORDER
 from hpcdist.telemetry.pss import pss_bytes
 from hpcdist.training import architecture, consensus, noise, stragglers, utilisation
@@ -29,8 +30,7 @@ NOT_HIDDEN: Final = "while a rank does not look, it does not know what moves: se
 OVERLAP_FIGURES: Final = ("reductions_s", "reductions_exposed_s", "communication_hidden_share")
 LOADED_FIGURE: Final = "bytes_loaded_per_step"
 PREFETCH_FIGURES: Final = ("prefetch_hits", "prefetch_misses", "prefetch_exposed_s")
-Measured = TypeVar("Measured")
-Rank: TypeAlias = Mapping[str, Any]  # what one rank measured, by name; of its steps, a list
+Rank: TypeAlias = Mapping[str, Any]  # what one rank measured, by name; of its steps, as `outcome.Steps.measured`
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,22 @@ def in_lock_step(ranks: Sequence[Rank], workers: Sequence[Rank], targets: float,
     """Return the pace of ``workers``, among ``ranks``, that make each step together, on ``targets`` (local).
 
     A step takes as long as its slowest worker, and sends what the rank sent that sent most: the median step where all
-    are ``alike``, else their mean.
+    are ``alike``, else their mean. Where not every step is in the sample, the slowest worker's sum over all steps is
+    scaled by what the sample says of the slowest of each step.
     """
-    slowest = [max(times) for times in zip(*(rank["step_s"] for rank in workers), strict=True)]
-    if not slowest:
+    if not workers[0]["count"]:
         return Pace()
-    steady = _steady(slowest)
-    sent = _steady([_most(counts) for counts in zip(*(rank["sent"] for rank in ranks), strict=True)])
+    slowest = [max(step_s for step_s, _ in step) for step in zip(*map(_steady, workers), strict=True)]
+    sent = [_most([nbytes for _, nbytes in step]) for step in zip(*map(_steady, ranks), strict=True)]
+    count, steady_s = max(1, workers[0]["count"] - 1), sum(slowest)
+    if count > len(slowest):
+        longest = max(workers, key=lambda rank: rank["sums"]["step_s"])
+        steady_s *= longest["sums"]["step_s"] / sum(step_s for step_s, _ in longest["sample"])
+    first_s = max(rank["first"]["step_s"] for rank in workers) if workers[0]["count"] > 1 else 0.0
     return Pace(
-        tokens_per_s=targets * len(steady) / sum(steady),
-        step_s=statistics.median(steady),
-        training_s=sum(slowest),
+        tokens_per_s=targets * count / steady_s,
+        step_s=statistics.median(slowest),
+        training_s=first_s + steady_s,
         sent_bytes=math.nan if math.isnan(sum(sent)) else (statistics.median if alike else statistics.mean)(sent),
     )
 
@@ -68,22 +73,24 @@ def each_at_its_own(ranks: Sequence[Rank], workers: Sequence[Rank]) -> Pace:
     Training lasts from the beginning of the loop to the end of the last step of all. Tokens are those of all steps but
     the first of each worker, and the time in which they were processed begins when the first worker has ended its
     first. A step takes the median over the workers of their own medians. A worker sends the median of its own steps, a
-    rank that serves a mean; what is told is the rank that sends most.
+    rank that serves a mean; the result is of the rank that sends most.
     """
-    made = [rank for rank in workers if rank["step_s"]]
+    made = [rank for rank in workers if rank["count"]]
     if not made:
         return Pace()
-    training_s = max(sum(rank["step_s"]) for rank in made)
-    targets = sum(sum(rank["targets"][1:]) for rank in made)
+    training_s = max(rank["first"]["step_s"] + rank["sums"].get("step_s", 0.0) for rank in made)
+    targets = sum(rank["sums"].get("targets", 0) for rank in made)
     if targets:
-        tokens_per_s = targets / (training_s - min(rank["step_s"][0] for rank in made))
+        tokens_per_s = targets / (training_s - min(rank["first"]["step_s"] for rank in made))
     else:
-        tokens_per_s = sum(sum(rank["targets"]) for rank in made) / training_s
+        tokens_per_s = sum(rank["first"]["targets"] for rank in made) / training_s
+    served = [rank["served"] for rank in ranks if not math.isnan(rank["served"])]
+    own = [rank for rank in ranks if rank["count"] and math.isnan(rank["served"])]
     return Pace(
         tokens_per_s=tokens_per_s,
-        step_s=statistics.median(statistics.median(_steady(rank["step_s"])) for rank in made),
+        step_s=statistics.median(statistics.median(step_s for step_s, _ in _steady(rank)) for rank in made),
         training_s=training_s,
-        sent_bytes=max(statistics.median(_steady(rank["sent"])) for rank in ranks if rank["sent"]),
+        sent_bytes=max([*served, *(statistics.median(nbytes for _, nbytes in _steady(rank)) for rank in own)]),
     )
 
 
@@ -92,9 +99,17 @@ def _most(counts: Sequence[float]) -> float:
     return math.nan if math.isnan(sum(counts)) else max(counts)
 
 
-def _steady(values: Sequence[Measured]) -> Sequence[Measured]:
-    """Leave out the first step, which compiles kernels and opens connections, unless there is no other."""
-    return values[1:] or values
+def _steady(rank: Rank) -> Sequence[tuple[float, float]]:
+    """Return seconds and bytes of the sampled steps, without the first one unless there is no other."""
+    first = rank["first"]
+    return rank["sample"] or ([(first["step_s"], first["sent_bytes"])] if rank["count"] else [])
+
+
+def _mean(rank: Rank, figure: str) -> float:
+    """Return the mean of ``figure`` over the steps but the first, unless there is no other; NaN where there is none."""
+    if rank["count"] > 1:
+        return float(rank["sums"].get(figure, math.nan)) / (rank["count"] - 1)
+    return float(rank["first"].get(figure, math.nan))
 
 
 def summarise(
@@ -112,7 +127,7 @@ def summarise(
         pace = in_lock_step(ranks, workers, _targets(trainer, outcome), alike=alike)
     else:
         pace = each_at_its_own(ranks, workers)
-    shares = [sum(_steady(rank["comm"])) / sum(_steady(rank["step_s"])) for rank in workers if rank["step_s"]]
+    shares = [_mean(rank, "communication_s") / _mean(rank, "step_s") for rank in workers if rank["count"]]
     pss = [rank["pss"] for rank in ranks]
     summary = {
         "steps": outcome.done,
@@ -135,6 +150,7 @@ def summarise(
         **overlap_figures(workers),
         **prefetch_figures(workers),
         "bytes_sent_per_step": None if math.isnan(pace.sent_bytes) else round(pace.sent_bytes),
+        "bytes_moved_per_step": moved_figures(ranks, pace.sent_bytes),
         LOADED_FIGURE: loaded_figure(ranks),
         "peak_bytes": {kind: max(rank["peak"][kind] for rank in ranks) for kind in trainer.ledger.peak},
         "peak_bytes_total": max(rank["held"] for rank in ranks),
@@ -162,15 +178,12 @@ def summarise(
 def _measured(trainer: Trainer, outcome: Outcome) -> dict[str, Any]:
     """Return what this rank measured (local)."""
     return {
-        "step_s": outcome.step_s,
-        "sent": outcome.sent_bytes,
+        **outcome.steps.measured(),
+        "served": outcome.served_bytes,
         "loaded": getattr(trainer.exchange, "loaded_bytes", 0),
-        "comm": outcome.communication_s,
-        "overlapped": outcome.overlapped,
-        "fetched": outcome.fetched if trainer.exchange.ahead else [],
-        "targets": outcome.targets,
+        "prefetches": bool(trainer.exchange.ahead),
         "computes": trainer.seat.computes,
-        "staleness": outcome.staleness,
+        "stalest": outcome.stalest,
         "dropped": outcome.dropped,
         "shares": _shares(trainer, outcome.done),
         "peak": trainer.ledger.peak,
@@ -198,9 +211,7 @@ def overlap_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
     None where there were none, or where nobody knows; see `Overlap.taken`. That nobody waited is no proof that a step
     became shorter: where a thread has no core of its own, it takes from the backward. Only two runs can tell.
     """
-    steps = [figures for rank in workers for figures in _steady(rank["overlapped"])]
-    exposed_s = statistics.mean(exposed for exposed, _ in steps) if steps else math.nan
-    total_s = statistics.mean(total for _, total in steps) if steps else math.nan
+    exposed_s, total_s = (_mean_of_all(workers, name) for name in ("reductions_exposed_s", "reductions_s"))
     share = 1 - exposed_s / total_s if total_s else math.nan
     found = (total_s, exposed_s, share)
     return {name: _number(figure) for name, figure in zip(OVERLAP_FIGURES, found, strict=True)}
@@ -211,10 +222,29 @@ def prefetch_figures(workers: Sequence[Rank]) -> dict[str, float | None]:
 
     A step and rank, in the mean; None where nothing is gathered ahead.
     """
-    steps = [fetched for rank in workers for fetched in _steady(rank["fetched"])]
-    found = [[fetched.hits, fetched.misses, fetched.exposed_s] for fetched in steps]
-    means = [statistics.mean(column) for column in zip(*found, strict=True)] or [None] * len(PREFETCH_FIGURES)
-    return dict(zip(PREFETCH_FIGURES, means, strict=True))
+    ahead = [rank for rank in workers if rank["prefetches"]]
+    means = [_mean_of_all(ahead, name) for name in ("hits", "misses", "fetches_exposed_s")]
+    return {name: _number(mean) for name, mean in zip(PREFETCH_FIGURES, means, strict=True)}
+
+
+def _mean_of_all(ranks: Sequence[Rank], figure: str) -> float:
+    """Return the mean of ``figure`` over the steps of all ``ranks``, weighted by how many each made; NaN for none."""
+    made = [(_mean(rank, figure), max(1, rank["count"] - 1)) for rank in ranks if rank["count"]]
+    return sum(mean * count for mean, count in made) / sum(count for _, count in made) if made else math.nan
+
+
+def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
+    """Return the bytes that a rank moved a step, by the way they took (`Moved`); None where no step was made.
+
+    Of each way it is the mean step of the rank that moved most. In messages it is ``sent`` where nothing is unknown.
+    """
+    made = [rank for rank in ranks if rank["count"]]
+    if not made:
+        return None
+    most = {way: max(_mean(rank, way) for rank in made) for way in Moved._fields}
+    if not math.isnan(sent):
+        most["messages"] = sent
+    return {way: round(nbytes) for way, nbytes in most.items()}
 
 
 def loaded_figure(ranks: Sequence[Rank]) -> int | None:
@@ -222,7 +252,7 @@ def loaded_figure(ranks: Sequence[Rank]) -> int | None:
 
     It is no part of what is sent. None where nothing was, or nobody counts it.
     """
-    most = max((rank["loaded"] / len(rank["step_s"]) for rank in ranks if rank["step_s"]), default=0.0)
+    most = max((rank["loaded"] / rank["count"] for rank in ranks if rank["count"]), default=0.0)
     return round(most) or None
 
 

@@ -189,6 +189,33 @@ def test_rows_of_many_steps_come_in_short_messages_and_in_order(text: dict[str, 
         assert found[name][:, :2].tolist() == wanted and np.isnan(found[name][:, 2]).all()
 
 
+def test_rows_far_ahead_of_the_slowest_do_not_wait_for_it(
+    text: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond `LEAD` there are the rows of the slower workers only: what rank 0 holds has a bound."""
+    monkeypatch.setattr("hpcdist.training.rows.LEAD", 5)
+
+    def body(comm: Communicator) -> int:
+        trainer = assembled(comm, text)
+        session = Session(comm, locate(comm, None), "threads", lambda code: None)
+        streaming = Streaming(session, trainer, Timing(), tmp_path, print, None)
+        rows = UnevenMetrics(comm, tmp_path / "metrics.h5", None, {}, Energy(comm, trainer.recipe, None), streaming)
+        rows.begin({0: 0, 1: 0})
+        for step in range(1, 21) if comm.rank == 1 else ():
+            rows.add(step, 1.0, 0.5, 1, dict.fromkeys(PER_RANK, float(step)), 1.0)
+        rows.flush()
+        held = len(rows._waiting)
+        for step in range(1, 21) if comm.rank == 0 else ():
+            rows.add(step, 3.0, 0.5, 1, dict.fromkeys(PER_RANK, float(step)), 1.0)
+        rows.flush()
+        return held
+
+    assert run_threads(3, body) == [5, 0, 0]
+    found = files.read(tmp_path / "metrics.h5").steps
+    assert found["loss"].tolist() == [2.0] * 5 + [3.0] * 15
+    assert np.isnan(found["step_s"][5:, 1]).all() and np.isfinite(found["step_s"][:, 0]).all()
+
+
 def test_a_stop_needs_one_meeting(text: dict[str, object], tmp_path: Path) -> None:
     def after(loop: Watched, step: int) -> None:
         if loop.trainer.comm.rank == 1 and step == 4:
@@ -215,7 +242,7 @@ def test_a_start_is_summarised_by_the_steps_of_each_worker(
     def body(comm: Communicator) -> dict[str, Any]:
         loop = loop_on(comm, {**text, "parameter_server.placement": placement}, tmp_path, clocks=clocks)
         outcome = loop.run()
-        assert len(outcome.step_s) == len(outcome.targets) == (STEPS - 4 if comm.rank == 1 and 4 in clocks else 0)
+        assert outcome.steps.count == (STEPS - 4 if comm.rank == 1 and 4 in clocks else 0)
         return summarise(comm, loop.trainer, outcome, tmp_path, 1.0, {}) | {"energy_j": None, "energy_reason": "no"}
 
     found = run_threads(2 + (placement == "dedicated"), body)
@@ -298,7 +325,7 @@ def test_a_late_worker_is_left_behind_and_its_gradient_dropped(
         loop = loop_on(comm, settings | {"parameter_server.servers": 2}, tmp_path, before, after)
         outcome = loop.run()
         found = summarise(comm, loop.trainer, outcome, tmp_path, 1.0, {}) | {"energy_j": None, "energy_reason": "no"}
-        return outcome.done, len(outcome.step_s), found
+        return outcome.done, outcome.steps.count, found
 
     size = 3 + 2 * (placement == "dedicated")
     found = run_threads(size, body)

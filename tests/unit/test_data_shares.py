@@ -94,6 +94,14 @@ def balanced(needs: Sequence[float], steps: int, samples: int = 24, pipeline: in
     return run_threads(len(needs), body)
 
 
+def test_shares_of_batches_that_are_over_are_let_go() -> None:
+    shares = Shares(10, 2)
+    for first in range(1, 9):
+        shares.change(first, (first, 10 - first))
+    shares.forget(6)
+    assert len(shares._sizes) == 3 and [shares.of(batch) for batch in (6, 7, 8)] == [(6, 4), (7, 3), (8, 2)]
+
+
 def test_all_ranks_come_to_the_same_shares_and_stay_there() -> None:
     found = balanced([1.0, 3.0, 1.0, 1.0], 4 * EVERY_STEPS)
     assert all(one == found[0] for one in found)

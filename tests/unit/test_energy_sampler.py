@@ -210,3 +210,25 @@ def test_what_reading_costs_is_counted():
     busy_s, lasted_s = sampler.overhead()
     assert 0.01 < busy_s <= lasted_s + 0.05
     assert sampler.overhead()[1] == lasted_s, "the time ends with the sampler"
+
+
+def test_what_nobody_drains_is_bounded_and_loses_no_energy(monkeypatch):
+    """Half of the samples go, never the last one of a source."""
+    monkeypatch.setattr(sampling, "MOST_ROWS", 8)
+    sampler = Sampler([Clock(), Clock()], 1.0, look=lambda: np.zeros(1))
+    for _ in range(100):
+        _, last = sampler.read()
+        sampler._look_around(lambda: np.zeros(1))
+        assert max(map(len, (sampler._samples, sampler._recent, sampler._looks))) <= 8
+    rows = sampler.drain().samples
+    for source in range(2):
+        own = rows[rows[:, 1] == source]
+        assert own[-1, 2] == last[source] and len(own) >= 2
+        assert (np.diff(own[:, 0]) > 0).all() and (np.diff(own[:, 2]) >= 0).all()
+
+
+def test_a_gap_is_handed_on_to_the_sample_that_stays():
+    rows = [(number, number % 2, 10 * number) for number in range(12)]
+    left, gaps = sampling._halved(rows, {(4, 0), (6, 0), (7, 1)})
+    assert left == [rows[number] for number in (2, 3, 6, 7, 10, 11)]
+    assert gaps == {(6, 0), (7, 1)}

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from hpcdist.strategies.schedule.placement import looped
 from hpcdist.strategies.schedule.verify import verify
 from hpcdist.strategies.seat import Seat
 from hpcdist.training import recipe as recipes
+from hpcdist.training.outcome import Steps
 from hpcdist.training.summary import overlap_figures
 
 SAMPLES, STEPS = 7, 4
@@ -306,13 +308,15 @@ def test_gradients_of_a_range_are_those_that_travel() -> None:
 
 
 def test_the_summary_tells_what_was_exposed() -> None:
-    measured = [
-        {"overlapped": [(9.0, 9.0), (0.5, 2.0), (0.25, 2.0)]},
-        {"overlapped": [(9.0, 9.0), (0.5, 1.0), (0.75, 1.0)]},
-    ]
-    found = overlap_figures(measured)  # the first step is left out
+    def rank(*steps: tuple[float, float]) -> dict[str, Any]:
+        made = Steps()
+        for exposed_s, total_s in steps:
+            made.add(1.0, 0.0, reductions_exposed_s=exposed_s, reductions_s=total_s)
+        return made.measured()
+
+    found = overlap_figures([rank((9.0, 9.0), (0.5, 2.0), (0.25, 2.0)), rank((9.0, 9.0), (0.5, 1.0), (0.75, 1.0))])
     assert found == {"reductions_s": 1.5, "reductions_exposed_s": 0.5, "communication_hidden_share": 1 - 0.5 / 1.5}
-    polled = overlap_figures([{"overlapped": [(9.0, math.nan), (0.5, math.nan)]}])
+    polled = overlap_figures([rank((9.0, math.nan), (0.5, math.nan))])
     assert polled == {"reductions_s": None, "reductions_exposed_s": 0.5, "communication_hidden_share": None}
-    nothing = overlap_figures([{"overlapped": []}])
+    nothing = overlap_figures([rank()])
     assert nothing == dict.fromkeys(found)

@@ -11,7 +11,7 @@ from gpu_runs import assembled, write_text
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
-from hpcdist.training.outcome import Outcome
+from hpcdist.training.outcome import SAMPLED, Outcome, Steps
 from hpcdist.training.summary import NOT_VISIBLE, NOTHING, describe, each_at_its_own, in_lock_step, summarise
 
 SERVED: dict[str, object] = {"parallel.strategy": "parameter_server"}
@@ -38,7 +38,13 @@ def summaries(settings: dict[str, object], outcomes: list[Outcome]) -> dict[str,
 def outcome(
     step_s: list[float], comm_s: list[float], sent: list[float], targets: list[int] | None = None, loss: float = 2.0
 ) -> Outcome:
-    return Outcome(0, 5, None, loss, step_s, comm_s, sent, targets or [])
+    found = Outcome(0, 5, None, loss)
+    for step, seconds in enumerate(step_s):
+        figures = {"communication_s": comm_s[step], "messages": sent[step], "targets": (targets or step_s)[step]}
+        found.steps.add(seconds, sent[step], shared=0.0, unknown=0.0, staleness=0, **figures)
+    if not step_s and sent:
+        found.served_bytes = sent[0]
+    return found
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank(text: dict[str, object]) -> None:
@@ -100,8 +106,9 @@ def test_without_lock_step_every_worker_counts_its_own_steps(text: dict[str, obj
 
 
 def test_one_step_is_better_than_none() -> None:
-    one = {"step_s": [4.0], "sent": [7.0], "targets": [28]}
-    none: dict[str, Any] = {"step_s": [], "sent": [], "targets": []}
+    one, none = Steps(), Steps()
+    one.add(4.0, 7.0, targets=28)
+    one, none = ({**steps.measured(), "served": math.nan} for steps in (one, none))
     pace = each_at_its_own([one, none], [one, none])
     assert (pace.tokens_per_s, pace.step_s, pace.training_s, pace.sent_bytes) == (7.0, 4.0, 4.0, 7.0)
     pace = in_lock_step([one, one], [one, one], 56)
@@ -152,3 +159,22 @@ def test_it_tells_how_samples_were_shared(text: dict[str, object]) -> None:
     assert len(shares) == 2 and max(shares) - min(shares) <= 1
     said = f"replicas took {min(shares)} to {max(shares)} of {sum(shares)} samples in the last step"
     assert said in describe(found | {"energy_j": None, "energy_reason": "none"})
+
+
+def test_the_figures_of_many_steps_are_those_of_a_sample_and_of_all_sums(text: dict[str, object]) -> None:
+    """All ranks hold the same steps of their samples, and what is added up is of every step."""
+    count = 3 * SAMPLED
+    step_s = np.random.default_rng(7).exponential(1.0, (count, 2)) + 1.0
+    ranks = [outcome(step_s[:, rank].tolist(), [0.5] * count, [8.0] * count) for rank in range(2)]
+    found = summaries(text, ranks)
+    slowest = step_s[1:].max(axis=1)
+    assert [len(rank.steps.sample) for rank in ranks] == [SAMPLED] * 2
+    pairs = {(own, other) for own, other in step_s.tolist()}
+    samples = zip(*([seconds for seconds, _ in rank.steps.sample] for rank in ranks), strict=True)
+    assert len(set(samples) & pairs) == SAMPLED, "of each step, the seconds of both"
+    assert found["step_s_median"] == pytest.approx(np.median(slowest), rel=0.05)
+    assert found["tokens_per_s"] == pytest.approx(TARGETS / slowest.mean(), rel=0.02)
+    assert found["training_s"] == pytest.approx(slowest.sum(), rel=0.02)
+    assert found["comm_fraction"] == pytest.approx(np.mean(0.5 / step_s[1:].mean(axis=0)))
+    late = sum(seconds in set(step_s[count // 2 :, 0].tolist()) for seconds, _ in ranks[0].steps.sample)
+    assert late == pytest.approx(SAMPLED / 2, rel=0.1), "no part of the run counts more than another"

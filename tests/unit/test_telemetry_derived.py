@@ -136,13 +136,18 @@ def test_who_is_told_not_to_compute_has_no_part(rng):
 
 
 def test_hidden_share_as_in_the_summary(rng):
+    from hpcdist.training.outcome import Steps
     from hpcdist.training.summary import overlap_figures
 
     exposed_s, overlapped_s = rng.uniform(0, 0.02, (30, 2)), rng.uniform(0.03, 0.05, (30, 2))
     rows = rows_of(rng, 30, 2, exposed_s=exposed_s, overlapped_s=overlapped_s)
     figures = Derived(100).of(rows)[-1]
-    pairs = [[*zip(exposed_s[:, rank], overlapped_s[:, rank], strict=True)] for rank in range(2)]
-    known = overlap_figures([{"overlapped": rank} for rank in pairs])["communication_hidden_share"]
+    ranks = [Steps(), Steps()]
+    for step in range(30):
+        for rank, steps in enumerate(ranks):
+            times = {"reductions_exposed_s": exposed_s[step, rank], "reductions_s": overlapped_s[step, rank]}
+            steps.add(1.0, 0.0, **times)
+    known = overlap_figures([steps.measured() for steps in ranks])["communication_hidden_share"]
     assert figures["hidden_communication_ratio"] == pytest.approx(known)
 
 

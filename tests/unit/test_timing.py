@@ -15,7 +15,7 @@ from hpcdist.comm.events import UNKNOWN_BYTES
 from hpcdist.comm.recording import Traffic
 from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
-from hpcdist.comm.timing import Timing, Total
+from hpcdist.comm.timing import Moved, Timing, Total
 from hpcdist.errors import UsageError
 
 
@@ -236,6 +236,37 @@ def test_what_is_sent_is_counted_as_traffic_does(rng):
     sent: list[tuple[int, int]] = []
     found = totals_of_ranks(3, work)
     assert sorted(sent) == sorted((timing.sent_bytes, timing.unknown_calls) for timing in found)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "moved"),
+    [("ring", Moved(4000, 0.0, 0.0)), ("node_shared", Moved(0, 4000.0, 0.0)), ("native", Moved(0, 0.0, 4000.0))],
+)
+def test_what_was_moved_is_told_by_the_way_it_took(algorithm, moved, rng):
+    """Of two ranks each sends a buffer in messages, reads that of the other in memory, or gives it to the library."""
+    values = rng.standard_normal(1000).astype(np.float32)
+
+    def work(comm):
+        collectives.allreduce(comm, values.copy(), algorithm)  # the first one makes shared memory
+        before = comm.events.moved()
+        collectives.allreduce(comm, values.copy(), algorithm)
+        comm.barrier()
+        comm.allgather_object("no array, so that nobody knows its size")
+        found.append(comm.events.moved().since(before))
+
+    found: list[Moved] = []
+    totals_of_ranks(2, work)
+    assert found == [moved] * 2
+
+
+def test_what_is_received_was_sent_by_another():
+    timing = Timing()
+    timing.end(begin(timing, "recv", 10))
+    timing.end(begin(timing, "irecv", 10))
+    timing.end(begin(timing, "load", 10))
+    timing.end(begin(timing, "nccl_allreduce", 7))
+    timing.end(begin(timing, "put", 10, 40))
+    assert timing.moved() == Moved(messages=40, shared=40.0, unknown=28.0)
 
 
 def test_nothing_happened():

@@ -2,6 +2,7 @@
 
 import math
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from hpcdist.strategies.seat import Seat
 from hpcdist.strategies.zero import ZeroExchange
 from hpcdist.strategies.zero_config import ZeroConfig
 from hpcdist.training import recipe as recipes
+from hpcdist.training.outcome import Steps
 from hpcdist.training.summary import prefetch_figures
 
 SAMPLES, STEPS, LAYERS = 7, 2, 3
@@ -360,10 +362,13 @@ def test_recipes_that_can_be_had_are_taken() -> None:
 
 
 def test_the_summary_tells_of_gathers_ahead() -> None:
-    ranks = [
-        {"fetched": [Fetched(0, 9, 9.0), Fetched(4, 2, 0.5), Fetched(6, 0, 0.25)]},
-        {"fetched": [Fetched(5, 1, 0.75)]},
-    ]
+    def rank(*steps: Fetched) -> dict[str, Any]:
+        made = Steps()
+        for fetched in steps:
+            made.add(1.0, 0.0, hits=fetched.hits, misses=fetched.misses, fetches_exposed_s=fetched.exposed_s)
+        return {**made.measured(), "prefetches": True}
+
+    ranks = [rank(Fetched(0, 9, 9.0), Fetched(4, 2, 0.5), Fetched(6, 0, 0.25)), rank(Fetched(5, 1, 0.75))]
     found = prefetch_figures(ranks)  # the first step is left out where there is another
     assert found == {"prefetch_hits": 5.0, "prefetch_misses": 1.0, "prefetch_exposed_s": 0.5}
-    assert prefetch_figures([{"fetched": []}]) == dict.fromkeys(found)
+    assert prefetch_figures([{**ranks[0], "prefetches": False}]) == dict.fromkeys(found)

@@ -32,7 +32,8 @@ from hpcdist.strategies.seat import Seat
 class Replicas(OwnerExchange):
     """Replicas that step by their own gradients. A subclass says by which factor, and how they come together.
 
-    ``distances`` has the consensus distance of steps after which it was measured, in this start; the same everywhere.
+    ``distances`` has the consensus distance of steps after which it was measured, until somebody takes it; the same
+    everywhere.
     """
 
     replicas_identical = False
@@ -43,7 +44,7 @@ class Replicas(OwnerExchange):
         self.owner = Owner(*stores, seat.build_optimizer(seat.part), [seat.part], None, seat.agree_algorithm)
         self.ranges = buckets(seat.layout, seat.dtype.itemsize, seat.bucket_bytes, seat.part)
         self.distances: dict[int, float] = {}
-        self._taken = -1  # the last step of those that were
+        self.distance = math.nan  # the last one that was measured in this start
         self.apart = False  # whether a step was made since all replicas were the same
         self.factor = 1.0  # from this rank's share of the mean gradient of all samples to the gradient that it steps by
         self._norm_squared = 0.0
@@ -81,17 +82,11 @@ class Replicas(OwnerExchange):
     def note(self, squares: np.ndarray) -> None:
         """Keep the consensus distance after this step, given what `average` of the parameters returned. Collective."""
         apart = float(self.agree(squares[:1].copy())[0]) / self.seat.data.size
-        self.distances[self.step] = math.sqrt(apart / squares[1]) if squares[1] else math.nan
-
-    @property
-    def distance(self) -> float:
-        """The last consensus distance that was measured in this start; NaN where none was."""
-        return next(reversed(self.distances.values()), math.nan)
+        self.distance = self.distances[self.step] = math.sqrt(apart / squares[1]) if squares[1] else math.nan
 
     def taken(self) -> dict[int, float]:
-        """Return the consensus distances, by step, that are new since the last call (local)."""
-        new = {step: found for step, found in self.distances.items() if step > self._taken}
-        self._taken = max([self._taken, *new])
+        """Return the consensus distances, by step, that are new since the last call, and let them go (local)."""
+        new, self.distances = self.distances, {}
         return new
 
     def measure(self) -> None:

@@ -73,6 +73,11 @@ class Shares:
         assert sum(sizes) == sum(self.newest) and first > self._sizes[-1][0]
         self._sizes.append((first, sizes))
 
+    def forget(self, batch: int) -> None:
+        """Let go of the sizes of batches before ``batch``."""
+        while len(self._sizes) > 1 and self._sizes[1][0] <= batch:
+            del self._sizes[0]
+
     def state(self, batch: int) -> list[list[Any]]:
         """Return what a checkpoint before ``batch`` needs: JSON values."""
         later = [[first, list(sizes)] for first, sizes in self._sizes if first > batch]
@@ -117,6 +122,7 @@ class Balance:
         wanted = fastest(sum(now), sample_s) if min(sample_s) > 0 else now
         if _step_s(wanted, sample_s) >= (1 - LEAST_GAIN) * _step_s(now, sample_s):
             return False
+        self._shares.forget(step - 1)
         self._shares.change(step + self._ahead, wanted)
         return True
 
