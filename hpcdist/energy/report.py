@@ -13,6 +13,7 @@ from typing import Any, Final
 
 UPDATES: Final = 2  # a difference over fewer steps of a counter says nothing
 NODE: Final = "node"  # the kind of a counter that includes the others
+NO_SOURCE: Final = "no source can be read"
 DECLARED: Final = "declared model, not measured"
 EARLIER: Final = "an earlier start of this run: "
 MOST: Final = 1e30  # joules or seconds that nobody has
@@ -70,7 +71,7 @@ def merge(nodes: Sequence[Contribution], earlier: Mapping[str, Any] | None = Non
         by_kind[kind], why = _total(nodes, kind, earlier)
         reasons += why
     if not kinds:
-        reasons.append(f"no source can be read: {'; '.join(_excluded(nodes, kinds))}")
+        reasons.append(f"{NO_SOURCE}: {'; '.join(_excluded(nodes, kinds))}")
     energy_j = math.nan if reasons else math.fsum(by_kind.values())
     names = list(dict.fromkeys([*(earlier or {}).get("phases", ()), *(name for node in nodes for name in node.phases)]))
     return {
@@ -242,7 +243,7 @@ def _phase(
         else:
             joules.append(before["joules"])
     if not kinds:
-        reasons.append("no source can be read")
+        reasons.append(NO_SOURCE)
     known = math.nan if reasons else math.fsum(joules)
     return {"joules": known, "seconds": float(seconds), "windows": windows, "reason": _joined(reasons)}
 

@@ -26,7 +26,8 @@ def described(trainer: Trainer) -> str:
     """
     recipe, grid = trainer.recipe, trainer.grid
     parallel, servers = recipe.parallel, recipe.parameter_server
-    parts = [parallel.strategy, trainer.exchange.algorithm]
+    algorithms = list(dict.fromkeys(row.partition("<=")[0] for row in trainer.exchange.algorithm.split(",")))
+    parts = [parallel.strategy, " or ".join(algorithms) + (" by size" if len(algorithms) > 1 else "")]
     if parallel.strategy == "parameter_server":
         roles = Roles.of(servers, trainer.seat.members.size)
         count = len(roles.servers)

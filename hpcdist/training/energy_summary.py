@@ -7,6 +7,7 @@ from typing import Any
 from hpcdist.energy import accounts, activities
 from hpcdist.energy.accounts import Intensity, number
 from hpcdist.energy.config import EnergyConfig
+from hpcdist.energy.report import NO_SOURCE
 
 
 def intensity(config: EnergyConfig) -> Intensity:
@@ -75,7 +76,10 @@ def energy_attributes(figures: Mapping[str, Any]) -> dict[str, float | str]:
 def described(figures: Mapping[str, Any]) -> str:
     """Return the line that a person reads: the energy as it was measured, or why it was not."""
     if figures["energy_j"] is None:
-        return f"energy not measured: {figures['energy_reason']}; see `hpcdist energy sources`"
+        reason = str(figures["energy_reason"]).split("; ")[0]  # all of them are in the JSON summary and the metrics
+        if reason.startswith(NO_SOURCE):
+            reason = NO_SOURCE
+        return f"energy not measured: {reason}; see `hpcdist energy sources`"
     kinds = " + ".join(figures["energy_j_by_kind"])
     parts = [_listed(figures["energy_j_by_phase"])]
     known = {name: joules for name, joules in figures["energy_j_by_activity"].items() if joules is not None}

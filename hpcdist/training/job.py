@@ -12,7 +12,7 @@ from hpcdist.comm.start import Session
 from hpcdist.errors import OK
 from hpcdist.models.model import Model
 from hpcdist.optim import scaling
-from hpcdist.strategies.grid import rank_map, spread_groups
+from hpcdist.strategies.grid import ORDER, rank_map, spread_groups
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training import architecture, consensus, directory, entropy, noise
 from hpcdist.training.asynchronous import loop_of
@@ -73,7 +73,8 @@ class Job:
     def progress(self, trainer: Trainer) -> Progress:
         """Return what a person sees of the run (local)."""
         run = trainer.recipe.run
-        return Progress(run.steps, trainer.first_step, run.log_every_s, trainer.comm.rank == 0)
+        shown = trainer.comm.rank == 0
+        return Progress(run.steps, trainer.first_step, run.log_every_s, shown, unit=trainer.speed_unit)
 
     def _entropies(self, trainer: Trainer) -> dict[str, float | None]:
         if self.entropies is None:
@@ -152,11 +153,11 @@ def _introduce(
     entropies: dict[str, float | None],
 ) -> None:
     grid, model = trainer.grid, trainer.model
+    axes = " x ".join(f"{axis} {getattr(grid, axis)}" for axis in ORDER if getattr(grid, axis) > 1) or "one replica"
     progress.say(
         f"{model.layout.parameters:,} parameters, {counted(trainer.comm.size, 'rank')} on "
-        f"{counted(session.place.nodes, 'node')}: "
-        f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}; "
-        f"{architecture.described(trainer)}; MPI: {session.library}"
+        f"{counted(session.place.nodes, 'node')}: {axes}; {architecture.described(trainer)}; "
+        f"MPI: {session.library.partition(', ')[0]}"
     )
     if grid.size > grid.data:
         nodes = trainer.comm.nodes().members
@@ -182,13 +183,13 @@ def _introduce(
         progress.say(trainer.compression.described())
     if trainer.proof is not None and trainer.comm.size > 1:
         progress.say(
-            f"step proven: {trainer.proof.messages} messages between stages, {trainer.proof.meetings} collectives, "
-            "no circle of waiting, nothing lost or done twice"
+            f"step proven free of deadlock: {trainer.proof.messages} messages between stages, "
+            f"{counted(trainer.proof.meetings, 'collective')}"
         )
     progress.say(f"data: {trainer.source.description}")
     known = [f"{name} {nats:.3f}" for name, nats in entropies.items() if nats is not None]
     if known:
-        progress.say(f"entropy of the training split in nats a token: {', '.join(known)}")
+        progress.say(f"entropy of the training text in nats a token: {', '.join(known)}")
     if run.changed:
         progress.say(f"other than in the start before: {run.changed}")
     if run.resume_from is not None:

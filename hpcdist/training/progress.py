@@ -1,23 +1,33 @@
 """What a person sees while a run goes on: a bar on a terminal, one line every few seconds in a log."""
 
+import os
 import sys
 import time
+from typing import Final
 
 from tqdm import tqdm
+
+# Set by `hpcdist run` whose stderr is a terminal, to its width: its ranks write into a pipe of the launcher.
+TERMINAL_COLUMNS: Final = "HPCDIST_TERMINAL_COLUMNS"
 
 
 class Progress:
     """Console of rank 0; the other ranks are silent.
 
-    ``first`` is the step from which this process goes on, ``every_s`` the seconds between two lines of a log.
+    ``first`` is the step from which this process goes on, ``every_s`` the seconds between two lines of a log, ``unit``
+    the name of what a speed counts. Speeds and the time that is left are those of the steps after the first one of this
+    process, which compiles kernels and opens connections: as in the summary of the run.
     """
 
-    def __init__(self, steps: int, first: int, every_s: float, shown: bool) -> None:
-        self._steps, self._first, self._every_s, self._shown = steps, first, every_s, shown
-        self._start = self._last = time.monotonic()
-        self._targets = 0
-        terminal = shown and sys.stderr.isatty()
-        self._bar = tqdm(total=steps, initial=first, unit="step", file=sys.stderr, leave=True) if terminal else None
+    def __init__(self, steps: int, first: int, every_s: float, shown: bool, unit: str = "tokens") -> None:
+        self._steps, self._first, self._every_s, self._shown, self._unit = steps, first, every_s, shown, unit
+        self._begun = self._last = time.monotonic()
+        self._warm: tuple[float, int] | None = None  # when the first step was done, and its number
+        self._targets = 0  # of the steps after it
+        columns = _terminal_columns() if shown else None
+        self._bar: tqdm[None] | None = None
+        if columns is not None:
+            self._bar = tqdm(total=steps, initial=first, unit="step", file=sys.stderr, ncols=columns or None)
 
     def say(self, text: str) -> None:
         """Print a line without breaking the bar."""
@@ -31,30 +41,45 @@ class Progress:
     def step(self, done: int, loss: float, targets: int, communication: float) -> None:
         """Report that ``done`` steps are complete; ``targets`` were predicted in the last, by all ranks together.
 
-        Those whose gradient came too late are none of them. The rate that is shown is the mean since this start, the
-        first step included, which compiles; reports and benchmarks leave that one out.
-
-        ``communication`` is the share of its time that the last step spent in messages.
+        Those whose gradient came too late are none of them. ``communication`` is the share of its time that the last
+        step spent in messages.
         """
         if not self._shown:
             return
-        self._targets += targets
         now = time.monotonic()
-        rate = self._targets / max(now - self._start, 1e-9)
+        figures = [f"loss {loss:.4f}"]
+        if self._warm is None:
+            self._warm = now, done
+        else:
+            self._targets += targets
+            figures.append(f"{self._targets / max(now - self._warm[0], 1e-9):,.0f} {self._unit}/s")
+        figures.append(f"comm {communication:.0%}")
         if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tokens/s, comm {communication:.0%}", refresh=False)
+            self._bar.set_postfix_str(", ".join(figures), refresh=False)
             self._bar.update(1)
-        elif now - self._last >= self._every_s or done in (self._first + 1, self._steps):
+        elif done == self._warm[1] or now - self._last >= self._every_s or done == self._steps:
             self._last = now
-            remaining = (self._steps - done) * (now - self._start) / (done - self._first)
             print(
-                f"step {done}/{self._steps}  loss {loss:.4f}  {rate:,.0f} tokens/s  comm {communication:.0%}  "
-                f"ETA {remaining:.0f} s",
-                file=sys.stderr,
-                flush=True,
+                "  ".join([f"step {done}/{self._steps}", *figures, self._left(done, now)]), file=sys.stderr, flush=True
             )
+
+    def _left(self, done: int, now: float) -> str:
+        """Return how long the steps that are left will take; after the first step, what that took."""
+        assert self._warm is not None
+        warm_s, warm = self._warm
+        if done == warm:
+            return f"first step {now - self._begun:.1f} s, with compiling"
+        return f"ETA {(self._steps - done) * (now - warm_s) / (done - warm):.0f} s"
 
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._bar is not None:
             self._bar.close()
+
+
+def _terminal_columns() -> int | None:
+    """Return the width of the terminal that stderr goes to, directly or by the launcher; 0: look it up; else None."""
+    if sys.stderr.isatty():
+        return 0
+    columns = os.environ.get(TERMINAL_COLUMNS, "")
+    return int(columns) if columns.isascii() and columns.isdecimal() and int(columns) > 0 else None

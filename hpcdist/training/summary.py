@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from hpcdist.arrays.sizes import counted
+from hpcdist.arrays.sizes import counted, in_units
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.timing import Moved
 from hpcdist.strategies.grid import ORDER
@@ -18,10 +18,7 @@ from hpcdist.training.outcome import Outcome
 from hpcdist.training.trainer import Trainer
 
 NOTHING: Final = "no step was made in this start"
-NOT_VISIBLE: Final = (
-    "the MPI library's own collective was used, and what it sends is not visible; set communication.algorithm to ring, "
-    "or any but native, to count"
-)
+NOT_VISIBLE: Final = "a collective of the MPI library was used, and what it sends is not visible"
 NOT_COUNTED: Final = (
     "what ranks compare before each collective goes through the MPI library's own, and what that sends is not visible; "
     "set communication.checked to false to count"
@@ -144,6 +141,7 @@ def summarise(
         "val_loss": _number(val_loss),
         "entropy": entropies,
         "tokens_per_s": _number(pace.tokens_per_s),
+        "speed_unit": trainer.speed_unit,
         "step_s_median": _number(pace.step_s),
         "comm_fraction": _number(statistics.mean(shares)) if shares else None,
         **utilisation.figures(comm, trainer, pace.tokens_per_s, NOTHING),
@@ -171,8 +169,15 @@ def summarise(
     if not shares:
         summary |= {f"{figure}_reason": NOTHING for figure in ("train", "tokens", "step", "comm", "bytes_sent")}
     elif summary["bytes_sent_per_step"] is None:
-        summary["bytes_sent_reason"] = NOT_COUNTED if trainer.recipe.communication.checked else NOT_VISIBLE
+        summary["bytes_sent_reason"] = NOT_COUNTED if trainer.recipe.communication.checked else _not_visible(trainer)
     return summary
+
+
+def _not_visible(trainer: Trainer) -> str:
+    """Return why nobody knows what is sent, with the setting that tells where it is one (local)."""
+    if trainer.exchange.algorithm == "native":
+        return f"{NOT_VISIBLE}; set communication.algorithm to ring, or any but native, to count"
+    return NOT_VISIBLE
 
 
 def _measured(trainer: Trainer, outcome: Outcome) -> dict[str, Any]:
@@ -242,6 +247,7 @@ def moved_figures(ranks: Sequence[Rank], sent: float) -> dict[str, int] | None:
     if not made:
         return None
     most = {way: max(_mean(rank, way) for rank in made) for way in Moved._fields}
+    most["shared"] = max(most["shared"], *(rank["loaded"] / rank["count"] for rank in made))
     if not math.isnan(sent):
         most["messages"] = sent
     return {way: round(nbytes) for way, nbytes in most.items()}
@@ -263,14 +269,34 @@ def _number(value: float) -> float | None:
 
 def describe(summary: dict[str, Any]) -> str:
     """Return the summary as the lines that a person reads."""
-    peak = summary["peak_bytes_total"] / 2**20
     made = f"{counted(summary['steps'], 'step')} on {counted(summary['world'], 'rank')}"
-    lines = [
-        f"{made}, {summary['parameters']:,} parameters",
-        f"train_loss {_shown(summary['train_loss'])}  val_loss {_shown(summary['val_loss'])} nats",
-        f"{_shown(summary['tokens_per_s'], ',.0f')} tokens/s  step {_shown(summary['step_s_median'])} s",
-        f"communication {_shown(summary['comm_fraction'], '.1%')} ({summary['architecture']})",
-        f"peak {peak:.1f} MiB on the rank that holds most",
+    lines = [f"{made}, {summary['parameters']:,} parameters"]
+    if summary["chaos"] is not None:
+        lines.append(f"chaos: {summary['chaos']}")
+    if summary["lives"]:
+        died = sum(life["died"] for life in summary["lives"])
+        longest = max(life["seconds"] for life in summary["lives"])
+        lines.append(f"{counted(died, 'rank')} died and the job went on, each time within {longest:.2f} s")
+    lines.append(_losses(summary))
+    if summary["skipped_steps"]:
+        skipped = counted(summary["skipped_steps"], "step")
+        lines.append(f"{skipped} skipped; loss scale {summary['loss_scale']:g} at the end")
+    if "tokens_reason" in summary:
+        lines.append(f"{summary['tokens_reason']}: no speed was measured")
+    else:
+        lines.append(f"{summary['tokens_per_s']:,.0f} {summary['speed_unit']}/s  step {summary['step_s_median']:.4f} s")
+        share = summary["comm_fraction"]
+        lines.append(f"communication {'not measured' if share is None else f'{share:.1%}'}: {_moved(summary)}")
+    if summary["prefetch_hits"] is not None:
+        gathers = summary["prefetch_hits"] + summary["prefetch_misses"]
+        lines.append(
+            f"prefetch: {summary['prefetch_hits']:.1f} of {gathers:.0f} gathers a step were there when they were "
+            f"waited for; {summary['prefetch_exposed_s'] * 1e3:.1f} ms a step went into starting and waiting for them"
+        )
+    if summary["communication_hidden_share"] is not None:
+        lines.append(_hidden(summary["communication_hidden_share"]))
+    lines += [
+        f"memory {in_units(summary['peak_bytes_total'])} of arrays at most, on the rank that holds most",
         *utilisation.described(summary),
         *consensus.described(summary),
         *stragglers.described(summary),
@@ -278,41 +304,37 @@ def describe(summary: dict[str, Any]) -> str:
         described(summary),
         f"run directory {summary['run_dir']}",
     ]
-    if "tokens_reason" in summary:
-        lines[2:4] = [f"{summary['tokens_reason']}: no speed was measured ({summary['architecture']})"]
-    if summary["bytes_sent_per_step"] is not None:
-        lines.insert(3, f"{summary['bytes_sent_per_step']:,} bytes sent a step and rank")
-    if summary[LOADED_FIGURE] is not None:
-        lines.insert(3, f"{summary[LOADED_FIGURE]:,} bytes loaded a step and rank from what others of the node wrote")
-    if summary["communication_hidden_share"] is not None:
-        lines.insert(3, _hidden(summary["communication_hidden_share"]))
-    if summary["prefetch_hits"] is not None:
-        gathers = summary["prefetch_hits"] + summary["prefetch_misses"]
-        lines.insert(
-            3,
-            f"prefetch: {summary['prefetch_hits']:.1f} of {gathers:.0f} gathers a step were there when they were "
-            f"waited for; {summary['prefetch_exposed_s'] * 1e3:.1f} ms a step went into starting and waiting for them",
-        )
-    if summary["skipped_steps"]:
-        lines.insert(2, f"{summary['skipped_steps']} steps skipped; loss scale {summary['loss_scale']:g} at the end")
-    for name, nats in summary["entropy"].items():
-        if nats is not None and summary["val_loss"] is not None:
-            side = "below" if summary["val_loss"] < nats else "above"
-            lines.insert(2, f"val_loss is {side} the {name} entropy {nats:.3f} of the training text")
-    if summary["lives"]:
-        died = sum(life["died"] for life in summary["lives"])
-        longest = max(life["seconds"] for life in summary["lives"])
-        lines.insert(1, f"{counted(died, 'rank')} died and the job went on, each time within {longest:.2f} s")
-    if summary["chaos"] is not None:
-        lines.insert(1, f"chaos: {summary['chaos']}")
     return "\n".join(lines)
+
+
+def _losses(summary: dict[str, Any]) -> str:
+    """Return the losses, and between which entropies of the training text that of validation lies."""
+    train, val = summary["train_loss"], summary["val_loss"]
+    losses = [f"{name} {loss:.4f}" for name, loss in (("train_loss", train), ("val_loss", val)) if loss is not None]
+    if not losses:
+        return "no loss was measured"
+    line = "  ".join(losses) + " nats"
+    if val is None:
+        return line
+    entropies = {name: nats for name, nats in summary["entropy"].items() if nats is not None}
+    sides: dict[str, list[str]] = {"below": [], "above": []}
+    for name, nats in entropies.items():
+        sides["below" if val < nats else "above"].append(f"{name} {nats:.3f}")
+    known = [f"{side} {', '.join(names)}" for side, names in sides.items() if names]
+    return f"{line} ({'; '.join(known)}: entropies of the training text)" if known else line
+
+
+def _moved(summary: dict[str, Any]) -> str:
+    """Return the bytes that a rank moved a step, by the way they took."""
+    moved = summary["bytes_moved_per_step"]
+    if moved is None or summary["world"] == 1:
+        return "one rank moves nothing" if summary["world"] == 1 else "not measured"
+    ways = {"messages": "in messages", "shared": "through shared memory", "unknown": "by the MPI library"}
+    parts = [f"{in_units(moved[way])} {name}" for way, name in ways.items() if moved[way]]
+    return f"{', '.join(parts) or 'nothing'} a step and rank"
 
 
 def _hidden(share: float) -> str:
     if share <= 0:
         return "overlap hid nothing: handing over and waiting took at least as long as the reductions themselves"
     return f"{share:.0%} of the time of reductions was not waited for; what that cost is in the step"
-
-
-def _shown(value: float | None, form: str = ".4f") -> str:
-    return "not measured" if value is None else format(value, form)

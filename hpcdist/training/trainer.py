@@ -74,6 +74,12 @@ class Trainer:
         return self.seat.model
 
     @property
+    def speed_unit(self) -> str:
+        """What a speed counts: "tokens" of a text, or "samples" of which each has one target."""
+        texts = self.model.tokens_per_sample > 1 or self.recipe.model.kind in ("gpt", "encoder")
+        return "tokens" if texts else "samples"
+
+    @property
     def data_axis(self) -> Communicator:
         """The replicas of this rank's stages."""
         return self.seat.data

@@ -2,7 +2,8 @@
 
 import pytest
 
-from hpcdist.training.progress import Progress
+from hpcdist.training import progress as subject
+from hpcdist.training.progress import TERMINAL_COLUMNS, Progress
 
 
 def test_a_log_gets_the_first_and_the_last_step(capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,3 +29,34 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     progress.step(1, 1.0, 1, 0.0)
     progress.close()
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_first_step_says_nothing_of_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles for 40 s: no speed and no time that is left come from it, nor later ones by it."""
+    now = [0.0]
+    monkeypatch.setattr(subject.time, "monotonic", lambda: now[0])
+    progress = Progress(steps=105, first=5, every_s=0.0, shown=True, unit="samples")
+    now[0] += 40.0
+    for done in (6, 7, 8):
+        progress.step(done, 1.0, 100, 0.0)
+        now[0] += 0.5
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert "/s  comm" not in first and "ETA" not in first and "first step 40.0 s" in first
+    assert "200 samples/s" in second and f"ETA {(105 - 7) * 0.5:.0f} s" in second
+    assert "200 samples/s" in third and f"ETA {(105 - 8) * 0.5:.0f} s" in third
+
+
+def test_a_bar_where_the_terminal_is_that_of_hpcdist_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TERMINAL_COLUMNS, "90")
+    progress = Progress(steps=3, first=0, every_s=0.0, shown=True)
+    progress.say("a line")
+    for done in range(1, 4):
+        progress.step(done, 1.0, 1, 0.25)
+    progress.close()
+    text = capsys.readouterr().err
+    assert "a line\n" in text and "3/3" in text and "comm 25%" in text and "step 3/3" not in text
+    assert max(map(len, text.replace("\n", "\r").split("\r"))) <= 90

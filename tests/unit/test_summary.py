@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gpu_runs import assembled, write_text
 
+from hpcdist.arrays.sizes import in_units
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
 from hpcdist.training.outcome import SAMPLED, Outcome, Steps
@@ -87,7 +88,7 @@ def test_what_is_loaded_from_memory_of_the_node_is_no_part_of_what_is_sent(text:
         assert found["bytes_sent_per_step"] == 8
         assert found["bytes_loaded_per_step"] == pytest.approx(psi, rel=0.01), "half the gradients, half the parameters"
         said = describe(found | {"energy_j": None, "energy_reason": "none"})
-        assert f"{found['bytes_loaded_per_step']:,} bytes loaded a step and rank" in said
+        assert f"communication 50.0%: 8 bytes in messages, {in_units(round(psi))} through shared memory a step" in said
     none = summaries({**text, **SERVED, "parameter_server.placement": "colocated"}, [outcome([1.0], [0.5], [8.0])] * 2)
     assert none["bytes_loaded_per_step"] is None
 
@@ -147,6 +148,8 @@ def test_what_the_library_sends_is_not_visible(text: dict[str, object]) -> None:
     found = summaries(text, unknown)
     assert found["bytes_sent_per_step"] is None and found["bytes_sent_reason"] == NOT_VISIBLE
     assert "tokens_reason" not in found and found["tokens_per_s"] == TARGETS
+    native = summaries({**text, "communication.algorithm": "native"}, unknown)
+    assert native["bytes_sent_reason"].startswith(NOT_VISIBLE) and "set communication.algorithm" in str(native)
     checked = summaries({**text, "communication.checked": "true"}, unknown)
     assert "set communication.checked to false" in checked["bytes_sent_reason"]
 
@@ -178,3 +181,48 @@ def test_the_figures_of_many_steps_are_those_of_a_sample_and_of_all_sums(text: d
     assert found["comm_fraction"] == pytest.approx(np.mean(0.5 / step_s[1:].mean(axis=0)))
     late = sum(seconds in set(step_s[count // 2 :, 0].tolist()) for seconds, _ in ranks[0].steps.sample)
     assert late == pytest.approx(SAMPLED / 2, rel=0.1), "no part of the run counts more than another"
+
+
+def test_what_was_moved_is_said_by_its_kind(text: dict[str, object]) -> None:
+    """Where something is not known, of what the messages of the algorithms sent there is a mean."""
+    ranks = [outcome([1.0], [0.5], [math.nan]) for _ in range(2)]
+    for rank, messages in zip(ranks, (1000.0, 3000.0), strict=True):
+        rank.steps.first |= {"messages": messages, "unknown": 2048.0}
+    found = summaries(text, ranks)
+    assert found["bytes_moved_per_step"] == {"messages": 3000, "shared": 0, "unknown": 2048}
+    for moved, said in (
+        ((3 << 20, 0, 0), "3.0 MiB in messages"),
+        ((0, 3 << 20, 0), "3.0 MiB through shared memory"),
+        ((0, 0, 3 << 20), "3.0 MiB by the MPI library"),
+        ((3 << 20, 512, 2048), "3.0 MiB in messages, 512 bytes through shared memory, 2.0 KiB by the MPI library"),
+        ((0, 0, 0), "nothing"),
+    ):
+        ways = dict(zip(("messages", "shared", "unknown"), moved, strict=True))
+        shown = found | {"energy_j": None, "energy_reason": "none", "bytes_moved_per_step": ways}
+        assert f"communication 50.0%: {said} a step and rank" in describe(shown).splitlines()
+
+
+def test_the_lines_of_a_summary_are_short_and_say_what_they_count(text: dict[str, object]) -> None:
+    """No table of algorithms, no list of sensors, no unit behind what was not measured."""
+    found = summaries(text, [outcome([1.0, 1.0], [0.5, 0.5], [8.0, 8.0])] * 2)
+    table = "recursive_doubling<=16384,ring<=65536,node_shared"
+    lacking = "no source can be read: gpu (node 0): the job uses none: run.device = 'cpu'; cpu (node 0): no powercap"
+    shown = found | {"algorithm": table, "energy_j": None, "energy_reason": lacking}
+    shown |= {"val_loss": 2.5, "entropy": {"unigram": 3.25, "bigram": 2.4, "trigram": None}, "speed_unit": "samples"}
+    lines = describe(shown).splitlines()
+    assert "train_loss 2.0000  val_loss 2.5000 nats (below unigram 3.250; above bigram 2.400: entropies of the" in str(
+        lines
+    )
+    assert f"{TARGETS} samples/s  step 1.0000 s" in lines
+    assert "energy not measured: no source can be read; see `hpcdist energy sources`" in lines
+    assert max(map(len, lines)) <= 120 and "<=" not in str(lines)
+    assert "train_loss 2.0000 nats" in describe(shown | {"val_loss": None}).splitlines()
+
+
+@pytest.mark.parametrize(("kind", "unit"), [("gpt", "tokens"), ("encoder", "tokens"), ("mlp", "samples")])
+def test_a_speed_counts_what_the_model_predicts(kind: str, unit: str, text: dict[str, object]) -> None:
+    vocabulary = {"model.mask_token": 10, "model.vocabulary": 11} if kind == "encoder" else {}
+    settings = {**text, "model.kind": kind, "model.tied": "false", **vocabulary}
+    if kind != "gpt":
+        settings = {**settings, "data.path": text["data.path"]}
+    assert run_threads(1, lambda comm: assembled(comm, settings).speed_unit) == [unit]
