@@ -8,6 +8,7 @@ from itertools import count as counter
 from typing import Final, NamedTuple
 
 from hpcdist.arrays.dtypes import FLOATS, INTEGERS
+from hpcdist.arrays.sizes import in_units
 from hpcdist.comm.events import NULL_SINK, UNKNOWN_BYTES, EventSink
 
 _now: Final = time.perf_counter_ns  # bound once: a look-up less, twice an event
@@ -40,9 +41,15 @@ class Moved(NamedTuple):
     much it sends for them, it does not tell.
     """
 
-    messages: int = 0
+    messages: float = 0.0
     shared: float = 0.0
     unknown: float = 0.0
+
+    def described(self) -> str:
+        """Return the bytes that there are of each way, for people."""
+        ways = ("in messages", "through shared memory", "by the MPI library")
+        parts = [f"{in_units(round(nbytes))} {way}" for nbytes, way in zip(self, ways, strict=True) if nbytes]
+        return ", ".join(parts) or "nothing"
 
     def since(self, before: "Moved") -> "Moved":
         """Return what was moved since ``before``."""

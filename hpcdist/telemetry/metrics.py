@@ -1,5 +1,6 @@
 """Metrics of a run: one row per step, with the times and bytes of every rank, in ``metrics.h5``."""
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from hpcdist.comm.timing import Moved
 from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files, tables
 from hpcdist.hdf5.tables import Column
@@ -17,6 +19,7 @@ from hpcdist.reporting import atomic, regular
 METRICS_FILE: Final = "metrics.h5"  # of a run directory
 SCHEMA: Final = "hpcdist.metrics"
 VERSION: Final = 1
+MOVED_ATTRIBUTE: Final = "bytes_{}_per_step"  # of a run that has ended: what a rank moved by each way of `Moved`
 FLUSH_S: Final = 5.0
 FLUSH_ROWS: Final = 512
 READ_ATTEMPTS: Final = 5
@@ -261,6 +264,13 @@ def summarise(metrics: Metrics, last: int = 20) -> dict[str, Any]:
         result[f"{short}_fraction"] = _sum(values) / total_s if total_s else None
     result["bytes_sent_per_step"] = _median(_over_ranks(steps["sent_bytes"]))
     return result | _stragglers(times["compute"], np.flatnonzero(works))
+
+
+def moved(attributes: Mapping[str, Any]) -> Moved | None:
+    """Return the bytes that a rank moved a step, by the way they took; None where the run has not noted it."""
+    known = {way: attributes.get(MOVED_ATTRIBUTE.format(way)) for way in Moved._fields}
+    found = {way: float(nbytes) for way, nbytes in known.items() if isinstance(nbytes, int | float)}
+    return Moved(**found) if len(found) == len(known) and all(map(math.isfinite, found.values())) else None
 
 
 def _stragglers(compute_s: np.ndarray, ranks: np.ndarray) -> dict[str, Any]:

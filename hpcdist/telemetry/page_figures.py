@@ -8,8 +8,8 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.sizes import counted, in_units
+from hpcdist.telemetry import metrics, page_state
 from hpcdist.telemetry import page_axes as common
-from hpcdist.telemetry import page_state
 from hpcdist.telemetry.page_data import PageData
 from hpcdist.telemetry.page_draw import short
 from hpcdist.telemetry.page_energy import KWH_J, number
@@ -56,7 +56,7 @@ def _losses(data: PageData) -> Iterator[Figure]:
 
 def _speed(data: PageData) -> Iterator[Figure]:
     found = data.figures
-    speed = _form(found["tokens_per_s"], "{:,.0f} tokens/s")
+    speed = _form(found["tokens_per_s"], "{:,.0f} " + str(data.attributes.get("speed_unit", "tokens")) + "/s")
     yield Figure("Throughput", speed, "first steps of each start left out" if speed else NO_WARM)
     middle, late = found["step_s_median"], found["step_s_p95"]
     known = middle is not None and late is not None
@@ -83,11 +83,20 @@ def _ranks(data: PageData) -> Iterator[Figure]:
     else:
         note = f"rank {rank} over the median rank, compute time without waiting"
         yield Figure("Straggler score", _form(ratio, "{:.2f}"), note if ratio is not None else NO_WARM)
-    sent = data.figures["bytes_sent_per_step"]
-    note = "of the rank that sends most, messages only"
-    if sent is None and data.figures["steps"] > 0:
-        note = "the MPI library's own collectives do not tell (communication.algorithm = native)"
-    yield Figure("Sent a step", None if sent is None else in_units(round(sent)), note)
+    yield _moved(data)
+
+
+def _moved(data: PageData) -> Figure:
+    """Return what a rank moved a step, with the way that it took."""
+    name, moved, sent = "Moved a step", metrics.moved(data.attributes), data.figures["bytes_sent_per_step"]
+    if data.world < 2:
+        return Figure(name, in_units(0), "one rank: there is nobody to send to")
+    if moved is not None:
+        unknown = ", of which it does not tell what it sends" if moved.unknown else ""
+        return Figure(name, in_units(round(sum(moved))), f"a rank: {moved.described()}{unknown}")
+    if sent:
+        return Figure(name, in_units(round(sent)), f"in messages, of the rank that sends most; other ways: {EARLIER}")
+    return Figure(name, None, EARLIER)
 
 
 def _energy(data: PageData) -> Iterator[Figure]:

@@ -16,8 +16,8 @@ from hpcdist.telemetry.page_use import NAMES
 MIB: Final = 2.0**20
 NO_MEMORY: Final = "the run kept no memory by category: an earlier version, or it did not come so far"
 NO_BYTES: Final = (
-    "no bytes were counted: the MPI library's own collectives do not tell (communication.algorithm = native), or one "
-    "rank alone sends nothing"
+    "no bytes were counted in messages: one rank sends nothing, shared memory of a node needs none, and the MPI "
+    "library's own collectives do not tell; see Moved a step"
 )
 NO_USE: Final = "the run kept no utilisation: an earlier version, or energy.utilisation_s = 0"
 KINDS: Final = {"gpu": draw.BLUE, "cpu": draw.RED, "dram": draw.GREEN, "node": draw.PINK}

@@ -10,8 +10,9 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays.sizes import counted, in_units
+from hpcdist.comm.timing import Moved
 from hpcdist.errors import MissingCapabilityError, StorageError, UsageError
-from hpcdist.telemetry import noise_scales, page_data, page_energy, sampled
+from hpcdist.telemetry import metrics, noise_scales, page_data, page_energy, sampled
 from hpcdist.telemetry.metrics import Metrics
 from hpcdist.telemetry.page_energy import Energy
 from hpcdist.telemetry.sampled import Run
@@ -64,6 +65,7 @@ def _mishaps(run: Run) -> dict[str, int]:
 def text(found: Report) -> str:
     """Return the report as lines for people."""
     figures = found.figures
+    unit = figures.get("speed_unit", "tokens")
     steps = found.metrics.steps
     if not len(steps["step"]):
         return f"{found.run_dir}: no step was completed"
@@ -79,17 +81,13 @@ def text(found: Report) -> str:
     if entropies:
         lines.append(f"entropies  {', '.join(entropies)} (of the training data)")
     lines.append(f"step       median {_seconds(figures['step_s_median'])}, 95 % {_seconds(figures['step_s_p95'])}")
-    lines.append(f"speed      {_or_unknown(figures['tokens_per_s'], '{:,.0f} tokens/s')}")
+    lines.append(f"speed      {_or_unknown(figures['tokens_per_s'], '{:,.0f} ' + unit + '/s')}")
     shares = [f"{name} {_or_unknown(figures[f'{key}_fraction'], '{:.1%}')}" for name, key in _SHARES]
     lines.append(f"time       {', '.join(shares)}")
     if figures.get("communication_hidden_share") is not None:  # of a run that has ended, with overlap
         hidden = figures["communication_hidden_share"]
         lines.append(f"overlap    {hidden:.0%} of the time of reductions was not waited for")
-    lines.append(f"sent       {_or_unknown(figures['bytes_sent_per_step'], '{:,.0f} bytes a step')}")
-    if figures.get("bytes_loaded_per_step"):  # of a run that has ended, where any were
-        lines.append(
-            f"loaded     {figures['bytes_loaded_per_step']:,.0f} bytes a step, from what others of the node wrote"
-        )
+    lines.append(f"moved      {_moved(figures)}")
     if figures.get("noise_scale") is not None:
         lines.append(f"noise      scale {figures['noise_scale']:,.1f} samples, the critical batch")
     if found.energy.joules is not None or "energy_j" in figures:  # else the run has not come so far
@@ -104,6 +102,14 @@ def text(found: Report) -> str:
         part = f"{len(steps['step']):,} of {len(found.steps['step']):,} steps"
         lines.append(f"rows       times and bytes are from {part}, spread evenly")
     return "\n".join([*lines, "", *_curve(found.steps)])
+
+
+def _moved(figures: Mapping[str, Any]) -> str:
+    """Return what a rank moved a step; of a run that has not ended, what it sent in messages."""
+    if (known := metrics.moved(figures)) is not None:
+        return f"{known.described()} a step and rank"
+    sent, loaded = figures["bytes_sent_per_step"], figures.get("bytes_loaded_per_step", 0)
+    return "not measured" if sent is None else f"{Moved(sent, loaded).described()} a step and rank"
 
 
 def _odd(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -54,7 +54,7 @@ class AsynchronousLoop(Loop):
         self._seen = exchange.updates
         self._saved_at = self.outcome.first
         self._boundary = time.perf_counter()
-        self._counted = self._sent_before = self.traffic.sent_bytes
+        self._counted = self._sent_before = float(self.traffic.sent_bytes)
         self._shared = self.traffic.moved().shared
         exchange.meetings.wants, exchange.meetings.meanwhile = self._wants, self._attend
         self._plan_checkpoint()
@@ -147,7 +147,7 @@ class AsynchronousLoop(Loop):
         targets = samples * self.trainer.model.tokens_per_sample if exchange.taken else 0
         self._last = loss, targets
         moved = self.traffic.moved()
-        sent, shared = float(moved.messages - self._counted), moved.shared - self._shared
+        sent, shared = moved.messages - self._counted, moved.shared - self._shared
         self._counted, self._shared = moved.messages, moved.shared
         now = time.perf_counter()
         begun, self._boundary = self._boundary, now

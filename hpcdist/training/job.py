@@ -13,6 +13,7 @@ from hpcdist.errors import OK
 from hpcdist.models.model import Model
 from hpcdist.optim import scaling
 from hpcdist.strategies.grid import ORDER, rank_map, spread_groups
+from hpcdist.telemetry.metrics import MOVED_ATTRIBUTE
 from hpcdist.telemetry.provenance import provenance
 from hpcdist.training import architecture, consensus, directory, entropy, noise
 from hpcdist.training.asynchronous import loop_of
@@ -118,6 +119,8 @@ class Job:
             known = {name: summary[name] for name in (*OVERLAP_FIGURES, LOADED_FIGURE) if summary[name] is not None}
             more = consensus.figures(trainer) | noise.figures(trainer)
             more |= {name: summary[name] for name in ("architecture", "parameters", "peak_bytes_total")}
+            moved = summary["bytes_moved_per_step"] or {}
+            more |= {MOVED_ATTRIBUTE.format(way): nbytes for way, nbytes in moved.items()}
             more |= {"nodes": loop.session.place.nodes, "pss_bytes_most": summary["pss_bytes"]["most"]}
             known |= {name: found for name, found in more.items() if found is not None}
             loop.metrics.finish(outcome.done, result.val_loss, **energy_attributes(summary), **known)
@@ -142,7 +145,8 @@ def _attributes(session: Session, trainer: Trainer, entropies: dict[str, float |
     known = {f"{name}_nats": nats for name, nats in entropies.items() if nats is not None}
     made = trainer.recipe.chaos.described()
     chaos = {"chaos": made} if made else {}
-    return {**provenance(mpi_library=session.library), **known, "lock_step": int(trainer.exchange.lock_step), **chaos}
+    kept: dict[str, float | str] = {"lock_step": int(trainer.exchange.lock_step), "speed_unit": trainer.speed_unit}
+    return {**provenance(mpi_library=session.library), **known, **kept, **chaos}
 
 
 def _introduce(

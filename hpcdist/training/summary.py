@@ -329,9 +329,7 @@ def _moved(summary: dict[str, Any]) -> str:
     moved = summary["bytes_moved_per_step"]
     if moved is None or summary["world"] == 1:
         return "one rank moves nothing" if summary["world"] == 1 else "not measured"
-    ways = {"messages": "in messages", "shared": "through shared memory", "unknown": "by the MPI library"}
-    parts = [f"{in_units(moved[way])} {name}" for way, name in ways.items() if moved[way]]
-    return f"{', '.join(parts) or 'nothing'} a step and rank"
+    return f"{Moved(**moved).described()} a step and rank"
 
 
 def _hidden(share: float) -> str:

@@ -41,8 +41,14 @@ def run_dir(tmp_path, rng):
 
 def test_text(run_dir):
     said = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
-    assert "loaded " not in said
-    for expected in ("60 on 2 ranks", "validation 1.5000", "trigram 1.9200", "4,096 bytes a step", "communication"):
+    assert "shared memory" not in said
+    for expected in (
+        "60 on 2 ranks",
+        "validation 1.5000",
+        "trigram 1.9200",
+        "moved      4.0 KiB in messages a step",
+        "communication",
+    ):
         assert expected in said
     rows = said.splitlines()[said.splitlines().index("    step     loss  learning rate") + 1 :]
     assert len(rows) == report.CURVE_ROWS and rows[-1].split()[0] == "60"
@@ -54,7 +60,7 @@ def test_what_was_loaded_from_memory_of_the_node_is_told_apart(run_dir):
     with MetricsWriter(run_dir / "metrics.h5", 2, resume_step=60) as writer:
         writer.describe(bytes_loaded_per_step=8192)
     said = CliRunner().invoke(command, [str(run_dir)], catch_exceptions=False).output
-    assert "loaded     8,192 bytes a step, from what others of the node wrote" in said
+    assert "moved      4.0 KiB in messages, 8.0 KiB through shared memory a step and rank" in said
 
 
 def test_energy_of_a_run_under_way_by_phase(run_dir):

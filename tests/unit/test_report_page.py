@@ -138,6 +138,16 @@ def made(path, beside=None):
     return page.make(page_data.read(path, beside))
 
 
+def test_what_was_moved_is_told_by_its_kind(run_dir):
+    """A page that has a table of MiB does not say that nothing was sent, nor blame a setting that was not there."""
+    with MetricsWriter(run_dir / "metrics.h5", 2, resume_step=60) as writer:
+        writer.describe(bytes_messages_per_step=0, bytes_shared_per_step=3 << 20, bytes_unknown_per_step=1 << 10)
+    said = seen(made(run_dir)).said
+    note = "a rank: 3.0 MiB through shared memory, 1.0 KiB by the MPI library, of which"
+    assert "Moved a step" in said and note in said and "Sent a step" not in said
+    assert "communication.algorithm = native" not in said
+
+
 def test_a_whole_page(run_dir):
     beside = Beside(
         settings=[Setting("run.steps", "60", "1000"), Setting("run.seed", "0", "0")],
