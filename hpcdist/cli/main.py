@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
     Before a job has started, an error of ours is one message. Afterwards it takes the job with it (`comm.failfast`).
     """
+    launcher.provide_home()
     try:
         code = failfast.guarded(lambda: _invoke(arguments))
     except HpcdistError as error:

@@ -4,7 +4,8 @@ Read for the choice of a GPU, which must precede MPI_Init, and to notice a run t
 """
 
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
 
@@ -47,6 +48,16 @@ def announced(environment: Mapping[str, str] = os.environ) -> Announced | None:
     # srun and flux, asked for PMI, announce the world in its variables and the local rank in theirs.
     same = [other.local_rank for other in found if (other.size, other.rank) == (found[0].size, found[0].rank)]
     return replace(found[0], local_rank=next((local for local in same if local is not None), None))
+
+
+def provide_home(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set HOME where nobody has: without it Open MPI, and each program it brings, ends with an internal error (local).
+
+    It is the home of this user, or the folder of temporary files where the system knows none (as in a container).
+    """
+    if "HOME" not in environment:
+        known = os.path.expanduser("~")  # asks the system, since HOME is not set
+        environment["HOME"] = known if os.path.isabs(known) else tempfile.gettempdir()
 
 
 def started_by_srun(size: int, rank: int | None, environment: Mapping[str, str]) -> bool:

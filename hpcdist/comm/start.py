@@ -170,6 +170,7 @@ def announce_pid(name: object) -> None:
 
 def import_mpi() -> Any:
     """Import mpi4py, which starts MPI: THREAD_MULTIPLE is asked for, and a lower level is accepted."""
+    launcher.provide_home()
     try:
         import mpi4py
     except ImportError as error:

@@ -1,8 +1,13 @@
 """What the environment says of a process, and the refusal of a world that fell apart."""
 
+import os
+import tempfile
+
 import pytest
 
-from hpcdist.comm.launcher import Announced, announced
+from hpcdist.cli import main
+from hpcdist.comm import mpirun
+from hpcdist.comm.launcher import Announced, announced, provide_home
 from hpcdist.comm.placement import locate
 from hpcdist.comm.start import check_world
 from hpcdist.comm.threads import run_threads
@@ -92,3 +97,26 @@ def test_a_local_rank_that_nobody_announced_is_the_index_on_the_node() -> None:
         return locate(comm, Announced("mpiexec", 3, comm.rank, None if comm.rank == 1 else 2)).local_rank
 
     assert run_threads(3, body) == [0, 1, 2]
+
+
+def test_a_process_without_a_home_gets_that_of_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment: dict[str, str] = {}
+    monkeypatch.delenv("HOME")
+    provide_home(environment)
+    assert os.path.isdir(environment["HOME"])
+    for given in ("", "/elsewhere"):
+        environment = {"HOME": given}
+        provide_home(environment)
+        assert environment == {"HOME": given}, "what is set stays"
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user that the system does not know
+    environment = {}
+    provide_home(environment)
+    assert environment["HOME"] == tempfile.gettempdir()
+
+
+def test_mpirun_is_found_out_without_a_home(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(mpirun, "identify", lambda path: mpirun.Launcher(path, os.environ["HOME"], ""))
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["run", "-n", "2", "--dry-run", "doctor"])
+    assert leaving.value.code == 0, capsys.readouterr()
