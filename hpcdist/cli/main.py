@@ -9,8 +9,8 @@ import click
 
 from hpcdist import __version__
 from hpcdist.cli.lazy import LazyGroup
-from hpcdist.comm import ending, failfast, launcher
-from hpcdist.errors import INTERRUPTED, HpcdistError
+from hpcdist.comm import ending, failfast, launcher, output
+from hpcdist.errors import FAILURE, INTERRUPTED, STORAGE, HpcdistError
 
 GIVE_WAY_S: Final = 3.0  # ranks of a job start within seconds of each other
 
@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
     Before a job has started, an error of ours is one message. Afterwards it takes the job with it (`comm.failfast`).
     """
+    output.protect()
     launcher.provide_home()
     try:
         code = failfast.guarded(lambda: _invoke(arguments))
@@ -71,6 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = error.exit_code
     except KeyboardInterrupt:
         code = INTERRUPTED
+    except OSError as error:
+        if error is not output.failure():
+            raise
+        output.tolerate()  # it is not tried again at the end of Python
+        code = FAILURE  # whoever reads has seen enough
+        if not isinstance(error, BrokenPipeError):
+            click.echo(f"Error: standard output cannot be written: {error.strerror}", err=True)
+            code = STORAGE
     if code:
         ending.say(code)  # as `comm.failfast` does once a job has started
     sys.exit(code)
@@ -90,6 +99,7 @@ def _invoke(arguments: Sequence[str] | None) -> int:
     """Return the exit code of the command; usage errors are shown here."""
     try:
         value = group.main(args=arguments, prog_name="hpcdist", standalone_mode=False)
+        sys.stdout.flush()
     except click.ClickException as error:
         _give_way()
         error.show()

@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from hpcdist.comm import cuda_aware, ending, failfast, growth, launcher, placement
+from hpcdist.comm import cuda_aware, ending, failfast, growth, launcher, output, placement
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.handover import Handover
 from hpcdist.comm.mpi import MpiCommunicator
@@ -41,6 +41,7 @@ def start(
     Raises ConfigurationError when MPI's world is not the announced one, nor the local ranks, where the caller has not
     asked to get them ``examined`` by itself.
     """
+    output.protect()
     said = launcher.announced()
     _refuse_unknown_launcher(said)
     failfast.answer_requests_for_stacks()

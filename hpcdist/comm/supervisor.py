@@ -22,6 +22,7 @@ from typing import Final
 from hpcdist.comm import ending
 from hpcdist.comm.ending import LAUNCH_DIR
 from hpcdist.comm.launchers import MPIRUN, Kind
+from hpcdist.comm.output import Relay
 from hpcdist.comm.processes import descendants, send
 from hpcdist.errors import FAILURE, OK
 
@@ -146,13 +147,17 @@ class _Supervision:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # should we be killed, the launcher ends its ranks
 
+        self._relay = Relay()
         self._process = subprocess.Popen(
             line,
             env=dict(environment),
             stdin=subprocess.DEVNULL,
+            stdout=self._relay.stdout,  # a launcher whose output cannot be written may end, or kill its ranks
+            stderr=self._relay.stderr,
             start_new_session=True,
             preexec_fn=in_child,  # single-threaded here, so a function between fork and exec is safe
         )
+        self._relay.begin()
 
     def run(self) -> Outcome:
         while self._process.returncode is None:
@@ -170,6 +175,7 @@ class _Supervision:
             elif self._held:
                 self._pass_on()
         self._end_leftovers()
+        self._end_output()
         return self._outcome()
 
     def _look_for_the_end(self) -> None:
@@ -261,6 +267,14 @@ class _Supervision:
         """Kill what is left of the job a moment after its launcher has gone."""
         self._wait_for(lambda: not descendants(os.getpid()))
         self._kill_descendants()
+
+    def _end_output(self) -> None:
+        """Wait until all output is passed on; whoever reads it slowly may end that by a signal."""
+        while not self._relay.ended:
+            received = signal.sigtimedwait(_ENDING & self._watched, SOON_S)
+            if received is not None:
+                self._asked = self._asked or signal.Signals(received.si_signo)
+                return
 
     def _kill_descendants(self) -> None:
         until = time.monotonic() + TEARDOWN_S  # one that hangs in the kernel cannot be ended by anybody

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from hpcdist.checkpoint.lock import Lock
+from hpcdist.comm import output
 from hpcdist.comm.start import start
 from hpcdist.training import directory, lives, survivable, team
 from hpcdist.training.job import Job
@@ -20,6 +21,7 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s:
     Before ``limit_s`` seconds are over, or the job is by Slurm's word, the run is saved and stops. A job that `hpcdist
     run --survive` started goes on when ranks die.
     """
+    output.tolerate()
     wishes = StopWishes(ends=end_of_job(limit_s, time.time(), os.environ))
     wishes.listen()  # a signal that comes while the job starts is answered after the first step
     mode, spares = team.mode_of()

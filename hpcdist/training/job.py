@@ -7,6 +7,7 @@ from typing import Any
 
 from hpcdist.arrays.sizes import counted
 from hpcdist.checkpoint.lock import Lock
+from hpcdist.comm import output
 from hpcdist.comm.spans import Spans
 from hpcdist.comm.start import Session
 from hpcdist.errors import OK
@@ -126,7 +127,15 @@ class Job:
             loop.metrics.finish(outcome.done, result.val_loss, **energy_attributes(summary), **known)
             print(describe(summary), file=sys.stderr if self.as_json else sys.stdout)
             if self.as_json:
-                print(json.dumps(summary), flush=True)
+                print(json.dumps(summary))
+            sys.stdout.flush()
+            failure = output.failure()
+            if failure is not None:
+                print(
+                    f"hpcdist: standard output cannot be written ({failure.strerror}); see `hpcdist report "
+                    f"{self.run.path}` for what the run has measured",
+                    file=sys.stderr,
+                )
         trainer.close()
         self.lock.release()
         return OK if outcome.wish is None else EXIT_CODES[outcome.wish]

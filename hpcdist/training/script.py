@@ -31,6 +31,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.lock import Lock
 from hpcdist.checkpoint.restore import restore
+from hpcdist.comm import output
 from hpcdist.comm.spans import now_ns
 from hpcdist.comm.start import start
 from hpcdist.errors import ConfigurationError, UsageError
@@ -75,6 +76,7 @@ class Training:
             raise UsageError(f"resume = {resume!r}; choose 'auto' or 'never'")
         if resume == "auto" and out is None:
             raise UsageError("resume = 'auto' needs out: the directory of the run that goes on")
+        output.tolerate()
         self.recipe = _recipe_of(recipe, model)
         self._model = model
         self._wishes = wishes = StopWishes(ends=end_of_job(time_limit_s, time.time(), os.environ))

@@ -1,0 +1,76 @@
+"""Output that cannot be written: lost by a training, an error of a command whose product it is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 120.0
+RECIPE = "[run]\nsteps = 2\nglobal_batch = 2\n[model]\nlayers = 1\nhidden = 16\nheads = 1\n[data]\ncontext = 8\n"
+CLOSED = ">&- 2>&-"
+FULL = ">/dev/full 2>/dev/full"
+# A launcher, of a kind that ends when it cannot write, under the supervisor of `hpcdist run`.
+SUPERVISED = """
+import os, sys
+from pathlib import Path
+from hpcdist.comm import supervisor
+with supervisor.signals_held() as mask:
+    line = ["bash", "-c", "set -e; for i in {1..2000}; do echo line $i; echo error $i >&2; done"]
+    outcome = supervisor.watch(line, dict(os.environ), Path(sys.argv[1]), 5.0, mask)
+sys.exit(outcome.code)
+"""
+
+
+def shell(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` in bash, where $0 is this Python and $1 and so on are the ``arguments``."""
+    return subprocess.run(
+        ["bash", "-c", command, sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env={**os.environ, "HPCDIST_TUNING": "off"},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("ends", [FULL, CLOSED], ids=["full", "closed"])
+def test_a_training_goes_on_without_its_output(ends: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    done = shell(f'"$0" -m hpcdist train "$1/recipe.toml" --out "$1/run" {ends}', str(tmp_path))
+    assert done.returncode == 0
+    assert (tmp_path / "run" / "checkpoints" / "step-2" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    "ends", [FULL, CLOSED, "2>&1 | head -1; exit ${PIPESTATUS[0]}"], ids=["full", "closed", "gone"]
+)
+def test_a_launcher_goes_on_without_its_output(ends: str, tmp_path: Path) -> None:
+    assert shell(f'"$0" -c "$1" "$2" {ends}', SUPERVISED, str(tmp_path)).returncode == 0
+
+
+def test_the_output_of_a_launcher_arrives_whole_and_in_order(tmp_path: Path) -> None:
+    done = shell('"$0" -c "$1" "$2" 2>&1', SUPERVISED, str(tmp_path))
+    assert done.stdout.splitlines() == [f"{word} {number}" for number in range(1, 2001) for word in ("line", "error")]
+    apart = shell('"$0" -c "$1" "$2"', SUPERVISED, str(tmp_path))
+    assert apart.stderr.splitlines() == [f"error {number}" for number in range(1, 2001)]
+
+
+@pytest.mark.parametrize("end", [">/dev/full", ">&-"])
+@pytest.mark.parametrize("command", ["plan clusters", "--help"])
+def test_a_command_whose_product_cannot_be_written_says_so(command: str, end: str) -> None:
+    done = shell(f'"$0" -m hpcdist {command} {end}')
+    assert done.returncode == 74
+    assert done.stderr.startswith("Error: standard output cannot be written: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_files_do_not_take_the_place_of_closed_descriptors(tmp_path: Path) -> None:
+    program = "import sys\nfrom hpcdist.comm import output\noutput.tolerate()\n"
+    program += (
+        "file = open(sys.argv[1], 'w')\nprint('lost')\nprint('lost', file=sys.stderr)\nsys.exit(file.fileno() < 3)"
+    )
+    done = shell('"$0" -c "$1" "$2" <&- >&- 2>&-', program, str(tmp_path / "file"))
+    assert done.returncode == 0
+    assert (tmp_path / "file").read_text() == ""
