@@ -3,11 +3,23 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hpcdist.strategies.grid import Grid
     from hpcdist.training.recipe import Recipe
 
 
 def equation(recipe: "Recipe", world: int) -> str:
     """Return the degrees of parallelism of ``recipe`` on ``world`` ranks, or raise ConfigurationError."""
+    grid = grid_of(recipe, world)
+    if recipe.parallel.strategy == "gossip":
+        from hpcdist.strategies.decentralised import graphs  # numpy takes its time
+
+        graphs.build(recipe.decentralised.graph, grid.data, recipe.decentralised.edges)
+    product = f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}"
+    return f"{world} = {product}" + (f" + servers {world - grid.size}" if world != grid.size else "")
+
+
+def grid_of(recipe: "Recipe", world: int) -> "Grid":
+    """Return the grid of ``recipe`` on ``world`` ranks, or raise ConfigurationError; numpy is not needed."""
     from hpcdist.strategies.grid import Grid
     from hpcdist.strategies.parameter_server.roles import Roles
     from hpcdist.strategies.zero_config import STAGES
@@ -29,9 +41,4 @@ def equation(recipe: "Recipe", world: int) -> str:
     recipe.chaos.check_world(world, world - servers, lock_step=recipe.parameter_server.lock_step)
     if parallel.strategy in STAGES:
         recipe.zero.degrees(STAGES[parallel.strategy], grid.data)
-    if parallel.strategy == "gossip":
-        from hpcdist.strategies.decentralised import graphs  # numpy takes its time
-
-        graphs.build(recipe.decentralised.graph, grid.data, recipe.decentralised.edges)
-    product = f"data {grid.data} x pipeline {grid.pipeline} x tensor {grid.tensor} x context {grid.context}"
-    return f"{world} = {product}" + (f" + servers {servers}" if servers else "")
+    return grid

@@ -1,8 +1,10 @@
 """The ``hpcdist`` command: its sub-commands are imported when they are called, so that ``--help`` is instant."""
 
+import io
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final, NoReturn
 
 import click
@@ -67,8 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         code = failfast.guarded(lambda: _invoke(arguments))
     except HpcdistError as error:
-        _give_way()
-        click.echo(f"Error: {error}", err=True)
+        _tell(f"Error: {error}\n")
         code = error.exit_code
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -85,14 +86,20 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _give_way() -> None:
-    """Let rank 0 speak first, where this process is another rank of a job that has not started.
+def _tell(text: str) -> None:
+    """Tell what has ended this process before a job has started: `hpcdist run` shows it after its launcher's words.
 
-    It most likely has the same to say, and when it has left, the launcher ends the others.
+    Another rank than 0 lets that one speak first: it most likely has the same to say, and when it has left, the
+    launcher ends the others.
     """
     said = launcher.announced()
-    if said is not None and said.rank:
+    rank = said.rank or 0 if said is not None else 0
+    if rank:
         time.sleep(GIVE_WAY_S)
+    with suppress(OSError):
+        if said is not None and failfast.leave_for_last(rank, text):
+            return
+    click.echo(text, nl=False, err=True)
 
 
 def _invoke(arguments: Sequence[str] | None) -> int:
@@ -101,8 +108,9 @@ def _invoke(arguments: Sequence[str] | None) -> int:
         value = group.main(args=arguments, prog_name="hpcdist", standalone_mode=False)
         sys.stdout.flush()
     except click.ClickException as error:
-        _give_way()
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        _tell(shown.getvalue())
         return error.exit_code
     except click.Abort as error:  # how click reports a Ctrl-C
         raise KeyboardInterrupt from error

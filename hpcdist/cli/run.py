@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -101,6 +102,10 @@ def command(
     if dry_run:
         click.echo(job.line(command))
         return OK
+    if command[0] == "train":
+        check_training(
+            command, None if options or survive else ranks, survive, spares or 0, elsewhere=python is not None
+        )
     starter.check()
     with supervisor.signals_held() as mask:
         if run_dir is None:
@@ -206,15 +211,43 @@ def _check_survival(name: str, survive: str | None, spares: int | None) -> None:
 
 def _run_dir(command: Sequence[str]) -> Path:
     """Return the --out of a training. Raises UsageError for another command, or without one."""
-    from hpcdist.cli.train import command as train
-
     if command[0] != "train":
         raise UsageError(f"--restarts: only train goes on from a checkpoint, not {command[0]}; leave it out")
-    # Its own parser: what it refuses need not be started.
-    out: Path | None = train.make_context("train", list(command[1:])).params["out"]
+    out: Path | None = _train_options(command)["out"]
     if out is None:
         raise UsageError("--restarts needs to know where checkpoints are; write: train ... --out DIR")
     return out
+
+
+def _train_options(command: Sequence[str]) -> dict[str, Any]:
+    """Return the options of the `train` in ``command``, by its own parser: what it refuses need not be started."""
+    from hpcdist.cli.train import command as train
+
+    return train.make_context("hpcdist train", list(command[1:])).params
+
+
+def check_training(
+    command: Sequence[str], ranks: int | None, survive: str | None, spares: int, *, elsewhere: bool
+) -> None:
+    """Raise here what every rank of a `train` would raise, as far as it can be known without them.
+
+    ``ranks`` is how many train, None where that is not known yet. Ranks that run ``elsewhere``, as in a container, see
+    other files.
+    """
+    from hpcdist.cli import degrees, train
+    from hpcdist.training import combinations
+
+    options = _train_options(command)
+    if elsewhere and options["recipe"] is not None and not options["recipe"].exists():
+        return
+    train.limit_of(options["time_limit"])
+    recipe = train.recipe_of(options)
+    if survive is not None:
+        combinations.refuse_beside_survival(recipe, survive, spares)
+    if ranks is not None:
+        degrees.grid_of(recipe, ranks)
+    if not elsewhere:
+        recipe.data.check_exists()
 
 
 def resuming(command: Sequence[str]) -> list[str]:

@@ -1,8 +1,13 @@
 """`hpcdist train`: the ranks of a job run this; `hpcdist run -n N train` starts them on a workstation."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from hpcdist.training.recipe import Recipe
 
 
 @click.command()
@@ -35,27 +40,31 @@ import click
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the summary as one JSON object on the last line of stdout."
 )
-def command(
-    recipe: Path | None,
-    overrides: tuple[str, ...],
-    out: Path | None,
-    resume: str,
-    init_from: Path | None,
-    allow_partial: bool,
-    time_limit: str | None,
-    as_json: bool,
-) -> None:
+def command(out: Path | None, resume: str, time_limit: str | None, as_json: bool, **options: Any) -> None:
     """Train the model of RECIPE (TOML), or of the default recipe, on every rank that the launcher started.
 
     Without a launcher it trains in this process alone.
     """
-    from hpcdist.batch.job import walltime_s
     from hpcdist.training import entry
+
+    recipe, limit_s = recipe_of(options), limit_of(time_limit)
+    entry.train(recipe, out, resume, as_json, limit_s)
+
+
+def recipe_of(options: Mapping[str, Any]) -> "Recipe":
+    """Return the recipe that the options of `train` describe (local). Raises ConfigurationError and UsageError."""
     from hpcdist.training import recipe as recipes
 
-    if init_from is not None:
-        overrides = (*overrides, f"run.init_from={init_from.absolute()}")
-    if allow_partial:
+    overrides: tuple[str, ...] = options["overrides"]
+    if options["init_from"] is not None:
+        overrides = (*overrides, f"run.init_from={options['init_from'].absolute()}")
+    if options["allow_partial"]:
         overrides = (*overrides, "run.allow_partial=true")
-    limit_s = None if time_limit is None else walltime_s(time_limit, "--time-limit")
-    entry.train(recipes.load(recipe, overrides).recipe, out, resume, as_json, limit_s)
+    return recipes.load(options["recipe"], overrides).recipe
+
+
+def limit_of(walltime: str | None) -> int | None:
+    """Return the seconds of --time-limit. Raises UsageError."""
+    from hpcdist.batch.job import walltime_s
+
+    return None if walltime is None else walltime_s(walltime, "--time-limit")

@@ -257,14 +257,11 @@ def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> None
     """
     rule = "=" * 100
     tagged = "".join(f"[rank {rank}] {line}\n" for line in [rule, headline, *text.rstrip("\n").split("\n"), rule])
-    folder = os.environ.get(FAILURE_DIR)
-    if folder:
-        try:
-            atomic.write(Path(folder) / f"rank-{rank}.txt", tagged)
-            if alone:
-                return
-        except OSError as error:
-            tagged += f"[rank {rank}] (no copy for the launcher: {error})\n"
+    try:
+        if leave_for_last(rank, tagged) and alone:
+            return
+    except OSError as error:
+        tagged += f"[rank {rank}] (no copy for the launcher: {error})\n"
     try:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -272,6 +269,15 @@ def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> None
         sys.stderr.flush()
     except (OSError, ValueError):
         pass  # stderr is closed or its reader is gone: the file has it, and the job must still end
+
+
+def leave_for_last(rank: int, text: str) -> bool:
+    """Leave ``text`` for `hpcdist run` to show last; False where that has not started us. Raises OSError (local)."""
+    folder = os.environ.get(FAILURE_DIR)
+    if not folder:
+        return False
+    atomic.write(Path(folder) / f"rank-{rank}.txt", text)
+    return True
 
 
 def _on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

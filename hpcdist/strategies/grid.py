@@ -6,10 +6,12 @@ the most frequent, so its members should share a node), then context, then data,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
+
+if TYPE_CHECKING:  # a grid is asked for where numpy is not loaded
+    from hpcdist.comm.communicator import Communicator
 
 ORDER = ("pipeline", "data", "context", "tensor")  # slowest to fastest
 SHOWN: Final = 4  # of many in a row, the first and the last
@@ -113,19 +115,19 @@ class Axes:
     Every rank must ask for the same axis at the same point: the split is collective over ``comm``.
     """
 
-    def __init__(self, grid: Grid, comm: Communicator) -> None:
+    def __init__(self, grid: Grid, comm: "Communicator") -> None:
         assert grid.size == comm.size
         self.grid, self.world = grid, comm
         self.place = grid.coordinates(comm.rank)
         self._split: dict[str, Communicator] = {}
 
-    def _along(self, axis: str) -> Communicator:
+    def _along(self, axis: str) -> "Communicator":
         # No functools.cached_property: until Python 3.12 it holds a lock that all ranks of one process would share.
         if axis not in self._split:
             self._split[axis] = self._make(axis)
         return self._split[axis]
 
-    def _make(self, axis: str) -> Communicator:
+    def _make(self, axis: str) -> "Communicator":
         color = 0
         for other in ORDER:
             if other != axis:
@@ -135,16 +137,16 @@ class Axes:
         return comm
 
     @property
-    def data(self) -> Communicator:
+    def data(self) -> "Communicator":
         """Ranks that hold the same parameters and see different samples."""
         return self._along("data")
 
     @property
-    def pipeline(self) -> Communicator:
+    def pipeline(self) -> "Communicator":
         """Ranks that hold the other stages of the same replica, in order of the stages."""
         return self._along("pipeline")
 
     @property
-    def tensor(self) -> Communicator:
+    def tensor(self) -> "Communicator":
         """Ranks that hold the other parts of the same tensors, and compute the same samples."""
         return self._along("tensor")

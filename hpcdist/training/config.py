@@ -1,11 +1,12 @@
 """The ``[data]``, ``[precision]`` and ``[run]`` sections of a recipe. Light: imports nothing but the errors."""
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import ConfigurationError, DataError
 from hpcdist.optim.batches import Batches, staged
 
 MODES: Final = ("float32", "float64", "bfloat16", "float16")
@@ -55,6 +56,13 @@ class DataConfig:
             )
         if self.shares not in SHARES:
             raise ConfigurationError(f"data.shares = {self.shares!r}; choose one of {', '.join(SHARES)}")
+
+    def check_exists(self) -> None:
+        """Raise DataError where there is nothing at the path that is read (local)."""
+        path = self.staged or self.path
+        if self.path and not os.path.exists(path):
+            key = "data.staged" if self.staged else "data.path"
+            raise DataError(f"{key} = {path}: there is no such file or directory")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from hpcdist.checkpoint.lock import Lock
 from hpcdist.comm import output
 from hpcdist.comm.start import start
-from hpcdist.training import directory, lives, survivable, team
+from hpcdist.training import combinations, directory, lives, team
 from hpcdist.training.job import Job
 from hpcdist.training.origin import Stored
 from hpcdist.training.pace import end_of_job
@@ -26,7 +26,7 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s:
     wishes.listen()  # a signal that comes while the job starts is answered after the first step
     mode, spares = team.mode_of()
     if mode:
-        survivable.check(recipe, mode, spares)
+        combinations.refuse_beside_survival(recipe, mode, spares)
     communication = recipe.communication
     session = start(recipe.run.device, communication.ranks_per_node or None, communication.checked)
     lock = Lock()

@@ -18,7 +18,7 @@ from hpcdist.checkpoint.buddies import Buddies
 from hpcdist.checkpoint.restore import newest_complete
 from hpcdist.comm.threads import Death
 from hpcdist.errors import ConfigurationError, StorageError, TooFewRanksError
-from hpcdist.training import job, lives, survivable
+from hpcdist.training import combinations, job, lives
 from hpcdist.training import recipe as recipes
 from hpcdist.training.fitting import fitting
 from hpcdist.training.survival import GROW_FILE
@@ -208,14 +208,14 @@ def test_metrics_tell_of_the_lives(tmp_path: Path, text: Path) -> None:
 def test_what_cannot_be_survived_is_refused(keys: dict[str, str], said: str) -> None:
     recipe = recipes.load(None, [f"{key}={value}" for key, value in keys.items()], {}).recipe
     with pytest.raises(ConfigurationError, match=said):
-        survivable.check(recipe, "shrink", 0)
+        combinations.refuse_beside_survival(recipe, "shrink", 0)
 
 
 def test_nobody_knows_the_gpu_of_a_new_process() -> None:
     recipe = recipes.load(None, ["run.device=gpu"], {}).recipe
-    survivable.check(recipe, "replace", 1)
+    combinations.refuse_beside_survival(recipe, "replace", 1)
     with pytest.raises(ConfigurationError, match="--spares"):
-        survivable.check(recipe, "replace", 0)
+        combinations.refuse_beside_survival(recipe, "replace", 0)
 
 
 @pytest.mark.parametrize(

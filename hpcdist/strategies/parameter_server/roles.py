@@ -1,11 +1,14 @@
 """Which ranks compute and which serve."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hpcdist.arrays.sizes import counted
-from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigurationError
 from hpcdist.strategies.parameter_server.config import ParameterServerConfig
+
+if TYPE_CHECKING:  # as in `grid`
+    from hpcdist.comm.communicator import Communicator
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Roles:
             )
         return cls(range(world - servers), range(world - servers, world))
 
-    def part_of(self, world: Communicator) -> Communicator:
+    def part_of(self, world: "Communicator") -> "Communicator":
         """Return the communicator of the workers to a worker, that of the servers to a dedicated server.
 
         Collective over ``world``.

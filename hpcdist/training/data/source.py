@@ -1,7 +1,6 @@
 """Where samples come from: the `[data]` section made into training and validation samples that all ranks agree on."""
 
 import hashlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,9 +108,7 @@ def open_source(config: DataConfig, model: ModelConfig, comm: Communicator) -> S
 
 def _open(config: DataConfig, model: ModelConfig) -> Source:
     path = Path(config.staged or config.path)
-    if config.path and not os.path.exists(path):
-        key = "data.staged" if config.staged else "data.path"
-        raise DataError(f"{key} = {path}: there is no such file or directory")
+    config.check_exists()
     kind = _kind(path) if config.path else "library"
     if model.kind == "convnet" and kind != "hdf5":
         raise DataError(

@@ -1,0 +1,98 @@
+"""`hpcdist run` before it starts anything: what is refused here, and what is shown last."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdist.cli import main
+from hpcdist.comm import launchers, mpirun
+
+LIMIT_S = 120.0
+
+
+class StartedError(Exception):
+    """A launcher would have been started."""
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A launcher that is known, and must not be started."""
+
+    def starts(self: launchers.Mpirun) -> None:
+        raise StartedError
+
+    monkeypatch.setattr(mpirun, "find", lambda environment: mpirun.Launcher(tmp_path, mpirun.OPEN_MPI, "5.0.8"))
+    monkeypatch.setattr(mpirun, "_why_not_surviving", lambda launcher: "")
+    monkeypatch.setattr(launchers.Mpirun, "check", starts)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize(
+    ("before", "after", "code", "message"),
+    [
+        ([], ["--set", "parallel.pipelin=2"], 78, "the nearest known is 'parallel.pipeline'"),
+        ([], ["--set", "data.path=/no/such"], 78, "data.path = /no/such: there is no such file or directory"),
+        ([], ["--set", "parallel.data=4"], 78, "but the world has 3 ranks"),
+        ([], ["--set", "run.global_batch=2"], 78, "is fewer samples than the 3 data ranks"),
+        ([], ["--time-limit", "5:00"], 2, "--time-limit"),
+        ([], ["--frob"], 2, "No such option"),
+        (["--survive", "shrink"], ["--set", "parallel.strategy=gossip"], 78, "with --survive"),
+        (["--python", "python3"], ["--set", "parallel.data=4"], 78, "but the world has 3 ranks"),
+    ],
+)
+def test_a_training_that_cannot_run_starts_no_rank(
+    before: list[str], after: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["run", "-n", "3", *before, "train", *after])
+    assert leaving.value.code == code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ([], []),
+        (["--mpi-args", "-n 4"], ["--set", "parallel.data=4"]),  # the launcher's options decide how many there are
+        (["--survive", "shrink"], ["--set", "parallel.data=4"]),  # which is fitted to the ranks
+        (["--python", "python3"], ["--set", "data.path=/no/such"]),  # in the container it is there
+        (["--python", "python3"], ["no/such/recipe.toml"]),
+    ],
+)
+def test_what_only_ranks_can_know_is_left_to_them(before: list[str], after: list[str]) -> None:
+    with pytest.raises(StartedError):
+        main.main(["run", "-n", "3", *before, "train", *after])
+
+
+def test_the_check_loads_nothing_that_starts_threads(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom hpcdist.cli import run\n"
+        "run.check_training(['train'], 2, None, 0, elsewhere=False)\n"
+        "print(*[name for name in ('numpy', 'mpi4py', 'h5py', 'numba') if name in sys.modules])"
+    )
+    line = [sys.executable, "-c", program]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert done.stdout.strip() == "", "the process forks to start the launcher"
+
+
+@pytest.mark.parametrize("arguments", [["train", "no/such/recipe.toml"], ["tune", "--frob"]])
+def test_an_error_before_the_start_is_left_for_the_launcher_to_show_last(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("SIZE", "2"), ("RANK", "0")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setenv("HPCDIST_FAILURE_DIR", str(tmp_path))
+    with pytest.raises(SystemExit):
+        main.main(arguments)
+    assert "Error: " in (tmp_path / "rank-0.txt").read_text()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("HPCDIST_FAILURE_DIR", str(tmp_path / "on-another-host"))
+    with pytest.raises(SystemExit):
+        main.main(arguments)
+    assert "Error: " in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["rank-0.txt"]
