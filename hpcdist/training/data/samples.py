@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcdist.arrays.jit import Primitive, jit
 from hpcdist.errors import StorageError
-from hpcdist.hdf5.overlay import open_regular
+from hpcdist.reporting.regular import open_regular
 
 Batch: TypeAlias = tuple[np.ndarray, np.ndarray]  # inputs (samples, ...), targets (samples, ...)
 
