@@ -6,20 +6,26 @@ MPI's own default prints its error over the traceback.
 
 import atexit
 import faulthandler
+import fcntl
 import math
 import os
 import signal
+import stat
+import struct
 import sys
+import tempfile
+import termios
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn
 
-from hpcdist.comm import ending, wording
+from hpcdist.comm import ending, launcher, wording
 from hpcdist.comm.recorder import Recorder
 from hpcdist.comm.wording import lines, summary
 from hpcdist.errors import FAILURE, INTERRUPTED, CommunicationError, DeadlineError, HpcdistError
@@ -28,6 +34,7 @@ from hpcdist.reporting import atomic
 FAILURE_DIR: Final = "HPCDIST_FAILURE_DIR"  # set by `hpcdist run`, which shows the first failure last
 PRECEDENCE_S: Final = 1.0  # head start of the rank that failed first over those that failed because of it
 DRAIN_S: Final = 0.2  # launchers forward stderr through pipes, and drop what is in them when told to abort
+READ_S: Final = 5.0  # so long for a launcher on a busy machine to read what is in the pipe
 ABORT_S: Final = 3.0  # after this the process leaves by itself, whatever the MPI library is doing
 FOR_THE_USER: Final = wording.FOR_THE_USER
 STDERR: Final = 2  # the descriptor: sys.stderr may be somebody's object without one
@@ -88,7 +95,7 @@ def uninstall() -> None:
     if _installed is not None:
         sys.excepthook, threading.excepthook = _installed.hooks
         faulthandler.unregister(signal.SIGUSR2)
-        atexit.unregister(_note_end)
+        atexit.unregister(note_end)
         _installed = None
 
 
@@ -136,17 +143,18 @@ def attach(recorder: Recorder) -> None:
     """Leave in ``recorder`` how this process ends, as its note "raised" or "finished" (local)."""
     assert _installed is not None, "install comes first"
     _installed.recorder = recorder
-    atexit.register(_note_end)  # before MPI_Finalize, which may wait for the others
+    atexit.register(note_end)  # before MPI_Finalize, which may wait for the others
 
 
 def detach() -> None:
     """Take back `attach` (local)."""
     if _installed is not None:
         _installed.recorder = None
-        atexit.unregister(_note_end)
+        atexit.unregister(note_end)
 
 
-def _note_end() -> None:
+def note_end() -> None:
+    """Leave in the recorder that this process ends well (local)."""
     if _installed is not None and _installed.recorder is not None:
         _installed.recorder.note("finished", "end of the program")
 
@@ -186,7 +194,7 @@ def _fail_together(state: _Installed, error: BaseException) -> None:
     except Exception:  # noqa: BLE001 - messages fail as well: then this rank speaks for itself
         return
     code = exit_code(error)
-    _leave_by(time.monotonic() + ABORT_S, code)
+    _leave_by(time.monotonic() + READ_S + ABORT_S, code)
     if state.recorder is not None:
         state.recorder.note("raised", summary(error, None))
     if state.rank == 0:
@@ -230,7 +238,7 @@ def fail(error: BaseException, thread: str | None = None) -> NoReturn:
     state.failing.acquire()  # never released: the process ends here
     code = exit_code(error) or FAILURE
     # Neither a failure in here nor an abort that waits for a lock of the failed thread may keep the process alive.
-    _leave_by(time.monotonic() + PRECEDENCE_S + DRAIN_S + ABORT_S, code)
+    _leave_by(time.monotonic() + PRECEDENCE_S + READ_S + DRAIN_S + ABORT_S, code)
     try:
         _report(state, error, code, thread)
         time.sleep(DRAIN_S)
@@ -253,15 +261,21 @@ def _report(state: _Installed, error: BaseException, code: int, thread: str | No
 def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> None:
     """Write ``text`` once, in one piece and tagged with the rank, to stderr and for the launcher to show last.
 
-    With ``alone`` no other rank speaks: what the launcher will show is not written to stderr as well.
+    With ``alone`` no other rank speaks: what the launcher will show is not written to stderr as well. Another launcher
+    than `hpcdist run` may drop it: then it is in a file, too, and this returns once the launcher has read it.
     """
     rule = "=" * 100
     tagged = "".join(f"[rank {rank}] {line}\n" for line in [rule, headline, *text.rstrip("\n").split("\n"), rule])
+    left = False
     try:
-        if leave_for_last(rank, tagged) and alone:
+        left = leave_for_last(rank, tagged)
+        if left and alone:
             return
     except OSError as error:
         tagged += f"[rank {rank}] (no copy for the launcher: {error})\n"
+    launched = not left and launcher.announced() is not None
+    if launched:
+        tagged += _kept(rank, tagged)
     try:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -269,6 +283,38 @@ def publish(rank: int, headline: str, text: str, *, alone: bool = False) -> None
         sys.stderr.flush()
     except (OSError, ValueError):
         pass  # stderr is closed or its reader is gone: the file has it, and the job must still end
+    until = time.monotonic() + READ_S
+    while launched and _unread() and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def _kept(rank: int, text: str) -> str:
+    """Write ``text`` to a file, in the directory of the recorder if there is one; return a line that names it."""
+    recorder = _installed.recorder if _installed is not None else None
+    try:
+        if recorder is None:
+            file, path = tempfile.mkstemp(prefix=f"hpcdist-rank-{rank}-failed-", suffix=".txt")
+        else:
+            path = str(recorder.path.with_suffix(".failed"))
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        with os.fdopen(file, "w") as copy:
+            copy.write(text)
+    except OSError as error:
+        return f"[rank {rank}] (no copy in a file: {error})\n"
+    return f"[rank {rank}] (a copy is in {path})\n"
+
+
+def _unread() -> int:
+    """Return how many bytes are in the pipe that is this process's stderr; 0 where it is something else."""
+    try:
+        if stat.S_ISFIFO(os.fstat(STDERR).st_mode):
+            unread: int = struct.unpack("i", fcntl.ioctl(STDERR, termios.FIONREAD, b"\0" * 4))[0]
+            return unread
+    except OSError:
+        pass
+    return 0
 
 
 def leave_for_last(rank: int, text: str) -> bool:

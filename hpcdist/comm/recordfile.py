@@ -234,8 +234,8 @@ def _process(pid: int) -> tuple[str, int]:
 
 
 def remove_others(folder: Path, ranks: int) -> None:
-    """Remove the records, spans and stacks of ranks beyond ``ranks``, who left a job that became smaller (local)."""
-    for path in [path for ending in ("rec", "spans", "stacks") for path in folder.glob(f"rank-*.{ending}")]:
+    """Remove what ranks beyond ``ranks`` have recorded, who left a job that became smaller (local)."""
+    for path in [path for ending in ("rec", "spans", "stacks", "failed") for path in folder.glob(f"rank-*.{ending}")]:
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and int(number) >= ranks:
             path.unlink(missing_ok=True)

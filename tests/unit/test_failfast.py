@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,44 @@ raise ConfigurationError("bad\\nsecond line")
     ended = run(source, str(path), HPCDIST_FAILURE_DIR=str(tmp_path))
     assert (tmp_path / "rank-2.txt").read_text() == ended.stderr
     assert recordfile.read(path).notes["raised"].text == "ConfigurationError: bad second line at <string>:16 (<module>)"
+
+
+LAUNCHED = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
+
+
+def test_a_launcher_that_reads_late_gets_the_failure_before_the_abort(tmp_path: Path) -> None:
+    """It drops what is in its pipes when it is told to abort."""
+    abort = """
+def abort(code):
+    import fcntl, struct, termios
+    unread = fcntl.ioctl(2, termios.FIONREAD, b"0000")
+    print("unread", struct.unpack("i", unread)[0], flush=True)
+    os._exit(code)
+failfast.install(abort, None, 2)
+failfast.READ_S = 60.0
+1 / 0
+"""
+    line = [sys.executable, "-c", PREAMBLE + abort]
+    environment = {**os.environ, **LAUNCHED, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        while not list(tmp_path.iterdir()) and process.poll() is None:  # it is written before stderr
+            time.sleep(0.01)
+        time.sleep(1.0)
+        told = process.stderr.read()
+        assert process.stdout.read() == "unread 0\n"
+    assert process.returncode == 1
+    (copy,) = tmp_path.iterdir()
+    assert copy.name.startswith("hpcdist-rank-2-failed-") and f"a copy is in {copy}" in told
+    assert "ZeroDivisionError" in told and told.startswith(copy.read_text())
+
+
+def test_a_failure_lies_beside_the_record_of_its_rank(tmp_path: Path) -> None:
+    source = "failfast.attach(Recorder(Path(sys.argv[1]), 2, 4))\n1 / 0"
+    (tmp_path / "rank-00002.failed").write_text("of an earlier start")
+    ended = run(source, str(tmp_path / "rank-00002.rec"), **LAUNCHED)
+    assert "ZeroDivisionError" in (tmp_path / "rank-00002.failed").read_text()
+    assert f"a copy is in {tmp_path / 'rank-00002.failed'}" in ended.stderr
 
 
 def test_a_failure_dir_that_is_gone_does_not_hide_the_failure(tmp_path: Path) -> None:
