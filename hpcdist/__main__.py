@@ -1,6 +1,29 @@
-"""``python -m hpcdist`` is the ``hpcdist`` command."""
+"""``python -m hpcdist`` is the ``hpcdist`` command, and answers signals from its first moment to its last."""
 
-from hpcdist.cli.main import main
+import sys
+from typing import Final, NoReturn
+
+from hpcdist.comm import ending
+
+STARTS_OR_TRAINS: Final = ("run", "train")
+
+
+def main() -> NoReturn:
+    """Run the command line and leave with its exit code.
+
+    Those that start or are the ranks of a training leave at a signal with 75 or 130 while they import what they need.
+    """
+    stops = sys.argv[1:2] and sys.argv[1] in STARTS_OR_TRAINS
+    if stops:
+        ending.leave_at_signals()
+    from hpcdist.cli.main import main as command  # late: it takes a quarter of a second
+
+    try:
+        command()
+    finally:
+        if stops:
+            ending.ignore_signals()
+
 
 if __name__ == "__main__":
     main()

@@ -1,13 +1,16 @@
 """`hpcdist run`: one command on N ranks, on a workstation or inside a batch job."""
 
+import json
 import os
 import shlex
+import shutil
 import signal
+import stat
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,15 @@ from typing import Any
 import click
 
 import hpcdist
+from hpcdist.checkpoint.lock import Lock, is_dead
 from hpcdist.cli.main import COMMANDS
 from hpcdist.comm import ending, launchers, restarts, supervisor
 from hpcdist.comm.failfast import FAILURE_DIR
 from hpcdist.comm.launcher import announced
 from hpcdist.errors import INTERRUPTED, OK, REQUEUE, MissingCapabilityError, UsageError
 
+_PREFIX = "hpcdist-run-"
+_OWNER = "owner.json"  # says whose a directory with this prefix is
 # What starts ranks itself, or asks for none.
 _ALONE = ("run", "submit", "jobs", "grow", "bench", "compare", "plan")
 
@@ -78,8 +84,8 @@ def command(
 
     The mpirun is that of this Python's environment, else the first on PATH; the other launchers belong to a site.
     Ctrl-C, SIGTERM and SIGUSR1 reach the ranks, which save and stop at the next step (exit code 130, or 75 for the
-    scheduler to start them again); a second Ctrl-C, or the end of the grace, kills them. The first failure of a rank
-    is shown last.
+    scheduler to start them again), or at once while there is nothing to save; a second Ctrl-C, or the end of the
+    grace, kills them. The first failure of a rank is shown last.
 
     With --restarts, a training that fails is started again with `--resume auto`: not after exit codes 0, 2, 69, 75, 78
     and 130, nor after a signal to stop, nor when two starts in a row made no new checkpoint. With --survive, the others
@@ -108,6 +114,8 @@ def command(
         )
     starter.check()
     with supervisor.signals_held() as mask:
+        ending.stay()
+        _remove_abandoned()
         if run_dir is None:
             return job.start(command, mask).code
         return restarts.repeat(
@@ -140,8 +148,7 @@ class _Job:
 
     def start(self, command: Sequence[str], mask: set[signal.Signals], where: Sequence[str] = ()) -> supervisor.Outcome:
         """Run the hpcdist ``command`` to its end, ``where`` the launcher is told to, and show its first failure."""
-        # A process that is just being ended may still write here: what it leaves is no failure of the job.
-        with tempfile.TemporaryDirectory(prefix="hpcdist-run-", ignore_cleanup_errors=True) as folder:
+        with _launch_dir() as folder:
             settings = {**self.settings, FAILURE_DIR: folder, ending.LAUNCH_DIR: folder}
             words = self._words(command, settings, where)
             outcome = supervisor.watch(
@@ -161,6 +168,31 @@ class _Job:
 
     def _words(self, command: Sequence[str], settings: Mapping[str, str], where: Sequence[str] = ()) -> list[str]:
         return self.starter.line([*self.program, *command], settings, [*where, *self.options])
+
+
+@contextmanager
+def _launch_dir() -> Iterator[str]:
+    """Make the directory of one start, which names its owner, and remove it."""
+    # A process that is just being ended may still write there: what it leaves is no failure of the job.
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder:
+        (Path(folder) / _OWNER).write_text(json.dumps(Lock().identity), encoding="utf-8")
+        yield folder
+
+
+def _remove_abandoned() -> None:
+    """Remove the directories of starts of this user whose `hpcdist run` is known to be dead, and what they name."""
+    own = Lock().identity
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            status = folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                continue
+            holder = json.loads((folder / _OWNER).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue  # of an older hpcdist, or just being made or removed
+        if isinstance(holder, dict) and is_dead(holder, own):
+            supervisor.remove_segments(folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def mpi_options(text: str) -> list[str]:

@@ -58,7 +58,14 @@ class Kind:
     teardown_s: float = 40.0
 
 
-MPIRUN: Final = Kind("mpirun", ("mpirun",), keeps_codes=True, teardown_s=3.0)
+MPIRUN: Final = Kind(
+    "mpirun",
+    ("mpirun",),
+    # Open MPI's answers SIGINT, SIGTERM and SIGHUP by killing the ranks within half a second, and passes SIGUSR1 on.
+    forwards=_USER | {signal.SIGTERM: signal.SIGUSR1},
+    keeps_codes=True,
+    teardown_s=3.0,
+)
 
 SRUN: Final = Kind(
     "srun",

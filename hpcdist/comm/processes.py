@@ -29,3 +29,11 @@ def send(pid: int, number: signal.Signals) -> None:
     """Signal ``pid``, unless it ended by itself."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped ``pid`` (SIGSTOP, SIGTSTP), other than a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False

@@ -57,6 +57,7 @@ def start(
     faulthandler.cancel_dump_traceback_later()
     world = mpi.COMM_WORLD
     failfast.install(world.Abort, None, world.Get_rank())
+    ending.announce_segments()
     said_library = library(mpi)
     check_world(said, world.Get_size(), said_library)
     own = world.Dup()  # messages of ours never meet those of the user's code on COMM_WORLD
@@ -93,6 +94,7 @@ def start_joined() -> Session:
     signal.alarm(0)
     failfast.install(mpi.COMM_WORLD.Abort, None, comm.rank)
     announce_pid(uuid.uuid4().hex)
+    ending.announce_segments()
     session = Session(comm, placement.alone(), library(mpi), mpi.COMM_WORLD.Abort, outlives=True)
     session.speak_as_one()
     return session

@@ -5,6 +5,7 @@ launcher runs in a session of its own, where no Ctrl-C reaches it, and the ranks
 directory (`comm.start`), are signalled from here. Linux only: orphans are adopted (PR_SET_CHILD_SUBREAPER) and ended.
 
 A job that outlived some of its ranks says itself how it ended (`comm.ending`): its launcher need not know, nor end.
+While its ranks have nothing to save it is ended at once by a signal to stop.
 """
 
 import ctypes
@@ -14,22 +15,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from hpcdist.comm import ending
-from hpcdist.comm.ending import LAUNCH_DIR
+from hpcdist.comm.ending import AT_ONCE, LAUNCH_DIR, SEGMENTS, STOP_CODES, is_segment
 from hpcdist.comm.launchers import MPIRUN, Kind
 from hpcdist.comm.output import Relay
-from hpcdist.comm.processes import descendants, send
+from hpcdist.comm.processes import descendants, is_stopped, send
 from hpcdist.errors import FAILURE, OK
 
 TEARDOWN_S: Final = 3.0  # what is left of a job gets to end before it is killed
 TICK_S: Final = 1.0
 SOON_S: Final = 0.1  # a tick while a signal waits for ranks that are still starting
 STARTING_S: Final = 15.0  # so long; then all ranks run elsewhere, and the launcher may know how to reach them
+AT_ONCE_S: Final = 1.5  # ranks that have nothing to save get to leave by themselves
+LOOK_S: Final = 5.0  # so often for processes that somebody has stopped
+STOPPED_S: Final = 300.0  # as long as the default of communication.deadline_s, which one stopped rank meets
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -111,6 +115,15 @@ def signals_held() -> Iterator[set[signal.Signals]]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def remove_segments(launch_dir: Path) -> None:
+    """Remove the shared memory of MPI that ranks have named in ``launch_dir``: where the launcher died, it stays."""
+    for path in launch_dir.glob(f"{SEGMENTS}*"):
+        with suppress(OSError, ValueError):
+            for segment in map(Path, path.read_text().splitlines()):
+                if is_segment(segment) and segment.lstat().st_uid == os.getuid():
+                    segment.unlink()
+
+
 @dataclass(eq=False)
 class _Held:
     """A signal for ranks that may still be starting: those in ``told`` have it, others get it up to ``until``."""
@@ -140,6 +153,10 @@ class _Supervision:
         self._deadline = float("inf")
         self._killed = False
         self._held: list[_Held] = []  # for ranks that have not announced themselves yet
+        self._void: signal.Signals | None = None  # the signal that came while there was nothing to save
+        self._stopped: set[int] = set()  # processes of the job that somebody has stopped
+        self._blocked_s = 0.0  # so long they have kept all others from going on
+        self._began = self._looked = time.monotonic()
         self._watched = _watched()
         libc = ctypes.CDLL(None)
 
@@ -169,14 +186,24 @@ class _Supervision:
             if received is not None and received.si_signo != signal.SIGCHLD:
                 self._on_signal(signal.Signals(received.si_signo))
             elif time.monotonic() >= self._deadline and self._process.returncode is None:
-                if not self._ending:
-                    self._say(f"the ranks did not stop within {self._grace_s:g} s, killing them")
-                self._kill()
+                self._on_deadline()
             elif self._held:
                 self._pass_on()
+            self._look_for_stopped()
         self._end_leftovers()
         self._end_output()
+        remove_segments(self._launch_dir)
         return self._outcome()
+
+    def _on_deadline(self) -> None:
+        if self._void is not None and not self._nothing_to_save():  # the first step has ended meanwhile
+            number, self._void = self._void, None
+            self._deadline = float("inf")
+            self._give_grace(number)
+            return
+        if not self._ending and self._void is None:
+            self._say(f"the ranks did not stop within {self._grace_s:g} s, killing them")
+        self._kill()
 
     def _look_for_the_end(self) -> None:
         believed = self._surviving or not self._kind.keeps_codes
@@ -193,6 +220,8 @@ class _Supervision:
         lost = said is None and (self._surviving or (self._telling and bool(self._announced_pids())))
         if agreed and said is not None:
             code = said
+        elif self._void is not None and code != OK:
+            code = STOP_CODES[self._void]
         elif self._told is signal.SIGINT and (self._killed or not failed):
             code = 128 + signal.SIGINT
         elif self._killed and self._told is not None:
@@ -205,6 +234,10 @@ class _Supervision:
     def _on_signal(self, number: signal.Signals) -> None:
         if number in _ENDING:
             self._asked = self._asked or number
+        self._ask(number)
+
+    def _ask(self, number: signal.Signals) -> None:
+        """Pass ``number`` to the ranks, and give them their time for it."""
         if self._ending:
             return  # the ranks leave already, and have no more than TEARDOWN_S for it
         if self._told is not None and number is signal.SIGINT:
@@ -212,16 +245,53 @@ class _Supervision:
             self._told = number
             self._kill()
             return
-        # Whoever presses Ctrl-C before anything has begun has nothing to save.
-        patience_s = 0.0 if number is signal.SIGINT else STARTING_S
-        self._held.append(_Held(_PASSED[number], time.monotonic() + patience_s))
+        now, announced = time.monotonic(), bool(self._announced_pids())
+        self._held.append(_Held(_PASSED[number], now + STARTING_S if announced else self._began + STARTING_S))
+        if self._void is None and number in _ENDING and self._nothing_to_save():
+            self._say(f"{number.name}: there is nothing to save, ending the job")
+            self._void = number
+            self._deadline = min(self._deadline, now + (AT_ONCE_S if announced else 0.0))
+        elif self._void is None:
+            self._give_grace(number)
+        self._pass_on()
+
+    def _give_grace(self, number: signal.Signals) -> None:
         # USR1: the scheduler knows how long saving may take; USR2: the ranks dump their stacks and go on.
         if number not in (signal.SIGUSR1, signal.SIGUSR2) and self._told is None:
             self._told = number
             self._deadline = time.monotonic() + self._grace_s
             again = "; Ctrl-C again kills them" if number is signal.SIGINT else ""
             self._say(f"{number.name}: the ranks save and stop at the next step{again}")
-        self._pass_on()
+
+    def _nothing_to_save(self) -> bool:
+        """Whether a rank here says so, or none has come so far that it could; ranks elsewhere cannot say it."""
+        marks = [int(path.name.removeprefix(AT_ONCE)) for path in self._launch_dir.glob(f"{AT_ONCE}*")]
+        if any(self._is_ours(pid) for pid in marks):
+            return True
+        return not self._announced_pids() and time.monotonic() - self._began < STARTING_S
+
+    def _look_for_stopped(self) -> None:
+        """Tell of processes that somebody has stopped. Where no rank can go on, end the job after STOPPED_S.
+
+        It is asked to save, as by a SIGTERM, for which they are continued.
+        """
+        elapsed_s = time.monotonic() - self._looked
+        if elapsed_s < LOOK_S:
+            return
+        self._looked += elapsed_s
+        launcher, ranks = self._process.pid, {pid for pid in self._announced_pids() if self._is_ours(pid)}
+        stopped = {pid for pid in (launcher, *ranks) if is_stopped(pid)}
+        blocked = launcher in stopped or (bool(ranks) and ranks <= stopped)
+        new, self._stopped = sorted(stopped - self._stopped), stopped
+        if new:
+            names = " ".join(f"{pid} (the launcher)" if pid == launcher else str(pid) for pid in new)
+            end = f"; in {STOPPED_S:g} s the job saves and ends" if blocked else ""
+            self._say(f"somebody has stopped {names}; `kill -CONT {' '.join(map(str, new))}` lets it go on{end}")
+        # We may have been stopped, too, and count no time of which nothing was seen.
+        self._blocked_s = self._blocked_s + min(elapsed_s, 2 * LOOK_S) if blocked else 0.0
+        if self._blocked_s >= STOPPED_S and self._told is None:
+            self._say(f"the job has been stopped for {STOPPED_S:g} s")
+            self._ask(signal.SIGTERM)
 
     def _pass_on(self) -> None:
         """Give what is held to the ranks of this host; ranks elsewhere agree with them to stop.
@@ -234,6 +304,10 @@ class _Supervision:
             for pid in set(pids) - held.told:
                 send(pid, held.number)
                 held.told.add(pid)
+                if held.number is not signal.SIGUSR2:
+                    self._let_go_on(pid)
+        if self._held and self._told is not None:
+            self._let_go_on(self._process.pid)
         expired = [held for held in self._held if time.monotonic() >= held.until]
         self._held = [held for held in self._held if held not in expired]
         for held in expired:
@@ -241,6 +315,11 @@ class _Supervision:
                 passed = self._kind.forwards.get(held.number)
                 send(self._process.pid, passed or signal.SIGTERM)
                 self._deadline = self._deadline if passed else time.monotonic() + self._kind.teardown_s
+
+    def _let_go_on(self, pid: int) -> None:
+        """Continue ``pid``, which shall save, where somebody has stopped it."""
+        if is_stopped(pid):
+            send(pid, signal.SIGCONT)
 
     def _announced_pids(self) -> list[int]:
         return [int(path.read_text()) for path in self._launch_dir.glob("pid-*")]
@@ -260,6 +339,7 @@ class _Supervision:
         """End the launcher, politely first so that it can end ranks on other hosts, then all that is left here."""
         self._killed, self._deadline = True, float("inf")
         send(self._process.pid, signal.SIGTERM)
+        self._let_go_on(self._process.pid)
         self._wait_for(lambda: self._process.returncode is not None, self._kind.teardown_s)
         self._kill_descendants()
 

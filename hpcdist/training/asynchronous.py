@@ -76,13 +76,14 @@ class AsynchronousLoop(Loop):
 
     def _tighten(self) -> None:
         """On a server, end the grace of the first step once every worker has made one (local)."""
-        shard, watchdog = self.exchange.shard, self.session.watchdog
-        if shard is None or self.exchange.works or watchdog is None or not self._begins:
+        if self.exchange.shard is None or self.exchange.works or not self._begins:
             return
         steps = self.trainer.recipe.run.steps
         seen = self.exchange.seen.values()
         if all(now > first or first == steps for now, first in zip(seen, self._begins, strict=True)):
-            watchdog.tighten()
+            self.wishes.begun()
+            if self.session.watchdog is not None:
+                self.session.watchdog.tighten()
             self._begins = []
 
     def _attend(self) -> None:
@@ -139,6 +140,7 @@ class AsynchronousLoop(Loop):
         if exchange.shard is not None:  # updates that it made for others, and its own, are no communication
             found.seconds["update_s"] += exchange.shard.busy_s - busy_s
             found.seconds["communication_s"] -= exchange.shard.busy_s - busy_s
+        self.wishes.begun()
         self._note(step, found, found.loss * divisor / max(1, samples), samples)
 
     def _note(self, step: int, found: Step, loss: float, samples: int) -> None:
@@ -178,6 +180,7 @@ class AsynchronousLoop(Loop):
 
     def _meet(self) -> bool:
         """Come together and do what is due; whether the run is over. Collective."""
+        self.wishes.begun()
         self.exchange.meet()
         if self.session.watchdog is not None:
             self.session.watchdog.tighten()

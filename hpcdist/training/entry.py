@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from hpcdist.checkpoint.lock import Lock
-from hpcdist.comm import output
+from hpcdist.comm import failfast, output
 from hpcdist.comm.start import start
 from hpcdist.training import combinations, directory, lives, team
 from hpcdist.training.job import Job
@@ -23,13 +23,14 @@ def train(recipe: Recipe, out: Path | None, resume: str, as_json: bool, limit_s:
     """
     output.tolerate()
     wishes = StopWishes(ends=end_of_job(limit_s, time.time(), os.environ))
-    wishes.listen()  # a signal that comes while the job starts is answered after the first step
+    wishes.listen()
+    lock = Lock()
+    wishes.starts(lock.release, failfast.note_end)  # a signal before the end of the first step finds nothing to save
     mode, spares = team.mode_of()
     if mode:
         combinations.refuse_beside_survival(recipe, mode, spares)
     communication = recipe.communication
     session = start(recipe.run.device, communication.ranks_per_node or None, communication.checked)
-    lock = Lock()
     survived = lives.begin(session, mode, spares) if mode else None
     run = directory.prepare(session.comm, recipe, out, resume, lock)
     job = Job(recipe, run, wishes, lock, as_json)

@@ -145,6 +145,7 @@ class Lives:
             if recalled is not None:
                 recalled.fill(team.everyone, (), ())  # it may have had a place before, and remember its part
                 recalled = None
+            job.wishes.begun()  # others train, and say how it ends
             return team.wait()
         session = self._session.survive(world)
         self._life = life = Life(session)

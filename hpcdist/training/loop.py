@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -84,6 +85,7 @@ class Loop:
         self.pace = Pace(config, state_bytes, wishes.ends, progress.say, starts=self.starts)
         if rank0:
             self.wishes.time_up = self.pace.time_up
+            self.wishes.let_go(partial(self.pace.ended, stopped=True))
         self._held_s, self._save_s = 0.0, 0.0  # by saves since the last row, and by the last one
         self._began = math.nan  # when the last save began
         self.outcome = Outcome(trainer.first_step, trainer.first_step)
@@ -117,6 +119,7 @@ class Loop:
 
     def end(self) -> Outcome:
         """Save what is not saved yet, and bring the rows of all ranks to the file."""
+        self.wishes.begun()
         outcome = self.outcome
         self.metrics.flush()
         self.metrics.note_clocks()
@@ -149,6 +152,7 @@ class Loop:
         self.streaming.stepped(step, found, self.onlookers.waited_s)
         if trainer.noise is not None:
             trainer.noise.after(step, found)
+        self.wishes.begun()
         outcome = self.outcome
         outcome.done, outcome.loss, outcome.wish = step, found.loss, agreed(found.wishes)
         figures = {"communication_s": found.seconds["communication_s"], **moved._asdict()}

@@ -31,7 +31,7 @@ from hpcdist.arrays.ranges import Range
 from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.lock import Lock
 from hpcdist.checkpoint.restore import restore
-from hpcdist.comm import output
+from hpcdist.comm import failfast, output
 from hpcdist.comm.spans import now_ns
 from hpcdist.comm.start import start
 from hpcdist.errors import ConfigurationError, UsageError
@@ -81,9 +81,10 @@ class Training:
         self._model = model
         self._wishes = wishes = StopWishes(ends=end_of_job(time_limit_s, time.time(), os.environ))
         wishes.listen()
+        lock = Lock()
+        wishes.starts(lock.release, failfast.note_end)
         communication = self.recipe.communication
         self._session = start(self.recipe.run.device, communication.ranks_per_node or None, communication.checked)
-        lock = Lock()
         run = directory.prepare(self._session.comm, self.recipe, None if out is None else Path(out), resume, lock)
         self._job = Job(self.recipe, run, wishes, lock, as_json=False, given=model)
         self._session.record(run.path, communication.deadline_s, spans=self.recipe.telemetry.trace)

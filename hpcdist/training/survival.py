@@ -2,7 +2,8 @@
 
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hpcdist import errors
+from hpcdist.comm.ending import STOP_CODES, LeavingAtOnce
 from hpcdist.reporting import regular
 
 STOP_FILE = "stop"
@@ -20,7 +22,9 @@ GROW_FILE = "grow"
 class Wish(IntEnum):
     """Why a rank wants to stop; the index of its count in the numbers that a step agrees on."""
 
-    REQUEUE = 0  # SIGTERM, SIGUSR1, the stop file or the job's time: save and let the scheduler start the job again
+    REQUEUE = (
+        0  # SIGTERM, SIGHUP, SIGUSR1, the stop file, the job's time: save, and let the scheduler start the job again
+    )
     INTERRUPT = 1  # Ctrl-C: save and leave
 
 
@@ -34,7 +38,8 @@ def _never() -> bool:
 class StopWishes:
     """Listens on this rank. Signals only set a flag: a handler must neither communicate nor write files.
 
-    ``ends`` is when the job is over, in seconds since 1970.
+    While there is nothing to save, which a rank says by `starts`, a signal ends the process at once instead. ``ends``
+    is when the job is over, in seconds since 1970.
     """
 
     def __init__(self, stop_file: Path | None = None, ends: float = math.inf) -> None:
@@ -43,15 +48,42 @@ class StopWishes:
         self.time_up: Callable[[], bool] = _never  # asked by one rank only, once it knows what steps and saves take
         self._wanted = np.zeros(len(Wish))
         self._before: dict[signal.Signals, Any] = {}
+        self._at_once = LeavingAtOnce()
         self.grow_file: Path | None = None  # looked at by one rank only, where the job can take in more
 
     def listen(self) -> None:
         """Install the handlers (main thread only)."""
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._on_signal)
+        for number in STOP_CODES:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                self._before[number] = signal.signal(number, self._on_signal)
+
+    def starts(self, *lets_go: Callable[[], object]) -> None:
+        """From here on a signal ends this process, until `begun`; ``lets_go`` are called then (main thread only)."""
+        for action in lets_go:
+            self._at_once.before(action)
+        self._at_once.switch(True)
+
+    def let_go(self, action: Callable[[], object]) -> None:
+        """Call ``action``, too, where a signal ends this process at once (local)."""
+        self._at_once.before(action)
+
+    def begun(self) -> None:
+        """From here on a signal is a wish, granted at the end of a step: there is something to save (local)."""
+        if self._at_once.on:
+            self._at_once.switch(False)
+
+    @contextmanager
+    def all_saved(self) -> Iterator[None]:
+        """Within, a signal ends this process at once, where `starts` was called before: all is saved (local)."""
+        self._at_once.switch(self._at_once.started)
+        try:
+            yield
+        finally:
+            self._at_once.switch(False)
 
     def ignore(self) -> None:
         """Give the signals back to those who had them before `listen` (main thread only)."""
+        self._at_once.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()

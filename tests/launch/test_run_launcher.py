@@ -1,10 +1,13 @@
 """`hpcdist run`: exit codes come back, signals reach the ranks, and nothing outlives it. Shown failing, and killing."""
 
+import json
+import mmap
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -14,9 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpcdist.checkpoint import lock
 from hpcdist.cli import main
 from hpcdist.cli import run as run_command
-from hpcdist.comm import mpirun, supervisor
+from hpcdist.comm import ending, mpirun, supervisor
 from hpcdist.errors import USAGE, MissingCapabilityError
 from hpcdist.hdf5 import files
 
@@ -50,8 +54,8 @@ rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
 def leave(code):
     return lambda number, frame: os._exit(code)
 
-if behaviour == "late":
-    time.sleep(1.0 + rank)  # a signal would end it now
+if behaviour == "late" and rank == 1:
+    time.sleep(2.0)  # a signal would end it now
 if behaviour in ("polite", "late"):
     signal.signal(signal.SIGINT, leave(130))
     signal.signal(signal.SIGTERM, leave(75))
@@ -207,11 +211,9 @@ def test_an_interrupt_before_the_ranks_have_started_ends_the_launcher(start):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["TERM", "USR1"])
-def test_a_signal_waits_for_ranks_that_are_still_starting(start, number):
+def test_a_signal_waits_for_a_rank_that_is_still_starting(start, number):
     job = start("late", wait=False)
-    words = [os.fsencode(word) + b"\0" for word in (sys.executable, str(job.folder / "rank.py"), "late")]
-    rank = repr(b"".join(words))
-    until(lambda: sum(line.partition(" ")[2] == rank for line in survivors(job.mark)) == 2, "processes of ranks")
+    until(lambda: list(job.folder.glob("ready-0")), "first rank")
     job.send(number)
     assert job.end() == 75
 
@@ -249,15 +251,49 @@ import os, sys
 from pathlib import Path
 from hpcdist.comm import launchers, supervisor
 folder, commands, kind, supervisor.STARTING_S = Path(sys.argv[1]), sys.argv[2], launchers.KINDS[sys.argv[3]], 0.0
+for setting in sys.argv[4:]:
+    name, _, value = setting.partition("=")
+    setattr(supervisor, name, float(value))
 with supervisor.signals_held() as mask:
     sys.exit(supervisor.watch(["sh", "-c", commands], os.environ, folder, 60.0, mask, kind=kind).code)
 """
 
 
-def launcher_that(folder: Path, commands: str, kind: str) -> int:
+def launcher_that(folder: Path, commands: str, kind: str, *settings: str) -> int:
     """The exit code of a job whose launcher, of ``kind``, is a shell with these ``commands``."""
-    line = [sys.executable, "-P", "-c", SHELL, str(folder), commands, kind]
+    line = [sys.executable, "-P", "-c", SHELL, str(folder), commands, kind, *settings]
     return subprocess.run(line, timeout=LIMIT_S, check=False).returncode
+
+
+DEAF = "trap '' TERM INT HUP USR1; kill -{number} $PPID; while true; do sleep 0.05; done"
+
+
+@pytest.mark.parametrize(("number", "code"), [("TERM", 75), ("HUP", 75), ("USR1", 75), ("INT", 130)])
+def test_ranks_that_have_nothing_to_save_are_not_waited_for(number, code, tmp_path):
+    """They may compile, or hang in the start of MPI, and answer no signal."""
+    commands = "cd $HPCDIST_LAUNCH_DIR; echo $$ >pid-0; touch at-once-$$; " + DEAF.format(number=number)
+    assert launcher_that(tmp_path, commands, "mpirun") == code
+
+
+def test_a_job_that_has_no_ranks_yet_has_nothing_to_save(tmp_path):
+    assert launcher_that(tmp_path, DEAF.format(number="USR1"), "mpirun", "STARTING_S=1000") == 75
+
+
+def test_ranks_that_have_begun_meanwhile_save(tmp_path):
+    begin = "cd $HPCDIST_LAUNCH_DIR; echo $$ >pid-0; touch at-once-$$; trap : TERM; kill -TERM $PPID; sleep 0.2"
+    saves = "; rm at-once-$$; trap 'exit 7' TERM; i=0; while [ $((i += 1)) -lt 60 ]; do sleep 0.05; done; exit 8"
+    assert launcher_that(tmp_path, begin + saves, "mpirun", "AT_ONCE_S=1") == 8, "it was killed"
+
+
+@pytest.mark.parametrize("who", ["launcher", "ranks"])
+def test_a_job_that_somebody_has_stopped_saves_and_ends(who, tmp_path, capfd):
+    stopped = "echo $$ >$HPCDIST_LAUNCH_DIR/pid-0; trap 'exit 75' TERM; kill -STOP $$; sleep 0.1; exit 9"
+    (tmp_path / "rank.sh").write_text(stopped)
+    commands = stopped if who == "launcher" else f"sh {tmp_path}/rank.sh; exit $?"
+    assert launcher_that(tmp_path, commands, "mpirun", "LOOK_S=0.1", "STOPPED_S=0.5") == 75
+    told = capfd.readouterr().err
+    assert "somebody has stopped" in told and "lets it go on; in 0.5 s the job saves and ends" in told
+    assert ("(the launcher)" in told) == (who == "launcher")
 
 
 @pytest.mark.parametrize(
@@ -416,14 +452,59 @@ def test_a_job_that_is_started_again_can_be_stopped_while_it_starts(training, tm
     assert again, job.output
     job.send(signal.SIGTERM)
     assert job.end() == 75, job.output
-    assert f"resumed from run/checkpoints/{again[1]} " in job.output
-    assert int(latest.read_text()[5:]) > int(again[1][5:])
+    assert (latest.parent / again[1] / "manifest.json").exists(), "it goes on from there"
+    assert "there is nothing to save" in job.output or int(latest.read_text()[5:]) > int(again[1][5:])
 
 
 def test_a_bad_recipe_comes_back_as_78_and_is_not_started_again(training):
     job = training("model.layrs=3", options=["--restarts", "3"])
     assert job.end() == 78, job.output
     assert "model.layrs" in job.output and "model.layers" in job.output and "start 2" not in job.output
+
+
+def test_what_a_killed_start_has_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
+    """Directories in the folder for temporary files, and shared memory of MPI that ranks have named there."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = subprocess.Popen(["sleep", "60"])
+    known = lock.Lock().identity
+    owners = {
+        "dead": {**known, "pid": ended.pid, "started": lock._started(ended.pid)},
+        "reused": {**known, "started": "1"},  # its process id is another's now
+        "mine": known,
+        "elsewhere": {**known, "machine": "another", "pid": ended.pid},
+    }
+    ended.kill()
+    ended.wait()
+    for name, owner in owners.items():
+        (tmp_path / f"hpcdist-run-{name}").mkdir()
+        (tmp_path / f"hpcdist-run-{name}" / "owner.json").write_text(json.dumps(owner))
+    (tmp_path / "hpcdist-run-unknown").mkdir()
+    (tmp_path / "hpcdist-run-link").symlink_to(tmp_path / "hpcdist-run-dead")
+    name = f"hpcdist-test-{uuid.uuid4().hex}"
+    own, others, no_segment = (Path("/dev/shm", name) for name in (f"sm_segment.{name}", f"mpich_shm_{name}", name))
+    try:
+        for path in (own, others, no_segment):
+            path.write_bytes(b"x" * 4096)
+        with own.open("r+b") as segment, no_segment.open("r+b") as data:
+            monkeypatch.setenv(ending.LAUNCH_DIR, str(tmp_path / "hpcdist-run-dead"))
+            with mmap.mmap(segment.fileno(), 4096), mmap.mmap(data.fileno(), 4096):
+                ending.announce_segments()
+        run_command._remove_abandoned()
+        assert not own.exists() and others.exists() and no_segment.exists()
+    finally:
+        for path in (own, others, no_segment):
+            path.unlink(missing_ok=True)
+    left = sorted(path.name.removeprefix("hpcdist-run-") for path in tmp_path.iterdir())
+    assert left == ["elsewhere", "link", "mine", "unknown"]
+
+
+def test_a_start_names_the_owner_of_its_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with run_command._launch_dir() as folder:
+        assert json.loads((Path(folder) / "owner.json").read_text())["pid"] == os.getpid()
+        run_command._remove_abandoned()
+        assert Path(folder).exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_first_failure_is_shown_last(tmp_path, capsys):

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,8 @@ import pytest
 
 from hpcdist.training.survival import EXIT_CODES, STOP_FILE, StopWishes, Wish, agreed
 
-NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
+LIMIT_S = 120.0
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +26,12 @@ def handlers():
 
 @pytest.mark.parametrize(
     ("number", "wish"),
-    [(signal.SIGTERM, Wish.REQUEUE), (signal.SIGUSR1, Wish.REQUEUE), (signal.SIGINT, Wish.INTERRUPT)],
+    [
+        (signal.SIGTERM, Wish.REQUEUE),
+        (signal.SIGHUP, Wish.REQUEUE),
+        (signal.SIGUSR1, Wish.REQUEUE),
+        (signal.SIGINT, Wish.INTERRUPT),
+    ],
 )
 def test_a_signal_becomes_a_wish_and_nothing_else(number: int, wish: Wish) -> None:
     wishes = StopWishes(None)
@@ -64,3 +72,70 @@ def test_a_wish_to_grow_that_is_no_number_of_ranks_is_none(tmp_path: Path, text:
     assert wishes.ranks() == 0
     wishes.grow_file.write_text("2\n")
     assert wishes.ranks() == 2
+
+
+# A rank in a call that ends by no signal, as in a collective of MPI: no handler of Python's runs. Its launcher sends.
+BLOCKED = """
+import ctypes, os, signal, subprocess, sys
+from hpcdist.training.survival import StopWishes
+wishes = StopWishes()
+wishes.listen()
+wishes.starts(lambda: print("let go"), lambda: 1 / 0)
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
+libc.pthread_mutex_lock(mutex)
+subprocess.Popen(["sh", "-c", "sleep 0.2; kill -$0 $1", sys.argv[1], str(os.getpid())])
+libc.pthread_mutex_lock(mutex)
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("TERM", 75), ("HUP", 75), ("USR1", 75), ("INT", 130)])
+def test_a_signal_ends_a_process_that_has_nothing_to_save(name: str, code: int, tmp_path: Path) -> None:
+    environment = {**os.environ, "HPCDIST_LAUNCH_DIR": str(tmp_path)}
+    line = [sys.executable, "-c", BLOCKED, name]
+    ended = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert (ended.returncode, ended.stdout) == (code, "let go\n"), ended
+    assert f"SIG{name}: nothing to save, exit code {code}" in ended.stderr
+    assert (tmp_path / "ended").read_text() == str(code)
+    assert len(list(tmp_path.glob("at-once-*"))) == 1, "the supervisor has to know"
+
+
+def test_a_signal_is_a_wish_again_once_there_is_something_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCDIST_LAUNCH_DIR", str(tmp_path))
+    wishes = StopWishes()
+    wishes.listen()
+    wishes.starts()
+    assert [path.name for path in tmp_path.iterdir()] == [f"at-once-{os.getpid()}"]
+    wishes.begun()
+    assert not list(tmp_path.iterdir())
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert agreed(wishes.current()) is Wish.REQUEUE
+    wishes.ignore()
+
+
+# The command line has not been imported yet; what it would do is given.
+EARLY = """
+import atexit, os, signal, sys, time, types
+sys.argv[1:] = [sys.argv[1]]
+command = types.ModuleType("hpcdist.cli.main")
+command.main = {command}
+sys.modules["hpcdist.cli.main"] = command
+from hpcdist.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("run", 75), ("train", 75), ("plan", -signal.SIGTERM)], ids=["run", "train", "plan"]
+)
+def test_a_signal_while_a_job_is_imported(command: str, code: int) -> None:
+    source = EARLY.format(command="lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))")
+    ended = subprocess.run([sys.executable, "-c", source, command], timeout=LIMIT_S, check=False)
+    assert ended.returncode == code
+
+
+def test_a_signal_at_the_end_leaves_the_exit_code() -> None:
+    source = EARLY.format(command="lambda: (atexit.register(os.kill, os.getpid(), signal.SIGTERM), sys.exit(3))")
+    ended = subprocess.run([sys.executable, "-c", source, "run"], timeout=LIMIT_S, check=False)
+    assert ended.returncode == 3
