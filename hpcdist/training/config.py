@@ -173,9 +173,10 @@ class RunConfig:
     """How long a run is, what a step is, and what is looked at on the way.
 
     A step takes ``global_batch`` samples, whatever the number of ranks; ``seed`` decides the initial parameters and the
-    order of the samples. Replicas are compared every ``sentinel_every_steps`` steps and before each save (0: not). The
-    validation loss is taken over ``validation_samples`` samples spread evenly over the validation data (0: all of
-    them). A log gets a line every ``log_every_s`` seconds.
+    order of the samples. Replicas are compared every ``sentinel_every_steps`` steps and before each save (0: not), and
+    what a script brings to the ranks of one replica as often, and in its first steps. The validation loss is taken over
+    ``validation_samples`` samples spread evenly over the validation data (0: all of them). A log gets a line every
+    ``log_every_s`` seconds.
 
     With ``batch_warmup`` the first steps take fewer samples: for each stage it has the sample at which the stage ends,
     and the samples of a step in it, as in [6400, 16, 32000, 64]. See `hpcdist.optim.batches`.

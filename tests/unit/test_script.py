@@ -70,15 +70,16 @@ def test_the_steps_are_those_of_the_formulas(strategy, tmp_path, rng):
 
 
 def test_a_run_goes_on_where_it_was_ended(tmp_path, rng):
-    batches = _batches(rng)
+    batches, keys = _batches(rng), KEYS | {"optimizer.groups": ["0.* *.bias: weight_decay=0.5 rate_factor=0.25"]}
 
-    with Training(_model(), KEYS, out=tmp_path / "whole") as training:
+    with Training(_model(), keys, out=tmp_path / "whole") as training:
         whole = [training.step(*batches[step]) for step in training.steps]
-    with Training(_model(), KEYS, out=tmp_path / "halved") as training:
+    with Training(_model(), keys, out=tmp_path / "halved") as training:
         first = [training.step(*batches[step]) for step in range(3)]
-    with Training(_model(), KEYS, out=tmp_path / "halved", resume="auto") as training:
+    with Training(_model(), keys, out=tmp_path / "halved", resume="auto") as training:
         second = [training.step(*batches[step]) for step in training.steps]
     assert first + second == whole
+    assert recipes.load_stored(training.path / "recipe.toml").optimizer.groups == tuple(keys["optimizer.groups"])
 
 
 def test_what_begins_is_given_by_the_model(tmp_path, rng):
