@@ -25,12 +25,12 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, name_of
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import checked
 from hpcdist.collectives.low_precision import round_into, widen
 from hpcdist.collectives.pieces import check_ranges
 from hpcdist.collectives.reduction import check_buffer, ufunc
 from hpcdist.collectives.ring import all_gather
 from hpcdist.collectives.workspace import scratch
+from hpcdist.comm import checked
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, UsageError
 

@@ -10,11 +10,12 @@ from typing import ClassVar, Final
 from hpcdist import collectives
 from hpcdist.arrays import backend
 from hpcdist.arrays.ledger import Ledger
-from hpcdist.collectives import checked, workspace
+from hpcdist.collectives import workspace
 from hpcdist.collectives.progress import Handle, Progress
 from hpcdist.collectives.reduction import REFUSALS
 from hpcdist.collectives.resumable import ALL_GATHER, ALLREDUCE, REDUCE_SCATTER, Task
 from hpcdist.collectives.sharded import SHARDED
+from hpcdist.comm import checked
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import BufferHandoverError, CommunicationError, HpcdistError, MissingCapabilityError
 

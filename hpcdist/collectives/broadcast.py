@@ -15,10 +15,10 @@ from typing import Final, Protocol
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import checked
 from hpcdist.collectives.circulant import all_gather
 from hpcdist.collectives.pieces import Inbox, check_segment, cut_evenly, wait_all
 from hpcdist.collectives.reduction import check_buffer
+from hpcdist.comm import checked
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, UsageError
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.dtypes import INTEGERS, accumulation_dtype, is_16bit_float, name_of
-from hpcdist.collectives import checked, on_device
+from hpcdist.collectives import on_device
 from hpcdist.collectives.all_to_all import all_to_all_allreduce
 from hpcdist.collectives.circulant import circulant_allreduce
 from hpcdist.collectives.double_tree import double_tree_allreduce
@@ -28,6 +28,7 @@ from hpcdist.collectives.reduction import REFUSALS, AllreduceFunction, ScaledFun
 from hpcdist.collectives.ring import ring_allreduce, ring_bidirectional_allreduce
 from hpcdist.collectives.selection import Choice, parse
 from hpcdist.collectives.workspace import scratch
+from hpcdist.comm import checked
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, UsageError
 

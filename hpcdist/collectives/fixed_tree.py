@@ -30,11 +30,12 @@ from hpcdist.arrays import backend
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, name_of
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import checked, workspace
+from hpcdist.collectives import workspace
 from hpcdist.collectives.low_precision import round_into, widen
 from hpcdist.collectives.reduction import check_buffer, check_op, ufunc
 from hpcdist.collectives.ring import all_gather
 from hpcdist.collectives.workspace import scratch
+from hpcdist.comm import checked
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, UsageError
 

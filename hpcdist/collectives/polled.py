@@ -9,10 +9,10 @@ import numpy as np
 
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import accumulation_dtype, is_16bit_float, name_of
-from hpcdist.collectives import checked
 from hpcdist.collectives.progress import Handle, Progress, described
 from hpcdist.collectives.resumable import ALL_GATHER, REDUCE_SCATTER, RESUMABLE, Lane, Task
 from hpcdist.collectives.workspace import Kept, scratch_in
+from hpcdist.comm import checked
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.errors import CommunicationError, HpcdistError, MissingCapabilityError
 

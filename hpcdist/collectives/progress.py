@@ -10,11 +10,11 @@ from typing import ClassVar, Final, Protocol, Self
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range
-from hpcdist.collectives import checked
 from hpcdist.collectives.pieces import check_ranges
 from hpcdist.collectives.reduction import REFUSALS, check_buffer, check_op
 from hpcdist.collectives.resumable import ALL_GATHER, ALLREDUCE, REDUCE_SCATTER, Task
 from hpcdist.collectives.selection import Choice, parse
+from hpcdist.comm import checked
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, UsageError
 

@@ -27,10 +27,11 @@ from typing import Final, Protocol
 from hpcdist.arrays.backend import Array, is_device
 from hpcdist.arrays.dtypes import is_16bit_float, name_of
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import checked, circulant, nccl, node_shared, ring
+from hpcdist.collectives import circulant, nccl, node_shared, ring
 from hpcdist.collectives.all_to_all import all_to_all_reduce_scatter
 from hpcdist.collectives.reduction import REFUSALS, check_buffer, check_op, combiner
 from hpcdist.collectives.staged import staged_all_gather, staged_reduce_scatter
+from hpcdist.comm import checked
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import HpcdistError, UsageError
 

@@ -99,6 +99,7 @@ class Communicator(Protocol):
     size: int
     events: EventSink
     checked: bool  # the ranks compare their calls before each collective; the same on every rank
+    is_comparing: bool  # in the exchange for that: see `hpcdist.comm.checked`
     settled: dict[Any, Any]  # what callers keep for this communicator, by keys of their own; a new `checked` empties it
 
     def send(self, buffer: Array, peer: int, tag: int = 0) -> None:

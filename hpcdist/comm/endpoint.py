@@ -12,6 +12,7 @@ from typing import Any
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range
+from hpcdist.comm import checked
 from hpcdist.comm.checks import check_reduction, check_tiling, is_plain
 from hpcdist.comm.communicator import ANY, REDUCTIONS, Communicator, Message, Nodes, Request, SharedBlock
 from hpcdist.comm.events import UNKNOWN_BYTES
@@ -101,12 +102,16 @@ class Endpoint(Mortal):
 
     def barrier(self) -> None:
         """Wait for every member."""
+        if self._checked:
+            checked.compare_own(self, "barrier", checked.NOTHING)
         token = self.events.begin(self.name, "barrier", "uint8", 0, 0, -1, 0)
         self._barrier()
         self.events.end(token)
 
     def broadcast(self, buffer: Array, root: int = 0) -> None:
         """Broadcast in place."""
+        if self._checked:
+            checked.compare_own(self, "broadcast", buffer, extra=f"from rank {root}")
         message, finish = self.handover.both(buffer, "broadcast")
         token = self._begin("broadcast", buffer, UNKNOWN_BYTES, root)
         self._broadcast(message, root)
@@ -116,6 +121,8 @@ class Endpoint(Mortal):
 
     def allreduce(self, buffer: Array, op: str = "sum") -> None:
         """Reduce natively in place."""
+        if self._checked:
+            checked.compare_own(self, "allreduce", buffer, op)
         message, finish = buffer, None
         if op not in REDUCTIONS or not is_plain(buffer):  # the hand-over of a few bytes would cost as much as the rest
             check_reduction(buffer, op)
@@ -136,6 +143,8 @@ class Endpoint(Mortal):
 
     def reduce_scatter(self, buffer: Array, ranges: Sequence[Range], op: str = "sum") -> None:
         """Reduce natively; the own range is defined afterwards."""
+        if self._checked:
+            checked.compare_own(self, "reduce_scatter", buffer, op, checked.fingerprint(ranges))
         check_reduction(buffer, op)
         check_tiling(buffer, ranges, self.size)
         message, finish = self.handover.both(buffer, "reduce_scatter")
@@ -147,6 +156,8 @@ class Endpoint(Mortal):
 
     def all_gather(self, buffer: Array, ranges: Sequence[Range]) -> None:
         """Gather natively in place."""
+        if self._checked:
+            checked.compare_own(self, "all_gather", buffer, extra=checked.fingerprint(ranges))
         check_tiling(buffer, ranges, self.size)
         message, finish = self.handover.both(buffer, "all_gather")
         token = self._begin("all_gather", buffer, UNKNOWN_BYTES)
@@ -159,6 +170,8 @@ class Endpoint(Mortal):
         self, send: Array, receive: Array, send_ranges: Sequence[Range], receive_ranges: Sequence[Range]
     ) -> None:
         """Exchange a part with every member; the event counts what goes to the others."""
+        if self._checked:
+            checked.compare_own(self, "all_to_all", send[:0])  # parts differ from rank to rank
         outgoing = self.handover.outgoing(send, "all_to_all")
         incoming, finish = self.handover.incoming(receive, "all_to_all")
         sent = sum(part.size for peer, part in enumerate(send_ranges) if peer != self.rank) * send.itemsize

@@ -11,6 +11,7 @@ class Watched:
     def __init__(self) -> None:
         self._looking_on: list[EventSink] = [NULL_SINK]  # one cell for all communicators made from this one
         self._checked = False
+        self.is_comparing = False  # in the exchange before a collective, by which the ranks compare their calls
         self.settled: dict[Any, Any] = {}
 
     @property

@@ -7,7 +7,8 @@ import pytest
 
 from hpcdist import collectives
 from hpcdist.arrays.ranges import Range
-from hpcdist.collectives import ALLREDUCE, SHARDED, checked
+from hpcdist.collectives import ALLREDUCE, SHARDED
+from hpcdist.comm import checked
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.recording import recording
 from hpcdist.comm.threads import run_threads
@@ -79,6 +80,61 @@ CASES = {
         ("chain broadcast of 4 float64, from rank 0", "chain broadcast of 4 float64, from rank 1"),
     ),
 }
+
+
+HALVES = [Range(0, 2), Range(2, 4)]
+OWN = {
+    "size": (
+        lambda comm: comm.allreduce(np.zeros(different(comm, 4, 5))),
+        ("communicator's allreduce (sum) of 4 float64", "communicator's allreduce (sum) of 5 float64"),
+    ),
+    "op": (
+        lambda comm: comm.allreduce(np.zeros(4), different(comm, "sum", "max")),
+        ("allreduce (sum) of 4", "allreduce (max) of 4"),
+    ),
+    "operation": (
+        lambda comm: comm.barrier() if comm.rank else comm.allreduce(np.zeros(4)),
+        ("communicator's allreduce (sum) of 4 float64", "communicator's barrier"),
+    ),
+    "root": (
+        lambda comm: comm.broadcast(np.zeros(4), comm.rank),
+        ("broadcast of 4 float64, from rank 0", "broadcast of 4 float64, from rank 1"),
+    ),
+    "dtype of a gather": (
+        lambda comm: comm.all_gather(np.zeros(4, different(comm, "f4", "f8")), HALVES),
+        ("all_gather of 4 float32", "all_gather of 4 float64"),
+    ),
+    "shares": (
+        lambda comm: comm.reduce_scatter(np.zeros(4), different(comm, HALVES, [Range(0, 1), Range(1, 4)])),
+        ("reduce_scatter (sum) of 4 float64, shares ", "communicator's"),
+    ),
+    "door": (
+        lambda comm: comm.allreduce(np.zeros(4)) if comm.rank else collectives.allreduce(comm, np.zeros(4), "native"),
+        ("native allreduce (sum) of 4 float64", "communicator's allreduce (sum) of 4 float64"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OWN)
+def test_collectives_of_the_communicator_itself_are_compared(what: str) -> None:
+    call, words = OWN[what]
+    for text in failures(2, call):
+        assert all(word in text for word in words), text
+
+
+def test_equal_collectives_of_the_communicator_itself_pass() -> None:
+    def body(comm: Communicator) -> None:
+        comm.checked = True
+        values = np.full(4, comm.rank + 1.0)
+        comm.barrier()
+        comm.allreduce(values)
+        comm.broadcast(values, 1)
+        comm.all_gather(values, HALVES)
+        comm.reduce_scatter(values, HALVES)
+        comm.all_to_all(values, np.zeros(4), HALVES, HALVES)
+        assert values[2 * comm.rank] == 6
+
+    run_threads(2, body)
 
 
 @pytest.mark.parametrize("what", CASES)

@@ -24,9 +24,9 @@ import numpy as np
 from hpcdist import collectives
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import Range, split
-from hpcdist.collectives import checked
 from hpcdist.collectives.pieces import wait_all
 from hpcdist.collectives.workspace import scratch
+from hpcdist.comm import checked
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.compression.compressor import align
 from hpcdist.strategies.compressed.coder import Coder

@@ -3,7 +3,8 @@
 Ranks that bring different sizes, dtypes or algorithms to one collective hang, or go on with wrong numbers. In this mode
 (``communication.checked``, or HPCDIST_CHECK_COLLECTIVES=1) each call first sends a record of fixed size to all:
 
-    one native all-gather of 1024 p bytes for each call (where others are polled meanwhile, an allreduce of them)
+    one native all-gather of 1024 p bytes for each call (where others are polled meanwhile, an allreduce of them),
+        and for each collective of the communicator that the algorithm uses
     another of 16 p bytes a rank for an all-to-all, whose parts differ by rank
 
 A rank whose own call is refused tells the others, who would wait for it otherwise. Where a call stands in the source is
@@ -23,11 +24,12 @@ import numpy as np
 from hpcdist.arrays.backend import Array
 from hpcdist.arrays.dtypes import name_of
 from hpcdist.arrays.ranges import Range
-from hpcdist.collectives.workspace import scratch
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.errors import CommunicationError, HpcdistError
 
 RECORD_BYTES: Final = 1024
+OWN: Final = "communicator's"
+NOTHING: Final = np.empty(0, np.uint8)  # the buffer of a barrier
 _FIELD: Final = 80  # characters of each of the 7 fields at most; at least what is left is for the place
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _INSIDE: Final = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("collectives", "comm"))
@@ -63,6 +65,15 @@ def described(
     count, dtype = getattr(buffer, "size", "?"), getattr(buffer, "dtype", None)
     name = type(buffer).__name__ if dtype is None else name_of(dtype)
     return Call(operation, algorithm, name, str(count), reduction, extra, refused)
+
+
+def compare_own(comm: Communicator, operation: str, buffer: Array, reduction: str = "", extra: str = "") -> None:
+    """Compare a collective of the communicator itself, by whatever algorithm its transport has. Collective.
+
+    What the algorithms of `hpcdist.collectives` do within theirs is compared as well.
+    """
+    if comm.size > 1 and not comm.is_comparing:
+        compare(comm, described(operation, OWN, buffer, reduction, extra))
 
 
 def compare(comm: Communicator, call: Call) -> None:
@@ -126,12 +137,15 @@ def _exchange(comm: Communicator, call: Call, move: Move | None = None) -> list[
     text = "\t".join(fields).encode("ascii", "replace") + b"\n"
     place = call_site().encode("ascii", "replace")[len(text) - RECORD_BYTES :]  # of a long path the end
     mine = (text + place).ljust(RECORD_BYTES, b"\0")
-    like: Any = np.empty(0, np.uint8)
-    records = scratch("checked", RECORD_BYTES * comm.size, like.dtype, like)
+    records: Any = np.empty(RECORD_BYTES * comm.size, np.uint8)
     ranges = [Range(RECORD_BYTES * rank, RECORD_BYTES * (rank + 1)) for rank in range(comm.size)]
     records[ranges[comm.rank].slice] = np.frombuffer(mine, np.uint8)
     if move is None:
-        comm.all_gather(records, ranges)
+        comm.is_comparing = True  # this gather is not to be compared in turn
+        try:
+            comm.all_gather(records, ranges)
+        finally:
+            comm.is_comparing = False
     else:
         records[: ranges[comm.rank].start] = records[ranges[comm.rank].stop :] = 0
         request = comm.iallreduce(records.view(np.int64), "sum")  # a gather, for all others bring zeros
