@@ -44,6 +44,8 @@ class JsonLines:
 
     def __init__(self, run: Run, config: TelemetryConfig) -> None:
         path = run.directory / FILE
+        if path.is_fifo() or path.is_dir():
+            _set_aside(path, "it is not a regular file")
         if path.is_file():
             drop_after(path, run.resumed_step or 0)
         self._file = Appended(path, CURE)
@@ -102,11 +104,15 @@ def drop_after(path: Path, step: int) -> None:
             with atomic.replacing(path, mode=0o644) as kept:
                 kept.writelines(row for row in _rows(file) if _stays(row, step))
     except ValueError as error:
-        aside = atomic.set_aside(path)
-        now = "" if aside is None else f"; it is now {aside.name}"
-        print(f"hpcdist: {path} cannot be read ({error}){now}", file=sys.stderr, flush=True)
+        _set_aside(path, str(error))
     except OSError as error:
         raise StorageError(f"{path} cannot be shortened to step {step}: {error.strerror or error}; {CURE}") from error
+
+
+def _set_aside(path: Path, reason: str) -> None:
+    aside = atomic.set_aside(path)
+    now = "" if aside is None else f"; it is now {aside.name}"
+    print(f"hpcdist: {path} cannot be read ({reason}){now}", file=sys.stderr, flush=True)
 
 
 def _rows(file: BinaryIO) -> Iterator[bytes]:

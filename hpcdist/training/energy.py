@@ -248,8 +248,9 @@ def _noted(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
+        told = getattr(error, "strerror", None) or error
         aside = atomic.set_aside(path)
         now = "" if aside is None else f"; it is now {aside.name}"
-        text = f"hpcdist: {path} cannot be read ({error}): energy and time count from the checkpoint{now}"
+        text = f"hpcdist: {path} cannot be read ({told}): energy and time count from the checkpoint{now}"
         print(text, file=sys.stderr, flush=True)
     return None

@@ -111,9 +111,10 @@ class Starts:
         try:
             return read(self._path)
         except (OSError, ValueError, TypeError) as error:
+            told = getattr(error, "strerror", None) or error
             aside = atomic.set_aside(self._path)
             now = "" if aside is None else f"; it is now {aside.name}"
-            self._tell(f"{self._path} cannot be read ({error}): the time between failures counts from this start{now}")
+            self._tell(f"{self._path} cannot be read ({told}): the time between failures counts from this start{now}")
             return []
 
     def _tell(self, text: str) -> None:
