@@ -17,7 +17,7 @@ from hpcdist.arrays.backend import Array
 from hpcdist.arrays.ranges import align_up
 from hpcdist.errors import UsageError
 
-ALIGNMENT: Final = 64  # bytes: a line of the cache, and what the widest vectors like
+ALIGNMENT: Final = 4  # bytes: a word. Lines of the cache would cost small tensors more than their payload saves
 _WORD: Final = 0xFFFFFFFF
 # The streams of compression are none of those of dropout, whose keys are the bare seed.
 _DOMAIN: Final = 0x636F6D70

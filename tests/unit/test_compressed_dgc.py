@@ -165,7 +165,7 @@ def test_what_is_sent_weighs_what_the_formula_says(ranks: int, rng: np.random.Ge
     expected = []
     for density in (1 / 4, 1 / 4, 1 / 16, 1 / 16, 1 / 64, 1 / 64, 1 / 256, 1 / 256, 0.001, 0.001):
         payloads = [8 * max(1, int(np.ceil(density * size))) for size in sizes]
-        aligned = sum(-(-size // 64) * 64 for size in payloads[:-1]) + payloads[-1]  # placed by lines of 64 bytes
+        aligned = sum(-(-size // 4) * 4 for size in payloads[:-1]) + payloads[-1]  # placed by words
         expected.append((ranks - 1) * aligned)
     for sent in run_threads(ranks, body):
         assert sent == expected

@@ -190,7 +190,7 @@ def bytes_of(space: Layout, ranks: int) -> list[int]:
             lines, size = -(-stretch.size // 16), stretch.size
             first = 16 * (rank * (lines // ranks) + min(rank, lines % ranks))
             chunk = max(0, min(size, first + 16 * (lines // ranks + (rank < lines % ranks))) - first)
-            end = -(-end // 64) * 64 + (4 + -(-chunk // 8) if chunk else 0)
+            end = -(-end // 4) * 4 + (4 + -(-chunk // 8) if chunk else 0)
         of_chunk.append(end)
     return [2 * sum(of_chunk) - of_chunk[rank] - of_chunk[(rank + 1) % ranks] for rank in range(ranks)]
 

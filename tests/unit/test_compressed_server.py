@@ -151,7 +151,7 @@ def test_recorded_bytes_are_those_of_the_formula(
         payloads = 0
         for part in pushed:
             sizes = [made.payload_bytes(where.size) for _, where in case.layout.within(part)]
-            payloads += sum(-(-size // 64) * 64 for size in sizes[:-1]) + sizes[-1]
+            payloads += sum(-(-size // 4) * 4 for size in sizes[:-1]) + sizes[-1]
         assert theirs - ours == len(given) * (4 * values - payloads)
         assert ours < theirs or not pushed
 

@@ -122,10 +122,10 @@ def payload_bytes(n: int, bits: int) -> int:
 
 
 def message_bytes(run: Driven, part: Range, bits: int) -> int:
-    """Payloads of the tensors of a cut, one behind the other, each at a multiple of 64 bytes."""
+    """Payloads of the tensors of a cut, one behind the other, each at a multiple of a word."""
     end = 0
     for _, where in run.layout.within(part):
-        end = -(-end // 64) * 64 + payload_bytes(where.size, bits)
+        end = -(-end // 4) * 4 + payload_bytes(where.size, bits)
     return end
 
 

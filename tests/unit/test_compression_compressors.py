@@ -145,8 +145,8 @@ def test_a_compressor_must_be_whole():
         Half()
 
 
-def test_the_next_payload_begins_at_a_line():
-    assert [align(offset) for offset in (0, 1, 63, 64, 65)] == [0, 64, 64, 64, 128]
+def test_the_next_payload_begins_at_a_word():
+    assert [align(offset) for offset in (0, 1, 3, 4, 5, 64)] == [0, 4, 4, 4, 8, 64]
 
 
 @pytest.mark.parametrize(

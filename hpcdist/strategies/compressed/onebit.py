@@ -3,7 +3,7 @@
 See `hpcdist.compression.onebit` for the maths. In the first ``compression.warmup_steps`` updates gradients are summed
 and clipped as without compression, and the steps are those of AdamW. Then the variance is frozen: each of p ranks
 advances the momentum that all have by its own gradient, and sends signs of it. All stretches of a rank travel together:
-with M_q the bytes of the payloads of all chunks of rank q, 4 + n/8 for n elements and placed by 64 bytes, rank r sends
+with M_q the bytes of the payloads of all chunks of rank q, 4 + n/8 for n elements and placed by words, rank r sends
 
     the M_q of all q but r to their owners, and those of all q but r + 1 around a ring:  2 (p-1)/p n/8 and a little
 
