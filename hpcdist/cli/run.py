@@ -11,7 +11,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,15 @@ from hpcdist.checkpoint.lock import Lock, is_dead
 from hpcdist.cli.main import COMMANDS
 from hpcdist.comm import ending, launchers, restarts, supervisor
 from hpcdist.comm.failfast import FAILURE_DIR
-from hpcdist.comm.launcher import announced
+from hpcdist.comm.launcher import RESUME, RUN_DIR, announced
 from hpcdist.errors import INTERRUPTED, OK, REQUEUE, MissingCapabilityError, UsageError
 
 _PREFIX = "hpcdist-run-"
 _OWNER = "owner.json"  # says whose a directory with this prefix is
 # What starts ranks itself, or asks for none.
 _ALONE = ("run", "submit", "jobs", "grow", "bench", "compare", "plan")
+
+_PYTHON = ("python", "python3")  # ours: that of PATH need not have hpcdist
 
 
 @click.command(
@@ -63,6 +65,16 @@ _ALONE = ("run", "submit", "jobs", "grow", "bench", "compare", "plan")
 @click.option(
     "--spares", type=click.IntRange(min=1), help="Ranks more that wait to replace a dead one, with --survive replace."
 )
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Run directory of the Training in a script, whatever the script says.",
+)
+@click.option(
+    "--resume",
+    type=click.Choice(["auto", "never"]),
+    help="Whether that Training goes on from its newest checkpoint, whatever the script says.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the command line and start nothing.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(
@@ -77,10 +89,14 @@ def command(
     most_restarts: int,
     survive: str | None,
     spares: int | None,
+    out: Path | None,
+    resume: str | None,
     dry_run: bool,
     command: tuple[str, ...],
 ) -> int:
-    """Start the hpcdist COMMAND on several ranks, e.g. `hpcdist run -n 2 train recipe.toml`.
+    """Start the hpcdist COMMAND, or any program, on several ranks.
+
+    For example `hpcdist run -n 2 train recipe.toml`, or `hpcdist run -n 2 -- python train.py --my-option`.
 
     The mpirun is that of this Python's environment, else the first on PATH; the other launchers belong to a site.
     Ctrl-C, SIGTERM and SIGUSR1 reach the ranks, which save and stop at the next step (exit code 130, or 75 for the
@@ -90,48 +106,44 @@ def command(
     With --restarts, a training that fails is started again with `--resume auto`: not after exit codes 0, 2, 69, 75, 78
     and 130, nor after a signal to stop, nor when two starts in a row made no new checkpoint. With --survive, the others
     go on when ranks die: not when a whole node does, at which Open MPI's mpirun ends the job. Both go together.
+
+    A script that makes a `hpcdist.training.pytorch.Training` gets all of this but --survive; --out is for --restarts to
+    know its checkpoints. `python` is the Python of hpcdist, or --python. A program without hpcdist is started, its exit
+    code is returned, and signals are passed on to it.
     """
-    _check(command)
+    script = _check(command)
     options = mpi_options(mpi_args)
-    program = program_of(python)
+    interpreter = python_of(python)
     _check_survival(command[0], survive, spares)
-    run_dir = _run_dir(command) if most_restarts else None
+    program = [] if script else [*interpreter, "-P", "-m", "hpcdist"]
+    if script and command[0] in _PYTHON:
+        command = (*interpreter, *command[1:])
+    run_dir = _run_dir(command, script, out, resume) if most_restarts or out or resume else None
     world = ranks + (spares or 0)
     if ranks_per_node is not None:
         ranks_per_node = -(-world // -(-ranks // ranks_per_node))  # the spares are spread over the same nodes
     layout = launchers.Layout(world, ranks_per_node, cpus_per_task, pmi)
     starter = launchers.starter(launchers.named(launcher), layout, survive)
     settings = {**starter.settings(), **(importable() if python is None else {})}
-    if survive is not None:
-        settings |= {ending.SURVIVE: survive, ending.SPARES: str(spares or 0)}
-    job = _Job(starter, program, options, settings, grace, survive is not None, telling=command[0] == "train")
+    settings |= {} if survive is None else {ending.SURVIVE: survive, ending.SPARES: str(spares or 0)}
+    settings |= ({RUN_DIR: str(out.absolute())} if out else {}) | ({RESUME: resume} if resume else {})
+    job = _Job(starter, program, options, settings, grace, survive is not None, script)
     if dry_run:
         click.echo(job.line(command))
         return OK
     if command[0] == "train":
-        check_training(
-            command, None if options or survive else ranks, survive, spares or 0, elsewhere=python is not None
-        )
+        known = None if options or survive else ranks  # the launcher's options, or deaths, may change it
+        check_training(command, known, survive, spares or 0, elsewhere=python is not None)
     starter.check()
-    with supervisor.signals_held() as mask:
-        ending.stay()
-        _remove_abandoned()
-        if run_dir is None:
-            return job.start(command, mask).code
-        return restarts.repeat(
-            lambda number: (
-                job.start(command, mask) if number == 1 else job.start(resuming(command), mask, _where(starter))
-            ),
-            most_restarts,
-            lambda: checkpoints(run_dir),
-            supervisor.pause,
-            lambda text: click.echo(f"hpcdist run: {text}", err=True),
-        )
+    return job.run(command, run_dir, most_restarts)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What all starts have in common; ``program`` runs hpcdist, ``options`` are those of the launcher."""
+    """What all starts have in common; ``program`` runs hpcdist, ``options`` are those of the launcher.
+
+    A ``script`` is a command of its own, which ``program`` does not run.
+    """
 
     starter: launchers.Starter
     program: Sequence[str]
@@ -139,12 +151,27 @@ class _Job:
     settings: Mapping[str, str]
     grace_s: float
     surviving: bool
-    telling: bool
+    script: bool
 
     def line(self, command: Sequence[str]) -> str:
         """Return what a shell would be told."""
         words = self._words(command, self.settings)
         return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.settings.items()), shlex.join(words)])
+
+    def run(self, command: Sequence[str], run_dir: Path | None, most_restarts: int) -> int:
+        """Run ``command`` to its end, started again up to ``most_restarts`` times; return its exit code."""
+        with supervisor.signals_held() as mask:
+            ending.stay()
+            _remove_abandoned()
+            if run_dir is None or not most_restarts:
+                return self.start(command, mask).code
+            return restarts.repeat(
+                lambda number: self.start(command, mask) if number == 1 else self.start_again(command, mask),
+                most_restarts,
+                lambda: checkpoints(run_dir),
+                supervisor.pause,
+                lambda text: click.echo(f"hpcdist run: {text}", err=True),
+            )
 
     def start(self, command: Sequence[str], mask: set[signal.Signals], where: Sequence[str] = ()) -> supervisor.Outcome:
         """Run the hpcdist ``command`` to its end, ``where`` the launcher is told to, and show its first failure."""
@@ -158,13 +185,21 @@ class _Job:
                 self.grace_s,
                 mask,
                 self.surviving,
-                self.telling,
+                not self.script and command[0] == "train",
                 self.starter.kind,
+                self.script,
             )
             # What single ranks said before the others went on without them, and ended well, is no failure of the job.
             if outcome.code not in ((OK, REQUEUE, INTERRUPTED) if outcome.agreed else (OK,)):
                 _show_first_failure(Path(folder))
         return outcome
+
+    def start_again(self, command: Sequence[str], mask: set[signal.Signals]) -> supervisor.Outcome:
+        """Run ``command`` as `start` does, from its newest checkpoint, and not on nodes that were lost."""
+        where = _where(self.starter)
+        if self.script:
+            return replace(self, settings={**self.settings, RESUME: "auto"}).start(command, mask, where)
+        return self.start(resuming(command), mask, where)
 
     def _words(self, command: Sequence[str], settings: Mapping[str, str], where: Sequence[str] = ()) -> list[str]:
         return self.starter.line([*self.program, *command], settings, [*where, *self.options])
@@ -207,42 +242,56 @@ def _split(option: str, text: str, example: str) -> list[str]:
         raise UsageError(f"{option} {text!r}: {error}; quote it as for a shell, e.g. {option} '{example}'") from error
 
 
-def program_of(python: str | None) -> list[str]:
-    """Return what runs hpcdist on the ranks: this Python, or the words of ``python``. Raises UsageError."""
+def python_of(python: str | None) -> list[str]:
+    """Return what runs Python on the ranks: this one, or the words of ``python``. Raises UsageError."""
     chosen = [sys.executable] if python is None else _split("--python", python, "apptainer exec my.sif python3")
     if not chosen:
         raise UsageError("--python is empty; name what runs Python on the ranks, e.g. --python /local/env/bin/python")
-    return [*chosen, "-P", "-m", "hpcdist"]
+    return chosen
 
 
-def _check(command: tuple[str, ...]) -> None:
-    """Refuse what would fail on every rank at once."""
+def _check(command: tuple[str, ...]) -> bool:
+    """Refuse what would fail on every rank at once; return whether ``command`` is a program of its own."""
     known = ", ".join(name for name in COMMANDS if name not in _ALONE)
     # A sweep starts ranks itself; the other benchmarks are measured by ranks.
     measured = [("bench", name) for name in ("collectives", "pipeline", "checkpoint", "step")]
     measured += [("plan", "calibrate"), ("plan", "--calibrate")]
-    if command[0] not in known.split(", ") and command[:2] not in measured:
+    script = command[0] not in COMMANDS and (command[0] in _PYTHON or shutil.which(command[0]) is not None)
+    if not script and command[0] not in known.split(", ") and command[:2] not in measured:
         raise click.UsageError(
-            f"{command[0]!r} is no command to run on ranks; known: {known}, "
-            f"{', '.join(' '.join(words) for words in measured)}"
+            f"{command[0]!r} is no program, nor a command to run on ranks; known: {known}, "
+            f"{', '.join(' '.join(words) for words in measured)}; for a script write: python SCRIPT"
         )
     said = announced()
     if said is not None and said.size > 1:  # one rank is an interactive shell: srun --pty bash
         raise UsageError(
             f"this process is already one of {said.size} ranks of {said.launcher}; "
-            f"start `hpcdist {command[0]}` there, without `run`"
+            f"start `{'' if script else 'hpcdist '}{command[0]}` there, without `hpcdist run`"
         )
+    return script
 
 
 def _check_survival(name: str, survive: str | None, spares: int | None) -> None:
     if spares is not None and survive != "replace":
         raise UsageError(f"--spares {spares}: ranks that wait replace dead ones; add --survive replace")
     if survive is not None and name != "train":
-        raise UsageError(f"--survive {survive}: only train goes on without a rank, not {name}; leave it out")
+        raise UsageError(
+            f"--survive {survive}: only train goes on without a rank, not {name}; leave it out, or use --restarts N"
+        )
 
 
-def _run_dir(command: Sequence[str]) -> Path:
-    """Return the --out of a training. Raises UsageError for another command, or without one."""
+def _run_dir(command: Sequence[str], script: bool, given: Path | None, resume: str | None) -> Path | None:
+    """Return the directory of a training: the --out of a script, or of a `train` that shall be started again.
+
+    Raises UsageError for another command, without one where it is needed, or where it is said in the wrong place.
+    """
+    if script:
+        if given is None:
+            raise UsageError("--restarts and --resume need to know where checkpoints are; add --out DIR")
+        return given
+    if given is not None or resume is not None:
+        word = "--out" if given is not None else "--resume"
+        raise UsageError(f"{word} before {command[0]} is for scripts; write: {command[0]} ... {word}")
     if command[0] != "train":
         raise UsageError(f"--restarts: only train goes on from a checkpoint, not {command[0]}; leave it out")
     out: Path | None = _train_options(command)["out"]

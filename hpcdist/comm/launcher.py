@@ -7,6 +7,10 @@ import os
 import tempfile
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
+from typing import Final
+
+RUN_DIR: Final = "HPCDIST_RUN_DIR"  # of the script that `hpcdist run --out` started
+RESUME: Final = "HPCDIST_RESUME"  # "auto" or "never": whether that goes on from its newest checkpoint
 
 
 @dataclass(frozen=True)

@@ -37,3 +37,20 @@ def is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
         return False
+
+
+def environment(pid: int) -> dict[str, str]:
+    """Return the variables that ``pid`` was started with; none where it has ended or is somebody else's."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in (each.partition(b"=") for each in variables)}
+
+
+def parent(pid: int) -> int:
+    """Return the process that ``pid`` is a child of, 0 where it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0

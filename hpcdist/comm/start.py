@@ -23,7 +23,7 @@ from hpcdist.comm.solo import solo
 from hpcdist.errors import FAILURE, ConfigurationError, MissingCapabilityError
 from hpcdist.reporting import atomic
 
-__all__ = ["CHECK_COLLECTIVES", "Session", "end_alone", "start", "start_alone", "start_joined"]
+__all__ = ["CHECK_COLLECTIVES", "Session", "end_alone", "fail_alike", "start", "start_alone", "start_joined"]
 
 CHECK_COLLECTIVES: Final = "HPCDIST_CHECK_COLLECTIVES"
 STARTING_S: Final = 600  # for MPI to start: it waits for ever for a rank that died meanwhile, or never came
@@ -74,6 +74,16 @@ def start(
     session = Session(comm, place, said_library, world.Abort, None, None, pointers, outlives(comm), mpi.Finalize)
     session.speak_as_one()
     return session
+
+
+def fail_alike() -> None:
+    """Let an uncaught exception end this process with its exit code before `start`, too (local).
+
+    A launcher that sees one of its processes leave ends the others.
+    """
+    if not failfast.is_installed():
+        said = launcher.announced()
+        failfast.install(_exit_process, None, 0 if said is None else said.rank or 0)
 
 
 def start_joined() -> Session:

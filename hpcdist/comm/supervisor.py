@@ -22,9 +22,11 @@ from typing import Final
 
 from hpcdist.comm import ending
 from hpcdist.comm.ending import AT_ONCE, LAUNCH_DIR, SEGMENTS, STOP_CODES, is_segment
+from hpcdist.comm.launcher import announced
 from hpcdist.comm.launchers import MPIRUN, Kind
 from hpcdist.comm.output import Relay
-from hpcdist.comm.processes import descendants, is_stopped, send
+from hpcdist.comm.processes import descendants, is_stopped, parent, send
+from hpcdist.comm.processes import environment as environment_of
 from hpcdist.errors import FAILURE, OK
 
 TEARDOWN_S: Final = 3.0  # what is left of a job gets to end before it is killed
@@ -73,6 +75,7 @@ def watch(
     surviving: bool = False,
     telling: bool = False,
     kind: Kind = MPIRUN,
+    foreign: bool = False,
 ) -> Outcome:
     """Run the command ``line`` of a launcher of ``kind`` to its end, inside of `signals_held`, which yielded ``mask``.
 
@@ -83,9 +86,12 @@ def watch(
     ``surviving`` ranks go on after a death, and their word counts, not what the launcher returns. They, and those that
     are ``telling``, say how they end: a launcher that returns 0 without their word has lost them. (Open MPI's does so
     when it loses a node.)
+
+    A ``foreign`` program need not be of hpcdist: where no rank has announced itself STARTING_S after the start, signals
+    go to the processes that the launcher has started here.
     """
     environment = {**environment, LAUNCH_DIR: str(launch_dir)}
-    return _Supervision(line, environment, launch_dir, grace_s, mask, surviving, telling, kind).run()
+    return _Supervision(line, environment, launch_dir, grace_s, mask, surviving, telling, kind, foreign).run()
 
 
 def pause(seconds: float) -> signal.Signals | None:
@@ -144,8 +150,9 @@ class _Supervision:
         surviving: bool,
         telling: bool,
         kind: Kind,
+        foreign: bool,
     ) -> None:
-        self._telling, self._kind = telling, kind
+        self._telling, self._kind, self._foreign, self._began = telling, kind, foreign, time.monotonic()
         self._launch_dir, self._grace_s, self._surviving = launch_dir, grace_s, surviving
         self._told: signal.Signals | None = None  # the first signal that asks for an end at once
         self._asked: signal.Signals | None = None  # the first that asks for an end
@@ -245,12 +252,15 @@ class _Supervision:
             self._told = number
             self._kill()
             return
-        now, announced = time.monotonic(), bool(self._announced_pids())
-        self._held.append(_Held(_PASSED[number], now + STARTING_S if announced else self._began + STARTING_S))
+        now, is_announced = time.monotonic(), bool(self._announced_pids())
+        until = now + STARTING_S if is_announced else self._began + STARTING_S
+        if self._foreign and not is_announced and number is signal.SIGINT:
+            until = now  # whoever presses Ctrl-C means the program that runs, whatever it is
+        self._held.append(_Held(_PASSED[number], until))
         if self._void is None and number in _ENDING and self._nothing_to_save():
             self._say(f"{number.name}: there is nothing to save, ending the job")
             self._void = number
-            self._deadline = min(self._deadline, now + (AT_ONCE_S if announced else 0.0))
+            self._deadline = min(self._deadline, now + (AT_ONCE_S if is_announced else 0.0))
         elif self._void is None:
             self._give_grace(number)
         self._pass_on()
@@ -268,7 +278,8 @@ class _Supervision:
         marks = [int(path.name.removeprefix(AT_ONCE)) for path in self._launch_dir.glob(f"{AT_ONCE}*")]
         if any(self._is_ours(pid) for pid in marks):
             return True
-        return not self._announced_pids() and time.monotonic() - self._began < STARTING_S
+        starting = not self._announced_pids() and time.monotonic() - self._began < STARTING_S
+        return starting and not self._foreign  # of a program that announces nothing, nobody knows what it has
 
     def _look_for_stopped(self) -> None:
         """Tell of processes that somebody has stopped. Where no rank can go on, end the job after STOPPED_S.
@@ -311,6 +322,10 @@ class _Supervision:
         expired = [held for held in self._held if time.monotonic() >= held.until]
         self._held = [held for held in self._held if held not in expired]
         for held in expired:
+            if self._foreign and not held.told:
+                held.told = self._started_here()
+                for pid in held.told:
+                    send(pid, held.number)
             if not held.told:
                 passed = self._kind.forwards.get(held.number)
                 send(self._process.pid, passed or signal.SIGTERM)
@@ -324,16 +339,19 @@ class _Supervision:
     def _announced_pids(self) -> list[int]:
         return [int(path.read_text()) for path in self._launch_dir.glob("pid-*")]
 
+    def _started_here(self) -> set[int]:
+        """Return the processes of this host that the launcher has started as ranks, whatever they are."""
+        nobody = (None, announced())  # a launcher that is a rank itself, as of `srun --pty bash`, hands that on
+        ours = [pid for pid in descendants(os.getpid()) if self._is_ours(pid)]
+        ranks = {pid for pid in ours if announced(environment_of(pid)) not in nobody}
+        return {pid for pid in ranks if parent(pid) not in ranks}
+
     def _is_ours(self, pid: int) -> bool:
         """Whether ``pid``, which may be meant on another host, is a rank of this job here.
 
         A rank need not be a descendant: in a Slurm job the launcher may start it through srun.
         """
-        try:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            return False
-        return os.fsencode(f"{LAUNCH_DIR}={self._launch_dir}") in variables
+        return environment_of(pid).get(LAUNCH_DIR) == str(self._launch_dir)
 
     def _kill(self) -> None:
         """End the launcher, politely first so that it can end ranks on other hosts, then all that is left here."""

@@ -15,7 +15,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, MutableMapping, Sized
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -32,8 +32,9 @@ from hpcdist.arrays.store import FlatStore
 from hpcdist.checkpoint.lock import Lock
 from hpcdist.checkpoint.restore import restore
 from hpcdist.comm import failfast, output
+from hpcdist.comm.launcher import RESUME, RUN_DIR
 from hpcdist.comm.spans import now_ns
-from hpcdist.comm.start import start
+from hpcdist.comm.start import fail_alike, start
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.model import Model
 from hpcdist.strategies.exchange import pieces_of
@@ -58,9 +59,10 @@ class Training:
 
     ``recipe`` is a TOML file, or keys and values (``{"run.steps": 100}``, or tables of them); HPCDIST_SET__RUN__STEPS
     and the like in the environment win over both. ``model`` and ``data`` are the script's. ``out`` is the run
-    directory; ``resume`` is "auto" (go on from its newest checkpoint) or "never". ``time_limit_s`` is when to save and
-    stop; in a Slurm job it is known. Raises ConfigurationError for a recipe that cannot be run, or does not go with the
-    model.
+    directory; ``resume`` is "auto" (go on from its newest checkpoint) or "never". What `hpcdist run` or `hpcdist
+    submit` say of both (HPCDIST_RUN_DIR, HPCDIST_RESUME) wins, for the first Training of a script. ``time_limit_s`` is
+    when to save and stop; in a Slurm job it is known. Raises ConfigurationError for a recipe that cannot be run, or
+    does not go with the model.
     """
 
     def __init__(
@@ -72,11 +74,9 @@ class Training:
         resume: str = "never",
         time_limit_s: float | None = None,
     ) -> None:
-        if resume not in ("auto", "never"):
-            raise UsageError(f"resume = {resume!r}; choose 'auto' or 'never'")
-        if resume == "auto" and out is None:
-            raise UsageError("resume = 'auto' needs out: the directory of the run that goes on")
         output.tolerate()
+        fail_alike()
+        out, resume = _where(out, resume, os.environ)
         self.recipe = _recipe_of(recipe, model)
         self._model = model
         self._wishes = wishes = StopWishes(ends=end_of_job(time_limit_s, time.time(), os.environ))
@@ -319,6 +319,21 @@ class ReplicaSampler:
                 yield order.indices(first, part.size)
             else:
                 yield [index % self._samples for index in range(first, first + part.size)]
+
+
+def _where(out: str | os.PathLike[str] | None, resume: str, environment: MutableMapping[str, str]) -> tuple[Any, str]:
+    """Return the run directory, and whether it goes on: as the launcher says, which speaks of one Training, or so.
+
+    Raises UsageError.
+    """
+    launched, resumed = environment.pop(RUN_DIR, None), environment.pop(RESUME, None)
+    if launched:
+        out, resume = launched, resumed or resume
+    if resume not in ("auto", "never"):
+        raise UsageError(f"resume = {resume!r}; choose 'auto' or 'never'")
+    if resume == "auto" and out is None:
+        raise UsageError("resume = 'auto' needs out: the directory of the run that goes on")
+    return out, resume
 
 
 def _recipe_of(given: Mapping[str, Any] | str | os.PathLike[str] | None, model: Model) -> recipes.Recipe:

@@ -3,6 +3,10 @@
 import difflib
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +14,8 @@ import numpy as np
 import pytest
 
 import hpcdist
+from hpcdist.cli.run import checkpoints
+from hpcdist.comm import mpirun
 from hpcdist.training import recipe as recipes
 from hpcdist.training.data import Order
 
@@ -22,6 +28,35 @@ LAYOUTS = {
     "zero3": (2, {"HPCDIST_SET__PARALLEL__STRATEGY": "zero3"}),
     "pipeline": (2, {"HPCDIST_SET__PARALLEL__PIPELINE": "2"}),
 }
+
+
+LIMIT_S = 240.0
+# Rank 1 dies once in its first start. Then the ranks make steps until they are told to stop, and no more at last.
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import numpy as np
+from hpcdist import models
+from hpcdist.models.config import ModelConfig
+from hpcdist.models.model import Model
+from hpcdist.training.script import Training
+
+built = models.build(ModelConfig(kind="mlp", layers=1, hidden=8), "float32", features=5, classes=3)
+model = Model(built.stages, "float32", tokens_per_sample=1)
+keys = {"run.steps": 100000, "run.global_batch": 4, "checkpoint.every_steps": 4}
+with Training(model, keys | ({"run.steps": int(sys.argv[1])} if sys.argv[1:] else {})) as training:
+    first = training.done
+    for step in training.steps:
+        rng = np.random.default_rng(step)
+        rows = rng.standard_normal((4, 5)).astype(np.float32), rng.integers(0, 3, 4)
+        training.step(*(array[training.share] for array in rows))
+        if training.rank == 1 and step == 9 and first == 0:
+            os._exit(9)
+        if step == first + 4 and first:
+            Path(f"begun-{first}").touch()
+        time.sleep(0.01)
+print(f"rank {training.rank} ends at {training.done}")
+"""
 
 
 def examples() -> tuple[str, str]:
@@ -155,3 +190,32 @@ def test_masks_groups_and_a_sampler_in_a_pipeline_of_shards(mpiexec: Callable, t
     assert float(evaluated) == pytest.approx(whole, rel=2e-5)
     refused = "step 3: rank(s) 2 bring other inputs than rank 0, and all of them compute replica 0, on the same samples"
     assert f"refused: {refused}" in done.stdout and "batch_sampler=training.sampler(dataset)" in done.stdout
+
+
+def test_a_script_is_started_again_saves_at_a_signal_and_goes_on(tmp_path: Path, mpi: mpirun.Launcher) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    run = [sys.executable, "-m", "hpcdist", "run", "-n", "2", "--out", "run"]
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        line = [*run, "--restarts", "1", "--", "python", "train.py"]
+        process = subprocess.Popen(line, cwd=tmp_path, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        until = time.monotonic() + LIMIT_S
+        while not (begun := list(tmp_path.glob("begun-*"))) and process.poll() is None:
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 75, log.read_text()
+    finally:
+        process.terminate()
+        process.wait(LIMIT_S)
+    assert [path.name for path in begun] == ["begun-8"], "from the newest checkpoint"
+    assert "start 1 of at most 2 ended with exit code 9" in log.read_text()
+    saved = int(next(iter(checkpoints(tmp_path / "run"))).removeprefix("step-"))
+    assert saved > 8
+    line = [*run, "--resume", "auto", "--", "python", "train.py", str(saved + 2)]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"resumed from run/checkpoints/step-{saved} " in done.stderr.replace(f"{tmp_path}/", "")
+    ends = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+    assert ends == [f"rank {rank} ends at {saved + 2}" for rank in (0, 1)]

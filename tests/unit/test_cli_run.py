@@ -1,8 +1,10 @@
 """`hpcdist run` before it starts anything: what is refused here, and what is shown last."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,21 @@ from hpcdist.cli import main
 from hpcdist.comm import launchers, mpirun
 
 LIMIT_S = 120.0
+
+
+# A launcher with one rank, which knows nothing of hpcdist, under the supervisor.
+SUPERVISED = """
+import os, sys
+from pathlib import Path
+from hpcdist.comm import supervisor
+supervisor.STARTING_S = 0.0
+rank = "trap 'exit 5' TERM; : >$HPCDIST_LAUNCH_DIR/ready; while :; do sleep 0.05; done"
+launcher = f'OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 bash -c "{rank}" & wait $!'.replace("$HPC", "\\\\$HPC")
+with supervisor.signals_held() as mask:
+    line, folder = ["bash", "-c", launcher], Path(sys.argv[1])
+    outcome = supervisor.watch(line, dict(os.environ), folder, 60.0, mask, foreign=sys.argv[2] == "foreign")
+sys.exit(outcome.code)
+"""
 
 
 class StartedError(Exception):
@@ -96,3 +113,61 @@ def test_an_error_before_the_start_is_left_for_the_launcher_to_show_last(
         main.main(arguments)
     assert "Error: " in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["rank-0.txt"]
+
+
+@pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--", "python", "train.py", "--lr", "3"], [sys.executable, "train.py", "--lr", "3"]),
+        (["python3", "-m", "module"], [sys.executable, "-m", "module"]),
+        (["--python", "apptainer exec my.sif python3", "python", "a b.py"], "apptainer exec my.sif python3 'a b.py'"),
+        (["--", "env", "-i"], ["env", "-i"]),
+        (["--out", "/tmp/it", "--resume", "auto", "--", "env"], ["HPCDIST_RUN_DIR=/tmp/it", "HPCDIST_RESUME=auto"]),
+    ],
+)
+def test_a_program_is_started_as_it_is(
+    arguments: list[str], words: list[str] | str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["run", "-n", "3", "--dry-run", *arguments])
+    assert leaving.value.code == 0
+    line = capsys.readouterr().out
+    assert (words if isinstance(words, str) else " ".join(words)) in line
+    assert "-m hpcdist" not in line
+
+
+@pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--survive", "shrink", "python", "train.py"], "only train goes on without a rank, not python"),
+        (["--restarts", "2", "python", "train.py"], "add --out DIR"),
+        (["--resume", "auto", "python", "train.py"], "add --out DIR"),
+        (["--out", "it", "train"], "--out before train is for scripts; write: train ... --out"),
+        (["trian"], "'trian' is no program, nor a command to run on ranks"),
+        (["submit"], "'submit' is no program, nor a command to run on ranks"),
+    ],
+)
+def test_what_a_program_cannot_have_is_refused_by_name(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["run", "-n", "3", *arguments])
+    assert leaving.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "code"), [("foreign", 5), ("own", 143)])
+def test_a_program_that_announces_nothing_gets_the_signals_itself(kind: str, code: int, tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", SUPERVISED, str(tmp_path), kind])
+    try:
+        until = time.monotonic() + LIMIT_S
+        while not (tmp_path / "ready").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == code
+    finally:
+        process.kill()
+        process.wait()

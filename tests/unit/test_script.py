@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -240,3 +242,26 @@ def test_a_sampler_takes_every_sample_once_an_epoch_and_goes_on(tmp_path, rng):
         training.step({"a": (x,)}, y)
     training.step(x, y)
     training.close()
+
+
+def test_the_launcher_says_where_the_first_training_is_and_whether_it_goes_on(tmp_path, monkeypatch, rng):
+    batches = _batches(rng)
+    for steps in (2, 4):
+        monkeypatch.setenv("HPCDIST_RUN_DIR", str(tmp_path / "said"))
+        monkeypatch.setenv("HPCDIST_RESUME", "auto")
+        with Training(_model(), KEYS | {"run.steps": steps}, out=tmp_path / "own") as training:
+            assert (training.path, training.done) == (tmp_path / "said", steps - 2)
+            for step in training.steps:
+                training.step(*(array[training.share] for array in batches[step]))
+    training = Training(_model(), KEYS, out=tmp_path / "own")
+    assert training.path == tmp_path / "own", "another Training of the script has its own"
+    training.close()
+
+
+def test_a_recipe_that_cannot_be_run_ends_the_script_with_its_code(tmp_path):
+    program = "from hpcdist.training.script import Training\nTraining(None, {'run.stepps': 2})"
+    line = [sys.executable, "-c", program]
+    environment = {**os.environ, "HPCDIST_FAILURE_DIR": str(tmp_path)}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 78, done.stderr
+    assert "the nearest known is 'run.steps'" in (tmp_path / "rank-0.txt").read_text()
