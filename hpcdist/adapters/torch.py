@@ -52,22 +52,19 @@ def wrap(
       the predictions of its whole batch.
     - ``example``, an input (samples, ...) as tensor or array, tells the shapes between stages, which a pipeline has to
       know. As a tuple of two, input and targets, it also lets ``parallel.partition = "measured"`` run the loss; without
-      those (or with None) it gives the loss zeros, integers in the shape of the last output but for its last dim.
-    - A batch may have several inputs, as tokens and their mask, in a tuple or a dict: all are arguments of the first
-      module, positional or by name. What later stages need of them has to be part of what it returns; a model whose
-      layers all take the mask is one stage. As an example they are a dict, or the tuple in ``((tokens, mask), None)``.
-      Several targets come to the loss as they are.
+      those it gives the loss zeros, integers in the shape of the last output but for its last dim.
+    - A tuple or dict of inputs, as tokens and their mask, are arguments of the first module (as an example of two:
+      ``((tokens, mask), None)``), and part of what it returns where later stages need them; the loss gets all targets.
     - ``adapted(name, parameter)`` says whether weight decay and layer-wise rates apply; by default to all of two dims
       and more.
 
     Initial values are those of the modules. Tensors are named LAYER.NAME, with the name that the module gives it; that
-    of a list, as of an `nn.ModuleList`, begins with the module's place in it.
-    Integer inputs and targets become int64, real ones the type of the parameters. Buffers are constants: a forward that
-    changes one is refused, and so are norms with running statistics. In a step each module, nested ones included, is in
-    the mode that it had when it was wrapped (all are in training mode where none was), in an evaluation none trains;
-    what they draw from PyTorch's generators in a step follows from the run's seed, the step, the layer
-    and the first sample of the micro-batch. On the host the process keeps memory that a step has given back, see
-    `hpcdist.adapters.torch_arrays.keep_memory`.
+    of a list, as of an `nn.ModuleList`, begins with the module's place in it. Integer inputs and targets become int64,
+    real ones the type of the parameters. Buffers are constants: a forward that changes one is refused, and so are norms
+    with running statistics. In a step each module, nested ones included, is in the mode that it had when it was wrapped
+    (all are in training mode where none was), in an evaluation none trains; what they draw from PyTorch's generators in
+    a step follows from the run's seed, the step, the layer and the first sample of the micro-batch. On the host the
+    process keeps memory that a step has given back, see `hpcdist.adapters.torch_arrays.keep_memory`.
 
     Raises UsageError and ConfigurationError with the name of the module or parameter that cannot be trained, and
     MissingCapabilityError without PyTorch.
