@@ -177,21 +177,24 @@ class TorchStage:
         return y
 
     def _call(self, prefix: str, module: "torch.nn.Module", x: "Inputs") -> Any:
-        if not isinstance(x, Several):
-            return module(x)
-        names = () if x.names is None else x.names
-        arguments = () if x.names is not None else x.arrays
-        named = dict(zip(names, x.arrays, strict=True)) if names else {}
+        """Call a module with one tensor, or with several as arguments, positional or by name."""
+        arguments: tuple[Any, ...] = (x,)
+        named: dict[str, Any] = {}
+        if isinstance(x, Several):
+            arguments, named = (x.arrays, {}) if x.names is None else ((), dict(zip(x.names, x.arrays, strict=True)))
         try:
-            inspect.signature(module.forward).bind(*arguments, **named)
+            return module(*arguments, **named)
         except TypeError as error:
-            given = f"by name: {', '.join(names)}" if names else f"{len(arguments)} of them"
-            raise UsageError(
-                f"stage {self.layer}, {self.name}: its first module, {prefix or 'module'} ({type(module).__name__}), "
-                f"cannot be called with the inputs of the batch, {given}: {error}; it gets all inputs, and what later "
-                "stages need of them has to be part of what it returns"
-            ) from None
-        return module(*arguments, **named)
+            try:
+                inspect.signature(module.forward).bind(*arguments, **named)
+            except TypeError as unbound:
+                given = f"inputs by name, {', '.join(named)}" if named else f"{len(arguments)} input(s)"
+                raise UsageError(
+                    f"stage {self.layer}, {self.name}: {prefix or 'module'} ({type(module).__name__}) cannot be called "
+                    f"with {given}: {unbound}; the first module of a model gets all inputs of a batch, a tuple or a "
+                    "dict of them as arguments, and each later one what the one before returns"
+                ) from error
+            raise
 
     def _checked(self, y: "torch.Tensor", x: "Inputs") -> "torch.Tensor":
         """Return the output ``y``, where it is what the next stage expects, in memory of its own."""

@@ -582,7 +582,18 @@ def test_several_inputs_and_targets(kind, rng):
 def test_inputs_that_the_first_module_does_not_take(rng):
     bench = Bench(wrap(masked(0), functional.cross_entropy))
     tokens, mask = rng.integers(0, 11, (6, 4)), np.ones((6, 4), np.float32)
-    with pytest.raises(UsageError, match=r"first module, 0 \(Masked\), cannot be called .* by name: tokens, maske: "):
+    with pytest.raises(UsageError, match=r"0 \(Masked\) cannot be called with inputs by name, tokens, maske: "):
         bench.forward(backend.adopt({"tokens": tokens, "maske": mask}))
-    with pytest.raises(UsageError, match=r"cannot be called with the inputs of the batch, 4 of them: too many"):
+    with pytest.raises(UsageError, match=r"0 \(Masked\) cannot be called with 4 input\(s\): too many"):
         bench.forward(backend.adopt((tokens, mask, mask[:, 0], mask)))
+    with pytest.raises(UsageError, match=r"cannot be called with 1 input\(s\): missing a required argument: 'mask'"):
+        bench.forward(tokens)
+
+
+def test_a_type_error_of_a_module_itself_is_passed_on():
+    class Careless(nn.Linear):
+        def forward(self, x):
+            return super().forward(x + "1")
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        Bench(wrap([Careless(5, 3)], functional.cross_entropy)).forward(np.ones((2, 5), np.float32))
