@@ -83,7 +83,7 @@ def _described(recipe: "Recipe", name: str) -> Description:
         from hpcdist.comm.solo import solo
         from hpcdist.training.data.source import open_source
 
-        inputs = open_source(recipe.data, recipe.model, solo()).model_inputs()
+        inputs = open_source(recipe.data, recipe.model, solo(), digests=False).model_inputs()
     else:
         inputs = {}
     return replace(shape.of_config(recipe.model, **inputs), name=name)

@@ -126,18 +126,19 @@ def offset_in_file(dataset: h5py.Dataset) -> int | None:
     return None if offset is None else int(offset)
 
 
-def storage_of(dataset: h5py.Dataset) -> dict[Path, int]:
+def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
     """Return the files that hold elements of ``dataset``, and how long each must be; sources of virtual ones included.
 
+    Also whether these are all: virtual storage can have a pattern of names, and a journal can lie over a file.
     HDF5 shows zeros for what lies behind the end of a file, and the fill value for a virtual source that is not there.
     Raises StorageError where a file is missing or too short, or a source has no such dataset.
     """
     sizes: dict[Path, int] = {}
     seen: set[tuple[str, str]] = set()
-    _add_storage(dataset, sizes, seen)
+    complete = _add_storage(dataset, sizes, seen)
     for path, needed in sizes.items():
         check_size(path, needed, dataset.name)
-    return sizes
+    return sizes, complete
 
 
 def check_size(path: Path, needed: int, name: str) -> None:
@@ -153,9 +154,10 @@ def check_size(path: Path, needed: int, name: str) -> None:
         )
 
 
-def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[tuple[str, str]]) -> None:
-    own = Path(dataset.file.filename)
-    if dataset.file.driver == "sec2":
+def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[tuple[str, str]]) -> bool:
+    """Add the files of ``dataset`` to ``sizes``, but sources of ``seen`` names; return whether these are all."""
+    own, complete = Path(dataset.file.filename), dataset.file.driver == "sec2"
+    if complete:
         sizes.setdefault(own, own.stat().st_size)
     rest = dataset.nbytes
     for name, offset, size in dataset.external or ():
@@ -164,22 +166,20 @@ def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[tuple[
         sizes[path] = max(sizes.get(path, 0), offset + used)
         rest -= used
     for source in dataset.virtual_sources() if dataset.is_virtual else ():
-        key = source.file_name, source.dset_name
-        if key in seen or "%b" in source.file_name + source.dset_name:  # a pattern of names: as many as there are
+        file_name, name = source.file_name, source.dset_name
+        path = own if file_name == "." else _beside(own, file_name, "HDF5_VDS_PREFIX", own.parent)
+        if (str(path), name) in seen:
             continue
-        seen.add(key)
-        if source.file_name == ".":
-            _add_source(dataset.file, source.dset_name, sizes, seen)
+        seen.add((str(path), name))
+        if "%b" in file_name + name:  # stands for numbers: as many files as there are
+            complete = False
             continue
-        with open_read(_beside(own, source.file_name, "HDF5_VDS_PREFIX", own.parent)) as file:
-            _add_source(file, source.dset_name, sizes, seen)
-
-
-def _add_source(file: h5py.File, name: str, sizes: dict[Path, int], seen: set[tuple[str, str]]) -> None:
-    source = file.get(name)
-    if not isinstance(source, h5py.Dataset):
-        raise StorageError(f"{file.filename}: no dataset {name}, which is part of a virtual one")
-    _add_storage(source, sizes, seen)
+        with open_read(path) as file:
+            part = file.get(name)
+            if not is_dataset(part):
+                raise StorageError(f"{path}: no dataset {name}, which is part of a virtual one")
+            complete &= _add_storage(part, sizes, seen)
+    return complete
 
 
 def _beside(own: Path, name: str, variable: str, folder: Path) -> Path:

@@ -14,6 +14,7 @@ HALVES: Final = ("bfloat16", "float16")
 ACTIVATIONS: Final = ("float32", "working")
 WITH_HALVES: Final = ("allreduce", "zero1", "zero2", "zero3", "parameter_server")
 SHARES: Final = ("even", "measured")
+DIGESTS: Final = ("whole", "probes")
 DEVICES: Final = ("cpu", "gpu")
 
 
@@ -37,6 +38,9 @@ class DataConfig:
     rounding.
 
     ``staged`` is where each node has a copy of ``path``, as batch jobs make one: it is read in its place.
+
+    ``digest`` says how a resume knows that the data is what it was: "whole", by a digest of all of it, which is read
+    once for each state of the files, or "probes", by 64 samples at even distances, between which a change is not seen.
     """
 
     path: str = ""
@@ -44,6 +48,7 @@ class DataConfig:
     context: int = 128
     validation_fraction: float = 0.05
     shares: str = "even"
+    digest: str = "whole"
 
     def __post_init__(self) -> None:
         if self.staged and not self.path:
@@ -54,6 +59,8 @@ class DataConfig:
             raise ConfigurationError(
                 f"data.validation_fraction = {self.validation_fraction}; it must be between 0 and 0.5"
             )
+        if self.digest not in DIGESTS:
+            raise ConfigurationError(f"data.digest = {self.digest!r}; choose one of {', '.join(DIGESTS)}")
         if self.shares not in SHARES:
             raise ConfigurationError(f"data.shares = {self.shares!r}; choose one of {', '.join(SHARES)}")
 

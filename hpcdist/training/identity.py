@@ -15,6 +15,7 @@ OPERATIONAL: Final = (
 )
 OPERATIONAL_KEYS: Final = (
     "run.steps",
+    "data.digest",
     "data.shares",
     "data.staged",
     "run.device",

@@ -77,7 +77,7 @@ class Trained:
         """
         recipe = self.recipe
         source = data.open_source(recipe.data, recipe.model, self.comm)
-        if source.fingerprint != self.scalars["data"]:
+        if not source.made(self.scalars):
             raise DataError(
                 f"{self.path} was written by a run on other data than {source.description}; "
                 "give back the data it was trained on"

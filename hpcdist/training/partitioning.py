@@ -68,7 +68,7 @@ def alone(recipe: Recipe) -> Plan:
     one stage.
     """
     parallel, comm = recipe.parallel, solo()
-    source = data.open_source(recipe.data, recipe.model, comm)
+    source = data.open_source(recipe.data, recipe.model, comm, digests=False)
     whole = models.build(recipe.model, recipe.precision.computes, **source.model_inputs())
     grid = Grid(data=max(1, parallel.data), pipeline=parallel.pipeline, tensor=parallel.tensor)
     made = planned(comm, recipe, grid, whole, whole, pipelining.written(parallel, comm), None)

@@ -42,6 +42,7 @@ def scalars(trainer: "Trainer", steps: int) -> dict[str, Any]:
         "algorithm": trainer.exchange.algorithm,
         "compression": trainer.compression.name,
         "data": trainer.source.fingerprint,
+        "data_digest": trainer.source.digest,
         "model_inputs": trainer.source.model_inputs(),
         "optimizer": trainer.exchange.state(),
         "loss_scale": trainer.executor.loss_scale.state(),
@@ -90,7 +91,7 @@ def take_back(trainer: "Trainer", origin: Origin) -> None:
     lacking = [name for name, kind in NEEDED.items() if not isinstance(resumed.get(name), kind)]
     if lacking or resumed["steps"] < 0:
         raise StorageError(f"{origin} does not say {', '.join(lacking or NEEDED)}: no training of hpcdist has made it")
-    if resumed["data"] != trainer.source.fingerprint:
+    if not trainer.source.made(resumed):
         raise DataError(
             f"{origin} was written by a run on other data than {trainer.source.description}; "
             "give back the data it was trained on, or start a new run"

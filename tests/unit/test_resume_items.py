@@ -212,6 +212,24 @@ def test_the_measured_cut_of_the_stages_is_kept(keys: Body, tmp_path: Path) -> N
     assert worst not in run_threads(2, found)
 
 
+def test_data_that_changed_between_the_probes_is_refused(keys: Body, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(path.read_text() * 200)
+    made = run_threads(2, lambda comm: trainer_of(comm, keys).save(tmp_path / "run", 1))[0]
+    content = bytearray(path.read_bytes())
+    content[1500] ^= 1  # 64 probes of 1,024 bytes begin 3,890 bytes apart
+    path.write_bytes(content)
+
+    def resumed(**more: Any) -> int:
+        return run_threads(2, lambda comm: trainer_of(comm, keys | more, made).first_step)[0]
+
+    with pytest.raises(DataError, match="was written by a run on other data"):
+        resumed()
+    assert resumed(**{"data.digest": "probes"}) == 1
+    rewrite(made, without("data_digest"))
+    assert resumed() == 1, "it was made before there were digests"
+
+
 def test_energy_and_time_go_on_counting(keys: Body, tmp_path: Path) -> None:
     trainer = trainer_of(solo(), keys)
     energy = Energy(solo(), trainer.recipe, None)

@@ -1,5 +1,6 @@
 """Arrays in files: tokens in .npy and HDF5, tables in HDF5. Nothing is read before it is asked for."""
 
+import os
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,8 +20,8 @@ class Dataset:
     def __init__(self, path: Path, dataset: Any) -> None:
         from hpcdist.hdf5 import files
 
-        self._path, self._dataset = path, dataset
-        self._sizes = files.storage_of(dataset)
+        self._path, self._dataset, self.place = path, dataset, str(dataset.name)
+        self._sizes, self._all_known = files.storage_of(dataset)
         self.dtype = dataset.dtype.newbyteorder("=")
         self.shape = dataset.shape
 
@@ -31,6 +32,10 @@ class Dataset:
         found = self._read(index)
         self._check_sizes()
         return found
+
+    def files(self) -> list[tuple[Path, os.stat_result]] | None:
+        """Return all files with elements of the dataset, which is called ``place``, as they are; None: not known."""
+        return [(path.resolve(), path.stat()) for path in self._sizes] if self._all_known else None
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Return (n, length, ...): the elements from each start on."""

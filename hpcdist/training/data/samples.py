@@ -65,7 +65,7 @@ class FileArray:
     """
 
     def __init__(self, path: Path, dtype: Any, offset: int, shape: tuple[int, ...]) -> None:
-        self._path, self._offset = path, offset
+        self._path, self.place = path, offset
         self.dtype, self.shape = np.dtype(dtype), shape
         self._row_bytes = math.prod(shape[1:]) * self.dtype.itemsize
         try:
@@ -85,12 +85,16 @@ class FileArray:
         start, stop, step = index.indices(len(self))
         return self.gather(np.array([start]), max(0, stop - start))[0, ::step]
 
+    def files(self) -> list[tuple[Path, os.stat_result]]:
+        """Return the file that holds the elements, which begin at its byte ``place``, as it is now."""
+        return [(self._path.resolve(), os.fstat(self._descriptor))]
+
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Return (n, length, ...): the elements from each start on. Raises StorageError when the file is cut."""
         rows = np.empty((len(starts), length, *self.shape[1:]), self.dtype)
         if rows.size:
             blocks = rows.reshape(len(starts), -1).view(np.uint8)
-            offsets = self._offset + starts.astype(np.int64) * self._row_bytes
+            offsets = self.place + starts.astype(np.int64) * self._row_bytes
             if (row := _read_blocks(self._descriptor, offsets, blocks)) < len(starts):
                 self._fail(int(offsets[row]), blocks.shape[1])
         return rows
@@ -105,7 +109,7 @@ class FileArray:
         raise StorageError(f"{self._path}: {size:,} bytes from byte {offset:,} on cannot be read; try again")
 
     def _check_size(self) -> None:
-        size, needed = os.fstat(self._descriptor).st_size, self._offset + len(self) * self._row_bytes
+        size, needed = os.fstat(self._descriptor).st_size, self.place + len(self) * self._row_bytes
         if size < needed:
             raise StorageError(
                 f"{self._path} has {size:,} bytes, and its data ends at byte {needed:,}: it was cut, or is still being "

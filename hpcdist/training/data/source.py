@@ -1,10 +1,11 @@
 """Where samples come from: the `[data]` section made into training and validation samples that all ranks agree on."""
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from hpcdist.models.tokens import check_tokens
 from hpcdist.reporting import regular
 from hpcdist.training.config import DataConfig
 from hpcdist.training.data import arrays, text
+from hpcdist.training.data.digest import digest
 from hpcdist.training.data.masking import Masked
 from hpcdist.training.data.sampler import in_order
 from hpcdist.training.data.samples import Batch, NextToken, Rows, Samples, Sliceable, Windows, part
@@ -35,7 +37,8 @@ class Source:
 
     ``tokens`` is the training split as one text, where what follows a token is to be said (else None), ``validation``
     None where nothing is kept back.
-    ``inputs`` is what the data says about the model. ``fingerprint`` is equal for equal data.
+    ``inputs`` is what the data says about the model. ``fingerprint`` is equal for equal data, and made of samples of
+    it; ``digest`` is made of all of it, or empty where it was not asked for.
     """
 
     description: str
@@ -44,6 +47,12 @@ class Source:
     tokens: Sliceable | None
     inputs: dict[str, int]
     fingerprint: str
+    digest: str = ""
+
+    def made(self, scalars: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint with ``scalars`` is of this data, as far as both sides know it."""
+        known = scalars.get("data_digest")
+        return scalars["data"] == self.fingerprint and (not known or not self.digest or known == self.digest)
 
     def model_inputs(self) -> dict[str, int]:
         """Return the arguments of `models.build` that the data decides."""
@@ -81,18 +90,28 @@ def usable_inputs(told: object) -> dict[str, int]:
     return told if all(type(size) is int and 0 < size < LARGEST for size in told.values()) else {}
 
 
-def open_source(config: DataConfig, model: ModelConfig, comm: Communicator) -> Source:
+def open_source(config: DataConfig, model: ModelConfig, comm: Communicator, *, digests: bool = True) -> Source:
     """Open the data for ``model``. Collective: every rank raises when one cannot, or when they see different data.
 
-    Raises DataError when the data is missing, empty, too short, unreadable or not for this model.
+    Without ``digests`` samples of the data are looked at, whatever ``config.digest`` says. Raises DataError when the
+    data is missing, empty, too short, unreadable or not for this model.
     """
     verdict: str | HpcdistError
     try:
-        source = _open(config, model)
+        source, columns = _open(config, model)
         verdict = source.fingerprint
     except HpcdistError as error:
         verdict = error
-    verdicts = comm.allgather_object(verdict)
+    _agree(config, comm.allgather_object(verdict))
+    if not digests or config.digest == "probes":
+        return source
+    source = replace(source, digest=digest(columns, source.description, comm))
+    _agree(config, comm.allgather_object(source.digest))
+    return source
+
+
+def _agree(config: DataConfig, verdicts: list[str | HpcdistError]) -> None:
+    """Raise the first error of a rank, or DataError where they see different data."""
     for other in verdicts:
         if isinstance(other, HpcdistError):
             raise other
@@ -103,10 +122,10 @@ def open_source(config: DataConfig, model: ModelConfig, comm: Communicator) -> S
             f"rank {different[0]} and {len(different) - 1} others see other data than rank 0 under {where}; "
             "set data.path to a file that is the same on all nodes"
         )
-    return source
 
 
-def _open(config: DataConfig, model: ModelConfig) -> Source:
+def _open(config: DataConfig, model: ModelConfig) -> tuple[Source, tuple[Sliceable, ...]]:
+    """Return the source, and the arrays that it is made of."""
     path = Path(config.staged or config.path)
     config.check_exists()
     kind = _kind(path) if config.path else "library"
@@ -127,7 +146,7 @@ def _open(config: DataConfig, model: ModelConfig) -> Source:
         tokens, description = text.of_standard_library()
     else:
         tokens, description = text.of_directory(path) if kind == "directory" else text.of_file(path)
-    return _tokens(tokens, f"{description}, {len(tokens):,} {_unit(tokens)}", config, model)
+    return _tokens(tokens, f"{description}, {len(tokens):,} {_unit(tokens)}", config, model), (tokens,)
 
 
 def _kind(path: Path) -> str:
@@ -179,9 +198,11 @@ def _tokens(tokens: Sliceable, description: str, config: DataConfig, model: Mode
     return Source(description, NextToken(training, context), places, training, inputs, fingerprint)
 
 
-def _table(path: Path, fraction: float, *, pictures: bool, shaped: bool = False) -> Source:
+def _table(
+    path: Path, fraction: float, *, pictures: bool, shaped: bool = False
+) -> tuple[Source, tuple[Sliceable, ...]]:
     x, y, classes = arrays.hdf5_table(path)
-    features = int(np.prod(x.shape[1:]))
+    features = math.prod(x.shape[1:])
     inputs = {"features": features, "classes": classes}
     description = f"{path}, {len(x):,} rows of {features} features in {classes} classes"
     if pictures or (shaped and len(x.shape) in (3, 4)):
@@ -195,7 +216,8 @@ def _table(path: Path, fraction: float, *, pictures: bool, shaped: bool = False)
         description = f"{path}, {len(x):,} pictures of {height} x {width} x {channels} in {classes} classes"
     stop = _training_part(len(x), fraction, 1, description, "a sample is a row; give more data")
     validation = Rows(x, y, stop, len(x), shaped=shaped) if stop < len(x) else None
-    return Source(description, Rows(x, y, 0, stop, shaped=shaped), validation, None, inputs, _fingerprint(x, y))
+    rows = Rows(x, y, 0, stop, shaped=shaped)
+    return Source(description, rows, validation, None, inputs, _fingerprint(x, y)), (x, y)
 
 
 def _training_part(total: int, fraction: float, least: int, what: str, cure: str) -> int:
@@ -212,7 +234,7 @@ def _fingerprint(*columns: Sliceable) -> str:
     state = hashlib.blake2b(digest_size=16)
     for column in columns:
         state.update(f"{column.dtype} {column.shape}".encode())
-        rows = max(1, PROBE_ELEMENTS // max(1, int(np.prod(column.shape[1:]))))
+        rows = max(1, PROBE_ELEMENTS // max(1, math.prod(column.shape[1:])))
         for probe in range(PROBES):
             start = probe * max(0, len(column) - rows) // (PROBES - 1)
             state.update(np.ascontiguousarray(column[start : start + rows]).tobytes())
