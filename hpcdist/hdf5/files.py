@@ -29,6 +29,7 @@ WRITE_BYTES: Final = 16 << 20
 OUTSIDE_BYTES: Final = 1 << 18  # digested at a time
 ALIGNED_BYTES: Final = 4096  # datasets of a page and more begin at a page
 RETRY_S: Final = 2.0
+MOST_LINKS: Final = 16  # one behind the other, as HDF5 allows
 FAILURES: Final = (OSError, RuntimeError, ValueError, KeyError, TypeError)  # what h5py raises for broken files
 MOST_TEXT: Final = 1 << 20  # letters of an attribute
 
@@ -105,6 +106,26 @@ def is_dataset(found: Any) -> bool:
     return isinstance(found, h5py.Dataset)
 
 
+def resolved(file: h5py.File, name: str) -> Any:
+    """Return what the links from ``name`` on lead to, or None. Raises StorageError for a file that is none.
+
+    HDF5 would wait for ever for a pipe in the place of a file.
+    """
+    for _ in range(MOST_LINKS):
+        link = file.get(name, getlink=True)
+        if isinstance(link, h5py.SoftLink):
+            name = link.path
+        elif isinstance(link, h5py.ExternalLink):
+            own = Path(file.filename)
+            path = _beside(own, link.filename, "HDF5_EXT_PREFIX", own.parent)
+            if not path.exists():
+                return None
+            file, name = open_read(path), link.path
+        else:
+            return file.get(name)
+    raise StorageError(f"{file.filename}: too many links")
+
+
 def offset_in_file(dataset: h5py.Dataset) -> int | None:
     """Return the byte of ``dataset.file`` from which on its elements lie one behind the other, as numpy has them.
 
@@ -134,8 +155,7 @@ def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
     Raises StorageError where a file is missing or too short, or a source has no such dataset.
     """
     sizes: dict[Path, int] = {}
-    seen: set[tuple[str, str]] = set()
-    complete = _add_storage(dataset, sizes, seen)
+    complete = _add_storage(dataset, sizes, set(), ())
     for path, needed in sizes.items():
         check_size(path, needed, dataset.name)
     return sizes, complete
@@ -154,9 +174,18 @@ def check_size(path: Path, needed: int, name: str) -> None:
         )
 
 
-def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[tuple[str, str]]) -> bool:
-    """Add the files of ``dataset`` to ``sizes``, but sources of ``seen`` names; return whether these are all."""
+_Place = tuple[Path, str]  # a file, and a dataset in it
+
+
+def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[_Place], outer: tuple[_Place, ...]) -> bool:
+    """Add the files of ``dataset`` to ``sizes``, but sources of ``seen`` places; return whether these are all.
+
+    ``outer`` are the virtual datasets that it is a part of: HDF5 would follow a circle until the stack is full.
+    """
     own, complete = Path(dataset.file.filename), dataset.file.driver == "sec2"
+    place = own.resolve(), str(dataset.name)
+    if place in outer:
+        raise StorageError(f"{own}: the virtual dataset {dataset.name} is a part of itself")
     if complete:
         sizes.setdefault(own, own.stat().st_size)
     rest = dataset.nbytes
@@ -168,9 +197,9 @@ def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[tuple[
     for source in dataset.virtual_sources() if dataset.is_virtual else ():
         file_name, name = source.file_name, source.dset_name
         path = own if file_name == "." else _beside(own, file_name, "HDF5_VDS_PREFIX", own.parent)
-        if (str(path), name) in seen:
+        if (path, name) in seen:
             continue
-        seen.add((str(path), name))
+        seen.add((path, name))
         if "%b" in file_name + name:  # stands for numbers: as many files as there are
             complete = False
             continue
@@ -178,7 +207,7 @@ def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[tuple[
             part = file.get(name)
             if not is_dataset(part):
                 raise StorageError(f"{path}: no dataset {name}, which is part of a virtual one")
-            complete &= _add_storage(part, sizes, seen)
+            complete &= _add_storage(part, sizes, seen, (*outer, place))
     return complete
 
 

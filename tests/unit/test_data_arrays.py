@@ -1,6 +1,7 @@
 """Arrays in files: tokens in .npy and HDF5, tables in HDF5, read from the file itself where they can be."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,38 @@ def test_names_in_a_file_that_lead_to_no_elements(tmp_path: Path) -> None:
     refused("a single value; expected rows", np.uint8(3))
     refused("expected", np.array([b"a", b"b"]))
     refused("expected", np.zeros(3, [("a", np.uint8)]))
+
+
+def test_pipes_and_circles_are_refused(tmp_path: Path) -> None:
+    """HDF5 would wait for ever, or fill its stack."""
+    os.mkfifo(tmp_path / "pipe")
+
+    def refused(message: str, fill: Callable[[h5py.File], object]) -> None:
+        with h5py.File(tmp_path / "a.h5", "w") as file:
+            fill(file)
+        with pytest.raises(DataError, match=message):
+            arrays.hdf5_tokens(tmp_path / "a.h5")
+
+    def virtual(source: str) -> Callable[[h5py.File], object]:
+        layout = h5py.VirtualLayout((2000,), np.uint8)
+        layout[:] = h5py.VirtualSource(source, "tokens", (2000,))
+        return lambda file: file.create_virtual_dataset("tokens", layout)
+
+    refused("pipe: there is no such file", lambda file: file.__setitem__("tokens", h5py.ExternalLink("pipe", "/a")))
+    refused("pipe: there is no such file", virtual("pipe"))
+    raw = [(str(tmp_path / "pipe"), 0, 2000)]
+    refused("pipe.*has 0 bytes of 2,000", lambda file: file.create_dataset("tokens", (2000,), np.uint8, external=raw))
+    refused("is a part of itself", virtual("a.h5"))
+
+
+@pytest.mark.parametrize("extent", [2**20, 2**40])
+def test_rows_that_do_not_fit_into_memory(tmp_path: Path, extent: int) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", (4, extent, extent), np.uint8, chunks=(1, 8, 8))
+    got = arrays.Dataset(tmp_path / "a.h5", h5py.File(tmp_path / "a.h5")["x"])
+    for read in (lambda: got[:1], lambda: got.gather(np.array([1]), 1)):
+        with pytest.raises(StorageError, match="cannot be read|do not fit into memory"):
+            read()
 
 
 def test_classes_of_many_rows_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.errors import DataError, StorageError
-from hpcdist.training.data.samples import FileArray, Sliceable
+from hpcdist.training.data.samples import FileArray, Sliceable, allocated
 
 MOST_CLASSES: Final = 1 << 24
 BLOCK_ROWS: Final = 1 << 22  # of y, looked at together
@@ -39,7 +39,7 @@ class Dataset:
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Return (n, length, ...): the elements from each start on."""
-        rows = np.empty((len(starts), length, *self.shape[1:]), self.dtype)
+        rows = allocated((len(starts), length, *self.shape[1:]), self.dtype, self._path)
         for row, start in enumerate(starts.tolist()):
             rows[row] = self._read(slice(start, start + length))
         self._check_sizes()
@@ -48,7 +48,8 @@ class Dataset:
     def _read(self, index: Any) -> Any:
         try:
             return self._dataset[index]
-        except (OSError, RuntimeError) as error:  # a damaged chunk, a filter that is not installed
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:
+            # A damaged chunk, a filter that is not installed, a row that does not fit into memory.
             raise StorageError(f"{self._path}, dataset {self._dataset.name}: cannot be read: {error}") from error
 
     def _check_sizes(self) -> None:
@@ -141,7 +142,7 @@ def _opened(path: Path, file: Any, name: str) -> Sliceable:
 
     what = f"data.path = {path}"
     try:
-        dataset = file.get(name)
+        dataset = files.resolved(file, name)
     except files.FAILURES as error:
         raise DataError(f"{what}: {name} cannot be opened: {error}") from error
     if dataset is None:

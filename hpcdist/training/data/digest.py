@@ -47,17 +47,17 @@ def digest(columns: Sequence[Sliceable], what: str, comm: Communicator) -> str:
     for other, _ in known:
         sizes[other] += 1
     waiting = set(sizes) - {other for other, value in known if value}
-    blocks = [(column, start) for column in columns for start in range(0, len(column), _rows(column))]
-    rounds = max((-(-len(blocks) // sizes[other]) for other in waiting), default=0)
+    blocks = sum(_blocks(column) for column in columns)
+    rounds = max((-(-blocks // sizes[other]) for other in waiting), default=0)
     if rounds > TOLD_ROUNDS and comm.rank == 0:
         _tell(what, columns)
     parts: list[bytes] = []
     for number in range(rounds):
         index = number * len(members) + members.index(comm.rank)
         part: bytes | HpcdistError = b""
-        if not own and index < len(blocks):
+        if not own and index < blocks:
             try:
-                part = _block(*blocks[index])
+                part = _block(*_place(columns, index))
             except HpcdistError as error:
                 part = error
         gathered = comm.allgather_object(part)
@@ -77,6 +77,19 @@ def digest(columns: Sequence[Sliceable], what: str, comm: Communicator) -> str:
 def _rows(column: Sliceable) -> int:
     """Return how many rows a block has."""
     return max(1, BLOCK_BYTES // _row_bytes(column))
+
+
+def _blocks(column: Sliceable) -> int:
+    return -(-len(column) // _rows(column))
+
+
+def _place(columns: Sequence[Sliceable], index: int) -> tuple[Sliceable, int]:
+    """Return the column of block ``index`` of all columns, and the row with which it begins."""
+    for column in columns:
+        if index < _blocks(column):
+            return column, index * _rows(column)
+        index -= _blocks(column)
+    raise IndexError("there are fewer blocks")
 
 
 def _row_bytes(column: Sliceable) -> int:

@@ -57,6 +57,14 @@ def _read_blocks(descriptor: Any, offsets: Any, blocks: Any) -> Any:
 _read_blocks.sample(lambda: (0, np.empty(0, np.int64), np.empty((0, 1), np.uint8)))
 
 
+def allocated(shape: tuple[int, ...], dtype: np.dtype, path: Path) -> np.ndarray:
+    """Return a new array for rows of the file at ``path``. Raises StorageError where they do not fit into memory."""
+    try:
+        return np.empty(shape, dtype)
+    except (ValueError, MemoryError) as error:
+        raise StorageError(f"{path}: rows of the shape {shape[1:]} do not fit into memory: {error}") from error
+
+
 class FileArray:
     """An array whose elements lie in a file one behind the other, read when a slice of them is asked for.
 
@@ -91,7 +99,7 @@ class FileArray:
 
     def gather(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Return (n, length, ...): the elements from each start on. Raises StorageError when the file is cut."""
-        rows = np.empty((len(starts), length, *self.shape[1:]), self.dtype)
+        rows = allocated((len(starts), length, *self.shape[1:]), self.dtype, self._path)
         if rows.size:
             blocks = rows.reshape(len(starts), -1).view(np.uint8)
             offsets = self.place + starts.astype(np.int64) * self._row_bytes
