@@ -3,8 +3,11 @@
 import os
 import time
 from pathlib import Path
+from typing import Final
 
 import click
+
+PACKAGES: Final = ("arrays", "collectives", "models", "optim", "strategies", "training.data")  # those with kernels
 
 
 @click.command("warmup")
@@ -38,7 +41,7 @@ def _import_kernels() -> None:
 
     import hpcdist
 
-    for package in ("arrays", "collectives", "models", "optim", "strategies"):
-        path = [str(Path(folder) / package) for folder in hpcdist.__path__]
+    for package in PACKAGES:
+        path = [str(Path(folder, *package.split("."))) for folder in hpcdist.__path__]
         for module in pkgutil.walk_packages(path, f"hpcdist.{package}."):
             importlib.import_module(module.name)

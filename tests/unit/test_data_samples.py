@@ -1,10 +1,13 @@
 """Samples: windows side by side, places in a text, rows of a table."""
 
+import importlib
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcdist.cli import warmup
 from hpcdist.training.data.samples import NextToken, Part, Rows, Windows, part
 
 
@@ -62,3 +65,10 @@ def test_a_part_slices_like_an_array(index: slice) -> None:
     assert len(lazy) == 8
     assert np.array_equal(lazy[index], whole[5:13][index])
     assert np.array_equal(part(whole, 5, 13)[index], lazy[index])
+
+
+def test_warmup_knows_the_kernel_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules: list[str] = []
+    monkeypatch.setattr(importlib, "import_module", modules.append)
+    warmup._import_kernels()
+    assert {"hpcdist.training.data.samples", "hpcdist.models.activation"} <= set(modules)

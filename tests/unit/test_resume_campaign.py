@@ -58,7 +58,8 @@ def compare(ranks: int, keys: dict[str, Any], directory: Path, *, meets: bool) -
     right = run_threads(ranks, lambda comm: whole(comm, keys, meets=meets))
     path = run_threads(ranks, lambda comm: killed(comm, keys, directory))[0]
     again = run_threads(ranks, lambda comm: resumed(comm, keys, path))
-    return "" if again == right else f"{[one[0] for one in again]}, the whole run {[one[0] for one in right]}"
+    same = repr(again) == repr(right)  # where a step overflows, its norm is NaN, which equals nothing
+    return "" if same else f"{[one[0] for one in again]}, the whole run {[one[0] for one in right]}"
 
 
 @pytest.fixture

@@ -138,7 +138,7 @@ def test_training_is_that_of_one_process(case, text):
     if "zero.offload_directory" in keys:
         keys["zero.offload_directory"] = text.parent
     expected, tolerance = alone(keys, STEPS), TOLERANCE[str(keys["precision.mode"])]
-    assert expected.losses[-1] < expected.losses[0] - 0.1, "the model learns"
+    assert expected.losses[-1] < expected.losses[0] - 0.08, "the model learns"
 
     def body(comm):
         together = trainer_of(comm, keys)
