@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -106,6 +106,12 @@ def usable(path: Path) -> Manifest:
     if found.manifest is None or found.reason:
         raise StorageError(f"{path} is {found.state}: {found.reason}")
     return found.manifest
+
+
+def parameters(path: Path) -> Manifest:
+    """Return the manifest of the checkpoint at ``path``, without the pieces of all other kinds. Raises StorageError."""
+    loaded = manifest.load(path)
+    return replace(loaded, pieces=tuple(entry for entry in loaded.pieces if entry.kind == PARAMETERS), unused=())
 
 
 def choose(path: Path) -> Path:

@@ -49,6 +49,8 @@ def _why_not(entry: "Entry", files: dict[str, int], block_bytes: int) -> str:
     """Return what is wrong with one piece."""
     if not 0 < len(entry.kind) + len(entry.tensor) + len(entry.dataset) <= 3 * LONGEST_NAME:
         return f"names of more than {LONGEST_NAME} letters"
+    if not (entry.kind + entry.tensor + entry.dataset).isprintable():
+        return "names that are no text"
     if entry.dtype not in FLOATS | INTEGERS:
         return f"no dtype is called {_short(entry.dtype)!r}"
     if len(entry.shape) > MOST_DIMS or min(entry.shape, default=0) < 0 or math.prod(map(_one, entry.shape)) > MOST:
@@ -89,5 +91,5 @@ def _short(value: object) -> str:
         return "a number of more than 70 bits"
     if isinstance(value, tuple):
         return "[" + ", ".join(_short(item) for item in value[:4]) + (", ...]" if len(value) > 4 else "]")
-    text = str(value)
+    text = str(value).encode("ascii", "backslashreplace").decode()  # a terminal must not obey it
     return text if len(text) <= 200 else text[:200] + "..."

@@ -52,6 +52,6 @@ def loss_of(path: Path) -> float:
     """Return the validation loss that the checkpoint at ``path`` was saved with; NaN where none is known (local)."""
     try:
         found = manifest.load(path).scalars.get(VAL_LOSS)
-    except StorageError:
+        return float(found) if isinstance(found, int | float) else math.nan
+    except (StorageError, OverflowError):
         return math.nan
-    return float(found) if isinstance(found, int | float) else math.nan

@@ -16,7 +16,6 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.arrays import device
-from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.restore import on_first
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.machine import boot_id
@@ -32,6 +31,7 @@ from hpcdist.energy.store import NodeRows
 from hpcdist.errors import StorageError
 from hpcdist.reporting import atomic, regular
 from hpcdist.training.energy_summary import described, energy_attributes, summary
+from hpcdist.training.origin import scalars_of
 from hpcdist.training.recipe import Recipe
 
 __all__ = ["USAGE_FILE", "Energy", "described", "energy_attributes", "summary"]
@@ -70,7 +70,7 @@ class Energy:
         self._before: dict[str, Any] | None = None  # the activities of earlier starts, as of `activities.state`
         self._before_j: float | None = 0.0  # the joules of training in these
         if resume_from is not None:
-            self._restore(_checkpointed(on_first(comm, lambda: manifest.load(resume_from).scalars)))
+            self._restore(_checkpointed(on_first(comm, lambda: scalars_of(resume_from))))
         self._path = None if directory is None else directory / USAGE_FILE
         noted = comm.broadcast_object(_noted(self._path) if self._path is not None and comm.rank == 0 else None)
         if noted is not None:  # later than the checkpoint

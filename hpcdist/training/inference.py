@@ -9,7 +9,7 @@ import codecs
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -21,7 +21,9 @@ from hpcdist.arrays import backend, device
 from hpcdist.arrays.dtypes import dtype_of
 from hpcdist.arrays.ledger import Ledger
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint import catalogue
+from hpcdist.checkpoint.catalogue import PARAMETERS
+from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.restore import from_newest, newest_complete, on_first, restore_together
 from hpcdist.collectives import SHARDED, allreduce
 from hpcdist.comm import failfast, launcher
@@ -30,12 +32,15 @@ from hpcdist.comm.start import Session, start, start_alone
 from hpcdist.errors import DataError, MissingCapabilityError, StorageError, UsageError
 from hpcdist.models import factory
 from hpcdist.models.arena import Arena
+from hpcdist.models.config import TRANSFORMERS
 from hpcdist.models.model import Model
 from hpcdist.optim import kernels
 from hpcdist.strategies.exchange import pieces_of
 from hpcdist.training import data, directory
 from hpcdist.training import recipe as recipes
+from hpcdist.training.data.source import usable_inputs
 from hpcdist.training.generation import generate
+from hpcdist.training.origin import scalars_of
 from hpcdist.training.recipe import Recipe
 
 # These say it all: what was recorded need not be kept.
@@ -106,17 +111,15 @@ def _loaded(comm: Communicator, path: Path, found: Path | None, recipe: Recipe, 
     """Return the model of the checkpoint ``found``. Collective; raises `DamagedError` on all ranks or on none."""
     if found is None:
         raise StorageError(f"{path} holds no valid checkpoint; train it first (a run saves one at its end)")
-
-    def read() -> tuple[dict[str, Any], object]:
-        stored = manifest.load(found)
-        return stored.scalars, stored.about.get("factory")
-
-    scalars, factory_seal = on_first(comm, read)
+    stored = on_first(comm, lambda: catalogue.parameters(found))
+    scalars = scalars_of(found, stored)
+    lacking = [name for name in ("steps", "data") if name not in scalars]
+    if lacking:
+        raise StorageError(f"{found} does not say {', '.join(lacking)}: no training of hpcdist has made it")
     if recipe.model.kind == "import" and not trust:
-        _check_factory(comm, path, recipe.model.factory, factory_seal)
-    # The recipe knows as much of a text; checkpoints of the first version leave it to the recipe.
-    inputs = scalars.get("model_inputs", {"context": recipe.data.context})
-    model = models.build(recipe.model, recipe.precision.computes, **inputs)
+        _check_factory(comm, path, recipe.model.factory, stored.about.get("factory"))
+    model = models.build(recipe.model, recipe.precision.computes, **_inputs(found, recipe, scalars))
+    _check_shapes(found, model, stored)
     ledger = Ledger()
     parameters = FlatStore(model.layout, model.dtype, on=recipe.run.device, ledger=ledger)
     sharding = SHARDED["native"]
@@ -142,6 +145,30 @@ def _check_factory(comm: Communicator, path: Path, named: str, seal: object) -> 
             f"the recipe of {path} names code, model.factory = {named!r}, which {why}; read it, and add --trust to "
             "execute it"
         )
+
+
+def _inputs(path: Path, recipe: Recipe, scalars: Mapping[str, Any]) -> dict[str, int]:
+    """Return what the data decided of the model (local). Checkpoints of the first version leave it to the recipe."""
+    told = scalars.get("model_inputs")
+    if recipe.model.kind in TRANSFORMERS or told is None:
+        return {"context": recipe.data.context}
+    inputs = usable_inputs(told)
+    if not inputs:
+        raise StorageError(f"{path} is not valid: of its scalars, model_inputs are {str(told)[:80]}")
+    return inputs
+
+
+def _check_shapes(path: Path, model: Model, stored: Manifest) -> None:
+    """Raise StorageError unless ``stored`` has all of ``model``, before memory is taken for it (local)."""
+    shapes = {entry.tensor: entry.shape for entry in stored.pieces}
+    for segment in model.layout.segments:
+        shape = shapes.get(segment.key)
+        if shape != segment.spec.shape:
+            has = "is missing" if shape is None else f"is {list(shape)}"
+            raise StorageError(
+                f"{path}: {PARAMETERS}/{segment.key} {has}, expected {list(segment.spec.shape)}; look at it with the "
+                "recipe that saved it"
+            )
 
 
 def where_it_can(recipe: Recipe) -> Recipe:

@@ -17,7 +17,7 @@ from hpcdist.arrays.filestore import Stretch
 from hpcdist.arrays.layout import Layout
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range
-from hpcdist.checkpoint import catalogue, manifest
+from hpcdist.checkpoint import catalogue
 from hpcdist.checkpoint.blocks import BlockReader, DamagedError
 from hpcdist.checkpoint.catalogue import PARAMETERS
 from hpcdist.checkpoint.manifest import BLOCK_BYTES, Manifest
@@ -39,7 +39,7 @@ def take(trainer: "Trainer", source: Path, *, partial: bool) -> dict[str, str]:
     world; all ranks return and raise the same.
     """
     path = on_first(trainer.comm, lambda: catalogue.choose(source))
-    stored = on_first(trainer.comm, lambda: _parameters(path))
+    stored = on_first(trainer.comm, lambda: catalogue.parameters(path))
     found = {one.name: one.dtype for one in catalogue.tensors(stored, {PARAMETERS})}
     left = _misfits(trainer.model.layout, stored)
     if left and not partial:
@@ -62,12 +62,6 @@ def take(trainer: "Trainer", source: Path, *, partial: bool) -> dict[str, str]:
     if trainer.comm.rank == 0:
         _tell(path, stored, left, len(trainer.model.layout.segments))
     return left
-
-
-def _parameters(path: Path) -> Manifest:
-    """Return what is stored of parameters at ``path`` (local)."""
-    stored = manifest.load(path)
-    return replace(stored, pieces=tuple(entry for entry in stored.pieces if entry.kind == PARAMETERS), unused=())
 
 
 def _misfits(layout: Layout, stored: Manifest) -> dict[str, str]:

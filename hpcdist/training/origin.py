@@ -4,15 +4,69 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
+
+import msgspec
 
 from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint.manifest import Manifest
 from hpcdist.checkpoint.restore import from_newest, on_first, restore_together
 from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import StorageError
 from hpcdist.training.directory import refuse_to_begin_again
 
 Result = TypeVar("Result")
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Ranks = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+Finite = Annotated[float, msgspec.Meta(gt=-1e300, lt=1e300)]
+
+
+class _Optimizer(msgspec.Struct):
+    """The types of what exchanges and optimizers keep beside the pieces; what one does not know it leaves alone."""
+
+    count: Count = 0
+    rate: Finite = 0.0
+    pending: bool = False
+    frozen: Ranks = 0
+    residuals: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
+    clocks: list[Count] = []
+    updates: Count = 0
+    arithmetic: str = ""
+
+
+class _LossScale(msgspec.Struct):
+    scale: Annotated[float, msgspec.Meta(gt=0, lt=1e300)] = 1.0
+    skipped: Count = 0
+    overflows: Count = 0
+    grown: Count = 0
+    stuck: Count = 0
+
+
+class _NoiseScale(msgspec.Struct):
+    weight: float = 0.0
+    gradient_squared: float = 0.0
+    trace: float = 0.0
+
+
+class _Scalars(msgspec.Struct):
+    """The types of what `state.scalars` writes; earlier versions wrote less."""
+
+    steps: Count = 0
+    data: str = ""
+    data_digest: str = ""
+    sample_order: Count = 0
+    world: Size = 1
+    ranks_per_node: list[Size] = []
+    algorithm: str = ""
+    compression: str = ""
+    model_inputs: dict[str, Size] = {}
+    optimizer: _Optimizer = msgspec.field(default_factory=_Optimizer)
+    loss_scale: _LossScale = msgspec.field(default_factory=_LossScale)
+    noise_scale: _NoiseScale = msgspec.field(default_factory=_NoiseScale)
+    shares: list[tuple[Count, list[Size]]] = []
+    stage_units: list[Size] = []
 
 
 class Origin(Protocol):
@@ -41,12 +95,12 @@ class Stored:
     @classmethod
     def together(cls, comm: Communicator, path: Path) -> "Stored":
         """Return the checkpoint with its scalars, which rank 0 reads. Collective; raises StorageError on all ranks."""
-        return cls(path, on_first(comm, lambda: manifest.load(path).scalars))
+        return cls(path, on_first(comm, lambda: scalars_of(path)))
 
     @cached_property
     def scalars(self) -> Mapping[str, Any]:
         """What its manifest says. Raises StorageError."""
-        return manifest.load(self.path).scalars if self.read is None else self.read
+        return scalars_of(self.path) if self.read is None else self.read
 
     def fill(self, comm: Communicator, wanted: Sequence[Piece], optional: Collection[str]) -> None:
         """Read what this rank wants. Collective; raises `DamagedError` on all ranks where bytes are damaged."""
@@ -54,6 +108,19 @@ class Stored:
 
     def __str__(self) -> str:
         return str(self.path)
+
+
+def scalars_of(path: Path, stored: Manifest | None = None) -> dict[str, Any]:
+    """Return the scalars of the checkpoint at ``path``, ``stored`` where it was read, of the types that a run writes.
+
+    Local. Raises StorageError for others: a digest says that they are what was written, not who wrote them.
+    """
+    scalars = (stored or manifest.load(path)).scalars
+    try:
+        msgspec.convert(scalars, _Scalars)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise StorageError(f"{path / manifest.FILE_NAME} is not valid: of its scalars, {error}") from error
+    return scalars
 
 
 def from_whole(

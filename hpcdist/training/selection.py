@@ -123,9 +123,11 @@ def _kept(
     if origin is None:
         return "", ""
     scalars = origin.scalars
-    before, algorithm = scalars.get("ranks_per_node"), str(scalars["algorithm"])
-    if scalars["world"] != comm.size or (before is not None and tuple(before) != nodes):
-        said = f"{scalars['world']} ranks" if before is None else f"nodes of {_listed(before)} ranks"
+    before, algorithm = scalars.get("ranks_per_node"), str(scalars.get("algorithm", ""))
+    if not algorithm:
+        return "", ""
+    if scalars.get("world") != comm.size or (before is not None and tuple(before) != nodes):
+        said = f"{scalars.get('world')} ranks" if before is None else f"nodes of {_listed(before)} ranks"
         return "", f"{algorithm} of the checkpoint was for {said}, and these are {_listed(nodes)}: chosen anew"
     if not is_usable(algorithm):
         return "", f"{algorithm} of the checkpoint is no algorithm of this run: chosen anew"

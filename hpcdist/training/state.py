@@ -89,8 +89,10 @@ def take_back(trainer: "Trainer", origin: Origin) -> None:
     optional = trainer.exchange.foresee(known if isinstance(known, Mapping) else {})
     origin.fill(trainer.comm, trainer.exchange.wanted(), optional)
     lacking = [name for name, kind in NEEDED.items() if not isinstance(resumed.get(name), kind)]
-    if lacking or resumed["steps"] < 0:
-        raise StorageError(f"{origin} does not say {', '.join(lacking or NEEDED)}: no training of hpcdist has made it")
+    if not lacking and "count" not in resumed["optimizer"]:
+        lacking = ["how many updates the optimizer has made"]
+    if lacking:
+        raise StorageError(f"{origin} does not say {', '.join(lacking)}: no training of hpcdist has made it")
     if not trainer.source.made(resumed):
         raise DataError(
             f"{origin} was written by a run on other data than {trainer.source.description}; "

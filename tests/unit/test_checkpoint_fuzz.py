@@ -12,19 +12,30 @@ import signal
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
+import h5py
 import numpy as np
 import pytest
+from rank_runs import trainer_of
 
 from hpcdist.arrays.layout import Layout, TensorSpec
 from hpcdist.arrays.piece import Piece
 from hpcdist.arrays.ranges import Range, split
 from hpcdist.arrays.store import FlatStore
-from hpcdist.checkpoint import manifest
+from hpcdist.checkpoint import catalogue, manifest
 from hpcdist.checkpoint.restore import newest, restore
+from hpcdist.checkpoint.retention import loss_of
 from hpcdist.checkpoint.save import save
+from hpcdist.cli import main
+from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import StorageError
+from hpcdist.errors import HpcdistError, StorageError
+from hpcdist.optim.noise import Smoothed
+from hpcdist.strategies.loss_scale import DynamicScale
+from hpcdist.training import inference
+from hpcdist.training import recipe as recipes
+from hpcdist.training.origin import Stored
 
 MUTATIONS = int(os.environ.get("HPCDIST_TEST_MUTATIONS", "300"))
 SPARE_BYTES = 512 << 20  # what the child may take beyond what it began with
@@ -209,3 +220,79 @@ def test_mutated_checkpoints_are_refused_or_loaded(tmp_path, rng):
     assert 0 < loaded < MUTATIONS, "some mutations harm nothing, such as a flipped byte of the HDF5 headers"
     assert (tmp_path / "canary").read_text() == "mine"
     assert sorted(str(path) for path in tmp_path.rglob("*") if run not in path.parents) == before
+
+
+FORGED = ["x", "", -1, 0, 2**62, 2**200, 1.5, float("nan"), float("inf"), [], [[-1, "x"]], {}, {"x": []}, None, True]
+ASSEMBLED = {"world", "ranks_per_node", "algorithm", "compression", "stage_units"}  # asked for before the restore
+EVALUATED = {"steps", "data", "model_inputs"}
+SMALL = {"model.kind": "mlp", "model.layers": 1, "model.hidden": 8, "run.global_batch": 8}
+
+
+@pytest.fixture
+def small_run(tmp_path, rng):
+    """A run whose newest checkpoint has all numbers that any run keeps, and its trainer."""
+    with h5py.File(tmp_path / "table.h5", "w") as file:
+        file["x"], file["y"] = rng.standard_normal((40, 3)).astype("f4"), np.arange(40) % 3
+    keys = SMALL | {"data.path": tmp_path / "table.h5", "data.validation_fraction": 0.2}
+    trainer = trainer_of(solo(), keys)
+    trainer.share_by_speed()
+    trainer.executor.loss_scale = DynamicScale()
+    trainer.noise = SimpleNamespace(smoothed=Smoothed())
+    path = trainer.save(tmp_path / "run/checkpoints", 3, val_loss=1.5)
+    (tmp_path / "run/recipe.toml").write_text(recipes.dump(trainer.recipe))
+    body = json.loads((path / manifest.FILE_NAME).read_text())
+    assert body["scalars"].keys() >= {"shares", "noise_scale", "loss_scale", "model_inputs"}
+    body["scalars"] |= {"stage_units": [1, 2]}
+    body["scalars"]["optimizer"] |= {"rate": 0.1, "pending": False, "frozen": 0, "residuals": 1, "clocks": [1]}
+    del body["digest"]
+    return keys, trainer, path, body
+
+
+def checkpoint_command(capsys, *arguments):
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["checkpoint", *map(str, arguments)])
+    assert "Traceback" not in capsys.readouterr().err
+    return leaving.value.code or 0
+
+
+def refused_or_done(work):
+    """Do ``work``, which may be refused as a user is told: with 74 or 78. Whatever else is raised is a traceback."""
+    try:
+        return work()
+    except HpcdistError as error:
+        if error.exit_code not in (74, 78) or len(str(error)) > 1000:
+            raise
+        return None
+
+
+def test_every_number_of_a_manifest_may_be_forged(small_run, tmp_path, rng, capsys):
+    """Each in turn is something else, the digest being right: all commands refuse the checkpoint or do their work."""
+    keys, trainer, path, body = small_run
+    recipe, run = trainer.recipe, path.parents[1]
+    body["about"] = {"topology": body["about"]["topology"]}
+    fields = [place for place in places(body) if place and (place[0] != "pieces" or place[1:2] in ((), (0,)))]
+    taken = 0
+    for place in fields:
+        chosen = int(rng.integers(len(FORGED)))
+        for number, value in enumerate(FORGED):
+            changed = copy.deepcopy(body)
+            at(changed, place[:-1])[place[-1]] = value
+            (path / manifest.FILE_NAME).write_text(manifest.sealed(changed))
+            found = catalogue.look(path)
+            json.dumps(catalogue.summary(found))
+            assert place[0] != "scalars" or len(place) == 1 or found.manifest is not None
+            if place[0] == "scalars":
+                loss_of(path)
+                taken += refused_or_done(lambda: (trainer.restore(Stored(path)), trainer.shares.of(5))) is not None
+            if set(place[1:2]) & ASSEMBLED:
+                refused_or_done(lambda: trainer_of(solo(), keys, path))
+            if number == chosen or set(place[1:2]) & EVALUATED:
+                refused_or_done(lambda: inference.load(solo(), run, recipe).validation_loss())
+                capsys.readouterr()
+            if number == chosen:
+                assert checkpoint_command(capsys, "ls", run) == 0
+                assert checkpoint_command(capsys, "show", path, "--tensors") in (0, 74)
+                assert checkpoint_command(capsys, "verify", path) in (0, 1)
+                assert checkpoint_command(capsys, "export", path, tmp_path / "out.safetensors") in (0, 74)
+                (tmp_path / "out.safetensors").unlink(missing_ok=True)
+    assert taken > 0.2 * len(FORGED), "some of them harm nothing"

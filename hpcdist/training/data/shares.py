@@ -88,6 +88,7 @@ class Shares:
         found = [(int(first), tuple(map(int, sizes))) for first, sizes in state]
         now = self._sizes[0][1]
         fits = bool(found) and all(len(sizes) == len(now) and sum(sizes) == sum(now) for _, sizes in found)
+        fits = fits and all(first < later for (first, _), (later, _) in zip(found, found[1:], strict=False))
         if fits:
             self._sizes = [(0, found[0][1]), *found[1:]]
         return fits
