@@ -4,10 +4,13 @@ Nothing is imported or compiled when a module that uses `jit` is imported. The m
 directory of the user (the cache is code, so its owner and mode are checked), or where NUMBA_CACHE_DIR says.
 """
 
+import contextlib
 import functools
 import hashlib
 import os
+import shutil
 import stat
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -20,29 +23,104 @@ from hpcdist.errors import MissingCapabilityError
 
 _lock = threading.Lock()
 _kernels: list["Kernel"] = []
+_prepared: str | None = None  # the directory that NUMBA_CACHE_DIR names since it was found to be writable
 
 
 def cache_directory() -> Path:
     """Return the directory of compiled kernels: node-local and per user unless NUMBA_CACHE_DIR names another."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
-    return Path(chosen) if chosen else Path(tempfile.gettempdir()) / f"hpcdist-numba-{os.getuid()}"
+    return Path(chosen) if chosen else _private(tempfile.gettempdir())
 
 
-def _prepare_cache() -> None:
-    """Create the cache directory, or refuse one that another user could have filled with code."""
-    directory = cache_directory()
-    if "NUMBA_CACHE_DIR" not in os.environ:
+def _private(folder: str) -> Path:
+    return Path(folder) / f"hpcdist-numba-{os.getuid()}"
+
+
+def _prepare_cache() -> bool:
+    """Create the cache directory, or refuse one that another user could have filled with code; whether there is one.
+
+    Where it cannot be written, the processes of this user on the node share one in a temporary directory instead: numba
+    would compile all kernels again in each of them.
+    """
+    global _prepared
+    chosen, sources = os.environ.get("NUMBA_CACHE_DIR"), _digest_of_sources()
+    if _prepared is not None and _prepared == chosen:
+        return True
+    wanted = cache_directory()
+    reason = "" if chosen else _why_not_private(wanted)
+    if wanted.name != sources:  # a process that this one started finds the name already there
+        wanted /= sources
+    reason = reason or _why_not_writable(wanted)
+    if not reason:
+        os.environ["NUMBA_CACHE_DIR"] = _prepared = str(wanted)
+        return True
+    for folder in (tempfile.gettempdir(), "/dev/shm"):
+        private = _private(folder)
+        instead = private / sources
+        if instead == wanted or _why_not_private(private):
+            continue
+        is_first = _copied(wanted, instead)  # of this node: what it compiles is there for the others, and later
+        if not _why_not_writable(instead):
+            if is_first:
+                _tell(f"{wanted} cannot be written ({reason}): compiled kernels are kept in {instead}, for this node")
+            os.environ["NUMBA_CACHE_DIR"] = _prepared = str(instead)
+            return True
+    _tell(f"{wanted} cannot be written ({reason}), nor a temporary directory: each process compiles its kernels anew")
+    return False
+
+
+def _why_not_private(directory: Path) -> str:
+    """Make ``directory``, and return why that is not possible; "" where it is.
+
+    Raises MissingCapabilityError for one that others can write.
+    """
+    try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise MissingCapabilityError(
-                f"{directory} is not a private directory of this user, and it holds code; "
-                "remove it, or set NUMBA_CACHE_DIR to a directory that only you can write"
-            )
-    sources = _digest_of_sources()
-    if directory.name != sources:  # a process that this one started finds the name already there
-        directory /= sources
-    os.environ["NUMBA_CACHE_DIR"] = str(directory)
+    except OSError as error:
+        return error.strerror or str(error)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise MissingCapabilityError(
+            f"{directory} is not a private directory of this user, and it holds code; "
+            "remove it, or set NUMBA_CACHE_DIR to a directory that only you can write"
+        )
+    return ""
+
+
+def _why_not_writable(directory: Path) -> str:
+    """Make ``directory``, and return why no file can be made in it; "" where one can."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _copied(source: Path, directory: Path) -> bool:
+    """Make ``directory`` with what ``source`` has, if anything; False where it was there already.
+
+    numba reads no kernels where it cannot write any, even if somebody has compiled all of them.
+    """
+    if directory.exists():
+        return False
+    new = None
+    try:
+        new = tempfile.mkdtemp(dir=directory.parent)
+        if source.is_dir():
+            with contextlib.suppress(shutil.Error):  # some of it: the rest is compiled
+                shutil.copytree(source, new, dirs_exist_ok=True)
+        os.rename(new, directory)
+    except OSError:
+        if new is not None:
+            shutil.rmtree(new, ignore_errors=True)
+        return False
+    return True
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"hpcdist: {text}\n")
+    sys.stderr.flush()
 
 
 @functools.cache
@@ -101,14 +179,14 @@ class Kernel:
         if self._compiled is None:
             with _lock:
                 if self._compiled is None:
-                    _prepare_cache()
+                    is_kept = _prepare_cache()
                     import numba  # 0.4 s: paid by the first kernel, not by `hpcdist --help`
                     import numba.extending
 
                     self._compiled = numba.njit(
                         _linked(self.function, numba),
                         nogil=True,
-                        cache=True,
+                        cache=is_kept,
                         fastmath=self.fastmath,
                         error_model="numpy",  # a check for zero before every division keeps loops scalar
                     )
@@ -130,7 +208,7 @@ class Kernel:
         """
         with _lock:
             if types not in self._exported:
-                _prepare_cache()
+                is_kept = _prepare_cache()
                 import numba
                 import numba.extending
 
@@ -140,7 +218,7 @@ class Kernel:
                     for kind, name in zip(known, types, strict=True)
                 ]
                 export = numba.cfunc(
-                    numba.types.void(*taken), cache=True, fastmath=self.fastmath, error_model="numpy", nogil=True
+                    numba.types.void(*taken), cache=is_kept, fastmath=self.fastmath, error_model="numpy", nogil=True
                 )
                 self._exported[types] = export(_linked(self.function, numba))
             return int(self._exported[types].address)

@@ -205,7 +205,7 @@ def _kernel_cache() -> Check:
             "kernel cache", FAIL, f"{folder} can be written by others, and it holds code", "remove it, or chmod"
         )
     if not os.access(folder, os.W_OK):
-        return Check("kernel cache", OK, f"{folder} (read only: new kernels are compiled in every process)")
+        return Check("kernel cache", OK, f"{folder} (read only: it is copied to a temporary directory of each node)")
     return Check("kernel cache", OK, f"{folder}, {sum(1 for _ in folder.rglob('*.nbc'))} kernels")
 
 

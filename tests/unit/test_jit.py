@@ -1,0 +1,70 @@
+"""The directory of compiled kernels: one that cannot be written costs a copy for each node, not a compilation a rank."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpcdist.arrays import jit
+from hpcdist.errors import MissingCapabilityError
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(jit, "_prepared", None)
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    return tmp_path / f"hpcdist-numba-{os.getuid()}" / jit._digest_of_sources()
+
+
+def read_only(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+    """Let no file be made in ``folders``, also by root."""
+    make = jit.tempfile.TemporaryFile
+
+    def refuse(**options: Path) -> object:
+        if any(folder in (options["dir"], *options["dir"].parents) for folder in folders):
+            raise OSError(30, os.strerror(30))
+        return make(**options)
+
+    monkeypatch.setattr(jit.tempfile, "TemporaryFile", refuse)
+
+
+def test_a_directory_that_can_be_written_is_taken_in_silence(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert jit._prepare_cache() and os.environ["NUMBA_CACHE_DIR"] == str(temporary)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "chosen"))
+    assert jit._prepare_cache() and Path(os.environ["NUMBA_CACHE_DIR"]).parent == tmp_path / "chosen"
+    assert capfd.readouterr().err == ""
+
+
+def test_one_that_cannot_is_told_once_for_a_node_and_what_it_has_is_copied(
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    chosen = tmp_path / "chosen"
+    (chosen / temporary.name / "gpt_0").mkdir(parents=True)
+    (chosen / temporary.name / "gpt_0" / "kernel.nbi").write_bytes(b"code")
+    read_only(monkeypatch, chosen)
+    for process in range(2):
+        monkeypatch.setattr(jit, "_prepared", None)
+        monkeypatch.setenv("NUMBA_CACHE_DIR", str(chosen))
+        assert jit._prepare_cache() and os.environ["NUMBA_CACHE_DIR"] == str(temporary)
+        told = capfd.readouterr().err
+        assert told.count("\n") == (process == 0) and ("Read-only file system" in told) == (process == 0)
+    assert (temporary / "gpt_0" / "kernel.nbi").read_bytes() == b"code"
+    assert temporary.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_without_any_that_can_be_written_nothing_is_kept_and_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    read_only(monkeypatch, Path("/"))
+    assert not jit._prepare_cache()
+    assert "each process compiles its kernels anew" in capfd.readouterr().err
+
+
+def test_a_directory_of_others_is_refused(tmp_path: Path, temporary: Path) -> None:
+    temporary.parent.mkdir()
+    temporary.parent.chmod(0o777)
+    with pytest.raises(MissingCapabilityError, match="not a private directory"):
+        jit._prepare_cache()
