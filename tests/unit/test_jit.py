@@ -1,4 +1,4 @@
-"""The directory of compiled kernels: one that cannot be written costs a copy for each node, not a compilation a rank."""
+"""The directory of compiled kernels: where it cannot be written, a node compiles once, and not each of its ranks."""
 
 import os
 from pathlib import Path
