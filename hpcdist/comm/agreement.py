@@ -1,4 +1,6 @@
-"""Did all ranks fail alike? Then the job has one failure, not one for each rank.
+"""Agreement without waiting for ever: whether all ranks fail alike, and who of them has not come.
+
+Where all ranks fail alike, the job has one failure, not one for each rank.
 
 A recipe that does not fit, data that is not there: every rank finds out, by itself or because they agreed. But a rank
 that has failed cannot know whether the others have, or wait for it in a collective for ever; so it asks, and does not
@@ -13,11 +15,13 @@ from typing import Final
 import numpy as np
 
 from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.errors import DeadlineError
 
 PATIENCE_S: Final = 2.0  # ranks that fail alike do so within milliseconds; this is for loaded machines
 _SLACK_S: Final = 0.5  # of the others, for the answer of rank 0
 _PAUSE_S: Final = 1e-3
 _TAG: Final = 32767  # the largest that every MPI has: nobody counts up to it
+_MEETING_TAG: Final = 32766
 _DIGEST_BYTES: Final = 16
 
 
@@ -39,6 +43,34 @@ def all_say(comm: Communicator, text: str, patience_s: float = PATIENCE_S) -> bo
     verdict[0] = heard and bool((said == own).all())
     answers = [comm.isend(verdict, rank, _TAG) for rank in others]
     return bool(verdict[0]) and _complete(answers, _SLACK_S)
+
+
+def meet(comm: Communicator, what: str, patience_s: float) -> None:
+    """Wait until every rank of ``comm`` has called this. Collective; for what is seldom done.
+
+    ``what`` names the call for a person. Raises DeadlineError, which names the ranks that have not come, on those that
+    have waited for ``patience_s`` seconds; messages stay under way then, and the job has to end.
+    """
+    here, absent = np.zeros(1, np.uint8), np.zeros(comm.size, np.uint8)
+    others = range(1, comm.size)
+    if comm.rank > 0:
+        requests = [comm.isend(here, 0, _MEETING_TAG), comm.irecv(absent, 0, _MEETING_TAG)]
+        if not _complete(requests, patience_s + _SLACK_S):
+            absent[0] = 1
+    else:
+        calls = [comm.irecv(np.zeros(1, np.uint8), rank, _MEETING_TAG) for rank in others]
+        if not _complete(calls, patience_s):
+            absent[1:] = [not call.test() for call in calls]
+        answers = [comm.isend(absent, rank, _MEETING_TAG) for rank in others if not absent[rank]]
+        _complete(answers, _SLACK_S)
+    if absent.any():
+        missing = np.flatnonzero(absent).tolist()
+        named = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing[:8]))}"
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        raise DeadlineError(
+            f"{what} is collective: rank {comm.rank} of {comm.name} has waited {patience_s:g} s, and {named}{more} did "
+            "not come; every rank must call it"
+        )
 
 
 def _complete(requests: Sequence[Request], patience_s: float) -> bool:

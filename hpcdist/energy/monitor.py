@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from hpcdist.comm.agreement import meet
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.config import CommunicationConfig
 from hpcdist.comm.machine import boot_id
 from hpcdist.energy import present
 from hpcdist.energy import report as reports
@@ -38,6 +40,9 @@ class Monitor:
     its ranks, each once. Where no energy can be read a window costs two looks at the clock; with no utilisation asked
     for (``config.utilisation_s`` = 0), no thread runs either.
 
+    Construction, `report` and `state` raise DeadlineError where a rank has not come after ``deadline_s`` seconds;
+    `math.inf` leaves that to a watchdog.
+
     A host is a running kernel, and the nodes in reports are hosts: the nodes of the communicator may be declared, and
     two of them on one machine would count it twice.
     """
@@ -51,8 +56,10 @@ class Monitor:
         synchronise: Callable[[], None] = _nothing,
         environment: Mapping[str, str] = os.environ,
         host: str | None = None,
+        deadline_s: float = CommunicationConfig.deadline_s,
     ) -> None:
-        self._comm = comm
+        self._comm, self._deadline_s = comm, deadline_s
+        self._meet("the construction of Monitor")
         host = boot_id() if host is None else host
         own = claim(config, bus_id, environment, this_process() if config.utilisation_s else None)
         ranks = comm.allgather_object((host, own, bus_id is not None))
@@ -75,6 +82,10 @@ class Monitor:
         self._power = present.Power()
         self._present = Present()
         self._earlier: dict[str, Any] | None = None
+
+    def _meet(self, what: str) -> None:
+        if math.isfinite(self._deadline_s):
+            meet(self._comm, what, self._deadline_s)
 
     def _look_of(self, claims: Sequence[Claim]) -> Callable[[], np.ndarray]:
         processes = [one.process for one in claims if one.process is not None]
@@ -120,6 +131,7 @@ class Monitor:
 
     def report(self) -> dict[str, Any]:
         """Return the joules of the job until now, with those of its earlier starts: see `report.merge`. Collective."""
+        self._meet("Monitor.report")
         contributions = self._comm.allgather_object(self._contribution() if self._leads else None)
         return reports.merge([one for one in contributions if one is not None], self._earlier)
 

@@ -56,10 +56,18 @@ class Energy:
         host: str | None = None,
     ) -> None:
         on_gpu = recipe.run.device == "gpu"
+        # No deadline of its own: what a training waits for has one already.
         self.monitor = (
-            Monitor(comm, recipe.energy, bus_id=device.bus_id(), synchronise=device.synchronise, host=host)
+            Monitor(
+                comm,
+                recipe.energy,
+                bus_id=device.bus_id(),
+                synchronise=device.synchronise,
+                host=host,
+                deadline_s=math.inf,
+            )
             if on_gpu
-            else Monitor(comm, recipe.energy, host=host)
+            else Monitor(comm, recipe.energy, host=host, deadline_s=math.inf)
         )
         self._comm, self._recipe = comm, recipe
         self._spans = spans

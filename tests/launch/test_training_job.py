@@ -239,7 +239,7 @@ def test_a_directory_belongs_to_one_run(text: Path, tmp_path: Path) -> None:
         (["--set", "parallel.data=9"], 78, ["run.global_batch = 6"]),
         (["--set", "data.path=/does/not/exist"], 78, ["/does/not/exist"]),
         (["--set", "run.device=gpu"], 69, ["cupy"]),
-        (["missing.toml"], 78, ["missing.toml"]),
+        (["missing.toml"], 74, ["missing.toml"]),
     ],
 )
 def test_bad_input_is_refused_with_a_word_and_a_code(

@@ -13,7 +13,7 @@ from hpcdist.cli import main
 from hpcdist.comm.agreement import all_say
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import ConfigurationError
+from hpcdist.errors import StorageError
 
 
 @pytest.mark.parametrize("size", range(1, 9))
@@ -124,5 +124,5 @@ def test_before_a_job_has_started_rank_0_speaks_first(
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
     with pytest.raises(SystemExit) as leaving:
         main.main(["train", "/does/not/exist.toml"])
-    assert leaving.value.code == ConfigurationError.exit_code
+    assert leaving.value.code == StorageError.exit_code
     assert slept == waits and "exist.toml" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from hpcdist.batch import script, sites, submission
 from hpcdist.batch.array import SUITES, SWEEP, BenchmarkJob, MergeJob, ServersJob, SweepJob
 from hpcdist.cli import main
 from hpcdist.comm import launchers
-from hpcdist.errors import CONFIGURATION, UsageError
+from hpcdist.errors import CONFIGURATION, STORAGE, UsageError
 
 TEXT = '[sweep]\nrepeats = 1\n\n[[trial]]\nname = "it\'s $one"\nranks = [2, 8]\n'
 SHARED = {item.name: getattr(PLAIN, item.name) for item in dataclasses.fields(PLAIN) if item.name != "recipe"}
@@ -388,4 +388,4 @@ def test_servers_are_the_ranks_of_their_nodes(submit):
 )
 def test_options_that_do_not_go_together(submit, arguments, site, word):
     code, out, said = submit(*arguments, site=site)
-    assert code in (2, CONFIGURATION) and out == "" and word in said, said
+    assert code in (2, STORAGE, CONFIGURATION) and out == "" and word in said, said

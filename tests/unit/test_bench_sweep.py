@@ -11,7 +11,7 @@ import pytest
 
 from hpcdist.bench import results, sweep
 from hpcdist.cli import bench, main
-from hpcdist.errors import CONFIGURATION, FAILURE, OK, REQUEUE, STORAGE, ConfigurationError
+from hpcdist.errors import CONFIGURATION, FAILURE, OK, REQUEUE, STORAGE, ConfigurationError, StorageError
 
 ARCHITECTURES = Path(__file__).parents[2] / "benchmarks" / "architectures.toml"
 
@@ -216,7 +216,7 @@ def test_an_excluded_combination_need_not_be_valid(expand):
     ],
 )
 def test_what_is_wrong_is_named(expand, text, words):
-    with pytest.raises(ConfigurationError) as error:
+    with pytest.raises((ConfigurationError, StorageError)) as error:
         expand(text)
     assert all(word in str(error.value) for word in words), str(error.value)
 

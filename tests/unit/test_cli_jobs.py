@@ -231,7 +231,7 @@ def test_a_recipe_that_cannot_be_read(run, jobs):
     (run.parent / "bad.toml").write_text("[run]\nstep = 3\n")
     code, _, err = jobs("begin", run, "--job=1", "--recipe", run.parent / "bad.toml")
     assert code == CONFIGURATION and "run.steps" in err
-    assert jobs("begin", run, "--job=1", "--recipe", run.parent / "missing.toml")[0] == CONFIGURATION
+    assert jobs("begin", run, "--job=1", "--recipe", run.parent / "missing.toml")[0] == STORAGE
 
 
 def test_a_job_may_be_in_the_directory_before_its_training(run):

@@ -14,6 +14,7 @@ from hpcdist.energy.counters import About
 from hpcdist.energy.integrated import Integrated
 from hpcdist.energy.monitor import Monitor
 from hpcdist.energy.sources import Sources
+from hpcdist.errors import DeadlineError
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +101,24 @@ def test_nodes_add_up_over_wraps(tmp_path):
     assert joules == {"training": pytest.approx(12), "checkpoint": pytest.approx(3), "validation": pytest.approx(1.5)}
     assert "gpu (node 0, 1, 2): energy.sources = 'rapl'" in report["not_included"]
     assert not alive()
+
+
+@pytest.mark.parametrize(("size", "absent", "named"), [(4, (1, 3), "ranks 1, 3"), (2, (0,), "rank 0")])
+def test_a_report_that_some_ranks_do_not_ask_for_names_them(tmp_path, size, absent, named):
+    together = threading.Barrier(size - len(absent))
+
+    def body(comm):
+        with Monitor(comm, config(tmp_path), environment={}) as monitor:
+            monitor._deadline_s = 1.0
+            if comm.rank in absent:
+                return
+            together.wait()
+            with pytest.raises(DeadlineError) as found:
+                monitor.report()
+            said = f"Monitor.report is collective: rank {comm.rank} of world has waited 1 s, and {named} did not come"
+            assert str(found.value).startswith(said)
+
+    run_threads(size, body)
 
 
 def test_declared_nodes_on_one_machine_count_it_once(tmp_path):

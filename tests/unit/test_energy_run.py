@@ -91,10 +91,11 @@ def test_a_job_on_gpus_asks_for_the_one_it_computes_on_and_waits_for_it(monkeypa
     monkeypatch.setattr(device, "bus_id", lambda: "0000:1b:00.0")
     monkeypatch.setattr(energy, "Monitor", lambda comm, config, **options: asked.update(options))
     Energy(solo(), load(overrides=["run.device=gpu"], environment={}).recipe, None)
-    assert asked == {"bus_id": "0000:1b:00.0", "synchronise": device.synchronise, "host": None}
+    watched = {"host": None, "deadline_s": math.inf}
+    assert asked == {"bus_id": "0000:1b:00.0", "synchronise": device.synchronise, **watched}
     asked.clear()
     Energy(solo(), load(environment={}).recipe, None)
-    assert asked == {"host": None}
+    assert asked == watched
 
 
 @pytest.mark.parametrize("version", ["with", "without"])
