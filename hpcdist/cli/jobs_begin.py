@@ -12,7 +12,7 @@ import click
 
 from hpcdist.batch import ledger
 from hpcdist.errors import CONFIGURATION, OK, REQUEUE, ConfigurationError, StorageError
-from hpcdist.reporting import regular
+from hpcdist.reporting import atomic, regular
 
 GO: Final = "go"
 DONE: Final = "done"
@@ -72,7 +72,7 @@ def begin(run_dir: Path, job: str, restart: int, most_fruitless: int, recipe_fil
     stored = kept if recipe_file is None else recipe_file
     recipe = recipes.load_stored(stored) if recipe_file is not None or stored.exists() else None
     digest = "" if recipe is None else recipes.digest(recipe)
-    entries, saved = ledger.read(run_dir), newest(run_dir)
+    entries, saved = _entries(run_dir), newest(run_dir)
     is_this = recipe is None or not kept.exists() or not identity.contradictions(recipes.load_stored(kept), recipe)
     # Another run is not complete: the training refuses it, with the keys.
     if recipe is not None and is_this and saved.step >= recipe.run.steps and _has_ended_well(run_dir, entries):
@@ -89,6 +89,18 @@ def begin(run_dir: Path, job: str, restart: int, most_fruitless: int, recipe_fil
     ledger.record(run_dir, ledger.BEGAN, job=job, restart=restart, **origin)
     ledger.remember(run_dir)
     click.echo(GO)
+
+
+def _entries(run_dir: Path) -> list[ledger.Entry]:
+    """Return the ledger of ``run_dir``; one that cannot be read is set aside, and keeps no job from its start."""
+    try:
+        return ledger.read(run_dir)
+    except StorageError as error:
+        aside = atomic.set_aside(run_dir / ledger.FILE_NAME)
+        if aside is None:
+            raise
+        _say(f"{error}; it is now {aside.name}, and what became of earlier jobs is not known")
+        return []
 
 
 def nodes(environment: Mapping[str, str] = os.environ) -> int | None:

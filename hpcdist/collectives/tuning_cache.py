@@ -145,11 +145,17 @@ def read(wanted: Mapping[str, Any]) -> tuple[Tuning | None, str]:
     kept, tuning = found
     other = [name for name in wanted if kept.get(name) != wanted[name] and name not in _reach(wanted)]
     if other == ["software"]:
-        return None, f"{path} is not used: it was measured with {kept['software']}, and this is {wanted['software']}"
+        return (
+            None,
+            f"{path} is not used: it was measured with {kept.get('software')}, and this is {wanted['software']}",
+        )
     if other or len(kept) != len(wanted):
         return None, f"{path} is not used: it is for other {', '.join(other) or 'keys'} than this job has"
-    if any(not isinstance(kept[name], int) or kept[name] < wanted[name] for name in _reach(wanted)):
-        return None, f"{path} is not used: it reaches {kept[REACH]} bytes, and this job has buffers of {wanted[REACH]}"
+    if any(not isinstance(kept.get(name), int) or kept[name] < wanted[name] for name in _reach(wanted)):
+        return (
+            None,
+            f"{path} is not used: it reaches {kept.get(REACH)} bytes, and this job has buffers of {wanted[REACH]}",
+        )
     return replace(tuning, source="cache"), ""
 
 

@@ -1,0 +1,205 @@
+"""The files beside the checkpoints, damaged: no command ends with a traceback, and no run fails to go on."""
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import h5py
+import numpy as np
+import pytest
+
+from hpcdist.batch import ledger
+from hpcdist.cli.main import group
+from hpcdist.collectives.tuning_cache import Tuning
+from hpcdist.collectives.tuning_cache import kept as keep_tuning
+from hpcdist.collectives.tuning_cache import path_of as tuning_path
+from hpcdist.collectives.tuning_cache import read as read_tuning
+from hpcdist.comm.recorder import Recorder
+from hpcdist.comm.solo import solo
+from hpcdist.comm.spans import Spans
+from hpcdist.errors import HpcdistError
+from hpcdist.telemetry.exposition import Totals
+from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter
+from hpcdist.training.energy import Energy
+from hpcdist.training.recipe import Recipe
+from hpcdist.training.starts import Starts
+
+USED = {
+    "since_step": 0,
+    "joules": {
+        "by_kind": {"cpu": 5.0},
+        "phases": {"training": {"joules": 5.0, "seconds": 2.0, "windows": 1}},
+        "reason": None,
+        "label": "",
+    },
+    "activities": {"compute": {"joules": 4.0, "error_j": 0.1, "seconds": 1.0, "reason": None}},
+}
+TUNED_FOR = {"ranks": 2, "kind": "allreduce", "max_bytes": 4096, "software": {"hpcdist": "1"}}
+DOCUMENTED = (0, 1, 2, 74, 78)  # 1: `hpcdist hang` has found something
+VALUES: tuple[Any, ...] = (None, True, -1, 1e308, float("inf"), 10**30, "x", [], {}, [1], {"a": 1}, float("nan"))
+
+
+def metrics(run: Path, resume_step: int | None, *steps: int) -> None:
+    with MetricsWriter(run / "metrics.h5", 2, resume_step) as writer:
+        for step in steps:
+            wide = {name: np.ones(2) for name in PER_RANK}
+            writer.append(step=step, loss=1.0, learning_rate=0.1, tokens=3, **wide)
+        writer.evaluation(steps[-1], 1.0)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("whole") / "run"
+    (run / "recorder").mkdir(parents=True)
+    metrics(run, None, 1, 2, 3)
+    Starts(run).ended("stopped")
+    (run / "usage.json").write_text(json.dumps(USED))
+    (run / "totals.json").write_text(json.dumps({"steps_total": 3.0}))
+    for rank in range(2):
+        recorder = Recorder(run / "recorder" / f"rank-{rank:05d}.rec", rank, 2, capacity=16)
+        recorder.end(recorder.begin("world", "allreduce", "float32", 4, 16, -1, 0))
+        recorder.note("finished", "exit code 0")
+        recorder.close()
+        spans = Spans(run / "recorder" / f"rank-{rank:05d}.spans", rank, 2, capacity=16)
+        spans.close()
+    for event in (ledger.SUBMITTED, ledger.BEGAN):
+        ledger.record(run, event, job="12", chain=["12"], restart=1)
+    return run
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def code_of(*arguments: object) -> int:
+    try:
+        value = group.main(args=list(map(str, arguments)), prog_name="hpcdist", standalone_mode=False)
+    except (click.ClickException, HpcdistError) as error:
+        return error.exit_code
+    return value if isinstance(value, int) else 0
+
+
+def goes_on(run: Path) -> None:
+    """Do with the side files of ``run`` what a start does that goes on."""
+    starts = Starts(run)
+    assert starts.mtbf_s >= 0
+    starts.ended("stopped")
+    energy = Energy(solo(), Recipe(), None, run)
+    energy.note()
+    energy.figures(4)
+    metrics(run, 3, 4)
+    Totals(run / "totals.json").show("steps_total", 4.0)
+    assert code_of("jobs", "begin", run, "--job=13") == 0
+    assert code_of("report", run) == 0 and code_of("energy", "report", run) == 0
+
+
+def flipped(path: Path, random_of: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    for _ in range(random_of.choice((1, 2, 64))):
+        data[random_of.randrange(len(data))] ^= 1 << random_of.randrange(8)
+    path.write_bytes(data[: random_of.randrange(len(data))] if random_of.random() < 0.1 else data)
+
+
+def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield above
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield from places(each, (*above, key))
+
+
+def forged(path: Path, random_of: random.Random) -> None:
+    """Put a value of another type somewhere into a JSON file, or take one away."""
+    lines = path.suffix == ".jsonl"
+    whole = [json.loads(line) for line in path.read_text().splitlines()] if lines else json.loads(path.read_text())
+    place = random_of.choice(list(places(whole)))
+    holder, value = whole, random_of.choice(VALUES)
+    for key in place[:-1]:
+        holder = holder[key]
+    if not place:
+        whole = value
+    elif isinstance(holder, dict) and random_of.random() < 0.2:
+        del holder[place[-1]]
+    else:
+        holder[place[-1]] = value
+    rows = whole if lines and isinstance(whole, list) else [whole]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def forged_hdf5(path: Path, random_of: random.Random) -> None:
+    """Give an object of an HDF5 file another attribute, type, shape or place."""
+    with h5py.File(path, "r+") as file:
+        names: list[str] = []
+        file.visit(names.append)
+        name = random_of.choice(names)
+        odd = (h5py.Empty("f8"), np.arange(3), "x", -1, 1e300, np.zeros((2, 2)))
+        how = random_of.randrange(5)
+        if how < 2:
+            of = file[name] if how else file
+            of.attrs[random_of.choice(list(of.attrs) or ["a"])] = random_of.choice(odd)
+        elif how == 2:
+            del file[name]
+            file[name] = h5py.SoftLink(f"/{name}")
+        elif how == 3:
+            del file[name]
+            file[name] = random_of.choice(odd)
+        elif isinstance(file[name], h5py.Dataset) and file[name].maxshape[0] is None:
+            file[name].resize(random_of.choice((0, 1, 1 << 20, 1 << 40)), axis=0)
+
+
+READERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "usage.json": (("report",), ("energy", "report", "--json")),
+    "starts.json": (("report", "--json"), ("hang",)),
+    "metrics.h5": (("report",), ("report", "--json"), ("energy", "report"), ("trace",)),
+    "recorder/rank-00000.rec": (("hang",), ("trace", "--json")),
+    "recorder/rank-00001.spans": (("trace",),),
+    "jobs.jsonl": (("jobs", "status"),),
+    "totals.json": (),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_any_damage_has_a_documented_end_and_stops_no_run(
+    name: str, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    random_of = random.Random(f"{name} 1")
+    structured = {".json": forged, ".jsonl": forged, ".h5": forged_hdf5}.get(Path(name).suffix, flipped)
+    for number in range(9):
+        run = tmp_path / str(number)
+        shutil.copytree(whole, run)
+        (flipped if number % 3 == 0 else structured)(run / name, random_of)
+        for command in READERS[name]:
+            assert code_of(*command, run) in DOCUMENTED, (command, number)
+        if not name.startswith("recorder"):
+            goes_on(run)
+    capfd.readouterr()
+
+
+def test_what_is_no_file_at_all_stops_no_run(whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    names = ("usage.json", "starts.json", "metrics.h5", "jobs.jsonl")
+    for name in names:
+        (run / name).unlink()
+        (run / name).mkdir()
+    goes_on(run)
+    told = capfd.readouterr().err
+    for name in names:
+        assert (run / f"{name}.damaged-1").is_dir() and f"{name}.damaged-1" in told
+
+
+def test_any_damage_of_a_measurement_only_costs_another() -> None:
+    random_of = random.Random(1)
+    keep_tuning(Tuning("ring"), TUNED_FOR)
+    path = tuning_path(TUNED_FOR)
+    text = path.read_bytes()
+    for number in range(100):
+        path.write_bytes(text)
+        (flipped if number % 3 == 0 else forged)(path, random_of)
+        found, reason = read_tuning(TUNED_FOR)
+        assert found is not None or reason.startswith(str(path))
