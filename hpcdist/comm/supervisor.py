@@ -337,7 +337,7 @@ class _Supervision:
             send(pid, signal.SIGCONT)
 
     def _announced_pids(self) -> list[int]:
-        return [int(path.read_text()) for path in self._launch_dir.glob("pid-*")]
+        return [int(path.read_text()) for path in self._launch_dir.glob("pid-*") if path.suffix != ".tmp"]
 
     def _started_here(self) -> set[int]:
         """Return the processes of this host that the launcher has started as ranks, whatever they are."""

@@ -346,7 +346,7 @@ def test_when_all_ranks_were_killed_the_job_failed(start, ulfm):
 def test_a_replacement_announces_itself_as_it_likes(tmp_path):
     supervision = object.__new__(supervisor._Supervision)
     supervision._launch_dir = tmp_path
-    for name, pid in {"pid-0": 10, "pid-host.domain-7": 11, "pid-1.tmp": 12}.items():
+    for name, pid in {"pid-0": 10, "pid-host.domain-7": 11, "pid-1.tmp": 12, ".pid-2.0123456789abcdef.new": 13}.items():
         (tmp_path / name).write_text(str(pid))
     assert sorted(supervision._announced_pids()) == [10, 11]
 
