@@ -56,8 +56,8 @@ def command(
         given = Intensity(carbon_intensity, carbon_source or "given on the command line", carbon_date or "")
     with regular.damage(run_dir, regular.FIGURES):
         found = figures(run_dir, Options(target_loss, pue, given, carbon, price, currency, slurm))
-        told = json.dumps(found) if as_json else "\n".join(text(found))
-    click.echo(told)
+        lines = json.dumps(found) if as_json else "\n".join(text(found))
+    click.echo(lines)
 
 
 def _check(intensity: float | None, source: str | None, date: str | None, forecast: Path | None) -> None:

@@ -80,20 +80,20 @@ def state(told: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def restored(found: Any) -> dict[str, Any]:
+def restored(read: Any) -> dict[str, Any]:
     """Return a `state` as it was read from somewhere. Raises ValueError or TypeError for anything else."""
-    if not isinstance(found, dict) or not all(isinstance(row, dict) for row in found.values()):
-        raise TypeError(f"activities are {str(found)[:40]}, expected an object of objects")
-    told = {}
-    for name, row in found.items():
+    if not isinstance(read, dict) or not all(isinstance(row, dict) for row in read.values()):
+        raise TypeError(f"activities are {str(read)[:40]}, expected an object of objects")
+    phases = {}
+    for name, row in read.items():
         reason = row.get("reason")
         if not isinstance(reason, str | None):
             raise TypeError(f"the reason of {name} is {str(reason)[:40]}, expected text")
         joules = amount(row.get("joules"), f"joules of {name}", may_lack=True)
         error_j = amount(row.get("error_j"), f"error of {name}", may_lack=joules is None)
         seconds = amount(row.get("seconds"), f"seconds of {name}")
-        told[str(name)] = {"joules": joules, "error_j": error_j, "seconds": seconds, "reason": reason}
-    return told
+        phases[str(name)] = {"joules": joules, "error_j": error_j, "seconds": seconds, "reason": reason}
+    return phases
 
 
 def _summed(rows: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -125,9 +125,9 @@ def state(report: Mapping[str, Any]) -> dict[str, Any]:
     return {"by_kind": by_kind, "phases": phases, "reason": report["reason"], "label": report["label"]}
 
 
-def restored(found: Any) -> dict[str, Any]:
+def restored(read: Any) -> dict[str, Any]:
     """Return a `state` as it was read from somewhere. Raises ValueError or TypeError for anything else."""
-    known = _object(found, "joules")
+    known = _object(read, "joules")
     label, reason = known.get("label") or "", known.get("reason")
     if not isinstance(label, str) or not isinstance(reason, str | None):
         raise TypeError(f"label {str(label)[:40]!r} and reason {str(reason)[:40]!r} are no text")
@@ -146,14 +146,14 @@ def restored(found: Any) -> dict[str, Any]:
     return {"by_kind": by_kind, "phases": phases, "reason": reason, "label": label}
 
 
-def _object(found: Any, what: str) -> dict[str, Any]:
-    if not isinstance(found, dict):
-        raise TypeError(f"{what} is {str(found)[:40]}, expected an object")
-    return found
+def _object(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{what} is {str(value)[:40]}, expected an object")
+    return value
 
 
-def _rows(found: Any, what: str) -> Iterable[tuple[str, dict[str, Any]]]:
-    return ((name, _object(row, f"{what}.{name}")) for name, row in _object(found, what).items())
+def _rows(value: Any, what: str) -> Iterable[tuple[str, dict[str, Any]]]:
+    return ((name, _object(row, f"{what}.{name}")) for name, row in _object(value, what).items())
 
 
 def amount(value: Any, what: str, *, may_lack: bool = False) -> float | None:

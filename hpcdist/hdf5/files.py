@@ -36,7 +36,7 @@ MOST_TEXT: Final = 1 << 20  # letters of an attribute
 
 def attributes_of(file: h5py.File) -> dict[str, float | str]:
     """Return the root attributes that are one number or text each; what is anything else, or damaged, is left out."""
-    found: dict[str, float | str] = {}
+    attributes: dict[str, float | str] = {}
     for name in file.attrs:
         try:
             value = file.attrs[name]
@@ -44,8 +44,8 @@ def attributes_of(file: h5py.File) -> dict[str, float | str]:
             continue
         value = value.item() if isinstance(value, np.generic) else value
         if isinstance(value, int | float) or (isinstance(value, str) and len(value) <= MOST_TEXT):
-            found[str(name)] = value
-    return found
+            attributes[str(name)] = value
+    return attributes
 
 
 class Digest(Protocol):
@@ -231,8 +231,8 @@ def _check_schema(path: Path, file: h5py.File, schema: str | None, version: int 
         found = file.attrs.get("schema")
         number = int(file.attrs.get("schema_version", 0))
     if not isinstance(found, str) or found != schema:
-        told = repr(found)[:80]
-        raise DamagedFileError(f"{path}: a file of schema {told}, expected {schema!r}; is this the right directory?")
+        shown = repr(found)[:80]
+        raise DamagedFileError(f"{path}: a file of schema {shown}, expected {schema!r}; is this the right directory?")
     if version is not None and number > version:
         raise StorageError(f"{path}: {schema} version {number} is newer than the {version} known here; update hpcdist")
 

@@ -90,9 +90,9 @@ def _widen(scale: h5py.Dataset, width: int) -> None:
 
 def shorten(file: h5py.File, name: str, rows: int) -> None:
     """Keep the first ``rows`` rows, or those that all columns have: a killed writer may leave fewer of some."""
-    found = columns(file, name).values()
-    for column in found:
-        column.resize(min(rows, *(other.shape[0] for other in found)), axis=0)
+    datasets = columns(file, name).values()
+    for column in datasets:
+        column.resize(min(rows, *(other.shape[0] for other in datasets)), axis=0)
 
 
 def read(file: h5py.File, name: str, most_rows: int | None = None) -> dict[str, np.ndarray]:
@@ -100,10 +100,10 @@ def read(file: h5py.File, name: str, most_rows: int | None = None) -> dict[str, 
 
     At most the first ``most_rows`` rows. Raises what h5py does for a broken file.
     """
-    found = columns(file, name)
-    lengths = [dataset.shape[0] for dataset in found.values()]
+    datasets = columns(file, name)
+    lengths = [dataset.shape[0] for dataset in datasets.values()]
     length = min(lengths if most_rows is None else [most_rows, *lengths])
-    return {column: dataset[:length] for column, dataset in found.items()}
+    return {column: dataset[:length] for column, dataset in datasets.items()}
 
 
 def columns(file: h5py.File, name: str) -> dict[str, h5py.Dataset]:
@@ -112,8 +112,8 @@ def columns(file: h5py.File, name: str) -> dict[str, h5py.Dataset]:
     A column of one number a row is written in full; of a wide one, ranks that were not there may be left out.
     """
     group, size = file[name], file.id.get_filesize()
-    found = {str(column): group[column] for column in group.attrs["columns"]}
-    for column, dataset in found.items():
+    datasets = {str(column): group[column] for column in group.attrs["columns"]}
+    for column, dataset in datasets.items():
         if not 1 <= len(dataset.shape) <= 2 or dataset.nbytes > TIMES[len(dataset.shape)] * size + SLACK_BYTES:
             raise ValueError(f"{name}/{column} has the shape {dataset.shape} in a file of {size} bytes")
-    return found
+    return datasets

@@ -227,17 +227,17 @@ def _counted(source: Intervals, ranks: tuple[int, ...] | None) -> Counted:
     return Counted(source.name, source.kind, source.times_ns, source.energy_mj[:1] + np.cumsum(used), ranks)
 
 
-def usable(found: Any) -> dict[str, Any]:
+def usable(record: Any) -> dict[str, Any]:
     """Return what `Energy.state` once returned, as it was read. Raises TypeError or ValueError for anything else.
 
     Earlier versions kept no activities.
     """
-    if not isinstance(found, dict):
-        raise TypeError(f"it holds {str(found)[:40]}, expected an object")
+    if not isinstance(record, dict):
+        raise TypeError(f"it holds {str(record)[:40]}, expected an object")
     return {
-        "since_step": reports.whole(found.get("since_step"), "since_step"),
-        "joules": reports.restored(found.get("joules")),
-        "activities": activities.restored(found.get("activities") or {}),
+        "since_step": reports.whole(record.get("since_step"), "since_step"),
+        "joules": reports.restored(record.get("joules")),
+        "activities": activities.restored(record.get("activities") or {}),
     }
 
 
@@ -256,9 +256,9 @@ def _noted(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        told = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         aside = atomic.set_aside(path)
         now = "" if aside is None else f"; it is now {aside.name}"
-        text = f"hpcdist: {path} cannot be read ({told}): energy and time count from the checkpoint{now}"
+        text = f"hpcdist: {path} cannot be read ({reason}): energy and time count from the checkpoint{now}"
         print(text, file=sys.stderr, flush=True)
     return None

@@ -111,10 +111,10 @@ class Starts:
         try:
             return read(self._path)
         except (OSError, ValueError, TypeError) as error:
-            told = getattr(error, "strerror", None) or error
+            reason = getattr(error, "strerror", None) or error
             aside = atomic.set_aside(self._path)
             now = "" if aside is None else f"; it is now {aside.name}"
-            self._tell(f"{self._path} cannot be read ({told}): the time between failures counts from this start{now}")
+            self._tell(f"{self._path} cannot be read ({reason}): the time between failures counts from this start{now}")
             return []
 
     def _tell(self, text: str) -> None:
@@ -129,12 +129,12 @@ def read(path: Path) -> list[Start]:
     Raises OSError, ValueError or TypeError for a damaged one.
     """
     try:
-        found = regular.json_value(path)
+        rows = regular.json_value(path)
     except FileNotFoundError:
         return []
-    if not isinstance(found, list):
-        raise TypeError(f"it holds no list of starts, but {str(found)[:40]}")
-    return [_checked(each) for each in found]
+    if not isinstance(rows, list):
+        raise TypeError(f"it holds no list of starts, but {str(rows)[:40]}")
+    return [_checked(each) for each in rows]
 
 
 def _checked(found: Any) -> Start:

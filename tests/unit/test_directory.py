@@ -29,7 +29,7 @@ def begun(tmp_path: Path) -> Path:
 
 
 def test_a_start_that_was_killed_before_it_kept_its_recipe(tmp_path: Path) -> None:
-    for name in ("lock", "lock.now.7.7", "recipe.toml.tmp"):
+    for name in ("lock", "lock.now.7.7", "recipe.toml.tmp", ".recipe.toml.0123456789abcdef.new"):
         (tmp_path / name).touch()
     assert prepare(tmp_path).resume_from is None
     (tmp_path / "recipe.toml").unlink()
