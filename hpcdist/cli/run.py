@@ -164,19 +164,27 @@ class _Job:
             ending.stay()
             _remove_abandoned()
             if run_dir is None or not most_restarts:
-                return self.start(command, mask).code
+                return self.start(command, mask, last=True).code
             return restarts.repeat(
-                lambda number: self.start(command, mask) if number == 1 else self.start_again(command, mask),
+                lambda number: (self.start if number == 1 else self.start_again)(
+                    command, mask, last=number > most_restarts
+                ),
                 most_restarts,
                 lambda: checkpoints(run_dir),
                 supervisor.pause,
                 lambda text: click.echo(f"hpcdist run: {text}", err=True),
             )
 
-    def start(self, command: Sequence[str], mask: set[signal.Signals], where: Sequence[str] = ()) -> supervisor.Outcome:
-        """Run the hpcdist ``command`` to its end, ``where`` the launcher is told to, and show its first failure."""
+    def start(
+        self, command: Sequence[str], mask: set[signal.Signals], where: Sequence[str] = (), *, last: bool
+    ) -> supervisor.Outcome:
+        """Run the hpcdist ``command`` to its end, ``where`` the launcher is told to, and show its first failure.
+
+        The ``last`` start tells what is left of a training that ended without a word of its own, and how it goes on.
+        """
         with _launch_dir() as folder:
-            settings = {**self.settings, FAILURE_DIR: folder, ending.LAUNCH_DIR: folder}
+            settings = {**self.settings, FAILURE_DIR: folder, ending.LAUNCH_DIR: folder, **_screen()}
+            settings[ending.COMMAND] = shlex.join(_typed())
             words = self._words(command, settings, where)
             outcome = supervisor.watch(
                 words,
@@ -189,17 +197,22 @@ class _Job:
                 self.starter.kind,
                 self.script,
             )
+            run_dir, stopped = ending.noted(Path(folder))
             # What single ranks said before the others went on without them, and ended well, is no failure of the job.
             if outcome.code not in ((OK, REQUEUE, INTERRUPTED) if outcome.agreed else (OK,)):
+                if last and run_dir:
+                    _tell_how_to_go_on(Path(run_dir), self.script)
                 _show_first_failure(Path(folder))
+            if stopped:
+                click.echo(f"hpcdist run: {stopped}", err=True)
         return outcome
 
-    def start_again(self, command: Sequence[str], mask: set[signal.Signals]) -> supervisor.Outcome:
+    def start_again(self, command: Sequence[str], mask: set[signal.Signals], *, last: bool) -> supervisor.Outcome:
         """Run ``command`` as `start` does, from its newest checkpoint, and not on nodes that were lost."""
         where = _where(self.starter)
         if self.script:
-            return replace(self, settings={**self.settings, RESUME: "auto"}).start(command, mask, where)
-        return self.start(resuming(command), mask, where)
+            return replace(self, settings={**self.settings, RESUME: "auto"}).start(command, mask, where, last=last)
+        return self.start(ending.resuming(command), mask, where, last=last)
 
     def _words(self, command: Sequence[str], settings: Mapping[str, str], where: Sequence[str] = ()) -> list[str]:
         return self.starter.line([*self.program, *command], settings, [*where, *self.options])
@@ -331,10 +344,28 @@ def check_training(
         recipe.data.check_exists()
 
 
-def resuming(command: Sequence[str]) -> list[str]:
-    """Return the training ``command`` as one that goes on; the last --resume counts."""
-    end = command.index("--") if "--" in command else len(command)
-    return [*command[:end], "--resume", "auto", *command[end:]]
+def _typed() -> list[str]:
+    """Return the command line of this process, as a person types it."""
+    return [Path(sys.argv[0]).name.replace("__main__.py", "hpcdist"), *sys.argv[1:]]
+
+
+def _screen() -> dict[str, str]:
+    """Return what lets rank 0 draw its bar on this terminal: the ranks write into a pipe of the launcher."""
+    if not sys.stderr.isatty():
+        return {}
+    with suppress(OSError):
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+        return {ending.TERMINAL_COLUMNS: str(columns or 80)}
+    return {}
+
+
+def _tell_how_to_go_on(run_dir: Path, script: bool = False) -> None:
+    """Name the newest checkpoint of a training that did not end as it should, the command that goes on, and `hang`."""
+    newest = next(iter(checkpoints(run_dir)), None)
+    where = f"the newest checkpoint is {run_dir / 'checkpoints' / newest}" if newest else "there is no checkpoint yet"
+    typed = shlex.join(ending.resuming(_typed(), run_dir, script=script))
+    click.echo(f"hpcdist run: {where}; {'go on' if newest else 'begin again'} with {typed}", err=True)
+    click.echo(f"hpcdist run: what each rank did last: hpcdist hang {shlex.quote(str(run_dir))}", err=True)
 
 
 def checkpoints(run_dir: Path) -> dict[str, int]:

@@ -194,6 +194,7 @@ def _refuse_another_run(run_dir: Path, recipe: "Recipe") -> None:
     if other:
         raise ConfigurationError(
             f"{run_dir} holds another run: {', '.join(other[:3])}; choose another --out, or submit its own {stored}"
+            f"{identity.begin_from(run_dir, other)}"
         )
 
 

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -24,8 +24,12 @@ from hpcdist.reporting import atomic, regular
 LAUNCH_DIR: Final = "HPCDIST_LAUNCH_DIR"  # of this start; where each rank also writes its process id
 SURVIVE: Final = "HPCDIST_SURVIVE"  # "shrink" or "replace": the ranks go on after a death
 SPARES: Final = "HPCDIST_SPARES"  # how many of them wait to replace one
+COMMAND: Final = "HPCDIST_COMMAND"  # the command line of `hpcdist run`, as for a shell
+TERMINAL_COLUMNS: Final = "HPCDIST_TERMINAL_COLUMNS"  # the width of its terminal, where its stderr is one
 WAYS: Final = ("shrink", "replace")
 ENDED: Final = "ended"
+RUN: Final = "run"
+STOPPED: Final = "stopped"
 AT_ONCE: Final = "at-once-"  # with its process id: the file of a rank that has nothing to save
 SEGMENTS: Final = "segments-"  # with its process id: the shared memory that the MPI of a rank has made or mapped
 _SEGMENT_NAMES: Final = ("sm_segment.", "vader_segment.", "mpich_shm_")  # of Open MPI 5 and 4, and MPICH
@@ -189,3 +193,50 @@ class LeavingAtOnce:
             path = Path(folder) / f"{AT_ONCE}{os.getpid()}"
             with suppress(OSError):  # on another host the directory does not exist
                 path.touch() if on else path.unlink(missing_ok=True)
+
+
+def trains(run_dir: Path) -> None:
+    """Tell `hpcdist run` in which directory the ranks train (local, rank 0)."""
+    _note(RUN, str(run_dir))
+
+
+def trained(how_to_go_on: str) -> bool:
+    """Tell `hpcdist run` that a training has ended as it should, and how it goes on where it was stopped (rank 0).
+
+    Whether it was told: it shows that behind all that its launcher says.
+    """
+    return _note(STOPPED, how_to_go_on) and _note(RUN, "")
+
+
+def _note(name: str, text: str) -> bool:
+    folder = os.environ.get(LAUNCH_DIR)
+    with suppress(OSError):  # on another host the directory does not exist
+        if folder:
+            (Path(folder) / name).write_text(text)
+            return True
+    return False
+
+
+def noted(folder: Path) -> tuple[str, str]:
+    """Return the directory of a training that ended without a word, and how a stopped one goes on; "" for none."""
+    found = ["", ""]
+    for place, name in enumerate((RUN, STOPPED)):
+        with suppress(OSError, ValueError):
+            found[place] = (folder / name).read_text()
+    return found[0], found[1]
+
+
+def resuming(command: Sequence[str], run_dir: Path | None = None, *, script: bool = False) -> list[str]:
+    """Return the ``command``, which trains, as one that goes on, in ``run_dir`` where it names no directory.
+
+    The options are those of `train`, behind it, or, of a ``script``, those of `hpcdist run`.
+    """
+    begin = command.index("run" if script else "train") + 1
+    end = command.index("--", begin) if "--" in command[begin:] else len(command)
+    options = list(command[begin:end])
+    places = [place for place, word in enumerate(options) if word == "--resume" or word.startswith("--resume=")]
+    for place in reversed(places):
+        del options[place : place + (2 if options[place] == "--resume" else 1)]
+    named = any(word == "--out" or word.startswith("--out=") for word in options)
+    added = [*([] if named or run_dir is None else ["--out", str(run_dir)]), "--resume", "auto"]
+    return [*command[:begin], *(added + options if script else options + added), *command[end:]]

@@ -28,12 +28,14 @@ _JOB_SCRIPT: Final = re.compile(r"job(?:-\d+)?\.(?:sbatch|pbs|sh)", re.ASCII)  #
 class RunDirectory:
     """Where a run keeps everything, and the checkpoint it goes on from (None: it starts).
 
-    ``changed`` tells the operational keys in which the recipe differs from that of the start before.
+    ``changed`` tells the operational keys in which the recipe differs from that of the start before, and
+    ``steps_before`` is its run.steps (None: there was none).
     """
 
     path: Path
     resume_from: Path | None
     changed: str = ""
+    steps_before: int | None = None
 
 
 def prepare(
@@ -71,7 +73,7 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: Lock | None) -
         if other:
             raise ConfigurationError(
                 f"{path} holds another run: {_listed(other)}; choose another --out, or run it with its own "
-                f"{RECIPE_FILE}"
+                f"{RECIPE_FILE}{identity.begin_from(path, other)}"
             )
         if resume == "never":
             raise UsageError(
@@ -86,7 +88,7 @@ def _prepare(recipe: Recipe, out: Path | None, resume: str, lock: Lock | None) -
         found = newest_complete(path)  # who restores it reads and verifies its bytes
         if found is None:
             refuse_to_begin_again(path)
-        return RunDirectory(path, found, _listed(list(keys.values())))
+        return RunDirectory(path, found, _listed(list(keys.values())), before.run.steps)
     if path.exists() and not path.is_dir():
         raise StorageError(f"{path} is a file; --out must name a directory")
     if path.is_dir() and not stored.exists() and not _barely_begun(path):

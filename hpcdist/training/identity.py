@@ -1,6 +1,7 @@
 """Which run a recipe describes, whatever it is made with. Light: imports nothing that starts MPI or reads files."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Final
 
 from hpcdist.training import recipe as recipes
@@ -54,6 +55,13 @@ def contradictions(stored: Recipe, recipe: Recipe) -> list[str]:
         for key, text in differences(stored, recipe).items()
         if not operational(key) or (rounded and key == "precision.mode")
     ]
+
+
+def begin_from(run_dir: object, contradictions: Sequence[str]) -> str:
+    """Return how another run begins with the parameters of this one, "" where its model is another (local)."""
+    if any(text.startswith("model.") for text in contradictions):
+        return ""
+    return f"; to begin another run with its parameters: --out OTHER --init-from {run_dir}"
 
 
 def run_id(recipe: Recipe) -> str:

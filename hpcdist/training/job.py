@@ -1,18 +1,21 @@
 """A job between its start and its end: train, evaluate, report."""
 
 import json
+import math
+import os
+import shlex
 import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpcdist.arrays.sizes import counted
 from hpcdist.checkpoint.lock import Lock
-from hpcdist.comm import output
+from hpcdist.comm import ending, output
 from hpcdist.comm.spans import Spans
 from hpcdist.comm.start import Session
 from hpcdist.errors import OK
 from hpcdist.models.model import Model
-from hpcdist.optim import scaling
+from hpcdist.optim import rates, scaling
 from hpcdist.strategies.grid import ORDER, rank_map, spread_groups
 from hpcdist.telemetry.metrics import MOVED_ATTRIBUTE
 from hpcdist.telemetry.provenance import provenance
@@ -70,6 +73,7 @@ class Job:
     def introduce(self, session: Session, trainer: Trainer, progress: Progress) -> None:
         """Say what begins (rank 0 does, the others have nothing to do)."""
         if session.comm.rank == 0:
+            ending.trains(self.run.path)
             _introduce(progress, session, trainer, self.run, self._entropies(trainer))
 
     def progress(self, trainer: Trainer) -> Progress:
@@ -136,9 +140,29 @@ class Job:
                     f"{self.run.path}` for what the run has measured",
                     file=sys.stderr,
                 )
+            stopped = "" if outcome.wish is None else self._how_to_go_on(outcome.done, trainer)
+            if not ending.trained(stopped) and stopped:
+                print(stopped, file=sys.stderr, flush=True)
         trainer.close()
         self.lock.release()
         return OK if outcome.wish is None else EXIT_CODES[outcome.wish]
+
+    def _how_to_go_on(self, done: int, trainer: Trainer) -> str:
+        """Return the line that a stopped run ends with: the very command that goes on, where this process knows it."""
+        stopped = f"stopped at {done} of {trainer.recipe.run.steps} steps, saved; go on with"
+        typed = os.environ.get(ending.COMMAND)
+        if self.given is not None and typed:
+            return f"{stopped} {shlex.join(ending.resuming(shlex.split(typed), self.run.path, script=True))}"
+        if self.given is not None:
+            return f"{stopped} the same script, resume='auto' and out={str(self.run.path)!r}"
+        words = shlex.split(typed) if typed else ["hpcdist", *sys.argv[1:]]
+        if "train" not in words:
+            return (
+                f"{stopped} hpcdist train {self.run.path / directory.RECIPE_FILE} --out {self.run.path} --resume auto"
+            )
+        alone = typed or trainer.comm.size == 1
+        launcher = "" if alone else f", on {counted(trainer.comm.size, 'rank')} by the same launcher"
+        return f"{stopped} {shlex.join(ending.resuming(words, self.run.path))}{launcher}"
 
 
 @dataclass(frozen=True)
@@ -205,6 +229,25 @@ def _introduce(
         progress.say(f"entropy of the training text in nats a token: {', '.join(known)}")
     if run.changed:
         progress.say(f"other than in the start before: {run.changed}")
+    reshaped = _reshaped(trainer, run.steps_before)
+    if reshaped:
+        progress.say(reshaped)
     if run.resume_from is not None:
         progress.say(f"resumed from {run.resume_from} after {trainer.first_step} steps")
     progress.say(f"run directory {run.path}")
+
+
+def _reshaped(trainer: Trainer, steps_before: int | None) -> str:
+    """Return what another run.steps makes of the learning rate, "" where nothing (local)."""
+    optimizer, steps = trainer.seat.optimizer, trainer.recipe.run.steps
+    step = max(trainer.first_step, math.ceil(optimizer.warmup_steps)) + 1  # the rates of a warm-up are the same
+    if steps_before is None or step > steps:
+        return ""
+    update = step - trainer.executor.loss_scale.skipped
+    before, now = (rates.learning_rate(optimizer, update, total) for total in (steps_before, steps))
+    if before == now:
+        return ""
+    return (
+        f"run.steps was {steps_before} and is {steps}, where optimizer.decay = {optimizer.decay!r} ends: the learning "
+        f"rate of step {step} is {now:.3g} instead of {before:.3g}"
+    )

@@ -3,12 +3,10 @@
 import os
 import sys
 import time
-from typing import Final
 
 from tqdm import tqdm
 
-# Set by `hpcdist run` whose stderr is a terminal, to its width: its ranks write into a pipe of the launcher.
-TERMINAL_COLUMNS: Final = "HPCDIST_TERMINAL_COLUMNS"
+from hpcdist.comm.ending import TERMINAL_COLUMNS
 
 
 class Progress:

@@ -187,8 +187,12 @@ def test_a_stop_file_asks_for_a_requeue(text: Path, tmp_path: Path) -> None:
     process = _start(text, out, every=0, steps=ENDLESS)
     _wait_for((out / "metrics.h5").exists, process)
     (out / "stop").touch()
-    process.communicate(timeout=LIMIT_S)
+    _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 75
+    last = errors.splitlines()[-1]
+    assert last.startswith("hpcdist run: stopped at ")
+    assert f" of {ENDLESS} steps, saved; go on with hpcdist run -n 2 train " in last
+    assert last.endswith(" --resume auto") and f" --out {out} " in last
     assert not (out / "stop").exists(), "the wish is granted: the next start must not meet it"
 
 

@@ -68,8 +68,9 @@ def test_the_same_recipe_goes_on(begun: Path) -> None:
 )
 def test_what_makes_it_another_run_is_refused(begun: Path, override: str) -> None:
     before = (begun / "recipe.toml").read_text()
-    with pytest.raises(ConfigurationError, match=f"holds another run: {override.partition('=')[0]} = "):
+    with pytest.raises(ConfigurationError, match=f"holds another run: {override.partition('=')[0]} = ") as refused:
         prepare(begun, "run.steps=10", override)
+    assert (f"--init-from {begun}" in str(refused.value)) == (not override.startswith("model."))
     assert (begun / "recipe.toml").read_text() == before
 
 

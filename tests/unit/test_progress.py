@@ -2,8 +2,9 @@
 
 import pytest
 
+from hpcdist.comm.ending import TERMINAL_COLUMNS
 from hpcdist.training import progress as subject
-from hpcdist.training.progress import TERMINAL_COLUMNS, Progress
+from hpcdist.training.progress import Progress
 
 
 def test_a_log_gets_the_first_and_the_last_step(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,117 @@
+"""What a training that did not come to its end says: the command that goes on, and what a resume changes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu_runs import assembled, write_text
+
+from hpcdist.checkpoint.lock import Lock
+from hpcdist.cli import run as run_command
+from hpcdist.comm import ending
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.threads import run_threads
+from hpcdist.training import identity, job
+from hpcdist.training.directory import RunDirectory
+from hpcdist.training.job import Job
+from hpcdist.training.survival import StopWishes
+
+TYPED = ["hpcdist", "run", "-n", "2", "train", "my recipe.toml"]
+
+
+@pytest.fixture
+def text(tmp_path: Path, rng: np.random.Generator) -> dict[str, object]:
+    return {"data.path": write_text(tmp_path / "text.txt", rng), "run.steps": 40}
+
+
+@pytest.mark.parametrize(
+    ("command", "resumed"),
+    [
+        (["train"], ["train", "--out", "runs/1", "--resume", "auto"]),
+        (["train", "--out", "a"], ["train", "--out", "a", "--resume", "auto"]),
+        (["train", "--out=a", "--resume=never"], ["train", "--out=a", "--resume", "auto"]),
+        (["train", "--resume", "never", "r"], ["train", "r", "--out", "runs/1", "--resume", "auto"]),
+        (["run", "-n", "2", "--", "train"], ["run", "-n", "2", "--", "train", "--out", "runs/1", "--resume", "auto"]),
+        (["train", "--", "-x"], ["train", "--out", "runs/1", "--resume", "auto", "--", "-x"]),
+    ],
+)
+def test_the_command_that_goes_on(command: list[str], resumed: list[str]) -> None:
+    assert ending.resuming(command, Path("runs/1")) == resumed
+
+
+@pytest.mark.parametrize(
+    ("command", "resumed"),
+    [
+        (["run", "-n", "2", "--", "python", "train"], ["run", "--out", "r", "--resume", "auto", "-n", "2"]),
+        (["run", "--out", "a", "--resume=never", "--", "python", "train"], ["run", "--resume", "auto", "--out", "a"]),
+    ],
+)
+def test_the_command_that_goes_on_with_a_script(command: list[str], resumed: list[str]) -> None:
+    assert ending.resuming(command, Path("r"), script=True) == [*resumed, "--", "python", "train"]
+
+
+def test_a_stopped_run_ends_with_the_very_command(text: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(comm: Communicator) -> str:
+        trainer = assembled(comm, text)
+        made = Job(trainer.recipe, RunDirectory(Path("runs/1"), None), StopWishes(), Lock(), as_json=False)
+        return made._how_to_go_on(7, trainer)
+
+    monkeypatch.setenv(ending.COMMAND, "hpcdist run -n 2 train 'my recipe.toml'")
+    (typed,) = run_threads(1, said)
+    assert typed == (
+        "stopped at 7 of 40 steps, saved; go on with hpcdist run -n 2 train 'my recipe.toml' --out runs/1 --resume auto"
+    )
+    monkeypatch.delenv(ending.COMMAND)
+    monkeypatch.setattr("sys.argv", ["/venv/hpcdist/__main__.py", "train", "--out=a"])
+    alone, others = run_threads(1, said) + run_threads(2, said)[:1]
+    assert alone.endswith("; go on with hpcdist train --out=a --resume auto")
+    assert others.endswith("; go on with hpcdist train --out=a --resume auto, on 2 ranks by the same launcher")
+
+
+def test_hpcdist_run_is_told_and_shows_it_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows the directory of a run that died; of one that ended as it should, nothing, or how it goes on."""
+    assert not ending.trained("stopped"), "nobody listens"
+    monkeypatch.setenv(ending.LAUNCH_DIR, str(tmp_path / "elsewhere"))
+    assert not ending.trained("stopped"), "it is on another host"
+    monkeypatch.setenv(ending.LAUNCH_DIR, str(tmp_path))
+    assert ending.noted(tmp_path) == ("", "")
+    ending.trains(Path("runs/1"))
+    assert ending.noted(tmp_path) == ("runs/1", "")
+    assert ending.trained("stopped") and ending.noted(tmp_path) == ("", "stopped")
+
+
+def test_after_a_kill_the_newest_checkpoint_and_hang_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/venv/bin/hpcdist", *TYPED[1:]])
+    run_command._tell_how_to_go_on(tmp_path)
+    assert "there is no checkpoint yet; begin again with hpcdist run -n 2 train" in capsys.readouterr().err
+    for step in (50, 100):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step-{step}" / "manifest.json").touch()
+    run_command._tell_how_to_go_on(tmp_path)
+    shown = capsys.readouterr().err
+    assert f"the newest checkpoint is {tmp_path}/checkpoints/step-100; go on with hpcdist run -n 2 train " in shown
+    assert f"'my recipe.toml' --out {tmp_path} --resume auto\n" in shown and f"hpcdist hang {tmp_path}\n" in shown
+
+
+def test_another_number_of_steps_says_what_it_makes_of_the_learning_rate(text: dict[str, object]) -> None:
+    def said(comm: Communicator) -> list[str]:
+        trainer = assembled(comm, text)
+        trainer.first_step = 10
+        shorter, same, first = (job._reshaped(trainer, steps) for steps in (20, 40, None))
+        constant = assembled(comm, text | {"optimizer.decay": "constant"})
+        constant.first_step = 10
+        trainer.first_step = 0  # in the warm-up of two steps, which is the same
+        return [shorter, job._reshaped(trainer, 20), same, first, job._reshaped(constant, 20)]
+
+    (found,) = run_threads(1, said)
+    reshaped = "run.steps was 20 and is 40, where optimizer.decay = 'cosine' ends: the learning rate of step "
+    assert found[0] == reshaped + "11 is 0.00264 instead of 0.00165"
+    assert found[1].startswith(reshaped + "3 is ") and found[2:] == ["", "", ""]
+
+
+def test_a_changed_learning_rate_is_told_of_a_run_that_begins_with_the_parameters() -> None:
+    rate, model = "optimizer.learning_rate = 0.003 there, 0.1 now", "model.hidden = 8 there, 16 now"
+    assert identity.begin_from("runs/1", [rate]).endswith("its parameters: --out OTHER --init-from runs/1")
+    assert identity.begin_from("runs/1", [rate, model]) == ""
