@@ -164,17 +164,25 @@ def summarise(
         "run_dir": str(directory),
         "stopped_by": outcome.wish.name.lower() if outcome.wish is not None else None,
     }
+    return summary | _reasons(trainer, summary, bool(shares))
+
+
+def _reasons(trainer: Trainer, summary: Mapping[str, Any], has_steps: bool) -> dict[str, str]:
+    """Return why figures of ``summary`` are None (local)."""
+    reasons = {}
     if trainer.exchange.overlap is not None and summary["communication_hidden_share"] is None:
-        summary["communication_hidden_reason"] = NOT_HIDDEN
-    if not shares:
-        summary |= {f"{figure}_reason": NOTHING for figure in ("train", "tokens", "step", "comm", "bytes_sent")}
-    elif summary["bytes_sent_per_step"] is None:
-        summary["bytes_sent_reason"] = NOT_COUNTED if trainer.recipe.communication.checked else _not_visible(trainer)
-    return summary
+        reasons["communication_hidden_reason"] = NOT_HIDDEN
+    if not has_steps:
+        return reasons | {f"{name}_reason": NOTHING for name in ("train", "tokens", "step", "comm", "bytes_sent")}
+    if summary["bytes_sent_per_step"] is None:
+        reasons["bytes_sent_reason"] = _not_counted(trainer)
+    return reasons
 
 
-def _not_visible(trainer: Trainer) -> str:
+def _not_counted(trainer: Trainer) -> str:
     """Return why nobody knows what is sent, with the setting that tells where it is one (local)."""
+    if trainer.recipe.communication.checked:
+        return NOT_COUNTED
     if trainer.exchange.algorithm == "native":
         return f"{NOT_VISIBLE}; set communication.algorithm to ring, or any but native, to count"
     return NOT_VISIBLE
