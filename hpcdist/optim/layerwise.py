@@ -1,4 +1,11 @@
-"""Optimizers whose rate depends on norms of whole tensors: two phases, with a sum over the owners between them."""
+"""Optimizers whose rate depends on norms of whole tensors: two phases, with a sum over the owners between them.
+
+A tensor is what a model declares. Query, key and value of a block are one, (3, h, h), so they share one ratio, as the
+one `in_proj_weight` of PyTorch and the fused matrix of Megatron-LM do; published references of LARS and LAMB that have
+three matrices take three. They stay one here: the norms are summed over the ranks by tensor, the large-batch results
+were measured so, and a run that goes on must keep the ratios that it began with. With ``model.kv_heads`` queries are a
+tensor of their own. For weight decay it makes no difference: all three matrices decay, and none of their biases does.
+"""
 
 from abc import abstractmethod
 from collections.abc import Iterable

@@ -14,9 +14,9 @@ g_i is p times this rank's share of the mean gradient of all samples, so that th
 unevenly samples are spread. Directions, and the decay of weights in them, are those of the weights before mixing; LARS,
 whose decay enters with the ratio, has that of the weights after it where combining comes first.
 
-With Psi bytes of parameters a rank sends and receives d Psi a step, for d neighbours: ring 2, torus 4, exponential
-ceil(log2 p), one peer 1. The complete graph takes an allreduce: 2 Psi (p-1)/p. What comes takes d Psi of memory. All
-ranks still agree on a few numbers (loss, finiteness, the wish to stop) in every step.
+With Psi bytes of parameters a rank sends and receives d Psi a step, for d neighbours: ring 2, torus 4 (3 or 2 where
+axes have two ranks), exponential ceil(log2 p), one peer 1. The complete graph takes an allreduce: 2 Psi (p-1)/p. What
+comes takes d Psi of memory. All ranks still agree on a few numbers (loss, finiteness, the wish to stop) in every step.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
     graph        neighbours a step      spectral gap 1 - rho        sent a step and rank, with Psi bytes of parameters
     ring         2                      O(1/p^2)                    2 Psi
-    torus        4                      O(1/p)                      4 Psi
+    torus        4 (2 x n: 3, 2 x 2: 2) O(1/p)                      as many Psi
     exponential  ceil(log2 p)           2/(1 + ceil(log2 p)) *      ceil(log2 p) Psi
     one_peer     1, another every step  exact after log2 p steps *  Psi
     complete     all                    1                           2 Psi (p-1)/p, by an allreduce
