@@ -1,4 +1,4 @@
-"""Jobs that are no training alone: a sweep as an array of tasks, a benchmark, a training with servers of its own."""
+"""Jobs that are no training alone: arrays of tasks, of a sweep or a script, a benchmark, a training with servers."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -78,6 +78,37 @@ class SweepJob(BatchJob):
     def folder(self) -> str:
         """The directory of the results as a pattern of Slurm's, in which % is written twice."""
         return str(self.run_dir).replace("%", "%%")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptArrayJob(BatchJob):
+    """A script as a job array of ``tasks``: each a run of its own, in a folder of ``run_dir``, that goes on by itself.
+
+    Which of them it is, a script knows by HPCDIST_TASK. ``at_most`` run at a time (0: as many as there is room for).
+    """
+
+    template: ClassVar[str] = "script_array.sbatch.j2"
+
+    tasks: int
+    at_most: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tasks < 1 or self.at_most < 0:
+            raise UsageError(f"--tasks {self.tasks} --at-most {self.at_most}: give at least 1 task, and 0 for no limit")
+        if self.links > 1:
+            raise UsageError(
+                f"--chain {self.links} with --tasks: a task that is stopped starts again by itself; leave --chain out"
+            )
+
+    @property
+    def array(self) -> str:
+        """The tasks, as sbatch reads them."""
+        return f"0-{self.tasks - 1}" + (f"%{self.at_most}" if self.at_most else "")
+
+    def log(self, folder: Path, number: str) -> Path:
+        """Return the path of the logs, in which %a stands for the number of a task."""
+        return folder / f"hpcdist-{number}_%a.out"
 
 
 @dataclass(frozen=True, kw_only=True)

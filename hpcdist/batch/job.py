@@ -51,7 +51,8 @@ class BatchJob:
 
     ``walltime`` is written as Slurm reads it, and None leaves it to the partition. ``signal_s`` seconds before its end
     the job saves and is started again. ``recipe`` is the text of a whole recipe, which every start trains in
-    ``run_dir``. ``sbatch_args`` are further options of the scheduler, ``mpi_args`` of the launcher. ``python`` runs
+    ``run_dir``; or, where there is none, ``program`` has the words of a command, which every start runs, with its run
+    directory. ``sbatch_args`` are further options of the scheduler, ``mpi_args`` of the launcher. ``python`` runs
     hpcdist, and finds it in ``python_path`` where that is not None.
 
     A start that fails is repeated, up to ``restarts`` times, inside of the job, whose ``spare_nodes`` then take the
@@ -97,6 +98,7 @@ class BatchJob:
     warmup: bool = False
     check: bool = True
     begin: datetime | None = None
+    program: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "cpus_per_task"):
@@ -120,6 +122,11 @@ class BatchJob:
             )
         if self.survive not in SURVIVE:
             raise UsageError(f"--survive {self.survive}: choose one of {', '.join(SURVIVE)}")
+        if self.program and self.survive != "none":
+            raise UsageError(
+                f"--survive {self.survive}: only the training of a recipe goes on without a rank, not "
+                f"{self.program[0]}; leave it out, or use --restarts"
+            )
         for name in ("name", "partition", "account"):
             if getattr(self, name) == "":
                 raise UsageError(f"{_option(name)} is empty; give a name, or leave the option out")

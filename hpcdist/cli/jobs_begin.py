@@ -59,20 +59,27 @@ def newest(run_dir: Path) -> Saved:
     type=click.Path(dir_okay=False, path_type=Path),
     help="The recipe that this start trains.  [default: recipe.toml in RUN_DIR]",
 )
-def begin(run_dir: Path, job: str, restart: int, most_fruitless: int, recipe_file: Path | None) -> None:
+@click.option("--program", help="In place of a recipe: the command that this start runs.")
+def begin(
+    run_dir: Path, job: str, restart: int, most_fruitless: int, recipe_file: Path | None, program: str | None
+) -> None:
     """Enter the start of a job in the ledger of RUN_DIR, and print `go`; or `done` when the run has all its steps.
 
     A run that comes back again and again without a new checkpoint is refused with exit code 78; a changed recipe
-    begins the count anew.
+    begins the count anew. Of a program nobody knows how many steps it has to make: it always begins, unless the starts
+    since it last ended well were in vain.
     """
     from hpcdist.training import identity
     from hpcdist.training import recipe as recipes
 
     kept = run_dir / RECIPE_FILE
     stored = kept if recipe_file is None else recipe_file
-    recipe = recipes.load_stored(stored) if recipe_file is not None or stored.exists() else None
-    digest = "" if recipe is None else recipes.digest(recipe)
+    known = program is None and (recipe_file is not None or stored.exists())
+    recipe = recipes.load_stored(stored) if known else None
+    digest = (program or "") if recipe is None else recipes.digest(recipe)
     entries, saved = _entries(run_dir), newest(run_dir)
+    if program is not None:
+        entries = _since_success(entries)
     is_this = recipe is None or not kept.exists() or not identity.contradictions(recipes.load_stored(kept), recipe)
     # Another run is not complete: the training refuses it, with the keys.
     if recipe is not None and is_this and saved.step >= recipe.run.steps and _has_ended_well(run_dir, entries):
@@ -131,6 +138,12 @@ def fruitless(entries: Iterable[ledger.Entry], saved: Saved, digest: str) -> lis
         same = (entry.text("from"), entry.number("saved_ns"), entry.text("recipe")) == (*saved, digest)
         found = [*found, entry] if same else []
     return found
+
+
+def _since_success(entries: list[ledger.Entry]) -> list[ledger.Entry]:
+    """Return what follows the last start that ended with exit code 0."""
+    well = [index for index, entry in enumerate(entries) if entry.event == ledger.ENDED and entry.number("code") == OK]
+    return entries[well[-1] + 1 :] if well else entries
 
 
 def _refusal(run_dir: Path, vain: list[ledger.Entry], saved: Saved) -> str:

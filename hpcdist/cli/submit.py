@@ -1,15 +1,31 @@
 """`hpcdist submit`: a recipe becomes a job of the site. Light, for login nodes: neither MPI nor HDF5 is loaded."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from hpcdist.cli import submit_kinds
 from hpcdist.comm.ending import WAYS
 
+PROGRAM: Final = "hpcdist.program"  # what stands behind -- on the command line, in the context
 
-@click.command("submit")
+
+class Submit(click.Command):
+    """A command that keeps apart what stands behind --: the command line of a program."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse what stands before it."""
+        own = args[: args.index("--")] if "--" in args else args
+        ctx.meta[PROGRAM] = tuple(args[len(own) + 1 :])
+        return super().parse_args(ctx, own)
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """Return the words of the usage line."""
+        return [*super().collect_usage_pieces(ctx), "[-- PROGRAM ...]"]
+
+
+@click.command("submit", cls=Submit)
 @click.argument("recipe", type=click.Path(dir_okay=False, path_type=Path), required=False)
 @click.option("--site", metavar="NAME|FILE", help="Profile of the site; see `hpcdist site list`.  [default: found out]")
 @click.option("--nodes", type=click.IntRange(min=1), required=True, help="Number of nodes.")
@@ -74,11 +90,12 @@ from hpcdist.comm.ending import WAYS
     metavar="NAME|FILE",
     help="Show an estimate: see `hpcdist plan clusters`.  [default: the site's, if any]",
 )
+@click.option("--tasks", type=click.IntRange(min=1), help="A job array of so many runs of PROGRAM: see HPCDIST_TASK.")
 @click.option("--dry-run", is_flag=True, help="Print the script and submit nothing; needs no scheduler.")
 def command(
     recipe: Path | None, overrides: tuple[str, ...], cluster: str | None, dry_run: bool, **options: Any
 ) -> None:
-    """Submit the training of RECIPE (TOML), or of the default recipe, and print the number of the job.
+    """Submit the training of RECIPE (TOML), or of the default recipe, or a PROGRAM, and print the number of the job.
 
     The profile of the site says how: see slurm/README.md. Before the walltime ends the job saves, stops and is
     requeued, until all steps are done; with --chain the next job goes on instead. It runs in this directory, with this
@@ -92,6 +109,9 @@ def command(
     A start that fails ends the job, with its exit code, unless --restarts says otherwise; see `hpcdist run --help` for
     when it is not repeated.
 
+    A PROGRAM, as `-- python train.py`, is started on all ranks: what its hpcdist.training.pytorch.Training saves, the
+    next start goes on from. The same command in the same directory is the same run; with --tasks N it is N of them.
+
     With --array the job is a sweep, one trial a task, and a second job merges what they found; with --bench it is a
     benchmark, and with --server-nodes a training with nodes of a second kind. See slurm/README.md for each.
     """
@@ -99,7 +119,8 @@ def command(
     from hpcdist.cli import submit_estimate
     from hpcdist.cli import submit_plan as plan
 
-    planned = submit_kinds.planned(recipe, overrides, options | {"cluster": cluster})
+    known = options | {"cluster": cluster}
+    planned = submit_kinds.planned(recipe, overrides, known, click.get_current_context().meta[PROGRAM])
     for line in (*planned.told, *submit_estimate.lines(planned, cluster)):
         click.echo(line, err=True)
     links = submission.chain(planned.job, planned.site)

@@ -1,4 +1,4 @@
-"""What `hpcdist submit` makes of --array, --bench and --server-nodes: jobs that are more, or other, than a training."""
+"""What `hpcdist submit` makes of --array, --bench, --server-nodes and programs: jobs other than a training."""
 
 import difflib
 import hashlib
@@ -67,13 +67,19 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def planned(recipe: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]) -> "Planned":
-    """Return the job that the options ask for; a training where none of _KINDS is given.
+def planned(
+    recipe: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any], program: tuple[str, ...] = ()
+) -> "Planned":
+    """Return the job that the options ask for; a training where neither one of _KINDS is given nor a ``program``.
 
     Raises ConfigurationError and UsageError, as `submit_plan.training` does.
     """
     from hpcdist.cli import submit_plan as plan
 
+    if program:
+        return _program(program, recipe, overrides, options)
+    if options["tasks"]:
+        raise UsageError(f"--tasks {options['tasks']} is for a program; add it: -- python SCRIPT, or use --array SWEEP")
     kinds = [name for name in _KINDS if options[name] is not None]
     if len(kinds) > 1:
         raise UsageError(f"{_flag(kinds[0])} and {_flag(kinds[1])} are jobs of two kinds; choose one")
@@ -88,6 +94,31 @@ def planned(recipe: Path | None, overrides: tuple[str, ...], options: Mapping[st
     _refuse_what_trainings_have(recipe, overrides, options, _flag(kind))
     site = _site(options, _flag(kind))
     return _array(site, options) if kind == "array" else _benchmark(site, options)
+
+
+def _program(
+    program: tuple[str, ...], recipe: Path | None, overrides: tuple[str, ...], options: Mapping[str, Any]
+) -> "Planned":
+    from hpcdist.batch.array import ScriptArrayJob
+    from hpcdist.cli import submit_plan as plan
+    from hpcdist.cli.main import COMMANDS
+
+    if recipe is not None or program[0] in COMMANDS:
+        raise UsageError(
+            f"-- {program[0]} with {recipe or 'a command of hpcdist'}: a recipe is submitted by its name alone, and a "
+            "program by what stands behind --; keep one"
+        )
+    if overrides:
+        raise UsageError(f"--set {overrides[0]}: the recipe is that of the script; export HPCDIST_SET__SECTION__KEY")
+    for name in (*_KINDS, *_BELONGS, "stage_data"):
+        if options[name] and name != "at_most":
+            raise UsageError(f"{_flag(name)} is for recipes, not for {program[0]}; leave it out")
+    if options["at_most"] and not options["tasks"]:
+        raise UsageError("--at-most belongs to --tasks; add it, or leave both out")
+    if not options["tasks"]:
+        return plan.script(program, options)
+    _site(options, "--tasks")
+    return plan.script(program, options, ScriptArrayJob, tasks=options["tasks"], at_most=options["at_most"] or 0)
 
 
 def _flag(name: str) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
@@ -91,6 +92,33 @@ def training(
     return Planned(
         job, site, (f"site {site.name}; {shape}", *told, *saves), tuple(hidden(job, site, [recipe.data.path])), recipe
     )
+
+
+def script(
+    program: tuple[str, ...], options: Mapping[str, Any], kind: type[BatchJob] = BatchJob, **more: Any
+) -> Planned:
+    """Return the job of this ``kind``, with ``more`` fields, that runs ``program`` on all of its ranks.
+
+    The same words in the same directory are the same run. Raises ConfigurationError and UsageError for what the site
+    refuses.
+    """
+    site = sites.chosen(options["site"])
+    words = "\0".join((os.getcwd(), *program))
+    run_dir = run_dir_of(options["out"], options["name"], hashlib.sha256(os.fsencode(words)).hexdigest()[:12])
+    shared, told = fields(options, site)
+    job = kind(
+        **shared,
+        **more,
+        recipe="",
+        program=program,
+        run_dir=run_dir,
+        gpus_per_node=options["gpus_per_node"] or 0,
+        environment=options["environment"] and options["environment"].absolute(),
+        local=_local(options, site, run_dir),
+    )
+    fitting.check(job, site)
+    shape = f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}: {shlex.join(program)}"
+    return Planned(job, site, (f"site {site.name}; {shape}", *told), tuple(hidden(job, site, [])))
 
 
 def fields(options: Mapping[str, Any], site: Site) -> tuple[dict[str, Any], list[str]]:

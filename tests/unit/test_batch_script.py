@@ -17,6 +17,7 @@ import pytest
 from job_scripts import EVIL, PLAIN, RECIPE, check_by_bash, check_golden, played_python
 
 from hpcdist.batch import resources, script, sites
+from hpcdist.batch.array import ScriptArrayJob
 from hpcdist.errors import ConfigurationError, UsageError
 
 GENERIC = sites.load("slurm-openmpi")
@@ -37,6 +38,7 @@ JOBS = {
             warmup=True,
         ),
     ),
+    "program": ("slurm-mpich", dataclasses.replace(PLAIN, recipe="", program=("python", "train.py", "--lr=1"))),
     "container": (
         "cray",
         dataclasses.replace(GPUS, python_of_ranks=("apptainer", "exec", "--nv", "a b.sif", "python3")),
@@ -158,7 +160,7 @@ def stage(tmp_path):
     def start(job=PLAIN, site=GENERIC, **environment):
         own = job.run_dir if job is not PLAIN and job.run_dir != PLAIN.run_dir else tmp_path / "run"
         job = dataclasses.replace(job, python=str(tmp_path / "python"), run_dir=own)
-        (tmp_path / "job.sh").write_text(script.render(job, site))
+        (tmp_path / "job.sh").write_text(script.render(job, site, job.template or script.TEMPLATE))
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
         return subprocess.Popen(
             ["bash", "job.sh"], cwd=tmp_path, env=os.environ | slurm | environment, stderr=subprocess.PIPE, text=True
@@ -202,6 +204,28 @@ def test_restarts_and_survival_are_those_of_hpcdist_run(stage, tmp_path):
     said = "--ranks-per-node 4 --mpi-args -v --restarts 2 --survive replace"
     assert said in " ".join(found[: found.index("train")])
     assert "--restarts" not in words(tmp_path / "examined")
+
+
+@pytest.mark.parametrize("tasks", [0, 3])
+def test_a_program_is_started_with_its_run_directory(stage, tmp_path, tasks):
+    own = {"recipe": "", "program": ("python", EVIL, "--", "-x"), "restarts": 2, "run_dir": tmp_path / EVIL}
+    job, task = dataclasses.replace(PLAIN, **own), {}
+    if tasks:
+        values = {item.name: getattr(job, item.name) for item in dataclasses.fields(job)}
+        job = ScriptArrayJob(**values, tasks=tasks, at_most=2)
+        task = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "2"}
+    assert ("#SBATCH --array=0-2%2\n" in script.render(job, GENERIC, job.template or script.TEMPLATE)) is bool(tasks)
+    code, errors = ended(stage(job, CODE="0", HPCDIST_SET__RUN__STEPS="9", **task))
+    assert code == 0, errors
+    found = words(tmp_path / "arguments")
+    run_dir = str(tmp_path / EVIL / "task-2" if tasks else tmp_path / EVIL)
+    said = ["--restarts", "2", "--out", run_dir, "--resume", "auto", "--", "python", EVIL, "--", "-x"]
+    assert found[found.index("--restarts") :] == said
+    assert (tmp_path / "variables").read_text() == "HPCDIST_SET__RUN__STEPS=9\n", "they are for the script"
+    began = words(tmp_path / "began")
+    assert began[5:10] == [run_dir, "--job", "6_2" if tasks else "7", "--restart", "0"]
+    assert began[10:12] == ["--program", shlex.join(job.program)]
+    assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()
 
 
 def test_no_variable_of_the_job_changes_the_recipe(stage, tmp_path):

@@ -447,3 +447,40 @@ def test_a_lost_template_is_a_damaged_installation(tmp_path, monkeypatch):
     monkeypatch.setattr(resources, "files", lambda package: tmp_path)
     with pytest.raises(MissingCapabilityError, match="install the wheel again"):
         resources.folder(resources.TEMPLATES)
+
+
+def test_a_program_is_submitted_as_it_is(sbatch):
+    line = ["--nodes", "2", "--restarts", "1", "--", "python", "train.py", "--set", "a=b"]
+    done = submit(*line, folder=sbatch)
+    assert (done.returncode, done.stdout) == (0, "4711\n"), done.stderr
+    assert "2 nodes x 1 rank: python train.py --set a=b" in done.stderr
+    text = (sbatch / "script").read_text()
+    assert '--restarts 1 \\\n  --out "$run_dir" --resume auto -- python train.py --set a=b || code=$?\n' in text
+    run_dir = re.search(r"run directory (.*)", done.stderr)[1]
+    assert f"run directory {run_dir}\n" in submit(*line, folder=sbatch, QUEUED="").stderr, "the same run"
+    assert run_dir not in submit(*line, "more", folder=sbatch).stderr
+    array = submit("--nodes", "1", "--tasks", "4", "--at-most", "2", "--", "./run.sh", folder=sbatch)
+    assert array.returncode == 0, array.stderr
+    assert "#SBATCH --array=0-3%2\n" in (sbatch / "script").read_text()
+    assert "hpcdist-4711_%a.out" in array.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["recipe.toml", "--", "python", "train.py"], "-- python with recipe.toml"),
+        (["--", "train", "recipe.toml"], "-- train with a command of hpcdist"),
+        (["--set", "run.steps=5", "--", "python", "train.py"], "export HPCDIST_SET__"),
+        (["--survive", "shrink", "--", "python", "train.py"], "--survive shrink: only the training of a recipe"),
+        (["--stage-data", "--", "python", "train.py"], "--stage-data is for recipes, not for python"),
+        (["--array", "sweep.toml", "--", "python", "train.py"], "--array is for recipes, not for python"),
+        (["--at-most", "2", "--", "python", "train.py"], "--at-most belongs to --tasks"),
+        (["--tasks", "2", "--chain", "3", "--", "python", "train.py"], "--chain 3 with --tasks"),
+        (["--tasks", "2", "recipe.toml"], "--tasks 2 is for a program"),
+    ],
+)
+def test_what_is_not_for_programs_is_refused(sbatch, arguments, words):
+    done = submit("--nodes", "1", *arguments, folder=sbatch)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert not (sbatch / "calls").exists()

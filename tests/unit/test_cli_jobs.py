@@ -126,6 +126,17 @@ def test_starts_that_somebody_ended_are_no_sign_of_a_run_in_vain(run, jobs):
     assert jobs("begin", run, "--job=10", "--most-fruitless=1")[0] == CONFIGURATION
 
 
+def test_a_program_begins_whatever_an_earlier_recipe_says_unless_it_was_in_vain(run, jobs):
+    program = ("--program=python train.py", "--most-fruitless=2")
+    for number in range(3):  # it ends well each time, as one that saves nothing does
+        assert told(jobs, "begin", run, f"--job={number}", *program) == "go"
+        told(jobs, "end", run, f"--job={number}", "--code=0")
+    assert told(jobs, "begin", run, "--job=7", *program) == "go"
+    assert told(jobs, "begin", run, "--job=8", *program) == "go"
+    assert jobs("begin", run, "--job=9", *program)[0] == CONFIGURATION
+    assert told(jobs, "begin", run, "--job=9", "--program=python other.py", "--most-fruitless=2") == "go"
+
+
 def test_progress_or_another_recipe_begins_the_count_anew(run, jobs):
     def refused():
         return [jobs("begin", run, "--job=1", "--most-fruitless=2", *recipe)[0] for _ in range(3)]
