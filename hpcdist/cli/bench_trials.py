@@ -31,6 +31,8 @@ _OWNED: Final = {
     "ranks": "the sweep file says on how many ranks a trial runs; leave -n out",
     "grace": "a trial is stopped by --limit-s and --budget-s; leave --grace out",
     "dry_run": "use --dry-run of this command",
+    "out": "each trial has a run directory of its own; leave --out out",
+    "resume": "a trial begins anew; leave --resume out",
 }
 _OF_A_TRIAL: Final = ".trial-"  # in the name of a run directory beside the results
 _RANDOM: Final = re.compile(r"[a-z0-9_]{8}")  # what tempfile puts behind it
