@@ -12,7 +12,7 @@ FAILURE: Final = 1
 USAGE: Final = 2
 MISSING_CAPABILITY: Final = 69  # sysexits EX_UNAVAILABLE
 STORAGE: Final = 74  # sysexits EX_IOERR
-REQUEUE: Final = 75  # sysexits EX_TEMPFAIL: checkpointed, start me again
+REQUEUE: Final = 75  # sysexits EX_TEMPFAIL: checkpointed, or nothing was done yet; start me again
 CONFIGURATION: Final = 78  # sysexits EX_CONFIG
 INTERRUPTED: Final = 130  # 128 + SIGINT
 

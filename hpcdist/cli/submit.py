@@ -119,8 +119,8 @@ def command(
     from hpcdist.cli import submit_estimate
     from hpcdist.cli import submit_plan as plan
 
-    known = options | {"cluster": cluster}
-    planned = submit_kinds.planned(recipe, overrides, known, click.get_current_context().meta[PROGRAM])
+    given = options | {"cluster": cluster}
+    planned = submit_kinds.planned(recipe, overrides, given, click.get_current_context().meta[PROGRAM])
     for line in (*planned.told, *submit_estimate.lines(planned, cluster)):
         click.echo(line, err=True)
     links = submission.chain(planned.job, planned.site)

@@ -101,6 +101,7 @@ def check_library_and_launcher(environment: Mapping[str, str] = os.environ) -> l
     try:
         started = mpirun.find(environment)
         checks.append(Check("launcher", OK, f"{started.vendor} {started.version} ({started.path})"))
+        checks.append(Check("signals to stop", OK, mpirun.answer_to_signals(started)))
     except MissingCapabilityError as error:
         cure = "install hpcdist[workstation] or load the site's MPI module; under Slurm srun starts the ranks"
         checks.append(Check("launcher", WARN, str(error), cure))

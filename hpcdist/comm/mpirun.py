@@ -202,6 +202,21 @@ def _parameters(launcher: Launcher) -> list[str]:
     return [line for line in lines if not line.lstrip().startswith("#")]
 
 
+def answer_to_signals(launcher: Launcher) -> str:
+    """Return what becomes of ranks when ``launcher``, without `hpcdist run`, gets a signal to stop."""
+    if launcher.vendor == OPEN_MPI:
+        return (
+            "mpirun by itself passes SIGUSR1 on, and kills the ranks at SIGTERM, SIGINT and SIGHUP before they have "
+            "saved; `hpcdist run` passes all of them on"
+        )
+    if launcher.vendor == MPICH:
+        return (
+            "mpirun by itself passes SIGTERM, SIGINT and SIGUSR1 on, and kills the ranks at SIGHUP before they have "
+            "saved; `hpcdist run` passes all of them on"
+        )
+    return "`hpcdist run` passes SIGTERM, SIGINT, SIGHUP and SIGUSR1 on to the ranks; mpirun by itself may kill them"
+
+
 def per_node(launcher: Launcher, ranks: int | None) -> list[str]:
     """Return the options that put ``ranks`` ranks on each node; none for None.
 

@@ -73,6 +73,16 @@ def test_launcher_match(tmp_path, library, launcher, status):
     assert bool(check.cure) is (status != OK)
 
 
+@pytest.mark.parametrize("vendor", [OPEN_MPI, MPICH, "unknown"])
+def test_it_says_what_a_launcher_does_with_signals(vendor, tmp_path, monkeypatch):
+    monkeypatch.setattr(diagnosis, "library", lambda: Library("text", vendor, "5.0", "/lib/libmpi.so"))
+    monkeypatch.setattr(diagnosis.mpirun, "find", lambda *_: Launcher(tmp_path, vendor, "5.0"))
+    (check,) = [check for check in diagnosis.check_library_and_launcher({}) if check.name == "signals to stop"]
+    assert check.status == OK and "`hpcdist run` passes" in check.found
+    kills = {OPEN_MPI: "kills the ranks at SIGTERM, SIGINT and SIGHUP", MPICH: "kills the ranks at SIGHUP"}
+    assert kills.get(vendor, "may kill them") in check.found
+
+
 def test_a_missing_library_and_launcher_are_told_apart(monkeypatch):
     def missing(*_: object) -> None:
         raise MissingCapabilityError("there is none")
