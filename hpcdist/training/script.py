@@ -83,6 +83,15 @@ class Training:
         wishes.listen()
         lock = Lock()
         wishes.starts(lock.release, failfast.note_end)
+        try:
+            self._begin(model, out, resume, lock)
+        except BaseException:
+            wishes.ignore()
+            raise
+
+    def _begin(self, model: Model, out: str | os.PathLike[str] | None, resume: str, lock: Lock) -> None:
+        """Start MPI, build the run and open its files. Collective."""
+        wishes = self._wishes
         communication = self.recipe.communication
         self._session = start(self.recipe.run.device, communication.ranks_per_node or None, communication.checked)
         run = directory.prepare(self._session.comm, self.recipe, None if out is None else Path(out), resume, lock)

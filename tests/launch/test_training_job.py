@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpcdist.hdf5 import files
+
 LIMIT_S = 240
 ENDLESS = 10**6  # steps: no machine is done before it is told to stop
 SMALL = ["--set", "model.layers=1", "--set", "model.hidden=32", "--set", "model.heads=2", "--set", "data.context=16"]
@@ -86,6 +88,14 @@ def _wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < limit, "nothing happened in time"
         time.sleep(0.02)
+
+
+def _has_rows(path: Path) -> bool:
+    try:
+        with files.open_read(path) as metrics:
+            return len(metrics["steps/loss"]) > 0
+    except (OSError, KeyError):
+        return False  # not made yet, or just being written
 
 
 def _start(
@@ -170,8 +180,7 @@ def _command_line(entry: Path) -> str:
 def test_asked_to_stop_a_run_saves_and_resumes(text: Path, tmp_path: Path, number: int, code: int) -> None:
     out = tmp_path / "run"
     process = _start(text, out, every=0, steps=ENDLESS)
-    _wait_for((out / "metrics.h5").exists, process)
-    time.sleep(1.0)
+    _wait_for(lambda: _has_rows(out / "metrics.h5"), process)  # before the first step there is nothing to save
     process.send_signal(number)
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == code, errors
