@@ -90,7 +90,7 @@ def test_what_cannot_be_read_or_written(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "run").mkdir()
     (tmp_path / "pipe").rename(tmp_path / "run" / "jobs.jsonl")
-    with pytest.raises(StorageError, match="no regular file"):
+    with pytest.raises(StorageError, match="not a regular file"):
         ledger.read(tmp_path / "run")
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot be written"):
