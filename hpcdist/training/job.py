@@ -107,7 +107,7 @@ class Job:
             loop.progress.close()
             val_loss = float("nan")
             if outcome.wish is None:
-                with loop.onlookers.phase("validation", "validation"), self.wishes.all_saved():
+                with loop.onlookers.phase("validation", "validation"), loop.wishes.all_saved():
                     val_loss = mean_validation_loss(loop.trainer)
         loop.metrics.flush()
         return Result(outcome, val_loss)
