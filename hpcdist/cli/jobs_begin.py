@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 import click
 
 from hpcdist.batch import ledger
+from hpcdist.comm.restarts import FRUITLESS
 from hpcdist.errors import CONFIGURATION, OK, REQUEUE, ConfigurationError, StorageError
 from hpcdist.reporting import atomic, regular
 
@@ -190,24 +191,37 @@ def _forget_stop(run_dir: Path, job: str) -> None:
 def end(run_dir: Path, job: str, restart: int, code: int) -> None:
     """Enter the end of a job's start in the ledger of RUN_DIR, and print what comes next: `again` or `stop`.
 
-    It is `again` when the training has saved to go on (exit code 75), and this start has made a new checkpoint.
+    It is `again` when the training was stopped to go on (exit code 75) and this start has made a new checkpoint. A
+    start that was stopped before it could save is made once more.
     """
-    saved, own = newest(run_dir), None
+    saved = newest(run_dir)
+    entries: list[ledger.Entry] = []
     try:
-        own = ledger.jobs(ledger.read(run_dir)).get(job)
+        entries = ledger.read(run_dir)
     except StorageError as error:
         _say(f"warning: {error}")
-    reason = _why_not_again(own, saved, code)
+    vain = _starts_in_vain(entries, job, saved)
+    reason = _why_not_again(ledger.jobs(entries).get(job), vain, saved, code)
     word = ledger.STOP if reason else ledger.AGAIN
     try:
         _end(run_dir, job, restart, code, saved, word)
     except StorageError as error:  # the decision stands without it
         _say(f"warning: {error}")
-    _say(reason or f"saved {saved.name}; the training goes on from there")
+    outcome = f"saved {saved.name}" if saved.name and not vain else "this start made no new checkpoint"
+    _say(reason or f"{outcome}; the training goes on from {'there' if not vain else saved.name or 'the beginning'}")
     click.echo(word)
 
 
-def _why_not_again(own: ledger.Job | None, saved: Saved, code: int) -> str:
+def _starts_in_vain(entries: list[ledger.Entry], job: str, saved: Saved) -> int:
+    """Return how many starts in a row, up to the last one of ``job``, made no checkpoint newer than ``saved``."""
+    own = ledger.jobs(entries).get(job)
+    began = None if own is None else own.last(ledger.BEGAN)
+    if began is None:
+        return 0 if saved.name else FRUITLESS  # the ledger says nothing: what is there counts
+    return len(fruitless(entries, saved, began.text("recipe")))
+
+
+def _why_not_again(own: ledger.Job | None, vain: int, saved: Saved, code: int) -> str:
     """Return why the training does not go on by itself; "" where it does."""
     if code == OK:
         return "the training is complete"
@@ -215,9 +229,8 @@ def _why_not_again(own: ledger.Job | None, saved: Saved, code: int) -> str:
         return f"the training ended with exit code {code}, and only exit code {REQUEUE} starts a job again"
     if own is not None and own.is_cancelled:
         return f"saved {saved.name or 'nothing'}; not started again: somebody has cancelled the job"
-    began = None if own is None else own.last(ledger.BEGAN)
-    if not saved.name or (began is not None and (began.text("from"), began.number("saved_ns")) == saved):
-        return f"not started again: this start made no new checkpoint ({saved.name or 'there is none'})"
+    if vain >= FRUITLESS:
+        return f"not started again: {vain} starts in a row made no new checkpoint ({saved.name or 'there is none'})"
     return ""
 
 

@@ -91,9 +91,10 @@ def test_three_starts_in_vain_are_enough(jobs: Jobs) -> None:
 
 
 def test_saved_without_progress_is_the_end(jobs: Jobs) -> None:
-    """A block of the site says that the training has saved, which it has not: the job is not requeued for ever."""
+    """A block of the site says that the training was stopped, and nothing is saved: the job is requeued once."""
     generic = sites.chosen(None, jobs.cluster.environment).name
     Path(jobs.folder / "liar.toml").write_text(f"based_on = '{generic}'\n[blocks]\nlaunch = 'code=75'\n")
     number = jobs.begin("--site=liar.toml", "--out=liar", "--no-check", nodes=1, ranks=1)
-    jobs.until(number, JobState="FAILED", ExitCode="75:0", Restarts="0")
-    assert "not started again: this start made no new checkpoint" in jobs.log(number)
+    jobs.release(number)
+    jobs.until(number, JobState="FAILED", ExitCode="75:0", Restarts="1")
+    assert "not started again: 2 starts in a row made no new checkpoint" in jobs.log(number)

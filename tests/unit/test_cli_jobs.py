@@ -107,8 +107,9 @@ def test_starts_in_vain_come_to_an_end(run, jobs, ends):
     save(run, 4, ns=10**18)
     for number in range(3):
         assert told(jobs, "begin", run, f"--job={number}") == "go"
-        if ends != "never":
-            assert told(jobs, "end", run, f"--job={number}", f"--code={ends}") == "stop"
+        if ends != "never":  # one that was stopped before it could save is made once more
+            word = "again" if ends == 75 and number == 0 else "stop"
+            assert told(jobs, "end", run, f"--job={number}", f"--code={ends}") == word
     code, out, err = jobs("begin", run, "--job=9")
     assert (code, out) == (CONFIGURATION, "")
     assert "the last 3 starts" in err and "(job 0, 1, 2)" in err and "step-4" in err and "--most-fruitless 0" in err
@@ -124,6 +125,19 @@ def test_starts_that_somebody_ended_are_no_sign_of_a_run_in_vain(run, jobs):
         ledger.record(run, "cancelled", job=str(number), how="now")
     assert told(jobs, "begin", run, "--job=9", "--most-fruitless=1") == "go"
     assert jobs("begin", run, "--job=10", "--most-fruitless=1")[0] == CONFIGURATION
+
+
+@pytest.mark.parametrize("before", [0, 4])
+def test_a_start_that_is_stopped_before_it_can_save_is_made_once_more(run, jobs, before):
+    if before:
+        save(run, before, ns=10**18)
+    words = []
+    for restart in range(2):
+        jobs("begin", run, "--job=1", f"--restart={restart}")
+        words.append(jobs("end", run, "--job=1", f"--restart={restart}", f"--code={REQUEUE}")[1:])
+    assert [word for word, _ in words] == ["again\n", "stop\n"]
+    assert f"goes on from {'step-4' if before else 'the beginning'}" in words[0][1]
+    assert "not started again: 2 starts in a row made no new checkpoint" in words[1][1]
 
 
 def test_a_program_begins_whatever_an_earlier_recipe_says_unless_it_was_in_vain(run, jobs):
