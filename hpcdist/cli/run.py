@@ -133,7 +133,8 @@ def command(
         return OK
     if command[0] == "train":
         known = None if options or survive else ranks  # the launcher's options, or deaths, may change it
-        check_training(command, known, survive, spares or 0, elsewhere=python is not None)
+        here = python is None and not options and starter.kind is launchers.MPIRUN
+        check_training(command, known, survive, spares or 0, elsewhere=not here)
     starter.check()
     return job.run(command, run_dir, most_restarts)
 
@@ -325,8 +326,8 @@ def check_training(
 ) -> None:
     """Raise here what every rank of a `train` would raise, as far as it can be known without them.
 
-    ``ranks`` is how many train, None where that is not known yet. Ranks that run ``elsewhere``, as in a container, see
-    other files.
+    ``ranks`` is how many train, None where that is not known yet. Ranks that run ``elsewhere``, as in a container
+    or on other hosts, see other files.
     """
     from hpcdist.cli import degrees, train
     from hpcdist.training import combinations

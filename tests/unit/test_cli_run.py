@@ -158,7 +158,7 @@ def test_what_a_program_cannot_have_is_refused_by_name(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kind", "code"), [("foreign", 5), ("own", 143)])
+@pytest.mark.parametrize(("kind", "code"), [("foreign", 5), ("own", 128 + signal.SIGUSR1)])
 def test_a_program_that_announces_nothing_gets_the_signals_itself(kind: str, code: int, tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", SUPERVISED, str(tmp_path), kind])
     try:
