@@ -213,12 +213,21 @@ def end(run_dir: Path, job: str, restart: int, code: int) -> None:
 
 
 def _starts_in_vain(entries: list[ledger.Entry], job: str, saved: Saved) -> int:
-    """Return how many starts in a row, up to the last one of ``job``, made no checkpoint newer than ``saved``."""
+    """Return how many starts in a row, the last of ``job`` included, were stopped with nothing newer than ``saved``.
+
+    Those that were killed do not count here: `begin` bounds all that were in vain.
+    """
     own = ledger.jobs(entries).get(job)
     began = None if own is None else own.last(ledger.BEGAN)
     if began is None:
         return 0 if saved.name else FRUITLESS  # the ledger says nothing: what is there counts
-    return len(fruitless(entries, saved, began.text("recipe")))
+    vain = fruitless(entries, saved, began.text("recipe"))
+    stopped = {
+        (entry.job, entry.number("restart"))
+        for entry in entries
+        if entry.event == ledger.ENDED and entry.number("code") == REQUEUE
+    }
+    return sum((entry.job, entry.number("restart")) in stopped for entry in vain[:-1]) + len(vain[-1:])
 
 
 def _why_not_again(own: ledger.Job | None, vain: int, saved: Saved, code: int) -> str:

@@ -131,6 +131,7 @@ def test_starts_that_somebody_ended_are_no_sign_of_a_run_in_vain(run, jobs):
 def test_a_start_that_is_stopped_before_it_can_save_is_made_once_more(run, jobs, before):
     if before:
         save(run, before, ns=10**18)
+    jobs("begin", run, "--job=0")  # killed, which is no sign of what a start would do
     words = []
     for restart in range(2):
         jobs("begin", run, "--job=1", f"--restart={restart}")

@@ -105,15 +105,11 @@ how=(--launcher mpirun --ranks-per-node 4 --python /tmp/hpcdist-1000-1a2b3c4d/en
 run=("${hpcdist[@]}" run -n 8 "${how[@]}")
 
 # Seconds, before hours are spent on nodes that are not right.
-if ! attend "${run[@]}" doctor --job --out "$run_dir" --device cpu; then
-  code=1
-  if [[ -n $pending ]]; then
-    code=75
-  else
-    say "not started: see what the doctor says above; submit with --no-check to start all the same"
-  fi
-  "${hpcdist[@]}" jobs end "$run_dir" --job "$job_id" --restart "$restart" --code "$code" >/dev/null || true
-  exit "$code"
+if ! attend "${run[@]}" doctor --job --out "$run_dir" --device cpu &&
+  [[ -z $pending ]]; then # told to stop, `attend` starts nothing more
+  say "not started: see what the doctor says above; submit with --no-check to start all the same"
+  "${hpcdist[@]}" jobs end "$run_dir" --job "$job_id" --restart "$restart" --code 1 >/dev/null || true
+  exit 1
 fi
 
 # The training knows how long its saves take, and stops in time even where that is longer than the signal allows for.
