@@ -20,7 +20,8 @@ from hpcdist.training.streaming import Streaming
 
 EVERY_S: Final = 5.0  # a killed run loses the rows of so many seconds,
 LONGEST_S: Final = 60.0  # or of up to so many, where more than a
-SHARE: Final = 0.004  # of the time would go into flushes
+SHARE: Final = 0.004  # of the time would go into flushes,
+MOST_ROWS: Final = 4096  # and never more rows than these: memory does not grow with the steps of a minute
 Append: TypeAlias = Callable[[Any, int], None]
 Common: TypeAlias = tuple[int, float, float, int]  # step, loss, learning rate, tokens
 
@@ -60,7 +61,7 @@ class Metrics:
 
     def _overdue(self) -> bool:
         seldom_s = min(LONGEST_S, statistics.median(self._costs_s) / SHARE) if self._costs_s else 0.0
-        return time.monotonic() - self._flushed >= max(EVERY_S, seldom_s)
+        return time.monotonic() - self._flushed >= max(EVERY_S, seldom_s) or len(self._own) >= MOST_ROWS
 
     def flush(self) -> None:
         """Gather what all ranks have, write it and tell sinks. Raises StorageError on rank 0 when the disk is full."""

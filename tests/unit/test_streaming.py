@@ -190,6 +190,10 @@ def test_flushes_that_cost_much_become_seldom(settings: dict[str, object], tmp_p
     assert [due_after(seconds, 0.001) for seconds in (4.9, 5.1)] == [False, True]
     assert [due_after(seconds, 0.1) for seconds in (24.9, 25.1)] == [False, True]
     assert [due_after(seconds, 100.0) for seconds in (59.9, 60.1)] == [False, True]
+    rows._own = [[0.0]] * 4095
+    assert not due_after(1.0, 100.0)
+    rows._own.append([0.0])
+    assert due_after(1.0, 100.0), "the memory of rows has a bound"
 
 
 def test_a_start_that_is_stopped_evaluates_nothing(settings: dict[str, object], tmp_path: Path) -> None:
