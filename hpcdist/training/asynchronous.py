@@ -93,10 +93,11 @@ class AsynchronousLoop(Loop):
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """What is sent inside belongs to no step (local)."""
-        sent = self.traffic.sent_bytes
+        """What is moved inside belongs to no step (local)."""
+        sent, shared = self.traffic.sent_bytes, self.traffic.moved().shared
         yield
         self._counted += self.traffic.sent_bytes - sent
+        self._shared += self.traffic.moved().shared - shared
         self._sent_before += self.traffic.sent_bytes - sent
 
     def _work(self) -> bool:

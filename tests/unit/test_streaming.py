@@ -17,6 +17,7 @@ from hpcdist.comm.session import Session
 from hpcdist.comm.spans import Spans
 from hpcdist.comm.threads import run_threads
 from hpcdist.energy.parttime import Sensor
+from hpcdist.errors import StorageError
 from hpcdist.hdf5 import files
 from hpcdist.telemetry import catalogue, clocks, metrics, observations
 from hpcdist.telemetry.catalogue import COUNTER, QUANTITIES
@@ -157,9 +158,10 @@ def test_rank_0_waits_for_sensors_that_look_part_of_the_time(
 
 
 def test_a_sink_that_cannot_begin_is_refused_before_the_first_step(settings: dict[str, object], tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").mkdir()
-    with pytest.raises(Exception, match=r"events\.jsonl"):
-        run_threads(1, lambda comm: trained(comm, settings, tmp_path))
+    (tmp_path / "blocked").write_text("no directory")
+    blocked = {"telemetry.prometheus": "textfile", "telemetry.textfile_directory": str(tmp_path / "blocked")}
+    with pytest.raises(StorageError, match="blocked"):
+        run_threads(1, lambda comm: trained(comm, settings | blocked, tmp_path))
     assert not (tmp_path / "checkpoints").exists()
 
 
