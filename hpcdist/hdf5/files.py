@@ -21,7 +21,7 @@ from hpcdist.errors import StorageError
 from hpcdist.hdf5.making import Maker
 from hpcdist.hdf5.overlay import Overlay, journal_of
 from hpcdist.reporting import atomic
-from hpcdist.reporting.regular import BROKEN, DamagedFileError, damage
+from hpcdist.reporting.regular import BROKEN, DamagedFileError, damage, is_damage
 
 LIBVER: Final = ("earliest", "v110")  # "latest" leaves an unreadable file behind when its writer is killed
 CHECKSUMMED: Final = ("v108", "v110")  # metadata has checksums, so readers refuse damage; for files that never change
@@ -241,8 +241,8 @@ def _check_schema(path: Path, file: h5py.File, schema: str | None, version: int 
 def edit(path: str | os.PathLike[str], schema: str, version: int) -> Iterator[h5py.File]:
     """Change the file at ``path`` (made when missing): all of the changes reach the disk at the end, or none.
 
-    Raises StorageError when the disk is full, DamagedFileError when the file is not of ``schema``; the file is then as
-    it was before.
+    Raises StorageError when the disk is full or fails, DamagedFileError when the file is not of ``schema``; the file is
+    then as it was before.
     """
     path = Path(path)
     created = not path.exists()
@@ -290,7 +290,8 @@ def _edited(path: Path, overlay: Overlay, created: bool) -> h5py.File:
     try:
         return h5py.File(overlay, "w" if created else "r+", libver=LIBVER)
     except FAILURES as error:
-        raise DamagedFileError(f"{path}: cannot be read as HDF5: {error}") from error
+        kind = DamagedFileError if is_damage(error) else StorageError
+        raise kind(f"{path}: cannot be read as HDF5: {error}") from error
 
 
 def storable(array: np.ndarray) -> np.ndarray:

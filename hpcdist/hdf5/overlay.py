@@ -102,6 +102,7 @@ class Overlay(io.RawIOBase):
         self._original = self._size = os.fstat(self._fd).st_size
         self._valid = self._original  # bytes of the disk that still count: a truncation forgets what lay behind
         self._position = 0
+        self._failure: OSError | None = None  # of a write, which `commit` raises
         self._pages: dict[int, bytearray] = {}
         if not create:
             self._recover(read_only)
@@ -166,6 +167,8 @@ class Overlay(io.RawIOBase):
 
     def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]
         """Fill ``buffer`` from the position on."""
+        if self._failure is not None:
+            raise self._failure
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._size - self._position))
         done = 0
@@ -185,7 +188,10 @@ class Overlay(io.RawIOBase):
         while done < len(view):
             number, inside = divmod(self._position + done, PAGE_BYTES)
             take = min(PAGE_BYTES - inside, len(view) - done)
-            self._page(number)[inside : inside + take] = view[done : done + take]
+            try:
+                self._page(number)[inside : inside + take] = view[done : done + take]
+            except OSError as error:  # reading the rest of the page; libhdf5 may crash where a write fails
+                self._failure = self._failure or error
             done += take
         self._position += done
         self._size = max(self._size, self._position)
@@ -207,6 +213,8 @@ class Overlay(io.RawIOBase):
 
         Without ``wait`` a new file is only given to the kernel: it is safe after `fsync`.
         """
+        if self._failure is not None:
+            raise self._failure
         before = -(-self._original // PAGE_BYTES)  # pages from here on need new space
         for number in range(self._valid // PAGE_BYTES, -(-min(self._original, self._size) // PAGE_BYTES)):
             self._page(number)  # cut off and grown again: zero, whatever the disk holds

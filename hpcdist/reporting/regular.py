@@ -21,6 +21,8 @@ BROKEN: Final = (
     *(OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError),
     struct.error,
 )
+# OSErrors of what is no regular file or too large; libhdf5 gives no number to what it finds in a file.
+_FILE_ERRORS: Final = frozenset((errno.EINVAL, errno.EISDIR, errno.EFBIG, errno.ELOOP, errno.ENXIO))
 FIGURES: Final = "one of its files is damaged, or of another program"
 MOST_BYTES: Final = 16 << 20  # more than any file of settings, records or figures needs
 
@@ -29,14 +31,29 @@ class DamagedFileError(StorageError):
     """What is in a file is not what was written there, or not ours: another try will not help."""
 
 
+def is_damage(error: BaseException) -> bool:
+    """Whether ``error`` comes from what a file holds, or is, and not from a system that could not read it just now.
+
+    A failing disk, a lost server, missing rights or memory leave a file as it is: it must not lose its place for them.
+    """
+    if isinstance(error, OSError):
+        return error.errno is None or error.errno in _FILE_ERRORS
+    return not isinstance(error, MemoryError)
+
+
 @contextmanager
 def damage(path: str | os.PathLike[str], what: str = "is damaged") -> Iterator[None]:
-    """Turn whatever a broken file leads to inside into a DamagedFileError, which says ``what`` of ``path``."""
+    """Turn whatever a broken file leads to inside into a DamagedFileError, which says ``what`` of ``path``.
+
+    What the system could not read just now is a plain StorageError, see `is_damage`.
+    """
     try:
         yield
     except HpcdistError:
         raise
     except BROKEN as error:
+        if not is_damage(error):
+            raise StorageError(f"{path}: cannot be read: {str(error) or type(error).__name__}"[:1000]) from error
         raise DamagedFileError(f"{path}: {what}: {type(error).__name__}: {error}"[:1000]) from error
 
 

@@ -4,6 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from hpcdist.comm.timing import Moved
-from hpcdist.errors import StorageError
+from hpcdist.errors import HpcdistError, StorageError
 from hpcdist.hdf5 import files, tables
 from hpcdist.hdf5.tables import Column
 from hpcdist.reporting import atomic, regular
@@ -51,8 +52,8 @@ class MetricsWriter:
     metrics is refused); a number continues one and drops the rows of later steps. ``attributes`` (numbers and strings)
     become root attributes, as provenance and the entropies of the data (``unigram_nats``, ...).
 
-    Methods raise StorageError when the disk is full; what was flushed before stays readable. A file that is damaged,
-    or not ours, is set aside, which stderr tells, and another one begun.
+    Methods raise StorageError when the disk is full or fails; what was flushed before stays readable. A file that is
+    damaged, or not ours, is set aside, which stderr tells, and another one begun.
     """
 
     def __init__(
@@ -72,7 +73,13 @@ class MetricsWriter:
             raise StorageError(f"{path} exists: it holds another run; choose another directory or resume it")
         self._session, self.last = 0, 0  # the number of this start; the step in the file, when it was opened
         self._attributes, self._is_begun = dict(attributes or {}), False
-        self._change(lambda file: self._begin(file, resume_step))
+
+        def begin(file: Any) -> None:
+            with regular.damage(self.path):
+                self._begin(file, resume_step)
+            self._enter(file)
+
+        self._change(begin)
         self._is_begun = True
 
     def __enter__(self) -> "MetricsWriter":
@@ -84,33 +91,52 @@ class MetricsWriter:
     def _change(self, change: Callable[[Any], None]) -> None:
         """Let ``change`` the file. One that is damaged is set aside and begun anew: no reason to end a run."""
         try:
-            with files.edit(self.path, SCHEMA, VERSION) as file, regular.damage(self.path):
-                change(file)
+            self._edit(change)
         except regular.DamagedFileError as error:
             aside = atomic.set_aside(self.path)
             if aside is None:
                 raise
+            try:
+                self._edit(change, anew=True)
+            except BaseException:
+                with suppress(OSError):
+                    if not self.path.exists():
+                        aside.rename(self.path)
+                raise
             print(f"hpcdist: {error}; it is now {aside.name}, and a new one begins here", file=sys.stderr, flush=True)
+
+    def _edit(self, change: Callable[[Any], None], anew: bool = False) -> None:
+        """Let ``change`` the file once. Raises DamagedFileError where its tables are damaged, not for any failure."""
+        try:
             with files.edit(self.path, SCHEMA, VERSION) as file:
-                if self._is_begun:
+                if anew and self._is_begun:
                     self._create(file)
                     self._enter(file)
-                change(file)
+                try:
+                    change(file)
+                except regular.BROKEN as error:
+                    if not isinstance(error, HpcdistError) and regular.is_damage(error):
+                        _check_tables(file, self.path)  # or is it the change that is wrong?
+                    raise
+        except HpcdistError:
+            raise
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot be changed: {error}; what was there is kept") from error
 
     def _begin(self, file: Any, resume_step: int | None) -> None:
         """Begin this start in an open file, from which rows after ``resume_step`` are dropped."""
-        if "steps" not in file:
+        is_new = "steps" not in file
+        if is_new:
             self._create(file)
-        elif resume_step is not None:
-            _drop_after(file, resume_step)
         for name, known in (("steps", STEPS), ("evaluations", EVALUATIONS)):
             strange = set(tables.columns(file, name)) - {column.name for column in known}
             if strange:  # a row would lack them
                 raise ValueError(f"{name} has columns that are not known here: {sorted(strange)[:3]}")
+        if resume_step is not None and not is_new:
+            _drop_after(file, resume_step)
         self._session = int(file.attrs.get("sessions", 0))
         steps = file["steps"]["step"]
         self.last = int(steps[-1]) if len(steps) else 0
-        self._enter(file)
 
     def _enter(self, file: Any) -> None:
         file.attrs["sessions"] = self._session + 1
@@ -171,7 +197,8 @@ class MetricsWriter:
                 for name, columns, rows in (("steps", STEPS, steps), ("evaluations", EVALUATIONS, evaluations)):
                     if rows:
                         data = {c.name: np.array([row[c.name] for row in rows], c.dtype) for c in columns}
-                        tables.extend(file, name, data)
+                        with regular.damage(self.path):
+                            tables.extend(file, name, data)
                 for append in appends:
                     append(file, self._session)
 
@@ -188,6 +215,17 @@ class MetricsWriter:
     def close(self) -> None:
         """Flush; the file is never held open."""
         self.flush()
+
+
+def _check_tables(file: Any, path: Path) -> None:
+    """Raise DamagedFileError where a table of the open file cannot be what was written."""
+
+    def check(name: str, item: Any) -> None:
+        if "columns" in item.attrs:
+            tables.columns(file, name)
+
+    with regular.damage(path):
+        file.visititems(check)
 
 
 def _drop_after(file: Any, step: int) -> None:

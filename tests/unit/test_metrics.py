@@ -1,5 +1,6 @@
 """Metrics: rows of steps and ranks that survive resumption, a killed writer and a full disk."""
 
+import errno
 import os
 import resource
 import signal
@@ -13,6 +14,10 @@ import pytest
 
 from hpcdist.cli.main import main
 from hpcdist.errors import StorageError
+from hpcdist.hdf5 import overlay
+from hpcdist.hdf5.overlay import Overlay
+from hpcdist.reporting.regular import DamagedFileError
+from hpcdist.telemetry import shares
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter, read, summarise
 
 
@@ -164,6 +169,69 @@ def test_a_file_that_is_damaged_while_a_run_goes_on_is_set_aside(tmp_path, rng, 
         writer.append(**row(rng, 2, 1))
     assert "metrics.h5.damaged-1" in capfd.readouterr().err
     assert read(path).steps["step"].tolist() == [2] and read(path).attributes["strategy"] == "zero1"
+
+
+def fail_from(monkeypatch, number, code):
+    """Let the ``number``-th read of a page fail; return the counted reads."""
+    real, reads = overlay.pread_all, []
+
+    def read_page(*arguments):
+        reads.append(None)
+        if len(reads) == number:
+            raise OSError(code, os.strerror(code))
+        return real(*arguments)
+
+    monkeypatch.setattr(overlay, "pread_all", read_page)
+    return reads
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_a_disk_that_fails_for_a_moment_leaves_the_file_in_its_place(tmp_path, rng, monkeypatch, code):
+    path = tmp_path / "metrics.h5"
+    write(path, rng, range(1, 50), 2)
+    for number in range(1, 200):
+        with MetricsWriter(path, 2, 49) as writer, monkeypatch.context() as during:
+            reads = fail_from(during, number, code)
+            try:
+                writer.describe(number=number)
+                writer.append(**row(rng, 50, 2))
+                writer.flush()
+            except StorageError as error:
+                assert not isinstance(error, DamagedFileError) and error.__cause__ is not None
+        assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.h5"]
+        assert read(path).steps["step"].tolist()[:49] == list(range(1, 50))
+        if len(reads) < number:
+            break
+    assert 5 < number < 199
+
+
+def test_a_wrong_caller_and_a_missing_place_leave_the_file_in_its_place(tmp_path, rng, monkeypatch):
+    path = tmp_path / "metrics.h5"
+    write(path, rng, (1, 2), 1)
+    with MetricsWriter(path, 1, 2) as writer:
+        with pytest.raises(KeyError, match="mistake"):
+            writer.include(lambda file, session: {}["mistake"])
+        assert read(path).steps["step"].tolist() == [1, 2]
+    with pytest.raises(TypeError):
+        write(path, rng, (3,), 1, 2, attributes={"x": object()})
+    path.write_bytes(b"something else")
+    with monkeypatch.context() as during, pytest.raises(StorageError, match="cannot be written"):
+        during.setattr(Overlay, "commit", lambda self: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        MetricsWriter(path, 1, 2)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.h5"] and path.read_bytes() == b"something else"
+
+
+def test_a_damaged_table_of_a_caller_sets_the_file_aside(tmp_path, rng):
+    path = tmp_path / "metrics.h5"
+    with MetricsWriter(path, 1) as writer:
+        writer.include(lambda file, session: shares.append(file, session, 1, [2, 3]))
+    with h5py.File(path, "r+") as file:
+        del file["shares/samples"]
+    with MetricsWriter(path, 1, 0) as writer:
+        writer.include(lambda file, session: shares.append(file, session, 1, [2, 3]))
+    assert (tmp_path / "metrics.h5.damaged-1").is_file()
+    with h5py.File(path) as file:
+        assert file["shares/samples"][...].tolist() == [[2.0, 3.0]]
 
 
 def test_resume_without_a_file_begins_one(tmp_path, rng):
