@@ -116,7 +116,9 @@ def read(run_dir: Path) -> list[Entry]:
     try:
         return [found for value in _lines(run_dir / FILE_NAME) if (found := _entry(value)) is not None]
     except OSError as error:
-        raise StorageError(f"{run_dir / FILE_NAME} cannot be read: {error.strerror or error}") from error
+        failure = StorageError(f"{run_dir / FILE_NAME} cannot be read: {error.strerror or error}")
+        failure.errno = error.errno
+        raise failure from error
 
 
 def jobs(entries: list[Entry]) -> dict[str, Job]:

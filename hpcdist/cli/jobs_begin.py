@@ -100,10 +100,13 @@ def begin(
 
 
 def _entries(run_dir: Path) -> list[ledger.Entry]:
-    """Return the ledger of ``run_dir``; one that cannot be read is set aside, and keeps no job from its start."""
+    """Return the ledger of ``run_dir``; one that cannot be read keeps no job from its start, a damaged one is set aside."""
     try:
         return ledger.read(run_dir)
     except StorageError as error:
+        if not regular.is_damage(error):
+            _say(f"{error}; it stays as it is, and what became of earlier jobs is not known")
+            return []
         aside = atomic.set_aside(run_dir / ledger.FILE_NAME)
         if aside is None:
             raise

@@ -80,11 +80,34 @@ class Energy:
         if resume_from is not None:
             self._restore(_checkpointed(on_first(comm, lambda: scalars_of(resume_from))))
         self._path = None if directory is None else directory / USAGE_FILE
-        noted = comm.broadcast_object(_noted(self._path) if self._path is not None and comm.rank == 0 else None)
+        noted = comm.broadcast_object(self._noted() if comm.rank == 0 else None)
         if noted is not None:  # later than the checkpoint
             self._restore(noted)
         if spans is not None and self.monitor.measures:
             self._attend(boot_id() if host is None else host, device.bus_id() if on_gpu else None)
+
+    def _noted(self) -> dict[str, Any] | None:
+        """Return what the record says; None where there is none, or it cannot be used (local).
+
+        One that is damaged is set aside; one that cannot be read just now stays, and this start renews it not.
+        """
+        if self._path is None:
+            return None
+        path = self._path
+        try:
+            return usable(regular.json_value(path))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            if regular.is_damage(error):
+                aside = atomic.set_aside(path)
+                now = "" if aside is None else f"; it is now {aside.name}"
+            else:
+                self._path, now = None, "; it stays as it is, and this start is not in it"
+            reason = getattr(error, "strerror", None) or error
+            text = f"hpcdist: {path} cannot be read ({reason}): energy and time count from the checkpoint{now}"
+            print(text, file=sys.stderr, flush=True)
+        return None
 
     def _restore(self, kept: Mapping[str, Any]) -> None:
         self._since_step = kept["since_step"]
@@ -247,18 +270,3 @@ def _checkpointed(scalars: Mapping[str, Any]) -> dict[str, Any]:
         return usable(scalars.get("energy"))
     except (TypeError, ValueError):
         return {"since_step": scalars["steps"], "joules": None}
-
-
-def _noted(path: Path) -> dict[str, Any] | None:
-    """Return what the record says; None where there is none, or it cannot be used: it is then set aside."""
-    try:
-        return usable(regular.json_value(path))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        aside = atomic.set_aside(path)
-        now = "" if aside is None else f"; it is now {aside.name}"
-        text = f"hpcdist: {path} cannot be read ({reason}): energy and time count from the checkpoint{now}"
-        print(text, file=sys.stderr, flush=True)
-    return None

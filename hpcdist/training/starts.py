@@ -60,6 +60,7 @@ class Starts:
         if launch is None:
             launch = Path(os.environ.get(LAUNCH_DIR, "")).name
         self._path, self._clock, self._warn = directory / STARTS_FILE, clock, warn
+        self._writes = True  # unless the record cannot be read: a new one would lack what is in it
         found, now = self._read(), clock()
         # After the death of the rank that wrote it, another one goes on with the same start.
         survives = os.environ.get(SURVIVE, "")
@@ -102,6 +103,8 @@ class Starts:
 
     def _seen(self, now: float) -> None:
         self.own = replace(self.own, seen=now)
+        if not self._writes:
+            return
         try:
             atomic.write(self._path, json.dumps([asdict(start) for start in (*self.before, self.own)]))
         except OSError as error:  # no reason to end a run that can go on
@@ -112,8 +115,11 @@ class Starts:
             return read(self._path)
         except (OSError, ValueError, TypeError) as error:
             reason = getattr(error, "strerror", None) or error
-            aside = atomic.set_aside(self._path)
-            now = "" if aside is None else f"; it is now {aside.name}"
+            if regular.is_damage(error):
+                aside = atomic.set_aside(self._path)
+                now = "" if aside is None else f"; it is now {aside.name}"
+            else:
+                self._writes, now = False, "; it stays as it is, and this start is not in it"
             self._tell(f"{self._path} cannot be read ({reason}): the time between failures counts from this start{now}")
             return []
 

@@ -1,5 +1,6 @@
 """Files are replaced whole, no link is followed, and only regular files of a sane size are read."""
 
+import errno
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -7,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.batch import carbon, sites
+from hpcdist.batch import carbon, ledger, sites
 from hpcdist.bench import sweep
 from hpcdist.checkpoint import directory as checkpoints
 from hpcdist.checkpoint import manifest
 from hpcdist.checkpoint.lock import LOCK_FILE, Lock
+from hpcdist.cli import jobs_begin
 from hpcdist.comm import recordfile, spanfile
 from hpcdist.comm.solo import solo
 from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
@@ -153,6 +155,41 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name: str, tmp_path: Pa
         return
     with pytest.raises((HpcdistError, OSError), match=r"regular|No such device|is there"):
         READERS[name](tmp_path / name)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_record_that_cannot_be_read_just_now_keeps_its_place(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Starts(tmp_path)
+    Energy(solo(), Recipe(), None, tmp_path).note()
+    ledger.record(tmp_path, ledger.SUBMITTED, job="1")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(before) == {STARTS_FILE, USAGE_FILE, ledger.FILE_NAME}
+
+    def fail(path: Path, most_bytes: int = 0) -> bytes:
+        raise OSError(code, os.strerror(code), os.fspath(path))
+
+    with monkeypatch.context() as during:
+        during.setattr(regular, "read", fail)
+        started = Starts(tmp_path)
+        started.ended("stopped")
+        Energy(solo(), Recipe(), None, tmp_path).note()
+        assert jobs_begin._entries(tmp_path) == []
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == 3 and all(os.strerror(code) in line and "stays as it is" in line for line in told)
+
+
+def test_only_what_a_file_holds_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "large").write_bytes(b"12345")
+    for name in (".", "loop", "large"):
+        with pytest.raises(OSError) as caught:
+            regular.read(tmp_path / name, 4)
+        assert regular.is_damage(caught.value), name
+    assert regular.is_damage(ValueError()) and regular.is_damage(OSError("of libhdf5"))
+    assert not regular.is_damage(MemoryError()) and not regular.is_damage(OSError(errno.EMFILE, ""))
 
 
 def test_a_device_or_a_sparse_file_is_not_read_to_its_end(tmp_path: Path) -> None:
