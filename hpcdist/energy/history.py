@@ -83,13 +83,13 @@ def read(path: Path) -> list[Start]:
         if SAMPLES not in file:
             return []
         known, found, gaps = _sources(file), _samples(file), _gaps(file)
-        starts: dict[int, list[Course]] = {}
-        for place, (kind, name, note, declared) in known.items():
-            rows = found.get(place, np.empty((0, 2), np.int64))
-            since = rows - rows[0] if len(rows) else rows
-            course = Course(place[1], kind, name, note, declared, since[:, 0] / 1e9, since[:, 1] / 1e3, place in gaps)
-            starts.setdefault(place[0], []).append(course)
-        return [Start(session, tuple(courses)) for session, courses in sorted(starts.items())]
+    starts: dict[int, list[Course]] = {}
+    for place, (kind, name, note, declared) in known.items():
+        rows = found.get(place, np.empty((0, 2), np.int64))
+        since = rows - rows[0] if len(rows) else rows
+        course = Course(place[1], kind, name, note, declared, since[:, 0] / 1e9, since[:, 1] / 1e3, place in gaps)
+        starts.setdefault(place[0], []).append(course)
+    return [Start(session, tuple(courses)) for session, courses in sorted(starts.items())]
 
 
 _Place = tuple[int, int, int]  # session, node, source

@@ -29,7 +29,8 @@ def write(run_dir: str | Path, file: str | Path, beside: Beside | None = None) -
     """
     page_draw.needed()
     with regular.damage(run_dir, regular.FIGURES):
-        text = make(page_data.read(Path(run_dir), beside)).encode("utf-8", errors="replace")
+        data = page_data.read(Path(run_dir), beside)
+    text = make(data).encode("utf-8", errors="replace")
     file = Path(file)
     try:
         atomic.write(file, text)

@@ -17,7 +17,7 @@ from hpcdist.errors import StorageError
 from hpcdist.hdf5 import overlay
 from hpcdist.hdf5.overlay import Overlay
 from hpcdist.reporting.regular import DamagedFileError
-from hpcdist.telemetry import shares
+from hpcdist.telemetry import page, shares
 from hpcdist.telemetry.metrics import PER_RANK, MetricsWriter, read, summarise
 
 
@@ -234,6 +234,13 @@ def test_a_damaged_table_of_a_caller_sets_the_file_aside(tmp_path, rng):
     assert (tmp_path / "metrics.h5.damaged-1").is_file()
     with h5py.File(path) as file:
         assert file["shares/samples"][...].tolist() == [[2.0, 3.0]]
+
+
+def test_a_mistake_in_a_chart_is_no_damage_of_the_run(tmp_path, rng, monkeypatch):
+    write(tmp_path / "metrics.h5", rng, (1, 2), 1)
+    monkeypatch.setattr(page, "make", lambda data: {}["mistake"])
+    with pytest.raises(KeyError, match="mistake"):
+        page.write(tmp_path, tmp_path / "page.html")
 
 
 def test_resume_without_a_file_begins_one(tmp_path, rng):
