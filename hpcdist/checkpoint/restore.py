@@ -17,7 +17,7 @@ from hpcdist.checkpoint.filling import fill
 from hpcdist.checkpoint.manifest import Entry, Manifest
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.solo import solo
-from hpcdist.errors import StorageError
+from hpcdist.errors import HpcdistError, StorageError
 
 Result = TypeVar("Result")
 
@@ -116,15 +116,15 @@ def restore_together(
 
 
 def on_first(comm: Communicator, read: Callable[[], Result]) -> Result:
-    """Return on all ranks what ``read`` returns on rank 0; raise on all the StorageError that it raises. Collective."""
-    verdict: Result | StorageError | None = None
+    """Return on all ranks what ``read`` returns on rank 0; raise on all the HpcdistError that it raises. Collective."""
+    verdict: Result | HpcdistError | None = None
     if comm.rank == 0:
         try:
             verdict = read()
-        except StorageError as error:
+        except HpcdistError as error:
             verdict = error
     verdict = comm.broadcast_object(verdict)
-    if isinstance(verdict, StorageError):
+    if isinstance(verdict, HpcdistError):
         raise verdict
     return cast("Result", verdict)
 

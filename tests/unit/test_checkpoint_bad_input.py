@@ -19,13 +19,13 @@ from hpcdist.arrays.piece import Piece
 from hpcdist.checkpoint import catalogue, manifest
 from hpcdist.checkpoint.directory import LATEST
 from hpcdist.checkpoint.lock import Lock
-from hpcdist.checkpoint.restore import newest, newest_complete
+from hpcdist.checkpoint.restore import newest, newest_complete, on_first
 from hpcdist.checkpoint.save import save
 from hpcdist.cli import main
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
-from hpcdist.errors import ConfigurationError, HpcdistError, StorageError
+from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError, StorageError
 from hpcdist.training import directory, inference
 from hpcdist.training import recipe as recipes
 from hpcdist.training.origin import Stored, from_whole
@@ -290,3 +290,15 @@ def test_saving_where_a_file_is(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(StorageError, match="cannot be written"):
         save(tmp_path / "checkpoints", 1, [Piece.whole("parameters", "w", np.zeros(3))], {}, solo())
+
+
+@pytest.mark.parametrize("kind", [ConfigurationError, MissingCapabilityError, StorageError])
+def test_what_the_first_rank_refuses_is_raised_on_all(kind: type[HpcdistError]) -> None:
+    def refuse() -> None:
+        raise kind("no")
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(kind, match="no"):
+            on_first(comm, refuse)
+
+    run_threads(2, body, deadline_s=30)
