@@ -76,14 +76,17 @@ def own_directory(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
-def sweep(directory: Path, older_s: float = LEFT_S) -> None:
+def sweep(directory: Path, older_s: float = LEFT_S, of: str = "") -> None:
     """Remove what killed writers left in ``directory``, if it is ``older_s`` seconds old; failure is no matter.
 
-    Zero is for whoever alone writes there.
+    Zero is for whoever alone writes there, or alone writes the file named ``of``.
     """
+    prefix = f".{of}." if of else "."
     with suppress(OSError):
         for entry in list(os.scandir(directory)):
-            if _NAME.fullmatch(entry.name) and time.time() - entry.stat(follow_symlinks=False).st_mtime >= older_s:
+            if not (_NAME.fullmatch(entry.name) and entry.name.startswith(prefix)):
+                continue
+            if time.time() - entry.stat(follow_symlinks=False).st_mtime >= older_s:
                 with suppress(OSError):  # a directory, or not ours
                     os.unlink(entry.path)
 

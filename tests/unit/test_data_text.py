@@ -58,6 +58,21 @@ def test_a_directory_is_put_together_once_and_again_when_it_changes(folder: Path
     assert not list(cache.glob("*.unfinished"))
 
 
+def test_what_a_killed_process_left_of_a_directory_is_removed(folder: Path, cache: Path) -> None:
+    text.of_directory(folder)
+    (target,) = cache.glob("*.bytes")
+    target.unlink()
+    left, other, old = (
+        cache / f".{name}.{'0' * 16}.new" for name in (target.name, "text-other.bytes", "text-old.bytes")
+    )
+    for path in (left, other, old):
+        path.write_bytes(b"a part")
+    os.utime(old, (1, 1))
+    text.of_directory(folder)
+    assert target.exists() and not left.exists() and not old.exists()
+    assert other.exists()  # another process may be writing it
+
+
 def test_processes_of_a_node_put_a_directory_together_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written, write = [], text._write
 

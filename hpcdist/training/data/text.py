@@ -85,6 +85,8 @@ def _concatenated(root: Path, files: list[str]) -> FileArray:
         if not target.exists():
             with _locked(target.with_suffix(".lock")):
                 if not target.exists():  # another process may have been first
+                    atomic.sweep(folder)
+                    atomic.sweep(folder, 0.0, of=target.name)  # only who has the lock writes it
                     _write(target, (root / name for name in files))
     except OSError as error:
         raise StorageError(
