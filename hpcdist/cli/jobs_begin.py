@@ -100,7 +100,7 @@ def begin(
 
 
 def _entries(run_dir: Path) -> list[ledger.Entry]:
-    """Return the ledger of ``run_dir``; one that cannot be read keeps no job from its start; damaged, it is set aside."""
+    """Return the ledger of ``run_dir``; one that cannot be read keeps no job from its start."""
     try:
         return ledger.read(run_dir)
     except StorageError as error:
