@@ -78,10 +78,11 @@ class Trained:
     def validation_loss(self) -> float:
         """Return the mean loss in nats over the validation windows; NaN where there are none. Collective.
 
-        Raises DataError when the data is not what the model was trained on: its windows may have been.
+        Raises DataError when the data is not what the model was trained on: its windows may have been. A
+        digest of all of it is compared where one is kept; to make one takes longer than to evaluate.
         """
         recipe = self.recipe
-        source = data.open_source(recipe.data, recipe.model, self.comm)
+        source = data.open_source(recipe.data, recipe.model, self.comm, kept_only=True)
         if not source.made(self.scalars):
             raise DataError(
                 f"{self.path} was written by a run on other data than {source.description}; "

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -98,6 +99,8 @@ def take_back(trainer: "Trainer", origin: Origin) -> None:
             f"{origin} was written by a run on other data than {trainer.source.description}; "
             "give back the data it was trained on, or start a new run"
         )
+    if not trainer.source.digest and isinstance(known_digest := resumed.get("data_digest"), str):
+        trainer.source = replace(trainer.source, digest=known_digest)  # a later resume may compare it
     order = resumed.get("sample_order", FEISTEL)
     if order not in RULES:
         raise StorageError(

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import h5py
 import numpy as np
@@ -15,6 +16,8 @@ from hpcdist.comm.solo import solo
 from hpcdist.comm.threads import run_threads
 from hpcdist.errors import ConfigurationError, DataError, StorageError
 from hpcdist.models.config import ModelConfig
+from hpcdist.training import adoption, state
+from hpcdist.training import recipe as recipes
 from hpcdist.training.config import DataConfig
 from hpcdist.training.data import Source, arrays, open_source, text
 from hpcdist.training.data import digest as module
@@ -220,3 +223,32 @@ def test_a_long_reading_is_told(data: Path, capsys: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "TOLD_ROUNDS", 5)
     run_threads(2, lambda comm: opened(data, comm))
     assert capsys.readouterr().err.count("are read once, so that a resume knows them; data.digest = 'probes'") == 1
+
+
+def test_a_look_makes_no_digest(data: Path, blocks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SETTLED_NS", -(10**12))
+    source = open_source(DataConfig(path=str(data), context=16), ModelConfig(), solo(), kept_only=True)
+    assert source.digest == ""
+    assert blocks == []
+    made = opened(data)
+    assert made.digest
+    assert made.made({"data": source.fingerprint, "data_digest": ""})
+    assert (
+        open_source(DataConfig(path=str(data), context=16), ModelConfig(), solo(), kept_only=True).digest == made.digest
+    )
+
+
+def test_a_digest_outlives_a_resume_by_probes(data: Path) -> None:
+    made, probed = opened(data), opened(data, digest="probes")
+    scalars = {"data": made.fingerprint, "data_digest": made.digest, "optimizer": {"count": 3}, "steps": 3}
+    trainer = mock.MagicMock(source=probed, shares=None, noise=None)
+    trainer.exchange.foresee.return_value = ()
+    state.take_back(trainer, mock.MagicMock(scalars=scalars))
+    assert trainer.source.digest == made.digest
+    assert opened(data).made({"data": probed.fingerprint, "data_digest": trainer.source.digest})
+
+
+def test_an_import_makes_no_digest(data: Path, blocks: list[int]) -> None:
+    recipe = recipes.Recipe(data=DataConfig(path=str(data), context=16), model=ModelConfig(kind="mlp"))
+    assert adoption._decided(recipe, {})
+    assert blocks == []

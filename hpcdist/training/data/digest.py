@@ -33,10 +33,11 @@ SETTLED_NS: Final = 2_000_000_000  # a file that changed later could change agai
 _seen: dict[str, str] = {}  # digests by the state of the files, for a process whose user has no cache directory
 
 
-def digest(columns: Sequence[Sliceable], what: str, comm: Communicator) -> str:
+def digest(columns: Sequence[Sliceable], what: str, comm: Communicator, *, kept_only: bool = False) -> str:
     """Return the digest of ``columns``, which all ranks see in equal shape, as this rank has them. Collective.
 
-    ``what`` describes them to a person who must wait. Raises StorageError on all ranks where one cannot read them.
+    ``what`` describes them to a person who must wait. With ``kept_only`` it is "" where none is kept. Raises
+    StorageError on all ranks where one cannot read them.
     """
     began_ns = time.time_ns()
     key, newest_ns = _state(columns)
@@ -47,6 +48,8 @@ def digest(columns: Sequence[Sliceable], what: str, comm: Communicator) -> str:
     for other, _ in known:
         sizes[other] += 1
     waiting = set(sizes) - {other for other, value in known if value}
+    if kept_only and waiting:
+        return ""
     blocks = sum(_blocks(column) for column in columns)
     rounds = max((-(-blocks // sizes[other]) for other in waiting), default=0)
     if rounds > TOLD_ROUNDS and comm.rank == 0:

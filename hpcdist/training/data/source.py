@@ -90,11 +90,14 @@ def usable_inputs(told: object) -> dict[str, int]:
     return told if all(type(size) is int and 0 < size < LARGEST for size in told.values()) else {}
 
 
-def open_source(config: DataConfig, model: ModelConfig, comm: Communicator, *, digests: bool = True) -> Source:
+def open_source(
+    config: DataConfig, model: ModelConfig, comm: Communicator, *, digests: bool = True, kept_only: bool = False
+) -> Source:
     """Open the data for ``model``. Collective: every rank raises when one cannot, or when they see different data.
 
-    Without ``digests`` samples of the data are looked at, whatever ``config.digest`` says. Raises DataError when the
-    data is missing, empty, too short, unreadable or not for this model.
+    Without ``digests`` samples of the data are looked at, whatever ``config.digest`` says, and with ``kept_only`` no
+    digest is made where none is kept. Raises DataError when the data is missing, empty, too short, unreadable or not
+    for this model.
     """
     verdict: str | HpcdistError
     try:
@@ -105,7 +108,7 @@ def open_source(config: DataConfig, model: ModelConfig, comm: Communicator, *, d
     _agree(config, comm.allgather_object(verdict))
     if not digests or config.digest == "probes":
         return source
-    source = replace(source, digest=digest(columns, source.description, comm))
+    source = replace(source, digest=digest(columns, source.description, comm, kept_only=kept_only))
     _agree(config, comm.allgather_object(source.digest))
     return source
 
