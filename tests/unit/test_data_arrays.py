@@ -12,7 +12,7 @@ import pytest
 from hpcdist.errors import DataError, StorageError
 from hpcdist.hdf5 import files
 from hpcdist.hdf5.overlay import encode_journal, journal_of
-from hpcdist.training.data import arrays
+from hpcdist.training.data import arrays, samples
 from hpcdist.training.data.samples import FileArray, Windows
 
 DTYPES = ("uint8", "uint16", "uint32")
@@ -299,3 +299,44 @@ def test_tables_that_do_not_fit(tmp_path: Path, x: np.ndarray, y: np.ndarray, me
         file["x"], file["y"] = x, y
     with pytest.raises(DataError, match=message):
         arrays.hdf5_table(tmp_path / "a.h5")
+
+
+def test_an_interrupted_read_is_made_again(tmp_path: Path, tokens: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that a signal ends is no failure; rows after it are read as ever."""
+    np.save(tmp_path / "a.npy", tokens.astype(np.uint8))
+    got, read, calls = arrays.npy_tokens(tmp_path / "a.npy"), samples._read_blocks, []
+
+    def interrupted(descriptor: int, offsets: np.ndarray, blocks: np.ndarray) -> int:
+        calls.append(len(offsets))
+        return 0 if len(calls) in (1, 3) else min(1, len(offsets)) and read(descriptor, offsets[:1], blocks[:1])
+
+    monkeypatch.setattr(samples, "_read_blocks", interrupted)
+    starts = np.array([3, 100, 700, 42])
+    assert np.array_equal(got.gather(starts, 5), np.stack([tokens[start : start + 5] for start in starts]))
+    assert len(calls) >= 3
+    for outside in (np.array([3, -1]), np.array([3, len(tokens) - 4])):
+        with pytest.raises(AssertionError):
+            got.gather(outside, 5)
+
+
+def test_many_files_are_looked_at_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = h5py.VirtualLayout((120,), np.uint8)
+    for part in range(12):
+        with h5py.File(tmp_path / f"{part}.h5", "w") as file:
+            file["tokens"] = np.full(10, part, np.uint8)
+        source = h5py.VirtualSource(str(tmp_path / f"{part}.h5"), "tokens", (10,))
+        layout[10 * part : 10 * part + 10] = source
+    with h5py.File(tmp_path / "whole.h5", "w") as file:
+        file.create_virtual_dataset("tokens", layout)
+    got, looks, now = arrays.hdf5_tokens(tmp_path / "whole.h5"), [], [5.0]
+    check = files.check_size
+    monkeypatch.setattr(files, "check_size", lambda *given: (looks.append(given), check(*given)))
+    monkeypatch.setattr(arrays.time, "monotonic", lambda: now[0])
+    for start in range(100):
+        assert got[start] == start // 10
+    once = len(looks)
+    assert 12 <= once <= 13
+    os.truncate(tmp_path / "11.h5", 100)
+    now[0] += arrays.CHECK_S
+    with pytest.raises(StorageError, match="it was cut"):
+        got[5]

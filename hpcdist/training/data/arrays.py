@@ -1,6 +1,7 @@
 """Arrays in files: tokens in .npy and HDF5, tables in HDF5. Nothing is read before it is asked for."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +12,8 @@ from hpcdist.training.data.samples import FileArray, Sliceable, allocated
 
 MOST_CLASSES: Final = 1 << 24
 BLOCK_ROWS: Final = 1 << 22  # of y, looked at together
+FEW_FILES: Final = 8  # which are looked at after every read; more of them once in CHECK_S
+CHECK_S: Final = 1.0
 TOKEN_TYPES: Final = tuple(np.dtype(name) for name in ("uint8", "uint16", "uint32"))
 
 
@@ -22,6 +25,7 @@ class Dataset:
 
         self._path, self._dataset, self.place = path, dataset, str(dataset.name)
         self._sizes, self._all_known = files.storage_of(dataset)
+        self._checked_s = -CHECK_S
         self.dtype = dataset.dtype.newbyteorder("=")
         self.shape = dataset.shape
 
@@ -53,9 +57,16 @@ class Dataset:
             raise StorageError(f"{self._path}, dataset {self._dataset.name}: cannot be read: {error}") from error
 
     def _check_sizes(self) -> None:
-        """Raise StorageError when a file was cut: HDF5 has shown zeros then."""
+        """Raise StorageError when a file was cut: HDF5 has shown zeros then.
+
+        Many files, of which each costs a call of the file system, are looked at once a second at the most.
+        """
         from hpcdist.hdf5 import files
 
+        if len(self._sizes) > FEW_FILES:
+            if time.monotonic() - self._checked_s < CHECK_S:
+                return
+            self._checked_s = time.monotonic()
         for path, size in self._sizes.items():
             files.check_size(path, size, self._dataset.name)
 

@@ -4,7 +4,7 @@ import math
 import os
 import weakref
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -101,20 +101,30 @@ class FileArray:
         """Return (n, length, ...): the elements from each start on. Raises StorageError when the file is cut."""
         rows = allocated((len(starts), length, *self.shape[1:]), self.dtype, self._path)
         if rows.size:
+            assert starts.min() >= 0 and starts.max() + length <= len(self)
             blocks = rows.reshape(len(starts), -1).view(np.uint8)
             offsets = self.place + starts.astype(np.int64) * self._row_bytes
-            if (row := _read_blocks(self._descriptor, offsets, blocks)) < len(starts):
-                self._fail(int(offsets[row]), blocks.shape[1])
+            row = 0
+            while (row := row + _read_blocks(self._descriptor, offsets[row:], blocks[row:])) < len(starts):
+                self._read_again(int(offsets[row]), blocks[row])
+                row += 1
         return rows
 
-    def _fail(self, offset: int, size: int) -> NoReturn:
-        """Raise StorageError for bytes that could not be read."""
-        try:
-            os.pread(self._descriptor, size, offset)
-        except OSError as error:
-            raise StorageError(f"{self._path}: byte {offset:,} cannot be read: {error.strerror}") from error
-        self._check_size()
-        raise StorageError(f"{self._path}: {size:,} bytes from byte {offset:,} on cannot be read; try again")
+    def _read_again(self, offset: int, row: np.ndarray) -> None:
+        """Fill ``row`` by calls that Python repeats where a signal interrupts them. Raises StorageError."""
+        done = 0
+        while done < row.size:
+            try:
+                part = os.pread(self._descriptor, row.size - done, offset + done)
+            except OSError as error:
+                raise StorageError(f"{self._path}: byte {offset + done:,} cannot be read: {error.strerror}") from error
+            if not part:
+                self._check_size()
+                raise StorageError(
+                    f"{self._path}: {row.size:,} bytes from byte {offset:,} on cannot be read; try again"
+                )
+            row[done : done + len(part)] = np.frombuffer(part, np.uint8)
+            done += len(part)
 
     def _check_size(self) -> None:
         size, needed = os.fstat(self._descriptor).st_size, self.place + len(self) * self._row_bytes
