@@ -125,9 +125,8 @@ def _written(own: Mapping[str, Setting]) -> list[str]:
     patterns: dict[Setting, dict[str, None]] = {}
     for key, setting in own.items():
         end = key.rpartition(".")[2]
-        pattern = key if len(by_end[end]) > 1 else f"*.{end}"
-        escaped = pattern if pattern.startswith("*") else glob.escape(pattern)
-        patterns.setdefault(setting, {})[re.sub(r"\s", "?", escaped)] = None
+        pattern = glob.escape(key) if len(by_end[end]) > 1 else "*." + glob.escape(end)
+        patterns.setdefault(setting, {})[re.sub(r"\s", "?", pattern)] = None
     texts = []
     for (decay, factor), names in patterns.items():
         options = [] if decay is None else [f"weight_decay={decay!r}"]

@@ -1,6 +1,7 @@
 """Optimizers of PyTorch as keys of a recipe: the updates are the same, and what cannot be the same is refused."""
 
 import copy
+import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn
 
+from hpcdist.adapters import torch_recipe
 from hpcdist.adapters.torch import recipe_of, wrap
 from hpcdist.adapters.torch_recipe import DEFAULTS
 
@@ -146,3 +148,13 @@ def test_a_model_that_is_none_of_pytorch_names_its_optimizer_itself(tmp_path: Pa
     built = models.build(ModelConfig(kind="mlp", layers=1, hidden=4), features=5, classes=3)
     with pytest.raises(ConfigurationError, match="recipe_of is for modules"):
         Training(built, keys, out=tmp_path / "run")
+
+
+def test_patterns_match_names_with_brackets_and_stars():
+    def written(*names):
+        return torch_recipe._written({name: (0.0, 1.0) if at == 0 else (None, 1.0) for at, name in enumerate(names)})
+
+    for names in (("2.y.b[0]", "4.q.b0"), ("*.w", "1.v"), ("1.*w", "2.w")):
+        (text,) = written(*names)
+        patterns = text.partition(":")[0].split()
+        assert [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)] == [names[0]]
