@@ -91,7 +91,13 @@ def adopt(values: Any) -> Array:
         if any(isinstance(one, tuple | Mapping) for one in given):
             raise UsageError(f"a {type(values).__name__} of tuples or dicts; several arrays go together in one of them")
         several = Several(tuple(map(adopt, given)), names)
-        sizes = {name: len(array) for name, array in zip(names or range(len(values)), several.arrays, strict=True)}
+        members = dict(zip(names or range(len(values)), several.arrays, strict=True))
+        if single := [str(name) for name, array in members.items() if not array.ndim]:
+            raise UsageError(
+                f"{', '.join(single)} of a {type(values).__name__} is a single number; expected an array whose first "
+                "dim is the samples"
+            )
+        sizes = {name: len(array) for name, array in members.items()}
         if len(set(sizes.values())) > 1:
             told = ", ".join(f"{name}: {size}" for name, size in sizes.items())
             raise UsageError(f"what goes together has unequally many samples ({told}); the first dim is theirs")

@@ -299,9 +299,9 @@ class Training:
     def _compare(self, what: str, x: Array, y: Array, before: int, number: int) -> None:
         """Hold the batch against those of the other ranks of the replica, where it is due. Collective then."""
         trainer, every = self._trainer, self.recipe.run.sentinel_every_steps
-        if trainer.grid.pipeline * trainer.grid.tensor == 1 or not every:
+        if trainer.grid.pipeline * trainer.grid.tensor == 1:
             return
-        if before < COMPARED_FIRST or number % every == 0:
+        if before < COMPARED_FIRST or (every and number % every == 0):
             looks = trainer.seat.computes and (trainer.last_stage or trainer.seat.units[0] == 0)
             check_batch(trainer.comm, self.data_rank, x, y, what, looks=looks)
 

@@ -5,17 +5,20 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from hpcdist import models
+from hpcdist.arrays import backend
 from hpcdist.arrays.store import FlatStore
 from hpcdist.errors import ConfigurationError, UsageError
 from hpcdist.models.arena import Arena
 from hpcdist.models.config import ModelConfig
 from hpcdist.models.model import Model
 from hpcdist.training import recipe as recipes
+from hpcdist.training import script
 from hpcdist.training.script import Training
 
 CONFIG = ModelConfig(kind="mlp", layers=2, hidden=16)
@@ -236,6 +239,8 @@ def test_a_sampler_takes_every_sample_once_an_epoch_and_goes_on(tmp_path, rng):
     x, y = _batches(rng, 1)[0]
     with pytest.raises(UsageError, match=r"got 2 arrays as input, and \w+ takes one; models of hpcdist.adapters.torch"):
         training.step((x, x), y)
+    with pytest.raises(UsageError, match="mask of a dict is a single number; expected an array"):
+        backend.adopt({"x": np.ones(3), "mask": np.array(1.0)})
     with pytest.raises(UsageError, match="unequally many samples .0: 12, 1: 3."):
         training.step((x, x[:3]), y)
     with pytest.raises(UsageError, match="a dict of tuples or dicts"):
@@ -265,3 +270,20 @@ def test_a_recipe_that_cannot_be_run_ends_the_script_with_its_code(tmp_path):
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 78, done.stderr
     assert "the nearest known is 'run.steps'" in (tmp_path / "rank-0.txt").read_text()
+
+
+@pytest.mark.parametrize(("every", "compared"), [(0, [0, 1, 2]), (4, [0, 1, 2, 4, 8])])
+def test_the_first_batches_are_always_compared(every, compared, monkeypatch):
+    steps = []
+    monkeypatch.setattr(script, "check_batch", lambda comm, replica, x, y, what, looks: steps.append(what))
+    trainer = SimpleNamespace(
+        grid=SimpleNamespace(pipeline=2, tensor=1),
+        seat=SimpleNamespace(computes=True, units=[0]),
+        last_stage=True,
+        comm=None,
+    )
+    run = SimpleNamespace(sentinel_every_steps=every)
+    training = SimpleNamespace(_trainer=trainer, recipe=SimpleNamespace(run=run), data_rank=0)
+    for number in range(10):
+        Training._compare(training, number, None, None, number, number)
+    assert steps == compared
