@@ -126,8 +126,9 @@ def remove_segments(launch_dir: Path) -> None:
     for path in launch_dir.glob(f"{SEGMENTS}*"):
         with suppress(OSError, ValueError):
             for segment in map(Path, path.read_text().splitlines()):
-                if is_segment(segment) and segment.lstat().st_uid == os.getuid():
-                    segment.unlink()
+                with suppress(OSError):  # most have been removed already
+                    if is_segment(segment) and segment.lstat().st_uid == os.getuid():
+                        segment.unlink()
 
 
 @dataclass(eq=False)
@@ -152,7 +153,7 @@ class _Supervision:
         kind: Kind,
         foreign: bool,
     ) -> None:
-        self._telling, self._kind, self._foreign, self._began = telling, kind, foreign, time.monotonic()
+        self._telling, self._kind, self._foreign = telling, kind, foreign
         self._launch_dir, self._grace_s, self._surviving = launch_dir, grace_s, surviving
         self._told: signal.Signals | None = None  # the first signal that asks for an end at once
         self._asked: signal.Signals | None = None  # the first that asks for an end
@@ -203,7 +204,7 @@ class _Supervision:
         return self._outcome()
 
     def _on_deadline(self) -> None:
-        if self._void is not None and not self._nothing_to_save():  # the first step has ended meanwhile
+        if self._void is not None and self._has_begun():  # the first step has ended meanwhile
             number, self._void = self._void, None
             self._deadline = float("inf")
             self._give_grace(number)
@@ -280,6 +281,11 @@ class _Supervision:
             return True
         starting = not self._announced_pids() and time.monotonic() - self._began < STARTING_S
         return starting and not self._foreign  # of a program that announces nothing, nobody knows what it has
+
+    def _has_begun(self) -> bool:
+        """Whether a rank that runs here may have something to save; one that has left keeps its mark."""
+        running = [pid for pid in self._announced_pids() if self._is_ours(pid)]
+        return any(not (self._launch_dir / f"{AT_ONCE}{pid}").exists() for pid in running)
 
     def _look_for_stopped(self) -> None:
         """Tell of processes that somebody has stopped. Where no rank can go on, end the job after STOPPED_S.
@@ -368,7 +374,8 @@ class _Supervision:
 
     def _end_output(self) -> None:
         """Wait until all output is passed on; whoever reads it slowly may end that by a signal."""
-        while not self._relay.ended:
+        until = time.monotonic() + TEARDOWN_S if descendants(os.getpid()) else float("inf")  # they may keep the pipe
+        while not self._relay.ended and time.monotonic() < until:
             received = signal.sigtimedwait(_ENDING & self._watched, SOON_S)
             if received is not None:
                 self._asked = self._asked or signal.Signals(received.si_signo)

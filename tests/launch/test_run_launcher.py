@@ -234,6 +234,42 @@ def test_a_rank_is_known_by_its_environment_wherever_it_was_started(tmp_path):
     assert not supervision._is_ours(rank.pid), "it has ended"
 
 
+def test_ranks_that_left_at_once_have_not_begun(tmp_path, monkeypatch):
+    """They keep their marks; only a running rank without one may have something to save."""
+    supervision = object.__new__(supervisor._Supervision)
+    supervision._launch_dir = tmp_path
+    running = {10, 11}
+    monkeypatch.setattr(supervision, "_is_ours", running.__contains__)
+    for pid in running:
+        (tmp_path / f"pid-{pid}").write_text(str(pid))
+        (tmp_path / f"{ending.AT_ONCE}{pid}").touch()
+    assert not supervision._has_begun()
+    (tmp_path / f"{ending.AT_ONCE}10").unlink()
+    assert supervision._has_begun()
+    running.clear()
+    assert not supervision._has_begun()
+
+
+def test_segments_that_are_gone_do_not_keep_others(tmp_path):
+    left = Path("/dev/shm") / f"sm_segment.hpcdist-test-{os.getpid()}"
+    left.touch()
+    try:
+        (tmp_path / f"{ending.SEGMENTS}1").write_text(f"{left}-gone\n{left}\n")
+        supervisor.remove_segments(tmp_path)
+        assert not left.exists()
+    finally:
+        left.unlink(missing_ok=True)
+
+
+def test_output_that_a_process_in_the_kernel_keeps_open_is_not_waited_for(monkeypatch):
+    supervision = object.__new__(supervisor._Supervision)
+    supervision._watched, supervision._relay = {signal.SIGTERM}, type("Open", (), {"ended": False})()
+    monkeypatch.setattr(supervisor, "TEARDOWN_S", 0.2)
+    monkeypatch.setattr(supervisor, "descendants", lambda pid: [1])
+    with supervisor.signals_held():
+        supervision._end_output()
+
+
 def test_ranks_that_said_how_it_ended_are_not_waited_for(start):
     job = start("said", grace=1000.0)
     job.send(signal.SIGTERM)  # comes too late, and must not give them the grace
