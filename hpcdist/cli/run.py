@@ -114,6 +114,7 @@ def command(
     script = _check(command)
     options = mpi_options(mpi_args)
     interpreter = python_of(python)
+    typed = _typed(len(command) if script else 0)
     _check_survival(command[0], survive, spares)
     program = [] if script else [*interpreter, "-P", "-m", "hpcdist"]
     if script and command[0] in _PYTHON:
@@ -127,7 +128,7 @@ def command(
     settings = {**starter.settings(), **(importable() if python is None else {})}
     settings |= {} if survive is None else {ending.SURVIVE: survive, ending.SPARES: str(spares or 0)}
     settings |= ({RUN_DIR: str(out.absolute())} if out else {}) | ({RESUME: resume} if resume else {})
-    job = _Job(starter, program, options, settings, grace, survive is not None, script)
+    job = _Job(starter, program, options, settings, grace, survive is not None, script, typed)
     if dry_run:
         click.echo(job.line(command))
         return OK
@@ -143,7 +144,7 @@ def command(
 class _Job:
     """What all starts have in common; ``program`` runs hpcdist, ``options`` are those of the launcher.
 
-    A ``script`` is a command of its own, which ``program`` does not run.
+    A ``script`` is a command of its own, which ``program`` does not run. ``typed`` is the line of `hpcdist run` itself.
     """
 
     starter: launchers.Starter
@@ -153,6 +154,7 @@ class _Job:
     grace_s: float
     surviving: bool
     script: bool
+    typed: Sequence[str]
 
     def line(self, command: Sequence[str]) -> str:
         """Return what a shell would be told."""
@@ -185,7 +187,7 @@ class _Job:
         """
         with _launch_dir() as folder:
             settings = {**self.settings, FAILURE_DIR: folder, ending.LAUNCH_DIR: folder, **_screen()}
-            settings[ending.COMMAND] = shlex.join(_typed())
+            settings[ending.COMMAND] = shlex.join(self.typed)
             words = self._words(command, settings, where)
             outcome = supervisor.watch(
                 words,
@@ -202,7 +204,7 @@ class _Job:
             # What single ranks said before the others went on without them, and ended well, is no failure of the job.
             if outcome.code not in ((OK, REQUEUE, INTERRUPTED) if outcome.agreed else (OK,)):
                 if last and run_dir:
-                    _tell_how_to_go_on(Path(run_dir), self.script)
+                    _tell_how_to_go_on(Path(run_dir), self.typed, self.script)
                 _show_first_failure(Path(folder))
             if stopped:
                 click.echo(f"hpcdist run: {stopped}", err=True)
@@ -345,9 +347,13 @@ def check_training(
         recipe.data.check_exists()
 
 
-def _typed() -> list[str]:
-    """Return the command line of this process, as a person types it."""
-    return [Path(sys.argv[0]).name.replace("__main__.py", "hpcdist"), *sys.argv[1:]]
+def _typed(script_words: int) -> list[str]:
+    """Return the command line of this process, as a person types it, with `--` before the words of a script."""
+    words = [Path(sys.argv[0]).name.replace("__main__.py", "hpcdist"), *sys.argv[1:]]
+    begin = len(words) - script_words
+    if script_words and words[begin - 1] != "--":
+        words.insert(begin, "--")
+    return words
 
 
 def _screen() -> dict[str, str]:
@@ -360,11 +366,11 @@ def _screen() -> dict[str, str]:
     return {}
 
 
-def _tell_how_to_go_on(run_dir: Path, script: bool = False) -> None:
+def _tell_how_to_go_on(run_dir: Path, words: Sequence[str], script: bool = False) -> None:
     """Name the newest checkpoint of a training that did not end as it should, the command that goes on, and `hang`."""
     newest = next(iter(checkpoints(run_dir)), None)
     where = f"the newest checkpoint is {run_dir / 'checkpoints' / newest}" if newest else "there is no checkpoint yet"
-    typed = shlex.join(ending.resuming(_typed(), run_dir, script=script))
+    typed = shlex.join(ending.resuming(words, run_dir, script=script))
     click.echo(f"hpcdist run: {where}; {'go on' if newest else 'begin again'} with {typed}", err=True)
     click.echo(f"hpcdist run: what each rank did last: hpcdist hang {shlex.quote(str(run_dir))}", err=True)
 

@@ -24,7 +24,7 @@ from hpcdist.reporting import atomic, regular
 LAUNCH_DIR: Final = "HPCDIST_LAUNCH_DIR"  # of this start; where each rank also writes its process id
 SURVIVE: Final = "HPCDIST_SURVIVE"  # "shrink" or "replace": the ranks go on after a death
 SPARES: Final = "HPCDIST_SPARES"  # how many of them wait to replace one
-COMMAND: Final = "HPCDIST_COMMAND"  # the command line of `hpcdist run`, as for a shell
+COMMAND: Final = "HPCDIST_COMMAND"  # the command line of `hpcdist run`, as for a shell, with `--` before a script
 TERMINAL_COLUMNS: Final = "HPCDIST_TERMINAL_COLUMNS"  # the width of its terminal, where its stderr is one
 WAYS: Final = ("shrink", "replace")
 ENDED: Final = "ended"
@@ -229,7 +229,7 @@ def noted(folder: Path) -> tuple[str, str]:
 def resuming(command: Sequence[str], run_dir: Path | None = None, *, script: bool = False) -> list[str]:
     """Return the ``command``, which trains, as one that goes on, in ``run_dir`` where it names no directory.
 
-    The options are those of `train`, behind it, or, of a ``script``, those of `hpcdist run`.
+    The options are those of `train`, behind it, or, of a ``script``, which stands behind `--`, those of `hpcdist run`.
     """
     begin = command.index("run" if script else "train") + 1
     end = command.index("--", begin) if "--" in command[begin:] else len(command)

@@ -50,6 +50,14 @@ def test_the_command_that_goes_on_with_a_script(command: list[str], resumed: lis
     assert ending.resuming(command, Path("r"), script=True) == [*resumed, "--", "python", "train"]
 
 
+@pytest.mark.parametrize("dashes", [[], ["--"]])
+def test_the_options_of_a_script_stay_as_they_are(dashes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ["python", "train.py", "--out", "foo", "--resume", "never", "--", "-x"]
+    monkeypatch.setattr("sys.argv", ["/venv/bin/hpcdist", "run", "-n", "4", *dashes, *script])
+    resumed = ending.resuming(run_command._typed(len(script)), Path("r"), script=True)
+    assert resumed == ["hpcdist", "run", "--out", "r", "--resume", "auto", "-n", "4", "--", *script]
+
+
 def test_a_stopped_run_ends_with_the_very_command(text: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     def said(comm: Communicator) -> str:
         trainer = assembled(comm, text)
@@ -81,15 +89,14 @@ def test_hpcdist_run_is_told_and_shows_it_last(tmp_path: Path, monkeypatch: pyte
 
 
 def test_after_a_kill_the_newest_checkpoint_and_hang_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["/venv/bin/hpcdist", *TYPED[1:]])
-    run_command._tell_how_to_go_on(tmp_path)
+    run_command._tell_how_to_go_on(tmp_path, TYPED)
     assert "there is no checkpoint yet; begin again with hpcdist run -n 2 train" in capsys.readouterr().err
     for step in (50, 100):
         (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
         (tmp_path / "checkpoints" / f"step-{step}" / "manifest.json").touch()
-    run_command._tell_how_to_go_on(tmp_path)
+    run_command._tell_how_to_go_on(tmp_path, TYPED)
     shown = capsys.readouterr().err
     assert f"the newest checkpoint is {tmp_path}/checkpoints/step-100; go on with hpcdist run -n 2 train " in shown
     assert f"'my recipe.toml' --out {tmp_path} --resume auto\n" in shown and f"hpcdist hang {tmp_path}\n" in shown
