@@ -112,8 +112,7 @@ def command(
     code is returned, and signals are passed on to it.
     """
     script = _check(command)
-    options = mpi_options(mpi_args)
-    interpreter = python_of(python)
+    options, interpreter = mpi_options(mpi_args), python_of(python)
     typed = _typed(len(command) if script else 0)
     _check_survival(command[0], survive, spares)
     program = [] if script else [*interpreter, "-P", "-m", "hpcdist"]

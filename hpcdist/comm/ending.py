@@ -156,6 +156,7 @@ class LeavingAtOnce:
         if self._pipe is not None:
             signal.set_wakeup_fd(self._before)
             os.close(self._pipe[1])  # which ends the thread
+            self._thread.join(LEAVING_S)
             self._pipe = None
 
     def _start(self) -> None:
@@ -164,7 +165,8 @@ class LeavingAtOnce:
         self._before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         # A child that is forked and told to end would otherwise speak for this process.
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-        threading.Thread(target=self._watch, args=(reader,), name="hpcdist signals", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, args=(reader,), name="hpcdist signals", daemon=True)
+        self._thread.start()
 
     def _watch(self, reader: int) -> None:
         while numbers := os.read(reader, 64):
