@@ -22,7 +22,7 @@ from typing import Final
 
 from hpcdist.comm import ending
 from hpcdist.comm.ending import AT_ONCE, LAUNCH_DIR, SEGMENTS, STOP_CODES, is_segment
-from hpcdist.comm.launcher import announced
+from hpcdist.comm.launcher import RUN_DIR, announced
 from hpcdist.comm.launchers import MPIRUN, Kind
 from hpcdist.comm.output import Relay
 from hpcdist.comm.processes import descendants, is_stopped, parent, send
@@ -166,6 +166,7 @@ class _Supervision:
         self._blocked_s = 0.0  # so long they have kept all others from going on
         self._began = self._looked = time.monotonic()
         self._watched = _watched()
+        self._trains_in_script = foreign and RUN_DIR in environment
         libc = ctypes.CDLL(None)
 
         def in_child() -> None:
@@ -214,7 +215,8 @@ class _Supervision:
         self._kill()
 
     def _look_for_the_end(self) -> None:
-        believed = self._surviving or not self._kind.keeps_codes
+        # A command that a foreign program runs speaks, too, and that program goes on.
+        believed = self._surviving or not (self._kind.keeps_codes or self._foreign)
         if believed and not self._ending and ending.said(self._launch_dir) is not None:
             self._ending, self._held = True, []
             self._deadline = min(self._deadline, time.monotonic() + TEARDOWN_S)
@@ -224,12 +226,16 @@ class _Supervision:
         failed = any(self._launch_dir.glob("rank-*.txt"))  # a rank that could not save: 130 would promise that it did
         # A launcher that kills the last ranks because the first has left with 75 returns 137.
         agreed = said is not None and (self._surviving or not self._kind.keeps_codes or code == OK)
+        if self._foreign:  # a command that the program ran may have said it: it explains a failure, and makes none
+            agreed = said not in (None, OK) and not self._kind.keeps_codes and code != OK
         # On another host than this one they cannot say it, nor announce themselves.
         lost = said is None and (self._surviving or (self._telling and bool(self._announced_pids())))
         if agreed and said is not None:
             code = said
         elif self._void is not None and code != OK:
             code = STOP_CODES[self._void]
+        elif self._ended_while_importing(code) and self._asked is not None:
+            code = STOP_CODES[self._asked]
         elif self._told is signal.SIGINT and (self._killed or not failed):
             code = 128 + signal.SIGINT
         elif self._killed and self._told is not None:
@@ -238,6 +244,12 @@ class _Supervision:
             self._say("no rank was left to say how the job ended, though its launcher returned 0")
             code = FAILURE
         return Outcome(code if code >= 0 else 128 - code, self._asked, agreed)
+
+    def _ended_while_importing(self, code: int) -> bool:
+        """Whether the signal that was passed on ended a script that should train, before it listened."""
+        if not self._trains_in_script or self._killed or self._asked is None or self._announced_pids():
+            return False
+        return (code if code >= 0 else 128 - code) == 128 + _PASSED[self._asked]
 
     def _on_signal(self, number: signal.Signals) -> None:
         if number in _ENDING:

@@ -79,7 +79,9 @@ class AsynchronousLoop(Loop):
         if self.exchange.shard is None or self.exchange.works or not self._begins:
             return
         steps = self.trainer.recipe.run.steps
-        seen = self.exchange.seen.values()
+        seen = list(self.exchange.seen.values())
+        if any(now > first for now, first in zip(seen, self._begins, strict=True)):
+            self.wishes.begun()  # an update is made, and may be saved
         if all(now > first or first == steps for now, first in zip(seen, self._begins, strict=True)):
             self.wishes.begun()
             if self.session.watchdog is not None:

@@ -15,7 +15,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +88,8 @@ class Training:
         except BaseException:
             wishes.ignore()
             raise
+        for name in (RUN_DIR, RESUME):  # what the launcher says is meant for the first that begins
+            os.environ.pop(name, None)
 
     def _begin(self, model: Model, out: str | os.PathLike[str] | None, resume: str, lock: Lock) -> None:
         """Start MPI, build the run and open its files. Collective."""
@@ -330,12 +332,12 @@ class ReplicaSampler:
                 yield [index % self._samples for index in range(first, first + part.size)]
 
 
-def _where(out: str | os.PathLike[str] | None, resume: str, environment: MutableMapping[str, str]) -> tuple[Any, str]:
+def _where(out: str | os.PathLike[str] | None, resume: str, environment: Mapping[str, str]) -> tuple[Any, str]:
     """Return the run directory, and whether it goes on: as the launcher says, which speaks of one Training, or so.
 
     Raises UsageError.
     """
-    launched, resumed = environment.pop(RUN_DIR, None), environment.pop(RESUME, None)
+    launched, resumed = environment.get(RUN_DIR), environment.get(RESUME)
     if launched:
         out, resume = launched, resumed or resume
     if resume not in ("auto", "never"):
