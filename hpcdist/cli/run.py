@@ -350,7 +350,7 @@ def _typed(script_words: int) -> list[str]:
     """Return the command line of this process, as a person types it, with `--` before the words of a script."""
     words = [Path(sys.argv[0]).name.replace("__main__.py", "hpcdist"), *sys.argv[1:]]
     begin = len(words) - script_words
-    if script_words and words[begin - 1] != "--":
+    if script_words and "--" not in words[begin - 1 : begin]:  # called from Python, the process has other words
         words.insert(begin, "--")
     return words
 
