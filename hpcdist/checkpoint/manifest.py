@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 import xxhash
 
 from hpcdist.arrays.dtypes import dtype_of
@@ -121,15 +120,6 @@ class Manifest(_Shards):
 
     scalars: dict[str, Any]
     about: dict[str, Any] = field(default_factory=dict)
-
-
-def block_digests(data: np.ndarray) -> tuple[str, ...]:
-    """Return the digests of the blocks of a contiguous 1-D array."""
-    if not data.size:
-        return ()
-    view = data.view(np.uint8).data
-    starts = range(0, len(view), BLOCK_BYTES)
-    return tuple(xxhash.xxh3_128_hexdigest(view[start : start + BLOCK_BYTES]) for start in starts)
 
 
 def build(
