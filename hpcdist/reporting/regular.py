@@ -72,9 +72,11 @@ def read(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> bytes:
     """Return what is in the regular file at ``path``. Raises OSError, also where it has more than ``most_bytes``."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        # A file of /proc or /sys says that it has 0 bytes; one may grow while it is read.
-        data = b"" if size > most_bytes else file.read(most_bytes + 1)
-        size = max(size, len(data))
+        # As much memory as the file needs, not as the limit allows.
+        data = b"" if size > most_bytes else file.read(size + 1)
+        if len(data) > size:  # a file of /proc or /sys says that it has 0 bytes; one may grow while it is read
+            data += file.read(most_bytes + 1 - len(data))
+            size = len(data)
     if size > most_bytes:
         raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {most_bytes} are read", os.fspath(path))
     return data

@@ -21,18 +21,20 @@ from hpcdist.comm.threads import ThreadCommunicator, run_threads
 from hpcdist.training.trainer import Trainer
 
 WARM = 3  # steps after which everything is there; the second has the first gradient that is summed up late
-MEASURED = 3
+LOOKS = 3  # steps that are looked at, each by itself; one step is made under the tracer before
 
 
 @dataclass
 class Steady:
-    """What `MEASURED` steps added, in bytes, and what the ledger of a rank held around them.
+    """What a step added, in bytes, and what the ledger of a rank held around `LOOKS` of them.
 
     Memory is that of the process: of all ranks together where they are threads, and then counted by the first one.
+    A step allocates the same each time; another thread of the process (of the test runner, or that an earlier test has
+    left) allocates at moments of its own. So ``transient`` is the least of the looks.
     """
 
     transient: int = 0  # the most at once, above what there was before
-    left: int = 0  # afterwards
+    left: int = 0  # after all of them
     before: tuple[dict[str, int], dict[str, int]] = ({}, {})  # bytes by category, and their peaks
     after: tuple[dict[str, int], dict[str, int]] = ({}, {})
     largest: int = 0  # bytes of the model's largest tensor
@@ -101,7 +103,7 @@ def steps_of(
     """Return what the steps after the first ones of a run of ``keys`` allocate. Collective. Data are read before."""
     trainer, found = trainer_of(comm, keys), Steady()
     change(trainer)
-    with trainer.batches(WARM + MEASURED) as batches:
+    with trainer.batches(WARM + 1 + LOOKS) as batches:
         given = [trainer.cut(trainer.place(batch)) for batch in batches]
 
     def run(first: int, last: int) -> None:
@@ -117,16 +119,21 @@ def steps_of(
         tracemalloc.start()
     comm.barrier()
     run(WARM + 1, WARM + 1)  # what is kept between steps was not counted when it was made
-    began = 0
+    began = tracemalloc.get_traced_memory()[0] if counts else 0
+    peaks = []
+    for look in range(1, LOOKS + 1):
+        before = 0
+        if counts:
+            before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+        comm.barrier()
+        run(WARM + 1 + look, WARM + 1 + look)
+        if counts:
+            peaks.append(tracemalloc.get_traced_memory()[1] - before)
+        comm.barrier()  # the next step of another rank is not this one's
     if counts:
-        began = tracemalloc.get_traced_memory()[0]
-        tracemalloc.reset_peak()
-    comm.barrier()
-    run(WARM + 2, WARM + MEASURED)
-    if counts:
-        now, peak = tracemalloc.get_traced_memory()
+        found.transient, found.left = min(peaks), tracemalloc.get_traced_memory()[0] - began
         tracemalloc.stop()
-        found.transient, found.left = peak - began, now - began
     found.after = trainer.ledger.current, trainer.ledger.peak
     comm.barrier()
     return found

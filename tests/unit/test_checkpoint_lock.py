@@ -106,11 +106,13 @@ def test_of_another_machine_until_it_is_not_touched_any_more(tmp_path, quick):
 
 
 def test_an_earlier_start_of_the_same_batch_job_is_over(tmp_path):
-    Lock({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}).take(tmp_path)
+    earlier = Lock({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"})
+    earlier.take(tmp_path)
     forge(tmp_path, machine="another")
     mine = Lock({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"})
     mine.take(tmp_path)
     mine.release()
+    earlier.release()
 
 
 def test_a_damaged_lock_is_stale_when_it_is_old(tmp_path, quick):

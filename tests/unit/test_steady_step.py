@@ -69,7 +69,7 @@ def check(found: Steady) -> None:
     assert found.after == found.before, "the ledger is a flat line: nothing that it counts came or went"
     assert found.largest > ALLOWED, "a copy of a matrix would show"
     assert found.transient <= ALLOWED
-    assert found.left <= MORE, "what two steps leave behind"
+    assert found.left <= MORE, "what the steps leave behind"
 
 
 @pytest.mark.parametrize("case", ALONE)
