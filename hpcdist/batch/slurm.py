@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -11,15 +12,42 @@ from hpcdist.batch import command
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 
 _VARIABLES: Final = {"--time": "SBATCH_TIMELIMIT", "--array": "SBATCH_ARRAY_INX"}  # others have the option's name
+# What an allocation sets for those inside of it, and ranks are told by their launcher: of another job than the new one.
+_OF_THE_ALLOCATION: Final = re.compile(
+    r"(SLURM|SLURMD|SRUN|OMPI_COMM|PMI)_.*|PMIX_(?!MCA_).*|SBATCH_(CPU|MEM)_BIND.*", re.ASCII
+)
+# Settings of the commands and of the site, which no allocation makes.
+_OF_THE_USER: Final = frozenset(
+    {
+        *("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT"),
+        *("SLURM_BITSTR_LEN", "SLURM_DEBUG_FLAGS", "SLURM_EXIT_ERROR", "SLURM_EXIT_IMMEDIATE"),
+    }
+)
+# What --test-only says of a job that has to wait for nodes to come back, and of one that none of them could run.
+_NO_NODES: Final = re.compile(
+    "requested node configuration is not available|required node not available|nodes required for job are down"
+    "|requested nodes are busy",
+    re.IGNORECASE,
+)
+_USABLE: Final = re.compile(r"(alloc|comp|idle|mix|plan|power)[a-z_]*[^*a-z]*", re.IGNORECASE)  # states of sinfo
 
 
 def submit(script: str, after: str | None = None) -> str:
     """Submit ``script`` and return the job's number; it waits for the end of the job ``after``, however that ends.
 
+    Where only nodes that are down or drained keep the job from its start, that is told, and the job waits for them.
+
     Raises ConfigurationError when Slurm would not run it, MissingCapabilityError where there is no sbatch, or no Slurm
     that answers it.
     """
-    _sbatch(script, "--test-only")
+    try:
+        _sbatch(script, "--test-only")
+    except ConfigurationError as error:
+        absent = _absent_nodes(script) if _NO_NODES.search(str(error)) else ""
+        if not absent:
+            raise
+        if after is None:
+            print(f"hpcdist submit: warning: the job waits for nodes: now {absent}", file=sys.stderr)
     dependency = [] if after is None else [f"--dependency=afterany:{after}"]
     said = _sbatch(script, "--parsable", *dependency)
     # With several clusters it is "number;cluster"; and some sites have sbatch print a greeting before.
@@ -52,12 +80,56 @@ def _sbatch(script: str, *options: str) -> str:
 
 
 def undisturbed(script: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return ``environment`` without what sbatch would take in place of the directives of ``script`` (pure)."""
+    """Return ``environment`` without what sbatch would take in place of the directives of ``script`` (pure).
+
+    Nor does it have what the allocation around this process, where there is one, has set for its own steps: the new job
+    would hand that on to srun, which refuses what contradicts the new job.
+    """
     options = set(re.findall(r"^#SBATCH (--[a-z-]+)", script, re.MULTILINE))
     if options & {"--requeue", "--no-requeue"}:
         options |= {"--requeue", "--no-requeue"}
     over = {_VARIABLES.get(option, "SBATCH_" + option[2:].upper().replace("-", "_")) for option in options}
+    if "SLURM_JOB_ID" in environment:
+        kept = _OF_THE_USER if "SLURM_STEP_ID" in environment else _OF_THE_USER | {"SLURM_MPI_TYPE"}  # srun sets that
+        over |= {name for name in environment if _OF_THE_ALLOCATION.fullmatch(name) and name not in kept}
     return {name: value for name, value in environment.items() if name not in over}
+
+
+def _absent_nodes(script: str) -> str:
+    """Return which nodes are down or drained of those that ``script`` could run on; "" where that is not the reason.
+
+    It is none where the partition has fewer nodes, or too few that have the cores: such a job would wait for ever.
+    """
+    absent = []
+    for component in script.split("\n#SBATCH hetjob\n"):
+        asked = _asked_for(component)
+        partition = asked.get("partition") or os.environ.get("SBATCH_PARTITION", "")
+        where = [f"--partition={partition}"] if partition else ["--all"]
+        table = _asked(["sinfo", "--noheader", "--Node", *where, "--format=%N %c %T %P"])
+        rows = [line.split(maxsplit=3) for line in table.splitlines()]
+        states = {
+            row[0]: row[2]
+            for row in rows
+            if len(row) == 4 and (partition or row[3].endswith("*")) and int(row[1]) >= _cores(asked)
+        }
+        if len(states) < _number(asked, "nodes"):
+            return ""
+        absent += [f"{name} is {state}" for name, state in states.items() if not _USABLE.fullmatch(state)]
+    return ", ".join(absent)
+
+
+def _asked_for(script: str) -> dict[str, str]:
+    """Return the options of the directives of ``script`` without their dashes: the last of each, as sbatch does."""
+    return dict(re.findall(r'^#SBATCH --([a-z-]+)(?:[= ]"?([^"\s]*))?', script, re.MULTILINE))
+
+
+def _number(asked: Mapping[str, str], option: str) -> int:
+    value = asked.get(option, "")
+    return int(value) if value.isdecimal() else 1
+
+
+def _cores(asked: Mapping[str, str]) -> int:
+    return _number(asked, "ntasks-per-node") * _number(asked, "cpus-per-task")
 
 
 def check_folder(folder: Path) -> None:

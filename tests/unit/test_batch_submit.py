@@ -326,6 +326,17 @@ def test_variables_do_not_go_over_what_the_script_says(sbatch):
     assert "SBATCH_QOS=q" in variables and "SBATCH_TIMELIMIT" not in variables
 
 
+def test_variables_of_an_allocation_stay_in_it():
+    own = {"SBATCH_ACCOUNT": "mine", "SLURM_CONF": "c", "SLURM_CLUSTERS": "a", "SLURM_TIME_FORMAT": "%s"}
+    own |= {"PMIX_MCA_gds": "hash", "OMPI_MCA_btl": "^tcp", "SLURM_MPI_TYPE": "pmix"}
+    given = {"SLURM_JOB_ID": "7", "SLURM_MEM_PER_CPU": "10", "SLURMD_NODENAME": "n1", "SRUN_DEBUG": "3"}
+    step = {"SLURM_STEP_ID": "0", "PMI_RANK": "0", "PMIX_RANK": "0", "OMPI_COMM_WORLD_RANK": "0"}
+    assert slurm.undisturbed("", own | given) == own
+    assert slurm.undisturbed("", own | given | step) == {name: own[name] for name in own if name != "SLURM_MPI_TYPE"}
+    outside = own | {"SLURM_CPU_BIND": "cores", "SLURM_HINT": "nomultithread"}
+    assert slurm.undisturbed("", outside) == outside, "what the site's modules say to srun"
+
+
 def test_an_account_may_be_a_variable(site):
     line = ["--site=alps", "--nodes=1"]
     assert submit(*line, folder=site, SBATCH_ACCOUNT="project").stdout == "4711\n"

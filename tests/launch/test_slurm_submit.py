@@ -1,0 +1,50 @@
+"""`hpcdist submit` on a real Slurm: where nodes are drained, from within an allocation, and the end of a cancelled job.
+
+Needs Debian's slurm-wlm and munge, and root.
+"""
+
+import re
+import sys
+
+import pytest
+from slurm_cluster import NODES, Cluster, Jobs
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(cluster, tmp_path_factory.mktemp("submitted"))
+
+
+def test_a_job_waits_for_nodes_that_are_drained(jobs: Jobs) -> None:
+    """What can never run is refused all the same, also while a node is away."""
+    cluster = jobs.cluster
+    whole = ("--ranks-per-node=1", "--job-name=hpcdist-waits")
+    refused = jobs.submit(f"--nodes={NODES}", *whole, "--cpus-per-task=5")
+    assert (refused.returncode, refused.stdout) == (78, ""), refused.stderr
+    assert cluster.run("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=test").returncode == 0
+    cluster.wait(lambda: re.search("drain", cluster.run("sinfo", "-h", "-o", "%T").stdout), "a drained node")
+    try:
+        done = jobs.submit(f"--nodes={NODES}", *whole, "--chain=2", "--out=waits")
+        assert done.returncode == 0 and re.fullmatch(r"(\d+\n){2}", done.stdout), done.stderr
+        assert len(re.findall(r"warning: the job waits for nodes: now n3 is drain(ed|ing)\n", done.stderr)) == 1
+        assert {cluster.job(number)["JobState"] for number in done.stdout.split()} == {"PENDING"}
+        assert cluster.run("scancel", *done.stdout.split()).returncode == 0
+        for options in ([f"--nodes={NODES + 1}"], [f"--nodes={NODES}", "--cpus-per-task=5"], ["--partition=nix"]):
+            refused = jobs.submit("--nodes=1", *whole, *options)
+            assert (refused.returncode, refused.stdout) == (78, ""), (options, refused.stderr)
+            assert "Slurm refuses the job" in refused.stderr
+    finally:
+        cluster.run("scontrol", "update", "NodeName=n3", "State=RESUME")
+    cluster.wait(lambda: "drain" not in cluster.run("sinfo", "-h", "-o", "%T").stdout, "n3")
+    assert "hpcdist-waits" not in cluster.run("squeue", "-h", "-o", "%j").stdout
+
+
+def test_a_job_knows_nothing_of_the_allocation_it_was_submitted_from(jobs: Jobs) -> None:
+    """That one has memory by core, and the job by node: srun takes one of the two."""
+    line = [sys.executable, "-P", "-m", "hpcdist", "submit", "recipe.toml", "--set=run.steps=2", "--out=inner"]
+    line += ["--nodes=2", "--no-check", "--sbatch-arg=--mem=100"]
+    done = jobs.cluster.run("salloc", "--quiet", "--nodes=1", "--mem-per-cpu=10", *line, cwd=jobs.folder)
+    assert done.returncode == 0, done.stderr
+    jobs.until(done.stdout.strip(), JobState="COMPLETED", ExitCode="0:0")
