@@ -56,6 +56,11 @@ class SweepJob(BatchJob):
             raise UsageError(f"--out {self.run_dir}: Slurm puts no number of a task into a path with \\; rename it")
 
     @property
+    def input_text(self) -> str:
+        """What its starts read."""
+        return self.sweep
+
+    @property
     def array(self) -> str:
         """The tasks, as sbatch reads them."""
         return f"0-{len(self.trial_ranks) - 1}" + (f"%{self.at_most}" if self.at_most else "")
@@ -141,6 +146,11 @@ class MergeJob(BatchJob):
             folder=job.folder,
         )
 
+    @property
+    def input_text(self) -> str:
+        """What its starts read."""
+        return self.sweep
+
     def log(self, folder: Path, number: str) -> Path:
         """Return the path of the log, which is beside the results."""
         return self.run_dir / f"merge-{number}.out"
@@ -171,6 +181,11 @@ class BenchmarkJob(BatchJob):
             raise UsageError(f"--bench {self.suite}: a sweep file belongs to the suite sweep, and to no other")
         if self.links > 1 or self.restarts or self.survive != "none":
             raise UsageError("--chain, --restarts and --survive are for trainings; leave them out with --bench")
+
+    @property
+    def input_text(self) -> str:
+        """What its starts read."""
+        return self.sweep
 
     @property
     def on_all_ranks(self) -> bool:

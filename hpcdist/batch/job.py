@@ -1,5 +1,7 @@
 """What a batch job is: its shape, its limits and what it trains, checked before Slurm or a template sees it."""
 
+import hashlib
+import os
 import re
 from dataclasses import dataclass
 from datetime import datetime
@@ -153,6 +155,17 @@ class BatchJob:
                 f"--signal-seconds {self.signal_s} is not less than the walltime {self.walltime} ({limit_s} s): the "
                 "job would be told to stop before it starts; use a longer --time, or fewer --signal-seconds"
             )
+
+    @property
+    def input_text(self) -> str:
+        """What its starts read: the text of the recipe, or of the sweep; "" for a program."""
+        return self.recipe
+
+    @property
+    def input_file(self) -> Path:
+        """Where that lies, in the run directory: a name of its content, so that no later submission changes it."""
+        digest = hashlib.blake2b(os.fsencode(self.input_text), digest_size=4).hexdigest()
+        return self.run_dir / f"job-{digest}.toml"
 
     @property
     def ranks(self) -> int:

@@ -20,7 +20,9 @@ from hpcdist.batch.site import Site
 from hpcdist.errors import ConfigurationError, UsageError
 
 TEMPLATE: Final = "train.sbatch.j2"
-CODES: Final = SimpleNamespace(failure=errors.FAILURE, missing=errors.MISSING_CAPABILITY, requeue=errors.REQUEUE)
+CODES: Final = SimpleNamespace(
+    failure=errors.FAILURE, missing=errors.MISSING_CAPABILITY, requeue=errors.REQUEUE, storage=errors.STORAGE
+)
 
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.,:@%+=/-]+")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)

@@ -51,6 +51,8 @@ def submit(links: Sequence[tuple[BatchJob, str]], site: Site, folder: Path) -> I
     ledger.remember(links[0][0].run_dir)
     for job, text in links:
         path = kept(job, site)
+        if job.input_text:
+            _write(job.input_file, job.input_text)
         _write(path, text)
         number, log = _handed_over(job, text, site, folder, done[-1].number if done else None)
         done.append(Submitted(number, log))
@@ -60,6 +62,14 @@ def submit(links: Sequence[tuple[BatchJob, str]], site: Site, folder: Path) -> I
         except StorageError as error:
             raise StorageError(f"job {number} is submitted, but {error}") from error
         yield done[-1]
+
+
+def printed(job: BatchJob, text: str) -> str:
+    """Return the script ``text`` of ``job`` with its input file as comments at the end: complete, and never parsed."""
+    if not job.input_text:
+        return text
+    lines = "".join(f"#: {line}\n" for line in job.input_text.removesuffix("\n").split("\n"))
+    return f"{text}\n# `hpcdist submit` puts this into the file that the script reads:\n{lines}"
 
 
 @contextmanager
@@ -119,7 +129,7 @@ def _handed_over(job: BatchJob, text: str, site: Site, folder: Path, after: str 
 def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write(path, text)
+        atomic.write(path, os.fsencode(text))
     except OSError as error:
         raise StorageError(
             f"{path} cannot be written: {error.strerror}; free space there, or choose another --out"

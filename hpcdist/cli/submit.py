@@ -99,8 +99,9 @@ def command(
 
     The profile of the site says how: see slurm/README.md. Before the walltime ends the job saves, stops and is
     requeued, until all steps are done; with --chain the next job goes on instead. It runs in this directory, with this
-    environment and this Python. Every start trains the recipe as it is now: the script holds all of its values, and the
-    file may change.
+    environment and this Python. Every start trains the recipe as it is now: a copy with all of its values is written
+    into the run directory, where the script finds it, and the file may change. A script that --dry-run prints has that
+    copy at its end, and writes it itself.
 
     The same recipe is the same run: submitted again, it goes on from its newest checkpoint, and while a job of it waits
     or runs, the number of that job is printed and nothing submitted. Where the recipe says nothing of when to save,
@@ -127,8 +128,8 @@ def command(
     if dry_run:
         for line in planned.hidden:
             click.echo(f"warning: {line}", err=True)
-        for _, text in links:
-            click.echo(text, nl=False)
+        for job, text in links:
+            click.echo(submission.printed(job, text), nl=False)
         return
     plan.check_visible(planned)
     with submission.alone(planned.job.run_dir):

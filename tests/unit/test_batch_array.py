@@ -117,7 +117,7 @@ def stage(tmp_path):
     def start(job, **environment):
         run_dir = tmp_path / "run" if job.run_dir == PLAIN.run_dir else job.run_dir
         job = dataclasses.replace(job, python=str(tmp_path / "python"), run_dir=run_dir)
-        (tmp_path / "job.sh").write_text(script.render(job, MPICH, job.template))
+        (tmp_path / "job.sh").write_text(submission.printed(job, script.render(job, MPICH, job.template)))
         slurm = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
         slurm |= {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
         return subprocess.Popen(
@@ -140,16 +140,17 @@ def test_a_task_runs_its_trial_into_a_file_of_its_own(stage, tmp_path):
     code, errors = ended(stage(ARRAY, CODE="0", HPCDIST_SET__RUN__STEPS="9"))
     assert code == 0, errors
     run_dir = tmp_path / "run"
+    sweep = dataclasses.replace(ARRAY, run_dir=run_dir).input_file
     how = "--launcher srun --ranks-per-node 4 --cpus-per-task 8 --pmi pmi2"
     *said, run_args = words(tmp_path / "arguments")
     assert said == [
-        *("-P", "-m", "hpcdist", "bench", "sweep", str(run_dir / "sweep-7.toml"), "-o", str(run_dir / "trial-1.h5")),
+        *("-P", "-m", "hpcdist", "bench", "sweep", str(sweep), "-o", str(run_dir / "trial-1.h5")),
         *("--trial", "1", "--limit-s", str(86400 - 120), "--run-args"),
     ]
     assert shlex.split(run_args) == shlex.split(how)
-    assert (run_dir / "sweep-7.toml").read_text() == TEXT and (tmp_path / "variables").read_text() == ""
+    assert sweep.read_text() == TEXT and (tmp_path / "variables").read_text() == ""
     assert "hpcdist job 7_1: trial 1, start 1 on n[1-2], 0 repeats recorded" in errors
-    assert [path.name for path in run_dir.iterdir()] == ["sweep-7.toml"], "no half-written file"
+    assert list(run_dir.iterdir()) == [sweep], "no half-written file"
     assert words(tmp_path / "examined")[-6:-2] == ["doctor", "--job", "--out", str(run_dir)]
 
 
@@ -227,7 +228,13 @@ def test_a_benchmark_is_started_as_it_wants_to_be(stage, tmp_path, suite):
     if SUITES[suite]:
         assert said[:3] == ["run", "-n", "8"] and said[-6:-2] == ["bench", suite, "--output", results]
     elif suite == SWEEP:
-        assert said[:5] == ["bench", suite, str(tmp_path / "run" / "sweep-9.toml"), "--output", results]
+        assert said[:5] == [
+            "bench",
+            suite,
+            str(dataclasses.replace(job, run_dir=tmp_path / "run").input_file),
+            "--output",
+            results,
+        ]
         assert words(tmp_path / "reported")[3:] == ["report", results]
     else:
         assert said[:6] == ["bench", suite, "-n", "8", "--output", results]
@@ -269,7 +276,7 @@ def test_shell_metacharacters_arrive_as_they_are(stage, tmp_path):
     array = dataclasses.replace(ARRAY, **evil, sweep=sweep, run_dir=tmp_path / plain)
     code, errors = ended(stage(array, CODE="0"))
     assert code == 0, errors
-    assert (tmp_path / plain / "sweep-7.toml").read_text() == sweep
+    assert array.input_file.read_text() == sweep
     said = words(tmp_path / "arguments")
     run_args = shlex.split(said[said.index("--run-args") + 1])
     assert shlex.split(run_args[run_args.index("--mpi-args") + 1]) == [EVIL]
@@ -342,8 +349,9 @@ def test_a_sweep_is_submitted_as_it_is_now(submit, tmp_path, monkeypatch):
     code, out, said = submit("--array", "sweep.toml", *options)
     assert code == 0 and "4 trials x 2 repeats, each on 1 node" in said, said
     assert "#SBATCH --array=0-3%3\n" in out and "--limit-s 480 " in out and "sweep.toml'" not in out
-    text = re.search(r"printf '%s' '(\[sweep\].*?)' >", out, re.DOTALL)[1]
-    tree = tomllib.loads(text.replace("'\"'\"'", "'"))
+    array, merge = (re.findall("^#: ?(.*)$", text, re.MULTILINE) for text in out.split("\n#!/bin/bash\n"))
+    tree = tomllib.loads("\n".join(array))
+    assert array == merge
     assert tree["recipe"]["run"]["steps"] == 7 and [each["ranks"] for each in tree["trial"]] == [[1, 2], [1, 2]]
     again = submit("--array", "sweep.toml", *options)
     assert again == (code, out, said), "the same sweep has the same directory"
@@ -353,7 +361,7 @@ def test_servers_are_the_ranks_of_their_nodes(submit):
     options = ("--set", "parallel.strategy=parameter_server", "--ranks-per-node", "3")
     code, out, said = submit("--server-nodes", "2", "--server-ranks-per-node", "2", *options)
     assert code == 0 and "7 = data 3 x pipeline 1 x tensor 1 x context 1 + servers 4" in said, said
-    assert "\nservers = 4\n" in out and "\n#SBATCH hetjob\n" in out and " -n 7 " in out
+    assert "\n#: servers = 4\n" in out and "\n#SBATCH hetjob\n" in out and " -n 7 " in out
     code, _, said = submit("--server-nodes", "1", "--set", "parameter_server.servers=2", *options)
     assert code == CONFIGURATION and "parameter_server.servers = 2" in said and "set it to 1" in said
     code, _, said = submit("--server-nodes", "1", "--set", "parameter_server.placement=colocated", *options)

@@ -7,13 +7,12 @@ import dataclasses
 import os
 import shlex
 import subprocess
-from pathlib import Path
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 from job_scripts import PLAIN
 
-from hpcdist.batch import script, sites
+from hpcdist.batch import script, sites, submission
 from hpcdist.errors import ConfigurationError, UsageError
 
 GENERIC = sites.load("slurm-mpich")
@@ -55,16 +54,16 @@ def test_what_bash_reads_is_what_was_given(tmp_path_factory, data):
     job = dataclasses.replace(
         PLAIN,
         python=str(folder / "python"),
-        recipe=draw["recipe"],
-        run_dir=Path("/") / draw["run_dir"],
+        recipe=draw["recipe"] + "\n",
+        run_dir=folder / ("in " + draw["run_dir"].replace("/", " "))[:60],
         mpi_args=draw["mpi_args"],
         python_of_ranks=(draw["word"],),
         python_path=draw["path"],
     )
     text = script.render(job, dataclasses.replace(GENERIC, environment=environment))
+    (folder / "job").write_bytes(os.fsencode(submission.printed(job, text)))
     done = subprocess.run(
-        ["bash", "-s"],
-        input=os.fsencode(text),
+        ["bash", "job"],
         cwd=folder,
         env={"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "KEPT": str(folder / "kept")},
         capture_output=True,
@@ -78,8 +77,10 @@ def test_what_bash_reads_is_what_was_given(tmp_path_factory, data):
     assert trained[trained.index("--mpi-args") + 1] == draw["mpi_args"]
     assert trained[trained.index("--python") + 1] == shlex.quote(draw["word"])
     assert trained[-2:] == [draw["path"], draw["value"]]
-    assert (folder / "hpcdist-7.toml").read_bytes() == os.fsencode(draw["recipe"])
-    assert {path.name for path in folder.iterdir()} == {"python", "kept", "hpcdist-7.toml"}, "nothing was executed"
+    assert job.input_file.read_bytes() == os.fsencode(job.recipe) and list(job.run_dir.iterdir()) == [job.input_file]
+    assert {path.name for path in folder.iterdir()} == {"python", "kept", "job", job.run_dir.name}, (
+        "nothing was executed"
+    )
 
 
 @settings(max_examples=60)

@@ -16,7 +16,7 @@ import jinja2
 import pytest
 from job_scripts import EVIL, PLAIN, RECIPE, check_by_bash, check_golden, played_python
 
-from hpcdist.batch import resources, script, sites
+from hpcdist.batch import resources, script, sites, submission
 from hpcdist.batch.array import ScriptArrayJob
 from hpcdist.errors import ConfigurationError, UsageError
 
@@ -160,7 +160,8 @@ def stage(tmp_path):
     def start(job=PLAIN, site=GENERIC, **environment):
         own = job.run_dir if job is not PLAIN and job.run_dir != PLAIN.run_dir else tmp_path / "run"
         job = dataclasses.replace(job, python=str(tmp_path / "python"), run_dir=own)
-        (tmp_path / "job.sh").write_text(script.render(job, site, job.template or script.TEMPLATE))
+        text = script.render(job, site, job.template or script.TEMPLATE)
+        (tmp_path / "job.sh").write_text(submission.printed(job, text))
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
         return subprocess.Popen(
             ["bash", "job.sh"], cwd=tmp_path, env=os.environ | slurm | environment, stderr=subprocess.PIPE, text=True
@@ -188,12 +189,12 @@ def test_shell_metacharacters_arrive_as_they_are(stage, tmp_path):
     run = [*("-P", "-m", "hpcdist", "run", "-n", "8", "--launcher", "mpirun", "--ranks-per-node", "4")]
     run += ["--python", shlex.join((EVIL, "b")), "--mpi-args", EVIL]
     assert words(tmp_path / "examined") == [*run, "doctor", "--job", "--out", str(tmp_path / EVIL), "--device", "cpu"]
-    train = ["train", str(tmp_path / "hpcdist-7.toml"), "--out", str(tmp_path / EVIL), "--resume", "auto"]
+    train = ["train", str(job.input_file), "--out", str(tmp_path / EVIL), "--resume", "auto"]
     assert words(tmp_path / "arguments") == [*run, *train]
     about = [str(tmp_path / EVIL), "--job", "7", "--restart", "0"]
     assert words(tmp_path / "began")[5:10] == about
     assert words(tmp_path / "ended")[5:] == [*about, "--code", "0"]
-    assert (tmp_path / "hpcdist-7.toml").read_text() == recipe
+    assert job.input_file.read_text() == recipe
     assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()
 
 
@@ -231,13 +232,37 @@ def test_a_program_is_started_with_its_run_directory(stage, tmp_path, tasks):
 def test_no_variable_of_the_job_changes_the_recipe(stage, tmp_path):
     code, errors = ended(stage(CODE="0", HPCDIST_SET__RUN__STEPS="9", HPCDIST_SET__RUN__SEED="a b"))
     assert (code, (tmp_path / "variables").read_text()) == (0, ""), errors
-    assert (tmp_path / "hpcdist-7.toml").read_text() == RECIPE
+    (written,) = (tmp_path / "run").iterdir()
+    assert written == dataclasses.replace(PLAIN, run_dir=tmp_path / "run").input_file and written.read_text() == RECIPE
 
 
-def test_a_recipe_that_cannot_be_written_ends_the_job(stage, tmp_path):
-    (tmp_path / "hpcdist-7.toml").mkdir()
+def test_the_recipe_is_read_from_the_run_directory(stage, tmp_path):
+    """What --dry-run prints writes it there; what is there already stays."""
+    (tmp_path / "run").mkdir()
+    dataclasses.replace(PLAIN, run_dir=tmp_path / "run").input_file.write_text("as it was submitted")
+    assert ended(stage(CODE="0"))[0] == 0
+    (written,) = (tmp_path / "run").iterdir()
+    assert written.read_text() == "as it was submitted"
+
+
+def test_a_recipe_that_is_missing_or_cannot_be_written_ends_the_job(stage, tmp_path):
+    (tmp_path / "run").touch()
     code, errors = ended(stage(CODE="0"))
-    assert code == 1 and "hpcdist-7.toml" in errors and not (tmp_path / "arguments").exists()
+    assert code == 1 and "run" in errors and not (tmp_path / "arguments").exists()
+    (tmp_path / "run").unlink()
+    job = dataclasses.replace(PLAIN, run_dir=tmp_path / "run")
+    (tmp_path / "job.sh").write_text(script.render(job, GENERIC))
+    done = subprocess.run(
+        ["bash", "job.sh"],
+        cwd=tmp_path,
+        env=os.environ | {"SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 74 and f"{job.input_file} is missing" in done.stderr
+    assert not list((tmp_path / "run").iterdir()) and not (tmp_path / "arguments").exists()
 
 
 def test_what_the_doctor_finds_ends_the_job_and_counts_as_a_start(stage, tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from job_scripts import EVIL, PLAIN, RECIPE, check_by_bash, check_golden, played_python
 
-from hpcdist.batch import script, sites
+from hpcdist.batch import script, sites, submission
 from hpcdist.errors import UsageError
 
 PBS, ALONE = sites.load("pbs"), sites.load("workstation")
@@ -138,7 +138,7 @@ def stage(tmp_path):
         own = job.run_dir if job.run_dir != PLAIN.run_dir else tmp_path / "run"
         job = dataclasses.replace(job, python=str(tmp_path / "python"), run_dir=own)
         site = dataclasses.replace(site, environment=dataclasses.replace(site.environment, modules=()))
-        (tmp_path / "job.sh").write_text(render(site, job))
+        (tmp_path / "job.sh").write_text(submission.printed(job, render(site, job)))
         pbs = {"PBS_JOBID": "7.pbs", "PBS_O_WORKDIR": str(tmp_path), "PBS_NODEFILE": str(tmp_path / "nodefile")}
         played = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | (pbs if site is not ALONE else {})
         return subprocess.Popen(
@@ -176,10 +176,10 @@ def test_shell_metacharacters_arrive_as_they_are(stage, tmp_path, site):
         "--mpi-args",
         EVIL,
     ]
-    train = ["train", str(tmp_path / "hpcdist-7.pbs.toml"), "--out", str(tmp_path / EVIL), "--resume", "auto"]
+    train = ["train", str(job.input_file), "--out", str(tmp_path / EVIL), "--resume", "auto"]
     assert found[found.index("train") : -1] == train
     assert re.fullmatch(r"--time-limit=(24:00:00|23:59:5\d)", found[-1])
-    assert (tmp_path / "hpcdist-7.pbs.toml").read_text() == recipe
+    assert job.input_file.read_text() == recipe
     assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()
 
 
@@ -273,7 +273,7 @@ def test_a_machine_without_a_scheduler_starts_again_by_itself(stage, tmp_path):
     begun, found = words(tmp_path / "began"), words(tmp_path / "arguments")
     assert [begun[index + 1] for index, word in enumerate(begun) if word == "--restart"] == ["0", "1"]
     assert begun.count("local-1-2") == 2 and found.count("train") == 2 and found[-1] == "auto"
-    assert (tmp_path / "hpcdist-local-1-2.toml").read_text() == RECIPE
+    assert dataclasses.replace(job, run_dir=tmp_path / "run").input_file.read_text() == RECIPE
 
 
 def test_by_hand_it_has_the_id_that_it_would_have_got(stage, tmp_path):

@@ -60,10 +60,12 @@ def test_the_number_alone_is_on_stdout(sbatch):
     assert re.search(r"log .*/hpcdist-4711.out, run directory .*/runs/hpcdist-[0-9a-f]{8}\n", done.stderr)
     assert (sbatch / "calls").read_text().split() == ["--test-only", "--parsable"]
     dry = submit("recipe.toml", "--nodes", "2", "--ranks-per-node", "2", "--dry-run", folder=sbatch)
-    assert (sbatch / "script").read_text() == dry.stdout
-    assert "\nsteps = 5\n" in dry.stdout and "recipe.toml" not in dry.stdout, (
-        "the file may change before the job starts"
-    )
+    text = (sbatch / "script").read_text()
+    (written,) = (sbatch / "runs").glob("*/job-*.toml")
+    shown = "".join(f"#: {line}\n" for line in written.read_text().splitlines())
+    assert dry.stdout.removeprefix(text).endswith(f":\n{shown}") and dry.stdout.startswith(text)
+    assert f"\ninput={written}\n" in text and "\nsteps = 5\n" in written.read_text()
+    assert "steps = 5" not in text and "recipe.toml" not in text, "the file may change before the job starts"
     assert 'train "$recipe" --out' in dry.stdout
 
 
@@ -77,12 +79,15 @@ def test_the_recipe_of_the_script_is_the_one_that_was_resolved(sbatch, monkeypat
     given = {"HPCDIST_SET__RUN__GLOBAL_BATCH": "12"}
     done = submit("in/recipe.toml", "--nodes=1", "--set=model.layers=3", "--dry-run", folder=sbatch, **given)
     assert done.returncode == 0, done.stderr
-    written = "set -e\njob_id=7\n" + done.stdout[done.stdout.index("recipe=$PWD") : done.stdout.index("unset")]
-    subprocess.run(["bash", "-c", written], cwd=sbatch, check=True, timeout=60)
+    begins, ends = done.stdout.index("input="), done.stdout.index("unset")
+    trailer = done.stdout[done.stdout.index("\n#: ") :]
+    (sbatch / "job").write_text("set -e\njob_id=7\n" + done.stdout[begins:ends] + trailer)
+    subprocess.run(["bash", "job"], cwd=sbatch, check=True, timeout=60)
+    (written,) = (sbatch / "runs").glob("*/job-*.toml")
     for name, value in {**given, "XDG_CONFIG_HOME": str(sbatch / "config")}.items():
         monkeypatch.setenv(name, value)
     expected = recipes.load(sbatch / "in" / "recipe.toml", ["model.layers=3"], os.environ).recipe
-    assert recipes.load_stored(sbatch / "hpcdist-7.toml") == expected
+    assert recipes.load_stored(written) == expected
     assert (expected.run.seed, expected.run.steps, expected.run.global_batch, expected.model.layers) == (3, 5, 12, 3)
     assert expected.data.path == str(sbatch / "in" / "it's.txt")
 
@@ -115,7 +120,7 @@ def test_a_job_saves_now_and_then_unless_told_when(arguments, key, value, told, 
         main.main(["submit", "--nodes=2", "--site=slurm-openmpi", "--dry-run", *arguments])
     said = capsys.readouterr()
     assert not leaving.value.code, said.err
-    written = said.out[said.out.index("[model]") : said.out.index("[survival]")]
+    written = said.out[said.out.index("#: [model]") : said.out.index("#: [survival]")].replace("#: ", "")
     checkpoint = tomllib.loads(written)["checkpoint"]
     if value is None:
         value = float(round(cluster_file.read("h100-hgx").failures.node_mtbf_s / 2))
@@ -132,7 +137,7 @@ def test_options_reach_the_script(sbatch):
     assert done.returncode == 0, done.stderr
     for part in ("--time=00:30:00", "--partition=debug", "--account=me", '--job-name="a b"', "--signal=B:USR1@90"):
         assert f"#SBATCH {part}\n" in done.stdout
-    for part in ("#SBATCH --qos=x\n", f"run_dir={sbatch}/here ", "\nsteps = 7\n", "OMP_NUM_THREADS=3\n"):
+    for part in ("#SBATCH --qos=x\n", f"run_dir={sbatch}/here ", "\n#: steps = 7\n", "OMP_NUM_THREADS=3\n"):
         assert part in done.stdout
     assert "--ranks-per-node 1 --mpi-args -q)\n" in done.stdout
     assert not (sbatch / "calls").exists(), "--dry-run asks Slurm nothing"
@@ -257,9 +262,9 @@ def test_a_site_has_defaults_of_the_recipe_and_of_striping(site):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "\nseed = 44\n" in shown() and 'stripe = "-c 7"\n' in shown(), "the innermost root counts"
+    assert "\n#: seed = 44\n" in shown() and 'stripe = "-c 7"\n' in shown(), "the innermost root counts"
     assert 'stripe = "-c 1"\n' in shown("--out=/elsewhere/run")
-    assert "\nseed = 3\n" in shown("--set=run.seed=3")
+    assert "\n#: seed = 3\n" in shown("--set=run.seed=3")
     assert 'stripe = "none"\n' in shown("--set=checkpoint.stripe=none"), "who says one has it"
 
 
@@ -390,7 +395,7 @@ def test_data_is_read_where_it_was_copied_to(sbatch):
     (sbatch / "text.txt").write_text("words")
     done = submit("--nodes=1", "--set=data.path=text.txt", "--stage-data", "--dry-run", folder=sbatch)
     assert done.returncode == 0, done.stderr
-    (staged,) = re.findall(r'^staged = "(.*)"$', done.stdout, re.MULTILINE)
+    (staged,) = re.findall(r'^#: staged = "(.*)"$', done.stdout, re.MULTILINE)
     assert re.fullmatch(r"/tmp/hpcdist-\d+-[0-9a-f]{8}/data/text.txt", staged)
     assert f"data={sbatch}/text.txt\n" in done.stdout and f'path = "{sbatch}/text.txt"\n' in done.stdout
 

@@ -1,7 +1,7 @@
 #!/bin/bash
-# A training of hpcdist, written by `hpcdist submit` for the site workstation. It holds the whole recipe as it was
-# then, so every start trains the same. It may be started again by hand, with bash and from the same directory: a run
-# that holds a checkpoint is gone on with.
+# A training of hpcdist, written by `hpcdist submit` for the site workstation. Every start trains the recipe as it was
+# then: see `input` below. It may be started again by hand, with bash and from the same directory: a run that holds a
+# checkpoint is gone on with.
 #
 
 set -euo pipefail
@@ -15,14 +15,20 @@ export OMP_NUM_THREADS=8
 export OPENBLAS_NUM_THREADS=$OMP_NUM_THREADS
 export MKL_NUM_THREADS=$OMP_NUM_THREADS
 
-# The recipe goes beside the log, where the ranks of all nodes can read it. No variable may change a key of it.
-recipe=$PWD/hpcdist-$job_id.toml
-printf '%s' '[data]
-path = "/scratch/text"
-
-[run]
-steps = 5
-' >"$recipe"
+# As it was submitted, whatever becomes of the file that it was made of. A script of --dry-run has it at its end as well.
+input=/scratch/me/runs/hpcdist-1a2b3c4d/job-d29b355f.toml
+if [[ ! -e $input ]]; then
+  mkdir -p /scratch/me/runs/hpcdist-1a2b3c4d
+  sed -n 's/^#: \{0,1\}//p' "$0" >"$input.$job_id"
+  if [[ ! -s $input.$job_id ]]; then
+    rm "$input.$job_id"
+    say "$input is missing, and this script does not have it; submit again"
+    exit 74
+  fi
+  mv "$input.$job_id" "$input"
+fi
+recipe=$input
+# No variable may change a key of it.
 unset "${!HPCDIST_SET__@}"
 hpcdist=(/opt/env/bin/python -P -m hpcdist)
 run_dir=/scratch/me/runs/hpcdist-1a2b3c4d # the same for every start of this run, in whichever job
