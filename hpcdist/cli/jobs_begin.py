@@ -195,7 +195,8 @@ def end(run_dir: Path, job: str, restart: int, code: int) -> None:
     """Enter the end of a job's start in the ledger of RUN_DIR, and print what comes next: `again` or `stop`.
 
     It is `again` when the training was stopped to go on (exit code 75) and this start has made a new checkpoint. A
-    start that was stopped before it could save is made once more.
+    start that was stopped before it could save is made once more. It is `cancelled` when `jobs cancel` has stopped it:
+    nothing is lost, and the job ends with exit code 0.
     """
     saved = newest(run_dir)
     entries: list[ledger.Entry] = []
@@ -203,8 +204,8 @@ def end(run_dir: Path, job: str, restart: int, code: int) -> None:
         entries = ledger.read(run_dir)
     except StorageError as error:
         _say(f"warning: {error}")
-    vain = _starts_in_vain(entries, job, saved)
-    reason = _why_not_again(ledger.jobs(entries).get(job), vain, saved, code)
+    vain, own = _starts_in_vain(entries, job, saved), ledger.jobs(entries).get(job)
+    reason = _why_not_again(own, vain, saved, code)
     word = ledger.STOP if reason else ledger.AGAIN
     try:
         _end(run_dir, job, restart, code, saved, word)
@@ -212,7 +213,8 @@ def end(run_dir: Path, job: str, restart: int, code: int) -> None:
         _say(f"warning: {error}")
     outcome = f"saved {saved.name}" if saved.name and not vain else "this start made no new checkpoint"
     _say(reason or f"{outcome}; the training goes on from {'there' if not vain else saved.name or 'the beginning'}")
-    click.echo(word)
+    is_cancelled = code == REQUEUE and own is not None and own.is_to_save
+    click.echo(ledger.CANCELLED if is_cancelled else word)
 
 
 def _starts_in_vain(entries: list[ledger.Entry], job: str, saved: Saved) -> int:

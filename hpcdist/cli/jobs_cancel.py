@@ -37,8 +37,8 @@ def cancel(words: tuple[str, ...], saves: bool) -> None:
     """Cancel jobs: those of a number, or all that train the run in a directory.
 
     One that waits leaves the queue. One that runs is asked, by a file in its run directory, to save after its step and
-    to end; its scheduler will not start it again. The later links of its chain leave the queue before. With --now it is
-    ended at once, and its work since the newest checkpoint is lost.
+    to end, with exit code 0; its scheduler will not start it again. The later links of its chain leave the queue
+    before. With --now it is ended at once, and its work since the newest checkpoint is lost.
     """
     found = jobs_find.named(words)
     live = [job for job in found if job.id in words or job.entered is None or not job.entered.is_ended]

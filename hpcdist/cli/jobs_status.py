@@ -18,6 +18,7 @@ from hpcdist.cli.jobs_find import JOBS, JSON, Found, clock, place, shown
 from hpcdist.errors import OK, REQUEUE
 
 OURS: Final = "hpcdist"  # how the names of jobs begin that no ledger names, and are shown nevertheless
+_AS_ASKED: Final = "saved and ended, as it was asked to"
 _UNSEEN: Final = (State.GONE, State.UNKNOWN)  # whose reason is a sentence: it is told below the table
 _HEAD: Final = ("JOB", "NAME", "STATE", "NODES", "ELAPSED", "LEFT", "RESTARTS", "SAVED", "RUN")
 
@@ -96,21 +97,27 @@ def rows(jobs: Sequence[Found], ended: bool) -> list[Row]:
 
 def by_ledger(job: Found, state: JobState) -> JobState:
     """Return the ``state`` of a job, by what it has said itself where no scheduler says anything."""
-    if job.entered is not None and job.entered.is_cancelled and state.exit_code == REQUEUE:
-        return replace(state, reason="saved and ended, as it was asked to")
-    if job.entered is not None and job.entered.is_to_save and state.state == State.RUNNING:
-        return replace(state, reason="was asked to save and end")
-    if state.state not in _UNSEEN or job.entered is None:
+    if job.entered is None:
         return state
-    end, began = job.entered.last(ledger.ENDED), job.entered.last(ledger.BEGAN)
+    end = job.entered.last(ledger.ENDED)
+    code = state.exit_code if end is None else end.number("code")
+    has_saved = job.entered.is_to_save and code == REQUEUE
+    if has_saved and state.is_over and state.state not in _UNSEEN:
+        return replace(state, reason=_AS_ASKED)
+    if job.entered.is_to_save and state.state == State.RUNNING:
+        return replace(state, reason="was asked to save and end")
+    if state.state not in _UNSEEN:
+        return state
+    began = job.entered.last(ledger.BEGAN)
     restarts = None if began is None else began.number("restart")
     if end is None or not job.entered.is_ended:
         killed = "; it has said no end: it was killed, or has not begun"
         return replace(state, restarts=restarts, reason=state.reason + killed)
-    code = end.number("code")
+    code = OK if has_saved else code
     word = State.COMPLETED if code == OK else State.FAILED
     ended = end.time.isoformat(timespec="seconds")
-    return replace(state, state=word, exit_code=code, restarts=restarts, ended_utc=ended, reason="by its ledger")
+    reason = _AS_ASKED if has_saved else "by its ledger"
+    return replace(state, state=word, exit_code=code, restarts=restarts, ended_utc=ended, reason=reason)
 
 
 def _cells(row: Row, now_ns: int) -> list[str]:

@@ -21,7 +21,8 @@ from hpcdist.training.survival import STOP_FILE
 
 RECIPE_FILE = "recipe.toml"
 
-_JOB_SCRIPT: Final = re.compile(r"job(?:-\d+)?\.(?:sbatch|pbs|sh)", re.ASCII)  # of `batch.submission`
+# Scripts of jobs and their recipes, also one that is half written (of `batch.submission`).
+_JOB_FILE: Final = re.compile(r"job(?:-\d+)?\.(?:sbatch|pbs|sh)|job-[0-9a-f]{8}\.toml(?:\..+)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def _begun(path: Path) -> bool:
 
 def _barely_begun(path: Path) -> bool:
     """Whether there is nothing but what a start leaves that was killed before it had kept its recipe, or a job."""
-    left = [one.name for one in path.iterdir() if not _JOB_SCRIPT.fullmatch(one.name)]
+    left = [one.name for one in path.iterdir() if not _JOB_FILE.fullmatch(one.name)]
     return all(
         name.removeprefix(".").startswith((LOCK_FILE, RECIPE_FILE)) or name in (JOBS_FILE, STOP_FILE) for name in left
     )

@@ -1,4 +1,4 @@
-"""`hpcdist submit` on a real Slurm: where nodes are drained, from within an allocation, and the end of a cancelled job.
+"""`hpcdist submit` and `jobs cancel` on a real Slurm: drained nodes, submission from an allocation, a clean end.
 
 Needs Debian's slurm-wlm and munge, and root.
 """
@@ -48,3 +48,17 @@ def test_a_job_knows_nothing_of_the_allocation_it_was_submitted_from(jobs: Jobs)
     done = jobs.cluster.run("salloc", "--quiet", "--nodes=1", "--mem-per-cpu=10", *line, cwd=jobs.folder)
     assert done.returncode == 0, done.stderr
     jobs.until(done.stdout.strip(), JobState="COMPLETED", ExitCode="0:0")
+
+
+def test_a_job_that_is_asked_to_save_and_end_has_not_failed(jobs: Jobs) -> None:
+    number = jobs.begin("--no-check", "--out=cancelled", nodes=1, ranks=1, steps=10**6)
+    saved = jobs.checkpoint(jobs.folder / "cancelled")
+    hpcdist = [sys.executable, "-P", "-m", "hpcdist", "jobs"]
+    done = jobs.cluster.run(*hpcdist, "cancel", number, cwd=jobs.folder)
+    assert done.returncode == 0, done.stderr
+    jobs.until(number, JobState="COMPLETED", ExitCode="0:0")
+    latest = (jobs.folder / "cancelled" / "checkpoints" / "latest").read_text()
+    assert latest != saved and f"saved {latest.strip()}; not started again: somebody has cancelled" in jobs.log(number)
+    shown = jobs.cluster.run(*hpcdist, "status", number, "--json", cwd=jobs.folder).stdout
+    assert '"reason": "saved and ended, as it was asked to"' in shown
+    assert list((jobs.folder / "cancelled").glob("job-*.toml")) and not list(jobs.folder.glob("hpcdist-*.toml"))

@@ -221,7 +221,7 @@ def test_a_cancelled_job_does_not_come_again(run, jobs):
     save(run, 4)
     ledger.record(run, "cancelled", job="1", how="save")
     _, out, err = jobs("end", run, "--job=1", f"--code={REQUEUE}")
-    assert out == "stop\n" and "cancelled" in err
+    assert out == "cancelled\n" and "somebody has cancelled" in err
     jobs("begin", run, "--job=2")
     save(run, 5)
     assert told(jobs, "end", run, "--job=2", "--code=75") == "again"

@@ -160,6 +160,17 @@ def test_a_job_that_was_asked_to_save_and_end_has_not_failed_by_itself(run, jobs
     assert rows(jobs, "status", "30")["30"]["reason"] == "NonZeroExitCode"
     ledger.record(run, "cancelled", job="30", how="save")
     assert rows(jobs, "status", "30")["30"]["reason"] == "saved and ended, as it was asked to"
+    write(run, ("ended", "30", NOW, {"code": 75, "word": "stop"}))
+    (slurm / "queue").write_text("30|COMPLETED|0|0:09|UNLIMITED|1|0|1795321499|1795321499|None|\n")
+    assert rows(jobs, "status", "30")["30"]["reason"] == "saved and ended, as it was asked to"
+    for name in ("queue", "names", "accounts"):
+        (slurm / name).write_text("")
+    found = rows(jobs, "status", "30")["30"]
+    assert (found["state"], found["exit_code"], found["reason"]) == (
+        "COMPLETED",
+        0,
+        "saved and ended, as it was asked to",
+    )
 
 
 def test_runs_below_this_directory_are_named_from_here(run, jobs, monkeypatch):

@@ -45,6 +45,8 @@ def test_what_a_submission_leaves_is_no_other_run(tmp_path: Path, kind: str) -> 
     job = BatchJob(nodes=1, python="python", recipe="", run_dir=tmp_path)
     for each in (job, replace(job, links=12, link=12)):
         submission.kept(each, Site(scheduler=Scheduler(kind=kind))).touch()
+    job.input_file.touch()
+    job.input_file.with_name(f"{job.input_file.name}.7_1").touch()
     assert prepare(tmp_path).resume_from is None
 
 

@@ -140,4 +140,7 @@ fi
 if [[ $verdict == again ]]; then
   say "its time is over; submit again to go on"
 fi
+if [[ $verdict == cancelled ]]; then
+  code=0 # saved, as `hpcdist jobs cancel` has asked
+fi
 exit "$code"

@@ -102,4 +102,7 @@ if [[ $verdict == again ]]; then
   export HPCDIST_JOB_ID=$job_id HPCDIST_JOB_RESTART=$((restart + 1))
   exec bash "$0"
 fi
+if [[ $verdict == cancelled ]]; then
+  code=0 # saved, as `hpcdist jobs cancel` has asked
+fi
 exit "$code"
