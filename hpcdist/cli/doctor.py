@@ -31,23 +31,30 @@ LAUNCH_LIMIT_S: Final = 120.0
 @click.option("--job", is_flag=True, help="Examine a batch job as one of its ranks, before the training starts.")
 @click.option("--out", type=click.Path(path_type=Path), help="With --job: the run directory.  [default: this one]")
 @click.option("--device", type=click.Choice(["cpu", "gpu"]), help="With --job: run.device of the recipe.")
-def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: str | None) -> int:
+@click.option(
+    "--recipe",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With --job: the recipe, whose optional packages are looked for.",
+)
+def command(as_json: bool, launch: bool, job: bool, out: Path | None, device: str | None, recipe: Path | None) -> int:
     """Check MPI, launcher, GPU, HDF5 and this machine: OK, WARN or FAIL, each with the cure.
 
     MPI is started only where a launcher started this process (`mpirun -n 4 hpcdist doctor`), or with --launch. The exit
     code is 1 when anything failed.
 
     With --job, the ranks of a batch job look at each other before a training: `hpcdist run -n N doctor --job --out
-    RUN_DIR`. Messages, bound GPUs and cores, clocks, the run directory, and in what the nodes differ are checked.
+    RUN_DIR`. Messages, bound GPUs and cores, clocks, the run directory, and in what the nodes differ are checked; with
+    --recipe also whether the packages are there that its keys ask for.
     """
     if job:
         from hpcdist.cli import doctor_job
 
         if launch:
             raise UsageError("--job and --launch: the ranks of the job are there already; leave one out")
-        return doctor_job.examine(out, device or "", as_json)
-    if out is not None or device is not None:
-        raise UsageError(f"--{'out' if out is not None else 'device'} is for a batch job; add --job, or leave it out")
+        return doctor_job.examine(out, device or "", as_json, recipe)
+    for name, value in (("out", out), ("device", device), ("recipe", recipe)):
+        if value is not None:
+            raise UsageError(f"--{name} is for a batch job; add --job, or leave it out")
     said = launcher.announced()
     if said is not None:
         return _examine_world(said, as_json)

@@ -34,7 +34,7 @@ UNLIMITED_S: Final = 366 * 86400.0  # Slurm gives jobs without a limit an end fa
 PREFIX: Final = f"{LOCK_FILE}.doctor"
 
 
-def examine(out: Path | None, device: str, as_json: bool) -> int:
+def examine(out: Path | None, device: str, as_json: bool, recipe: Path | None = None) -> int:
     """Examine the job as one of its ranks; rank 0 reports, and all leave with its exit code. Collective."""
     said = launcher.announced()
     found = diagnosis_facts.gpu(said, device)
@@ -59,6 +59,8 @@ def examine(out: Path | None, device: str, as_json: bool) -> int:
     if gathered is not None:
         asked = diagnosis_facts.asked(said)
         checks = [_world(session, said), _walltime(asked.scheduler), *_checks(gathered, asked, device, directory)]
+        if recipe is not None:
+            checks.append(_packages(recipe))
         nodes = gathered.table.labels
         doctor_report.show(checks, as_json, plain=True, ranks=comm.size, nodes=nodes)
         code = doctor_report.code(checks)
@@ -83,6 +85,22 @@ def _checks(gathered: diagnosis_job.Gathered, asked: "Asked", device: str, direc
         diagnosis_nodes.check_processors(table),
         diagnosis_nodes.check_settings(table),
     ]
+
+
+def _packages(path: Path) -> Check:
+    """Check that this Python, which is that of all ranks, has what the recipe in ``path`` needs."""
+    from hpcdist.training import packages
+    from hpcdist.training import recipe as recipes
+
+    try:
+        recipe = recipes.load_stored(path)
+    except HpcdistError as error:
+        return Check("packages", FAIL, str(error), "submit the job again")
+    absent = packages.missing(recipe)
+    if absent:
+        return Check("packages", FAIL, "; ".join(absent), "install them where the ranks run")
+    wanted = sorted({need.module for need in packages.needs(recipe)})
+    return Check("packages", OK, ", ".join(wanted) or "the recipe needs no optional ones")
 
 
 def _volumes(directory: Path) -> "tuple[Volume, ...]":

@@ -126,11 +126,12 @@ def command(
         click.echo(line, err=True)
     links = submission.chain(planned.job, planned.site)
     if dry_run:
-        for line in planned.hidden:
+        for line in (*planned.hidden, *planned.missing):
             click.echo(f"warning: {line}", err=True)
         for job, text in links:
             click.echo(submission.printed(job, text), nl=False)
         return
+    plan.check_packages(planned)
     plan.check_visible(planned)
     with submission.alone(planned.job.run_dir):
         present = submission.at_work(planned.job.run_dir)

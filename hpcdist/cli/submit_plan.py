@@ -19,9 +19,9 @@ from hpcdist.batch.site import Site
 from hpcdist.cli.degrees import equation
 from hpcdist.cli.jobs_begin import RECIPE_FILE
 from hpcdist.cli.run import mpi_options, outside_python
-from hpcdist.errors import ConfigurationError, HpcdistError, UsageError
+from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError, UsageError
 from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
-from hpcdist.training import identity
+from hpcdist.training import identity, packages
 from hpcdist.training import recipe as recipes
 
 if TYPE_CHECKING:
@@ -39,13 +39,17 @@ _DAY_S: Final = 86400.0
 
 @dataclass(frozen=True)
 class Planned:
-    """A job, where it goes, what to tell of it, what of its files the nodes would not see, and what it trains."""
+    """A job, where it goes, what to tell of it, what of its files the nodes would not see, and what it trains.
+
+    ``missing`` are the modules that the recipe needs, and that the Python of the job does not have.
+    """
 
     job: BatchJob
     site: Site
     told: tuple[str, ...]
     hidden: tuple[str, ...]
     recipe: "Recipe | None" = None
+    missing: tuple[str, ...] = ()
 
 
 def training(
@@ -89,9 +93,9 @@ def training(
     fitting.check(job, site)
     size = f"{counted(job.nodes, 'node')} x {counted(job.ranks_per_node, 'rank')}"
     shape = f"{size}: {equation(recipe, job.ranks)}"
-    return Planned(
-        job, site, (f"site {site.name}; {shape}", *told, *saves), tuple(hidden(job, site, [recipe.data.path])), recipe
-    )
+    unseen = tuple(hidden(job, site, [recipe.data.path]))
+    said = (f"site {site.name}; {shape}", *told, *saves)
+    return Planned(job, site, said, unseen, recipe, _missing(job, recipe))
 
 
 def script(
@@ -138,6 +142,22 @@ def check_visible(planned: Planned) -> None:
         f"{'; '.join(planned.hidden)}. Submit from a file system that all nodes see, or say in a profile of the site "
         "which those are (storage.roots and storage.private)"
     )
+
+
+def _missing(job: BatchJob, recipe: "Recipe") -> tuple[str, ...]:
+    """Return what this Python lacks for ``recipe``; nothing where the ranks have another one, which the doctor asks."""
+    return () if job.python_of_ranks or job.environment is not None else tuple(packages.missing(recipe))
+
+
+def check_packages(planned: Planned) -> None:
+    """Raise MissingCapabilityError where modules are missing, unless those of the site may bring them (a warning)."""
+    if not planned.missing:
+        return
+    environment = planned.site.environment
+    if not (environment.init or environment.modules or "PYTHONPATH" in environment.variables):
+        raise MissingCapabilityError("; ".join(planned.missing))
+    for line in planned.missing:
+        print(f"hpcdist submit: warning: unless a module of the site brings it, {line}", file=sys.stderr)
 
 
 def _sees_all() -> bool:

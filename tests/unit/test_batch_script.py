@@ -188,7 +188,8 @@ def test_shell_metacharacters_arrive_as_they_are(stage, tmp_path):
     assert code == 0, errors
     run = [*("-P", "-m", "hpcdist", "run", "-n", "8", "--launcher", "mpirun", "--ranks-per-node", "4")]
     run += ["--python", shlex.join((EVIL, "b")), "--mpi-args", EVIL]
-    assert words(tmp_path / "examined") == [*run, "doctor", "--job", "--out", str(tmp_path / EVIL), "--device", "cpu"]
+    doctor = ["doctor", "--job", "--out", str(tmp_path / EVIL), "--device", "cpu", "--recipe", str(job.input_file)]
+    assert words(tmp_path / "examined") == [*run, *doctor]
     train = ["train", str(job.input_file), "--out", str(tmp_path / EVIL), "--resume", "auto"]
     assert words(tmp_path / "arguments") == [*run, *train]
     about = [str(tmp_path / EVIL), "--job", "7", "--restart", "0"]

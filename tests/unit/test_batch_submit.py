@@ -447,6 +447,27 @@ def test_a_greeting_of_the_site_is_no_number(sbatch, monkeypatch):
         slurm.submit("#!/bin/bash\n")
 
 
+def test_packages_that_the_recipe_needs_are_looked_for_before_the_queue(site):
+    (site / "model.py").write_text("import json\nimport not_there.at_all\ndef model(context): ...\n")
+    recipe = "[model]\nkind = 'import'\nfactory = 'model.py:model'\n[telemetry]\ntensorboard = true\n"
+    (site / "recipe.toml").write_text(recipe)
+    (site / "config" / "hpcdist" / "sites" / "with modules.toml").write_text(
+        "based_on = 'slurm-openmpi'\n[environment]\nmodules = ['pytorch']\n"
+    )
+    line = ["recipe.toml", "--nodes=1"]
+    done = submit(*line, folder=site)
+    assert (done.returncode, done.stdout) == (69, ""), done.stderr
+    assert "model.py:model' needs the module not_there, which" in done.stderr and "tensorboardX" not in done.stderr
+    assert not (site / "calls").exists()
+    dry = submit(*line, "--dry-run", folder=site)
+    assert dry.returncode == 0 and "warning: model.factory = " in dry.stderr
+    assert ' doctor --job --out "$run_dir" --device cpu --recipe "$recipe" &&' in dry.stdout
+    known = submit(*line, "--site=with modules", folder=site)
+    assert known.returncode == 0 and "unless a module of the site brings it, model.factory" in known.stderr
+    image = submit(*line, "--container=image.sif", "--out=inside", folder=site)
+    assert image.returncode == 0 and "not_there" not in image.stderr, "the doctor looks there"
+
+
 def test_submit_loads_nothing_heavy(tmp_path):
     watched = ("mpi4py", "h5py", "numba", "cupy", "torch", "matplotlib")
     code = (

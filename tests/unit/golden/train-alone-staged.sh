@@ -111,7 +111,7 @@ how=(--launcher mpirun --ranks-per-node 4 --python /tmp/hpcdist-1000-1a2b3c4d/en
 run=("${hpcdist[@]}" run -n 8 "${how[@]}")
 
 # Seconds, before hours are spent on nodes that are not right.
-if ! attend "${run[@]}" doctor --job --out "$run_dir" --device cpu &&
+if ! attend "${run[@]}" doctor --job --out "$run_dir" --device cpu --recipe "$recipe" &&
   [[ -z $pending ]]; then # told to stop, `attend` starts nothing more
   say "not started: see what the doctor says above; submit with --no-check to start all the same"
   "${hpcdist[@]}" jobs end "$run_dir" --job "$job_id" --restart "$restart" --code 1 >/dev/null || true

@@ -1,0 +1,67 @@
+"""Optional packages that a recipe needs, looked for without importing them."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdist.cli import doctor_job
+from hpcdist.comm.diagnosis import FAIL, OK
+from hpcdist.training import packages
+from hpcdist.training import recipe as recipes
+
+KEYS = {
+    "run.device='gpu'": "cupy",
+    "telemetry.prometheus='textfile'": "prometheus_client",
+    "telemetry.tensorboard=true": "tensorboardX",
+    "telemetry.nvtx=true": "nvtx",
+}
+
+
+@pytest.fixture
+def none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in KEYS.values() else known(name))
+    for name in KEYS.values():
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_names_its_package(key: str, none_is_installed: None) -> None:
+    (line,) = packages.missing(recipes.load(None, [key]).recipe)
+    name, value = key.split("=", 1)
+    assert line.startswith(f"{name} = {value} needs the module {KEYS[key]}, which {sys.executable} does not have")
+    assert "pip install 'hpcdist[" in line
+
+
+def test_the_default_recipe_needs_none(none_is_installed: None) -> None:
+    assert packages.missing(recipes.load(None, []).recipe) == []
+
+
+def test_the_file_of_a_model_is_read_and_not_run(tmp_path: Path) -> None:
+    """What it imports in any case is needed, but for modules beside it."""
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "model.py").write_text(
+        "import os.path, beside, not_there_1\nfrom not_there_2.part import thing\nfrom . import not_there_3\n"
+        "try:\n    import not_there_4\nexcept ImportError:\n    pass\n"
+        "def model(context):\n    import not_there_5\nraise SystemExit('executed')\n"
+    )
+    factory = f"{tmp_path / 'model.py'}:model"
+    options = ["model.kind='import'", f"model.factory={factory!r}"]
+    found = packages.missing(recipes.load(None, options).recipe)
+    assert [line.split("needs the module ")[1].split(",")[0] for line in found] == ["not_there_1", "not_there_2"]
+    (tmp_path / "model.py").write_text("import (")
+    assert packages.missing(recipes.load(None, options).recipe) == [], "the training says what is wrong with it"
+    (line,) = packages.missing(recipes.load(None, [options[0], "model.factory='not_there.models:gpt'"]).recipe)
+    assert "needs the module not_there," in line
+
+
+def test_the_doctor_says_what_the_ranks_lack(tmp_path: Path, none_is_installed: None) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(recipes.dump(recipes.load(None, ["telemetry.nvtx=true"]).recipe))
+    found = doctor_job._packages(path)
+    assert found.status == FAIL and "telemetry.nvtx = true needs the module nvtx" in found.found
+    path.write_text(recipes.dump(recipes.load(None, []).recipe))
+    assert doctor_job._packages(path).status == OK
+    assert doctor_job._packages(tmp_path / "lost.toml").status == FAIL
