@@ -31,8 +31,8 @@ _OWNED: Final = {
     "--signal": "use --signal-seconds",
     "--output": "the log of all starts is hpcdist-<job>.out",
     "--open-mode": "the log of all starts is hpcdist-<job>.out",
-    "--requeue": "the job is requeued until all steps are done",
-    "--no-requeue": "the job is requeued until all steps are done; see the comments in the script for how to end it",
+    "--requeue": "it does until all steps are done, but with --chain",
+    "--no-requeue": "--chain does without, and so does a profile of the site with scheduler.requeue = false",
     "--chdir": "submit from that directory",
     "--test-only": "use --dry-run; submit asks Slurm in any case",
     "--wait": "`hpcdist jobs status` tells when the job has ended",
@@ -143,6 +143,8 @@ class BatchJob:
         with_gpu = _OWNED_WITH_GPU if self.gpus_per_node else {}
         with_begin = {} if self.begin is None else _OWNED_WITH_BEGIN
         for owned, cure in (_OWNED | with_gpu | with_begin).items():
+            if owned in ("--requeue", "--no-requeue") and owned.startswith(found["option"]):
+                raise UsageError(f"--sbatch-arg {argument!r}: the script says whether the job is requeued; {cure}")
             if owned.startswith(found["option"]):  # sbatch takes abbreviations
                 raise UsageError(f"--sbatch-arg {argument!r} contradicts {owned} of the script; {cure}")
 

@@ -143,11 +143,13 @@ def _own_wheel(folder: Path, given: Path | None) -> Path:
             return Path(shutil.copy(given, folder))
         except FileNotFoundError as error:
             raise UsageError(f"--wheel {given}: there is no such file") from error
-    clone = Path(hpcdist.__file__).resolve().parents[1]
-    if not (clone / "setup.cfg").is_file():
+    installed = Path(hpcdist.__file__).resolve().parents[1]
+    clone = next((place for place in (installed, Path.cwd()) if _is_clone(place)), None)
+    if clone is None:
         raise UsageError(
-            f"hpcdist is installed in {clone}, without the clone that its own wheel is built from: give the wheel it "
-            "was installed from with --wheel FILE, or call this from a clone"
+            f"hpcdist is installed in {installed}, and neither that nor this directory, {Path.cwd()}, is a clone that "
+            "its own wheel can be built from: give the wheel it was installed from with --wheel FILE, or call this in "
+            "a clone"
         )
     with tempfile.TemporaryDirectory() as scratch:  # setuptools writes beside what it builds
         for name in BUILT_FROM:
@@ -159,6 +161,11 @@ def _own_wheel(folder: Path, given: Path | None) -> Path:
         _pip("wheel", "--no-deps", "--wheel-dir", str(folder), scratch)
     (built,) = folder.glob("hpcdist-*.whl")
     return built
+
+
+def _is_clone(place: Path) -> bool:
+    """Whether ``place`` has all that the wheel is built from."""
+    return all((place / name).exists() for name in (*BUILT_FROM, "hpcdist/__init__.py"))
 
 
 def _pip(*words: str) -> None:

@@ -25,7 +25,7 @@ import click
     "--wheel",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Wheel of hpcdist itself.  [default: built from the clone]",
+    help="Wheel of hpcdist itself.  [default: built from the clone, of this hpcdist or this directory]",
 )
 @click.option("--with-mpi4py-source", "mpi4py_source", is_flag=True, help="Also what builds mpi4py on the site's MPI.")
 def command(**order: Any) -> None:

@@ -23,12 +23,14 @@ class Announced:
     local_rank: int | None
 
 
+_HYDRA: Final = "MPICH mpirun"
+_OF_HYDRA: Final = "MPI_LOCALRANKID"  # which others with PMI's variables do not set
 # (launcher, size, rank, local rank). Open MPI and PMI first: under mpirun in sbatch, SLURM_* describe the batch step.
 # PALS, too, has PMI's size.
 _VARIABLES = (
     ("Open MPI mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PALS mpiexec", "PMI_SIZE", "PALS_RANKID", "PALS_LOCAL_RANKID"),
-    ("MPICH mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
+    (_HYDRA, "PMI_SIZE", "PMI_RANK", _OF_HYDRA),
     ("MVAPICH2", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
     ("Flux", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
     ("Slurm srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
@@ -50,8 +52,11 @@ def announced(environment: Mapping[str, str] = os.environ) -> Announced | None:
     if not found:
         return None
     # srun and flux, asked for PMI, announce the world in its variables and the local rank in theirs.
-    same = [other.local_rank for other in found if (other.size, other.rank) == (found[0].size, found[0].rank)]
-    return replace(found[0], local_rank=next((local for local in same if local is not None), None))
+    same = [other for other in found if (other.size, other.rank) == (found[0].size, found[0].rank)]
+    own = found[0].launcher != _HYDRA or _OF_HYDRA in environment
+    launcher = found[0].launcher if own else same[-1].launcher
+    local_ranks = (other.local_rank for other in same if other.local_rank is not None)
+    return replace(found[0], launcher=launcher, local_rank=next(local_ranks, None))
 
 
 def provide_home(environment: MutableMapping[str, str] = os.environ) -> None:

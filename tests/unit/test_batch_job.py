@@ -73,8 +73,8 @@ def test_ranks():
         ("--time=5", "use --time"),
         ("--signal=B:TERM@9", "use --signal-seconds"),
         ("--sig=TERM", "contradicts --signal"),  # an abbreviation, as sbatch takes it
-        ("--requeue", "contradicts --requeue"),
-        ("--no-requeue", "contradicts --no-requeue"),
+        ("--requeue", "the script says whether the job is requeued; it does until all steps are done"),
+        ("--no-requeue", "the script says whether the job is requeued; --chain does without"),
         ("--chdir=/tmp", "submit from that directory"),
     ],
 )

@@ -189,8 +189,24 @@ def test_a_folder_with_files_and_another_project_are_refused(own, tmp_path):
 
 def test_without_a_clone_the_own_wheel_must_be_given(own, tmp_path, monkeypatch):
     monkeypatch.setattr("hpcdist.__file__", str(tmp_path / "lib" / "hpcdist" / "__init__.py"))
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="--wheel FILE"):
         wheelhouse.collect(wheelhouse.Order(output=tmp_path / "house"))
+
+
+def test_in_a_clone_the_own_wheel_is_built_from_it(tmp_path, monkeypatch):
+    """Also where another hpcdist runs, as of the environment that is active."""
+    clone = Path(wheelhouse.__file__).resolve().parents[2]
+    monkeypatch.setattr("hpcdist.__file__", str(tmp_path / "lib" / "hpcdist" / "__init__.py"))
+    monkeypatch.chdir(clone)
+
+    def pip(*words):
+        *_, folder, source = words
+        assert (Path(source) / "setup.cfg").read_bytes() == (clone / "setup.cfg").read_bytes()
+        (Path(folder) / "hpcdist-0.1.0-py3-none-any.whl").touch()
+
+    monkeypatch.setattr(wheelhouse, "_pip", pip)
+    assert wheelhouse._own_wheel(tmp_path, None) == tmp_path / "hpcdist-0.1.0-py3-none-any.whl"
 
 
 @given(minor=st.integers(17, 60), machine=st.sampled_from(["x86_64", "aarch64", "ppc64le"]))
