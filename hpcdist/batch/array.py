@@ -137,6 +137,8 @@ class MergeJob(BatchJob):
             walltime=_MERGE_TIME,
             partition=job.partition,
             account=job.account,
+            qos=job.qos,
+            constraint=job.constraint,
             run_dir=job.run_dir,
             sbatch_args=job.sbatch_args,
             check=False,
@@ -220,7 +222,8 @@ class ServersJob(BatchJob):
                 "with the first; use --restarts, or leave them out"
             )
         for argument in self.server_sbatch_args:
-            dataclasses.replace(self, sbatch_args=(argument,), server_sbatch_args=())  # checks it as it does others
+            # Checks it as it does others; nodes of another kind may have other features, and another memory.
+            dataclasses.replace(self, sbatch_args=(argument,), server_sbatch_args=(), constraint=None, mem=None)
 
     @property
     def server_gpus_per_node(self) -> int:

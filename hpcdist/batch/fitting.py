@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from hpcdist.arrays.sizes import counted
-from hpcdist.batch.job import BatchJob, walltime_s
+from hpcdist.batch.job import BatchJob, memory_mib, walltime_s
 from hpcdist.batch.site import Limits, Site
 from hpcdist.errors import ConfigurationError
 
@@ -16,12 +16,19 @@ LAUNCHERS_WITH_SPARES = ("mpirun", "srun")
 
 def check(job: BatchJob, site: Site) -> None:
     """Raise ConfigurationError where ``site`` cannot run ``job``, as far as its profile says what it has."""
+    job = site.complete(job)
     by_variable = site.scheduler.kind == "slurm" and os.environ.get("SBATCH_ACCOUNT")
     if site.scheduler.account_required and job.account is None and not by_variable:
         raise ConfigurationError(f"jobs at the site {site.name} are paid by an account; add --account")
     _check_scheduler(job, site)
     limits, place = _limits(job, site)
     _check_time(job, limits, place)
+    _check_memory(job, limits, place)
+    if job.gpus_per_node and site.gpu.unsupported:
+        raise ConfigurationError(
+            f"{counted(job.gpus_per_node, 'GPU')} a node at the site {site.name}: {site.gpu.unsupported}; compute with "
+            "its cores (run.device = 'cpu', and no --gpus-per-node)"
+        )
     asked = f"--nodes {job.nodes}" + (f" and --spare-nodes {job.spare_nodes}" if job.spare_nodes else "")
     if limits.max_nodes and job.nodes + job.spare_nodes > limits.max_nodes:
         raise ConfigurationError(f"{asked}: {place} allows {limits.max_nodes} at the most")
@@ -58,9 +65,24 @@ def _check_scheduler(job: BatchJob, site: Site) -> None:
             f"--sbatch-arg {job.sbatch_args[0]}: the site {site.name} has no sbatch; say options of all its jobs in "
             "its profile, as scheduler.options, or leave it out"
         )
+    for option, text in {"--qos": job.qos, "--constraint": job.constraint}.items():
+        if text is not None and kind == "pbs":
+            raise ConfigurationError(
+                f"{option} {text}: the site {site.name} has PBS, which knows no such; choose a queue with --partition, "
+                "or say resources in a profile, as scheduler.options"
+            )
+    if job.mem == "0" and kind == "pbs":
+        raise ConfigurationError(f"--mem 0: the site {site.name} has PBS, in which 0 is no memory; give the size")
     if kind != "none":
         return
-    asked = {"--partition": job.partition, "--account": job.account, "--chain": job.links if job.links > 1 else None}
+    asked: dict[str, str | int | None] = {
+        "--partition": job.partition,
+        "--account": job.account,
+        "--qos": job.qos,
+        "--constraint": job.constraint,
+        "--mem": job.mem,
+        "--chain": job.links if job.links > 1 else None,
+    }
     for option, value in asked.items():
         if value is not None:
             raise ConfigurationError(
@@ -71,21 +93,28 @@ def _check_scheduler(job: BatchJob, site: Site) -> None:
 
 def _limits(job: BatchJob, site: Site) -> tuple[Limits, str]:
     """Return what counts for the job, and how to call the place. Raises ConfigurationError for no partition of it."""
-    general = site.limits
-    if not site.partitions or job.partition is None:
-        return general, f"the site {site.name}"
-    if job.partition not in site.partitions:
-        close = difflib.get_close_matches(job.partition, site.partitions, 1)
+    limits, place = site.limits, f"the site {site.name}"
+    if site.partitions and job.partition is not None:
+        limits, place = _of_partition(job.partition, site).over(limits), f"partition {job.partition} of {site.name}"
+    qos = job.qos or next((word[len("--qos=") :] for word in job.sbatch_args if word.startswith("--qos=")), None)
+    if qos is not None and qos in site.qos:
+        limits, place = site.qos[qos].over(limits), f"QOS {qos} of {site.name}"
+    return limits, place
+
+
+def _of_partition(name: str, site: Site) -> Limits:
+    if name not in site.partitions:
+        close = difflib.get_close_matches(name, site.partitions, 1)
         cure = f"the nearest known is {close[0]!r}" if close else f"known are: {', '.join(site.partitions)}"
-        raise ConfigurationError(f"--partition {job.partition!r}: the site {site.name} has none of this name; {cure}")
-    own = site.partitions[job.partition]
-    merged = Limits(
-        max_walltime=own.max_walltime or general.max_walltime,
-        max_nodes=own.max_nodes or general.max_nodes,
-        cores_per_node=own.cores_per_node or general.cores_per_node,
-        gpus_per_node=own.gpus_per_node if own.gpus_per_node >= 0 else general.gpus_per_node,
-    )
-    return merged, f"partition {job.partition} of {site.name}"
+        raise ConfigurationError(f"--partition {name!r}: the site {site.name} has none of this name; {cure}")
+    return site.partitions[name]
+
+
+def _check_memory(job: BatchJob, limits: Limits, place: str) -> None:
+    if not limits.mem_per_node or job.mem is None:
+        return
+    if memory_mib(job.mem) > memory_mib(limits.mem_per_node):
+        raise ConfigurationError(f"--mem {job.mem} is more than a node of {place} has, {limits.mem_per_node}")
 
 
 def _check_time(job: BatchJob, limits: Limits, place: str) -> None:

@@ -12,11 +12,14 @@ from hpcdist.comm.ending import WAYS
 from hpcdist.errors import UsageError
 
 SURVIVE: Final = ("none", *WAYS)
+RESOURCES: Final = ("qos", "constraint", "mem")  # fields that sbatch has as options
 SIGNAL_LIMIT_S: Final = 65535  # of sbatch --signal
 
 _WALLTIME: Final = re.compile(
     r"(?:(?P<days>\d{1,4})-)?(?P<hours>\d{1,4}):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)", re.ASCII
 )
+_MEMORY: Final = re.compile(r"(\d{1,9})([KMGT]?)", re.ASCII)
+_MIB: Final = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
 _SBATCH_ARGUMENT: Final = re.compile(r"(?P<option>--[a-z][a-z0-9-]*)(=.*)?", re.DOTALL)
 # Options of sbatch that the script has, and what to use in place of them; it would not work with others.
 _OWNED: Final = {
@@ -44,6 +47,7 @@ _OWNED_WITH_GPU: Final = {
     "--gpus-per-node": "use --gpus-per-node",
     "--gpu-bind": "the site profile says it, with gpu.bind",
 }
+_OWNED_WITH_MEM: Final = {"--mem-per-cpu": "use --mem", "--mem-per-gpu": "use --mem"}
 _OWNED_WITH_BEGIN: Final = {"--begin": "--carbon says when"}
 
 
@@ -54,8 +58,9 @@ class BatchJob:
     ``walltime`` is written as Slurm reads it, and None leaves it to the partition. ``signal_s`` seconds before its end
     the job saves and is started again. ``recipe`` is the text of a whole recipe, which every start trains in
     ``run_dir``; or, where there is none, ``program`` has the words of a command, which every start runs, with its run
-    directory. ``sbatch_args`` are further options of the scheduler, ``mpi_args`` of the launcher. ``python`` runs
-    hpcdist, and finds it in ``python_path`` where that is not None.
+    directory. ``mem`` is the memory of a node as Slurm reads it ("0": all of it), ``constraint`` what nodes must have,
+    and ``qos`` a quality of service. ``sbatch_args`` are further options of the scheduler, ``mpi_args`` of the
+    launcher. ``python`` runs hpcdist, and finds it in ``python_path`` where that is not None.
 
     A start that fails is repeated, up to ``restarts`` times, inside of the job, whose ``spare_nodes`` then take the
     place of nodes that it has lost. With ``survive`` other than "none" it outlives its ranks: see `hpcdist run`.
@@ -82,6 +87,9 @@ class BatchJob:
     signal_s: int = 120
     partition: str | None = None
     account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    mem: str | None = None
     run_dir: Path = Path("run")
     sbatch_args: tuple[str, ...] = ()
     mpi_args: str = ""
@@ -129,9 +137,11 @@ class BatchJob:
                 f"--survive {self.survive}: only the training of a recipe goes on without a rank, not "
                 f"{self.program[0]}; leave it out, or use --restarts"
             )
-        for name in ("name", "partition", "account"):
+        for name in ("name", "partition", "account", "qos", "constraint"):
             if getattr(self, name) == "":
                 raise UsageError(f"{_option(name)} is empty; give a name, or leave the option out")
+        if self.mem is not None:
+            memory_mib(self.mem)
         for argument in self.sbatch_args:
             self._check_further(argument)
         self._check_times()
@@ -142,7 +152,9 @@ class BatchJob:
             raise UsageError(f"--sbatch-arg {argument!r}: expected a long option, e.g. --sbatch-arg=--qos=debug")
         with_gpu = _OWNED_WITH_GPU if self.gpus_per_node else {}
         with_begin = {} if self.begin is None else _OWNED_WITH_BEGIN
-        for owned, cure in (_OWNED | with_gpu | with_begin).items():
+        with_mem = {} if self.mem is None else _OWNED_WITH_MEM
+        said = {f"--{name}": f"use --{name}" for name in RESOURCES if getattr(self, name) is not None}
+        for owned, cure in (_OWNED | with_gpu | with_begin | said | with_mem).items():
             if owned in ("--requeue", "--no-requeue") and owned.startswith(found["option"]):
                 raise UsageError(f"--sbatch-arg {argument!r}: the script says whether the job is requeued; {cure}")
             if owned.startswith(found["option"]):  # sbatch takes abbreviations
@@ -206,6 +218,14 @@ def walltime_s(text: str, option: str = "--time") -> int:
             "for example 1-12:00:00, 00:30:00 or 90"
         )
     return found
+
+
+def memory_mib(text: str, option: str = "--mem") -> float:
+    """Return the MiB of a memory size: a number, of MiB, or with K, M, G or T. Raises UsageError for anything else."""
+    match = _MEMORY.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{option} {text!r}: expected MiB, or a number with K, M, G or T; for example 4000 or 200G")
+    return int(match[1]) * _MIB[match[2]]
 
 
 def _option(name: str) -> str:

@@ -35,6 +35,7 @@ def render(job: BatchJob, site: Site, template: str = TEMPLATE, **values: Any) -
     Raises UsageError for a value that no directive can hold, and ConfigurationError for a block of the profile that no
     template has, or that is no Jinja.
     """
+    job = site.complete(job)
     found = environment()
     name = template
     if site.blocks:
@@ -98,6 +99,7 @@ def _environment(folder: Path) -> jinja2.Environment:
         "comment": comment,
         "begin": carbon.begin_text,
         "pbs": pbs,
+        "memory": _memory,
         "seconds": walltime_s,
         "clock": lambda seconds: f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}",
     }
@@ -140,6 +142,12 @@ def _one_line(value: object, refused: str) -> str:
     if not text.isprintable():
         raise UsageError(f"{text!r} has a newline or another control character, which {refused}")
     return text
+
+
+def _memory(text: str) -> str:
+    """Return a memory size of Slurm's as PBS writes it: 200G is 200gb, and a bare number is of MiB in both."""
+    number = text.rstrip("KMGT")
+    return number + (text[len(number) :].lower() or "m") + "b"
 
 
 def _variable(name: str) -> str:

@@ -5,11 +5,11 @@ A profile is a TOML file with the tables below; slurm/README.md describes every 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath, PurePosixPath
 from typing import Any, Final
 
-from hpcdist.batch.job import walltime_s
+from hpcdist.batch.job import RESOURCES, BatchJob, memory_mib, walltime_s
 from hpcdist.comm.launchers import KINDS
 from hpcdist.errors import ConfigurationError, UsageError
 
@@ -34,15 +34,29 @@ class Scheduler:
     """``[scheduler]``: whose directives a script has, further ``options`` of every job, and whether one must pay.
 
     ``kind`` "none" means that this machine runs the job itself. ``requeue``: a job may ask to be started again.
+    ``partition``, ``qos``, ``constraint`` and ``mem`` are those of jobs that say none, and ``account_suffix`` ends the
+    account of each.
     """
 
     kind: str = "slurm"
     options: tuple[str, ...] = ()
+    partition: str = ""
+    qos: str = ""
+    constraint: str = ""
+    mem: str = ""
     account_required: bool = False
+    account_suffix: str = ""
     requeue: bool = True
 
     def __post_init__(self) -> None:
         _one_of("scheduler.kind", self.kind, SCHEDULERS)
+        _memory("scheduler.mem", self.mem)
+        for name in ("qos", "constraint"):
+            if getattr(self, name) and self.kind != "slurm":
+                raise ConfigurationError(
+                    f"scheduler.{name} = {getattr(self, name)!r} with scheduler.kind = {self.kind!r}: only Slurm has "
+                    "such; leave it out, or say it with scheduler.options"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +83,13 @@ class StartedBy:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """``[environment]``: a file to source before, modules to load and variables to export, in this order."""
+    """``[environment]``: a file to source before, modules to load and variables to export, in this order.
+
+    ``purge``: first the modules of the shell that submits are unloaded.
+    """
 
     init: str = ""
+    purge: bool = False
     modules: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -88,7 +106,7 @@ class Gpus:
 
     ``bind`` is for --gpu-bind: "none" lets each rank see all GPUs of its node, which their direct copies need.
     ``order`` lists them by local rank, for nodes whose GPU 0 is not the one next to core 0. ``variables`` are exported
-    by jobs that have GPUs, and by no others.
+    by jobs that have GPUs, and by no others. ``unsupported`` says why jobs that have GPUs are refused.
     """
 
     per_node: int = 0
@@ -97,6 +115,7 @@ class Gpus:
     bind: str = "none"
     order: tuple[int, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    unsupported: str = ""
 
     def __post_init__(self) -> None:
         _variables("gpu.variables", self.variables)
@@ -123,11 +142,15 @@ class Root:
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """``[storage]``: what all nodes see (``roots``; none listed: all but ``private``), and each node's own folder."""
+    """``[storage]``: what all nodes see (``roots``; none listed: all but ``private``), and each node's own folder.
+
+    ``sbcast``: Slurm passes the archive of an environment on to the nodes, which do not read it themselves.
+    """
 
     roots: tuple[Root, ...] = ()
     private: tuple[str, ...] = ("/tmp", "/var/tmp", "/dev/shm", "/run")
     node_local: str = "/tmp"
+    sbcast: bool = False
 
     def __post_init__(self) -> None:
         for path in (*self.private, self.node_local):
@@ -137,17 +160,29 @@ class Storage:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """``[limits]`` of all jobs, or ``[partitions.NAME]``: what a node has, and how many of them for how long.
+    """``[limits]``, ``[partitions.NAME]`` or ``[qos.NAME]``: what a node has, and how many of them for how long.
 
-    0 and "" mean not known. ``cores_per_node`` and ``gpus_per_node`` of a partition go over those of the site.
+    0 and "" mean not known. Those of a partition go over those of the site, and those of a QOS over both.
     """
 
     max_walltime: str = ""
     max_nodes: int = 0
     cores_per_node: int = 0
     gpus_per_node: int = -1
+    mem_per_node: str = ""
+
+    def over(self, general: "Limits") -> "Limits":
+        """Return these limits, with those of ``general`` where nothing is known."""
+        return Limits(
+            max_walltime=self.max_walltime or general.max_walltime,
+            max_nodes=self.max_nodes or general.max_nodes,
+            cores_per_node=self.cores_per_node or general.cores_per_node,
+            gpus_per_node=self.gpus_per_node if self.gpus_per_node >= 0 else general.gpus_per_node,
+            mem_per_node=self.mem_per_node or general.mem_per_node,
+        )
 
     def __post_init__(self) -> None:
+        _memory("mem_per_node", self.mem_per_node)
         if self.max_walltime:
             try:
                 walltime_s(self.max_walltime, "max_walltime")
@@ -170,13 +205,16 @@ class Container:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A profile. ``recipe`` has defaults of recipe keys, ``blocks`` Jinja text that replaces blocks of the templates.
+    """A profile, read from the file ``origin``.
+
+    ``recipe`` has defaults of recipe keys, ``blocks`` Jinja text that replaces blocks of the templates.
 
     ``proven`` says what of it was run, and what was only rendered. ``cluster`` is the name or the file of what
     `hpcdist plan` knows of its machines.
     """
 
     name: str = ""
+    origin: str = ""
     description: str = ""
     proven: str = ""
     cluster: str = ""
@@ -187,6 +225,7 @@ class Site:
     storage: Storage = field(default_factory=Storage)
     limits: Limits = field(default_factory=Limits)
     partitions: Mapping[str, Limits] = field(default_factory=dict)
+    qos: Mapping[str, Limits] = field(default_factory=dict)
     container: Container = field(default_factory=Container)
     recipe: Mapping[str, Any] = field(default_factory=dict)
     blocks: Mapping[str, str] = field(default_factory=dict)
@@ -197,6 +236,25 @@ class Site:
                 f"launcher.kind = 'flux' with scheduler.kind = {self.scheduler.kind!r}: nothing starts a Flux instance "
                 "in such a job; set it to 'none', and submit inside of one"
             )
+
+        if self.storage.sbcast and self.scheduler.kind != "slurm":
+            raise ConfigurationError(
+                f"storage.sbcast with scheduler.kind = {self.scheduler.kind!r}: it is a command of Slurm; leave it out"
+            )
+
+    def complete(self, job: BatchJob) -> BatchJob:
+        """Return ``job`` with what is asked for here where it says nothing itself, also not by --sbatch-arg."""
+        said = [argument.partition("=")[0] for argument in job.sbatch_args]
+        changes: dict[str, Any] = {}
+        for name in ("partition", *RESOURCES):
+            default = getattr(self.scheduler, name)
+            asked = any(f"--{name}".startswith(word) or word.startswith(f"--{name}-per-") for word in said)
+            if default and getattr(job, name) is None and not asked:
+                changes[name] = default
+        suffix = self.scheduler.account_suffix
+        if suffix and job.account is not None and not job.account.endswith(suffix):
+            changes["account"] = job.account + suffix
+        return replace(job, **changes) if changes else job
 
     def root_of(self, path: PurePath) -> Root | None:
         """Return the innermost root that holds ``path``, None where none does."""
@@ -213,6 +271,14 @@ def _variables(field_name: str, variables: Mapping[str, str]) -> None:
     for name in variables:
         if not _VARIABLE.fullmatch(name):
             raise ConfigurationError(f"{field_name}: {name!r} is no name of a variable")
+
+
+def _memory(field_name: str, value: str) -> None:
+    if value:
+        try:
+            memory_mib(value, field_name)
+        except UsageError as error:
+            raise ConfigurationError(str(error)) from error
 
 
 def _at_least_0(field_name: str, value: int) -> None:

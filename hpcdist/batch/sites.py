@@ -1,4 +1,4 @@
-"""Finding and reading profiles of sites: those of the user, those that come with hpcdist, or any file.
+"""Finding and reading profiles of sites: those of the user, of the machine, those that come with hpcdist, or any file.
 
 A profile may be ``based_on`` another: its tables go over those of the other, key by key.
 """
@@ -20,20 +20,28 @@ from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageEr
 from hpcdist.reporting import regular
 
 VARIABLE: Final = "HPCDIST_SITE"
+SEARCH_PATH: Final = "HPCDIST_SITE_PATH"
+SYSTEM: Final = Path("/etc/hpcdist/sites")
 BASED_ON: Final = "based_on"
+OURS: Final = ("name", "origin")  # fields of a Site that no profile has
 FREE: Final = ("recipe", "blocks", "variables")  # tables whose keys are not ours
 
 _GENERIC: Final = {mpirun.MPICH: "slurm-mpich"}  # where nobody says what the site is
 
 
 def folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return where profiles are looked for by name: the user's folder, then that of this installation."""
+    """Return where profiles are looked for by name, the first first.
+
+    The user's folder, those of $HPCDIST_SITE_PATH, that of the machine, and that of this installation.
+    """
+    listed = [Path(part).expanduser() for part in environment.get(SEARCH_PATH, "").split(os.pathsep) if part]
     home = environment.get("XDG_CONFIG_HOME") or os.path.join(environment.get("HOME", "~"), ".config")
-    return [Path(home).expanduser() / "hpcdist" / "sites", resources.folder(resources.TEMPLATES) / "sites"]
+    own = Path(home).expanduser() / "hpcdist" / "sites"
+    return [own, *listed, SYSTEM, resources.folder(resources.TEMPLATES) / "sites"]
 
 
 def names(environment: Mapping[str, str] = os.environ) -> dict[str, Path]:
-    """Return the profiles there are, by name; a user's hides one of ours of the same name."""
+    """Return the profiles there are, by name; the first folder hides those of the same name in the others."""
     found: dict[str, Path] = {}
     for folder in folders(environment):
         for path in sorted(folder.glob("*.toml")):
@@ -50,7 +58,8 @@ def path_of(named: str, environment: Mapping[str, str] = os.environ) -> Path:
         close = difflib.get_close_matches(named, known, 1)
         cure = f"the nearest known is {close[0]!r}" if close else f"known are: {', '.join(known)}"
         raise ConfigurationError(
-            f"there is no profile of a site {named!r}; {cure} (your own go into {folders(environment)[0]})"
+            f"there is no profile of a site {named!r}; {cure} (looked in "
+            f"{', '.join(str(folder) for folder in folders(environment))}; your own go into the first)"
         )
     return known[named]
 
@@ -62,7 +71,7 @@ def load(named: str, environment: Mapping[str, str] = os.environ) -> Site:
     place = f"site profile {path}"
     _check_known(tree, Site, place, "")
     try:
-        return msgspec.convert({**tree, "name": path.stem}, Site)
+        return msgspec.convert({**tree, "name": path.stem, "origin": str(path)}, Site)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{place}: {error}") from error
 
@@ -115,13 +124,13 @@ def _tree(path: Path, environment: Mapping[str, str], above: tuple[Path, ...]) -
 
 
 def _base(named: str, path: Path, environment: Mapping[str, str]) -> Path:
-    """Return the file that ``path`` is based on; a user's profile may have the name of ours that it is based on."""
+    """Return the file that ``path`` is based on; a profile may have the name of a later one that it is based on."""
     if os.sep in named or named.endswith(".toml"):
         return path.parent / Path(named).expanduser()
     if named == path.stem:
-        ours = folders(environment)[-1] / f"{named}.toml"
-        if ours.exists():
-            return ours
+        places = [folder / path.name for folder in folders(environment)]
+        later = places[places.index(path) + 1 :] if path in places else places
+        return next((each for each in later if each.exists()), path)
     return path_of(named, environment)
 
 
@@ -136,7 +145,7 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 def _check_known(tree: Mapping[str, Any], kind: type, place: str, prefix: str) -> None:
     """Refuse keys that ``kind`` has not, at any depth."""
     hints = get_type_hints(kind)
-    known = [item.name for item in dataclasses.fields(kind) if not (kind is Site and item.name == "name")]
+    known = [item.name for item in dataclasses.fields(kind) if not (kind is Site and item.name in OURS)]
     for name, value in tree.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
@@ -153,7 +162,7 @@ def _parts(name: str, value: Any, hint: Any) -> Iterator[tuple[type, Mapping[str
     if isinstance(value, dict):
         if dataclasses.is_dataclass(hint):
             yield hint, value, name  # type: ignore[misc]
-        elif name == "partitions":
+        elif name in ("partitions", "qos"):
             yield from ((site.Limits, part, f"{name}.{key}") for key, part in value.items() if isinstance(part, dict))
     elif isinstance(value, list) and name == "roots":
         yield from ((site.Root, part, name) for part in value if isinstance(part, dict))

@@ -11,7 +11,8 @@ from typing import Final
 from hpcdist.batch import command
 from hpcdist.errors import ConfigurationError, MissingCapabilityError
 
-_VARIABLES: Final = {"--time": "SBATCH_TIMELIMIT", "--array": "SBATCH_ARRAY_INX"}  # others have the option's name
+# Of options of sbatch; others have the option's name.
+_VARIABLES: Final = {"--time": "SBATCH_TIMELIMIT", "--array": "SBATCH_ARRAY_INX", "--mem": "SBATCH_MEM_PER_NODE"}
 # What an allocation sets for those inside of it, and ranks are told by their launcher: of another job than the new one.
 _OF_THE_ALLOCATION: Final = re.compile(
     r"(SLURM|SLURMD|SRUN|OMPI_COMM|PMI)_.*|PMIX_(?!MCA_).*|SBATCH_(CPU|MEM)_BIND.*", re.ASCII

@@ -17,16 +17,22 @@ def command() -> None:
 
 @command.command("list")
 def profiles() -> None:
-    """List the profiles there are: yours, in $XDG_CONFIG_HOME/hpcdist/sites, and those that come with hpcdist."""
+    """List the profiles there are, and the folder of those that do not come with hpcdist.
+
+    They are looked for in $XDG_CONFIG_HOME/hpcdist/sites, the folders of $HPCDIST_SITE_PATH, /etc/hpcdist/sites, and
+    among those of hpcdist; the first of a name counts.
+    """
     from hpcdist.batch import sites
 
-    found = sites.names()
+    found, shipped = sites.names(), sites.folders()[-1]
     width = max(len(name) for name in found)
     for name, path in sorted(found.items()):
         try:
-            said = sites.load(name).description or path
+            said = sites.load(name).description or str(path)
         except HpcdistError as error:  # the others can be used all the same
             said = f"cannot be used: {error}"
+        if path.parent != shipped:
+            said += f" [{path.parent}]"
         click.echo(f"{name:{width}}  {said}")
 
 
@@ -41,7 +47,7 @@ def show(named: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(asdict(site)))
         return
-    click.echo(f"# {site.name}: {site.description}\n# {site.proven}")
+    click.echo(f"# {site.name}: {site.description}\n# {site.proven}\n# from {site.origin}")
     click.echo(f"cluster = {json.dumps(site.cluster)}")
     for name, table in asdict(site).items():
         for key, value in table.items() if isinstance(table, dict) else ():

@@ -35,6 +35,9 @@ class Submit(click.Command):
 @click.option("--time", "walltime", metavar="WALLTIME", help="D-HH:MM:SS, HH:MM:SS or minutes.  [default: the site's]")
 @click.option("--partition", help="Partition, or queue, of the cluster.  [default: the site's]")
 @click.option("--account", help="Account that pays.  [default: yours]")
+@click.option("--qos", help="Quality of service.  [default: the site's]")
+@click.option("--constraint", help="Features that the nodes must have.  [default: the site's]")
+@click.option("--mem", metavar="SIZE", help="Memory of each node: MiB, or 200G; 0: all.  [default: the site's]")
 @click.option("--job-name", "name", default="hpcdist", help="Name in the queue.")
 @click.option("--signal-seconds", "signal_s", default=120, help="How long before the walltime the job saves and stops.")
 @click.option(
@@ -84,7 +87,7 @@ class Submit(click.Command):
 @click.option("--power", "power_w", type=float, metavar="W", help="With --carbon: power of the whole job, for grams.")
 @submit_kinds.options
 @click.option("--mpi-args", default="", help="Further options of the launcher, in one string.")
-@click.option("--sbatch-arg", "sbatch_args", multiple=True, help="Further option of the scheduler, e.g. --qos=debug.")
+@click.option("--sbatch-arg", "sbatch_args", multiple=True, help="Further option of sbatch, e.g. --switches=1.")
 @click.option(
     "--cluster",
     metavar="NAME|FILE",

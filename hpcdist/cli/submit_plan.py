@@ -1,6 +1,7 @@
 """What the options of `hpcdist submit` make of a recipe and a site: a job that the site can run, or a refusal."""
 
 import dataclasses
+import getpass
 import hashlib
 import os
 import shlex
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hpcdist.arrays.sizes import counted
 from hpcdist.batch import fitting, sites
 from hpcdist.batch.job import BatchJob, walltime_s
-from hpcdist.batch.site import Site
+from hpcdist.batch.site import Limits, Site
 from hpcdist.cli.degrees import equation
 from hpcdist.cli.jobs_begin import RECIPE_FILE
 from hpcdist.cli.run import mpi_options, outside_python
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 # Options of `submit` that are fields of a `BatchJob` as they are.
 _FIELDS: Final = (
     *("nodes", "ranks_per_node", "cpus_per_task", "walltime", "partition", "account", "name", "signal_s", "links"),
+    *("qos", "constraint", "mem"),
     *("restarts", "spare_nodes", "survive", "most_fruitless", "check", "warmup", "mpi_args", "sbatch_args"),
 )
 _STRIPE: Final = "checkpoint.stripe"
@@ -218,8 +220,10 @@ def _mtbf_s(options: Mapping[str, Any], site: Site) -> tuple[float, str]:
             return float(round(found)), f"{counted(options['nodes'], 'node')} of {named}"
         except HpcdistError:  # the estimate says why that file cannot be used
             pass
-    partition = site.partitions.get(options["partition"] or "", site.limits)
-    walltime = options["walltime"] or partition.max_walltime or site.limits.max_walltime
+    partition = options["partition"] or site.scheduler.partition
+    of_qos = site.qos.get(options["qos"] or site.scheduler.qos, Limits())
+    limits = of_qos.over(site.partitions.get(partition, Limits()).over(site.limits))
+    walltime = options["walltime"] or limits.max_walltime
     if walltime:
         return float(walltime_s(walltime)), f"a failure in each walltime of {walltime}"
     return _DAY_S, "a failure a day, as no walltime is known"
@@ -278,7 +282,10 @@ def _local(options: Mapping[str, Any], site: Site, run_dir: Path) -> Path | None
     if not (options["stage_data"] or options["environment"] or options["warmup"]):
         return None
     place = hashlib.blake2b(os.fsencode(run_dir), digest_size=4).hexdigest()
-    return Path(site.storage.node_local) / f"hpcdist-{os.getuid()}-{place}"
+    folder = site.storage.node_local
+    if "$USER" in folder:
+        folder = folder.replace("$USER", getpass.getuser())
+    return Path(folder) / f"hpcdist-{os.getuid()}-{place}"
 
 
 def _python_of_ranks(container: str | None, site: Site) -> tuple[str, ...]:

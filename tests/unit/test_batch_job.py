@@ -46,6 +46,10 @@ def test_what_is_no_walltime(text):
         (dict(survive="yes"), "none, shrink, replace"),
         (dict(name=""), "--job-name is empty"),
         (dict(partition=""), "--partition is empty"),
+        (dict(qos=""), "--qos is empty"),
+        (dict(constraint=""), "--constraint is empty"),
+        (dict(mem="4 GB"), "--mem '4 GB': expected MiB"),
+        (dict(mem=""), "--mem '': expected MiB"),
         (dict(walltime="2", signal_s=120), "--signal-seconds 120 is not less than the walltime 2"),
         (dict(signal_s=0), "between 1 and 65535"),
         (dict(signal_s=65536), "between 1 and 65535"),
@@ -82,6 +86,22 @@ def test_a_further_option_may_not_contradict_the_script(argument, words):
     with pytest.raises(UsageError) as error:
         BatchJob(nodes=1, python="python", recipe="", sbatch_args=("--qos=a", argument))
     assert words in str(error.value) and repr(argument) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "values", "words"),
+    [
+        ("--qos=debug", {"qos": "regular"}, "contradicts --qos of the script; use --qos"),
+        ("--constr=gpu", {"constraint": "cpu"}, "contradicts --constraint"),
+        ("--mem=4G", {"mem": "0"}, "contradicts --mem of the script; use --mem"),
+        ("--mem-per-cpu=4G", {"mem": "0"}, "contradicts --mem-per-cpu of the script; use --mem"),
+    ],
+)
+def test_an_option_that_is_said_twice(argument, values, words):
+    given = {"nodes": 1, "python": "python", "recipe": "", "sbatch_args": (argument,)}
+    assert BatchJob(**given).sbatch_args == (argument,)
+    with pytest.raises(UsageError, match=words):
+        BatchJob(**given, **values)
 
 
 def test_options_of_gpus_are_the_scripts_where_it_asks_for_gpus():
