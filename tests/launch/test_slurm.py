@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -128,12 +129,14 @@ def test_two_jobs_at_once_whose_every_text_is_hostile(cluster: Cluster, tmp_path
     assert not list(tmp_path.rglob("[xy]"))
 
 
-def test_a_node_has_copies_of_environment_and_data(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sbcast", ["false", "true"])
+def test_a_node_has_copies_of_environment_and_data(cluster: Cluster, tmp_path: Path, sbcast: str) -> None:
     """The Python in the archive is this one, and says that it was the one in the archive."""
     jobs = Jobs(cluster, tmp_path / "home")
     (tmp_path / "node").mkdir()
+    base = sites.chosen(None, cluster.environment).name
     (jobs.folder / "site.toml").write_text(
-        f"based_on = '{sites.chosen(None, cluster.environment).name}'\n[storage]\nnode_local = '{tmp_path / 'node'}'\n"
+        f"based_on = '{base}'\n[storage]\nnode_local = '{tmp_path / 'node'}'\nsbcast = {sbcast}\n"
     )
     clone = Path(hpcdist.__file__).parents[1]
     program = f'#!/bin/sh\necho "staged as $0" >&2\nexport PYTHONPATH={clone}\nexec {sys.executable} "$@"\n'
@@ -144,6 +147,7 @@ def test_a_node_has_copies_of_environment_and_data(cluster: Cluster, tmp_path: P
     options = ("--site=site.toml", "--stage-data", "--stage-environment=environment.tar", "--no-check", "--out=run")
     number = jobs.begin(*options, nodes=1, ranks=2, steps=2)
     jobs.until(number, JobState="COMPLETED", ExitCode="0:0")
+    assert ("\nsbcast " in (jobs.folder / "run" / "job.sbatch").read_text()) is (sbcast == "true")
     said = jobs.log(number)
     (local,) = set(re.findall(r"staged as (\S+)/environment/bin/python\n", said))
     assert Path(local).parent == tmp_path / "node" and not Path(local).exists()
@@ -151,36 +155,66 @@ def test_a_node_has_copies_of_environment_and_data(cluster: Cluster, tmp_path: P
     assert f"data: {local}/data/text.txt, " in said
 
 
+@pytest.fixture(scope="module")
+def machines(cluster: Cluster) -> Iterator[None]:
+    """The partitions and features that the profiles of machines name, while this cluster plays them.
+
+    Not their QOS, which are entries of an accounting database: without one, Slurm takes any.
+    """
+    schedulers = [sites.load(name, {}).scheduler for name in sites.names({})]
+    partitions = sorted({each.partition for each in schedulers if each.partition and each.kind == "slurm"})
+    features = ",".join(sorted({each.constraint for each in schedulers if each.constraint}))
+
+    def update(*words: str) -> None:
+        done = cluster.run("scontrol", *words)
+        assert done.returncode == 0, done.stderr
+
+    update("update", "NodeName=n[1-3]", f"AvailableFeatures={features}")
+    for name in partitions:
+        update("create", f"PartitionName={name}", "Nodes=n[1-3]")
+    yield
+    for name in partitions:
+        update("delete", f"PartitionName={name}")
+    update("update", "NodeName=n[1-3]", "ActiveFeatures=", "AvailableFeatures=")
+
+
 @pytest.mark.parametrize("name", [name for name in sites.names({}) if sites.load(name, {}).scheduler.kind == "slurm"])
-def test_slurm_would_take_the_script_of_each_profile(cluster: Cluster, tmp_path: Path, name: str) -> None:
+def test_slurm_would_take_the_script_of_each_profile(
+    cluster: Cluster, machines: None, tmp_path: Path, name: str
+) -> None:
+    site = sites.load(name, {})
+    gpus = 0 if site.gpu.unsupported else 4
     job = BatchJob(
         nodes=2,
         ranks_per_node=4,
-        gpus_per_node=4,
+        gpus_per_node=gpus,
         walltime="1-00:00:00",
-        partition="debug",
+        partition=None if site.scheduler.partition else "debug",
+        mem="500",
         account="project",
         python=sys.executable,
         recipe="",
         warmup=True,
         local=tmp_path,
     )
-    (tmp_path / "job").write_text(script.render(job, sites.load(name, {})))
+    (tmp_path / "job").write_text(script.render(job, site))
     done = cluster.run("sbatch", "--test-only", str(tmp_path / "job"))
     assert done.returncode == 0 and "using 8 processors on nodes" in done.stderr, done.stderr
+    assert f"in partition {site.scheduler.partition or 'debug'}" in done.stderr
     shared = {item.name: getattr(job, item.name) for item in dataclasses.fields(job) if item.name != "recipe"}
     others = [SweepJob(**shared, sweep="", trial_ranks=(8, 8)), BenchmarkJob(**shared, suite="collectives")]
     others.append(MergeJob.of(others[0]))
-    if sites.load(name, {}).launcher.kind == "srun":
+    if site.launcher.kind == "srun":
         others.append(ServersJob(**{**shared, "nodes": 1}, recipe="", server_nodes=1))
     for other in others:
-        (tmp_path / "job").write_text(script.render(other, sites.load(name, {}), other.template))
+        (tmp_path / "job").write_text(script.render(other, site, other.template))
         done = cluster.run("sbatch", "--test-only", str(tmp_path / "job"))
         assert done.returncode == 0, (other.template, done.stderr)
-    job = dataclasses.replace(job, gpus_per_node=5)
-    (tmp_path / "job").write_text(script.render(job, sites.load(name, {})))
-    done = cluster.run("sbatch", "--test-only", str(tmp_path / "job"))
-    assert (done.returncode == 0) == (sites.load(name, {}).gpu.request == "none"), done.stderr
+    for more in ({"gpus_per_node": 5}, {"mem": "2G"}, {"constraint": "nix"}):
+        (tmp_path / "job").write_text(script.render(dataclasses.replace(job, **more), site))
+        done = cluster.run("sbatch", "--test-only", str(tmp_path / "job"))
+        taken = "gpus_per_node" in more and site.gpu.request == "none"
+        assert (done.returncode == 0) == taken, (more, done.stderr)
 
 
 @pytest.mark.parametrize("name", ["%j", "back\\slash"])

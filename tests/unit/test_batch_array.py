@@ -56,10 +56,13 @@ JOBS = {
         for suite in SUITES
     },
     **{f"servers-{site}": (site, SERVERS) for site in ("slurm-mpich", "cray", "parastation")},
+    "servers-perlmutter": ("perlmutter", dataclasses.replace(SERVERS, gpus_per_node=4, mem="200G")),
+    "merge-perlmutter": ("perlmutter", MergeJob.of(dataclasses.replace(ARRAY, qos="shared", mem="200G"))),
     "servers-full": (
         "cray",
         dataclasses.replace(
             SERVERS,
+            constraint="gpu",
             partition="gpu",
             server_partition="gpu-2",
             gpus_per_node=4,
@@ -264,6 +267,7 @@ def test_the_components_come_in_the_order_of_the_ranks():
         "#SBATCH --ntasks-per-node=2",
         "#SBATCH --cpus-per-task=8",
         "#SBATCH --partition=gpu-2",
+        "#SBATCH --constraint=gpu",
         "#SBATCH --gpus-per-node=2",
         '#SBATCH "--constraint=big memory"',
     ]

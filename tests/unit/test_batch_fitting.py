@@ -29,6 +29,58 @@ def test_what_a_scheduler_would_never_hear_of_is_refused(site, change, words):
         fitting.check(dataclasses.replace(plain, **change), sites.load(site))
 
 
+@pytest.mark.parametrize(
+    ("site", "change", "words"),
+    [
+        ("pbs", {"qos": "debug"}, "--qos debug: the site pbs has PBS"),
+        ("pbs", {"constraint": "gpu"}, "--constraint gpu: the site pbs has PBS"),
+        ("pbs", {"mem": "0"}, "--mem 0"),
+        ("workstation", {"mem": "4G"}, "--mem 4G: the site workstation has no scheduler"),
+        ("perlmutter", {"walltime": "2-00:00:01"}, "--time 2-00:00:01 is over the limit of QOS regular of perlmutter"),
+        ("perlmutter", {"qos": "debug", "walltime": "01:00:00"}, "limit of QOS debug of perlmutter, 00:30:00"),
+        ("perlmutter", {"sbatch_args": ("--qos=debug",), "walltime": "20", "nodes": 9}, "QOS debug .* allows 8"),
+        ("perlmutter", {"mem": "256G"}, "--mem 256G is more than a node of QOS regular of perlmutter has, 246G"),
+        ("perlmutter-cpu", {"gpus_per_node": 4}, "4 GPUs a node at the site perlmutter-cpu: its nodes have none"),
+        ("frontier", {"gpus_per_node": 8, "walltime": "60"}, "its GPUs are of AMD.*run.device = 'cpu'"),
+        ("lumi", {"partition": "standard-g", "cpus_per_task": 15}, "60 cores, .* partition standard-g of lumi has 56"),
+        ("lumi", {"partition": "gpu"}, "none of this name"),
+        (
+            "leonardo",
+            {"qos": "boost_qos_lprod", "walltime": "5-00:00:00"},
+            "QOS boost_qos_lprod of leonardo, 4-00:00:00",
+        ),
+        ("leonardo", {"mem": "500G"}, "494000M"),
+        ("polaris", {"partition": "debug", "walltime": "01:00:00", "nodes": 3}, "partition debug of polaris allows 2"),
+    ],
+)
+def test_what_a_machine_would_not_run_is_refused(site, change, words):
+    plain = dataclasses.replace(ALONE, account=None if site == "workstation" else "me", cpus_per_task=1, walltime=None)
+    fitting.check(plain, sites.load(site))
+    with pytest.raises(ConfigurationError, match=words):
+        fitting.check(dataclasses.replace(plain, **change), sites.load(site))
+
+
+def test_a_qos_goes_over_the_limits_of_its_partition():
+    job = dataclasses.replace(ALONE, account="me", walltime="4-00:00:00", qos="boost_qos_lprod")
+    fitting.check(job, sites.load("leonardo"))
+    with pytest.raises(ConfigurationError, match="partition boost_usr_prod of leonardo, 1-00:00:00"):
+        fitting.check(dataclasses.replace(job, qos=None), sites.load("leonardo"))
+
+
+def test_what_a_job_says_wins_over_the_site():
+    site = sites.load("perlmutter")
+    job = site.complete(ALONE)
+    assert (job.account, job.qos, job.constraint, job.mem) == (None, "regular", "gpu", None)
+    job = site.complete(dataclasses.replace(ALONE, account="m1_g", qos="debug", constraint="gpu&hbm80g", mem="100G"))
+    assert (job.account, job.qos, job.constraint, job.mem) == ("m1_g", "debug", "gpu&hbm80g", "100G")
+    assert site.complete(dataclasses.replace(ALONE, account="m1")).account == "m1_g"
+    job = site.complete(dataclasses.replace(ALONE, sbatch_args=("--qos=debug", "--constr=gpu&hbm80g")))
+    assert (job.qos, job.constraint) == (None, None)
+    whole = dataclasses.replace(site, scheduler=dataclasses.replace(site.scheduler, mem="0"))
+    assert whole.complete(ALONE).mem == "0"
+    assert whole.complete(dataclasses.replace(ALONE, sbatch_args=("--mem-per-cpu=2G",))).mem is None
+
+
 def test_slurm_hears_of_all():
     job = dataclasses.replace(PLAIN, sbatch_args=("--qos=debug",), partition="gpu", links=3)
     fitting.check(job, sites.load("slurm-openmpi"))

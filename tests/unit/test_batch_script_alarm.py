@@ -16,6 +16,7 @@ from job_scripts import EVIL, PLAIN, RECIPE, check_by_bash, check_golden, played
 from hpcdist.batch import script, sites, submission
 from hpcdist.errors import UsageError
 
+POLARIS = sites.load("polaris")
 PBS, ALONE = sites.load("pbs"), sites.load("workstation")
 TEMPLATES = {"pbs": "train.pbs.j2", "none": "train.sh.j2"}
 STAGED = dataclasses.replace(
@@ -29,6 +30,7 @@ STAGED = dataclasses.replace(
 MINUTE = {"walltime": "00:01:00", "signal_s": 55}  # signalled after five seconds, when the training can be told
 JOBS = {
     "pbs": (PBS, dataclasses.replace(PLAIN, gpus_per_node=4)),
+    "pbs-polaris": (POLARIS, dataclasses.replace(PLAIN, gpus_per_node=4, nodes=10)),
     "pbs-staged": (PBS, STAGED),
     "pbs-chain": (PBS, dataclasses.replace(PLAIN, link=2, links=3)),
     "pbs-full": (
@@ -41,6 +43,7 @@ JOBS = {
             walltime="2-03:00:00",
             signal_s=600,
             partition="gpu@pbs01",
+            mem="200G",
             recipe="[data]\npath = \"/scratch/me/a 'new' $text\"\n",
             mpi_args="--line-buffer",
             restarts=2,

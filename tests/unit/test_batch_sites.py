@@ -15,7 +15,12 @@ from hpcdist.batch.site import LAUNCHERS_OF, Site
 from hpcdist.comm.launchers import KINDS
 from hpcdist.errors import ConfigurationError, StorageError
 
-SHIPPED = ("cray", "ibrun", "parastation", "pbs", "slurm-mpich", "slurm-openmpi", "workstation")
+KINDS_OF_SITES = ("cray", "ibrun", "parastation", "pbs", "slurm-mpich", "slurm-openmpi", "workstation")
+MACHINES = (
+    *("alps", "frontier", "juwels-booster", "leonardo", "lumi", "marenostrum5", "perlmutter", "perlmutter-cpu"),
+    "polaris",
+)
+SHIPPED = (*KINDS_OF_SITES, *MACHINES)
 
 
 @pytest.fixture
@@ -33,7 +38,7 @@ def own(tmp_path):
 
 
 def test_what_is_shipped_loads_and_says_what_of_it_was_run():
-    assert tuple(sites.names({"XDG_CONFIG_HOME": "/nonexistent"})) == SHIPPED
+    assert sorted(sites.names({"XDG_CONFIG_HOME": "/nonexistent"})) == sorted(SHIPPED)
     readme = (resources.folder(resources.TEMPLATES) / "README.md").read_text()
     for name in SHIPPED:
         site = sites.load(name)
@@ -42,10 +47,23 @@ def test_what_is_shipped_loads_and_says_what_of_it_was_run():
     assert {kind for kinds in LAUNCHERS_OF.values() for kind in kinds} == set(KINDS), "every launcher starts something"
 
 
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_profile_of_a_machine_is_dated_and_says_where_it_is_from(name):
+    site = sites.load(name)
+    text = sites.path_of(name).read_text()
+    assert re.search(r", 20\d\d-\d\d-\d\d: .*never run there$", site.proven)
+    assert re.search(r"20\d\d-\d\d-\d\d", text.partition("\n\n")[0]), "its first comment has the date"
+    assert "https://" in text and site.scheduler.account_required and site.storage.roots
+    assert site.limits.cores_per_node or all(part.cores_per_node for part in site.partitions.values())
+    assert not any(re.search(r"/\d", module) for module in site.environment.modules), "versions change"
+    if site.scheduler.partition:
+        assert site.scheduler.partition in site.partitions
+
+
 def test_every_field_is_described():
     readme = (resources.folder(resources.TEMPLATES) / "README.md").read_text()
     for item in dataclasses.fields(Site):
-        if item.name != "name":
+        if item.name not in sites.OURS:
             assert f"`{item.name}`" in readme or f"`[{item.name}]`" in readme, item.name
         inner = item.default_factory() if item.default_factory is not dataclasses.MISSING else None
         if dataclasses.is_dataclass(inner):
@@ -62,6 +80,25 @@ def test_a_profile_goes_over_the_one_it_is_based_on(own):
     site = sites.load("mine", own.environment)
     assert (site.name, site.launcher.options, site.limits.max_nodes) == ("mine", ("-b",), 3)
     assert site.environment.variables == {"A": "1", "B": "3"}
+
+
+def test_profiles_are_looked_for_in_the_folders_of_the_user_the_site_and_the_machine(own, tmp_path, monkeypatch):
+    monkeypatch.setattr(sites, "SYSTEM", tmp_path / "etc")
+    places = {"user": tmp_path / "hpcdist" / "sites"} | {name: tmp_path / name for name in ("one", "two", "etc")}
+    environment = own.environment | {"HPCDIST_SITE_PATH": f"{tmp_path / 'one'}::{tmp_path / 'two'}"}
+    for number, name in enumerate(reversed(places)):
+        places[name].mkdir(parents=True, exist_ok=True)
+        (places[name] / "cray.toml").write_text(f"based_on = 'cray'\n[limits]\nmax_nodes = {number + 1}\n")
+        (places[name] / f"only-{name}.toml").write_text(f"description = '{name}'\n")
+        site = sites.load("cray", environment)
+        assert (site.limits.max_nodes, site.launcher.mpi) == (number + 1, "cray-mpich"), "each is based on the next"
+        assert site.origin == str(places[name] / "cray.toml") == str(sites.names(environment)["cray"])
+    assert [sites.load(f"only-{name}", environment).description for name in places] == list(places)
+    with pytest.raises(
+        ConfigurationError, match=rf"looked in {places['user']}, .*one, .*two, .*etc, .*your own go into"
+    ):
+        sites.load("nowhere", environment)
+    assert "cray" in sites.names(own.environment) and "only-one" not in sites.names(own.environment)
 
 
 def test_a_users_profile_hides_ours_and_may_be_based_on_it(own):
@@ -86,6 +123,12 @@ def test_a_users_profile_hides_ours_and_may_be_based_on_it(own):
         ("[gpu]\nper_node = 4\norder = [0, 1, 1, 2]", "name each GPU of a node once"),
         ("[gpu]\nper_node = -1", "at least 0"),
         ("[gpu]\nrequest = 'gpu'", "gpu.request"),
+        ("[scheduler]\nmem = '4 GB'", "scheduler.mem '4 GB': expected MiB"),
+        ("[scheduler]\nkind = 'pbs'\nqos = 'debug'", "scheduler.qos = 'debug' with scheduler.kind = 'pbs'"),
+        ("[scheduler]\nkind = 'none'\nconstraint = 'gpu'", "scheduler.constraint = 'gpu'"),
+        ("[scheduler]\nkind = 'pbs'\n[storage]\nsbcast = true", "storage.sbcast"),
+        ("[limits]\nmem_per_node = 'all'", "mem_per_node 'all'"),
+        ("[qos.a]\nmax_wall = '1'", "unknown field 'qos.a.max_wall'.*'qos.a.max_walltime'"),
         ("[partitions.a]\nmax_wall = '1'", "unknown field 'partitions.a.max_wall'.*'partitions.a.max_walltime'"),
         ("[partitions.a]\nmax_walltime = '10:00'", "expected D-HH:MM:SS"),
         ("[limits]\ngpus_per_node = -7", "gpus_per_node = -7"),
@@ -177,8 +220,12 @@ def test_a_profile_that_cannot_be_used_hides_no_other(tmp_path):
     (tmp_path / "hpcdist" / "sites").mkdir(parents=True)
     (tmp_path / "hpcdist" / "sites" / "mine.toml").write_text("nodes = 1\n")
     line = [sys.executable, "-P", "-m", "hpcdist", "site", "list"]
-    own = os.environ | {"XDG_CONFIG_HOME": str(tmp_path)}
+    own = os.environ | {"XDG_CONFIG_HOME": str(tmp_path), "HPCDIST_SITE_PATH": str(tmp_path / "of the site")}
+    (tmp_path / "of the site").mkdir()
+    (tmp_path / "of the site" / "ours.toml").write_text("description = 'our cluster'\n")
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True, env=own)
+    assert re.search(rf"^ours +our cluster \[{tmp_path}/of the site\]$", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^cray +HPE .* node$", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"^mine +cannot be used: unknown field 'nodes'", done.stdout, re.MULTILINE)
     assert all(name in done.stdout for name in SHIPPED)
 
