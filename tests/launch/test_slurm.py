@@ -234,6 +234,8 @@ def test_a_directory_whose_name_slurm_would_read_as_a_pattern(cluster: Cluster, 
     [
         (["--nodes=4"], "node configuration is not available"),
         (["--nodes=1", "--partition=nix"], "invalid partition specified: nix"),
+        (["--nodes=1", "--constraint=nix"], "Invalid feature specification"),
+        (["--nodes=1", "--mem=2G"], "node configuration is not available"),
     ],
 )
 def test_what_slurm_refuses(jobs: Jobs, options: list[str], words: str) -> None:

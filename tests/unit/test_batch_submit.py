@@ -1,5 +1,6 @@
 """`hpcdist submit`: what it asks of Slurm, what it prints, and what it refuses. Slurm is played by a small script."""
 
+import getpass
 import os
 import re
 import subprocess
@@ -340,6 +341,28 @@ def test_variables_of_an_allocation_stay_in_it():
     assert slurm.undisturbed("", own | given | step) == {name: own[name] for name in own if name != "SLURM_MPI_TYPE"}
     outside = own | {"SLURM_CPU_BIND": "cores", "SLURM_HINT": "nomultithread"}
     assert slurm.undisturbed("", outside) == outside, "what the site's modules say to srun"
+
+
+def test_qos_constraint_and_memory_are_options_of_their_own(sbatch):
+    asked = ("--qos=debug", "--constraint=gpu&hbm80g", "--mem=4G")
+    done = submit("--nodes=1", *asked, "--dry-run", folder=sbatch)
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith(("#SBATCH --qos", "#SBATCH --constraint", "#SBATCH --mem"))] == [
+        "#SBATCH --qos=debug",
+        '#SBATCH --constraint="gpu&hbm80g"',
+        "#SBATCH --mem=4G",
+    ], done.stderr
+    given = {"SBATCH_MEM_PER_NODE": "1", "SBATCH_QOS": "a", "SBATCH_CONSTRAINT": "b"}
+    assert slurm.undisturbed(done.stdout, given | {"PATH": "/bin"}) == {"PATH": "/bin"}
+    assert submit("--nodes=1", "--mem=4GB", "--dry-run", folder=sbatch).returncode == 2
+    told = submit("--nodes=1", "--site=pbs", "--account=a", "--qos=debug", "--dry-run", folder=sbatch)
+    assert told.returncode == 78 and "has PBS, which knows no such" in told.stderr
+
+
+def test_the_node_local_folder_may_have_the_name_of_the_user(sbatch):
+    (sbatch / "ours.toml").write_text("based_on = 'slurm-mpich'\n[storage]\nnode_local = '/mnt/bb/$USER'\n")
+    done = submit("--nodes=1", "--site=ours.toml", "--warmup", "--dry-run", folder=sbatch)
+    assert re.search(rf"^local_dir=/mnt/bb/{getpass.getuser()}/hpcdist-", done.stdout, re.MULTILINE), done.stderr
 
 
 def test_an_account_may_be_a_variable(site):
