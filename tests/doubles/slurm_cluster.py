@@ -1,12 +1,15 @@
 """A real Slurm of a few virtual nodes on this machine, and jobs that are submitted to it.
 
-The daemons live in a folder and on ports of their own.
+The daemons live in a folder and on ports of their own. Nodes of a `Cluster(..., isolated=True)` have each its own
+processes, hostname, mounts and shared memory, and can crash: everything on one dies at once, and Slurm has to find out.
 """
 
 import os
 import random
 import re
+import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -47,7 +50,7 @@ SlurmctldPort={control}
 SlurmUser=root
 AuthType=auth/munge
 CryptoType=crypto/munge
-AuthInfo=socket={folder}/munge
+AuthInfo=socket={folder}/munge,cred_expire={requeue}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
 TmpFS={folder}/%n
@@ -61,20 +64,43 @@ SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf
 ReturnToService=2
 SlurmdParameters=config_overrides
 JobRequeue=1
+SlurmdTimeout={timeout}
 FirstJobId={first}
 MpiDefault=none
 GresTypes=gpu
 {nodes}
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+# The first process of an isolated node. It stays, since it has to wait for the processes that lose their parents.
+NODE = """
+set -e
+hostname {name}
+mount -t tmpfs -o mode=1777 tmpfs /dev/shm
+mount --bind {folder}/hosts /etc/hosts
+{slurmd} &
+wait "$!"
+"""
+UNSHARE = ("unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+def isolation_refused() -> str:
+    """Return why this machine gives no namespaces to nodes of their own; "" where it does."""
+    if shutil.which(UNSHARE[0]) is None:
+        return "there is no unshare: apt-get install util-linux"
+    commands = "hostname n1 && mount -t tmpfs tmpfs /dev/shm && mount --bind /etc/hosts /etc/hosts"
+    done = subprocess.run([*UNSHARE, "bash", "-c", commands], capture_output=True, text=True, timeout=60, check=False)
+    return "" if done.returncode == 0 else f"unshare is refused here: {done.stderr.strip()}"
 
 
 class Cluster:
     """Daemons in the foreground, as children of this process, and the commands of their Slurm."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, isolated: bool = False, timeout_s: int = 300, requeue_s: int = 120) -> None:
+        """``timeout_s`` is SlurmdTimeout; a requeued job waits for ``requeue_s``. Both are Slurm's, if not given."""
+        self.folder, self.isolated = folder, isolated
+        self.timeout_s, self.requeue_s = timeout_s, requeue_s
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         inherited = ("SLURM_", "SBATCH_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "HPCDIST_SITE")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(inherited)}
         # Two cores play eight: ranks that wait must not spin. And a daemon that dies with its node leaves its session.
@@ -96,8 +122,11 @@ class Cluster:
         ]
         # MPICH names memory in /dev/shm after the number of the job: those of another cluster must not be the same.
         first = random.randrange(10**5, 10**7)
-        text = CONFIGURATION.format(host=host, control=control, folder=self.folder, first=first, nodes="\n".join(nodes))
+        own = {"timeout": self.timeout_s, "requeue": self.requeue_s, "nodes": "\n".join(nodes)}
+        text = CONFIGURATION.format(host=host, control=control, folder=self.folder, first=first, **own)
         (self.folder / "slurm.conf").write_text(text)
+        names = " ".join(f"n{number}" for number in range(1, NODES + 1))
+        (self.folder / "hosts").write_text(f"{Path('/etc/hosts').read_text()}\n127.0.0.1 {names}\n")
         # GPUs to be asked for, which none has: the files stand for devices, and Slurm counts only what is there.
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[1-{GPUS}]\n")
         for number in range(1, GPUS + 1):
@@ -111,15 +140,39 @@ class Cluster:
         self.wait(lambda: (self.folder / "munge").exists(), "munged")
         self._spawn("slurmctld", "-D", "-c", "-f", str(self.folder / "slurm.conf"))
         for number in range(1, NODES + 1):
-            # Ranks that PMIx starts look for those of their node by its name, which all have from this machine.
-            own = {"PMIX_HOSTNAME": f"n{number}"}
-            self._spawn("slurmd", "-D", "-c", "-N", f"n{number}", "-f", str(self.folder / "slurm.conf"), **own)
+            self._start_node(f"n{number}")
         self.wait(lambda: self.run("sinfo", "-h", "-o", "%D %t").stdout.split() == [str(NODES), "idle"], "idle nodes")
 
-    def _spawn(self, name: str, *arguments: str, **added: str) -> None:
+    def _start_node(self, name: str) -> None:
+        line = ["slurmd", "-D", "-c", "-N", name, "-f", str(self.folder / "slurm.conf")]
+        if not self.isolated:
+            # Ranks that PMIx starts look for those of their node by its name, which all have from this machine.
+            self.nodes[name] = self._spawn(*line, PMIX_HOSTNAME=name)
+            return
+        slurmd = shlex.join([shutil.which("slurmd", path=SEARCH) or "slurmd", *line[1:]])
+        script = NODE.format(name=name, folder=shlex.quote(str(self.folder)), slurmd=slurmd)
+        self.nodes[name] = self._spawn(*UNSHARE, "bash", "-c", script)
+
+    def crash(self, name: str) -> None:
+        """Kill all processes of an isolated node, its slurmd too, and return when they are gone. Slurm is not told."""
+        assert self.isolated
+        process = self.nodes.pop(name)
+        self.processes.remove(process)
+        # When the first process of a PID namespace dies, the kernel kills the others, and ends it only after them.
+        (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(first), signal.SIGKILL)
+        process.wait(60)
+
+    def revive(self, name: str) -> None:
+        """Start a crashed node anew, and wait until Slurm uses it again."""
+        self._start_node(name)
+        state = ("sinfo", "-h", "-n", name, "-o", "%t")
+        self.wait(lambda: self.run(*state).stdout.strip() in ("idle", "mix", "alloc"), f"{name} that responds")
+
+    def _spawn(self, name: str, *arguments: str, **added: str) -> "subprocess.Popen[bytes]":
         program = shutil.which(name, path=SEARCH)
         assert program is not None
-        with (self.folder / f"{name}-{len(self.processes)}.out").open("wb") as output:
+        with (self.folder / f"{name}-{len(self.processes)}.out").open("ab") as output:
             process = subprocess.Popen(
                 [program, *arguments],
                 stdin=subprocess.DEVNULL,
@@ -129,6 +182,7 @@ class Cluster:
                 start_new_session=True,
             )
         self.processes.append(process)
+        return process
 
     def run(self, *line: str, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
@@ -156,6 +210,8 @@ class Cluster:
             until = time.monotonic() + 60
             while self.run("squeue", "-h").stdout.strip() and time.monotonic() < until:
                 time.sleep(0.1)
+        for name in list(self.nodes) if self.isolated else ():
+            self.crash(name)  # unshare takes no SIGTERM
         for process in reversed(self.processes):
             process.terminate()
             try:

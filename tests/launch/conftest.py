@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,11 @@ from hpcdist.errors import MissingCapabilityError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))  # tests are no package: this is how they share code
 
-from slurm_cluster import DAEMONS, SEARCH, Cluster
+from slurm_cluster import DAEMONS, SEARCH, Cluster, isolation_refused
 
 JOB_S = 120.0  # generous: a loaded machine must not fail a test
+NOTICED_S = 15  # SlurmdTimeout of the cluster whose nodes crash
+REQUEUED_S = 5  # for which its requeued jobs wait
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # Variables that a launcher gave to this process would make its children believe to be its ranks.
@@ -138,8 +141,9 @@ def launch(mpi: mpirun.Launcher, tmp_path: Path) -> Callable[..., Ended]:
     return start
 
 
-@pytest.fixture(scope="session")
-def cluster(mpi: mpirun.Launcher) -> Iterator[Cluster]:
+@contextmanager
+def started(**options: Any) -> Iterator[Cluster]:
+    """Start a cluster with ``options`` for as long as this lasts, or skip."""
     missing = [name for name in (*DAEMONS, "sbatch") if shutil.which(name, path=SEARCH) is None]
     if missing:
         pytest.skip(f"there is no {', '.join(missing)}: apt-get install slurm-wlm munge")
@@ -147,9 +151,25 @@ def cluster(mpi: mpirun.Launcher) -> Iterator[Cluster]:
         pytest.skip("slurmd starts the jobs of users, so it needs root")
     # A short path: it holds sockets, whose names may have 107 characters.
     with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
-        found = Cluster(Path(folder))
+        found = Cluster(Path(folder), **options)
         try:
             found.start()
             yield found
         finally:
             found.stop()
+
+
+@pytest.fixture(scope="session")
+def cluster(mpi: mpirun.Launcher) -> Iterator[Cluster]:
+    with started() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def fragile(mpi: mpirun.Launcher) -> Iterator[Cluster]:
+    """A cluster whose nodes can crash, which it notices after a few seconds instead of five minutes."""
+    refused = isolation_refused()
+    if refused:
+        pytest.skip(refused)
+    with started(isolated=True, timeout_s=NOTICED_S, requeue_s=REQUEUED_S) as found:
+        yield found
