@@ -4,11 +4,12 @@ One JSON object a line, appended with one write: {"time", "event", "job", ...}, 
 
     submitted  scheduler, site, name, log, script, chain    by whoever submits
     began      restart, from, saved_ns, recipe, nodes       by the job, before it trains
-    ended      restart, code, newest, saved_ns, word        by the job, after it has trained
+    ended      restart, code, newest, saved_ns, word, lost  by the job, after it has trained
     cancelled  how                                          by whoever cancels
 
 ``saved_ns`` is when the newest checkpoint was written, ``recipe`` a digest of what is trained, ``word`` the decision
-("again" or "stop"). A job that is killed writes no end. Lines of others, and those that a crash has torn, are skipped.
+("again" or "stop"), ``lost`` the nodes that crashed, if any did. A job that is killed writes no end. Lines of others,
+and those that a crash has torn, are skipped.
 
 A registry of each user, ``$XDG_STATE_HOME/hpcdist/runs.jsonl``, tells which run directories there are.
 """

@@ -4,21 +4,33 @@ Both run on the first node of a job, without MPI, and answer with one word on st
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import click
 
 from hpcdist.batch import ledger
+from hpcdist.batch import nodes as allocation
 from hpcdist.comm.restarts import FRUITLESS
-from hpcdist.errors import CONFIGURATION, OK, REQUEUE, ConfigurationError, StorageError
+from hpcdist.errors import (
+    CONFIGURATION,
+    INTERRUPTED,
+    MISSING_CAPABILITY,
+    OK,
+    REQUEUE,
+    USAGE,
+    ConfigurationError,
+    StorageError,
+)
 from hpcdist.reporting import atomic, regular
 
 GO: Final = "go"
 DONE: Final = "done"
 RECIPE_FILE: Final = "recipe.toml"  # of a run directory, as `hpcdist.training` names it, which is slow to load
 STOP_FILE: Final = "stop"
+# Whatever became of the nodes, another start would end in the same way, or is not wanted.
+_FINAL: Final = (OK, USAGE, MISSING_CAPABILITY, CONFIGURATION, INTERRUPTED)
 
 _RUN_DIR = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(file_okay=False, path_type=Path))
 _JOB = click.option("--job", required=True, help="Number of the job.")
@@ -195,8 +207,9 @@ def end(run_dir: Path, job: str, restart: int, code: int) -> None:
     """Enter the end of a job's start in the ledger of RUN_DIR, and print what comes next: `again` or `stop`.
 
     It is `again` when the training was stopped to go on (exit code 75) and this start has made a new checkpoint. A
-    start that was stopped before it could save is made once more. It is `cancelled` when `jobs cancel` has stopped it:
-    nothing is lost, and the job ends with exit code 0.
+    start that was stopped before it could save is made once more. It is `again` too when the training failed and a node
+    of a Slurm job does not answer any more: such starts without a new checkpoint are bounded by `begin` alone. It is
+    `cancelled` when `jobs cancel` has stopped it: nothing is lost, and the job ends with exit code 0.
     """
     saved = newest(run_dir)
     entries: list[ledger.Entry] = []
@@ -204,11 +217,18 @@ def end(run_dir: Path, job: str, restart: int, code: int) -> None:
         entries = ledger.read(run_dir)
     except StorageError as error:
         _say(f"warning: {error}")
-    vain, own = _starts_in_vain(entries, job, saved), ledger.jobs(entries).get(job)
+    vain = _starts_in_vain(entries, job, saved)
+    own = ledger.jobs(entries).get(job)
     reason = _why_not_again(own, vain, saved, code)
+    lost: list[str] = []
+    if reason and code not in _FINAL and not (own is not None and own.is_cancelled):
+        lost, _ = allocation.lost()
+    if lost:
+        _say(f"{', '.join(lost)} of this job crashed or cannot be reached (exit code {code} of the training)")
+        reason = ""
     word = ledger.STOP if reason else ledger.AGAIN
     try:
-        _end(run_dir, job, restart, code, saved, word)
+        _end(run_dir, job, restart, code, saved, word, lost)
     except StorageError as error:  # the decision stands without it
         _say(f"warning: {error}")
     outcome = f"saved {saved.name}" if saved.name and not vain else "this start made no new checkpoint"
@@ -248,10 +268,12 @@ def _why_not_again(own: ledger.Job | None, vain: int, saved: Saved, code: int) -
     return ""
 
 
-def _end(run_dir: Path, job: str, restart: int, code: int, saved: Saved, word: str) -> None:
+def _end(
+    run_dir: Path, job: str, restart: int, code: int, saved: Saved, word: str, lost: Sequence[str] = ()
+) -> None:
     """Enter an end. Raises StorageError."""
     found = {"code": code, "newest": saved.name, "saved_ns": saved.ns, "word": word}
-    ledger.record(run_dir, ledger.ENDED, job=job, restart=restart, **found)
+    ledger.record(run_dir, ledger.ENDED, job=job, restart=restart, **found, **({"lost": list(lost)} if lost else {}))
 
 
 def _say(text: str) -> None:

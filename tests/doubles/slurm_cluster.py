@@ -71,12 +71,15 @@ GresTypes=gpu
 {nodes}
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-# The first process of an isolated node. It stays, since it has to wait for the processes that lose their parents.
+# The first process of an isolated node. It stays, since it has to wait for the processes that lose their parents. What
+# slurmd keeps is gone with the node: Slurm's PMIx plugin starts no step where a crash has left its folder of that number.
 NODE = """
 set -e
 hostname {name}
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
 mount --bind {folder}/hosts /etc/hosts
+mkdir -p {folder}/{name}
+mount -t tmpfs tmpfs {folder}/{name}
 {slurmd} &
 wait "$!"
 """
@@ -95,9 +98,11 @@ def isolation_refused() -> str:
 class Cluster:
     """Daemons in the foreground, as children of this process, and the commands of their Slurm."""
 
-    def __init__(self, folder: Path, *, isolated: bool = False, timeout_s: int = 300, requeue_s: int = 120) -> None:
+    def __init__(
+        self, folder: Path, *, count: int = NODES, isolated: bool = False, timeout_s: int = 300, requeue_s: int = 120
+    ) -> None:
         """``timeout_s`` is SlurmdTimeout; a requeued job waits for ``requeue_s``. Both are Slurm's, if not given."""
-        self.folder, self.isolated = folder, isolated
+        self.folder, self.count, self.isolated = folder, count, isolated
         self.timeout_s, self.requeue_s = timeout_s, requeue_s
         self.processes: list[subprocess.Popen[bytes]] = []
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
@@ -114,7 +119,7 @@ class Cluster:
         }
 
     def start(self) -> None:
-        host, (control, *ports) = socket.gethostname().split(".")[0], free_ports(1 + NODES)
+        host, (control, *ports) = socket.gethostname().split(".")[0], free_ports(1 + self.count)
         nodes = [
             f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=1000 "
             f"Gres=gpu:{GPUS}"
@@ -125,7 +130,7 @@ class Cluster:
         own = {"timeout": self.timeout_s, "requeue": self.requeue_s, "nodes": "\n".join(nodes)}
         text = CONFIGURATION.format(host=host, control=control, folder=self.folder, first=first, **own)
         (self.folder / "slurm.conf").write_text(text)
-        names = " ".join(f"n{number}" for number in range(1, NODES + 1))
+        names = " ".join(f"n{number}" for number in range(1, self.count + 1))
         (self.folder / "hosts").write_text(f"{Path('/etc/hosts').read_text()}\n127.0.0.1 {names}\n")
         # GPUs to be asked for, which none has: the files stand for devices, and Slurm counts only what is there.
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[1-{GPUS}]\n")
@@ -139,9 +144,9 @@ class Cluster:
         self._spawn("munged", "--foreground", "--force", *options)
         self.wait(lambda: (self.folder / "munge").exists(), "munged")
         self._spawn("slurmctld", "-D", "-c", "-f", str(self.folder / "slurm.conf"))
-        for number in range(1, NODES + 1):
+        for number in range(1, self.count + 1):
             self._start_node(f"n{number}")
-        self.wait(lambda: self.run("sinfo", "-h", "-o", "%D %t").stdout.split() == [str(NODES), "idle"], "idle nodes")
+        self.wait(lambda: self.run("sinfo", "-h", "-o", "%D %t").stdout.split() == [str(self.count), "idle"], "idle nodes")
 
     def _start_node(self, name: str) -> None:
         line = ["slurmd", "-D", "-c", "-N", name, "-f", str(self.folder / "slurm.conf")]

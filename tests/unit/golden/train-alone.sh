@@ -80,8 +80,9 @@ run=("${hpcdist[@]}" run -n 8 "${how[@]}")
 if ! attend "${run[@]}" doctor --job --out "$run_dir" --device cpu --recipe "$recipe" &&
   [[ -z $pending ]]; then # told to stop, `attend` starts nothing more
   say "not started: see what the doctor says above; submit with --no-check to start all the same"
-  "${hpcdist[@]}" jobs end "$run_dir" --job "$job_id" --restart "$restart" --code 1 >/dev/null || true
-  exit 1
+  code=1
+  "${hpcdist[@]}" jobs end "$run_dir" --job "$job_id" --restart "$restart" --code "$code" >/dev/null || true
+  exit "$code"
 fi
 
 code=0
