@@ -1,26 +1,97 @@
-"""The nodes that a job of Slurm still has: those that failed are taken from one that was submitted with --no-kill.
+"""The nodes that a job of Slurm still has: those that run a process now, whatever Slurm has noticed.
 
-Slurm's own variables stay what they were at the start of the job, and a node that is back again is not given back.
+Slurm needs up to SlurmdTimeout (five minutes, if nobody has set it) to declare a crashed node down. Only then it takes
+the node from a job that was submitted with --no-kill, for good. Until then a step on it fails, or waits. So the nodes
+are asked to run a process each, beside whatever holds their cores: the rest of a step that the crash has ended, too.
 """
 
 import os
+import re
+import signal
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 LIMIT_S: Final = 60.0  # a busy controller answers late
+PROBE_S: Final = 30.0  # srun gives up a node that does not answer after MessageTimeout, 10 s if nobody has set it
+MARGIN_S: Final = 30.0  # more than SlurmdTimeout, since Slurm looks at nodes now and then
+LOOK_S: Final = 5.0
+_SLURMD_TIMEOUT_S: Final = 300.0  # of a Slurm that does not say
+_KEPT: Final = ("SLURM_CONF", "SLURM_CONF_SERVER")
+_DEAD: Final = re.compile(r"down|.*\*$")  # states of `sinfo`; the star means that the node does not respond
 
 
 def lost(environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
     """Return the nodes that this job has lost, and those that are left.
 
-    Nothing is lost outside of a job, and where Slurm does not say.
+    Lost are those that Slurm has taken from the job, those that it says are down or do not respond, and those that do
+    not run a process within PROBE_S. Where no node can be asked, the word of Slurm counts alone. Nothing is lost
+    outside of a job, and where Slurm does not say.
     """
     job, before = environment.get("SLURM_JOB_ID"), environment.get("SLURM_JOB_NODELIST")
     if not job or not before:
         return [], []
-    left = _names(_said(["squeue", "-h", "-j", job, "-o", "%N"], environment).strip(), environment)
+    held = _held(job, environment)
+    if not held:
+        return [], []
+    states = _states(held, environment)
+    up = [name for name in held if not _DEAD.match(states.get(name, ""))]
+    left = _answering(job, up, environment) or up
     return ([name for name in _names(before, environment) if name not in left], left) if left else ([], [])
+
+
+class Allocation:
+    """The nodes of the job in which this process runs, for starts that need ``needed`` of them (None: any)."""
+
+    def __init__(self, needed: int | None, environment: Mapping[str, str] = os.environ) -> None:
+        self.lost: list[str] = []
+        self.left: list[str] = []
+        self._needed, self._environment = needed, environment
+
+    def died(self) -> list[str]:
+        """Look at all nodes; return those that were there the last time, and are no more."""
+        before = self.lost
+        self.lost, self.left = lost(self._environment)
+        return [name for name in self.lost if name not in before]
+
+    def shortage(self) -> str:
+        """Return why a start does not fit on the nodes that are left; "" where it does."""
+        if not self.lost or self._needed is None or len(self.left) >= self._needed:
+            return ""
+        return (
+            f"the job has lost {', '.join(self.lost)}, and needs {self._needed} nodes, of which {', '.join(self.left)} "
+            "are left; more may be had with --spare-nodes"
+        )
+
+    def wait(
+        self, pause: Callable[[float], signal.Signals | None], say: Callable[[str], None]
+    ) -> signal.Signals | None:
+        """Where too few nodes are left, wait until enough are back; return the signal that ended that, if one did.
+
+        A node that Slurm has declared down does not come back: it waits until Slurm has had the time to do so.
+        """
+        limit_s = 0.0
+        began = time.monotonic()
+        while self.shortage() and self._may_come_back():
+            if not limit_s:
+                limit_s = _slurmd_timeout_s(self._environment) + MARGIN_S
+                say(f"waiting up to {limit_s:g} s for {', '.join(self.lost)}: until Slurm has declared them down")
+            if time.monotonic() - began >= limit_s:
+                return None
+            asked = pause(LOOK_S)
+            if asked is not None:
+                return asked
+            self.died()
+        return None
+
+    def _may_come_back(self) -> bool:
+        return len(_held(self._environment.get("SLURM_JOB_ID", ""), self._environment)) >= (self._needed or 0)
+
+
+def _held(job: str, environment: Mapping[str, str]) -> list[str]:
+    """Return the nodes that Slurm has not taken from the ``job``."""
+    return _names(_said(["squeue", "-h", "-j", job, "-o", "%N"], environment).strip(), environment)
 
 
 def _names(short: str, environment: Mapping[str, str]) -> list[str]:
@@ -28,18 +99,45 @@ def _names(short: str, environment: Mapping[str, str]) -> list[str]:
     return _said(["scontrol", "show", "hostnames", short], environment).split() if short else []
 
 
-def _said(line: list[str], environment: Mapping[str, str]) -> str:
-    """Return what a command of Slurm prints, "" where it is not there or fails."""
+def _states(names: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what Slurm says of each node: "mixed", or "down*"."""
+    lines = _said(["sinfo", "-h", "-N", "-n", ",".join(names), "-o", "%N %T"], environment).splitlines()
+    return {name: state for name, _, state in (line.strip().partition(" ") for line in lines)}
+
+
+def _answering(job: str, names: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return those of ``names`` that run a process of the ``job``; none where srun cannot start any."""
+    if not names:
+        return []
+    count = len(names)
+    line = ["srun", f"--jobid={job}", "--job-name=probe", "--overlap", "--mpi=none", "--gres=none", "--mem=0"]
+    line += [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    line += [f"--nodelist={','.join(names)}", "--kill-on-bad-exit=0", "--immediate=10", "--quiet"]
+    # What the job has asked for its own steps is not meant for this one.
+    own = {name: value for name, value in environment.items() if not name.startswith("SLURM_") or name in _KEPT}
+    said = _said([*line, "sh", "-c", 'echo "$SLURMD_NODENAME"'], own, PROBE_S, whole=False).split()
+    return [name for name in names if name in said]
+
+
+def _slurmd_timeout_s(environment: Mapping[str, str]) -> float:
+    """Return after how many seconds Slurm declares a node down that does not respond."""
+    found = re.search(r"SlurmdTimeout\s*=\s*(\d+)", _said(["scontrol", "show", "config"], environment))
+    return float(found[1]) if found and int(found[1]) else _SLURMD_TIMEOUT_S
+
+
+def _said(line: list[str], environment: Mapping[str, str], limit_s: float = LIMIT_S, *, whole: bool = True) -> str:
+    """Return what a command of Slurm prints; where it fails or takes too long: "", or what it has, unless ``whole``."""
     try:
         done = subprocess.run(
             line,
             capture_output=True,
-            text=True,
             stdin=subprocess.DEVNULL,
             env=dict(environment),
-            timeout=LIMIT_S,
+            timeout=limit_s,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except subprocess.TimeoutExpired as error:
+        return "" if whole else (error.stdout or b"").decode(errors="replace")
+    except OSError:
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return done.stdout.decode(errors="replace") if done.returncode == 0 or not whole else ""

@@ -18,12 +18,13 @@ from typing import Any
 import click
 
 import hpcdist
+from hpcdist.batch.nodes import Allocation
 from hpcdist.checkpoint.lock import Lock, is_dead
 from hpcdist.cli.main import COMMANDS
 from hpcdist.comm import ending, launchers, restarts, supervisor
 from hpcdist.comm.failfast import FAILURE_DIR
 from hpcdist.comm.launcher import RESUME, RUN_DIR, announced
-from hpcdist.errors import INTERRUPTED, OK, REQUEUE, MissingCapabilityError, UsageError
+from hpcdist.errors import INTERRUPTED, OK, REQUEUE, UsageError
 
 _PREFIX = "hpcdist-run-"
 _OWNER = "owner.json"  # says whose a directory with this prefix is
@@ -167,30 +168,39 @@ class _Job:
             _remove_abandoned()
             if run_dir is None or not most_restarts:
                 return self.start(command, mask, last=True).code
+            nodes = Allocation(self.starter.layout.nodes)
+
+            def start(number: int) -> supervisor.Outcome:
+                if number == 1:
+                    return self.start(command, mask, last=False)
+                return self.start_again(nodes, command, mask, last=number > most_restarts)
+
             return restarts.repeat(
-                lambda number: (self.start if number == 1 else self.start_again)(
-                    command, mask, last=number > most_restarts
-                ),
+                start,
                 most_restarts,
                 lambda: checkpoints(run_dir),
                 supervisor.pause,
                 lambda text: click.echo(f"hpcdist run: {text}", err=True),
+                nodes,
             )
 
     def start(
-        self, command: Sequence[str], mask: set[signal.Signals], where: Sequence[str] = (), *, last: bool
+        self, command: Sequence[str], mask: set[signal.Signals], where: Sequence[str] | None = None, *, last: bool
     ) -> supervisor.Outcome:
-        """Run the hpcdist ``command`` to its end, ``where`` the launcher is told to, and show its first failure.
+        """Run the hpcdist ``command`` to its end, and show its first failure.
+
+        A start that follows another says ``where``, by options of the launcher: on which nodes, none for all.
 
         The ``last`` start tells what is left of a training that ended without a word of its own, and how it goes on.
         """
         with _launch_dir() as folder:
             settings = {**self.settings, FAILURE_DIR: folder, ending.LAUNCH_DIR: folder, **_screen()}
             settings[ending.COMMAND] = shlex.join(self.typed)
-            words = self._words(command, settings, where)
+            words = self._words(command, settings, where or ())
+            own = self.starter.session(Path(folder), self.options) | ({} if where is None else launchers.AGAIN)
             outcome = supervisor.watch(
                 words,
-                {**os.environ, **settings, **self.starter.session(Path(folder), self.options)},
+                {**os.environ, **settings, **own},
                 Path(folder),
                 self.grace_s,
                 mask,
@@ -209,9 +219,14 @@ class _Job:
                 click.echo(f"hpcdist run: {stopped}", err=True)
         return outcome
 
-    def start_again(self, command: Sequence[str], mask: set[signal.Signals], *, last: bool) -> supervisor.Outcome:
+    def start_again(
+        self, nodes: Allocation, command: Sequence[str], mask: set[signal.Signals], *, last: bool
+    ) -> supervisor.Outcome:
         """Run ``command`` as `start` does, from its newest checkpoint, and not on nodes that were lost."""
-        where = _where(self.starter)
+        where: list[str] = []
+        if nodes.lost:
+            click.echo(f"hpcdist run: without {', '.join(nodes.lost)}, which the job has lost", err=True)
+            where = self.starter.without(nodes.lost, nodes.left)
         if self.script:
             return replace(self, settings={**self.settings, RESUME: "auto"}).start(command, mask, where, last=last)
         return self.start(ending.resuming(command), mask, where, last=last)
@@ -386,26 +401,6 @@ def checkpoints(run_dir: Path) -> dict[str, int]:
             with suppress(OSError):  # just removed
                 found[int(step)] = path.stat().st_mtime_ns
     return {f"step-{step}": found[step] for step in sorted(found, reverse=True)}
-
-
-def _where(starter: launchers.Starter) -> list[str]:
-    """Return the options that leave out the nodes that the job of Slurm has lost, none where it has all.
-
-    Raises MissingCapabilityError where too few are left.
-    """
-    from hpcdist.batch import nodes
-
-    lost, left = nodes.lost()
-    if not lost:
-        return []
-    layout = starter.layout
-    if layout.nodes is not None and len(left) < layout.nodes:
-        raise MissingCapabilityError(
-            f"the job has lost {', '.join(lost)}, and {layout.ranks} ranks, {layout.ranks_per_node} on a node, do not "
-            f"fit on {', '.join(left)}; submit it again, with --spare-nodes"
-        )
-    click.echo(f"hpcdist run: without {', '.join(lost)}, which the job has lost", err=True)
-    return starter.without(lost, left)
 
 
 def outside_python() -> str | None:

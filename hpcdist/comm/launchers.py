@@ -118,6 +118,9 @@ FLUX: Final = Kind(
 
 KINDS: Final = {kind.name: kind for kind in (MPIRUN, SRUN, MPIEXEC, IBRUN, FLUX)}
 HET_GROUP: Final = "--het-group"  # option of srun: which components of a heterogeneous job
+# For starts after the first. A crashed node leaves its step unended, which keeps the cores of the living nodes, and any
+# srun, that of an mpirun too, waits for them until Slurm has declared the node down, unless it may share them.
+AGAIN: Final = {"SLURM_OVERLAP": "1"}
 # Where all cores of a step of Slurm are taken, srun asks again until the walltime ends.
 _PATIENCE_S: Final = 300
 

@@ -1,4 +1,4 @@
-"""Which nodes a job of Slurm has lost, by what its commands say: played by small scripts."""
+"""The nodes that a job of Slurm has lost, by what its commands say and which of them answer: played by scripts."""
 
 import os
 from pathlib import Path
@@ -9,55 +9,167 @@ from hpcdist.batch import nodes
 from hpcdist.cli import run
 from hpcdist.comm import launchers
 from hpcdist.comm.mpirun import OPEN_MPI, Launcher
+from hpcdist.comm.supervisor import Outcome
 from hpcdist.errors import MissingCapabilityError
 
 SQUEUE = """#!/bin/sh
-[ "$*" = "-h -j 7 -o %N" ] && echo "$LEFT"
+[ "$*" = "-h -j 7 -o %N" ] && cat HERE/held
 """
 SCONTROL = """#!/bin/sh
 case "$*" in
   "show hostnames n[1-3]") printf 'n1\\nn2\\nn3\\n' ;;
   "show hostnames n[1,3]") printf 'n1\\nn3\\n' ;;
+  "show config") echo "SlurmdTimeout           = 40 sec" ;;
   *) exit 1 ;;
 esac
 """
+SINFO = """#!/bin/sh
+cat HERE/states
+"""
+# Nodes that do not answer make it fail; those that do have answered.
+SRUN = """#!/bin/sh
+echo "$* NTASKS=$SLURM_NTASKS" >>HERE/asked
+cat HERE/answers
+exit 1
+"""
+
+
+class Job:
+    """A job of three nodes whose commands are played; it has those in ``held``, and those in ``answers`` live."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        for name, text in (("squeue", SQUEUE), ("scontrol", SCONTROL), ("sinfo", SINFO), ("srun", SRUN)):
+            (folder / name).write_text(text.replace("HERE", str(folder)))
+            (folder / name).chmod(0o755)
+        path = f"{folder}:{os.environ['PATH']}"
+        self.environment = {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_NTASKS": "6"}
+        self.say()
+
+    def say(self, held="n[1-3]", answers="n1 n2 n3", states=""):
+        for name, text in (("held", held), ("answers", answers), ("states", states)):
+            (self.folder / name).write_text(text and f"{text}\n")
+
+    @property
+    def asked(self):
+        path = self.folder / "asked"
+        return path.read_text() if path.exists() else ""
 
 
 @pytest.fixture
-def job(tmp_path):
-    """The environment of a job whose commands are played; LEFT says which nodes it has."""
-    for name, text in (("squeue", SQUEUE), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    return {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "LEFT": "n[1,3]"}
+def job(tmp_path, monkeypatch):
+    job = Job(tmp_path)
+    monkeypatch.setenv("PATH", job.environment["PATH"])
+    return job
 
 
-def test_what_is_lost_and_left(job, monkeypatch):
-    monkeypatch.setenv("PATH", job["PATH"])
-    assert nodes.lost(job) == (["n2"], ["n1", "n3"])
-    assert nodes.lost(job | {"LEFT": "n[1-3]"})[0] == []
+def test_a_node_that_slurm_has_taken_is_lost_and_not_asked(job):
+    job.say(held="n[1,3]", answers="n1 n3")
+    assert nodes.lost(job.environment) == (["n2"], ["n1", "n3"])
+    assert "--nodes=2 --ntasks=2" in job.asked and "--nodelist=n1,n3 " in job.asked and "--overlap" in job.asked
+    assert "NTASKS=\n" in job.asked  # what the job wants for its steps is not for this one
 
 
-@pytest.mark.parametrize("changes", [{"LEFT": ""}, {"LEFT": "n9"}, {"SLURM_JOB_ID": ""}, {"SLURM_JOB_ID": "8"}])
-def test_where_slurm_does_not_say_nothing_is_lost(job, monkeypatch, changes):
-    monkeypatch.setenv("PATH", job["PATH"])
-    assert nodes.lost(job | changes) == ([], [])
+def test_a_node_that_does_not_answer_is_lost_whatever_slurm_says(job):
+    job.say(answers="n1\nn3", states="n1 mixed\nn2 mixed\nn3 mixed")
+    assert nodes.lost(job.environment) == (["n2"], ["n1", "n3"])
+
+
+@pytest.mark.parametrize("state", ["down", "down*", "mixed*", "allocated*"])
+def test_a_node_that_is_down_or_does_not_respond_is_lost_and_not_asked(job, state):
+    job.say(answers="n1\nn3", states=f"n1 mixed\nn2 {state}\nn3 draining")
+    assert nodes.lost(job.environment) == (["n2"], ["n1", "n3"])
+    assert "--nodelist=n1,n3 " in job.asked
+
+
+def test_where_no_node_can_be_asked_slurm_is_believed(job):
+    job.say(answers="", states="n1 mixed\nn2 down*\nn3 mixed")
+    assert nodes.lost(job.environment) == (["n2"], ["n1", "n3"])
+    (job.folder / "srun").unlink()
+    job.environment["PATH"] = str(job.folder)
+    assert nodes.lost(job.environment)[0] in ([], ["n2"])  # `cat` is not there either
+    job.say()
+
+
+def test_a_srun_that_hangs_has_heard_of_those_that_answered(job, monkeypatch):
+    monkeypatch.setattr(nodes, "PROBE_S", 1.0)
+    (job.folder / "srun").write_text("#!/bin/sh\necho n1; echo n3; exec sleep 60\n")
+    assert nodes.lost(job.environment) == (["n2"], ["n1", "n3"])
+
+
+@pytest.mark.parametrize("changes", [{"SLURM_JOB_ID": ""}, {"SLURM_JOB_ID": "8"}, {"SLURM_JOB_NODELIST": ""}])
+def test_where_slurm_does_not_say_nothing_is_lost(job, changes):
+    assert nodes.lost(job.environment | changes) == ([], [])
+
+
+@pytest.mark.parametrize("held", ["", "n9"])
+def test_nothing_is_lost_where_the_nodes_of_the_job_are_not_known(job, held):
+    job.say(held=held)
+    assert nodes.lost(job.environment) == ([], [])
 
 
 def test_outside_of_a_job_nothing_is_asked(monkeypatch):
     monkeypatch.setattr(nodes.subprocess, "run", lambda *_, **__: pytest.fail("it was asked"))
     assert nodes.lost({}) == ([], [])
+    allocation = nodes.Allocation(3, {})
+    assert allocation.died() == [] and allocation.shortage() == ""
+    assert allocation.wait(lambda _: pytest.fail("it waits"), print) is None
+
+
+def test_a_node_dies_once_and_may_come_back(job):
+    allocation = nodes.Allocation(3, job.environment)
+    assert allocation.died() == []
+    job.say(answers="n1\nn3")
+    assert (allocation.died(), allocation.died(), allocation.lost) == (["n2"], [], ["n2"])
+    assert "the job has lost n2, and needs 3 nodes, of which n1, n3 are left" in allocation.shortage()
+    job.say()
+    assert (allocation.died(), allocation.lost, allocation.shortage()) == ([], [], "")
+
+
+def test_it_waits_for_nodes_until_slurm_has_taken_them(job):
+    said, pauses = [], []
+    allocation = nodes.Allocation(3, job.environment)
+    job.say(answers="n1\nn3")
+    allocation.died()
+
+    def pause(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            job.say(held="n[1,3]", answers="n1\nn3")
+
+    assert allocation.wait(pause, said.append) is None
+    assert len(pauses) == 2 and allocation.shortage()
+    assert said == ["waiting up to 70 s for n2: until Slurm has declared them down"]
+    job.say(answers="n1\nn3")
+    assert allocation.wait(lambda _: 15, said.append) == 15
+    assert allocation.wait(lambda _: job.say(), said.append) is None
+    assert allocation.shortage() == ""
+
+
+def test_it_waits_no_longer_than_slurm_may(job, monkeypatch):
+    monkeypatch.setattr(nodes, "MARGIN_S", -40.0)
+    allocation = nodes.Allocation(3, job.environment)
+    job.say(answers="n1\nn3")
+    allocation.died()
+    assert allocation.wait(lambda _: pytest.fail("it waits"), print) is None and allocation.shortage()
 
 
 def test_the_next_start_is_without_them(job, monkeypatch, capsys):
-    for name, value in job.items():
-        monkeypatch.setenv(name, value)
     found = Launcher(Path("mpirun"), OPEN_MPI, "5.0.11")
-    fits, fits_not = (launchers.Mpirun(found, launchers.Layout(ranks, 2)) for ranks in (4, 5))
-    assert run._where(fits) == ["--host", "n1:2,n3:2"]
+    tried = []
+    monkeypatch.setattr(run._Job, "start", lambda self, *words, last: tried.append(words) or Outcome(0, None, False))
+
+    def start_again(starter):
+        run._Job(starter, [], [], {}, 1.0, False, False, []).start_again(allocation, ["train"], set(), last=True)
+        return tried.pop()[2]
+
+    allocation = nodes.Allocation(2, job.environment)
+    allocation.died()
+    starter = launchers.Mpirun(found, launchers.Layout(4, 2))
+    assert start_again(starter) == []
+    job.say(answers="n1\nn3")
+    allocation.died()
+    assert start_again(starter) == ["--host", "n1:2,n3:2"]
     assert "without n2" in capsys.readouterr().err
-    with pytest.raises(MissingCapabilityError, match=r"lost n2.* n1, n3.*--spare-nodes"):
-        run._where(fits_not)
-    monkeypatch.setenv("LEFT", "n[1-3]")
-    assert run._where(fits_not) == []
+    with pytest.raises(MissingCapabilityError, match="cannot leave nodes out"):
+        start_again(launchers.Site(launchers.FLUX, launchers.Layout(4, 2)))

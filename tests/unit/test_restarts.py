@@ -12,10 +12,21 @@ from hpcdist.comm.supervisor import Outcome
 class Story:
     """Starts that end as they are told to: ``(code, checkpoint)``, None for one that saved nothing."""
 
-    def __init__(self, *ends, asked=None, pressed=None):
+    def __init__(self, *ends, asked=None, pressed=None, died=(), waits=None, short=""):
         self.ends, self.asked, self.pressed = ends, asked, pressed
         self.started, self.pauses, self.said = [], [], []
         self.there = {}
+        # The nodes, too: which have died after each start, what ends the wait for them, and why they are too few.
+        self.deaths, self.waits, self.short = list(died), waits, short
+
+    def died(self):
+        return self.deaths.pop(0) if self.deaths else []
+
+    def wait(self, pause, say):
+        return self.waits
+
+    def shortage(self):
+        return self.short
 
     def start(self, number):
         self.started.append(number)
@@ -29,7 +40,7 @@ class Story:
         return self.pressed
 
     def run(self, most):
-        return restarts.repeat(self.start, most, lambda: dict(self.there), self.pause, self.said.append)
+        return restarts.repeat(self.start, most, lambda: dict(self.there), self.pause, self.said.append, self)
 
 
 @pytest.mark.parametrize("code", [0, 2, 69, 75, 78, 130])
@@ -95,3 +106,30 @@ def test_a_signal_between_two_starts(number, name, code):
     story = Story((9, name), pressed=number)
     assert story.run(5) == code, "75: the scheduler may go on from what was saved"
     assert story.started == [1] and "start 2 is not made" in story.said[-1]
+
+
+def test_a_start_that_lost_a_node_is_not_in_vain():
+    story = Story((1, None), (1, None), (1, None), (1, None), died=[["n2"], ["n3", "n4"]])
+    assert story.run(100) == 1
+    assert story.started == [1, 2, 3, 4] and story.pauses == [0.0, 0.0, 1.0]
+    assert "having lost n2; start 2 follows at once, from the beginning" in story.said[0]
+    assert "having lost n3, n4; start 3 follows at once" in story.said[1]
+    assert "2 starts in a row made no new checkpoint" in story.said[3]
+
+
+def test_too_few_nodes_are_left_to_whoever_has_others():
+    story = Story((1, None), died=[["n2"]], short="the job has lost n2")
+    assert story.run(5) == 75
+    assert story.started == [1] and story.said[-1] == "start 2 is not made: the job has lost n2"
+
+
+@pytest.mark.parametrize(("name", "code"), [("step-1", 75), (None, 9)])
+def test_a_signal_while_it_waits_for_nodes(name, code):
+    story = Story((9, name), died=[["n2"]], waits=signal.SIGTERM, short="the job has lost n2")
+    assert story.run(5) == code
+    assert story.started == [1] and "SIGTERM: start 2 is not made" in story.said[-1]
+
+
+def test_after_the_last_start_nobody_looks_for_nodes():
+    story = Story((1, "step-1"), (1, "step-2"), died=[[], ["n2"]])
+    assert story.run(1) == 1 and story.deaths == [["n2"]]
