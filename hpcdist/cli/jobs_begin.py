@@ -268,9 +268,7 @@ def _why_not_again(own: ledger.Job | None, vain: int, saved: Saved, code: int) -
     return ""
 
 
-def _end(
-    run_dir: Path, job: str, restart: int, code: int, saved: Saved, word: str, lost: Sequence[str] = ()
-) -> None:
+def _end(run_dir: Path, job: str, restart: int, code: int, saved: Saved, word: str, lost: Sequence[str] = ()) -> None:
     """Enter an end. Raises StorageError."""
     found = {"code": code, "newest": saved.name, "saved_ns": saved.ns, "word": word}
     ledger.record(run_dir, ledger.ENDED, job=job, restart=restart, **found, **({"lost": list(lost)} if lost else {}))

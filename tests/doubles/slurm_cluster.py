@@ -72,7 +72,7 @@ GresTypes=gpu
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 # The first process of an isolated node. It stays, since it has to wait for the processes that lose their parents. What
-# slurmd keeps is gone with the node: Slurm's PMIx plugin starts no step where a crash has left its folder of that number.
+# slurmd keeps goes with the node: Slurm's PMIx plugin starts no step where a crash has left the folder of one.
 NODE = """
 set -e
 hostname {name}
@@ -146,7 +146,8 @@ class Cluster:
         self._spawn("slurmctld", "-D", "-c", "-f", str(self.folder / "slurm.conf"))
         for number in range(1, self.count + 1):
             self._start_node(f"n{number}")
-        self.wait(lambda: self.run("sinfo", "-h", "-o", "%D %t").stdout.split() == [str(self.count), "idle"], "idle nodes")
+        all_idle = [str(self.count), "idle"]
+        self.wait(lambda: self.run("sinfo", "-h", "-o", "%D %t").stdout.split() == all_idle, "idle nodes")
 
     def _start_node(self, name: str) -> None:
         line = ["slurmd", "-D", "-c", "-N", name, "-f", str(self.folder / "slurm.conf")]
