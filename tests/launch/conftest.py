@@ -171,5 +171,5 @@ def fragile(mpi: mpirun.Launcher) -> Iterator[Cluster]:
     refused = isolation_refused()
     if refused:
         pytest.skip(refused)
-    with started(isolated=True, timeout_s=NOTICED_S, requeue_s=REQUEUED_S) as found:
+    with started(count=4, isolated=True, timeout_s=NOTICED_S, requeue_s=REQUEUED_S) as found:
         yield found

@@ -228,6 +228,35 @@ def test_a_cancelled_job_does_not_come_again(run, jobs):
 
 
 @pytest.mark.parametrize(
+    ("code", "lost", "word"),
+    [(1, ["n2"], "again"), (137, ["n1", "n2"], "again"), (1, [], "stop"), (75, [], "again")]
+    + [(code, ["n2"], "stop") for code in (0, 2, 69, 78, 130)],
+)
+def test_a_start_that_lost_a_node_is_made_again(run, jobs, monkeypatch, code, lost, word):
+    monkeypatch.setattr(jobs_begin.allocation, "lost", lambda: (lost, ["n3"] if lost else []))
+    jobs("begin", run, "--job=1")
+    save(run, 4)
+    _, out, err = jobs("end", run, "--job=1", f"--code={code}")
+    assert out == f"{word}\n" and (word == "stop" or not lost or f"{', '.join(lost)} of this job" in err)
+    assert ledger.read(run)[-1].texts("lost") == (lost if word == "again" else [])
+
+
+def test_crashes_before_a_checkpoint_are_bounded_by_begin(run, jobs, monkeypatch):
+    monkeypatch.setattr(jobs_begin.allocation, "lost", lambda: (["n2"], ["n1"]))
+    for restart in range(3):
+        assert told(jobs, "begin", run, "--job=1", f"--restart={restart}") == "go"
+        assert told(jobs, "end", run, "--job=1", f"--restart={restart}", f"--code={(1, 75, 75)[restart]}") == "again"
+    assert jobs("begin", run, "--job=1", "--restart=3")[0] == CONFIGURATION
+
+
+def test_a_cancelled_job_that_lost_a_node_does_not_come_again(run, jobs, monkeypatch):
+    monkeypatch.setattr(jobs_begin.allocation, "lost", lambda: (["n2"], ["n1"]))
+    jobs("begin", run, "--job=1")
+    ledger.record(run, "cancelled", job="1", how="save")
+    assert told(jobs, "end", run, "--job=1", "--code=1") == "stop"
+
+
+@pytest.mark.parametrize(
     ("text", "stays"), [("", True), ("\n", True), ("7\n", True), ("6\n", False), ("6 7", False), ("\xff", False)]
 )
 def test_a_stop_file_that_was_for_another_job_goes(run, jobs, text, stays):
