@@ -42,12 +42,17 @@ def lost(environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[s
 
 
 class Allocation:
-    """The nodes of the job in which this process runs, for starts that need ``needed`` of them (None: any)."""
+    """The nodes of the job in which this process runs, for starts that need ``needed`` of them (None: any).
 
-    def __init__(self, needed: int | None, environment: Mapping[str, str] = os.environ) -> None:
+    Where ``whole``, a start takes all nodes of the job, whatever it needs: its launcher cannot leave any out.
+    """
+
+    def __init__(self, needed: int | None, *, whole: bool = False, environment: Mapping[str, str] = os.environ) -> None:
         self.lost: list[str] = []
         self.left: list[str] = []
-        self._needed, self._environment = needed, environment
+        count = environment.get("SLURM_JOB_NUM_NODES", "")
+        self._needed = int(count) if whole and count.isdecimal() else needed
+        self._environment = environment
 
     def died(self) -> list[str]:
         """Look at all nodes; return those that were there the last time, and are no more."""

@@ -173,3 +173,13 @@ def fragile(mpi: mpirun.Launcher) -> Iterator[Cluster]:
         pytest.skip(refused)
     with started(count=4, isolated=True, timeout_s=NOTICED_S, requeue_s=REQUEUED_S) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def spared(mpi: mpirun.Launcher) -> Iterator[Cluster]:
+    """A cluster of five nodes that can crash, for jobs with spare ones."""
+    refused = isolation_refused()
+    if refused:
+        pytest.skip(refused)
+    with started(count=5, isolated=True, timeout_s=NOTICED_S, requeue_s=REQUEUED_S) as found:
+        yield found

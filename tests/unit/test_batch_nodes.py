@@ -111,13 +111,13 @@ def test_nothing_is_lost_where_the_nodes_of_the_job_are_not_known(job, held):
 def test_outside_of_a_job_nothing_is_asked(monkeypatch):
     monkeypatch.setattr(nodes.subprocess, "run", lambda *_, **__: pytest.fail("it was asked"))
     assert nodes.lost({}) == ([], [])
-    allocation = nodes.Allocation(3, {})
+    allocation = nodes.Allocation(3, environment={})
     assert allocation.died() == [] and allocation.shortage() == ""
     assert allocation.wait(lambda _: pytest.fail("it waits"), print) is None
 
 
 def test_a_node_dies_once_and_may_come_back(job):
-    allocation = nodes.Allocation(3, job.environment)
+    allocation = nodes.Allocation(3, environment=job.environment)
     assert allocation.died() == []
     job.say(answers="n1\nn3")
     assert (allocation.died(), allocation.died(), allocation.lost) == (["n2"], [], ["n2"])
@@ -126,9 +126,18 @@ def test_a_node_dies_once_and_may_come_back(job):
     assert (allocation.died(), allocation.lost, allocation.shortage()) == ([], [], "")
 
 
+@pytest.mark.parametrize(("whole", "short"), [(False, False), (True, True)])
+def test_a_launcher_that_takes_all_nodes_cannot_go_on_without_one(job, whole, short):
+    environment = job.environment | {"SLURM_JOB_NUM_NODES": "3"}
+    allocation = nodes.Allocation(2, whole=whole, environment=environment)
+    job.say(answers="n1\nn3")
+    allocation.died()
+    assert bool(allocation.shortage()) is short
+
+
 def test_it_waits_for_nodes_until_slurm_has_taken_them(job):
     said, pauses = [], []
-    allocation = nodes.Allocation(3, job.environment)
+    allocation = nodes.Allocation(3, environment=job.environment)
     job.say(answers="n1\nn3")
     allocation.died()
 
@@ -148,7 +157,7 @@ def test_it_waits_for_nodes_until_slurm_has_taken_them(job):
 
 def test_it_waits_no_longer_than_slurm_may(job, monkeypatch):
     monkeypatch.setattr(nodes, "MARGIN_S", -40.0)
-    allocation = nodes.Allocation(3, job.environment)
+    allocation = nodes.Allocation(3, environment=job.environment)
     job.say(answers="n1\nn3")
     allocation.died()
     assert allocation.wait(lambda _: pytest.fail("it waits"), print) is None and allocation.shortage()
@@ -163,7 +172,7 @@ def test_the_next_start_is_without_them(job, monkeypatch, capsys):
         run._Job(starter, [], [], {}, 1.0, False, False, []).start_again(allocation, ["train"], set(), last=True)
         return tried.pop()[2]
 
-    allocation = nodes.Allocation(2, job.environment)
+    allocation = nodes.Allocation(2, environment=job.environment)
     allocation.died()
     starter = launchers.Mpirun(found, launchers.Layout(4, 2))
     assert start_again(starter) == []

@@ -1,0 +1,109 @@
+"""Nodes that crash under `hpcdist run --restarts` in a job of a real Slurm: the training goes on in the same job.
+
+Needs Debian's slurm-wlm and munge, for Open MPI also libpmix-dev, root, and namespaces (`unshare`).
+"""
+
+import numpy as np
+import pytest
+from slurm_cluster import Cluster, Jobs
+
+from hpcdist.arrays.backend import Array
+from hpcdist.comm import mpirun
+from hpcdist.telemetry import report
+
+ENDLESS = 10**6
+SRUN = 'based_on = "slurm-openmpi"\n[launcher]\nkind = "srun"\npmi = "pmix"\n'
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def jobs(spared: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    configuration = spared.folder / "slurm.conf"
+    # So long an srun that has lost a node waits for the end of its step.
+    configuration.write_text(configuration.read_text() + "KillWait=5\n")
+    assert spared.run("scontrol", "reconfigure").returncode == 0
+    return Jobs(spared, tmp_path_factory.mktemp("jobs"))
+
+
+def sites(jobs: Jobs, mpi: mpirun.Launcher) -> dict[str, str]:
+    """The profiles that start the MPI of this environment, by mpirun and by srun as far as Slurm can, with a name."""
+    if mpi.vendor == mpirun.MPICH:
+        return {"slurm-mpich": "by-srun"}
+    tried = jobs.cluster.run("srun", "--mpi=pmix", "--ntasks=1", "true")
+    if "can not load PMIx library" in tried.stderr:
+        return {"slurm-openmpi": "by-mpirun"}
+    (jobs.folder / "srun.toml").write_text(SRUN)
+    return {"slurm-openmpi": "by-mpirun", "srun.toml": "by-srun"}
+
+
+def saved(jobs: Jobs, out: str) -> int:
+    """The step of the newest checkpoint; 0 where there is none."""
+    latest = jobs.folder / out / "checkpoints" / "latest"
+    return int(latest.read_text().strip().removeprefix("step-")) if latest.exists() else 0
+
+
+def crash(jobs: Jobs, node: str, submitted: dict[str, str]) -> None:
+    """Crash a ``node`` on which all jobs train, and wait until each has gone on without it, and saved."""
+    starts = {out: jobs.log(number).count("resumed from") for out, number in submitted.items()}
+    jobs.cluster.crash(node)
+
+    def gone_on(out: str, number: str) -> bool:
+        assert jobs.cluster.job(number)["JobState"] == "RUNNING"
+        *_, last = jobs.log(number).split("resumed from")
+        return jobs.log(number).count("resumed from") > starts[out] and f"step-{saved(jobs, out)} " not in last
+
+    for out, number in submitted.items():
+        jobs.cluster.wait(lambda out=out, number=number: gone_on(out, number), f"training in {out} without {node}")
+
+
+def test_a_middle_and_the_last_node_crash(jobs: Jobs, mpi: mpirun.Launcher) -> None:
+    options = ("--restarts=3", "--spare-nodes=2", "--no-check", "--set=chaos.step_s=0.1")
+    submitted = {
+        out: jobs.begin(*options, f"--site={site}", f"--out={out}", nodes=3, ranks=1, steps=ENDLESS)
+        for site, out in sites(jobs, mpi).items()
+    }
+    try:
+        for out in submitted:
+            jobs.checkpoint(jobs.folder / out)
+        crash(jobs, "n2", submitted)  # of n1, n2, n3
+        crash(jobs, "n4", submitted)  # of n1, n3, n4
+    finally:
+        print(*map(jobs.log, submitted.values()), sep="\n---\n")
+        jobs.cluster.run("scancel", *submitted.values())
+    for node in ("n2", "n4"):
+        jobs.cluster.revive(node)
+    steps = {out: saved(jobs, out) for out in submitted}
+    whole = jobs.begin("--out=whole", "--no-check", nodes=3, ranks=1, steps=ENDLESS)
+    jobs.cluster.wait(lambda: saved(jobs, "whole") >= max(steps.values()), "a run that nobody hurt")
+    jobs.cluster.run("scancel", whole)
+    for number in (whole, *submitted.values()):
+        jobs.until(number, JobState="CANCELLED")
+    expected = losses(jobs, "whole")
+    for out, number in submitted.items():
+        said = jobs.log(number)
+        assert "having lost n2; start 2 follows at once" in said and "having lost n4; start 3 follows at once" in said
+        assert said.count("3 ranks on 3 nodes") == 3 and "without n2, n4, which the job has lost" in said
+        assert np.array_equal(losses(jobs, out)[: steps[out]], expected[: steps[out]])
+
+
+def losses(jobs: Jobs, out: str) -> Array:
+    """The losses of all steps that are saved, from the first one on."""
+    found: Array = report.report(jobs.folder / out).metrics.steps["loss"]
+    assert len(found) >= saved(jobs, out)
+    return found
+
+
+def test_a_job_of_which_too_few_nodes_are_left_is_requeued(jobs: Jobs) -> None:
+    number = jobs.begin("--restarts=3", "--spare-nodes=1", "--no-check", "--out=few", nodes=3, ranks=1, steps=ENDLESS)
+    jobs.checkpoint(jobs.folder / "few")
+    for node in ("n2", "n3"):
+        jobs.cluster.crash(node)
+    try:
+        jobs.until(number, JobState="PENDING", Restarts="1")
+        said = jobs.log(number)
+        assert "waiting up to 45 s for n2, n3" in said and "start 2 is not made: the job has lost n2, n3" in said
+    finally:
+        jobs.cluster.run("scancel", number)
+    for node in ("n2", "n3"):
+        jobs.cluster.revive(node)
