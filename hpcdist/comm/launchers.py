@@ -72,9 +72,10 @@ SRUN: Final = Kind(
     ("srun",),
     ranks=("--ntasks={ranks}",),
     always=(
-        # The first rank that fails ends the others at once; one that leaves early gives them a minute.
+        # The first rank that fails ends the others at once; one that leaves early gives them ten minutes, in which a
+        # profiler may write the report of another one.
         "--kill-on-bad-exit=1",
-        "--wait=60",
+        "--wait=600",
         # A job of `sbatch --export=NONE` would hand its ranks nothing.
         "--export=ALL",
         # Every rank sees all GPUs of its node: with one each, MPI could not copy from GPU to GPU directly (CUDA IPC).
@@ -109,7 +110,7 @@ FLUX: Final = Kind(
     "flux",
     ("flux", "run"),
     # As for srun: the first rank that fails ends the others, and every rank sees all GPUs of its node.
-    always=("-o", "exit-on-error", "-o", "exit-timeout=60s", "-o", "gpu-affinity=off"),
+    always=("-o", "exit-on-error", "-o", "exit-timeout=600s", "-o", "gpu-affinity=off"),
     per_node=("-N", "{nodes}"),  # it spreads the ranks evenly; --tasks-per-node cannot be combined with -n
     cpus=("-c", "{cpus_per_task}"),
     pmi=("-o", "pmi={pmi}"),

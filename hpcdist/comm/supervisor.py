@@ -27,7 +27,7 @@ from hpcdist.comm.launchers import MPIRUN, Kind
 from hpcdist.comm.output import Relay
 from hpcdist.comm.processes import descendants, is_stopped, parent, send
 from hpcdist.comm.processes import environment as environment_of
-from hpcdist.errors import FAILURE, OK
+from hpcdist.errors import FAILURE, INTERRUPTED, OK, REQUEUE
 
 TEARDOWN_S: Final = 3.0  # what is left of a job gets to end before it is killed
 TICK_S: Final = 1.0
@@ -50,6 +50,8 @@ _PASSED: Final = {
 }
 _WATCHED: Final = {*_PASSED, signal.SIGCHLD}
 _ENDING: Final = {*_PASSED} - {signal.SIGUSR2}  # a wish that the job ends
+# All ranks leave with such a code by themselves: hooks at exit, and profilers that write a report, take their time.
+_TOGETHER: Final = (OK, REQUEUE, INTERRUPTED)
 
 
 def _watched() -> set[signal.Signals]:
@@ -217,7 +219,8 @@ class _Supervision:
     def _look_for_the_end(self) -> None:
         # A command that a foreign program runs speaks, too, and that program goes on.
         believed = self._surviving or not (self._kind.keeps_codes or self._foreign)
-        if believed and not self._ending and ending.said(self._launch_dir) is not None:
+        code = ending.said(self._launch_dir) if believed and not self._ending else None
+        if code is not None and (self._surviving or code not in _TOGETHER):
             self._ending, self._held = True, []
             self._deadline = min(self._deadline, time.monotonic() + TEARDOWN_S)
 

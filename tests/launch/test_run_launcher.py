@@ -347,8 +347,15 @@ def test_whose_exit_code_counts(kind, said, returned, code, tmp_path):
 
 
 def test_a_launcher_that_does_not_end_what_its_ranks_left(tmp_path):
-    told = "trap 'exit 137' TERM; echo 75 >$HPCDIST_LAUNCH_DIR/ended; while true; do sleep 0.05; done"
-    assert launcher_that(tmp_path, told, "srun") == 75
+    told = "trap 'exit 137' TERM; echo 78 >$HPCDIST_LAUNCH_DIR/ended; while true; do sleep 0.05; done"
+    assert launcher_that(tmp_path, told, "srun") == 78
+
+
+@pytest.mark.parametrize(("kind", "code"), [("srun", 0), ("flux", 75)])
+def test_hooks_at_exit_are_waited_for(kind, code, tmp_path):
+    hook = f"trap 'exit 143' TERM; echo {code} >$HPCDIST_LAUNCH_DIR/ended; sleep 2.5; touch {tmp_path}/report"
+    assert launcher_that(tmp_path, f"{hook}; exit {code}", kind, "TEARDOWN_S=0.1") == code
+    assert (tmp_path / "report").exists(), "the launcher was ended before"
 
 
 @pytest.mark.parametrize(("number", "passed"), [("INT", "INT"), ("TERM", "USR1"), ("USR1", "USR1")])

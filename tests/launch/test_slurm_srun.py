@@ -49,6 +49,19 @@ run killed "${two[@]}" train recipe.toml --set "chaos.kill=['1@2']"
 run nodata "${two[@]}" train recipe.toml --set data.path=missing.txt
 run nokey "${two[@]}" train recipe.toml --set model.layrs=3
 """
+# The first hook that Python is told of is the last to run, after the ranks have said their exit code.
+HOOK = """
+import atexit, os, time
+def write_report():
+    time.sleep(6)
+    open("report-" + os.environ["SLURM_PROCID"], "w").close()
+if os.environ.get("SLURM_STEP_NUM_TASKS") == "2":
+    atexit.register(write_report)
+"""
+HOOKED = """
+export PYTHONPATH=$PWD/hook:$PYTHONPATH
+run hooked -n 2 --ranks-per-node 1 train recipe.toml
+"""
 LOST = """
 run lost -n 2 --ranks-per-node 1 --restarts 2 train recipe.toml --out lost
 """
@@ -66,9 +79,9 @@ class Job:
             "[communication]\nalgorithm = 'hierarchical'\n[run]\nglobal_batch = 4\n[checkpoint]\nevery_steps = 20\n"
         )
 
-    def submit(self, starts: str, *options: str) -> None:
+    def submit(self, starts: str, *options: str, steps: int = ENDLESS) -> None:
         home = Path(hpcdist.__file__).parents[1]
-        script = SCRIPT.format(home=home, python=sys.executable, pmi=self.pmi, steps=ENDLESS)
+        script = SCRIPT.format(home=home, python=sys.executable, pmi=self.pmi, steps=steps)
         (self.folder / "job.sh").write_text(script + starts)
         done = self.cluster.run("sbatch", "--parsable", *options, "job.sh", cwd=self.folder)
         assert done.returncode == 0, done.stderr
@@ -131,6 +144,15 @@ def test_signals_and_exit_codes(job: Job) -> None:
     _, killed, rest = job.log.partition("killed ended with")
     assert re.search(r"the first failure.*:\n.*\n.*exit code 78\n.*missing\.txt", rest.partition("nodata ended")[0])
     assert killed and "'model.layers'" in rest and "Traceback" not in rest
+
+
+def test_a_hook_at_exit_ends_before_its_step(job: Job) -> None:
+    (job.folder / "hook").mkdir()
+    (job.folder / "hook" / "sitecustomize.py").write_text(HOOK)
+    job.submit(HOOKED, "--nodes=2", steps=2)
+    assert job.code("hooked") == 0, job.log
+    assert {path.name for path in job.folder.glob("report-*")} == {"report-0", "report-1"}, job.log
+    assert "CANCELLED" not in job.log and "srun: error" not in job.log
 
 
 def test_a_lost_node_is_left_out(job: Job) -> None:

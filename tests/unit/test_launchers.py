@@ -13,8 +13,8 @@ from hpcdist.comm.launchers import KINDS, Layout, Site
 from hpcdist.errors import CONFIGURATION, MISSING_CAPABILITY, USAGE, ConfigurationError, MissingCapabilityError
 
 PROGRAM = ["python", "-m", "hpcdist"]
-SRUN = "srun --ntasks=4 --kill-on-bad-exit=1 --wait=60 --export=ALL --gpu-bind=none --disable-status"
-FLUX = "flux run -n 4 -o exit-on-error -o exit-timeout=60s -o gpu-affinity=off"
+SRUN = "srun --ntasks=4 --kill-on-bad-exit=1 --wait=600 --export=ALL --gpu-bind=none --disable-status"
+FLUX = "flux run -n 4 -o exit-on-error -o exit-timeout=600s -o gpu-affinity=off"
 
 
 @pytest.fixture(autouse=True)
