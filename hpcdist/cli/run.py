@@ -105,9 +105,9 @@ def command(
     grace, kills them. The first failure of a rank is shown last.
 
     With --restarts, a training that fails is started again with `--resume auto`: not after exit codes 0, 2, 69, 75, 78
-    and 130, nor after a signal to stop, nor when two starts in a row made no new checkpoint. Nodes of a Slurm job that
-    crashed are left out; too few nodes end it with exit code 75. With --survive, the others
-    go on when ranks die: not when a whole node does, at which Open MPI's mpirun ends the job. Both go together.
+    and 130, nor after a signal to stop, nor when two starts in a row made no new checkpoint. Crashed nodes of a Slurm
+    job are left out; too few nodes end it with exit code 75. With --survive, the others go on when ranks die: not when
+    a whole node does, at which Open MPI's mpirun ends the job. Both go together.
 
     A script that makes a `hpcdist.training.pytorch.Training` gets all of this but --survive; --out is for --restarts to
     know its checkpoints. `python` is the Python of hpcdist, or --python. A program without hpcdist is started, its exit
