@@ -58,12 +58,11 @@ def test_jobs_go_on_when_their_nodes_crash(fragile: Cluster, launchers: dict[str
     fragile.crash("n2")
     try:
         for name, number in numbers.items():
-            fragile.wait(lambda name=name: len(begun(tmp_path / name)) == 2, f"second start of job {number}")
-            jobs.told(number, "requeue")
+            starts(jobs, name, number, 2)
         fragile.revive("n2")
         fragile.crash("n1")  # the first node of both
         for name, number in numbers.items():
-            fragile.wait(lambda name=name: len(begun(tmp_path / name)) == 3, f"third start of job {number}")
+            starts(jobs, name, number, 3)
             jobs.until(number, JobState="COMPLETED")
     finally:
         for name, number in numbers.items():
@@ -73,12 +72,21 @@ def test_jobs_go_on_when_their_nodes_crash(fragile: Cluster, launchers: dict[str
     whole = jobs.begin("--out=whole", f"--site={next(iter(launchers))}.toml", *keys, nodes=3, ranks=1, steps=STEPS)
     jobs.until(whole, JobState="COMPLETED")
     for name, number in numbers.items():
-        (ended,) = [each for each in ledger.read(tmp_path / name) if each.event == ledger.ENDED][:-1]
-        assert (ended.text("word"), ended.texts("lost")) == (ledger.AGAIN, ["n2"])
         origins = [int(start.removeprefix("step-") or 0) for start in begun(tmp_path / name)]
         assert origins[0] == 0 and saved[name] <= origins[1] <= origins[2], (saved, origins)
         assert re.search(rf"resumed from \S+/step-{origins[2]} after {origins[2]} steps", jobs.log(number))
         assert same_bits(tmp_path / "whole", tmp_path / name)
+
+
+def starts(jobs: Jobs, name: str, number: str, count: int) -> None:
+    """Wait for the start of a job that is so many; a job that has ended before fails at once."""
+
+    def has_begun() -> bool:
+        state = jobs.cluster.job(number)["JobState"]
+        assert state not in ("FAILED", "COMPLETED"), f"{name}, job {number}, is {state}"
+        return len(begun(jobs.folder / name)) >= count
+
+    jobs.cluster.wait(has_begun, f"start {count} of {name}, job {number}")
 
 
 def begun(run_dir: Path) -> list[str]:
@@ -98,5 +106,11 @@ def same_bits(one: Path, two: Path) -> bool:
         line = [sys.executable, "-P", "-m", "hpcdist", "checkpoint", "export", str(run), f"{run}.safetensors"]
         subprocess.run(line, check=True, timeout=120)
     losses = [metrics.read(run / metrics.METRICS_FILE).steps["loss"] for run in (one, two)]
-    parameters = [Path(f"{run}.safetensors").read_bytes() for run in (one, two)]
+    parameters = [tensors(Path(f"{run}.safetensors")) for run in (one, two)]
     return np.array_equal(*losses) and parameters[0] == parameters[1]
+
+
+def tensors(path: Path) -> bytes:
+    """Return what follows the header, which has times in it, too."""
+    data = path.read_bytes()
+    return data[8 + int.from_bytes(data[:8], "little") :]
