@@ -112,11 +112,14 @@ class Victim:
 
     def wait(self, condition: Callable[[], object], what: str, pause_s: float = 0.2) -> None:
         """Wait for ``condition``; end with the log where it does not come."""
-        limit = time.monotonic() + LIMIT_S
+        limit, look = time.monotonic() + LIMIT_S, 0.0
         while not condition():
-            if time.monotonic() > limit or self.state() not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED"):
-                log = self.jobs.log(self.number)
-                sys.exit(f"no {what}; job {self.number} is {self.state()}\n{log[-8000:]}")
+            now = time.monotonic()
+            if now > look:  # not each time: a save lasts milliseconds
+                look, state = now + 2.0, self.state()
+                if now > limit or state not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED"):
+                    log = self.jobs.log(self.number)
+                    sys.exit(f"no {what}; job {self.number} is {state}\n{log[-8000:]}")
             time.sleep(pause_s)
 
     def state(self) -> str:
