@@ -104,10 +104,9 @@ def command(
     scheduler to start them again), or at once while there is nothing to save; a second Ctrl-C, or the end of the
     grace, kills them. The first failure of a rank is shown last.
 
-    With --restarts, a training that fails is started again with `--resume auto`: not after exit codes 0, 2, 69, 75, 78
-    and 130, nor after a signal to stop, nor when two starts in a row made no new checkpoint. Crashed nodes of a Slurm
-    job are left out; too few nodes end it with exit code 75. With --survive, the others go on when ranks die: not when
-    a whole node does, at which Open MPI's mpirun ends the job. Both go together.
+    With --restarts, a training that fails is started again with `--resume auto`, on the nodes that are left, but not
+    after exit codes 0, 2, 69, 75, 78 and 130, a signal to stop, or two starts in a row without a new checkpoint. With
+    --survive, the others go on when ranks die, not when a node does, which ends Open MPI's mpirun. Both go together.
 
     A script that makes a `hpcdist.training.pytorch.Training` gets all of this but --survive; --out is for --restarts to
     know its checkpoints. `python` is the Python of hpcdist, or --python. A program without hpcdist is started, its exit
