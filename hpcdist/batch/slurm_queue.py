@@ -11,13 +11,11 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from hpcdist.batch import command
+from hpcdist.batch import command, slurm_energy
 from hpcdist.batch.states import OVER, JobState, State
 from hpcdist.errors import MissingCapabilityError
 
 LIMIT_S: Final = 60.0  # a busy controller answers late
-NOT_MEASURED: Final = "Slurm measured none; it does where a site has set AcctGatherEnergyType"
-NOT_YET: Final = "Slurm knows the energy of a job when it is over"
 
 # None of these can hold the separator but the last, which takes what is left.
 _QUEUE: Final = (
@@ -41,11 +39,16 @@ _ACCOUNTS: Final = (
     "Start",
     "End",
     "ConsumedEnergyRaw",
+    "NodeList",
+    "TRESUsageInMin",
+    "TRESUsageInMinNode",
+    "TRESUsageInMax",
+    "TRESUsageInMaxNode",
     "Reason",
 )
 _CLOCK: Final = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", re.ASCII)
 _NAMED: Final = re.compile(r"(\d+(?:[_+][\d\[\],%.-]+)?)\|(.*)", re.ASCII)
-_NO_ENERGY: Final = 1 << 62  # Slurm's NO_VAL64, less a little, where it prints it
+_ENERGY: Final = re.compile(r"(?:^|,)energy=([^,]*)", re.ASCII)
 
 
 def queued(jobs: Sequence[str]) -> list[JobState]:
@@ -76,7 +79,7 @@ def _queued(row: list[str]) -> JobState:
         time_left_s=None if ended else _seconds(left),
         nodes=_whole(nodes),
         exit_code=_exit_code(code, state),
-        energy_reason=NOT_YET,
+        energy_reason=slurm_energy.NOT_YET,
         begun_utc="" if waits else _utc(start),
         ended_utc=_utc(end) if ended else "",
     )
@@ -85,26 +88,36 @@ def _queued(row: list[str]) -> JobState:
 def accounted(jobs: Sequence[str]) -> list[JobState]:
     """Return what sacct has of ``jobs``: a state for each start of each, in order; ``restarts`` counts them.
 
+    It prints a row for each start, and then one for each step of it, "116.batch".
     Raises MissingCapabilityError where accounting is off.
     """
-    options = ["--noheader", "--parsable2", "--allocations", "--duplicates"]
+    options = ["--noheader", "--parsable2", "--duplicates"]
     code, said, why = _said("sacct", *options, f"--jobs={','.join(jobs)}", f"--format={','.join(_ACCOUNTS)}")
     if code:
         raise MissingCapabilityError(f"sacct has no accounts: {why or f'exit code {code}'}")
-    rows = [line.split("|", len(_ACCOUNTS) - 1) for line in said.splitlines()]
+    starts: list[tuple[list[str], list[list[str]]]] = []  # the row of a start, and those of its steps, which follow it
+    for row in (line.split("|", len(_ACCOUNTS) - 1) for line in said.splitlines()):
+        job, step, _ = row[0].partition(".")
+        if len(row) != len(_ACCOUNTS):
+            continue
+        if not step:
+            starts.append((row, []))
+        elif starts and starts[-1][0][0] == job:
+            starts[-1][1].append(row)
     seen: dict[str, int] = {}
     found = []
-    for row in rows:
-        if len(row) == len(_ACCOUNTS):
-            seen[row[0]] = seen.get(row[0], -1) + 1
-            found.append(_accounted(row, seen[row[0]]))
+    for row, steps in starts:
+        seen[row[0]] = seen.get(row[0], -1) + 1
+        found.append(_accounted(row, seen[row[0]], steps))
     return found
 
 
-def _accounted(row: list[str], restarts: int) -> JobState:
-    job, words, elapsed, nodes, code, start, end, energy, reason = row
+def _accounted(row: list[str], restarts: int, steps: Sequence[list[str]] = ()) -> JobState:
+    job, words, elapsed, nodes, code, start, end, *_, reason = row
     state = words.partition(" ")[0]  # CANCELLED by 1000
-    joules, why = _energy(energy) if _utc(end) else (None, NOT_YET)
+    joules = slurm_energy.Joules(None, slurm_energy.NOT_YET)
+    if _utc(end):
+        joules = slurm_energy.of_start(_booked(row), [_booked(each) for each in steps])
     return JobState(
         id=job,
         state=state,
@@ -113,10 +126,29 @@ def _accounted(row: list[str], restarts: int) -> JobState:
         elapsed_s=_whole(elapsed),
         nodes=_whole(nodes),
         exit_code=_exit_code(code, state),
-        energy_j=joules,
-        energy_reason=why,
+        energy_j=joules.known,
+        energy_reason=joules.lacking,
         begun_utc=_utc(start),
         ended_utc=_utc(end),
+    )
+
+
+def _booked(row: list[str]) -> slurm_energy.Booked:
+    """Return what a row of sacct has of a job or a step."""
+    named, words, _, _, _, start, end, energy, where, least, least_node, most, most_node, _ = row
+    of_nodes: dict[str, float] = {}
+    for values, places in ((least, least_node), (most, most_node)):
+        value, node = _ENERGY.search(values), _ENERGY.search(places)
+        if value and node and value[1].isdecimal():
+            of_nodes[node[1]] = float(value[1])
+    return slurm_energy.Booked(
+        name=named.partition(".")[2],
+        state=words.partition(" ")[0],
+        begin=_whole(start) or 0,
+        end=_whole(end) or 0,
+        nodes=slurm_energy.names(where),
+        joules=slurm_energy.joules(energy),
+        of_nodes=of_nodes,
     )
 
 
@@ -172,15 +204,6 @@ def _said(name: str, *arguments: str) -> tuple[int, str, str]:
     absent = f"there is no {name} on PATH; ask on a login node of the cluster"
     answer = command.ask([name, *arguments], absent, "is Slurm up? try sinfo", limit_s=LIMIT_S, environment=own)
     return answer.code, answer.said, " ".join(answer.complaint.split())
-
-
-def _energy(text: str) -> tuple[float | None, str]:
-    """Return joules, or None and the reason. Slurm prints 0, or nothing, where it measured none."""
-    try:
-        joules = float(text)
-    except ValueError:
-        return None, NOT_MEASURED
-    return (joules, "") if 0 < joules < _NO_ENERGY else (None, NOT_MEASURED)
 
 
 def _exit_code(text: str, state: str) -> int | None:

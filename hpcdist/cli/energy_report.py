@@ -175,7 +175,9 @@ def _slurm(slurm: Mapping[str, Any]) -> str:
     if slurm["energy_j"] is None:
         return f"no figure: {slurm['reason']}"
     ratio = "" if slurm["ratio"] is None else f", {slurm['ratio']:.2f} times what the run measured"
-    return f"{_joules(slurm['energy_j'])} of {', '.join(slurm['jobs'])}{ratio} (whole nodes, whoever used them)"
+    lacking = "" if slurm["reason"] is None else f"; {slurm['reason']}"
+    jobs = ", ".join(slurm["jobs"])
+    return f"{_joules(slurm['energy_j'])} of {jobs}{ratio} (whole nodes, whoever used them{lacking})"
 
 
 def _joules(joules: float | None) -> str:

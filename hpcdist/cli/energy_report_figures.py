@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.batch import forecast, ledger, queue
+from hpcdist.batch import forecast, ledger, queue, slurm_energy
 from hpcdist.energy import accounts, activities, history
 from hpcdist.energy.accounts import Intensity, number
 from hpcdist.energy.config import EnergyConfig
@@ -251,10 +251,8 @@ def _slurm(run_dir: Path, total_j: float) -> dict[str, Any]:
     if not jobs:
         return {"energy_j": None, "ratio": None, "jobs": [], "reason": f"{run_dir} has no ledger of jobs"}
     rows, why = queue.accounts(jobs)
-    missing = [row.energy_reason for row in rows if row.energy_j is None and (row.elapsed_s or row.begun_utc)]
-    known = [row.energy_j for row in rows if row.energy_j is not None]
-    if missing or not known:
-        reason = why or (missing[0] if missing else "no accounts of these jobs")
-        return {"energy_j": None, "ratio": None, "jobs": jobs, "reason": reason}
-    joules = math.fsum(known)
-    return {"energy_j": joules, "ratio": number(joules / total_j), "jobs": jobs, "reason": None}
+    energy = slurm_energy.of_rows(rows)
+    if energy.known is None:
+        return {"energy_j": None, "ratio": None, "jobs": jobs, "reason": why or energy.lacking}
+    ratio = number(energy.known / total_j)
+    return {"energy_j": energy.known, "ratio": ratio, "jobs": jobs, "reason": energy.lacking or None}

@@ -1,6 +1,7 @@
 """`hpcdist jobs report`: what jobs have done and cost, by the accounts of Slurm and the ledger of their run."""
 
 import json
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from hpcdist.arrays.sizes import counted
-from hpcdist.batch import ledger, queue
+from hpcdist.batch import ledger, queue, slurm_energy
 from hpcdist.batch.states import JobState, State
 from hpcdist.cli import jobs_account, jobs_find
 from hpcdist.cli.jobs_account import Spent
@@ -31,11 +32,12 @@ def report(word: str, as_json: bool) -> None:
     """Account for a job, or for all jobs of a run: how it ended, time, node hours, restarts, steps, energy, lost work.
 
     Times and joules are those of Slurm's accounting, where that is on; else times are those of the ledger, from begin
-    to end of the training. Energy is of all nodes of the job, and only of this job where it had them for itself.
+    to end of the training. Energy is what Slurm has booked in the steps of the job, its script included, once each: of
+    whole nodes, and so only of this job where it had them for itself. Slurm knows it when a job is over.
 
     --json prints one object: jobs, each with job, state, reason, exit_code and restarts; run_dir, starts,
     failed_starts, elapsed_s, elapsed_by (accounts, ledger or queue), elapsed_reason, node_hours, steps_from, steps_to,
-    steps, energy_j, energy_reason, lost_s and lost_reason; null is what is not known.
+    steps, energy_j, energy_reason (also of what is not in energy_j), lost_s and lost_reason; null is what is not known.
     """
     figures = account(jobs_find.named([word]))
     click.echo(json.dumps(figures) if as_json else "\n".join(text(figures)))
@@ -61,7 +63,7 @@ def account(jobs: Sequence[Found]) -> dict[str, Any]:
         **_starts(begun, rows, states),
         **_time(begun, rows, states),
         **_steps(run_dir, begun, states),
-        **_energy(rows, no_rows, states),
+        **_energy(rows, no_rows, states, run_dir),
         **_lost(run_dir, entries, ids, trainings),
     }
 
@@ -117,15 +119,18 @@ def _steps(run_dir: Path | None, begun: Sequence[Spent], states: dict[str, JobSt
     return {"steps_from": numbers[0], "steps_to": numbers[1], "steps": jobs_find.steps(run_dir)}
 
 
-def _energy(rows: Sequence[JobState], no_rows: str, states: dict[str, JobState]) -> dict[str, Any]:
-    """Return the joules of all starts together, None where one of them is not known."""
+def _energy(
+    rows: Sequence[JobState], no_rows: str, states: dict[str, JobState], run_dir: Path | None
+) -> dict[str, Any]:
+    """Return the joules of all starts together, and why they are not known or what is not in them."""
     if not rows:
         reasons = [no_rows, *(state.energy_reason for state in states.values())]
         return {"energy_j": None, "energy_reason": next(filter(None, reasons), "no accounts of these jobs")}
-    missing = [row.energy_reason for row in rows if row.energy_j is None and (row.elapsed_s or row.begun_utc)]
-    if missing or not any(row.energy_j for row in rows):
-        return {"energy_j": None, "energy_reason": missing[0] if missing else "no start of it has run"}
-    return {"energy_j": sum(row.energy_j for row in rows if row.energy_j is not None), "energy_reason": None}
+    energy = slurm_energy.of_rows(rows)
+    reason = energy.lacking
+    if slurm_energy.NOT_YET in reason:  # as in the report at the end of a job's own script
+        reason += f": see `hpcdist jobs report {shlex.quote(str(run_dir or rows[-1].id))}` then"
+    return {"energy_j": energy.known, "energy_reason": reason or None}
 
 
 def _trainings(run_dir: Path) -> "list[Start]":
@@ -177,8 +182,9 @@ def text(figures: dict[str, Any]) -> list[str]:
         )
     lost = figures["lost_s"]
     lines.append(f"lost       {_unknown(figures['lost_reason']) if lost is None else clock(lost) + _AFTER}")
-    joules = figures["energy_j"]
-    lines.append(f"energy     {_unknown(figures['energy_reason']) if joules is None else f'{joules:,.0f} J'}")
+    joules, reason = figures["energy_j"], figures["energy_reason"]
+    beside = "" if reason is None else f" ({shown(reason)})"
+    lines.append(f"energy     {_unknown(reason) if joules is None else f'{joules:,.0f} J{beside}'}")
     return lines
 
 

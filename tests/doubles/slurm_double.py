@@ -32,20 +32,24 @@ NAMES = """\
 39+1|het|
 41|pend|
 """
-# JobID, State, ElapsedRaw, NNodes, ExitCode, Start, End, ConsumedEnergyRaw, Reason; of -X -D: a line for each start
+# What sacct -D prints without -X: a line for each start, and then one for each of its steps.
+COLUMNS = (
+    "JobID,State,ElapsedRaw,NNodes,ExitCode,Start,End,ConsumedEnergyRaw,NodeList,TRESUsageInMin,TRESUsageInMinNode,"
+    "TRESUsageInMax,TRESUsageInMaxNode,Reason"
+)
 ACCOUNTS = """\
-1|COMPLETED|1|1|0:0|1795320456|1795320457|5400|None
-2|FAILED|0|1|75:0|1795320456|1795320456||None
-3|FAILED|0|1|0:9|1795320456|1795320456||None
-4|CANCELLED by 0|21|2|0:0|1795320456|1795320477||None
-7+0|CANCELLED by 0|23|1|0:0|1795320483|1795320506||None
-7+1|CANCELLED by 0|23|1|0:0|1795320483|1795320506||None
-14_0|CANCELLED by 0|23|1|0:0|1795320483|1795320506||None
-14_[1-5%1]|CANCELLED by 0|0|1|0:0|1795320506|1795320506|0|JobArrayTaskLimit
-116|REQUEUED|4|1|0:0|1795320506|1795320510||None
-116|CANCELLED by 0|2|1|0:0|1795320517|1795320519||BeginTime
-6_0|COMPLETED|0|1|0:0|1795320456|1795320456|18446744073709551614|None
-30|RUNNING|28|2|0:0|1795321499|Unknown||None
+1|COMPLETED|1|1|0:0|1795320456|1795320457|5400|n1|||||None
+2|FAILED|0|1|75:0|1795320456|1795320456||n1|||||None
+3|FAILED|0|1|0:9|1795320456|1795320456||n1|||||None
+4|CANCELLED by 0|21|2|0:0|1795320456|1795320477||n[1-2]|||||None
+7+0|CANCELLED by 0|23|1|0:0|1795320483|1795320506||n1|||||None
+7+1|CANCELLED by 0|23|1|0:0|1795320483|1795320506||n2|||||None
+14_0|CANCELLED by 0|23|1|0:0|1795320483|1795320506||n1|||||None
+14_[1-5%1]|CANCELLED by 0|0|1|0:0|1795320506|1795320506|0|None assigned|||||JobArrayTaskLimit
+116|REQUEUED|4|1|0:0|1795320506|1795320510||n1|||||None
+116|CANCELLED by 0|2|1|0:0|1795320517|1795320519||n1|||||BeginTime
+6_0|COMPLETED|0|1|0:0|1795320456|1795320456|18446744073709551614|n1|||||None
+30|RUNNING|28|2|0:0|1795321499|Unknown||n[1-2]|||||None
 """
 OFF = "Slurm accounting storage is disabled"
 
@@ -74,8 +78,17 @@ _SACCT = (
     _LISTED
     + r"""
 if [[ ! -e $SLURM_DOUBLE/accounts ]]; then echo "Slurm accounting storage is disabled" >&2; exit 1; fi
-awk -F'|' -v ids=",$ids," '{split($1, base, /[_+]/)} ids ~ ","base[1]"[_+,]" {print}' "$SLURM_DOUBLE/accounts"
-"""
+for word; do [[ $word == --format=* ]] && format=${word#--format=}; done
+[[ " $* " == *" --allocations "* ]] && whole=1
+awk -F'|' -v ids=",$ids," -v whole="${whole:-}" -v columns="COLUMNS" -v format="$format" '
+BEGIN { n = split(columns, names, ","); for (i = 1; i <= n; i++) place[names[i]] = i; m = split(format, wanted, ",") }
+{ split($1, base, /[_+.]/) }
+ids ~ ","base[1]"[_+,]" && !(whole && $1 ~ /\./) {
+  line = $place[wanted[1]]
+  for (i = 2; i <= m; i++) line = line "|" $place[wanted[i]]
+  print line
+}' "$SLURM_DOUBLE/accounts"
+""".replace('"COLUMNS"', f'"{COLUMNS}"')
 )
 _DOES = """#!/bin/bash
 echo "${0##*/} $*" >>"$SLURM_DOUBLE/calls"

@@ -5,7 +5,7 @@ import slurm_double
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdist.batch import local, pbs, queue, slurm_queue
+from hpcdist.batch import local, pbs, queue, slurm_energy, slurm_queue
 from hpcdist.batch.states import OVER, WAITING, JobState, State
 from hpcdist.errors import MissingCapabilityError
 
@@ -35,7 +35,7 @@ def test_a_job_that_runs(slurm):
         elapsed_s=70.0,
         time_left_s=((2 * 24 + 1) * 60 + 0) * 60 + 50.0,
         nodes=2,
-        energy_reason=slurm_queue.NOT_YET,
+        energy_reason=slurm_energy.NOT_YET,
         begun_utc="2026-11-22T04:24:59+00:00",
     )
     assert of("31").time_left_s is None
@@ -85,10 +85,10 @@ def test_the_starts_of_a_job_in_the_accounts(slurm):
     ("job", "joules", "reason"),
     [
         ("1", 5400.0, ""),
-        ("2", None, slurm_queue.NOT_MEASURED),  # nothing
-        ("14", None, slurm_queue.NOT_MEASURED),  # 0
-        ("6_0", None, slurm_queue.NOT_MEASURED),  # no value, as a number
-        ("30", None, slurm_queue.NOT_YET),
+        ("2", None, slurm_energy.NOT_MEASURED),  # nothing
+        ("14", None, slurm_energy.NOT_MEASURED),  # 0
+        ("6_0", None, slurm_energy.NOT_MEASURED),  # no value, as a number
+        ("30", None, slurm_energy.NOT_YET),
     ],
 )
 def test_joules_that_were_not_measured_are_none(slurm, job, joules, reason):
@@ -144,7 +144,8 @@ def test_a_slurm_that_does_not_answer_or_is_not_there(slurm, monkeypatch):
 def test_words_that_are_not_known_stay(slurm):
     (slurm / "queue").write_text("1|EXPEDITING|0|0:10|5:00|1|0|1795321501|1795321801|None|\n")
     (slurm / "accounts").write_text(
-        "2|RECONFIG_FAIL|5|1|1:0|1795320456|1795320461||Some_Reason\n3|LAUNCHING|5|1|0:0|1795320456|Unknown||None\n"
+        "2|RECONFIG_FAIL|5|1|1:0|1795320456|1795320461||n1|||||Some_Reason\n"
+        "3|LAUNCHING|5|1|0:0|1795320456|Unknown||n1|||||None\n"
     )
     found = queue.states(["1", "2", "3"])
     assert [(state.state, state.is_over) for state in found.values()] == [
@@ -163,8 +164,8 @@ def test_the_vocabulary_is_consistent():
 @given(text=st.text(alphabet=st.characters(blacklist_categories=["Cs"]), max_size=40))
 def test_no_answer_is_too_strange(text):
     """Whatever a line has, it is a state or left out."""
-    row = text.split("|", 9)
-    for read, width in ((slurm_queue._queued, 10), (lambda row: slurm_queue._accounted(row, 0), 9)):
+    row = text.split("|", 13)
+    for read, width in ((slurm_queue._queued, 10), (lambda row: slurm_queue._accounted(row, 0, [row]), 14)):
         assert isinstance(read([*row, *["1:0"] * width][:width]), JobState)
 
 
