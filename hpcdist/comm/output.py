@@ -105,7 +105,8 @@ def _stream(descriptor: _Descriptor, before: io.TextIOWrapper | None) -> io.Text
 class Relay:
     """Passes on what a child writes to its ``stdout`` and ``stderr``, and reads and loses it where ours take no more.
 
-    They are one pipe where ours are one file, so that lines keep their order.
+    They are one pipe where ours are one file, so that lines keep their order. NUL bytes, which some help texts of Open
+    MPI's prterun end with, make a log binary for grep: they are left out, but for those of a stdout of its own.
     """
 
     def __init__(self) -> None:
@@ -114,7 +115,7 @@ class Relay:
         pipes = [os.pipe() for _ in ours]
         self.stdout, self.stderr = pipes[0][1], pipes[-1][1]
         self._threads = [
-            Thread(target=_pass_on, args=(source, number), daemon=True)
+            Thread(target=_pass_on, args=(source, number, number == 2 or len(ours) == 1), daemon=True)
             for (source, _), number in zip(pipes, ours, strict=True)
         ]
 
@@ -131,9 +132,9 @@ class Relay:
         return not any(thread.is_alive() for thread in self._threads)
 
 
-def _pass_on(source: int, number: int) -> None:
+def _pass_on(source: int, number: int, is_text: bool) -> None:
     while chunk := os.read(source, _CHUNK_BYTES):
-        left = memoryview(chunk)
+        left = memoryview(chunk.replace(b"\0", b"") if is_text else chunk)
         with suppress(OSError):
             while left:
                 left = left[os.write(number, left) :]

@@ -57,6 +57,16 @@ def test_the_output_of_a_launcher_arrives_whole_and_in_order(tmp_path: Path) -> 
     assert apart.stderr.splitlines() == [f"error {number}" for number in range(1, 2001)]
 
 
+def test_a_log_has_no_nul_bytes_of_a_launcher(tmp_path: Path) -> None:
+    program = SUPERVISED.replace("set -e; ", r"printf '\\0one\\0\\n' >&2; printf 'two\\0\\n'; exit; ")
+    log, out, errors = tmp_path / "log", tmp_path / "out", tmp_path / "errors"
+    assert shell('"$0" -c "$1" "$2" >"$3" 2>&1', program, str(tmp_path), str(log)).returncode == 0
+    assert log.read_bytes() == b"one\ntwo\n"
+    assert shell('"$0" -c "$1" "$2" >"$3" 2>"$4"', program, *map(str, (tmp_path, out, errors))).returncode == 0
+    assert errors.read_bytes() == b"one\n"
+    assert out.read_bytes() == b"two\0\n", "what a program writes there may be no text"
+
+
 @pytest.mark.parametrize("end", [">/dev/full", ">&-"])
 @pytest.mark.parametrize("command", ["plan clusters", "--help"])
 def test_a_command_whose_product_cannot_be_written_says_so(command: str, end: str) -> None:
