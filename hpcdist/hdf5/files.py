@@ -18,6 +18,7 @@ import numpy as np
 from hpcdist.arrays.dtypes import BFLOAT16, name_of
 from hpcdist.arrays.ranges import Range, cut, gaps
 from hpcdist.errors import StorageError
+from hpcdist.hdf5 import filters
 from hpcdist.hdf5.making import Maker
 from hpcdist.hdf5.overlay import Overlay, journal_of
 from hpcdist.reporting import atomic
@@ -152,7 +153,8 @@ def storage_of(dataset: h5py.Dataset) -> tuple[dict[Path, int], bool]:
 
     Also whether these are all: virtual storage can have a pattern of names, and a journal can lie over a file.
     HDF5 shows zeros for what lies behind the end of a file, and the fill value for a virtual source that is not there.
-    Raises StorageError where a file is missing or too short, or a source has no such dataset.
+    Raises StorageError where a file is missing or too short, or a source has no such dataset, MissingCapabilityError
+    where one has a filter that is not there.
     """
     sizes: dict[Path, int] = {}
     complete = _add_storage(dataset, sizes, set(), ())
@@ -182,6 +184,7 @@ def _add_storage(dataset: h5py.Dataset, sizes: dict[Path, int], seen: set[_Place
 
     ``outer`` are the virtual datasets that it is a part of: HDF5 would follow a circle until the stack is full.
     """
+    filters.check(dataset)
     own, complete = Path(dataset.file.filename), dataset.file.driver == "sec2"
     place = own.resolve(), str(dataset.name)
     if place in outer:

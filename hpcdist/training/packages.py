@@ -1,4 +1,7 @@
-"""Optional packages that a recipe needs: looked for by name, before a job waits for its nodes. Nothing is imported."""
+"""Optional packages that a recipe needs: looked for by name, before a job waits for its nodes.
+
+None is imported but the filters of data in HDF5: which of them are there, only HDF5 knows.
+"""
 
 import ast
 import importlib.machinery
@@ -8,7 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from hpcdist.reporting import regular
+
 if TYPE_CHECKING:
+    from hpcdist.training.config import DataConfig
     from hpcdist.training.recipe import Recipe
 
 MOST_BYTES: Final = 1 << 20  # of a file with a model that is looked at
@@ -41,11 +47,32 @@ def needs(recipe: "Recipe") -> Iterator[Need]:
 
 def missing(recipe: "Recipe") -> list[str]:
     """Return a line for each module that ``recipe`` needs and this Python does not find (local)."""
-    return [
+    absent = [
         f"{need.value} needs the module {need.module}, which {sys.executable} does not have: {need.cure}"
         for need in dict.fromkeys(needs(recipe))
         if not _is_found(need.module)
     ]
+    return absent + _lacking(recipe.data)
+
+
+def _lacking(data: "DataConfig") -> list[str]:
+    """Return what the data needs to be read, as far as it can be seen from here."""
+    for place in filter(None, (data.staged, data.path)):
+        if _is_hdf5(Path(place)):
+            from hpcdist.training.data import arrays
+
+            return arrays.lacking(Path(place))
+    return []
+
+
+def _is_hdf5(path: Path) -> bool:
+    """Whether a file begins as HDF5 does, behind a user block or without one."""
+    try:
+        with open(regular.open_regular(path), "rb") as file:
+            heads = [file.seek(offset) is not None and file.read(8) for offset in (0, 512, 1024, 2048)]
+    except OSError:
+        return False
+    return b"\x89HDF\r\n\x1a\n" in heads
 
 
 def _is_found(module: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hpcdist.errors import DataError, StorageError
+from hpcdist.errors import DataError, MissingCapabilityError, StorageError
 from hpcdist.training.data.samples import FileArray, Sliceable, allocated
 
 MOST_CLASSES: Final = 1 << 24
@@ -69,6 +69,24 @@ class Dataset:
             self._checked_s = time.monotonic()
         for path, size in self._sizes.items():
             files.check_size(path, size, self._dataset.name)
+
+
+def lacking(path: Path) -> list[str]:
+    """Return what this Python lacks to read the datasets of an HDF5 file, whatever else may be wrong with it."""
+    from hpcdist.hdf5 import files
+
+    found = []
+    for name in ("tokens", "x", "y"):
+        try:
+            with files.open_read(path) as file:
+                dataset = files.resolved(file, name)
+                if files.is_dataset(dataset):
+                    files.storage_of(dataset)
+        except MissingCapabilityError as error:
+            found.append(f"data.path = {error}")
+        except files.FAILURES:
+            continue  # the training says what is wrong with it
+    return found
 
 
 def npy_tokens(path: Path) -> Sliceable:
@@ -168,6 +186,8 @@ def _opened(path: Path, file: Any, name: str) -> Sliceable:
         if offset is None:
             return Dataset(path, dataset)
         return FileArray(Path(dataset.file.filename), dataset.dtype, offset, dataset.shape)
+    except MissingCapabilityError as error:
+        raise MissingCapabilityError(f"data.path = {error}") from error
     except files.FAILURES as error:
         raise DataError(f"{what}, dataset {name}: {error}") from error
 
