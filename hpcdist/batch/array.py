@@ -1,24 +1,14 @@
 """Jobs that are no training alone: arrays of tasks, of a sweep or a script, a benchmark, a training with servers."""
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
 from hpcdist.arrays.sizes import counted
-from hpcdist.batch.job import BatchJob, walltime_s
+from hpcdist.batch.job import SUITES, SWEEP, BatchJob, walltime_s
 from hpcdist.errors import UsageError
 
-# Benchmark -> whether all ranks of the job run it; the others start ranks themselves.
-SWEEP: Final = "sweep"
-SUITES: Final[Mapping[str, bool]] = {
-    "collectives": True,
-    "checkpoint": True,
-    "pipeline": True,
-    "data": False,
-    SWEEP: False,
-}
 _MERGE_TIME: Final = "00:10:00"
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +13,16 @@ from hpcdist.comm.ending import WAYS
 from hpcdist.errors import UsageError
 
 SURVIVE: Final = ("none", *WAYS)
+RECIPE_FILE: Final = "recipe.toml"  # of a run directory, as `hpcdist.training` names it, which is slow to load
+# Benchmark -> whether all ranks of the job run it; the others start ranks themselves.
+SWEEP: Final = "sweep"
+SUITES: Final[Mapping[str, bool]] = {
+    "collectives": True,
+    "checkpoint": True,
+    "pipeline": True,
+    "data": False,
+    SWEEP: False,
+}
 RESOURCES: Final = ("qos", "constraint", "mem")  # fields that sbatch has as options
 SIGNAL_LIMIT_S: Final = 65535  # of sbatch --signal
 

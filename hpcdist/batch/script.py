@@ -5,6 +5,7 @@ import functools
 import re
 import shlex
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any, Final
@@ -14,7 +15,7 @@ import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpcdist import errors
-from hpcdist.batch import carbon, resources
+from hpcdist.batch import resources
 from hpcdist.batch.job import BatchJob, walltime_s
 from hpcdist.batch.site import Site
 from hpcdist.errors import ConfigurationError, UsageError
@@ -97,13 +98,19 @@ def _environment(folder: Path) -> jinja2.Environment:
         "words": shlex.join,
         "variable": _variable,
         "comment": comment,
-        "begin": carbon.begin_text,
+        "begin": _begin,
         "pbs": pbs,
         "memory": _memory,
         "seconds": walltime_s,
         "clock": lambda seconds: f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}",
     }
     return found
+
+
+def _begin(moment: datetime, scheduler: str = "slurm") -> str:
+    from hpcdist.batch import carbon  # late: few jobs have a time to begin at
+
+    return carbon.begin_text(moment, scheduler)
 
 
 def directive(value: object) -> str:

@@ -171,7 +171,7 @@ def _stop(number: int, frame: object) -> None:
 
 def _environment() -> dict[str, str]:
     """Return the environment of a trial: its recipe is complete, and no variable may change it, nor end it early."""
-    from hpcdist.cli.run import importable
+    from hpcdist.cli.words import importable
     from hpcdist.training.pace import JOB_END
     from hpcdist.training.settings import PREFIX
 

@@ -12,6 +12,7 @@ import click
 
 from hpcdist.batch import ledger
 from hpcdist.batch import nodes as allocation
+from hpcdist.batch.job import RECIPE_FILE
 from hpcdist.comm.restarts import FRUITLESS
 from hpcdist.errors import (
     CONFIGURATION,
@@ -27,7 +28,6 @@ from hpcdist.reporting import atomic, regular
 
 GO: Final = "go"
 DONE: Final = "done"
-RECIPE_FILE: Final = "recipe.toml"  # of a run directory, as `hpcdist.training` names it, which is slow to load
 STOP_FILE: Final = "stop"
 # Whatever became of the nodes, another start would end in the same way, or is not wanted.
 _FINAL: Final = (OK, USAGE, MISSING_CAPABILITY, CONFIGURATION, INTERRUPTED)

@@ -10,7 +10,7 @@ from typing import Final
 import click
 
 from hpcdist.batch import ledger, queue
-from hpcdist.cli.jobs_begin import RECIPE_FILE
+from hpcdist.batch.job import RECIPE_FILE
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
 from hpcdist.reporting import regular
 

@@ -7,7 +7,6 @@ import shutil
 import signal
 import stat
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,10 +16,10 @@ from typing import Any
 
 import click
 
-import hpcdist
 from hpcdist.batch.nodes import Allocation
 from hpcdist.checkpoint.lock import Lock, is_dead
 from hpcdist.cli.main import COMMANDS
+from hpcdist.cli.words import importable, mpi_options, python_of
 from hpcdist.comm import ending, launchers, restarts, supervisor
 from hpcdist.comm.failfast import FAILURE_DIR
 from hpcdist.comm.launcher import RESUME, RUN_DIR, announced
@@ -112,8 +111,7 @@ def command(
     know its checkpoints. `python` is the Python of hpcdist, or --python. A program without hpcdist is started, its exit
     code is returned, and signals are passed on to it.
     """
-    script = _check(command)
-    options, interpreter = mpi_options(mpi_args), python_of(python)
+    script, options, interpreter = _check(command), mpi_options(mpi_args), python_of(python)
     typed = _typed(len(command) if script else 0)
     _check_survival(command[0], survive, spares)
     program = [] if script else [*interpreter, "-P", "-m", "hpcdist"]
@@ -125,7 +123,7 @@ def command(
         ranks_per_node = -(-world // -(-ranks // ranks_per_node))  # the spares are spread over the same nodes
     layout = launchers.Layout(world, ranks_per_node, cpus_per_task, pmi)
     starter = launchers.starter(launchers.named(launcher), layout, survive)
-    settings = {**starter.settings(), **(importable() if python is None else {})}
+    settings = starter.settings() | (importable() if python is None else {})
     settings |= {} if survive is None else {ending.SURVIVE: survive, ending.SPARES: str(spares or 0)}
     settings |= ({RUN_DIR: str(out.absolute())} if out else {}) | ({RESUME: resume} if resume else {})
     job = _Job(starter, program, options, settings, grace, survive is not None, script, typed)
@@ -261,26 +259,6 @@ def _remove_abandoned() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def mpi_options(text: str) -> list[str]:
-    """Return the options in ``text``, which is quoted as for a shell. Raises UsageError."""
-    return _split("--mpi-args", text, "-x NAME")
-
-
-def _split(option: str, text: str, example: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"{option} {text!r}: {error}; quote it as for a shell, e.g. {option} '{example}'") from error
-
-
-def python_of(python: str | None) -> list[str]:
-    """Return what runs Python on the ranks: this one, or the words of ``python``. Raises UsageError."""
-    chosen = [sys.executable] if python is None else _split("--python", python, "apptainer exec my.sif python3")
-    if not chosen:
-        raise UsageError("--python is empty; name what runs Python on the ranks, e.g. --python /local/env/bin/python")
-    return chosen
-
-
 def _check(command: tuple[str, ...]) -> bool:
     """Refuse what would fail on every rank at once; return whether ``command`` is a program of its own."""
     known = ", ".join(name for name in COMMANDS if name not in _ALONE)
@@ -402,21 +380,6 @@ def checkpoints(run_dir: Path) -> dict[str, int]:
             with suppress(OSError):  # just removed
                 found[int(step)] = path.stat().st_mtime_ns
     return {f"step-{step}": found[step] for step in sorted(found, reverse=True)}
-
-
-def outside_python() -> str | None:
-    """Return the folder that holds hpcdist, be it a clone; None where this Python finds it by itself."""
-    home = str(Path(hpcdist.__file__).resolve().parents[1])
-    installed = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib")}
-    return None if home in installed else home
-
-
-def importable() -> dict[str, str]:
-    """Return what the ranks need to import the same hpcdist as this process."""
-    home, rest = outside_python(), os.environ.get("PYTHONPATH")
-    if home is None:
-        return {}
-    return {"PYTHONPATH": os.pathsep.join([home, rest] if rest else [home])}
 
 
 def _show_first_failure(folder: Path) -> None:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from hpcdist.arrays.sizes import counted
-from hpcdist.batch.array import SUITES, SWEEP
-from hpcdist.batch.job import BatchJob
+from hpcdist.batch.job import SUITES, SWEEP, BatchJob
 from hpcdist.errors import ConfigurationError, UsageError
 
 if TYPE_CHECKING:  # late at run time: --help is instant

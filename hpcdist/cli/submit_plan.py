@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hpcdist.arrays.sizes import counted
 from hpcdist.batch import fitting, sites
-from hpcdist.batch.job import BatchJob, walltime_s
+from hpcdist.batch.job import RECIPE_FILE, BatchJob, walltime_s
 from hpcdist.batch.site import Limits, Site
 from hpcdist.cli.degrees import equation
-from hpcdist.cli.jobs_begin import RECIPE_FILE
-from hpcdist.cli.run import mpi_options, outside_python
+from hpcdist.cli.words import mpi_options, outside_python
 from hpcdist.errors import ConfigurationError, HpcdistError, MissingCapabilityError, UsageError
 from hpcdist.strategies.decentralised.config import STRATEGIES as DECENTRALISED
 from hpcdist.training import identity, packages

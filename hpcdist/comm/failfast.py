@@ -23,13 +23,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from hpcdist.comm import ending, launcher, wording
-from hpcdist.comm.recorder import Recorder
 from hpcdist.comm.wording import lines, summary
 from hpcdist.errors import FAILURE, INTERRUPTED, CommunicationError, DeadlineError, HpcdistError
 from hpcdist.reporting import atomic
+
+if TYPE_CHECKING:  # late at run time: --help is instant
+    from hpcdist.comm.recorder import Recorder
 
 FAILURE_DIR: Final = "HPCDIST_FAILURE_DIR"  # set by `hpcdist run`, which shows the first failure last
 PRECEDENCE_S: Final = 1.0  # head start of the rank that failed first over those that failed because of it
@@ -47,7 +49,7 @@ class AgreedExit(SystemExit):
 @dataclass
 class _Installed:
     abort: Callable[[int], None]
-    recorder: Recorder | None
+    recorder: "Recorder | None"
     rank: int
     hooks: tuple[Any, Any]
     failing: threading.Lock
@@ -60,7 +62,7 @@ class _Installed:
 _installed: _Installed | None = None  # sys.excepthook is one per process, and so is this
 
 
-def install(abort: Callable[[int], None], recorder: Recorder | None, rank: int) -> None:
+def install(abort: Callable[[int], None], recorder: "Recorder | None", rank: int) -> None:
     """End the job through ``abort(code)`` when an exception of any thread of this process is not caught (local)."""
     global _installed
     hooks = (sys.excepthook, threading.excepthook) if _installed is None else _installed.hooks
@@ -139,7 +141,7 @@ def _give_up(limit_s: float) -> None:
     fail(DeadlineError(f"a rank died, and the others did not go on within {limit_s:g} s; start the job again"))
 
 
-def attach(recorder: Recorder) -> None:
+def attach(recorder: "Recorder") -> None:
     """Leave in ``recorder`` how this process ends, as its note "raised" or "finished" (local)."""
     assert _installed is not None, "install comes first"
     _installed.recorder = recorder

@@ -14,7 +14,8 @@ import pytest
 from job_scripts import EVIL, PLAIN, check_by_bash, check_golden, played_python
 
 from hpcdist.batch import script, sites, submission
-from hpcdist.batch.array import SUITES, SWEEP, BenchmarkJob, MergeJob, ServersJob, SweepJob
+from hpcdist.batch.array import BenchmarkJob, MergeJob, ServersJob, SweepJob
+from hpcdist.batch.job import SUITES, SWEEP
 from hpcdist.cli import main
 from hpcdist.comm import launchers
 from hpcdist.errors import CONFIGURATION, STORAGE, UsageError

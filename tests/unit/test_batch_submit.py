@@ -493,6 +493,8 @@ def test_packages_that_the_recipe_needs_are_looked_for_before_the_queue(site):
 
 def test_submit_loads_nothing_heavy(tmp_path):
     watched = ("mpi4py", "h5py", "numba", "cupy", "torch", "matplotlib")
+    # what starts, watches and records ranks, and what other jobs than a training need
+    watched += ("hpcdist.comm.supervisor", "hpcdist.comm.recorder", "hpcdist.batch.array", "hpcdist.batch.carbon")
     code = (
         "import sys\nfrom hpcdist.cli.main import main\n"
         "try:\n    main(['submit', '--nodes=2', '--dry-run'])\nexcept SystemExit as leaving:\n"
