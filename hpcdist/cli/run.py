@@ -161,6 +161,8 @@ class _Job:
 
     def run(self, command: Sequence[str], run_dir: Path | None, most_restarts: int) -> int:
         """Run ``command`` to its end, started again up to ``most_restarts`` times; return its exit code."""
+        if unbound := self.starter.unbound(self.options):
+            click.echo(f"hpcdist run: ranks are not bound to cores: {unbound}", err=True)
         with supervisor.signals_held() as mask:
             ending.stay()
             _remove_abandoned()

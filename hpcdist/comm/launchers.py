@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Protocol
 
-from hpcdist.comm import mpirun
+from hpcdist.comm import binding, mpirun
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, UsageError
 
 VARIABLE: Final = "HPCDIST_LAUNCHER"
@@ -169,6 +169,9 @@ class Starter(Protocol):
     def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
         """Return the options that start on the nodes ``left``, not on those ``lost``. Raises MissingCapabilityError."""
 
+    def unbound(self, options: Sequence[str]) -> str:
+        """Return why ranks are not bound to cores, "" where they are, or where it is left to the launcher."""
+
     def check(self) -> None:
         """Raise MissingCapabilityError when it is not here."""
 
@@ -180,6 +183,7 @@ class Mpirun:
     found: mpirun.Launcher
     layout: Layout
     surviving: bool = False
+    bound: binding.Bound = binding.LEFT
 
     @property
     def kind(self) -> Kind:
@@ -193,7 +197,7 @@ class Mpirun:
     def line(self, program: Sequence[str], settings: Mapping[str, str], options: Sequence[str]) -> list[str]:
         """Return the command line that starts ``program`` on all ranks; ``options``, the launcher's, win over ours."""
         extra = mpirun.surviving(self.found) if self.surviving else []
-        extra += mpirun.per_node(self.found, self.layout.ranks_per_node)
+        extra += mpirun.per_node(self.found, self.layout.ranks_per_node, self._bound(options))
         return mpirun.command(self.found, self.layout.ranks, program, settings, [*extra, *options])
 
     def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
@@ -203,6 +207,13 @@ class Mpirun:
     def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
         """Return the options that start on the nodes ``left`` alone."""
         return mpirun.on_hosts(self.found, left, self.layout.ranks_per_node)
+
+    def unbound(self, options: Sequence[str]) -> str:
+        """Return why ranks are not bound to cores, "" where they are, or where it is left to the launcher."""
+        return self._bound(options).reason
+
+    def _bound(self, options: Sequence[str]) -> binding.Bound:
+        return self.bound if mpirun.binds(self.found, options) else binding.LEFT
 
     def check(self) -> None:
         """Do nothing: it was found."""
@@ -252,6 +263,10 @@ class Site:
         nodes = self.layout.nodes or len(left)
         return self._filled(self.kind.without, lost=",".join(lost), nodes=nodes)
 
+    def unbound(self, options: Sequence[str]) -> str:
+        """Return nothing: it binds by what the job was given."""
+        return ""
+
     def check(self) -> None:
         """Raise MissingCapabilityError when this launcher is not here."""
         name = self.kind.program[0]
@@ -277,11 +292,24 @@ def starter(kind: Kind, layout: Layout, survive: str | None, environment: Mappin
     """
     _refuse(kind, layout, survive)
     if kind is MPIRUN:
-        return Mpirun(mpirun.find(environment), layout, survive is not None)
+        return _mpirun(mpirun.find(environment), layout, survive is not None, environment)
     cores = environment.get("SLURM_CPUS_PER_TASK", "")  # of the job
     if kind is SRUN and layout.cpus_per_task is None and cores.isdecimal():
         layout = replace(layout, cpus_per_task=int(cores))
     return Site(kind, layout)
+
+
+def _mpirun(found: mpirun.Launcher, layout: Layout, surviving: bool, environment: Mapping[str, str]) -> Mpirun:
+    """Return the starter of ``layout``, in a job of Slurm with the cores of the job for each rank."""
+    if not binding.in_slurm(environment):
+        return Mpirun(found, layout, surviving)
+    each = binding.ranks_per_node(layout.ranks, layout.ranks_per_node, environment)
+    if layout.cpus_per_task is None:
+        layout = replace(layout, cpus_per_task=binding.cpus_per_task(each, environment))
+    if surviving:  # its options do not bind
+        return Mpirun(found, layout, surviving, binding.Bound(reason="ranks may come later, with --survive"))
+    bound = binding.bound(each, layout.cpus_per_task, binding.node(), environment)
+    return Mpirun(found, layout, surviving, bound)
 
 
 def _refuse(kind: Kind, layout: Layout, survive: str | None) -> None:

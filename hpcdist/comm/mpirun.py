@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hpcdist.comm.binding import LEFT, Bound
 from hpcdist.errors import MissingCapabilityError
 
 OPEN_MPI: Final = "Open MPI"
@@ -35,6 +36,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 _EXPORTED: Final = "SLURM_EXPORT_ENV"
 # Options that Open MPI 5 refuses to be given twice: the last one is meant.
 _ONCE: Final = ("--bind-to", "--map-by")
+_BINDING: Final = {"-bind-to", "-map-by", "-rankfile", "-rf", "-cpu-set", "-cpu-list", "-use-hwthread-cpus"}
 _ULFM: Final = "ft_mpi_support:yes"
 _SESSION_BASE: Final = "PRTE_MCA_prte_local_tmpdir_base"
 _BASES: Final = ("prte_tmpdir_base", "prte_local_tmpdir_base")  # parameters that say where; mpirun refuses both
@@ -217,16 +219,25 @@ def answer_to_signals(launcher: Launcher) -> str:
     return "`hpcdist run` passes SIGTERM, SIGINT, SIGHUP and SIGUSR1 on to the ranks; mpirun by itself may kill them"
 
 
-def per_node(launcher: Launcher, ranks: int | None) -> list[str]:
-    """Return the options that put ``ranks`` ranks on each node; none for None.
+def per_node(launcher: Launcher, ranks: int | None, bound: Bound = LEFT) -> list[str]:
+    """Return the options that put ``ranks`` ranks on each node, each bound as ``bound`` says; none for None.
 
-    Open MPI then does not bind: it would give each rank one core, whatever the number of its threads.
+    Where it says nothing, Open MPI does not bind: it would give each rank one core, whatever the number of its threads.
     """
+    if bound.cores is not None:
+        if launcher.vendor == OPEN_MPI:
+            return ["--map-by", f"ppr:{bound.ranks_per_node}:node:PE={bound.cores}", "--bind-to", "core"]
+        return ["-ppn", str(bound.ranks_per_node), "-bind-to", f"core:{bound.cores}"]
+    unbound = ["--bind-to", "none"] if launcher.vendor == OPEN_MPI and (ranks is not None or bound.reason) else []
     if ranks is None:
-        return []
-    if launcher.vendor == OPEN_MPI:
-        return ["--map-by", f"ppr:{ranks}:node", "--bind-to", "none"]
-    return ["-ppn", str(ranks)]
+        return unbound
+    return ["--map-by", f"ppr:{ranks}:node", *unbound] if launcher.vendor == OPEN_MPI else ["-ppn", str(ranks)]
+
+
+def binds(launcher: Launcher, options: Sequence[str] = ()) -> bool:
+    """Whether ``launcher`` can be told how to bind ranks, and is not told by the ``options`` of a user."""
+    said = {f"-{option.partition('=')[0].lstrip('-')}" for option in options}
+    return launcher.vendor in (OPEN_MPI, MPICH) and not said & _BINDING
 
 
 def on_hosts(launcher: Launcher, hosts: Sequence[str], ranks: int | None) -> list[str]:

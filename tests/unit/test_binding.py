@@ -1,0 +1,268 @@
+"""To how many cores the ranks of a job of Slurm are bound: closed cases of nodes, threads and tasks; the options."""
+
+import os
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hpcdist.cli import main
+from hpcdist.comm import binding, launchers, mpirun
+from hpcdist.comm.binding import LEFT, Bound, Node
+from hpcdist.comm.launchers import KINDS, Layout
+from hpcdist.comm.mpirun import INTEL_MPI, MPICH, OPEN_MPI, Launcher
+
+PROGRAM = ["python", "-m", "hpcdist"]
+
+
+def job(cpus: str, tasks: str = "", **more: str) -> dict[str, str]:
+    """The variables of a job on the first of its nodes."""
+    found = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_NODEID": "0", "SLURM_JOB_CPUS_PER_NODE": cpus}
+    return found | ({"SLURM_TASKS_PER_NODE": tasks} if tasks else {}) | more
+
+
+def cores(count: int, threads: int = 1, confined: bool = True) -> Node:
+    """A node whose hardware threads are numbered as those of most: the second of each core after all first ones."""
+    return Node(tuple(tuple(core + count * one for one in range(threads)) for core in range(count)), confined)
+
+
+EIGHT = cores(8)
+CORES = {"SLURM_THREADS_PER_CORE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("node", "each", "asked", "environment", "expected"),
+    [
+        (cores(8), 2, 4, job("8(x2)"), 4),
+        (cores(8), 8, 1, job("8(x2)"), 1),
+        (cores(2), 2, 1, job("2"), 1),
+        (cores(8), 1, 8, job("8,16"), 8),
+        # A share of the job's cores where nobody has said how many.
+        (cores(8), 2, None, job("8(x2)"), 4),
+        (cores(8), 3, None, job("8(x2)"), 2),
+        (cores(16), 2, None, job("16,8"), 4),
+        # Slurm counts hardware threads: 8 of them are 4 cores ...
+        (cores(8, 2), 2, 8, job("16(x2)"), 4),
+        (cores(6, 2), 4, 3, job("12"), None),  # ... 3 are 2 cores, of which the job has too few
+        (cores(8, 2), 4, 3, job("16"), 2),
+        (cores(8, 2), 2, None, job("16"), 4),
+        # ... but where cores are left over, a core for each thread.
+        (cores(8, 2), 2, 4, job("16"), 4),
+        # With --threads-per-core=1 it counts cores, whatever the node shows of their threads.
+        (cores(8, 2), 2, 4, job("8", **CORES), 4),
+        (cores(8, 1), 2, 4, job("16", SLURM_HINT="nomultithread"), 4),
+        (cores(8, 2), 2, 8, job("8", **CORES), None),
+        # Fewer cores than are needed, here or on another node.
+        (cores(2), 2, 2, job("4(x2)"), None),
+        (cores(2), 4, 1, job("4(x2)"), None),
+        (cores(2), 4, None, job("4(x2)"), None),
+        (cores(8), 2, 4, job("8,4"), None),
+        (cores(8, 2), 2, 4, job("16,8"), None),
+        (cores(8), 8, None, job("8,4"), None),
+    ],
+)
+def test_cores_of_a_rank(node, each, asked, environment, expected):
+    found = binding.bound(each, asked, node, environment)
+    assert found.cores == expected and bool(found.reason) is (expected is None)
+    if expected is not None:
+        assert found.ranks_per_node == each and each * expected <= len(node.cores), "mpirun would end with an error"
+
+
+@pytest.mark.parametrize(
+    ("node", "each", "environment", "words"),
+    [
+        (cores(8), 2, job("8", SLURM_HET_SIZE="2"), "heterogeneous"),
+        (cores(8), 2, {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "8"}, "no node of the job"),  # salloc
+        (cores(8), 2, job("?"), "no node of the job"),
+        (cores(8, confined=False), 2, job("8"), "by affinity alone"),
+        (Node(()), 2, job("8"), "by affinity alone"),
+        (cores(64), 2, job("8"), "8 of the 64 CPUs"),  # no control groups: others are bound to the same first ones
+        (cores(64, 2), 2, job("64"), "64 of the 128 CPUs"),
+        (cores(64), 2, job("64,8", SLURM_NODEID="1"), "8 of the 64 CPUs"),
+        (cores(8), None, job("8(x2)"), "--ranks-per-node"),
+        (cores(2), 2, job("4"), "2 ranks x 2 (--cpus-per-task) do not fit on the 2 cores"),
+        (cores(8), 2, job("8,2"), "a node of the job has 2 CPUs, too few for 2 ranks x 2"),
+    ],
+)
+def test_why_ranks_are_not_bound(node, each, environment, words):
+    found = binding.bound(each, 2, node, environment)
+    assert found.cores is None and words in found.reason and "\n" not in found.reason
+
+
+@pytest.mark.parametrize(
+    ("ranks", "asked", "tasks", "expected"),
+    [
+        (4, 2, "", 2),
+        (4, 2, "9(x9)", 2),
+        (4, None, "2(x2)", 2),
+        (3, None, "2(x2)", None),
+        (3, None, "2,1", None),
+        (3, None, "8", 3),
+        (3, None, "", None),
+        (3, None, "many", None),
+    ],
+)
+def test_ranks_of_a_node(ranks, asked, tasks, expected):
+    assert binding.ranks_per_node(ranks, asked, {"SLURM_TASKS_PER_NODE": tasks}) == expected
+
+
+@pytest.mark.parametrize(
+    ("each", "environment", "expected"),
+    [
+        (2, job("8(x2)", SLURM_CPUS_PER_TASK="4"), 4),
+        (2, job("8,4", SLURM_CPUS_PER_TASK="4"), None),
+        (4, job("8", SLURM_CPUS_PER_TASK="4"), None),  # another number of ranks than the job has tasks
+        (None, job("8", SLURM_CPUS_PER_TASK="4"), None),
+        (2, job("8"), None),
+        (2, {"SLURM_CPUS_PER_TASK": "4"}, None),
+    ],
+)
+def test_processors_of_a_task(each, environment, expected):
+    assert binding.cpus_per_task(each, environment) == expected
+
+
+def topology(root: Path, siblings: dict[int, str], name: str = "core_cpus_list") -> Path:
+    (root / "online").write_text(f"0-{max(siblings)}\n")
+    for one, text in siblings.items():
+        (root / f"cpu{one}" / "topology").mkdir(parents=True)
+        (root / f"cpu{one}" / "topology" / name).write_text(f"{text}\n")
+    return root
+
+
+@pytest.mark.parametrize("name", ["core_cpus_list", "thread_siblings_list"])
+def test_the_cores_of_a_node(tmp_path, monkeypatch, name):
+    system = topology(tmp_path, {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}, name)
+    set_to = []
+    monkeypatch.setattr("os.sched_setaffinity", lambda pid, wanted: set_to.append(set(wanted)))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    assert binding.node(system) == Node(((0, 2), (1, 3)), confined=True)
+    assert set_to == [{0, 1, 2, 3}] * 2, "it is put back"
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {1, 3} if set_to[-1] == {1, 3} else {0, 1, 2, 3})
+    set_to.append({1, 3})
+    assert binding.node(system) == Node(((1, 3),), confined=False) and set_to[-1] == {1, 3}
+
+
+def test_a_node_that_does_not_show_its_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_setaffinity", lambda pid, wanted: None)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {4, 5})
+    assert binding.node(tmp_path) == Node(((4,), (5,)), confined=False)
+
+
+def test_the_affinity_of_this_process_is_put_back():
+    before = os.sched_getaffinity(0)
+    here = binding.node()
+    assert os.sched_getaffinity(0) == before and here.processors == len(before)
+    if len(before) > 1:
+        try:
+            os.sched_setaffinity(0, {min(before)})
+            assert not binding.node().confined and os.sched_getaffinity(0) == {min(before)}
+        finally:
+            os.sched_setaffinity(0, before)
+
+
+# -- the options
+
+
+@pytest.mark.parametrize(
+    ("vendor", "ranks", "bound", "expected"),
+    [
+        (OPEN_MPI, 2, Bound(2, 4), "--map-by ppr:2:node:PE=4 --bind-to core"),
+        (OPEN_MPI, None, Bound(2, 4), "--map-by ppr:2:node:PE=4 --bind-to core"),
+        (OPEN_MPI, 2, Bound(2, None, "why"), "--map-by ppr:2:node --bind-to none"),
+        (OPEN_MPI, None, Bound(None, None, "why"), "--bind-to none"),
+        (OPEN_MPI, None, LEFT, ""),
+        (MPICH, 2, Bound(2, 4), "-ppn 2 -bind-to core:4"),
+        (MPICH, None, Bound(2, 4), "-ppn 2 -bind-to core:4"),
+        (MPICH, 2, Bound(2, None, "why"), "-ppn 2"),
+        (MPICH, None, Bound(None, None, "why"), ""),
+    ],
+)
+def test_options(tmp_path, vendor, ranks, bound, expected):
+    assert shlex.join(mpirun.per_node(Launcher(tmp_path, vendor, ""), ranks, bound)) == expected
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """The command line in a job, without its program, and why ranks are not bound."""
+
+    def line(vendor, layout, environment, options=(), here=EIGHT, survive=None):
+        monkeypatch.setattr(mpirun, "find", lambda environment: Launcher(tmp_path / "mpirun", vendor, "5.0"))
+        monkeypatch.setattr(mpirun, "_why_not_surviving", lambda launcher: "")
+        monkeypatch.setattr(binding, "node", lambda: here)
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        starter = launchers.starter(KINDS["mpirun"], layout, survive, environment)
+        words = starter.line(PROGRAM, {}, options)[1 : -len(PROGRAM)]
+        return shlex.join(words).removeprefix("--mca osc '^ucx' "), starter.unbound(options)
+
+    return line
+
+
+TWO = job("8(x2)", "2(x2)", SLURM_CPUS_PER_TASK="4")
+
+
+def test_the_line_in_a_job(start):
+    assert start(OPEN_MPI, Layout(4, 2), TWO) == ("-n 4 --map-by ppr:2:node:PE=4 --bind-to core", "")
+    assert start(OPEN_MPI, Layout(4), TWO) == ("-n 4 --map-by ppr:2:node:PE=4 --bind-to core", "")
+    assert start(OPEN_MPI, Layout(4, 2, 3), TWO) == ("-n 4 --map-by ppr:2:node:PE=3 --bind-to core", "")
+    assert start(MPICH, Layout(4, 2), TWO) == ("-n 4 -ppn 2 -bind-to core:4", "")
+    assert start(INTEL_MPI, Layout(4, 2), TWO) == ("-n 4 -ppn 2", ""), "it binds by itself"
+    assert start(OPEN_MPI, Layout(2, 1), TWO) == ("-n 2 --map-by ppr:1:node:PE=4 --bind-to core", "")
+    line, reason = start(OPEN_MPI, Layout(4, 2), TWO, here=cores(4))
+    assert line == "-n 4 --map-by ppr:2:node --bind-to none" and "do not fit on the 4 cores" in reason
+
+
+def test_a_start_on_the_nodes_that_are_left(start):
+    """--restarts with --spare-nodes: as many ranks on fewer nodes of the job, each with the same cores."""
+    three = job("8(x3)", "2(x3)", SLURM_CPUS_PER_TASK="4")
+    expected = "-n 4 --map-by ppr:2:node:PE=4 --bind-to core --host n1:2,n3:2"
+    assert start(OPEN_MPI, Layout(4, 2), three, ["--host", "n1:2,n3:2"]) == (expected, "")
+
+
+@pytest.mark.parametrize("options", ["--bind-to none", "--bind-to=socket", "--cpu-set 0,1", "--rankfile file"])
+def test_the_user_binds(start, options):
+    line, reason = start(OPEN_MPI, Layout(4, 2), TWO, shlex.split(options))
+    assert "PE=" not in line and not reason and line.endswith(options)
+    assert line.startswith("-n 4 --map-by ppr:2:node")
+
+
+def test_the_user_binds_by_hydra(start):
+    assert start(MPICH, Layout(4, 2), TWO, ["-bind-to", "none"]) == ("-n 4 -ppn 2 -bind-to none", "")
+
+
+def test_ranks_that_may_come_later_are_not_bound(start):
+    line, reason = start(OPEN_MPI, Layout(4, 2), TWO, survive="replace")
+    assert "--oversubscribe" in line and "PE=" not in line and "--survive" in reason
+
+
+def test_threads_are_those_of_the_task(start, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    start(OPEN_MPI, Layout(4, 2), TWO)
+    for layout, threads in ((Layout(4, 2), "4"), (Layout(4, 4), "1"), (Layout(4, 4, 2), "2")):
+        assert launchers.starter(KINDS["mpirun"], layout, None, TWO).settings()["OMP_NUM_THREADS"] == threads
+
+
+def test_outside_of_slurm_nothing_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(mpirun, "find", lambda environment: Launcher(tmp_path / "mpirun", OPEN_MPI, "5.0"))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for environment in ({}, {"PBS_JOBID": "7"}):
+        starter = launchers.starter(KINDS["mpirun"], Layout(4, 2, 3), None, environment)
+        assert "--map-by ppr:2:node --bind-to none" in shlex.join(starter.line(PROGRAM, {}, []))
+        assert starter.layout.cpus_per_task == 3 and not starter.unbound([])
+
+
+def test_the_reason_is_said_in_one_line(tmp_path, monkeypatch, capfd):
+    program = tmp_path / "mpirun"
+    program.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 'mpirun (Open MPI) 5.0.0'\nexit 0\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(mpirun, "candidates", lambda environment: [program])
+    for name, value in job("4", "1").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(binding, "node", lambda: cores(8))
+    true = shutil.which("true")
+    with pytest.raises(SystemExit) as leaving:
+        main.main(["run", "-n", "1", "--", true])
+    said = capfd.readouterr().err
+    assert not leaving.value.code
+    expected = "hpcdist run: ranks are not bound to cores: the job has 4 of the 8 CPUs that it sees on this node"
+    assert said.count("\n") == 1 and said.startswith(expected)
