@@ -203,6 +203,7 @@ def test_shell_metacharacters_arrive_as_they_are(stage, tmp_path):
     code, errors = ended(stage(dataclasses.replace(job, name=EVIL, account=EVIL, python_path=EVIL), site, CODE="0"))
     assert code == 0, errors
     run = [*("-P", "-m", "hpcdist", "run", "-n", "8", "--launcher", "mpirun", "--ranks-per-node", "4")]
+    run += ["--cpus-per-task", "8"]
     run += ["--python", shlex.join((EVIL, "b")), "--mpi-args", EVIL]
     doctor = ["doctor", "--job", "--out", str(tmp_path / EVIL), "--device", "cpu", "--recipe", str(job.input_file)]
     assert words(tmp_path / "examined") == [*run, *doctor]
@@ -219,7 +220,7 @@ def test_restarts_and_survival_are_those_of_hpcdist_run(stage, tmp_path):
     job = dataclasses.replace(PLAIN, restarts=2, survive="replace", mpi_args="-v")
     assert ended(stage(job, CODE="3"))[0] == 3
     found = words(tmp_path / "arguments")
-    said = "--ranks-per-node 4 --mpi-args -v --restarts 2 --survive replace"
+    said = "--ranks-per-node 4 --cpus-per-task 8 --mpi-args -v --restarts 2 --survive replace"
     assert said in " ".join(found[: found.index("train")])
     assert "--restarts" not in words(tmp_path / "examined")
 

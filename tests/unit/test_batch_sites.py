@@ -60,6 +60,14 @@ def test_a_profile_of_a_machine_is_dated_and_says_where_it_is_from(name):
         assert site.scheduler.partition in site.partitions
 
 
+@pytest.mark.parametrize("name", SHIPPED)
+def test_no_profile_says_what_slurm_excludes(name):
+    """srun takes --hint neither with --cpu-bind nor with --threads-per-core; sbatch hands its options on to it."""
+    site = sites.load(name)
+    words = {word.partition("=")[0] for word in (*site.scheduler.options, *site.launcher.options)}
+    assert "--hint" not in words or not words & {"--cpu-bind", "--threads-per-core", "--ntasks-per-core"}
+
+
 def test_every_field_is_described():
     readme = (resources.folder(resources.TEMPLATES) / "README.md").read_text()
     for item in dataclasses.fields(Site):

@@ -107,7 +107,7 @@ export NUMBA_CACHE_DIR=${local_dir:?}/kernels
 on_each_node "${hpcdist[@]}" warmup --cache "$NUMBA_CACHE_DIR"
 
 # How ranks are started here, and the whole world of them.
-how=(--launcher mpirun --ranks-per-node 4 --python /tmp/hpcdist-1000-1a2b3c4d/environment/bin/python)
+how=(--launcher mpirun --ranks-per-node 4 --cpus-per-task 8 --python /tmp/hpcdist-1000-1a2b3c4d/environment/bin/python)
 run=("${hpcdist[@]}" run -n 8 "${how[@]}")
 
 # Seconds, before hours are spent on nodes that are not right.

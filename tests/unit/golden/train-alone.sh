@@ -73,7 +73,7 @@ if [[ $verdict != go ]]; then
 fi
 
 # How ranks are started here, and the whole world of them.
-how=(--launcher mpirun --ranks-per-node 4)
+how=(--launcher mpirun --ranks-per-node 4 --cpus-per-task 8)
 run=("${hpcdist[@]}" run -n 8 "${how[@]}")
 
 # Seconds, before hours are spent on nodes that are not right.
