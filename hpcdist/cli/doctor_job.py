@@ -77,7 +77,7 @@ def _checks(gathered: diagnosis_job.Gathered, asked: "Asked", device: str, direc
         diagnosis_table.check_messages(table),
         diagnosis_binding.check_local_ranks(table),
         diagnosis_binding.check_gpus(table, device, asked.holds_gpus),
-        diagnosis_binding.check_cores(table),
+        diagnosis_binding.check_cores(table, asked.scheduler),
         diagnosis_nodes.check_clocks(table, gathered.offsets),
         diagnosis_nodes.check_directory(table, str(directory), gathered.failure),
         diagnosis_nodes.check_space(table),

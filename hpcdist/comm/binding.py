@@ -8,7 +8,7 @@ and the variables of Slurm say leaves no doubt that each has cores of its own, a
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -150,7 +150,16 @@ def node(system: Path = SYSTEM) -> Node:
     return Node(tuple(cores.values()), _cores(_allowed(usable, system), system).keys() == cores.keys())
 
 
-def _cores(processors: set[int], system: Path) -> dict[int, tuple[int, ...]]:
+def hardware_threads(system: Path = SYSTEM) -> tuple[tuple[int, ...], ...]:
+    """Return the processors of each core that has several; none where the system does not say."""
+    try:
+        online = read_spans((system / "online").read_text())
+    except (OSError, ValueError):
+        return ()
+    return tuple(core for core in _cores(online, system).values() if len(core) > 1)
+
+
+def _cores(processors: Iterable[int], system: Path) -> dict[int, tuple[int, ...]]:
     """Return the ``processors`` of each core, by the first of all that it has."""
     found: dict[int, list[int]] = {}
     for one in sorted(processors):

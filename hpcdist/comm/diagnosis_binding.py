@@ -5,7 +5,7 @@ the whole job is told once.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from hpcdist.arrays.sizes import counted
@@ -16,6 +16,7 @@ from hpcdist.comm.diagnosis_text import spans
 from hpcdist.comm.placement import is_permutation, shown
 
 MOST_SHOWN: Final = 4
+_BIND: Final = "in Slurm `hpcdist run` binds by --cpus-per-task, or says why not; else srun -c N --cpu-bind=cores"
 NO_GPU: Final = "ask for GPUs (--gpus-per-node) and install hpcdist[cuda12x] (or 13x), or set run.device = 'cpu'"
 
 
@@ -104,10 +105,17 @@ def _own_gpus(rows: list[Row]) -> str:
     return "one for each rank: " + ", ".join(row.facts.gpu.name for row in rows)
 
 
-def check_cores(table: Table) -> Check:
-    """Check that ranks do not wait for each other's cores, and have those that were asked for."""
+def check_cores(table: Table, scheduler: str = "") -> Check:
+    """Check that ranks have cores of their own, as many as were asked for. In a job, the ``scheduler`` has given them.
+
+    On a workstation, which has none, unbound ranks are what is wanted.
+    """
     name = "cores"
-    domains = {rows[0].node: machine.numa for rows, machine in zip(table.nodes, table.machines, strict=True)}
+    of = {rows[0].node: machine for rows, machine in zip(table.nodes, table.machines, strict=True)}
+
+    def core(row: Row) -> dict[int, int]:
+        return {one: threads[0] for threads in of[row.node].hardware_threads for one in threads}
+
     lints = (
         Lint(
             _same_core,
@@ -115,27 +123,44 @@ def check_cores(table: Table) -> Check:
             "they take turns while cores are idle: hpcdist run --mpi-args '--bind-to none', or srun -c N "
             "--cpu-bind=cores",
         ),
-        Lint(_crowded, WARN, "they take turns: at most as many ranks on a node as it has cores"),
+        Lint(
+            lambda rows: _crowded(rows, core(rows[0])),
+            WARN,
+            "they take turns: at most as many ranks on a node as it has cores; where a task is one hardware thread, "
+            "sbatch --threads-per-core=1",
+        ),
+        Lint(_overlapping, WARN, f"they take turns while cores are idle: {_BIND}"),
+        Lint(
+            lambda rows: _side_by_side(rows, core(rows[0])),
+            WARN,
+            "they slow each other down: sbatch --threads-per-core=1, with which --cpus-per-task counts cores",
+        ),
         Lint(
             _cut,
             WARN,
             "srun does not take -c from sbatch: export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; Open MPI's mpirun: "
-            "--map-by slot:PE=N",
+            "--map-by ppr:R:node:PE=N --bind-to core",
         ),
         Lint(_threads, WARN, f"they take turns: export {THREADS}=$SLURM_CPUS_PER_TASK, or 1 as `hpcdist run` does"),
+        Lint(lambda rows: _unbound(rows, core(rows[0])) if scheduler else "", WARN, f"they may move: {_BIND}"),
         Lint(
-            lambda rows: _straddling(rows, domains[rows[0].node]),
+            lambda rows: _straddling(rows, of[rows[0].node].numa),
             WARN,
             "memory behind another socket is slower: srun --cpu-bind=cores --distribution=block:block, Open MPI's "
             "mpirun: --map-by numa",
         ),
     )
     wrong = linted(table, name, lints)
-    return wrong or Check(name, OK, table.found([_own_cores(rows) for rows in table.nodes]))
+    return wrong or Check(name, OK, table.found([_own_cores(rows, core(rows[0])) for rows in table.nodes]))
 
 
 def _union(rows: list[Row]) -> set[int]:
     return {core for row in rows for core in row.facts.cores}
+
+
+def _physical(processors: Iterable[int], core: Mapping[int, int]) -> set[int]:
+    """Return the cores of ``processors``, each by its first one."""
+    return {core.get(one, one) for one in processors}
 
 
 def _same_core(rows: list[Row]) -> str:
@@ -146,9 +171,40 @@ def _same_core(rows: list[Row]) -> str:
     return f"several ranks are bound to one and the same core ({spans(shared)}), and the job has {len(_union(rows))}"
 
 
-def _crowded(rows: list[Row]) -> str:
-    cores = len(_union(rows))
-    return f"{counted(len(rows), 'rank')} on {counted(cores, 'core')}" if len(rows) > cores else ""
+def _crowded(rows: list[Row], core: Mapping[int, int]) -> str:
+    processors = _union(rows)
+    cores = len(_physical(processors, core))
+    if len(rows) <= cores:
+        return ""
+    threads = f" ({len(processors)} hardware threads)" if len(processors) > cores else ""
+    return f"{counted(len(rows), 'rank')} on {counted(cores, 'core')}{threads}"
+
+
+def _overlapping(rows: list[Row]) -> str:
+    """Some cores belong to several ranks, and others to one."""
+    owners = Counter(core for row in rows for core in row.facts.cores)
+    shared = sorted(core for core, ranks in owners.items() if ranks > 1)
+    if not shared or len({row.facts.cores for row in rows}) == 1:
+        return ""
+    return f"several of {len(rows)} ranks share cores {spans(shared)} of {spans(sorted(owners))}"
+
+
+def _side_by_side(rows: list[Row], core: Mapping[int, int]) -> str:
+    """Ranks with processors of their own that are hardware threads of the same cores."""
+    if len({row.facts.cores for row in rows}) == 1:
+        return ""
+    owners = Counter(one for row in rows for one in _physical(row.facts.cores, core))
+    shared = sorted(one for one, ranks in owners.items() if ranks > 1)
+    if not shared:
+        return ""
+    return f"several of {len(rows)} ranks are bound to hardware threads of the same cores ({spans(shared)})"
+
+
+def _unbound(rows: list[Row], core: Mapping[int, int]) -> str:
+    if len(rows) == 1 or len({row.facts.cores for row in rows}) > 1:
+        return ""
+    cores = len(_physical(rows[0].facts.cores, core))
+    return f"{len(rows)} ranks share all {counted(cores, 'core')} ({spans(rows[0].facts.cores)}), none is bound"
 
 
 def _cut(rows: list[Row]) -> str:
@@ -191,11 +247,14 @@ def _straddling(rows: list[Row], domains: Sequence[Sequence[int]]) -> str:
     return f"{len(avoidable)} of {len(rows)} ranks lie across memory domains (cores {first}), the others in one"
 
 
-def _own_cores(rows: list[Row]) -> str:
+def _own_cores(rows: list[Row], core: Mapping[int, int]) -> str:
     sets = {row.facts.cores for row in rows}
     threads = rows[0].facts.threads
     said = f"; {THREADS}={threads}" if threads else ""
     if len(sets) == 1:
-        return f"{counted(len(rows), 'rank')} on all of {spans(rows[0].facts.cores)}{said}"
+        shared = ", which they share" if len(rows) > 1 else ""
+        return f"{counted(len(rows), 'rank')} on all of {spans(rows[0].facts.cores)}{shared}{said}"
+    counts = sorted({len(_physical(cores, core)) for cores in sets})
+    each = counted(counts[0], "core") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} cores"
     own = [spans(row.facts.cores) for row in rows]
-    return f"{' | '.join(own[:MOST_SHOWN])}{' | ...' if len(own) > MOST_SHOWN else ''}{said}"
+    return f"{each} each: {' | '.join(own[:MOST_SHOWN])}{' | ...' if len(own) > MOST_SHOWN else ''}{said}"

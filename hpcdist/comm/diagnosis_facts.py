@@ -19,6 +19,7 @@ from typing import Final
 import hpcdist
 from hpcdist.arrays import device
 from hpcdist.comm import ending, failfast, placement
+from hpcdist.comm.binding import hardware_threads
 from hpcdist.comm.diagnosis_text import read_spans
 from hpcdist.comm.launcher import Announced, inside_srun, started_by_srun
 from hpcdist.errors import HpcdistError
@@ -68,7 +69,11 @@ class Volume:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the ranks of a node share. ``numa`` holds the cores of each memory domain, none where it is unknown."""
+    """What the ranks of a node share. ``numa`` holds the cores of each memory domain, none where it is unknown.
+
+    ``hardware_threads`` holds the processors of each core that has several. What is called a core elsewhere is one
+    of them there.
+    """
 
     processor: str
     cores: int
@@ -76,6 +81,7 @@ class Machine:
     software: Mapping[str, str]
     settings: Mapping[str, str]
     volumes: tuple[Volume, ...]
+    hardware_threads: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,7 @@ def machine(
         if name not in _OF_THE_LAUNCH and (name.startswith(_SETTINGS) or name in _SETTINGS_ALONE)
     }
     cores = os.cpu_count() or 1
-    return Machine(_processor(), cores, domains(numa), found | {"MPI": library}, settings, volumes)
+    return Machine(_processor(), cores, domains(numa), found | {"MPI": library}, settings, volumes, hardware_threads())
 
 
 def volume(role: str, path: Path, kind: str) -> Volume:

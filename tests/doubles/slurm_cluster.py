@@ -99,10 +99,20 @@ class Cluster:
     """Daemons in the foreground, as children of this process, and the commands of their Slurm."""
 
     def __init__(
-        self, folder: Path, *, count: int = NODES, isolated: bool = False, timeout_s: int = 300, requeue_s: int = 120
+        self,
+        folder: Path,
+        *,
+        count: int = NODES,
+        cpus: int = 4,
+        isolated: bool = False,
+        timeout_s: int = 300,
+        requeue_s: int = 120,
     ) -> None:
-        """``timeout_s`` is SlurmdTimeout; a requeued job waits for ``requeue_s``. Both are Slurm's, if not given."""
-        self.folder, self.count, self.isolated = folder, count, isolated
+        """``timeout_s`` is SlurmdTimeout; a requeued job waits for ``requeue_s``. Both are Slurm's, if not given.
+
+        A node has ``cpus``, whatever this machine has.
+        """
+        self.folder, self.count, self.cpus, self.isolated = folder, count, cpus, isolated
         self.timeout_s, self.requeue_s = timeout_s, requeue_s
         self.processes: list[subprocess.Popen[bytes]] = []
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
@@ -121,7 +131,7 @@ class Cluster:
     def start(self) -> None:
         host, (control, *ports) = socket.gethostname().split(".")[0], free_ports(1 + self.count)
         nodes = [
-            f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=1000 "
+            f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={self.cpus} RealMemory=1000 "
             f"Gres=gpu:{GPUS}"
             for number, port in enumerate(ports, start=1)
         ]

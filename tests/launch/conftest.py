@@ -166,6 +166,13 @@ def cluster(mpi: mpirun.Launcher) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
+def roomy(mpi: mpirun.Launcher) -> Iterator[Cluster]:
+    """A cluster of one node, which has the processors of this machine."""
+    with started(count=1, cpus=len(os.sched_getaffinity(0))) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
 def fragile(mpi: mpirun.Launcher) -> Iterator[Cluster]:
     """A cluster whose nodes can crash, which it notices after a few seconds instead of five minutes."""
     refused = isolation_refused()

@@ -138,6 +138,7 @@ def test_the_cores_of_a_node(tmp_path, monkeypatch, name):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
     assert binding.node(system) == Node(((0, 2), (1, 3)), confined=True)
     assert set_to == [{0, 1, 2, 3}] * 2, "it is put back"
+    assert binding.hardware_threads(system) == ((0, 2), (1, 3))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {1, 3} if set_to[-1] == {1, 3} else {0, 1, 2, 3})
     set_to.append({1, 3})
     assert binding.node(system) == Node(((1, 3),), confined=False) and set_to[-1] == {1, 3}
@@ -147,6 +148,7 @@ def test_a_node_that_does_not_show_its_cores(tmp_path, monkeypatch):
     monkeypatch.setattr("os.sched_setaffinity", lambda pid, wanted: None)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {4, 5})
     assert binding.node(tmp_path) == Node(((4,), (5,)), confined=False)
+    assert binding.hardware_threads(tmp_path) == ()
 
 
 def test_the_affinity_of_this_process_is_put_back():

@@ -215,8 +215,8 @@ def cores(*sets, **more):
 @pytest.mark.parametrize(
     ("facts", "status", "words"),
     [
-        (cores((0,), (1,)), OK, "0 | 1; OMP_NUM_THREADS=1"),
-        (cores((0, 1), (0, 1)), OK, "2 ranks on all of 0-1"),
+        (cores((0,), (1,)), OK, "1 core each: 0 | 1; OMP_NUM_THREADS=1"),
+        (cores((0, 1), (0, 1)), OK, "2 ranks on all of 0-1, which they share"),
         (cores((0,), (0,), (1, 2)), FAIL, "the same core (0), and the job has 3"),
         (cores((0,), (0,)), WARN, "2 ranks on 1 core"),  # there is no other
         (cores((0, 1), (0, 1), (0, 1)), WARN, "3 ranks on 2 cores"),
@@ -229,11 +229,43 @@ def cores(*sets, **more):
         (cores((0, 1), (3, 4), (6, 7)), WARN, "1 of 3 ranks lie across memory domains (cores 3-4)"),
         (cores((0, 1), (2, 3), (6, 7)), OK, "0-1 | 2-3 | 6-7"),
         (cores((3, 4), (2, 5)), OK, "3-4 | 2,5"),  # all of them: so it was asked for, and there is none that fits
-        (cores(tuple(range(8)), (0, 1)), OK, "0-7 | 0-1"),  # no domain has room for eight
+        (cores(tuple(range(6)), (6, 7)), OK, "2 to 6 cores each: 0-5 | 6-7"),  # no domain has room for six
+        (cores((0, 1, 2), (2, 3, 4)), WARN, "several of 2 ranks share cores 2 of 0-4"),
+        (cores((0, 1), (0, 1), (2, 3)), WARN, "several of 3 ranks share cores 0-1 of 0-3"),
     ],
 )
 def test_cores(facts, status, words):
     check = diagnosis_binding.check_cores(table(nodes=2, **facts))
+    assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "words"),
+    [
+        (cores((0, 1), (0, 1)), WARN, "2 ranks share all 2 cores (0-1), none is bound"),
+        (cores((0, 1)), OK, "1 rank on all of 0-1"),
+        (cores((0, 1), (0, 1), (0, 1)), WARN, "3 ranks on 2 cores"),
+        (cores((0, 1), (2, 3)), OK, "2 cores each: 0-1 | 2-3"),
+    ],
+)
+def test_ranks_of_a_job_have_cores_of_their_own(facts, status, words):
+    check = diagnosis_binding.check_cores(table(nodes=2, **facts), "Slurm")
+    assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "words"),
+    [
+        (cores((0, 4), (1, 5)), OK, "1 core each: 0,4 | 1,5"),
+        (cores((0, 1, 4, 5), (2, 3, 6, 7)), OK, "2 cores each: 0-1,4-5 | 2-3,6-7"),
+        (cores((0,), (4,)), WARN, "2 ranks on 1 core (2 hardware threads)"),
+        (cores((0, 1), (4, 5)), WARN, "several of 2 ranks are bound to hardware threads of the same cores (0-1)"),
+        (cores((0, 4), (0, 4)), WARN, "2 ranks on 1 core (2 hardware threads)"),
+    ],
+)
+def test_cores_of_several_hardware_threads(facts, status, words):
+    threads = machines({"numa": (), "hardware_threads": tuple((core, core + 4) for core in range(4))}) * 2
+    check = diagnosis_binding.check_cores(table(nodes=2, machines=threads, **facts))
     assert check.status == status and words in check.found and bool(check.cure) is (status != OK)
 
 
