@@ -38,7 +38,7 @@ _PYTHON = ("python", "python3")  # ours: that of PATH need not have hpcdist
 )
 @click.option("-n", "--ranks", type=click.IntRange(min=1), required=True, help="Number of ranks.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1), help="Ranks on each node.  [default: the launcher's]")
-@click.option("--cpus-per-task", type=click.IntRange(min=1), help="Cores, and threads, of a rank.  [default: 1]")
+@click.option("--cpus-per-task", type=click.IntRange(min=1), help="Cores and threads of a rank.  [default: job's or 1]")
 @click.option(
     "--launcher",
     default=launchers.AUTO,

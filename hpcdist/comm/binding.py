@@ -8,11 +8,13 @@ and the variables of Slurm say leaves no doubt that each has cores of its own, a
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from hpcdist.arrays.sizes import counted
 from hpcdist.comm.diagnosis_text import read_spans
 
 SYSTEM: Final = Path("/sys/devices/system/cpu")
@@ -23,11 +25,14 @@ _REPEATED: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 class Node:
     """The ``cores`` that this process may use, each by those of its processors (hardware threads) that it may use.
 
-    ``confined``: the control group allows no other core.
+    ``packages`` has how many of them each socket has. ``confined``: the control group allows no other core; ``whole``:
+    the node has no other.
     """
 
     cores: tuple[tuple[int, ...], ...]
+    packages: tuple[int, ...]
     confined: bool = True
+    whole: bool = True
 
     @property
     def processors(self) -> int:
@@ -42,17 +47,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Bound:
-    """Each of ``ranks_per_node`` ranks is bound to ``cores`` of its own; None: not bound, for a ``reason``.
+    """Each of ``ranks_per_node`` ranks is bound to ``cores`` of its own; None: not bound.
 
-    Without a reason it is left to the launcher.
+    There is a ``reason`` for that, or the only rank of a node has all cores of the job there.
     """
 
-    ranks_per_node: int | None = None
-    cores: int | None = None
+    ranks_per_node: int | None
+    cores: int | None
     reason: str = ""
-
-
-LEFT: Final = Bound()
 
 
 def in_slurm(environment: Mapping[str, str] = os.environ) -> bool:
@@ -81,29 +83,49 @@ def cpus_per_task(each: int | None, environment: Mapping[str, str] = os.environ)
     return int(asked)
 
 
-def bound(each: int | None, asked: int | None, node: Node, environment: Mapping[str, str] = os.environ) -> Bound:
-    """Return to how many cores each of ``each`` ranks of a node can be bound, ``asked`` or its share of them."""
+def bound(
+    each: int | None, asked: int | None, node: Node, environment: Mapping[str, str] = os.environ, *, apart: bool = True
+) -> Bound:
+    """Return to how many cores each of ``each`` ranks of a node can be bound, ``asked`` or its share of them.
+
+    ``apart``: the mpirun binds no rank to cores of two sockets, and ends with an error instead, as that of Open MPI.
+    """
     if each is None:
-        return Bound(reason="how many of them a node gets is not known; say --ranks-per-node")
+        return Bound(None, None, "how many of them a node gets is not known; say --ranks-per-node")
     given, whole_cores = _given(environment), _counts_cores(environment)
     reason = _doubt(node, given, whole_cores, environment)
     if reason:
         return Bound(each, None, reason)
     count, per_core = len(node.cores), 1 if whole_cores else node.per_core
-    cores = count // each
-    if asked is not None:
-        # A core for each thread where there is room, else its processors, which is what Slurm counts.
-        cores = asked if each * asked <= count else -(-asked // per_core)
-    if not cores or each * cores > count:
-        wanted = f"{each} ranks" if asked is None else f"{each} ranks x {asked} (--cpus-per-task)"
-        return Bound(each, None, f"{wanted} do not fit on the {count} cores that the job has on this node")
-    if each * cores * per_core > min(given):
-        if asked is not None:
-            return Bound(each, None, f"a node of the job has {min(given)} CPUs, too few for {each} ranks x {asked}")
-        cores = min(given) // (each * per_core)
-        if not cores:
-            return Bound(each, None, f"a node of the job has {min(given)} CPUs, too few for {each} ranks")
-    return Bound(each, cores)
+    # A core for each thread where there is room, else its processors, which is what Slurm counts.
+    cores = -(-(asked or 0) // (1 if each * (asked or 0) <= count else per_core))
+    if asked is None:  # as many as all nodes have for each of them
+        cores = min(count, min(given) // per_core) // each
+        while apart and cores > 1 and each > 1 and not _fits(each, cores, node):
+            cores -= 1
+    ranks = f"{counted(each, 'rank')} x {asked} (--cpus-per-task)" if asked else counted(each, "rank")
+    if each * max(1, cores) > count:
+        return Bound(each, None, f"{ranks} do not fit on the {counted(count, 'core')} that the job has on this node")
+    if not cores or each * cores * per_core > min(given):
+        return Bound(each, None, f"{ranks} do not fit on a node of which the job has {counted(min(given), 'CPU')}")
+    if each == 1 and cores == count:
+        return Bound(each, None)
+    reason = _across(each, cores, node, len(given)) if apart else ""
+    return Bound(each, None, reason) if reason else Bound(each, cores)
+
+
+def _fits(each: int, cores: int, node: Node) -> bool:
+    return sum(package // cores for package in node.packages) >= each
+
+
+def _across(each: int, cores: int, node: Node, nodes: int) -> str:
+    """Return why a rank would have cores of two sockets, or could have on another node; "" where none would."""
+    if not _fits(each, cores, node):
+        sizes = " + ".join(map(str, node.packages))
+        return f"{counted(each, 'rank')} x {counted(cores, 'core')} do not fit on sockets of {sizes} cores undivided"
+    if cores > 1 and nodes > 1 and len(node.packages) > 1 and not node.whole:
+        return "the cores of a rank may be of two sockets where the job has a part of a node; ask for whole ones"
+    return ""
 
 
 def _doubt(node: Node, given: list[int], whole_cores: bool, environment: Mapping[str, str]) -> str:
@@ -147,16 +169,30 @@ def node(system: Path = SYSTEM) -> Node:
     """Return the cores of this node that this process may use."""
     usable = os.sched_getaffinity(0)
     cores = _cores(usable, system)
-    return Node(tuple(cores.values()), _cores(_allowed(usable, system), system).keys() == cores.keys())
+    packages = Counter(_package(first, system) for first in cores)
+    others = (_allowed(usable, system), _online(system))
+    confined, whole = (_cores(processors, system).keys() == cores.keys() for processors in others)
+    return Node(tuple(cores.values()), tuple(packages.values()), confined, whole)
+
+
+def _package(processor: int, system: Path) -> str:
+    try:
+        return (system / f"cpu{processor}" / "topology" / "physical_package_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _online(system: Path) -> tuple[int, ...]:
+    """Return the processors of this node; none where the system does not say."""
+    try:
+        return read_spans((system / "online").read_text())
+    except (OSError, ValueError):
+        return ()
 
 
 def hardware_threads(system: Path = SYSTEM) -> tuple[tuple[int, ...], ...]:
     """Return the processors of each core that has several; none where the system does not say."""
-    try:
-        online = read_spans((system / "online").read_text())
-    except (OSError, ValueError):
-        return ()
-    return tuple(core for core in _cores(online, system).values() if len(core) > 1)
+    return tuple(core for core in _cores(_online(system), system).values() if len(core) > 1)
 
 
 def _cores(processors: Iterable[int], system: Path) -> dict[int, tuple[int, ...]]:
@@ -177,9 +213,8 @@ def _cores(processors: Iterable[int], system: Path) -> dict[int, tuple[int, ...]
 def _allowed(usable: set[int], system: Path) -> set[int]:
     """Return the processors that this process could be bound to: all of its control group, whatever its affinity."""
     try:
-        online = read_spans((system / "online").read_text())
-        os.sched_setaffinity(0, online)  # which the kernel cuts to what is allowed
-    except (OSError, ValueError):
+        os.sched_setaffinity(0, _online(system))  # which the kernel cuts to what is allowed
+    except OSError:
         return set()
     try:
         return os.sched_getaffinity(0)

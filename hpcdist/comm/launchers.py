@@ -183,7 +183,7 @@ class Mpirun:
     found: mpirun.Launcher
     layout: Layout
     surviving: bool = False
-    bound: binding.Bound = binding.LEFT
+    bound: binding.Bound | None = None
 
     @property
     def kind(self) -> Kind:
@@ -210,10 +210,11 @@ class Mpirun:
 
     def unbound(self, options: Sequence[str]) -> str:
         """Return why ranks are not bound to cores, "" where they are, or where it is left to the launcher."""
-        return self._bound(options).reason
+        bound = self._bound(options)
+        return "" if bound is None else bound.reason
 
-    def _bound(self, options: Sequence[str]) -> binding.Bound:
-        return self.bound if mpirun.binds(self.found, options) else binding.LEFT
+    def _bound(self, options: Sequence[str]) -> binding.Bound | None:
+        return self.bound if mpirun.binds(self.found, options) else None
 
     def check(self) -> None:
         """Do nothing: it was found."""
@@ -307,8 +308,9 @@ def _mpirun(found: mpirun.Launcher, layout: Layout, surviving: bool, environment
     if layout.cpus_per_task is None:
         layout = replace(layout, cpus_per_task=binding.cpus_per_task(each, environment))
     if surviving:  # its options do not bind
-        return Mpirun(found, layout, surviving, binding.Bound(reason="ranks may come later, with --survive"))
-    bound = binding.bound(each, layout.cpus_per_task, binding.node(), environment)
+        return Mpirun(found, layout, surviving, binding.Bound(each, None, "ranks may come later, with --survive"))
+    apart = found.vendor == mpirun.OPEN_MPI
+    bound = binding.bound(each, layout.cpus_per_task, binding.node(), environment, apart=apart)
     return Mpirun(found, layout, surviving, bound)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hpcdist.comm.binding import LEFT, Bound
+from hpcdist.comm.binding import Bound
 from hpcdist.errors import MissingCapabilityError
 
 OPEN_MPI: Final = "Open MPI"
@@ -219,16 +219,16 @@ def answer_to_signals(launcher: Launcher) -> str:
     return "`hpcdist run` passes SIGTERM, SIGINT, SIGHUP and SIGUSR1 on to the ranks; mpirun by itself may kill them"
 
 
-def per_node(launcher: Launcher, ranks: int | None, bound: Bound = LEFT) -> list[str]:
+def per_node(launcher: Launcher, ranks: int | None, bound: Bound | None = None) -> list[str]:
     """Return the options that put ``ranks`` ranks on each node, each bound as ``bound`` says; none for None.
 
-    Where it says nothing, Open MPI does not bind: it would give each rank one core, whatever the number of its threads.
+    Where it says of no cores, Open MPI does not bind: it would give each rank one, whatever the number of its threads.
     """
-    if bound.cores is not None:
+    if bound is not None and bound.cores is not None:
         if launcher.vendor == OPEN_MPI:
             return ["--map-by", f"ppr:{bound.ranks_per_node}:node:PE={bound.cores}", "--bind-to", "core"]
         return ["-ppn", str(bound.ranks_per_node), "-bind-to", f"core:{bound.cores}"]
-    unbound = ["--bind-to", "none"] if launcher.vendor == OPEN_MPI and (ranks is not None or bound.reason) else []
+    unbound = ["--bind-to", "none"] if launcher.vendor == OPEN_MPI and (ranks, bound) != (None, None) else []
     if ranks is None:
         return unbound
     return ["--map-by", f"ppr:{ranks}:node", *unbound] if launcher.vendor == OPEN_MPI else ["-ppn", str(ranks)]

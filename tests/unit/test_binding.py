@@ -1,5 +1,6 @@
 """To how many cores the ranks of a job of Slurm are bound: closed cases of nodes, threads and tasks; the options."""
 
+import errno
 import os
 import shlex
 import shutil
@@ -9,7 +10,7 @@ import pytest
 
 from hpcdist.cli import main
 from hpcdist.comm import binding, launchers, mpirun
-from hpcdist.comm.binding import LEFT, Bound, Node
+from hpcdist.comm.binding import Bound, Node
 from hpcdist.comm.launchers import KINDS, Layout
 from hpcdist.comm.mpirun import INTEL_MPI, MPICH, OPEN_MPI, Launcher
 
@@ -22,9 +23,10 @@ def job(cpus: str, tasks: str = "", **more: str) -> dict[str, str]:
     return found | ({"SLURM_TASKS_PER_NODE": tasks} if tasks else {}) | more
 
 
-def cores(count: int, threads: int = 1, confined: bool = True) -> Node:
+def cores(count: int, threads: int = 1, packages: tuple[int, ...] = (), *, confined=True, whole=True) -> Node:
     """A node whose hardware threads are numbered as those of most: the second of each core after all first ones."""
-    return Node(tuple(tuple(core + count * one for one in range(threads)) for core in range(count)), confined)
+    each = tuple(tuple(core + count * one for one in range(threads)) for core in range(count))
+    return Node(each, packages or (count,), confined, whole)
 
 
 EIGHT = cores(8)
@@ -37,11 +39,12 @@ CORES = {"SLURM_THREADS_PER_CORE": "1"}
         (cores(8), 2, 4, job("8(x2)"), 4),
         (cores(8), 8, 1, job("8(x2)"), 1),
         (cores(2), 2, 1, job("2"), 1),
-        (cores(8), 1, 8, job("8,16"), 8),
+        (cores(8), 1, 6, job("8,16"), 6),
         # A share of the job's cores where nobody has said how many.
         (cores(8), 2, None, job("8(x2)"), 4),
         (cores(8), 3, None, job("8(x2)"), 2),
         (cores(16), 2, None, job("16,8"), 4),
+        (cores(8, 2), 2, None, job("16,8"), 2),
         # Slurm counts hardware threads: 8 of them are 4 cores ...
         (cores(8, 2), 2, 8, job("16(x2)"), 4),
         (cores(6, 2), 4, 3, job("12"), None),  # ... 3 are 2 cores, of which the job has too few
@@ -60,6 +63,17 @@ CORES = {"SLURM_THREADS_PER_CORE": "1"}
         (cores(8), 2, 4, job("8,4"), None),
         (cores(8, 2), 2, 4, job("16,8"), None),
         (cores(8), 8, None, job("8,4"), None),
+        # Open MPI gives no rank cores of two sockets.
+        (cores(6, packages=(3, 3)), 2, 3, job("6(x2)"), 3),
+        (cores(6, packages=(3, 3)), 3, 2, job("6(x2)"), None),
+        (cores(6, packages=(3, 3)), 3, None, job("6(x2)"), 1),
+        (cores(6, packages=(3, 3)), 1, 4, job("6(x2)"), None),
+        (cores(8, packages=(3, 5)), 3, 2, job("8"), 2),
+        (cores(8, packages=(3, 5)), 4, 2, job("8"), None),
+        (cores(8, packages=(4, 4), whole=False), 2, 4, job("8"), 4),
+        (cores(8, packages=(4, 4), whole=False), 2, 4, job("8(x2)"), None),
+        (cores(8, packages=(4, 4), whole=False), 8, 1, job("8(x2)"), 1),
+        (cores(8, whole=False), 2, 4, job("8(x2)"), 4),
     ],
 )
 def test_cores_of_a_rank(node, each, asked, environment, expected):
@@ -69,6 +83,18 @@ def test_cores_of_a_rank(node, each, asked, environment, expected):
         assert found.ranks_per_node == each and each * expected <= len(node.cores), "mpirun would end with an error"
 
 
+@pytest.mark.parametrize(("packages", "each"), [((3, 3), 3), ((4, 4), 1)])
+def test_mpich_gives_a_rank_cores_of_two_sockets(packages, each):
+    here = cores(sum(packages), packages=packages, whole=False)
+    found = binding.bound(each, 2 if each == 3 else 6, here, job(f"{sum(packages)}(x2)"), apart=False)
+    assert found == Bound(each, 2 if each == 3 else 6)
+
+
+@pytest.mark.parametrize("asked", [None, 8])
+def test_the_only_rank_of_a_node_has_all_cores_of_the_job(asked):
+    assert binding.bound(1, asked, cores(8, packages=(4, 4)), job("8(x2)")) == Bound(1, None)
+
+
 @pytest.mark.parametrize(
     ("node", "each", "environment", "words"),
     [
@@ -76,13 +102,15 @@ def test_cores_of_a_rank(node, each, asked, environment, expected):
         (cores(8), 2, {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "8"}, "no node of the job"),  # salloc
         (cores(8), 2, job("?"), "no node of the job"),
         (cores(8, confined=False), 2, job("8"), "by affinity alone"),
-        (Node(()), 2, job("8"), "by affinity alone"),
+        (Node((), ()), 2, job("8"), "by affinity alone"),
         (cores(64), 2, job("8"), "8 of the 64 CPUs"),  # no control groups: others are bound to the same first ones
         (cores(64, 2), 2, job("64"), "64 of the 128 CPUs"),
         (cores(64), 2, job("64,8", SLURM_NODEID="1"), "8 of the 64 CPUs"),
         (cores(8), None, job("8(x2)"), "--ranks-per-node"),
         (cores(2), 2, job("4"), "2 ranks x 2 (--cpus-per-task) do not fit on the 2 cores"),
-        (cores(8), 2, job("8,2"), "a node of the job has 2 CPUs, too few for 2 ranks x 2"),
+        (cores(8), 2, job("8,2"), "2 ranks x 2 (--cpus-per-task) do not fit on a node of which the job has 2 CPUs"),
+        (cores(6, packages=(3, 3)), 3, job("6"), "3 ranks x 2 cores do not fit on sockets of 3 + 3 cores"),
+        (cores(8, packages=(4, 4), whole=False), 2, job("8(x2)"), "ask for whole ones"),
     ],
 )
 def test_why_ranks_are_not_bound(node, each, environment, words):
@@ -136,18 +164,23 @@ def test_the_cores_of_a_node(tmp_path, monkeypatch, name):
     set_to = []
     monkeypatch.setattr("os.sched_setaffinity", lambda pid, wanted: set_to.append(set(wanted)))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    assert binding.node(system) == Node(((0, 2), (1, 3)), confined=True)
-    assert set_to == [{0, 1, 2, 3}] * 2, "it is put back"
+    assert binding.node(system) == Node(((0, 2), (1, 3)), (2,), confined=True)
+    (system / "cpu1" / "topology" / "physical_package_id").write_text("1\n")
+    assert binding.node(system).packages == (1, 1)
+    assert set_to == [{0, 1, 2, 3}] * 4, "it is put back"
     assert binding.hardware_threads(system) == ((0, 2), (1, 3))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {1, 3} if set_to[-1] == {1, 3} else {0, 1, 2, 3})
     set_to.append({1, 3})
-    assert binding.node(system) == Node(((1, 3),), confined=False) and set_to[-1] == {1, 3}
+    assert binding.node(system) == Node(((1, 3),), (1,), confined=False, whole=False) and set_to[-1] == {1, 3}
 
 
 def test_a_node_that_does_not_show_its_cores(tmp_path, monkeypatch):
-    monkeypatch.setattr("os.sched_setaffinity", lambda pid, wanted: None)
+    def refuse(pid, wanted):
+        raise OSError(errno.EINVAL, "no processor is named")
+
+    monkeypatch.setattr("os.sched_setaffinity", refuse)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {4, 5})
-    assert binding.node(tmp_path) == Node(((4,), (5,)), confined=False)
+    assert binding.node(tmp_path) == Node(((4,), (5,)), (2,), confined=False, whole=False)
     assert binding.hardware_threads(tmp_path) == ()
 
 
@@ -173,7 +206,9 @@ def test_the_affinity_of_this_process_is_put_back():
         (OPEN_MPI, None, Bound(2, 4), "--map-by ppr:2:node:PE=4 --bind-to core"),
         (OPEN_MPI, 2, Bound(2, None, "why"), "--map-by ppr:2:node --bind-to none"),
         (OPEN_MPI, None, Bound(None, None, "why"), "--bind-to none"),
-        (OPEN_MPI, None, LEFT, ""),
+        (OPEN_MPI, 1, Bound(1, None), "--map-by ppr:1:node --bind-to none"),
+        (OPEN_MPI, None, Bound(1, None), "--bind-to none"),
+        (OPEN_MPI, None, None, ""),
         (MPICH, 2, Bound(2, 4), "-ppn 2 -bind-to core:4"),
         (MPICH, None, Bound(2, 4), "-ppn 2 -bind-to core:4"),
         (MPICH, 2, Bound(2, None, "why"), "-ppn 2"),
