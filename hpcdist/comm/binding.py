@@ -18,6 +18,7 @@ from hpcdist.arrays.sizes import counted
 from hpcdist.comm.diagnosis_text import read_spans
 
 SYSTEM: Final = Path("/sys/devices/system/cpu")
+STEP: Final = "SRUN_CPUS_PER_TASK"
 _REPEATED: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 
@@ -81,6 +82,15 @@ def cpus_per_task(each: int | None, environment: Mapping[str, str] = os.environ)
     if each is None or not given or not asked.isdecimal() or each * int(asked) > min(given):
         return None
     return int(asked)
+
+
+def whole_steps(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variable with which what an mpirun starts on each node by srun has all processors of the job there.
+
+    Those who start ranks by srun export it with the processors of one task, which all ranks of a node would share.
+    """
+    given = _given(environment)
+    return {STEP: str(min(given))} if given and STEP in environment else {}
 
 
 def bound(

@@ -30,6 +30,11 @@ import json, os, sys
 with open(f"rank-{os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK']}", "w") as file:
     json.dump([sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"]], file)
 """
+STEP = """
+import os, subprocess
+if (os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]) == "3":
+    subprocess.run(["scontrol", "show", "step", os.environ["SLURM_JOB_ID"]])
+"""
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes=1 --ntasks-per-node={ranks} --cpus-per-task={each}
 #SBATCH --output=job.out
@@ -89,3 +94,16 @@ def test_the_doctor_of_the_job_says_so(job) -> None:
     assert re.search(rf"OK +cores +{cores} cores? each: .* \| .*; OMP_NUM_THREADS={EACH}\n", said), said
     said = job(f"--launcher mpirun --ranks-per-node 2 --cpus-per-task {CPUS} doctor --job --device cpu")[2]
     assert re.search(r"WARN +cores ", said), said
+
+
+def test_the_daemons_of_mpirun_have_all_processors_of_the_job(cluster: Cluster, tmp_path: Path) -> None:
+    """Where the script is one that starts ranks by srun as well."""
+    (tmp_path / "program.py").write_text(STEP)
+    home = Path(hpcdist.__file__).parents[1]
+    arguments = "--launcher mpirun --ranks-per-node 2 --cpus-per-task 2 -- python program.py"
+    text = SCRIPT.format(ranks=4, each=2, home=home, python=sys.executable, arguments=arguments)
+    text = text.replace("--nodes=1 --ntasks-per-node=4", "--nodes=2 --ntasks-per-node=2")
+    (tmp_path / "job.sh").write_text(text.replace("unset", "export SRUN_CPUS_PER_TASK=2\nunset"))
+    done = cluster.run("sbatch", "--wait", "--parsable", "job.sh", cwd=tmp_path)
+    said = (tmp_path / "job.out").read_text()
+    assert done.returncode == 0 and re.search(r"Nodes=2 CPUs=8 Tasks=2 ", said), said

@@ -150,6 +150,12 @@ def test_processors_of_a_task(each, environment, expected):
     assert binding.cpus_per_task(each, environment) == expected
 
 
+def test_a_daemon_has_all_processors_of_the_job():
+    one = {"SRUN_CPUS_PER_TASK": "2"}
+    assert binding.whole_steps(job("8(x2),4") | one) == {"SRUN_CPUS_PER_TASK": "4"}
+    assert binding.whole_steps(job("8(x2)")) == binding.whole_steps(one) == {}
+
+
 def topology(root: Path, siblings: dict[int, str], name: str = "core_cpus_list") -> Path:
     (root / "online").write_text(f"0-{max(siblings)}\n")
     for one, text in siblings.items():

@@ -1,0 +1,106 @@
+"""What Open MPI makes of the options that bind ranks, on machines of which it has the topology in a file.
+
+It maps the ranks, and starts none.
+"""
+
+import ctypes
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcdist.comm import binding, mpirun
+from hpcdist.comm.binding import Bound, Node
+
+LIMIT_S = 60
+Mapped = Callable[[Path, Bound], list[set[int]] | None]
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def job(processors: int) -> dict[str, str]:
+    """The variables of a job that has the whole of a node."""
+    return {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_JOB_CPUS_PER_NODE": str(processors)}
+
+
+@pytest.fixture
+def topology(mpi: mpirun.Launcher, tmp_path: Path) -> Callable[[int, int, int], Path]:
+    """``topology(sockets, cores of each, threads of each)`` -> a file for Open MPI, by the hwloc that it brings."""
+    if mpi.vendor != mpirun.OPEN_MPI or not mpi.version.startswith("5."):
+        pytest.skip("the options with which it only maps are those of Open MPI 5")
+    libraries = sorted((mpi.path.parents[1] / "lib").glob("**/libhwloc.so*"))
+    if not libraries:
+        pytest.skip("this Open MPI brings no hwloc")
+    hwloc = ctypes.CDLL(str(libraries[0]))
+
+    def write(sockets: int, cores: int, threads: int) -> Path:
+        made, path = ctypes.c_void_p(), tmp_path / "topology.xml"
+        assert hwloc.hwloc_topology_init(ctypes.byref(made)) == 0
+        text = f"pack:{sockets} numa:1 core:{cores} pu:{threads}"
+        assert hwloc.hwloc_topology_set_synthetic(made, text.encode()) == 0
+        assert hwloc.hwloc_topology_load(made) == 0
+        assert hwloc.hwloc_topology_export_xml(made, os.fsencode(path), ctypes.c_ulong(0)) == 0
+        hwloc.hwloc_topology_destroy(made)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def mapped(mpi: mpirun.Launcher, tmp_path: Path) -> Mapped:
+    """``mapped(topology, bound)`` -> the cores of each rank of a node, None where mpirun ends with an error."""
+
+    def run(topology: Path, bound: Bound) -> list[set[int]] | None:
+        each = bound.ranks_per_node
+        only = ["--prtemca", "hwloc_use_topo_file", str(topology), "--rtos", "donotlaunch", "--display", "map-devel"]
+        line = [str(mpi.path), *only, "--host", f"localhost:{each}", "-n", str(each)]
+        line += [*mpirun.per_node(mpi, each, bound), "true"]
+        added = mpirun.settings(mpi) | mpirun.session(mpi, tmp_path)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        done = subprocess.run(
+            line, capture_output=True, text=True, env=environment | added, timeout=LIMIT_S, check=False
+        )
+        said = done.stdout + done.stderr
+        found = re.findall(r"Binding: package\[\d+\]\[core:L(\d+)(?:-(\d+))?\]", said)
+        if not found:
+            assert "bound to CPUs in more than one" in said or "requested more processes" in said, said
+            return None
+        return [set(range(int(first), int(last or first) + 1)) for first, last in found]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("sockets", "cores", "threads", "each", "asked", "expected"),
+    [
+        (1, 8, 1, 2, 4, 4),
+        (2, 4, 2, 4, 4, 2),  # four hardware threads are two cores
+        (2, 4, 2, 2, 3, 3),  # one of each socket, though four of the first are nearer
+        (2, 4, 1, 8, 1, 1),
+        (2, 3, 1, 3, None, 1),
+        (1, 8, 2, 3, None, 2),
+    ],
+)
+def test_each_rank_gets_its_own(topology, mapped: Mapped, sockets, cores, threads, each, asked, expected) -> None:
+    count = sockets * cores
+    here = Node(tuple(tuple(range(core, count * threads, count)) for core in range(count)), (cores,) * sockets)
+    bound = binding.bound(each, asked, here, job(count * threads))
+    assert bound.cores == expected
+    found = mapped(topology(sockets, cores, threads), bound)
+    assert found is not None and [len(own) for own in found] == [expected] * each
+    assert len(set().union(*found)) == each * expected
+
+
+@pytest.mark.parametrize(
+    ("sockets", "cores", "each", "asked"),
+    [(2, 3, 3, 2), (2, 4, 1, 6), (1, 8, 2, 5), (1, 2, 4, 1)],
+)
+def test_what_mpirun_would_refuse_is_not_asked(topology, mapped: Mapped, sockets, cores, each, asked) -> None:
+    count = sockets * cores
+    here = Node(tuple((core,) for core in range(count)), (cores,) * sockets)
+    bound = binding.bound(each, asked, here, job(max(count, each * asked)))
+    assert bound.cores is None and bound.reason
+    assert mapped(topology(sockets, cores, 1), Bound(each, asked)) is None
