@@ -140,7 +140,7 @@ def test_options_reach_the_script(sbatch):
         assert f"#SBATCH {part}\n" in done.stdout
     for part in ("#SBATCH --qos=x\n", f"run_dir={sbatch}/here ", "\n#: steps = 7\n", "OMP_NUM_THREADS=3\n"):
         assert part in done.stdout
-    assert "--ranks-per-node 1 --mpi-args -q)\n" in done.stdout
+    assert "--ranks-per-node 1 --cpus-per-task 3 --mpi-args -q)\n" in done.stdout
     assert not (sbatch / "calls").exists(), "--dry-run asks Slurm nothing"
 
 
