@@ -22,6 +22,15 @@ class Installation:
     version: str
     python_path: bool  # whether a Python finds the package only when PYTHONPATH names `home`
 
+    def check_alone(self) -> None:
+        """Raise ConfigurationError where there is no folder with the command alone, as before version 0.2.0."""
+        alone = self.home / "hpcdist" / "libexec" / "hpcdist"
+        if not os.access(alone, os.X_OK):
+            raise ConfigurationError(
+                f"{alone} is missing, or cannot be executed, in hpcdist {self.version}; install hpcdist again, or put "
+                "its whole environment on PATH: --environment"
+            )
+
 
 def this() -> Path:
     """Return the prefix of the installation that runs: of its environment, else the folder that holds the package."""

@@ -39,6 +39,7 @@ class Modulefile:
     mpi: str = ""  # module of the MPI that mpi4py was built for
     depends_on: tuple[str, ...] = ()  # further modules, loaded after that of the MPI
     variables: Mapping[str, str] = field(default_factory=dict)
+    environment: bool = False  # whether python3, pip and mpirun of the installation go on PATH too
 
     def __post_init__(self) -> None:
         """Check the names of modules and variables, and the characters of values."""
@@ -62,6 +63,7 @@ def render(kind: str, chosen: Modulefile) -> str:
             installation=chosen.installation,
             depends_on=[*described["depends_on"], *filter(None, [chosen.mpi]), *chosen.depends_on],
             variables=chosen.variables,
+            environment=chosen.environment,
         )
     )
 

@@ -31,6 +31,9 @@ from hpcdist.errors import UsageError
     help="Variable to set while it is loaded, e.g. HPCDIST_SITE or NUMBA_CACHE_DIR; VALUE is taken as it is.",
 )
 @click.option(
+    "--environment", is_flag=True, help="Show all commands of its environment, python3, pip and mpirun among them."
+)
+@click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder of MODULEPATH; the files are hpcdist/VERSION and hpcdist/VERSION.lua in it.  [default: print]",
@@ -43,10 +46,14 @@ def command(
     mpi: str,
     depends_on: tuple[str, ...],
     setenv: tuple[str, ...],
+    environment: bool,
     output: Path | None,
     force: bool,
 ) -> None:
     """Write modulefiles for an installation of hpcdist: HPCDIST_ROOT, PATH, its MPI, completion for bash, help.
+
+    PATH gets a folder with the command hpcdist alone, which knows its own Python and mpirun; with --environment all
+    commands of its environment, which then hide others of their names.
 
     A load is refused with the reason when the installation is gone, an unload brings back what was before. The paths
     of the files are printed.
@@ -59,7 +66,15 @@ def command(
     if force and output is None:
         raise UsageError("--force replaces files: name their folder, --output DIR")
     found = None if in_place else installation.find(prefix or installation.this())
-    chosen = modulefile.Modulefile(installation=found, mpi=mpi, depends_on=depends_on, variables=variables(setenv))
+    if found and not environment:
+        found.check_alone()
+    chosen = modulefile.Modulefile(
+        installation=found,
+        mpi=mpi,
+        depends_on=depends_on,
+        variables=variables(setenv),
+        environment=environment,
+    )
     version = found.version if found else __version__
     texts = {each: modulefile.render(each, chosen) for each in modulefile.KINDS if kind in (each, "both")}
     if output is None:

@@ -42,8 +42,9 @@ if not isFile(pathJoin(bin, "hpcdist")) then
     prepend_path("PYTHONPATH", home)
     bin = pathJoin(home, "bin")
 end
+local path = pathJoin(home, "hpcdist/libexec") -- the command alone: no python3, pip or mpirun
 if isFile(pathJoin(bin, "hpcdist")) then
-    prepend_path("PATH", bin)
+    prepend_path("PATH", path)
 end
 
 -- Lmod 8.6 can undo a completion; before, there is no `complete`.

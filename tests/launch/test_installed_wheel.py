@@ -2,6 +2,7 @@
 
 import configparser
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -55,7 +56,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in listed.stdout.splitlines():
         if (CLONE / name).is_file() and not name.startswith(("tests/", "benchmarks/")):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((CLONE / name).read_bytes())
+            shutil.copy(CLONE / name, source / name)  # with its mode
     return source
 
 
@@ -71,7 +72,7 @@ def test_the_wheel_has_every_module_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(path.relative_to(CLONE)) for path in (CLONE / "hpcdist").rglob("*.py")}
     assert modules <= names
-    assert "hpcdist/py.typed" in names
+    assert {"hpcdist/py.typed", "hpcdist/libexec/hpcdist"} <= names
     folders = {name.split("/")[0] for name in names}
     assert folders == {"hpcdist", f"hpcdist-{hpcdist.__version__}.dist-info"}
     assert any(name.endswith("LICENSE") for name in names)
@@ -106,6 +107,11 @@ def test_the_wheel_works_without_the_clone(wheel, tmp_path):
     where = run("-P", "-c", "import hpcdist; print(hpcdist.__file__)", folder=tmp_path, PYTHONPATH=str(target))
     assert Path(where.stdout.strip()).is_relative_to(target)
     assert "Commands:" in run(str(target / "bin" / "hpcdist"), "--help", folder=tmp_path, PYTHONPATH=str(target)).stdout
+    alone = [str(target / "hpcdist" / "libexec" / "hpcdist"), "--version"]
+    shown = subprocess.run(
+        alone, env=os.environ | {"PYTHONPATH": str(target)}, capture_output=True, text=True, check=True
+    )
+    assert hpcdist.__version__ in shown.stdout, "the command of a modulefile"
     report = run("-P", "-m", "hpcdist", "doctor", folder=tmp_path, PYTHONPATH=str(target)).stdout
     assert f"hpcdist {hpcdist.__version__}" in report and "FAIL" not in report
     shown = run("-P", "-m", "hpcdist", "config", "show", folder=tmp_path, PYTHONPATH=str(target)).stdout

@@ -14,6 +14,7 @@ from hpcdist.batch import installation, modulefile, resources
 
 NAME = f"hpcdist/{hpcdist.__version__}"
 CLONE = Path(hpcdist.__file__).parents[1]
+ALONE = CLONE / "hpcdist" / "libexec"
 # What the module systems keep for themselves.
 _THEIRS = ("LOADEDMODULES", "_LMFILES_", "__MODULES", "_ModuleTable", "__LMOD", "LMOD_", "MODULE", "_=", "SHLVL")
 LMOD = ("/usr/share/lmod/lmod/libexec/lmod", "/opt/apps/lmod/lmod/libexec/lmod")
@@ -120,6 +121,7 @@ def lay(modulefiles: Path) -> Path:
 def package(home: Path, version: str = hpcdist.__version__) -> None:
     (home / "hpcdist").mkdir(parents=True, exist_ok=True)
     (home / "hpcdist" / "__init__.py").write_text(f'__version__ = "{version}"\n')
+    shutil.copytree(ALONE, home / "hpcdist" / "libexec", dirs_exist_ok=True)
 
 
 def command(path: Path) -> None:
@@ -133,7 +135,7 @@ def test_a_clone_with_its_environment(shell, tmp_path):
     modulefiles = lay(clone / "modulefiles")
     command(clone / ".venv" / "bin" / "hpcdist")
     shell.does(LOAD, modulefiles, NAME)
-    assert shell.changes("loaded") == {"HPCDIST_ROOT": str(clone), "PATH": f"{clone}/.venv/bin:/usr/bin:/bin"}
+    assert shell.changes("loaded") == {"HPCDIST_ROOT": str(clone), "PATH": f"{clone}/hpcdist/libexec:/usr/bin:/bin"}
     shell.assert_nothing_is_left()
     words = (shell.folder / "words").read_text()
     assert f"hpcdist {hpcdist.__version__}: MPI-native distributed training." in words, "help"
@@ -153,7 +155,7 @@ def test_what_was_set_before_comes_back(shell, tmp_path):
         pytest.skip("Lmod itself gives back the new value of a pushenv in a Tcl file")
     clone = tmp_path / "clone"
     command(clone / ".venv" / "bin" / "hpcdist")
-    mine = {"HPCDIST_ROOT": "/mine", "PATH": f"{clone}/.venv/bin:/usr/bin:/bin"}
+    mine = {"HPCDIST_ROOT": "/mine", "PATH": f"{clone}/hpcdist/libexec:/usr/bin:/bin"}
     shell.does(LOAD, lay(clone / "modulefiles"), NAME, **mine)
     assert shell.changes("loaded")["HPCDIST_ROOT"] == str(clone)
     assert shell.changes("after") == {}
@@ -166,7 +168,7 @@ def test_a_package_installed_with_target_needs_both(shell, tmp_path):
     shell.does(LOAD, modulefiles, NAME)
     assert shell.changes("loaded") == {
         "HPCDIST_ROOT": str(target),
-        "PATH": f"{target}/bin:/usr/bin:/bin",
+        "PATH": f"{target}/hpcdist/libexec:/usr/bin:/bin",
         "PYTHONPATH": str(target),
     }
     shell.assert_nothing_is_left()
@@ -195,8 +197,45 @@ def test_an_installed_package_brings_its_command_and_completion(shell, tmp_path)
         f"hpcdist, version {hpcdist.__version__}",
         "none",
     ]
-    assert shell.changes("loaded") == {"HPCDIST_ROOT": str(site), "PATH": f"{tmp_path}/env/bin:/usr/bin:/bin"}
+    assert shell.changes("loaded") == {"HPCDIST_ROOT": str(site), "PATH": f"{site}/hpcdist/libexec:/usr/bin:/bin"}
     shell.assert_nothing_is_left()
+
+
+ALONE_ON_PATH = """
+shown() { for name in python3 python pip mpirun mpiexec; do command -v "$name"; done; }
+shown >before; module load hpcdist || exit; shown >loaded
+hpcdist --version && hpcdist run -n 2 -- python -c 'import sys; print("run by", sys.executable)' || exit
+hpcdist run -n 2 --dry-run train && hpcdist submit --site "$1" --nodes 2 --ranks-per-node 2 --time 30 --dry-run || exit
+hpcdist no-such-command; echo "code $?"
+module unload hpcdist || exit; shown >after
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("whole", [False, True])
+def test_commands_of_the_same_name_stay_what_they_were(shell, tmp_path, whole):
+    """A site's own python3 and mpirun, beside the environment of hpcdist, which has its own."""
+    ours, theirs = tmp_path / "env" / "bin", tmp_path / "theirs"
+    package(tmp_path / "env" / "lib" / "python3.12" / "site-packages")
+    command(ours / "hpcdist")
+    for folder in (ours, theirs):
+        for name in ("python3", "python", "pip", "mpirun", "mpiexec"):
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_text('#!/bin/sh\necho "not to be started: $0"\nexit 3\n')
+            (folder / name).chmod(0o755)
+    chosen = modulefile.Modulefile(installation=installation.find(tmp_path / "env"), environment=whole)
+    texts = {kind: modulefile.render(kind, chosen) for kind in modulefile.KINDS}
+    modulefile.write(tmp_path / "modules", "1.0", texts, force=False)
+    said = shell.does(ALONE_ON_PATH, tmp_path / "modules", "slurm-openmpi", PATH=f"{theirs}:/usr/bin:/bin")
+    before, loaded, after = ((shell.folder / name).read_text() for name in ("before", "loaded", "after"))
+    assert str(theirs / "mpirun") in before.split()
+    assert loaded == (before.replace(str(theirs), str(ours)) if whole else before)
+    assert after == before
+    assert said.startswith(f"hpcdist, version {hpcdist.__version__}\n")
+    assert said.count(f"run by {sys.executable}") == 2
+    assert str(Path(sys.executable).parent / "mpirun") in said and "not to be started" not in said
+    assert f"hpcdist=({sys.executable} -P -m hpcdist)" in said
+    assert said.endswith("code 2\n"), "the exit code is that of the command"
 
 
 @pytest.fixture
@@ -241,7 +280,7 @@ def test_a_generated_one_brings_what_it_needs_and_can_be_swapped(shell, site, tm
             "LOADED_MYMPI": "1",
             "LOADED_TOOL": "1",
             "MINE": shell.hostile,
-            "PATH": f"{prefix}/bin:/usr/bin:/bin",
+            "PATH": f"{prefix}/lib/python3.12/site-packages/hpcdist/libexec:/usr/bin:/bin",
         }
     shell.assert_nothing_is_left()
     assert not (shell.folder / "pwned").exists()
@@ -288,7 +327,7 @@ module show hpcdist/1.0 || exit
 """
 
 
-@pytest.mark.parametrize("missing", ["lib", "bin/hpcdist"])
+@pytest.mark.parametrize("missing", ["lib", "bin/hpcdist", "lib/python3.12/site-packages/hpcdist/libexec"])
 def test_a_load_tells_what_is_missing(shell, site, tmp_path, missing):
     gone = tmp_path / "plain" / missing
     shutil.rmtree(gone) if gone.is_dir() else gone.unlink()

@@ -21,6 +21,9 @@ from hpcdist.errors import ConfigurationError, StorageError, UsageError
 HOSTILE = st.lists(st.one_of(st.sampled_from([*"\\\"'$[]{}();#`=%\n\r\t\0\x1a ", "]]", "]=]", "é"]), st.text()))
 TEXTS = st.lists(HOSTILE.map("".join), min_size=1, max_size=20)
 
+SHELL = {"CDPATH": "/", "PATH": "/usr/bin:/bin"}
+ALONE = Path(hpcdist.__file__).parent / "libexec" / "hpcdist"
+
 # Each writes every word in hexadecimal digits, on a line of its own.
 LUA = """for _, word in ipairs({{{words}}}) do
 print((word:gsub(".", function(byte) return ("%02x"):format(byte:byte()) end)))
@@ -38,7 +41,9 @@ def install(prefix: Path, inside: str = "lib/python3.12/site-packages", version:
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(f'"""Text."""\n\n__version__ = "{version}"\n')
     (prefix / "bin").mkdir(exist_ok=True)
-    (prefix / "bin" / "hpcdist").touch()
+    (prefix / "bin" / "hpcdist").write_text('#!/bin/sh\necho "$0" "$@"\n')
+    (prefix / "bin" / "hpcdist").chmod(0o755)
+    shutil.copytree(ALONE.parent, package / "libexec")
     return prefix
 
 
@@ -114,7 +119,55 @@ def test_prints_the_installation_that_was_asked_for(tmp_path):
     assert f'local bin = "{prefix}/bin"' in lines
     assert [line for line in lines if "depends_on" in line] == ['depends_on("openmpi/5.0.3")', 'depends_on("cuda")']
     assert 'pushenv("A", "b=c")' in lines and "This loads its MPI: openmpi/5.0.3." in printed.stdout
-    assert 'prepend_path("PATH", bin)' in lines and "PYTHONPATH" not in printed.stdout
+    assert 'local path = pathJoin(home, "hpcdist/libexec") -- the command alone: no python3, pip or mpirun' in lines
+    assert 'prepend_path("PATH", path)' in lines and "PYTHONPATH" not in printed.stdout
+
+
+@pytest.mark.parametrize(("kind", "line"), [("lua", "local path = bin "), ("tcl", "set path $bin ")])
+def test_the_whole_environment_is_shown_where_that_is_asked_for(tmp_path, kind, line):
+    prefix = install(tmp_path / "env", version="0.1.0")
+    shutil.rmtree(prefix / "lib/python3.12/site-packages/hpcdist/libexec")
+    with pytest.raises(ConfigurationError, match=r"libexec/hpcdist is missing, .* in hpcdist 0\.1\.0; .*--environment"):
+        raise invoke(f"--kind={kind}", f"--prefix={prefix}").exception
+    printed = invoke(f"--kind={kind}", f"--prefix={prefix}", "--environment").stdout
+    assert f"\n{line}" in printed and "libexec" not in printed
+
+
+class TestTheCommandAlone:
+    """hpcdist/libexec/hpcdist, which is what a modulefile shows."""
+
+    def run(self, path: Path, code: int = 0) -> str:
+        line = [str(path), "run", "a b"]
+        done = subprocess.run(line, env=SHELL, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    @pytest.mark.parametrize("inside", ["lib/python3.12/site-packages", "lib/python3/dist-packages", "."])
+    def test_starts_that_of_its_installation(self, tmp_path, inside):
+        prefix = install(tmp_path / "it's $HOME; #", inside)
+        assert self.run(prefix / inside / "hpcdist" / "libexec" / "hpcdist").startswith(f"{prefix}/bin/hpcdist run a b")
+
+    def test_starts_that_of_the_environment_of_a_clone(self, tmp_path):
+        clone = install(tmp_path / "clone", inside=".")
+        shutil.copytree(clone / "bin", clone / ".venv" / "bin")
+        assert self.run(clone / "hpcdist/libexec/hpcdist") == f"{clone}/.venv/bin/hpcdist run a b\n"
+
+    def test_a_link_to_the_installation_stays_a_link(self, tmp_path):
+        install(tmp_path / "1.2")
+        (tmp_path / "current").symlink_to("1.2")
+        inside = "lib/python3.12/site-packages/hpcdist/libexec/hpcdist"
+        assert self.run(tmp_path / "current" / inside) == f"{tmp_path}/current/bin/hpcdist run a b\n"
+
+    def test_a_link_to_it_is_followed(self, tmp_path):
+        prefix = install(tmp_path / "env")
+        (tmp_path / "hpcdist").symlink_to(prefix / "lib/python3.12/site-packages/hpcdist/libexec/hpcdist")
+        assert self.run(tmp_path / "hpcdist") == f"{prefix}/bin/hpcdist run a b\n"
+
+    def test_says_where_it_has_looked(self, tmp_path):
+        prefix = install(tmp_path / "env")
+        (prefix / "bin" / "hpcdist").unlink()
+        said = self.run(prefix / "lib/python3.12/site-packages/hpcdist/libexec/hpcdist", code=69)
+        assert f"no command hpcdist in {prefix}/bin or " in said
 
 
 def test_prints_both_under_their_names(tmp_path):
