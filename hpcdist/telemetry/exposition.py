@@ -18,6 +18,7 @@ from hpcdist.telemetry.stream import Event, Run
 RESTORED: Final = frozenset(
     ("steps_total", "tokens_total", "skipped_steps_total", "energy_joules_total", "emissions_grams_total")
 )
+INFO: Final = catalogue.PREFIX + "job_info"
 
 
 class Totals:
@@ -51,7 +52,8 @@ class Figures:
     """The last value of every figure: a collector of prometheus_client, which may read from another thread.
 
     Every metric has the labels ``jobid`` (the name of the run, outside of a job) and ``run``, and at most one more:
-    there are as many series as figures, however many ranks and steps there are.
+    there are as many series as figures, however many ranks and steps there are. Whose job it is stands in the labels of
+    one metric alone, INFO, whose value is 1: all others are joined with it.
     """
 
     def __init__(self, run: Run, totals: Totals) -> None:
@@ -60,6 +62,7 @@ class Figures:
         self._counter: Any = CounterMetricFamily
         self._gauge: Any = GaugeMetricFamily
         self._labels = {"jobid": identity(run), "run": run.name}
+        self._owner = run.owner
         self._totals = totals
         self._values: Mapping[str, float] = dict(totals.shown)
 
@@ -78,7 +81,11 @@ class Figures:
         self._values = values  # at once: a reader has the old ones or the new ones
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics, in the order of the catalogue."""
+        """Yield the owner of the job, and the metrics in the order of the catalogue."""
+        if self._owner:
+            about = self._gauge(INFO, "Whose job this is, in its labels (1)", labels=[*self._labels, *self._owner])
+            about.add_metric([*self._labels.values(), *self._owner.values()], 1.0)
+            yield about
         by_name: dict[str, list[tuple[str | None, float]]] = {}
         for key, value in self._values.items():
             name, label = catalogue.split(key)

@@ -38,7 +38,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Run:
-    """What sinks know of the run. ``resumed_step`` is None in its first start."""
+    """What sinks know of the run. ``resumed_step`` is None in its first start; ``owner`` is that of `jobs.owner`."""
 
     name: str
     directory: Path
@@ -48,6 +48,7 @@ class Run:
     strategy: str
     resumed_step: int | None = None
     started_ns: int = field(default_factory=time.time_ns)
+    owner: Mapping[str, str] = field(default_factory=dict)
 
 
 class Sink(Protocol):

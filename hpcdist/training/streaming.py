@@ -1,7 +1,6 @@
 """The figures of a run while it goes on: what each rank brings, and what rank 0 tells the sinks of it."""
 
 import math
-import os
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -15,7 +14,7 @@ from hpcdist.comm.session import Session
 from hpcdist.comm.timing import Timing
 from hpcdist.energy.monitor import Monitor
 from hpcdist.strategies.schedule.executor import Step
-from hpcdist.telemetry import catalogue
+from hpcdist.telemetry import catalogue, jobs
 from hpcdist.telemetry.anomalies import KINDS, Anomalies, Anomaly
 from hpcdist.telemetry.derived import Derived, Row
 from hpcdist.telemetry.sinks import build
@@ -23,7 +22,6 @@ from hpcdist.telemetry.stream import Event, Run, Stream
 from hpcdist.training.told import told
 from hpcdist.training.trainer import Trainer
 
-JOB_VARIABLES: Final = ("SLURM_JOB_ID", "PBS_JOBID")
 FEW: Final = 512  # of so many ranks at most, the figures of each go with a step
 WAITING: Final = 1 << 16  # steps of this rank whose rows wait for those of slower workers
 _DATA: Final = catalogue.key("phase_seconds", "data")
@@ -71,11 +69,12 @@ class Streaming:
             run = Run(
                 directory.name,
                 directory,
-                next((os.environ[name] for name in JOB_VARIABLES if os.environ.get(name)), ""),
+                jobs.number(),
                 session.comm.size,
                 session.place.nodes,
                 recipe.parallel.strategy,
                 resumed,
+                owner=jobs.owner(),
             )
             self._stream = Stream(build(run, recipe.telemetry, say), say)
             self._derived = Derived(lock_step=trainer.exchange.lock_step)

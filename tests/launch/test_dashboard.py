@@ -15,6 +15,7 @@ from hpcdist.energy.utilisation import SHARES
 from hpcdist.telemetry import catalogue
 from hpcdist.telemetry.anomalies import KINDS
 from hpcdist.telemetry.catalogue import COUNTER, QUANTITIES
+from hpcdist.telemetry.jobs import OWNER
 from hpcdist.telemetry.stream import Run
 
 pytest.importorskip("prometheus_client", reason="it shows the figures: pip install 'hpcdist[prometheus]'")
@@ -66,7 +67,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serve
     folder, rng = tmp_path_factory.mktemp("prometheus"), np.random.default_rng()
     end = time.time()
     began = end - MOMENTS * EVERY_S
-    run = Run("some run", folder, "4711", 8, 2, "allreduce")
+    run = Run("some run", folder, "4711", 8, 2, "allreduce", owner=dict.fromkeys(OWNER, "x"))
     moments = [(began + number * EVERY_S, number) for number in range(1, MOMENTS + 1)]
     text = openmetrics(run, ((at, figures(number, at, began, rng)) for at, number in moments))
     with backfilled(folder, text, [FOLDER / "rules.yml", FOLDER / "alerts.yml"]) as server:

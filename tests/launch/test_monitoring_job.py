@@ -1,5 +1,6 @@
 """Running jobs seen from outside: by a real Prometheus, through a file, at a gateway, in TensorBoard's files."""
 
+import getpass
 import json
 import os
 import shutil
@@ -162,7 +163,7 @@ def test_a_real_prometheus_scrapes_a_running_job(text: Path, tmp_path: Path) -> 
         running.wait_for(targets.exists)
         (group,) = json.loads(targets.read_bytes())
         address = group["targets"][0]
-        assert f"http://{address}/metrics" in running.errors.read_text()  # a person is told, too
+        running.wait_for(lambda: f"http://{address}/metrics" in running.errors.read_text())  # a person is told, too
         prometheus = Prometheus(tmp_path / "prometheus", targets)
         try:
             ((labels, first),) = running.wait_for(lambda: prometheus.query("hpcdist_steps_total > 0"))
@@ -173,6 +174,8 @@ def test_a_real_prometheus_scrapes_a_running_job(text: Path, tmp_path: Path) -> 
             ((_, loss),) = prometheus.query("hpcdist_training_loss_nats")
             assert 0 < loss < 2 * np.log(256)
             assert [value for _, value in prometheus.query("hpcdist_world_ranks")] == [2]
+            ((info, one),) = prometheus.query("hpcdist_job_info")
+            assert (info["user"], info["run"], one) == (getpass.getuser(), "run", 1)
             phases = {labels["phase"]: value for labels, value in prometheus.query("hpcdist_phase_seconds")}
             assert {"compute", "communication", "update"} <= set(phases)
             assert phases["compute"] > 0

@@ -13,6 +13,8 @@ import pytest
 
 from hpcdist.batch import resources
 from hpcdist.telemetry.catalogue import COUNTER, QUANTITIES
+from hpcdist.telemetry.exposition import INFO
+from hpcdist.telemetry.jobs import OWNER
 
 FOLDER = resources.folder(resources.TEMPLATES) / "monitoring"
 ALWAYS = {"jobid", "run"}  # labels of every metric
@@ -106,7 +108,11 @@ def test_every_metric_is_one_of_the_exporter(expression):
     labels = set()
     for name, selected, function in found:
         if name in RECORDED:
-            labels |= ALWAYS | {"kind"}
+            labels |= ALWAYS | {"kind", *OWNER}
+            continue
+        if name == INFO:
+            labels |= ALWAYS | set(OWNER)
+            assert selected <= labels and not function.endswith(("rate", "increase", "_over_time"))
             continue
         assert name in METRICS, f"{name} is neither in the catalogue nor a recording rule"
         quantity = METRICS[name]
@@ -195,6 +201,9 @@ def test_units_are_those_of_the_metrics():
         for target in panel["targets"]:
             shown = of_series.get(target["legendFormat"], panel["fieldConfig"]["defaults"]["unit"])
             ((name, _, function),) = list(used(target["expr"]))
+            if name == INFO:
+                assert shown == "none", "what it says is in its labels"
+                continue
             unit = METRICS[name].unit
             if function == "rate":
                 unit = {"By": "By/s", "s": "1"}.get(unit, unit)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pwd
 import shutil
 import socket
 import stat
@@ -17,7 +18,7 @@ from contextlib import suppress
 import pytest
 
 from hpcdist.errors import ConfigurationError, MissingCapabilityError, StorageError
-from hpcdist.telemetry import catalogue
+from hpcdist.telemetry import catalogue, jobs
 from hpcdist.telemetry import prometheus as module
 from hpcdist.telemetry.catalogue import COUNTER, QUANTITIES
 from hpcdist.telemetry.config import TelemetryConfig
@@ -41,8 +42,11 @@ def no_proxy(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def run_in(folder, jobid="42", resumed_step=None):
-    return Run("a-run", folder, jobid, 2, 1, "allreduce", resumed_step)
+def run_in(folder, jobid="42", resumed_step=None, **more):
+    return Run("a-run", folder, jobid, 2, 1, "allreduce", resumed_step, **more)
+
+
+OWNER = {"user": "ada", "account": 'phy"sics', "partition": "gpu", "qos": ""}
 
 
 def step(number, **values):
@@ -141,6 +145,43 @@ def test_a_name_with_odd_characters_makes_one_file(tmp_path):
     assert os.path.basename(sink.where) == "hpcdist_n_me_of_run.prom"
     with open(sink.where) as file:
         assert file.read() == ""
+
+
+def test_whose_job_it_is_stands_in_the_labels_of_one_metric(tmp_path, rng):
+    event = everything(rng)
+    without, sink = (PrometheusSink(run, TEXTFILE) for run in (run_in(tmp_path), run_in(tmp_path, owner=OWNER)))
+    series = []
+    for each in (without, sink):
+        each.write([event])
+        series.append(shown(each))
+    info = ("hpcdist_job_info", *sorted(OWNER.items()))
+    assert series[1] == series[0] | {info: 1}, "and no other series has them"
+
+
+VARIABLES = {
+    "SLURM_JOB_USER": "ada", "SLURM_JOB_ACCOUNT": "physics", "SLURM_JOB_PARTITION": "gpu", "SLURM_JOB_QOS": "normal",
+    "SLURM_JOB_ID": "42",
+}  # fmt: skip
+PBS = {"PBS_O_LOGNAME": "bob", "PBS_ACCOUNT": "chemistry", "PBS_QUEUE": "prod", "PBS_JOBID": "7.server"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "number", "owner"),
+    [
+        (VARIABLES, "42", ["ada", "physics", "gpu", "normal"]),
+        ({"SLURM_JOB_USER": "ada", "SLURM_JOB_ID": "42", "SLURM_JOB_ACCOUNT": ""}, "42", ["ada", "", "", ""]),
+        (PBS, "7.server", ["bob", "chemistry", "prod", ""]),
+        ({"USER": "whoever"}, "", [pwd.getpwuid(os.getuid()).pw_name, "", "", ""]),
+    ],
+)
+def test_the_scheduler_tells_whose_job_it_is(environment, number, owner):
+    assert jobs.number(environment) == number
+    assert jobs.owner(environment) == dict(zip(("user", "account", "partition", "qos"), owner, strict=True))
+
+
+def test_a_user_without_a_name_is_a_number(monkeypatch):
+    monkeypatch.setattr("hpcdist.telemetry.jobs.pwd.getpwuid", lambda number: {}[number])
+    assert jobs.owner({})["user"] == str(os.getuid())
 
 
 # --- counters over a resume -----------------------------------------------------------------------------------------
