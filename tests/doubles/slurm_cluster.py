@@ -107,12 +107,15 @@ class Cluster:
         isolated: bool = False,
         timeout_s: int = 300,
         requeue_s: int = 120,
+        more: str = "",
     ) -> None:
         """``timeout_s`` is SlurmdTimeout; a requeued job waits for ``requeue_s``. Both are Slurm's, if not given.
 
-        A node has ``cpus``, whatever this machine has.
+        A node has ``cpus``, whatever this machine has. ``more`` are further lines of slurm.conf, in which {folder} is
+        replaced.
         """
         self.folder, self.count, self.cpus, self.isolated = folder, count, cpus, isolated
+        self.more = more.format(folder=folder)
         self.timeout_s, self.requeue_s = timeout_s, requeue_s
         self.processes: list[subprocess.Popen[bytes]] = []
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
@@ -139,7 +142,7 @@ class Cluster:
         first = random.randrange(10**5, 10**7)
         own = {"timeout": self.timeout_s, "requeue": self.requeue_s, "nodes": "\n".join(nodes)}
         text = CONFIGURATION.format(host=host, control=control, folder=self.folder, first=first, **own)
-        (self.folder / "slurm.conf").write_text(text)
+        (self.folder / "slurm.conf").write_text(f"{text}{self.more}\n")
         names = " ".join(f"n{number}" for number in range(1, self.count + 1))
         (self.folder / "hosts").write_text(f"{Path('/etc/hosts').read_text()}\n127.0.0.1 {names}\n")
         # GPUs to be asked for, which none has: the files stand for devices, and Slurm counts only what is there.

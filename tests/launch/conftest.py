@@ -1,6 +1,7 @@
 """For tests that start mpirun themselves: every start has a time limit, and nothing survives it."""
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 import hpcdist
+from hpcdist.batch import resources
 from hpcdist.comm import launcher, mpirun
 from hpcdist.errors import MissingCapabilityError
 
@@ -189,4 +191,21 @@ def spared(mpi: mpirun.Launcher) -> Iterator[Cluster]:
     if refused:
         pytest.skip(refused)
     with started(count=5, isolated=True, timeout_s=NOTICED_S, requeue_s=REQUEUED_S) as found:
+        yield found
+
+
+@pytest.fixture
+def cleaned(mpi: mpirun.Launcher) -> Iterator[Cluster]:
+    """A cluster with the epilog of slurm/site, which has folders of its own, and tells where it has run."""
+    with started(count=1, more="Epilog={folder}/epilog") as found:
+        for name in ("local", "textfile"):
+            (found.folder / name).mkdir()
+            (found.folder / name).chmod(0o1777)
+        settings = {"FOLDERS": found.folder / "local", "TEXT_FILES": found.folder / "textfile"}
+        lines = [f"export HPCDIST_EPILOG_{name}={shlex.quote(str(path))}" for name, path in settings.items()]
+        script = shlex.quote(str(resources.folder(resources.TEMPLATES) / "site" / "epilog.sh"))
+        last = f'touch {shlex.quote(str(found.folder))}/"epilog-$SLURM_JOB_ID-$SLURMD_NODENAME"'
+        text = "\n".join(["#!/bin/bash", *lines, script, "code=$?", last, 'exit "$code"', ""])
+        (found.folder / "epilog").write_text(text)
+        (found.folder / "epilog").chmod(0o755)
         yield found

@@ -87,8 +87,9 @@ fi
 
 # Each node has copies of its own: thousands of processes that import from one shared folder take minutes.
 local_dir=/tmp/hpcdist-1000-1a2b3c4d
-# Others may write where it lies: one that somebody else has made is not used.
-if ! on_each_node bash -c 'mkdir -p -m 700 "$1" && [[ -O $1 && ! -L $1 ]]' bash "$local_dir"; then
+# Others may write where it lies: one that somebody else has made is not used. The number of the job tells an epilog of
+# the site whose it is.
+if ! on_each_node bash -c 'mkdir -p -m 700 "$1" && [[ -O $1 && ! -L $1 ]] && env | sed -n "s/^SLURM_JOB_ID[^=]*=//p" >"$1/job"' bash "$local_dir"; then
   say "$local_dir cannot be made, or is somebody else's, on one of the nodes"
   exit 1
 fi
