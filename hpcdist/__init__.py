@@ -1,3 +1,3 @@
 """MPI-native toolkit for distributed training; importing it starts neither MPI nor CUDA."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

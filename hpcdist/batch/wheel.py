@@ -34,7 +34,7 @@ class Wheel:
         """Return what the file name says. Raises UsageError for a name that is none of a wheel."""
         parts = path.name.removesuffix(".whl").split("-")
         if path.suffix != ".whl" or len(parts) not in (5, 6):
-            raise UsageError(f"{path} is no wheel: expected a name like hpcdist-0.1.0-py3-none-any.whl")
+            raise UsageError(f"{path} is no wheel: expected a name like hpcdist-0.2.0-py3-none-any.whl")
         return cls(path, re.sub(r"[-_.]+", "-", parts[0]).lower(), parts[1])
 
     @classmethod

@@ -16,6 +16,7 @@ class PyHpcdist(PythonPackage, CudaPackage):
     license("BSD-3-Clause")
 
     version("main", branch="main")
+    version("0.2.0", branch="main")  # there is no published archive: the clone is what is built
 
     variant("nvml", default=False, description="Read the energy counters of NVIDIA GPUs")
     variant("analysis", default=False, description="Plot curves, and read results with xarray")
