@@ -203,13 +203,15 @@ def _forget_stop(run_dir: Path, job: str) -> None:
 @_JOB
 @_RESTART
 @click.option("--code", type=int, required=True, help="Exit code of the training.")
-def end(run_dir: Path, job: str, restart: int, code: int) -> None:
+@click.option("--preempted", is_flag=True, help="The scheduler has said that it takes the nodes from this job.")
+def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> None:
     """Enter the end of a job's start in the ledger of RUN_DIR, and print what comes next: `again` or `stop`.
 
     It is `again` when the training was stopped to go on (exit code 75) and this start has made a new checkpoint. A
     start that was stopped before it could save is made once more. It is `again` too when the training failed and a node
-    of a Slurm job does not answer any more: such starts without a new checkpoint are bounded by `begin` alone. It is
-    `cancelled` when `jobs cancel` has stopped it: nothing is lost, and the job ends with exit code 0.
+    of a Slurm job does not answer any more, and whenever the job was preempted before its training ended: such starts
+    without a new checkpoint are bounded by `begin` alone. It is `cancelled` when `jobs cancel` has stopped it: nothing
+    is lost, and the job ends with exit code 0.
     """
     saved = newest(run_dir)
     entries: list[ledger.Entry] = []
@@ -221,7 +223,11 @@ def end(run_dir: Path, job: str, restart: int, code: int) -> None:
     own = ledger.jobs(entries).get(job)
     reason = _why_not_again(own, vain, saved, code)
     lost: list[str] = []
-    if reason and code not in _FINAL and not (own is not None and own.is_cancelled):
+    unwanted = code in _FINAL or (own is not None and own.is_cancelled)
+    if reason and preempted and not unwanted:
+        _say(f"Slurm preempts this job (exit code {code} of the training)")
+        reason = ""
+    if reason and not unwanted:
         lost, _ = allocation.lost()
     if lost:
         _say(f"{', '.join(lost)} of this job crashed or cannot be reached (exit code {code} of the training)")

@@ -202,7 +202,8 @@ class Mpirun:
 
     def session(self, folder: Path, options: Sequence[str]) -> dict[str, str]:
         """Return the variables for the launcher alone, whose files may lie in ``folder``."""
-        return mpirun.session(self.found, folder, options) | binding.whole_steps()
+        own = mpirun.session(self.found, folder, options)
+        return own | mpirun.daemons(self.found, options) | binding.whole_steps()
 
     def without(self, lost: Sequence[str], left: Sequence[str]) -> list[str]:
         """Return the options that start on the nodes ``left`` alone."""

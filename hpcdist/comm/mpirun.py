@@ -40,6 +40,13 @@ _BINDING: Final = {"-bind-to", "-map-by", "-rankfile", "-rf", "-cpu-set", "-cpu-
 _ULFM: Final = "ft_mpi_support:yes"
 _SESSION_BASE: Final = "PRTE_MCA_prte_local_tmpdir_base"
 _BASES: Final = ("prte_tmpdir_base", "prte_local_tmpdir_base")  # parameters that say where; mpirun refuses both
+_AGENT: Final = "prte_launch_agent"  # words that start its daemons on other nodes; they hold no blanks
+_DAEMON: Final = "prted"
+_UNHEEDING: Final = ("env", "--block-signal=TERM")  # since coreutils 8.31
+_UNHEEDING_CODE: Final = (  # with an older one
+    "s=__import__('signal');s.pthread_sigmask(s.SIG_BLOCK,[s.SIGTERM]);"
+    "a=__import__('sys').argv[1:];__import__('os').execvp(a[0],a)"
+)
 
 
 @dataclass(frozen=True)
@@ -189,6 +196,27 @@ def session(
     if any(base in word for word in (*environment, *options, *_parameters(launcher)) for base in _BASES):
         return {}
     return {_SESSION_BASE: str(folder)}
+
+
+def daemons(
+    launcher: Launcher, options: Sequence[str] = (), environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variable with which the daemons of this mpirun outlive a SIGTERM to the steps of its Slurm job.
+
+    So Slurm announces that it preempts a job. The daemons are such a step, and would end, and with them the job, before
+    the ranks have saved. They block the signal, and unblock it for the ranks; mpirun ends them by a message. None for
+    other launchers, whose daemons stay, nor where somebody else says how daemons are started.
+    """
+    if launcher.vendor != OPEN_MPI or _major(launcher) < 5 or "SLURM_JOB_ID" not in environment:
+        return {}
+    if any(_AGENT in word for word in (*environment, *options, *_parameters(launcher))):
+        return {}
+    words: tuple[str, ...] = (sys.executable, "-ISc", _UNHEEDING_CODE)
+    with suppress(OSError, subprocess.TimeoutExpired):
+        line = [*_UNHEEDING, "true"]
+        done = subprocess.run(line, capture_output=True, timeout=VERSION_LIMIT_S, env=dict(environment), check=False)
+        words = _UNHEEDING if done.returncode == 0 else words
+    return {} if any(" " in word for word in words) else {f"PRTE_MCA_{_AGENT}": " ".join([*words, _DAEMON])}
 
 
 def _parameters(launcher: Launcher) -> list[str]:

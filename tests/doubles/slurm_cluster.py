@@ -56,7 +56,6 @@ SlurmdSpoolDir={folder}/%n
 TmpFS={folder}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
-ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
@@ -69,8 +68,18 @@ FirstJobId={first}
 MpiDefault=none
 GresTypes=gpu
 {nodes}
-PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP GraceTime={grace}
+{preemption}
 """
+# Jobs of `urgent` take the nodes of others, which are told, and are requeued GraceTime later at the latest. A signal to
+# a step reaches the processes that Slurm has started, and not their children, as where it keeps steps in cgroups.
+PREEMPTION = """
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+ProctrackType=proctrack/pgid
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
+"""
+NO_PREEMPTION = "ProctrackType=proctrack/linuxproc"
 # The first process of an isolated node. It stays, since it has to wait for the processes that lose their parents. What
 # slurmd keeps goes with the node: Slurm's PMIx plugin starts no step where a crash has left the folder of one.
 NODE = """
@@ -107,16 +116,18 @@ class Cluster:
         isolated: bool = False,
         timeout_s: int = 300,
         requeue_s: int = 120,
+        grace_s: int = 0,
         more: str = "",
     ) -> None:
         """``timeout_s`` is SlurmdTimeout; a requeued job waits for ``requeue_s``. Both are Slurm's, if not given.
 
-        A node has ``cpus``, whatever this machine has. ``more`` are further lines of slurm.conf, in which {folder} is
+        A node has ``cpus``, whatever this machine has. With ``grace_s`` there is a partition `urgent`, whose jobs
+        preempt others: so long these have to save. ``more`` are further lines of slurm.conf, in which {folder} is
         replaced.
         """
         self.folder, self.count, self.cpus, self.isolated = folder, count, cpus, isolated
         self.more = more.format(folder=folder)
-        self.timeout_s, self.requeue_s = timeout_s, requeue_s
+        self.timeout_s, self.requeue_s, self.grace_s = timeout_s, requeue_s, grace_s
         self.processes: list[subprocess.Popen[bytes]] = []
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         inherited = ("SLURM_", "SBATCH_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "HPCDIST_SITE")
@@ -141,6 +152,7 @@ class Cluster:
         # MPICH names memory in /dev/shm after the number of the job: those of another cluster must not be the same.
         first = random.randrange(10**5, 10**7)
         own = {"timeout": self.timeout_s, "requeue": self.requeue_s, "nodes": "\n".join(nodes)}
+        own |= {"grace": self.grace_s, "preemption": PREEMPTION if self.grace_s else NO_PREEMPTION}
         text = CONFIGURATION.format(host=host, control=control, folder=self.folder, first=first, **own)
         (self.folder / "slurm.conf").write_text(f"{text}{self.more}\n")
         names = " ".join(f"n{number}" for number in range(1, self.count + 1))
@@ -202,6 +214,13 @@ class Cluster:
             )
         self.processes.append(process)
         return process
+
+    def preempt(self) -> str:
+        """Submit a job of all cores, which preempts all others and lasts for a moment; return its number."""
+        line = ("sbatch", "--parsable", "--partition=urgent", f"--nodes={self.count}", "--exclusive")
+        done = self.run(*line, "--output=/dev/null", "--wrap=sleep 1")
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
     def run(self, *line: str, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(

@@ -27,6 +27,7 @@ from slurm_cluster import DAEMONS, SEARCH, Cluster, isolation_refused
 JOB_S = 120.0  # generous: a loaded machine must not fail a test
 NOTICED_S = 15  # SlurmdTimeout of the cluster whose nodes crash
 REQUEUED_S = 5  # for which its requeued jobs wait
+GRACE_S = 120  # that preempted jobs have to save
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # Variables that a launcher gave to this process would make its children believe to be its ranks.
@@ -208,4 +209,11 @@ def cleaned(mpi: mpirun.Launcher) -> Iterator[Cluster]:
         text = "\n".join(["#!/bin/bash", *lines, script, "code=$?", last, 'exit "$code"', ""])
         (found.folder / "epilog").write_text(text)
         (found.folder / "epilog").chmod(0o755)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def preempting(mpi: mpirun.Launcher) -> Iterator[Cluster]:
+    """A cluster of two nodes, whose jobs are preempted by those of another partition."""
+    with started(count=2, requeue_s=REQUEUED_S, grace_s=GRACE_S) as found:
         yield found

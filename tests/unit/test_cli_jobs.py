@@ -241,6 +241,15 @@ def test_a_start_that_lost_a_node_is_made_again(run, jobs, monkeypatch, code, lo
     assert ledger.read(run)[-1].texts("lost") == (lost if word == "again" else [])
 
 
+@pytest.mark.parametrize(("code", "word"), [(1, "again"), (REQUEUE, "again"), (OK, "stop"), (78, "stop")])
+def test_a_start_that_was_preempted_is_made_again(run, jobs, code, word):
+    for restart in range(3):
+        jobs("begin", run, "--job=1", f"--restart={restart}")
+        assert told(jobs, "end", run, "--job=1", f"--restart={restart}", f"--code={code}", "--preempted") == word
+    ledger.record(run, "cancelled", job="1", how="now")
+    assert told(jobs, "end", run, "--job=1", f"--code={code}", "--preempted") == "stop"
+
+
 def test_crashes_before_a_checkpoint_are_bounded_by_begin(run, jobs, monkeypatch):
     monkeypatch.setattr(jobs_begin.allocation, "lost", lambda: (["n2"], ["n1"]))
     for restart in range(3):

@@ -1,5 +1,6 @@
 """Which launcher is found, whose it is, and the command line made for it."""
 
+import subprocess
 import sys
 
 import pytest
@@ -149,6 +150,36 @@ def test_a_session_of_its_own(tmp_path, monkeypatch):
     assert mpirun.session(launcher, tmp_path, ["--prtemca", "prte_local_tmpdir_base", "/scratch"], {}) == {}
     for other in (Launcher(launcher.path, OPEN_MPI, "4.1.6"), Launcher(launcher.path, MPICH, "5.0.2")):
         assert mpirun.session(other, tmp_path, [], {}) == {}
+
+
+AGENT = "PRTE_MCA_prte_launch_agent"
+
+
+def test_daemons_in_a_slurm_job_block_the_signal_that_announces_a_preemption(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    launcher, job = Launcher(tmp_path / "bin" / "mpirun", OPEN_MPI, "5.0.11"), {"SLURM_JOB_ID": "1"}
+    path = {"PATH": str(tmp_path)}  # has no env, as an old one would not know the option
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = mpirun.daemons(launcher, [], job | path)[AGENT].split(" ")  # as PRRTE splits them
+    assert words[0] == sys.executable and words[-1] == "prted"
+    shown = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+    done = subprocess.run([*words[:-1], sys.executable, "-c", shown], capture_output=True, text=True, check=True)
+    assert "SIGTERM" in done.stdout
+    monkeypatch.setattr("sys.executable", f"{tmp_path}/with blank/python")
+    assert mpirun.daemons(launcher, [], job | path) == {}
+    (tmp_path / "env").write_text('#!/bin/sh\n[ "$1 $2" = "--block-signal=TERM true" ]\n')
+    (tmp_path / "env").chmod(0o755)
+    assert mpirun.daemons(launcher, [], job | path) == {AGENT: "env --block-signal=TERM prted"}
+
+
+def test_who_else_says_how_daemons_are_started(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    launcher, job = Launcher(tmp_path / "bin" / "mpirun", OPEN_MPI, "5.0.11"), {"SLURM_JOB_ID": "1"}
+    assert mpirun.daemons(launcher, [], job)
+    assert mpirun.daemons(launcher, [], {}) == mpirun.daemons(launcher, [], job | {AGENT: "prted"}) == {}
+    assert mpirun.daemons(launcher, ["--prtemca", "prte_launch_agent", "prted"], job) == {}
+    for other in (Launcher(launcher.path, OPEN_MPI, "4.1.6"), Launcher(launcher.path, MPICH, "5.0.2")):
+        assert mpirun.daemons(other, [], job) == {}
 
 
 @pytest.mark.parametrize("name", ["home/.prte/mca-params.conf", "etc/prte-mca-params.conf"])

@@ -1,0 +1,56 @@
+"""Jobs of a real Slurm that are preempted: told so, they save, are requeued, and go on, whatever starts their ranks.
+
+Needs Debian's slurm-wlm and munge, for Open MPI's srun also libpmix-dev, and root. More preemptions are made by
+benchmarks/node_crashes.py --preempt.
+"""
+
+import re
+
+import pytest
+from slurm_cluster import Cluster, Jobs
+from slurm_runs import SITES, begun, newest, same_bits
+
+from hpcdist.comm import mpirun
+
+STEPS = 150
+HYDRA = "based_on = 'slurm-mpich'\n[launcher]\nkind = 'mpirun'\npmi = ''\n"
+KEYS = ("--set=chaos.step_s=0.1", f"--set=checkpoint.every_steps={STEPS}")
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def jobs(preempting: Cluster, mpi: mpirun.Launcher, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    found = Jobs(preempting, tmp_path_factory.mktemp("jobs"))
+    for name, site in (SITES.get(mpi.vendor, {}) | ({"mpirun": HYDRA} if mpi.vendor == mpirun.MPICH else {})).items():
+        (found.folder / f"{name}.toml").write_text(site)
+    return found
+
+
+@pytest.mark.parametrize(("launcher", "nodes"), [("mpirun", 2), ("mpirun", 1), ("srun", 2)])
+def test_a_preempted_job_saves_and_goes_on(jobs: Jobs, mpi: mpirun.Launcher, launcher: str, nodes: int) -> None:
+    if not (jobs.folder / f"{launcher}.toml").exists():
+        pytest.skip("how the ranks of this MPI are started under Slurm is not known here")
+    tried = jobs.cluster.run("srun", "--mpi=pmix", "--ntasks=1", "true")
+    if mpi.vendor == mpirun.OPEN_MPI and launcher == "srun" and "can not load PMIx library" in tried.stderr:
+        pytest.skip("this Slurm has no PMIx")
+    name = f"{launcher}-{nodes}"
+    options = (f"--site={launcher}.toml", *KEYS)
+    number = jobs.begin(f"--out={name}", *options, nodes=nodes, ranks=2 // nodes, steps=STEPS)
+    jobs.told(number, "\nstep 1/")
+    urgent = jobs.cluster.preempt()
+    jobs.until(number, Restarts="1", JobState="PENDING")
+    jobs.until(urgent, JobState="COMPLETED")
+    saved = newest(jobs.folder / name)
+    assert 0 < saved < STEPS
+    jobs.until(number, JobState="COMPLETED", ExitCode="0:0")
+    said = jobs.log(number)
+    assert "SIGTERM to its steps" in said and f"saved step-{saved}; the training goes on from there\n" in said
+    assert re.search(rf"resumed from \S+/step-{saved} after {saved} steps", said)
+    assert begun(jobs.folder / name) == ["", f"step-{saved}"]
+    whole = f"whole-{name}"
+    jobs.until(
+        jobs.begin(f"--out={whole}", *options, "--no-check", nodes=nodes, ranks=2 // nodes, steps=STEPS),
+        JobState="COMPLETED",
+    )
+    assert same_bits(jobs.folder / whole, jobs.folder / name)
