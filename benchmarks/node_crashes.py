@@ -101,13 +101,12 @@ def begin(jobs: Jobs, name: str, step_s: float, steps: int) -> str:
 
 
 class Victim:
-    """A job whose nodes crash one after another."""
+    """A job, in the directory `crashed`, whose nodes crash one after another."""
 
-    def __init__(self, jobs: Jobs, steps: int, seed: int) -> None:
-        self.jobs, self.cluster, self.steps = jobs, jobs.cluster, steps
+    def __init__(self, jobs: Jobs, number: str, seed: int = 0) -> None:
+        self.jobs, self.cluster, self.number = jobs, jobs.cluster, number
         self.draw = random.Random(seed)
         self.run_dir = jobs.folder / "crashed"
-        self.number = begin(jobs, "crashed", STEP_S, steps)
         self.wait(lambda: self.starts() == 1, "first start")
 
     def wait(self, condition: Callable[[], object], what: str, pause_s: float = 0.2) -> None:
@@ -117,7 +116,7 @@ class Victim:
             now = time.monotonic()
             if now > look:  # not each time: a save lasts milliseconds
                 look, state = now + 2.0, self.state()
-                if now > limit or state not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED"):
+                if now > limit or state not in ("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED"):
                     log = self.jobs.log(self.number)
                     sys.exit(f"no {what}; job {self.number} is {state}\n{log[-8000:]}")
             time.sleep(pause_s)
@@ -202,7 +201,7 @@ def campaign(cluster: Cluster, options: argparse.Namespace) -> tuple[list[Crash]
     steps = STEPS_A_CRASH * (options.crashes + 1)
     whole = begin(jobs, "whole", 0.0, steps)
     jobs.until(whole, JobState="COMPLETED")
-    victim = Victim(jobs, steps, options.seed)
+    victim = Victim(jobs, begin(jobs, "crashed", STEP_S, steps), options.seed)
     crashes: list[Crash] = []
     for number in range(options.crashes):
         moment, place = victim.draw.choice(MOMENTS), victim.draw.randrange(NODES)

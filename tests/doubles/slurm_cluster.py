@@ -184,14 +184,24 @@ class Cluster:
         script = NODE.format(name=name, folder=shlex.quote(str(self.folder)), slurmd=slurmd)
         self.nodes[name] = self._spawn(*UNSHARE, "bash", "-c", script)
 
+    def _first(self, name: str) -> int:
+        """Return the first process of an isolated node."""
+        assert self.isolated
+        pid = self.nodes[name].pid
+        (first,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(first)
+
+    def root(self, name: str) -> Path:
+        """Return the root directory of an isolated node, whose /dev/shm no other one has."""
+        return Path(f"/proc/{self._first(name)}/root")
+
     def crash(self, name: str) -> None:
         """Kill all processes of an isolated node, its slurmd too, and return when they are gone. Slurm is not told."""
-        assert self.isolated
+        first = self._first(name)
         process = self.nodes.pop(name)
         self.processes.remove(process)
         # When the first process of a PID namespace dies, the kernel kills the others, and ends it only after them.
-        (first,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(first), signal.SIGKILL)
+        os.kill(first, signal.SIGKILL)
         process.wait(60)
 
     def revive(self, name: str) -> None:

@@ -1,7 +1,7 @@
 """Jobs of a real Slurm that are preempted: told so, they save, are requeued, and go on, whatever starts their ranks.
 
 Needs Debian's slurm-wlm and munge, for Open MPI's srun also libpmix-dev, and root. More preemptions are made by
-benchmarks/node_crashes.py --preempt.
+benchmarks/preemptions.py.
 """
 
 import re
@@ -12,9 +12,9 @@ from slurm_runs import SITES, begun, newest, same_bits
 
 from hpcdist.comm import mpirun
 
-STEPS = 150
+STEPS = 100
 HYDRA = "based_on = 'slurm-mpich'\n[launcher]\nkind = 'mpirun'\npmi = ''\n"
-KEYS = ("--set=chaos.step_s=0.1", f"--set=checkpoint.every_steps={STEPS}")
+SLOW = "--set=chaos.step_s=0.1"
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -35,8 +35,8 @@ def test_a_preempted_job_saves_and_goes_on(jobs: Jobs, mpi: mpirun.Launcher, lau
     if mpi.vendor == mpirun.OPEN_MPI and launcher == "srun" and "can not load PMIx library" in tried.stderr:
         pytest.skip("this Slurm has no PMIx")
     name = f"{launcher}-{nodes}"
-    options = (f"--site={launcher}.toml", *KEYS)
-    number = jobs.begin(f"--out={name}", *options, nodes=nodes, ranks=2 // nodes, steps=STEPS)
+    options = (f"--site={launcher}.toml", f"--set=checkpoint.every_steps={STEPS}")
+    number = jobs.begin(f"--out={name}", *options, SLOW, nodes=nodes, ranks=2 // nodes, steps=STEPS)
     jobs.told(number, "\nstep 1/")
     urgent = jobs.cluster.preempt()
     jobs.until(number, Restarts="1", JobState="PENDING")
@@ -54,3 +54,18 @@ def test_a_preempted_job_saves_and_goes_on(jobs: Jobs, mpi: mpirun.Launcher, lau
         JobState="COMPLETED",
     )
     assert same_bits(jobs.folder / whole, jobs.folder / name)
+
+
+def test_a_job_that_is_preempted_before_it_trains_is_requeued(jobs: Jobs, mpi: mpirun.Launcher) -> None:
+    launcher = "mpirun" if (jobs.folder / "mpirun.toml").exists() else "srun"
+    local = jobs.folder / "local"
+    site = (jobs.folder / f"{launcher}.toml").read_text() + f"[storage]\nnode_local = '{local}'\n"
+    (jobs.folder / "staging.toml").write_text(site)
+    options = ("--site=staging.toml", "--stage-data", "--warmup", "--no-check", "--out=early")
+    number = jobs.begin(*options, nodes=1, ranks=2, steps=20)
+    jobs.cluster.wait(lambda: any("kernels/" in str(path) for path in local.rglob("*")), "kernels")
+    jobs.cluster.preempt()
+    jobs.until(number, Restarts="1", JobState="PENDING")
+    assert "this start made no new checkpoint; the training goes on from the beginning" in jobs.log(number)
+    jobs.until(number, JobState="COMPLETED", ExitCode="0:0")
+    assert not list(local.iterdir())
