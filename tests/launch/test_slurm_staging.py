@@ -1,0 +1,60 @@
+"""Copies on the nodes of a job of a real Slurm go with it, whenever and however it ends.
+
+Needs Debian's slurm-wlm and munge, root, and namespaces (`unshare`).
+"""
+
+from pathlib import Path
+
+import pytest
+from slurm_cluster import Cluster, Jobs
+
+from hpcdist.batch import sites
+
+LOCAL = "dev/shm/copies"  # each node has its own
+NODES = ("n1", "n2")
+OPTIONS = ("--site=site.toml", "--stage-data", "--no-check", "--out=run", "--set=chaos.step_s=0.1")
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture
+def jobs(fragile: Cluster, tmp_path: Path) -> Jobs:
+    base = sites.chosen(None, fragile.environment).name
+    found = Jobs(fragile, tmp_path)
+    (tmp_path / "site.toml").write_text(f"based_on = '{base}'\n[storage]\nnode_local = '/{LOCAL}'\n")
+    return found
+
+
+def copies(cluster: Cluster, node: str) -> list[Path]:
+    return list((cluster.root(node) / LOCAL).rglob("*"))
+
+
+@pytest.mark.parametrize("moment", ["warm-up", "training"])
+def test_a_cancelled_job_leaves_no_copies_on_any_node(fragile: Cluster, jobs: Jobs, moment: str) -> None:
+    number = jobs.begin(*OPTIONS, *(["--warmup"] if moment == "warm-up" else []), nodes=2, ranks=1, steps=10**6)
+
+    def warming_up() -> bool:
+        return all(any("kernels/" in str(path) for path in copies(fragile, node)) for node in NODES)
+
+    if moment == "training":
+        jobs.told(number, "\nstep 1/")
+    else:
+        fragile.wait(warming_up, "kernels on both nodes")
+    assert all(any(path.name == "text.txt" for path in copies(fragile, node)) for node in NODES)
+    assert fragile.run("scancel", number).returncode == 0
+    jobs.until(number, JobState="CANCELLED")
+    assert ("\nstep 1/" in jobs.log(number)) is (moment == "training")
+    assert [copies(fragile, node) for node in NODES] == [[], []]
+    assert "could not be removed" not in jobs.log(number)
+
+
+def test_a_requeued_job_leaves_no_copies_on_any_node(fragile: Cluster, jobs: Jobs) -> None:
+    number = jobs.begin(*OPTIONS, nodes=2, ranks=1, steps=10**6)
+    jobs.told(number, "\nstep 1/")
+    assert all(copies(fragile, node) for node in NODES)
+    jobs.stop(number)
+    jobs.until(number, JobState="PENDING", Restarts="1")
+    assert fragile.run("scontrol", "hold", number).returncode == 0
+    assert [copies(fragile, node) for node in NODES] == [[], []]
+    assert "could not be removed" not in jobs.log(number)
+    fragile.run("scancel", number)
