@@ -247,6 +247,28 @@ def test_a_program_is_started_with_its_run_directory(stage, tmp_path, tasks):
     assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()
 
 
+def test_tasks_on_one_node_have_copies_of_their_own(stage, tmp_path):
+    """What one of them removes, when it begins and ends, another one may be using."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text(PYTHON)
+    (tmp_path / "bin" / "python").chmod(0o755)
+    subprocess.run(["tar", "-cf", "env.tar", "bin"], cwd=tmp_path, check=True)
+    (tmp_path / "srun").write_text('#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nexec "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    others = [tmp_path / f"local{end}" / "environment" for end in ("", "-1")]
+    for folder in others:
+        folder.mkdir(parents=True)
+    own = {"recipe": "", "program": ("python", "x.py"), "run_dir": tmp_path / "runs", "local": tmp_path / "local"}
+    job = dataclasses.replace(PLAIN, **own, environment=tmp_path / "env.tar")
+    job = ScriptArrayJob(**{item.name: getattr(job, item.name) for item in dataclasses.fields(job)}, tasks=3)
+    task = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NUM_NODES": "1"}
+    code, errors = ended(stage(job, CODE="0", **task))
+    assert code == 0, errors
+    found = words(tmp_path / "arguments")
+    assert found[found.index("--python") + 1] == f"{tmp_path}/local-2/environment/bin/python"
+    assert all(folder.is_dir() for folder in others) and not (tmp_path / "local-2").exists()
+
+
 def test_no_variable_of_the_job_changes_the_recipe(stage, tmp_path):
     code, errors = ended(stage(CODE="0", HPCDIST_SET__RUN__STEPS="9", HPCDIST_SET__RUN__SEED="a b"))
     assert (code, (tmp_path / "variables").read_text()) == (0, ""), errors
