@@ -160,6 +160,13 @@ PYTHON = played_python(
   *" doctor "*) printf '%s\\0' "$@" > examined; exit "${ILL:-0}" ;;
 """
 )
+# The steps that wait for the end of the job end at once.
+SRUN = """#!/bin/bash
+[[ $* != *" --job-name=preemption "* ]] || exit 0
+while [[ $1 == -* ]]; do shift; done
+[[ $* != *"echo ready"* ]] || exec echo ready
+exec "$@"
+"""
 SCONTROL = """#!/bin/bash
 echo "$@" > requeued
 exit "${REFUSE:-0}"
@@ -253,7 +260,7 @@ def test_tasks_on_one_node_have_copies_of_their_own(stage, tmp_path):
     (tmp_path / "bin" / "python").write_text(PYTHON)
     (tmp_path / "bin" / "python").chmod(0o755)
     subprocess.run(["tar", "-cf", "env.tar", "bin"], cwd=tmp_path, check=True)
-    (tmp_path / "srun").write_text('#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nexec "$@"\n')
+    (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
     others = [tmp_path / f"local{end}" / "environment" for end in ("", "-1")]
     for folder in others:
@@ -261,7 +268,7 @@ def test_tasks_on_one_node_have_copies_of_their_own(stage, tmp_path):
     own = {"recipe": "", "program": ("python", "x.py"), "run_dir": tmp_path / "runs", "local": tmp_path / "local"}
     job = dataclasses.replace(PLAIN, **own, environment=tmp_path / "env.tar")
     job = ScriptArrayJob(**{item.name: getattr(job, item.name) for item in dataclasses.fields(job)}, tasks=3)
-    task = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NUM_NODES": "1"}
+    task = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NUM_NODES": "1", "SLURMD_NODENAME": "n"}
     code, errors = ended(stage(job, CODE="0", **task))
     assert code == 0, errors
     found = words(tmp_path / "arguments")
