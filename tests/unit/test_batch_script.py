@@ -157,7 +157,8 @@ PYTHON = played_python(
   *" jobs begin "*) printf '%s\\0' "$@" > began; [[ -z ${REFUSED:-} ]] || exit 78; echo "${BEGIN:-go}"; exit ;;
   *" jobs end "*) printf '%s\\0' "$@" > ended; echo "${END:-stop}"; exit "${BROKEN:-0}" ;;
   *" jobs report "*) touch reported; exit 1 ;;
-  *" doctor "*) printf '%s\\0' "$@" > examined; exit "${ILL:-0}" ;;
+  *" doctor "*) printf '%s\\0' "$@" > examined; echo >> examinations
+    (($(wc -l < examinations) > ${ILL_TIMES:-9})) || exit "${ILL:-0}"; exit 0 ;;
 """
 )
 # The steps that wait for the end of the job end at once.
@@ -317,6 +318,13 @@ def test_what_the_doctor_finds_ends_the_job_and_counts_as_a_start(stage, tmp_pat
     assert code == 1 and "--no-check" in errors
     assert (tmp_path / "began").exists() and not (tmp_path / "arguments").exists()
     assert words(tmp_path / "ended")[-1] == "1"
+
+
+@pytest.mark.parametrize("restart", [0, 1])
+def test_the_doctor_is_asked_again_where_nodes_may_still_end_the_start_before(stage, tmp_path, restart):
+    code, errors = ended(stage(CODE="0", ILL="1", ILL_TIMES="1", SLURM_RESTART_COUNT=str(restart)))
+    assert (code, (tmp_path / "arguments").exists()) == (1 - restart, bool(restart)), errors
+    assert len((tmp_path / "examinations").read_text()) == 1 + restart
 
 
 @pytest.mark.parametrize(("given", "code"), [({"BEGIN": "done"}, 0), ({"REFUSED": "1"}, 78)])

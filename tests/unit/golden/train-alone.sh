@@ -76,8 +76,10 @@ fi
 how=(--launcher mpirun --ranks-per-node 4 --cpus-per-task 8)
 run=("${hpcdist[@]}" run -n 8 "${how[@]}")
 
-# Seconds, before hours are spent on nodes that are not right.
-if ! attend "${run[@]}" doctor --job --out "$run_dir" --device cpu --recipe "$recipe" &&
+# Seconds, before hours are spent on nodes that are not right. Where the nodes still end the steps of the start before,
+# none begins: then it is tried again.
+examine() { attend "${run[@]}" doctor --job --out "$run_dir" --device cpu --recipe "$recipe"; }
+if ! { examine || { ((restart > 0)) && [[ -z $pending ]] && sleep 5 && examine; }; } &&
   [[ -z $pending ]]; then # told to stop, `attend` starts nothing more
   say "not started: see what the doctor says above; submit with --no-check to start all the same"
   code=1
