@@ -70,8 +70,10 @@ def starts(jobs: Jobs, name: str, number: str, count: int) -> None:
     """Wait for the start of a job that is so many; a job that has ended before fails at once."""
 
     def has_begun() -> bool:
+        if len(begun(jobs.folder / name)) >= count:  # that start may have ended well meanwhile
+            return True
         state = jobs.cluster.job(number)["JobState"]
         assert state not in ("FAILED", "COMPLETED"), f"{name}, job {number}, is {state}"
-        return len(begun(jobs.folder / name)) >= count
+        return False
 
     jobs.cluster.wait(has_begun, f"start {count} of {name}, job {number}")
