@@ -9,13 +9,14 @@ script, one in the middle, or the last) and the moment: after the job has begun 
 step), in a step after a checkpoint, or while a checkpoint is written. There is one node more than the job needs, and a
 crashed one comes back when Slurm has declared it down.
 
-Told are, for each crash, when Slurm declared the node down and when the training went on, in seconds after the crash,
-and from which step. It must not be before the newest checkpoint of the moment of the crash. In the end the losses of
-all steps and the parameters are compared with those of the same training without a crash, to the bit.
+Told are, for each crash, when Slurm declared the node down (nan: not at all) and when the training went on, in seconds
+after the crash, and from which step. It must not be before the newest checkpoint of the moment of the crash. In the end
+the losses of all steps and the parameters are compared with those of the same training without a crash, to the bit.
 """
 
 import argparse
 import contextlib
+import math
 import random
 import re
 import statistics
@@ -170,8 +171,11 @@ class Victim:
         def trains() -> bool:
             nonlocal down_s, resumed_s, resumed
             state = self.cluster.run("sinfo", "-h", "-n", node, "-o", "%T").stdout
-            if not down_s and state.startswith("down"):
-                down_s = time.monotonic() - began
+            passed = time.monotonic() - began
+            # Where its cores count as used by the job that has begun anew without it, Slurm calls it mixed* for ever.
+            late = resumed_s and passed > self.cluster.timeout_s + 30
+            if not down_s and (late or state.startswith("down")):
+                down_s = math.nan if late else passed
                 self.cluster.revive(node)
             found = re.findall(r"\nrun directory .*\nstep (\d+)/", self.jobs.log(self.number)[said:])
             if not resumed_s and self.starts() > begun and found:

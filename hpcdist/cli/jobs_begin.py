@@ -209,9 +209,10 @@ def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> No
 
     It is `again` when the training was stopped to go on (exit code 75) and this start has made a new checkpoint. A
     start that was stopped before it could save is made once more. It is `again` too when the training failed and a node
-    of a Slurm job does not answer any more, and whenever the job was preempted before its training ended: such starts
-    without a new checkpoint are bounded by `begin` alone. It is `cancelled` when `jobs cancel` has stopped it: nothing
-    is lost, and the job ends with exit code 0.
+    of a Slurm job does not answer any more, or did not at the end of the start before, whose steps Slurm may still be
+    ending; and whenever the job was preempted before its training ended: such starts without a new checkpoint are
+    bounded by `begin` alone. It is `cancelled` when `jobs cancel` has stopped it: nothing is lost, and the job ends
+    with exit code 0.
     """
     saved = newest(run_dir)
     entries: list[ledger.Entry] = []
@@ -232,6 +233,9 @@ def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> No
     if lost:
         _say(f"{', '.join(lost)} of this job crashed or cannot be reached (exit code {code} of the training)")
         reason = ""
+    elif reason and not unwanted and (before := _lost_before(own, restart)):
+        _say(f"the start before lost {', '.join(before)}: once more (exit code {code} of the training)")
+        reason = ""
     word = ledger.STOP if reason else ledger.AGAIN
     try:
         _end(run_dir, job, restart, code, saved, word, lost)
@@ -241,6 +245,12 @@ def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> No
     _say(reason or f"{outcome}; the training goes on from {'there' if not vain else saved.name or 'the beginning'}")
     is_cancelled = code == REQUEUE and own is not None and own.is_to_save
     click.echo(ledger.CANCELLED if is_cancelled else word)
+
+
+def _lost_before(own: ledger.Job | None, restart: int) -> list[str]:
+    """Return the nodes that crashed under the start of this job before ``restart``."""
+    end = None if own is None else own.last(ledger.ENDED)
+    return end.texts("lost") if end is not None and end.number("restart") == restart - 1 else []
 
 
 def _starts_in_vain(entries: list[ledger.Entry], job: str, saved: Saved) -> int:

@@ -241,6 +241,14 @@ def test_a_start_that_lost_a_node_is_made_again(run, jobs, monkeypatch, code, lo
     assert ledger.read(run)[-1].texts("lost") == (lost if word == "again" else [])
 
 
+def test_a_start_after_a_crash_is_made_again_once(run, jobs, monkeypatch):
+    """Slurm may have ended its steps together with those of the start before."""
+    for restart, (lost, word) in enumerate(((["n2"], "again"), ([], "again"), ([], "stop"))):
+        monkeypatch.setattr(jobs_begin.allocation, "lost", lambda lost=lost: (lost, ["n1"] if lost else []))
+        jobs("begin", run, "--job=1", f"--restart={restart}")
+        assert told(jobs, "end", run, "--job=1", f"--restart={restart}", "--code=1") == word
+
+
 @pytest.mark.parametrize(("code", "word"), [(1, "again"), (REQUEUE, "again"), (OK, "stop"), (78, "stop")])
 def test_a_start_that_was_preempted_is_made_again(run, jobs, code, word):
     for restart in range(3):
