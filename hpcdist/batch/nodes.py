@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 LIMIT_S: Final = 60.0  # a busy controller answers late
-PROBE_S: Final = 30.0  # srun gives up a node that does not answer after MessageTimeout, 10 s if nobody has set it
+PROBE_S: Final = 30.0  # more than it takes srun to give up nodes that do not answer, if nobody has set MessageTimeout
 MARGIN_S: Final = 30.0  # more than SlurmdTimeout, since Slurm looks at nodes now and then
 LOOK_S: Final = 5.0
 _SLURMD_TIMEOUT_S: Final = 300.0  # of a Slurm that does not say
+_MESSAGE_TIMEOUT_S: Final = 10.0
 _KEPT: Final = ("SLURM_CONF", "SLURM_CONF_SERVER")
 _DEAD: Final = re.compile(r"down|.*\*$")  # states of `sinfo`; the star means that the node does not respond
 
@@ -26,13 +27,13 @@ def lost(environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[s
     """Return the nodes that this job has lost, and those that are left.
 
     Lost are those that Slurm has taken from the job, those that it says are down or do not respond, and those that do
-    not run a process within PROBE_S. Where no node can be asked, the word of Slurm counts alone. Nothing is lost
-    outside of a job, and where Slurm does not say.
+    not run a process within PROBE_S, or more where messages may take longer. Where no node can be asked, the word of
+    Slurm counts alone. Nothing is lost outside of a job, and where Slurm does not say.
     """
     job, before = environment.get("SLURM_JOB_ID"), environment.get("SLURM_JOB_NODELIST")
     if not job or not before:
         return [], []
-    held = _held(job, environment)
+    held = _held(environment)
     if not held:
         return [], []
     states = _states(held, environment)
@@ -80,7 +81,7 @@ class Allocation:
         began = time.monotonic()
         while self.shortage() and self._may_come_back():
             if not limit_s:
-                limit_s = _slurmd_timeout_s(self._environment) + MARGIN_S
+                limit_s = _setting_s("SlurmdTimeout", _SLURMD_TIMEOUT_S, self._environment) + MARGIN_S
                 say(f"waiting up to {limit_s:g} s for {', '.join(self.lost)}: until Slurm has declared them down")
             if time.monotonic() - began >= limit_s:
                 return None
@@ -91,12 +92,17 @@ class Allocation:
         return None
 
     def _may_come_back(self) -> bool:
-        return len(_held(self._environment.get("SLURM_JOB_ID", ""), self._environment)) >= (self._needed or 0)
+        return len(_held(self._environment)) >= (self._needed or 0)
 
 
-def _held(job: str, environment: Mapping[str, str]) -> list[str]:
-    """Return the nodes that Slurm has not taken from the ``job``."""
-    return _names(_said(["squeue", "-h", "-j", job, "-o", "%N"], environment).strip(), environment)
+def _held(environment: Mapping[str, str]) -> list[str]:
+    """Return the nodes that Slurm has not taken from this job: a task of an array, or a component of others."""
+    job, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    number = f"{job}_{task}" if job and task else environment.get("SLURM_JOB_ID", "")
+    rows = [row.split() for row in _said(["squeue", "-h", "-j", number, "-o", "%i %N"], environment).splitlines()]
+    return _names(
+        next((row[1] for row in rows if len(row) == 2 and row[0] in (number, f"{number}+0")), ""), environment
+    )
 
 
 def _names(short: str, environment: Mapping[str, str]) -> list[str]:
@@ -120,14 +126,16 @@ def _answering(job: str, names: Sequence[str], environment: Mapping[str, str]) -
     line += [f"--nodelist={','.join(names)}", "--kill-on-bad-exit=0", "--immediate=10", "--quiet"]
     # What the job has asked for its own steps is not meant for this one.
     own = {name: value for name, value in environment.items() if not name.startswith("SLURM_") or name in _KEPT}
-    said = _said([*line, "sh", "-c", 'echo "$SLURMD_NODENAME"'], own, PROBE_S, whole=False).split()
+    # Slurm passes a start on from node to node, and tries those below one that is silent when it has waited for that.
+    limit_s = max(PROBE_S, 3 * _setting_s("MessageTimeout", _MESSAGE_TIMEOUT_S, environment))
+    said = _said([*line, "sh", "-c", 'echo "$SLURMD_NODENAME"'], own, limit_s, whole=False).split()
     return [name for name in names if name in said]
 
 
-def _slurmd_timeout_s(environment: Mapping[str, str]) -> float:
-    """Return after how many seconds Slurm declares a node down that does not respond."""
-    found = re.search(r"SlurmdTimeout\s*=\s*(\d+)", _said(["scontrol", "show", "config"], environment))
-    return float(found[1]) if found and int(found[1]) else _SLURMD_TIMEOUT_S
+def _setting_s(name: str, otherwise: float, environment: Mapping[str, str]) -> float:
+    """Return the seconds of a setting of Slurm; ``otherwise`` where it does not say, or says 0."""
+    found = re.search(rf"^{name}\s*=\s*(\d+)", _said(["scontrol", "show", "config"], environment), re.MULTILINE)
+    return float(found[1]) if found and int(found[1]) else otherwise
 
 
 def _said(line: list[str], environment: Mapping[str, str], limit_s: float = LIMIT_S, *, whole: bool = True) -> str:

@@ -13,7 +13,12 @@ from hpcdist.comm.supervisor import Outcome
 from hpcdist.errors import MissingCapabilityError
 
 SQUEUE = """#!/bin/sh
-[ "$*" = "-h -j 7 -o %N" ] && cat HERE/held
+case "$*" in
+  "-h -j 7 -o %i %N") sed "s/^/7 /" HERE/held ;;
+  "-h -j 7_2 -o %i %N") sed "s/^/7_2 /" HERE/held ;;
+  "-h -j 9 -o %i %N") sed "s/^/9+0 /" HERE/held && echo "9+1 n[4-5]" ;;
+  *) exit 1 ;;
+esac
 """
 SCONTROL = """#!/bin/sh
 case "$*" in
@@ -93,8 +98,16 @@ def test_where_no_node_can_be_asked_slurm_is_believed(job):
 
 def test_a_srun_that_hangs_has_heard_of_those_that_answered(job, monkeypatch):
     monkeypatch.setattr(nodes, "PROBE_S", 1.0)
+    monkeypatch.setattr(nodes, "_MESSAGE_TIMEOUT_S", 0.1)
     (job.folder / "srun").write_text("#!/bin/sh\necho n1; echo n3; exec sleep 60\n")
     assert nodes.lost(job.environment) == (["n2"], ["n1", "n3"])
+
+
+@pytest.mark.parametrize("own", [{"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, {"SLURM_JOB_ID": "9"}])
+def test_a_task_and_a_component_have_their_own_nodes(job, own):
+    """The number of an array is that of one of its tasks, too; squeue tells of all, and of all components."""
+    job.say(held="n[1,3]", answers="n1\nn3")
+    assert nodes.lost(job.environment | own) == (["n2"], ["n1", "n3"])
 
 
 @pytest.mark.parametrize("changes", [{"SLURM_JOB_ID": ""}, {"SLURM_JOB_ID": "8"}, {"SLURM_JOB_NODELIST": ""}])
