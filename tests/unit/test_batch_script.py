@@ -378,6 +378,13 @@ def test_signals_reach_the_launcher_and_only_the_walltime_requeues(stage, tmp_pa
     assert (tmp_path / "requeued").exists() == requeued
 
 
+def test_a_job_that_is_cancelled_while_its_end_is_decided_is_not_requeued(stage, tmp_path):
+    """Nodes are asked then, for up to a minute, and the trap waits for that."""
+    (tmp_path / "python").write_text(PYTHON.replace("> ended;", "> ended; kill -TERM $PPID; sleep 0.3;"))
+    code, errors = ended(stage(CODE="0", ILL="1", END="again"))
+    assert code == 1 and "SIGTERM" in errors and not (tmp_path / "requeued").exists(), errors
+
+
 def test_after_a_signal_nothing_is_started(stage, tmp_path):
     """Or the job would go on until it is killed: the walltime signals once."""
     job = dataclasses.replace(PLAIN, check=False)
