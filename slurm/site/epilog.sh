@@ -18,9 +18,16 @@ job=${SLURM_JOB_ID:-} uid=${SLURM_JOB_UID:-} gid=${SLURM_JOB_GID:-65534}
 [[ $job =~ ^[0-9]+$ && $uid =~ ^[0-9]+$ && $gid =~ ^[0-9]+$ ]] || exit 0
 
 # Names of shared memory of MPI that any process, of any job, has open or mapped: in this order, since a process closes
-# what it has mapped. Asked as root, who sees all processes.
+# what it has mapped. Fails where a process of the user cannot be looked at: what is used is not known then.
 used() {
+  local process
+  find / -maxdepth 0 -printf '' || return 1
+  for process in /proc/[0-9]*; do
+    [[ $process != /proc/1 && $(stat -c %u "$process") == "$uid" ]] || continue
+    { : <"$process/maps"; } || [[ ! -e $process ]] || return 1
+  done
   { find /proc/[0-9]*/fd -maxdepth 1 -type l -printf '%l\n'; cat /proc/[0-9]*/maps; } | grep -aoE "/($segments)"
+  return 0
 }
 
 # What is there is the user's to shape: the rest runs as the user, who can make it do no more than a job could.
@@ -34,7 +41,12 @@ remove() {
 
   own() { [[ -O $1 && ! -L $1 ]]; }
   # Renamed first, which is quick: to remove a copy may take longer than slurmd waits.
-  discard() { gone=$(mktemp -d "${1%/*}/.hpcdist-gone-XXXXXX") && mv -T -- "$1" "$gone/${1##*/}"; }
+  discard() {
+    local _
+    for _ in 1 2 3; do # the epilog of another job of the user removes an empty one
+      gone=$(mktemp -d "${1%/*}/.hpcdist-gone-XXXXXX") && mv -T -- "$1" "$gone/${1##*/}" && break
+    done
+  }
 
   for folder in "${places[@]}"; do
     for path in "$folder"/hpcdist-run-*; do
@@ -60,13 +72,13 @@ clean() {
     return
   fi
   # In a folder of the site, which may be closed to the user but for a group.
-  find "$text_files" -maxdepth 1 -name "hpcdist_$job.prom" -type f -uid "$uid" -delete
+  find -H "$text_files" -maxdepth 1 -name "hpcdist_$job.prom" -type f -uid "$uid" -delete
   # First what there is, then what is used: what somebody makes now is not looked at.
   for path in "$shared_memory"/*; do
     [[ ${path##*/} =~ ^($segments)$ ]] && unused+=("$path")
   done
   if [[ -n ${unused[*]:-} ]]; then
-    used=$(used)
+    used=$(used) || unused=()
     for number in "${!unused[@]}"; do
       grep -qxF -- "/${unused[number]##*/}" <<<"$used" && unset "unused[number]"
     done

@@ -47,6 +47,21 @@ def install(prefix: Path, inside: str = "lib/python3.12/site-packages", version:
     return prefix
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_the_command_alone_does_not_find_itself(tmp_path, there):
+    """By a link in /usr/bin, say, where /bin is a link to it."""
+    package = install(tmp_path / "prefix") / "lib/python3.12/site-packages/hpcdist"
+    if not there:
+        (tmp_path / "prefix" / "bin" / "hpcdist").unlink()
+    (tmp_path / "usr" / "bin").mkdir(parents=True)
+    (tmp_path / "bin").symlink_to("usr/bin")
+    link = tmp_path / "usr" / "bin" / "hpcdist"
+    link.symlink_to(package / "libexec" / "hpcdist")
+    done = subprocess.run([link, "a"], capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stdout) == ((0, f"{tmp_path}/prefix/bin/hpcdist a\n") if there else (69, ""))
+    assert there or "no command hpcdist in" in done.stderr
+
+
 def invoke(*arguments: object):
     return CliRunner().invoke(command, [str(each) for each in arguments])
 
