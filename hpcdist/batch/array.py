@@ -212,8 +212,9 @@ class ServersJob(BatchJob):
                 "with the first; use --restarts, or leave them out"
             )
         for argument in self.server_sbatch_args:
-            # Checks it as it does others; nodes of another kind may have other features, and another memory.
-            dataclasses.replace(self, sbatch_args=(argument,), server_sbatch_args=(), constraint=None, mem=None)
+            # Checks it as it does others; nodes of another kind may have other features, memory and QOS.
+            alone = dataclasses.replace(self, server_sbatch_args=(), constraint=None, mem=None, qos=None)
+            dataclasses.replace(alone, sbatch_args=(argument,))
 
     @property
     def server_gpus_per_node(self) -> int:

@@ -29,7 +29,7 @@ SIGNAL_LIMIT_S: Final = 65535  # of sbatch --signal
 _WALLTIME: Final = re.compile(
     r"(?:(?P<days>\d{1,4})-)?(?P<hours>\d{1,4}):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)", re.ASCII
 )
-_MEMORY: Final = re.compile(r"(\d{1,9})([KMGT]?)", re.ASCII)
+_MEMORY: Final = re.compile(r"(\d{1,9})([KMGT]?)", re.ASCII | re.IGNORECASE)
 _MIB: Final = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
 _SBATCH_ARGUMENT: Final = re.compile(r"(?P<option>--[a-z][a-z0-9-]*)(=.*)?", re.DOTALL)
 # Options of sbatch that the script has, and what to use in place of them; it would not work with others.
@@ -236,7 +236,7 @@ def memory_mib(text: str, option: str = "--mem") -> float:
     match = _MEMORY.fullmatch(text)
     if match is None:
         raise UsageError(f"{option} {text!r}: expected MiB, or a number with K, M, G or T; for example 4000 or 200G")
-    return int(match[1]) * _MIB[match[2]]
+    return int(match[1]) * _MIB[match[2].upper()]
 
 
 def _option(name: str) -> str:

@@ -153,7 +153,7 @@ def _one_line(value: object, refused: str) -> str:
 
 def _memory(text: str) -> str:
     """Return a memory size of Slurm's as PBS writes it: 200G is 200gb, and a bare number is of MiB in both."""
-    number = text.rstrip("KMGT")
+    number = text.rstrip("KMGTkmgt")
     return number + (text[len(number) :].lower() or "m") + "b"
 
 

@@ -3,6 +3,7 @@
 A profile is a TOML file with the tables below; slurm/README.md describes every field. Light: it is read on login nodes.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -252,8 +253,9 @@ class Site:
             if default and getattr(job, name) is None and not asked:
                 changes[name] = default
         suffix = self.scheduler.account_suffix
-        if suffix and job.account is not None and not job.account.endswith(suffix):
-            changes["account"] = job.account + suffix
+        account = job.account or (os.environ.get("SBATCH_ACCOUNT") if self.scheduler.kind == "slurm" else None)
+        if suffix and account and not account.endswith(suffix):
+            changes["account"] = account + suffix
         return replace(job, **changes) if changes else job
 
     def root_of(self, path: PurePath) -> Root | None:

@@ -22,7 +22,7 @@ from hpcdist.training.survival import STOP_FILE
 RECIPE_FILE = "recipe.toml"
 
 # Scripts of jobs and their recipes, also one that is half written (of `batch.submission`).
-_JOB_FILE: Final = re.compile(r"job(?:-\d+)?\.(?:sbatch|pbs|sh)|job-[0-9a-f]{8}\.toml(?:\..+)?", re.ASCII)
+_JOB_FILE: Final = re.compile(r"\.?job(?:(?:-\d+)?\.(?:sbatch|pbs|sh)|-[0-9a-f]{8}\.toml)(?:\..+)?", re.ASCII)
 
 
 @dataclass(frozen=True)

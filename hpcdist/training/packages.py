@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hpcdist.training.recipe import Recipe
 
 MOST_BYTES: Final = 1 << 20  # of a file with a model that is looked at
+_PLACES: Final = ("sys.path", "sys.meta_path", "site.addsitedir")  # where modules are looked for
 
 
 class Need(NamedTuple):
@@ -107,6 +108,8 @@ def _imported(path: Path) -> list[str]:
             tree = ast.parse(file.read(MOST_BYTES))
     except (OSError, SyntaxError, ValueError, RecursionError):
         return []  # the training says what is wrong with it
+    if any(isinstance(node, ast.Attribute) and ast.unparse(node) in _PLACES for node in ast.walk(tree)):
+        return []  # it says itself where its modules are
     names: list[str] = []
     for statement in tree.body:  # what is in a `try`, a function or a branch need not be there
         if isinstance(statement, ast.Import):

@@ -319,6 +319,13 @@ def test_jobs_that_cannot_be(kind, changes, word):
     assert word in str(error.value), str(error.value)
 
 
+def test_servers_may_have_another_quality_of_service():
+    text = script.render(
+        dataclasses.replace(SERVERS, qos="regular", server_sbatch_args=("--qos=other",)), MPICH, SERVERS.template
+    )
+    assert text.index("#SBATCH --qos=regular") < text.index("#SBATCH hetjob") < text.index("#SBATCH --qos=other")
+
+
 @pytest.mark.parametrize("changes", [{"suite": "nix"}, {"suite": "data", "sweep": TEXT}, {"suite": SWEEP}])
 def test_benchmarks_that_cannot_be(changes):
     with pytest.raises(UsageError, match="--bench"):

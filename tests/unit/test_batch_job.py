@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcdist.batch.job import BatchJob, walltime_s
+from hpcdist.batch.job import BatchJob, memory_mib, walltime_s
 from hpcdist.errors import UsageError
 
 
@@ -32,6 +32,11 @@ def test_walltimes(text, seconds):
 def test_what_is_no_walltime(text):
     with pytest.raises(UsageError, match="expected D-HH:MM:SS, HH:MM:SS or whole minutes"):
         walltime_s(text)
+
+
+@pytest.mark.parametrize(("text", "mib"), [("4000", 4000), ("512K", 0.5), ("200g", 204800), ("1T", 1048576), ("0", 0)])
+def test_memory(text, mib):
+    assert memory_mib(text) == mib
 
 
 @pytest.mark.parametrize(

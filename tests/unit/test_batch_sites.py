@@ -200,6 +200,15 @@ def test_the_generic_profile_is_that_of_the_mpi(own, tmp_path, monkeypatch, said
     assert sites.chosen(None, own.environment).name == name
 
 
+def test_an_account_of_the_shell_gets_the_suffix_of_the_site(monkeypatch):
+    job = dataclasses.replace(PLAIN, account=None)
+    monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
+    assert sites.load("perlmutter").complete(job).account is None
+    monkeypatch.setenv("SBATCH_ACCOUNT", "m1234")
+    assert sites.load("perlmutter").complete(job).account == "m1234_g"
+    assert sites.load("slurm-mpich").complete(job).account is None  # sbatch reads it
+
+
 def test_what_nodes_see():
     site = sites.load("slurm-openmpi")
     assert fitting.hidden({"it": Path("/scratch/x")}, site) == []

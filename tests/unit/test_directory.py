@@ -11,6 +11,7 @@ from hpcdist.batch.job import BatchJob
 from hpcdist.batch.site import Scheduler, Site
 from hpcdist.comm.solo import solo
 from hpcdist.errors import ConfigurationError, StorageError, UsageError
+from hpcdist.reporting import atomic
 from hpcdist.training import directory
 from hpcdist.training import recipe as recipes
 
@@ -47,6 +48,8 @@ def test_what_a_submission_leaves_is_no_other_run(tmp_path: Path, kind: str) -> 
         submission.kept(each, Site(scheduler=Scheduler(kind=kind))).touch()
     job.input_file.touch()
     job.input_file.with_name(f"{job.input_file.name}.7_1").touch()
+    for path in (job.input_file, submission.kept(job, Site(scheduler=Scheduler(kind=kind)))):
+        atomic.unfinished(path).touch()
     assert prepare(tmp_path).resume_from is None
 
 

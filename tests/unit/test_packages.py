@@ -51,6 +51,8 @@ def test_the_file_of_a_model_is_read_and_not_run(tmp_path: Path) -> None:
     options = ["model.kind='import'", f"model.factory={factory!r}"]
     found = packages.missing(recipes.load(None, options).recipe)
     assert [line.split("needs the module ")[1].split(",")[0] for line in found] == ["not_there_1", "not_there_2"]
+    (tmp_path / "model.py").write_text("import sys\nsys.path.insert(0, '/proj/lib')\nimport not_there_6\n")
+    assert packages.missing(recipes.load(None, options).recipe) == [], "it says itself where its modules are"
     (tmp_path / "model.py").write_text("import (")
     assert packages.missing(recipes.load(None, options).recipe) == [], "the training says what is wrong with it"
     (line,) = packages.missing(recipes.load(None, [options[0], "model.factory='not_there.models:gpt'"]).recipe)
