@@ -62,9 +62,8 @@ def test_an_environment_is_made_of_the_files_alone(house, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "a stand-in of hpcdist"
     ask = "import importlib.metadata as m; print(m.version('mpi4py'), m.version('hpcdist'))"
-    said = subprocess.run(
-        [tmp_path / "a venv" / "bin" / "python", "-c", ask], capture_output=True, text=True, check=True
-    )
+    line = [tmp_path / "a venv" / "bin" / "python", "-c", ask]
+    said = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["4.1.9", "0.1.0"]
     again = install(house, tmp_path / "a venv")
     assert again.returncode == 2 and "exists" in again.stderr

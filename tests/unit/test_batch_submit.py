@@ -484,7 +484,7 @@ def test_packages_that_the_recipe_needs_are_looked_for_before_the_queue(site):
     assert not (site / "calls").exists()
     dry = submit(*line, "--dry-run", folder=site)
     assert dry.returncode == 0 and "warning: model.factory = " in dry.stderr
-    assert ' doctor --job --out "$run_dir" --device cpu --recipe "$recipe" &&' in dry.stdout
+    assert ' doctor --job --out "$run_dir" --device cpu --recipe "$recipe"; }' in dry.stdout
     known = submit(*line, "--site=with modules", folder=site)
     assert known.returncode == 0 and "unless a module of the site brings it, model.factory" in known.stderr
     image = submit(*line, "--container=image.sif", "--out=inside", folder=site)

@@ -196,7 +196,7 @@ def test_without_a_clone_the_own_wheel_must_be_given(own, tmp_path, monkeypatch)
 
 def test_in_a_clone_the_own_wheel_is_built_from_it(tmp_path, monkeypatch):
     """Also where another hpcdist runs, as of the environment that is active."""
-    clone = Path(wheelhouse.__file__).resolve().parents[2]
+    clone = Path(__file__).resolve().parents[2]
     monkeypatch.setattr("hpcdist.__file__", str(tmp_path / "lib" / "hpcdist" / "__init__.py"))
     monkeypatch.chdir(clone)
 
