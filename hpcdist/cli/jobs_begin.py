@@ -29,8 +29,9 @@ from hpcdist.reporting import atomic, regular
 GO: Final = "go"
 DONE: Final = "done"
 STOP_FILE: Final = "stop"
-# Whatever became of the nodes, another start would end in the same way, or is not wanted.
-_FINAL: Final = (OK, USAGE, MISSING_CAPABILITY, CONFIGURATION, INTERRUPTED)
+# Whatever became of the nodes, another start would end in the same way, or is not wanted. A refused configuration is
+# none of these: where a node crashes while MPI begins, a rank finds itself in a world of 1.
+_FINAL: Final = (OK, USAGE, MISSING_CAPABILITY, INTERRUPTED)
 
 _RUN_DIR = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(file_okay=False, path_type=Path))
 _JOB = click.option("--job", required=True, help="Number of the job.")

@@ -229,8 +229,15 @@ def test_a_cancelled_job_does_not_come_again(run, jobs):
 
 @pytest.mark.parametrize(
     ("code", "lost", "word"),
-    [(1, ["n2"], "again"), (137, ["n1", "n2"], "again"), (1, [], "stop"), (75, [], "again")]
-    + [(code, ["n2"], "stop") for code in (0, 2, 69, 78, 130)],
+    [
+        (1, ["n2"], "again"),
+        (78, ["n2"], "again"),
+        (78, [], "stop"),
+        (137, ["n1", "n2"], "again"),
+        (1, [], "stop"),
+        (75, [], "again"),
+    ]
+    + [(code, ["n2"], "stop") for code in (0, 2, 69, 130)],
 )
 def test_a_start_that_lost_a_node_is_made_again(run, jobs, monkeypatch, code, lost, word):
     monkeypatch.setattr(jobs_begin.allocation, "lost", lambda: (lost, ["n3"] if lost else []))
@@ -249,7 +256,7 @@ def test_a_start_after_a_crash_is_made_again_once(run, jobs, monkeypatch):
         assert told(jobs, "end", run, "--job=1", f"--restart={restart}", "--code=1") == word
 
 
-@pytest.mark.parametrize(("code", "word"), [(1, "again"), (REQUEUE, "again"), (OK, "stop"), (78, "stop")])
+@pytest.mark.parametrize(("code", "word"), [(1, "again"), (REQUEUE, "again"), (OK, "stop"), (69, "stop")])
 def test_a_start_that_was_preempted_is_made_again(run, jobs, code, word):
     for restart in range(3):
         jobs("begin", run, "--job=1", f"--restart={restart}")
