@@ -198,10 +198,11 @@ class _Job:
             settings = {**self.settings, FAILURE_DIR: folder, ending.LAUNCH_DIR: folder, **_screen()}
             settings[ending.COMMAND] = shlex.join(self.typed)
             words = self._words(command, settings, where or ())
-            own = self.starter.session(Path(folder), self.options) | ({} if where is None else launchers.AGAIN)
+            own = self.starter.session(Path(folder), self.options)
+            inherited = os.environ if where is None else launchers.restart_environment(os.environ)
             outcome = supervisor.watch(
                 words,
-                {**os.environ, **settings, **own},
+                {**inherited, **settings, **own},
                 Path(folder),
                 self.grace_s,
                 mask,

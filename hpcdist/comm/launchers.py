@@ -119,9 +119,8 @@ FLUX: Final = Kind(
 
 KINDS: Final = {kind.name: kind for kind in (MPIRUN, SRUN, MPIEXEC, IBRUN, FLUX)}
 HET_GROUP: Final = "--het-group"  # option of srun: which components of a heterogeneous job
-# For starts after the first. A crashed node leaves its step unended, which keeps the cores of the living nodes, and any
-# srun, that of an mpirun too, waits for them until Slurm has declared the node down, unless it may share them.
-AGAIN: Final = {"SLURM_OVERLAP": "1"}
+# Slurm reads one of them as the memory of a step, by its number of CPUs, GPUs or nodes; 0 shares all memory of the job.
+_MEMORY: Final = ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE")
 # Where all cores of a step of Slurm are taken, srun asks again until the walltime ends.
 _PATIENCE_S: Final = 300
 
@@ -137,6 +136,16 @@ def named(name: str, environment: Mapping[str, str] = os.environ) -> Kind:
     if name == AUTO:
         raise ConfigurationError(f"{VARIABLE}={said!r} names no launcher; {_meant(said, list(KINDS))}")
     raise UsageError(f"--launcher {said!r}: unknown launcher; {_meant(said, [AUTO, *KINDS])}")
+
+
+def restart_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environment`` for a start after the first.
+
+    A crashed node leaves its step unended, which keeps the cores and the memory of the living nodes. Any srun, that of
+    an mpirun too, waits for them until Slurm has declared the node down, unless it may share them.
+    """
+    own = {name: value for name, value in environment.items() if name not in _MEMORY}
+    return own | {"SLURM_OVERLAP": "1", "SLURM_MEM_PER_NODE": "0"}
 
 
 def _meant(name: str, known: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ import pytest
 LIMIT_S = 300.0  # for whatever is waited for: generous, a loaded machine must not fail a test
 NODES = 3
 GPUS = 4  # of each node
+MEMORY_MB = 1000  # of each node, shared out to its CPUs as most sites do it
 DAEMONS = ("munged", "slurmctld", "slurmd")
 ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -58,7 +59,8 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
 TaskPlugin=task/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
+SelectTypeParameters=CR_CPU_Memory
+DefMemPerCPU={memory}
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
 ReturnToService=2
 SlurmdParameters=config_overrides
@@ -145,13 +147,14 @@ class Cluster:
     def start(self) -> None:
         host, (control, *ports) = socket.gethostname().split(".")[0], free_ports(1 + self.count)
         nodes = [
-            f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={self.cpus} RealMemory=1000 "
-            f"Gres=gpu:{GPUS}"
+            f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={self.cpus} "
+            f"RealMemory={MEMORY_MB} Gres=gpu:{GPUS}"
             for number, port in enumerate(ports, start=1)
         ]
         # MPICH names memory in /dev/shm after the number of the job: those of another cluster must not be the same.
         first = random.randrange(10**5, 10**7)
         own = {"timeout": self.timeout_s, "requeue": self.requeue_s, "nodes": "\n".join(nodes)}
+        own |= {"memory": MEMORY_MB // self.cpus}
         own |= {"grace": self.grace_s, "preemption": PREEMPTION if self.grace_s else NO_PREEMPTION}
         text = CONFIGURATION.format(host=host, control=control, folder=self.folder, first=first, **own)
         (self.folder / "slurm.conf").write_text(f"{text}{self.more}\n")

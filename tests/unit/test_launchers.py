@@ -85,6 +85,13 @@ def test_one_thread_for_each_core(monkeypatch):
     assert "OMP_NUM_THREADS" not in Site(KINDS["srun"], Layout(4, cpus_per_task=3)).settings(), "the user's own stays"
 
 
+def test_a_restart_shares_the_cores_and_the_memory_of_a_step_that_does_not_end():
+    for name in ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE"):  # srun takes one of them, not two
+        job = {"SLURM_JOB_ID": "7", name: "100"}
+        shared = {"SLURM_JOB_ID": "7", "SLURM_OVERLAP": "1", "SLURM_MEM_PER_NODE": "0"}
+        assert launchers.restart_environment(job) == shared
+
+
 def test_lost_nodes_are_left_out():
     assert Site(KINDS["srun"], Layout(4, 2)).without(["n2"], ["n1", "n3", "n4"]) == ["--exclude=n2", "--nodes=2"]
     assert Site(KINDS["srun"], Layout(4)).without(["n2", "n4"], ["n1", "n3"]) == ["--exclude=n2,n4", "--nodes=2"]
