@@ -210,8 +210,8 @@ def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> No
 
     It is `again` when the training was stopped to go on (exit code 75) and this start has made a new checkpoint. A
     start that was stopped before it could save is made once more. It is `again` too when the training failed and a node
-    of a Slurm job does not answer any more, or did not at the end of the start before, whose steps Slurm may still be
-    ending; and whenever the job was preempted before its training ended: such starts without a new checkpoint are
+    of a Slurm job does not answer any more, or the start before lost a node or was killed, whose steps Slurm may still
+    be ending; and whenever the job was preempted before its training ended: such starts without a new checkpoint are
     bounded by `begin` alone. It is `cancelled` when `jobs cancel` has stopped it: nothing is lost, and the job ends
     with exit code 0.
     """
@@ -234,8 +234,8 @@ def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> No
     if lost:
         _say(f"{', '.join(lost)} of this job crashed or cannot be reached (exit code {code} of the training)")
         reason = ""
-    elif reason and not unwanted and (before := _lost_before(own, restart)):
-        _say(f"the start before lost {', '.join(before)}: once more (exit code {code} of the training)")
+    elif reason and not unwanted and (before := _crash_before(own, restart)):
+        _say(f"the start before {before}: once more (exit code {code} of the training)")
         reason = ""
     word = ledger.STOP if reason else ledger.AGAIN
     try:
@@ -248,10 +248,18 @@ def end(run_dir: Path, job: str, restart: int, code: int, preempted: bool) -> No
     click.echo(ledger.CANCELLED if is_cancelled else word)
 
 
-def _lost_before(own: ledger.Job | None, restart: int) -> list[str]:
-    """Return the nodes that crashed under the start of this job before ``restart``."""
-    end = None if own is None else own.last(ledger.ENDED)
-    return end.texts("lost") if end is not None and end.number("restart") == restart - 1 else []
+def _crash_before(own: ledger.Job | None, restart: int) -> str:
+    """Return which nodes crashed under the start of this job before ``restart``; "" where none did.
+
+    A start that has no end in the ledger lost the first node of the job, and this script with it.
+    """
+    entries = () if own is None else own.entries
+    before = [entry for entry in entries if entry.number("restart") == restart - 1]
+    ends = [entry for entry in before if entry.event == ledger.ENDED]
+    if ends:
+        nodes = ends[-1].texts("lost")
+        return f"lost {', '.join(nodes)}" if nodes else ""
+    return "was killed" if any(entry.event == ledger.BEGAN for entry in before) else ""
 
 
 def _starts_in_vain(entries: list[ledger.Entry], job: str, saved: Saved) -> int:

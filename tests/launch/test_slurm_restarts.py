@@ -3,6 +3,8 @@
 Needs Debian's slurm-wlm and munge, for Open MPI also libpmix-dev, root, and namespaces (`unshare`).
 """
 
+import time
+
 import numpy as np
 import pytest
 from slurm_cluster import Cluster, Jobs
@@ -57,6 +59,14 @@ def crash(jobs: Jobs, node: str, submitted: dict[str, str]) -> None:
         jobs.cluster.wait(lambda out=out, number=number: gone_on(out, number), f"training in {out} without {node}")
 
 
+def saves(jobs: Jobs, *outs: str) -> None:
+    """Wait until one of the runs writes a checkpoint, which lasts for milliseconds."""
+    until = time.monotonic() + 120
+    while not any(path for out in outs for path in (jobs.folder / out / "checkpoints").glob("step-*.tmp")):
+        assert time.monotonic() < until, "no checkpoint was written"
+        time.sleep(0.0005)
+
+
 def revive(cluster: Cluster) -> None:
     """Start all nodes that have crashed."""
     for number in range(1, cluster.count + 1):
@@ -74,6 +84,7 @@ def test_a_middle_and_the_last_node_crash(jobs: Jobs, mpi: mpirun.Launcher) -> N
         for out in submitted:
             jobs.checkpoint(jobs.folder / out)
         crash(jobs, "n2", submitted)  # of n1, n2, n3
+        saves(jobs, *submitted)
         crash(jobs, "n4", submitted)  # of n1, n3, n4
     finally:
         print(*map(jobs.log, submitted.values()), sep="\n---\n")

@@ -256,6 +256,15 @@ def test_a_start_after_a_crash_is_made_again_once(run, jobs, monkeypatch):
         assert told(jobs, "end", run, "--job=1", f"--restart={restart}", "--code=1") == word
 
 
+def test_a_start_after_one_that_was_killed_is_made_again_once(run, jobs):
+    """The first node of the job crashed, and its script with it."""
+    jobs("begin", run, "--job=1")
+    jobs("begin", run, "--job=1", "--restart=1")
+    assert told(jobs, "end", run, "--job=1", "--restart=1", "--code=14") == "again"
+    jobs("begin", run, "--job=1", "--restart=2")
+    assert told(jobs, "end", run, "--job=1", "--restart=2", "--code=14") == "stop"
+
+
 @pytest.mark.parametrize(("code", "word"), [(1, "again"), (REQUEUE, "again"), (OK, "stop"), (69, "stop")])
 def test_a_start_that_was_preempted_is_made_again(run, jobs, code, word):
     for restart in range(3):
