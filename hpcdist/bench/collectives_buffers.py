@@ -79,6 +79,21 @@ class Contents:
             part = buffer[start : start + step]
             part[...] = tile[: part.size]
 
+    def fill_slots(self, slots: np.ndarray, rank: int) -> None:
+        """Write the input of ``rank`` into ``slots`` of shape (count, size), row k from phase k on (local).
+
+        Rows are written in their order, so that a cache is left with the last of them.
+        """
+        count, size = slots.shape
+        whole = 0
+        if size <= PERIOD * _REPEATS:
+            # A pool of small slots has a million of them: the PERIOD different rows are written in one assignment.
+            rows = np.lib.stride_tricks.sliding_window_view(self._tile(rank), size)[:PERIOD]
+            whole = count - count % PERIOD
+            slots[:whole].reshape(-1, PERIOD, size)[...] = rows
+        for slot in range(whole, count):
+            self.fill(slots[slot], rank, slot)
+
     def first_difference(self, buffer: np.ndarray, rank: int | None, phase: int) -> int:
         """Return the first index at which ``buffer`` is not the input of ``rank`` (None: the sum); -1 for none."""
         tile, step = self._tile(rank)[phase % PERIOD :], PERIOD * _REPEATS
@@ -139,8 +154,8 @@ class Pool:
     def fill(self, contents: Contents, rank: int) -> None:
         """Write the inputs of ``rank`` into all slots; nothing is in use afterwards (local)."""
         self._used.clear()
-        for slot in range(self.count):
-            contents.fill(self.buffer(slot), rank, slot)
+        slots = self.memory[: self.count * self.stride_bytes].reshape(self.count, self.stride_bytes)
+        contents.fill_slots(slots[:, : self.size * self.dtype.itemsize].view(self.dtype), rank)
 
     def first_wrong(
         self, contents: Contents, contender: int, expected: Sequence[Expected], *, in_result: bool = False

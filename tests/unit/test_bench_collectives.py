@@ -150,6 +150,23 @@ def test_contents_are_exact_and_a_change_of_one_element_is_found(dtype, rng):
     assert contents.first_difference(total[17:], None, 3 + 17) == index - 17 or index < 17
 
 
+@pytest.mark.parametrize(("count", "size"), [(1, 7), (126, 3), (127, 5), (300, 16), (5, 16_256), (5, 16_257)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_pool_is_filled_slot_by_slot_from_its_own_phase_on(count, size, dtype):
+    kind = dtype_of(dtype)
+    contents = collectives_buffers.Contents(3, kind)
+    stride = -(-size * kind.itemsize // 64) * 64
+    memory = [np.full(count * stride + 64, 255, np.uint8) for _ in range(2)]
+    pool = collectives_buffers.Pool(*memory, size, kind, count)
+    pool.fill(contents, rank=2)
+    for slot in range(count):
+        expected = np.empty(size, kind)
+        contents.fill(expected, 2, slot)
+        np.testing.assert_array_equal(pool.buffer(slot), expected)
+    gaps = memory[0][: count * stride].reshape(count, stride)[:, size * kind.itemsize :]
+    assert (gaps == 255).all() and (memory[0][count * stride :] == 255).all(), "only the slots are written"
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_operation_is_measured_verified_and_kept(ranks):
     kept, said = measured(ranks)
