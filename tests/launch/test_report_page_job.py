@@ -25,6 +25,7 @@ SECTIONS = (
 RECIPE = (
     "run.steps=24", "model.layers=1", "model.hidden=32", "model.heads=2", "data.context=32", "run.global_batch=4",
     "checkpoint.every_steps=8", "communication.algorithm=ring", "energy.sources=declared", "energy.cpu_tdp_w=80",
+    "energy.utilisation_s=0.05",
 )  # fmt: skip
 
 
