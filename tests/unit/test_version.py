@@ -19,7 +19,9 @@ CLONE = PACKAGE.parent
 VERSION = hpcdist.__version__
 MODULES = resources.folder(resources.MODULEFILES)
 SITE = resources.folder(resources.TEMPLATES) / "site"
-OLD = Path(__file__).parent / "golden" / "run-0.1.0.tar.xz"  # a training of four steps by 0.1.0, and its data
+GOLDEN = Path(__file__).parent / "golden"
+# Trainings of four steps, and their data: by 0.1.0, and by 0.2.0 (zero1 on 2 ranks, and a sweep) before modules moved.
+OLD = ("0.1.0", "0.2.0")
 
 
 def places() -> dict[str, list[str]]:
@@ -61,11 +63,11 @@ def test_the_changelog_is_in_order():
     assert order == sorted(order, reverse=True) and len(order) == text.count("\n## ") >= 2
 
 
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
-    with tarfile.open(OLD) as archive:
+@pytest.fixture(params=OLD)
+def old(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    with tarfile.open(GOLDEN / f"run-{request.param}.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
-    return tmp_path / "run-0.1.0"
+    return tmp_path / f"run-{request.param}"
 
 
 def hpcdist_says(*arguments: object) -> str:
@@ -77,7 +79,7 @@ def hpcdist_says(*arguments: object) -> str:
 
 def test_a_run_of_the_version_before_goes_on(old):
     before = metrics.read(old / metrics.METRICS_FILE)
-    assert before.attributes["hpcdist_version"] == "0.1.0"
+    assert before.attributes["hpcdist_version"] == old.name.removeprefix("run-")
     whole = shutil.copytree(old, old.parent / "whole")
     for run in (old, whole):
         keys = ("--set=run.steps=7", f"--set=data.staged={old.parent}/data.h5")
@@ -92,8 +94,16 @@ def test_a_run_of_the_version_before_goes_on(old):
 
 def test_files_of_the_version_before_are_read(old):
     said = hpcdist_says("checkpoint", "verify", old)
-    assert "step-4: complete" in said and "an earlier version of hpcdist saved no digest" in said
+    assert "step-4: complete" in said
+    assert ("an earlier version of hpcdist saved no digest" in said) == (old.name == "run-0.1.0")
     hpcdist_says("checkpoint", "export", old, old.parent / "model.safetensors")
     assert (old.parent / "model.safetensors").stat().st_size
     said = hpcdist_says("report", old)
     assert re.search(r"^ +4 +\S+", said, re.MULTILINE), "its last step"
+
+
+@pytest.mark.parametrize("old", ["0.2.0"], indirect=True)
+def test_a_sweep_of_the_version_before_is_read(old):
+    said = hpcdist_says("report", old.parent / "sweep.h5")
+    assert re.search(r"^ring +2 .* 0\.8959 .* 1 ok$", said, re.MULTILINE)
+    assert re.search(r"^zero1 +2 .* 0\.8959 .* 1 ok$", said, re.MULTILINE)
